@@ -1,16 +1,15 @@
-"""Contexts: the names under which prompts share blocks."""
+"""Contexts: names under which prompts share blocks, made of salt and adapter."""
 
 from __future__ import annotations
 
 
 def context_of(salt: str, adapter: str) -> str:
-    """Return the context of a salt and an adapter; empty without both."""
+    """Return the name under which prompts share blocks."""
     return f"{len(salt)}:{salt}{adapter}" if salt or adapter else ""
 
 
-def parts_of(context: str) -> tuple[str, str]:
-    """Return the (salt, adapter) of a context."""
-    if not context:
-        return "", ""
+def split_context(context: str) -> tuple[str, str]:
+    """Return the salt and the adapter of a context."""
     length, _, names = context.partition(":")
-    return names[: int(length)], names[int(length) :]
+    end = int(length or 0)
+    return names[:end], names[end:]

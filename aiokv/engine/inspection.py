@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiokv import checks
-from aiokv.engine.contexts import parts_of
+from aiokv.engine.contexts import split_context
 from aiokv.types import Health, HotPrefixes, LeaseInfo, PrefixInfo
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Inspection:
         stretches, is_complete = self._read.hottest_prefixes(limit)
         prefixes = []
         for parent, block, context, first_block, blocks, device, host, *counts in stretches:
-            salt, adapter = parts_of(context)
+            salt, adapter = split_context(context)
             uses, leases, branches = counts
             prefixes.append(
                 PrefixInfo(

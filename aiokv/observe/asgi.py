@@ -13,12 +13,15 @@
 | ``/dump`` | state of the engines as JSON; see :mod:`aiokv.observe.snapshot` |
 | ``/healthz`` | 200 while the loop answers and no engine is broken, else 503 |
 | ``/readyz`` | 200 while the engines can serve, else 503; JSON names the failed checks |
+| ``/events`` | KV events as server-sent events, without token ids; ``?engine=NAME`` of several |
 | ``/live`` | what the live page asks for once per second while it is visible; may change |
 
 The app answers ``GET`` and ``HEAD``, sends no CORS headers, and checks no passwords: whoever
 reaches it can read owners and URLs of stores, but neither tokens nor secrets. Nothing here changes
 an engine. Nothing costs the engine time between two requests; five seconds after the last request
-of a live page, the engine has no observer any more.
+of a live page, the engine has no observer any more. A stream of ``/events`` ends with its client or
+with the engine; a server that waits for all connections when it stops needs a limit, such as
+``timeout_graceful_shutdown`` of uvicorn.
 
 An engine may be used on its event loop only, so the server of the app has to run on that loop, as
 it does when one process serves requests and this app. On another loop, all paths but the page
@@ -32,6 +35,7 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -42,7 +46,7 @@ import msgspec
 from aiokv.errors import ConfigError
 from aiokv.observe.metrics import CONTENT_TYPE as METRICS_TYPE
 from aiokv.observe.metrics import exposition, named_engines
-from aiokv.observe.snapshot import snapshot, without_credentials
+from aiokv.observe.snapshot import hidden, snapshot, without_credentials
 from aiokv.observe.watching import Watching
 
 if TYPE_CHECKING:
@@ -57,6 +61,7 @@ if TYPE_CHECKING:
 
 JSON: Final = "application/json"
 TEXT: Final = "text/plain; charset=utf-8"
+EVENTS: Final = "text/event-stream"
 PAGE: Final = {  # path -> file in the package, content type
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -110,11 +115,13 @@ class Application:
         self._engines = named_engines(engines)
         self._show_salts = show_salts
         self._watching: dict[str, tuple[CacheEngine, Watching]] = {}
-        self._answers: dict[str, Callable[[Scope], Response]] = {
+        self._name_of = str if show_salts else hidden
+        self._answers: dict[str, Callable[[Scope], Response | CacheEngine]] = {
             "/metrics": self._metrics,
             "/dump": self._dump,
             "/healthz": self._health,
             "/readyz": self._ready,
+            "/events": self._events,
             "/live": self._live,
         }
 
@@ -122,7 +129,10 @@ class Application:
         """Serve one connection; see the ASGI specification."""
         if scope["type"] == "http":
             response = self._answer(scope)
-            await _send(response, send, has_body=scope["method"] != "HEAD")
+            if isinstance(response, Response):
+                await _send(response, send, has_body=scope["method"] != "HEAD")
+            else:
+                await self._stream(response, scope, receive, send)
         elif scope["type"] == "lifespan":
             await _live_until_shutdown(receive, send)
         elif scope["type"] == "websocket":
@@ -131,7 +141,8 @@ class Application:
         else:
             raise ValueError(f"aiokv serves no ASGI scope of type {scope['type']!r}")
 
-    def _answer(self, scope: Scope) -> Response:
+    def _answer(self, scope: Scope) -> Response | CacheEngine:
+        """Return an answer, or the engine whose events are to be streamed."""
         path, root = _path_in_app(scope)
         if path not in PAGE and path not in self._answers and path != "":
             return _text(404, f"not found: {path}; there are {', '.join(self._paths())}")
@@ -148,6 +159,23 @@ class Application:
             )
         return self._answers[path](scope)
 
+    async def _stream(
+        self, engine: CacheEngine, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Stream the events of an engine."""
+        from aiokv.observe.streaming import stream_events
+
+        async def write(part: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": part, "more_body": more})
+
+        headers = [*_headers(EVENTS), (b"x-accel-buffering", b"no")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if scope["method"] != "HEAD":
+            with suppress(OSError):  # the client has left
+                await stream_events(engine, receive, write, self._name_of)
+        with suppress(OSError):
+            await write(b"", more=False)
+
     def _paths(self) -> list[str]:
         return ["/", *self._answers]
 
@@ -160,6 +188,17 @@ class Application:
             for name, loop in loops.items()
             if loop is not None and loop is not here and not loop.is_closed()
         ]
+
+    def _events(self, scope: Scope) -> Response | CacheEngine:
+        name = _query(scope).get("engine")
+        if name is None and len(self._engines) == 1:
+            (name,) = self._engines
+        engine = None if name is None else self._engines.get(name)
+        if engine is None:
+            return _text(404, f"engine is {name!r}; it must be one of {list(self._engines)}")
+        if (phase := engine.health().phase) != "open":
+            return _text(503, f"the engine is {phase}")
+        return engine
 
     # --- answers --------------------------------------------------------------------------------
 
@@ -245,11 +284,14 @@ def _path_in_app(scope: Scope) -> tuple[str, str]:
     return path, root
 
 
+def _query(scope: Scope) -> dict[str, str]:
+    return dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
+
+
 def _number(scope: Scope, name: str, default: float) -> float:
     """Return a number of the query; ``default`` if there is none."""
-    query = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
     try:
-        return float(query[name])
+        return float(_query(scope)[name])
     except (KeyError, ValueError):
         return default
 
@@ -270,14 +312,17 @@ def _text(status: int, text: str, *headers: tuple[bytes, bytes]) -> Response:
     return Response(status, TEXT, f"{text}\n".encode(), headers)
 
 
-async def _send(response: Response, send: Send, *, has_body: bool) -> None:
-    headers = [
-        (b"content-type", response.content_type.encode()),
-        (b"content-length", str(len(response.body)).encode()),
+def _headers(content_type: str) -> list[tuple[bytes, bytes]]:
+    return [
+        (b"content-type", content_type.encode()),
         (b"cache-control", b"no-store"),
         (b"x-content-type-options", b"nosniff"),
-        *response.headers,
     ]
+
+
+async def _send(response: Response, send: Send, *, has_body: bool) -> None:
+    length = (b"content-length", str(len(response.body)).encode())
+    headers = [*_headers(response.content_type), length, *response.headers]
     await send({"type": "http.response.start", "status": response.status, "headers": headers})
     await send({"type": "http.response.body", "body": response.body if has_body else b""})
 

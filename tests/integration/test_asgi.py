@@ -406,3 +406,140 @@ async def test_a_snapshot_of_many_leases_is_bounded():
         assert (len(shown["leases"]), shown["statistics"]["leases"]) == (200, 1000)
         for lease in leases:
             lease.release()
+
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+class Client:
+    """A client of a stream, which reads when the test says so."""
+
+    def __init__(self, app: Any, query: bytes = b"", method: str = "GET") -> None:
+        self.parts: list[bytes] = []
+        self.started: dict[str, Any] = {}
+        self.ended = False
+        self.error: BaseException | None = None  # raised by the next `send`
+        self._left = asyncio.Event()
+        scope = {"type": "http", "method": method, "path": "/events", "query_string": query}
+        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> Any:
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        if self.error is not None:
+            raise self.error
+        if message["type"] == "http.response.start":
+            self.started = message
+        else:
+            self.parts.append(message["body"])
+            self.ended = not message.get("more_body", False)
+
+    def leave(self) -> None:
+        self._left.set()
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        batches = [part for part in self.parts if part.startswith(b"event: batch\ndata: ")]
+        assert all(part.endswith(b"\n\n") and part.count(b"\n") == 3 for part in batches)
+        return [
+            event for part in batches for event in json.loads(part.split(b"data: ")[1])["events"]
+        ]
+
+
+async def test_events_are_streamed_without_tokens_until_the_client_leaves():
+    async with Served(write_policy="none") as served:
+        client = Client(asgi(served.engine))
+        await spin(5)
+        headers = dict(client.started["headers"])
+        assert client.started["status"] == 200
+        assert headers[b"content-type"] == b"text/event-stream"
+        assert b"content-length" not in headers
+        lease = served.engine.match(TOKENS, salt="tenant-7", adapter="adapter-7")
+        await lease.allocate(7)
+        lease.commit(7)
+        lease.release()
+        await spin(5)
+        (stored,) = client.events
+        assert stored == {
+            "type": "BlockStored",
+            "medium": "GPU",
+            "block_hashes": stored["block_hashes"],
+            "parent_block_hash": None,
+            "block_size": 2,
+            "lora_name": hidden("adapter-7"),
+        }
+        assert [len(value) for value in stored["block_hashes"]] == [16, 16, 16]
+        await served.engine.reset()
+        await spin(5)
+        assert client.events[1:] == [{"type": "AllBlocksCleared"}]
+        assert not client.ended
+        client.leave()
+        await client.task
+        assert client.ended
+        text = b"".join(client.parts)
+        assert not any(str(token).encode() in text for token in TOKENS)
+        assert b"tenant-7" not in text
+
+
+async def test_a_stream_ends_with_the_engine():
+    async with new_engine() as engine:
+        client = Client(asgi(engine))
+        await spin(5)
+        assert not client.task.done()
+    await client.task
+    assert client.ended
+    assert client.events == [{"type": "AllBlocksCleared"}]
+
+
+async def test_a_stream_ends_when_its_client_cannot_be_reached():
+    async with Served(write_policy="none") as served:
+        client = Client(asgi(served.engine))
+        await spin(5)
+        client.error = OSError("the connection is lost")
+        await served.serve(TOKENS)
+        await client.task
+        assert client.events == []
+
+
+async def test_a_cancelled_stream_leaves_nothing_behind():
+    async with Served(write_policy="none") as served:
+        client = Client(asgi(served.engine))
+        await spin(5)
+        client.task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await client.task
+        await served.serve(TOKENS)
+        await spin(5)
+        assert client.events == []
+
+
+@pytest.mark.clock
+async def test_a_silent_stream_is_kept_alive():
+    async with new_engine() as engine:
+        client = Client(asgi(engine))
+        await running_clock().advance(46)
+        assert client.parts == [b": keep-alive\n\n"] * 3
+        client.leave()
+        await client.task
+        assert running_clock().timers == 0
+
+
+async def test_the_engine_of_a_stream_is_named_in_the_query():
+    async with new_engine() as chat, new_engine() as code:
+        app = asgi({"chat": chat, "code": code})
+        for query in (b"", b"engine=other"):
+            answer = await ask(app, "/events", query=query)
+            assert answer.status == 404
+            assert b"['chat', 'code']" in answer.body
+        client = Client(app, b"engine=code")
+        await spin(5)
+        assert client.started["status"] == 200
+        client.leave()
+        await client.task
+        head = Client(app, b"engine=code", "HEAD")
+        await head.task
+        assert (head.started["status"], head.parts) == (200, [b""])
+    assert (await ask(app, "/events", query=b"engine=chat")).status == 503
+    assert (await ask(app, "/events", "POST", query=b"engine=chat")).status == 405
