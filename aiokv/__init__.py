@@ -5,6 +5,8 @@
 
 from aiokv.config import CacheConfig, WindowGroup
 from aiokv.engine import CacheEngine, ComputeBatch
+from aiokv.engine.observation import Observation
+from aiokv.engine.observers import BatchSpan, LeasePhase, TransferSpan
 from aiokv.engine.pins import Pin
 from aiokv.engine.receiving import Receiving
 from aiokv.engine.sending import Sending
@@ -32,7 +34,17 @@ from aiokv.errors import (
 from aiokv.lease import Lease
 from aiokv.peers.options import Peers
 from aiokv.peers.statistics import PeerStatistics, ReceivingStatistics
-from aiokv.types import Hit, Item, LeaseState, Statistics, WindowStatistics
+from aiokv.types import (
+    Health,
+    Hit,
+    HotPrefixes,
+    Item,
+    LeaseInfo,
+    LeaseState,
+    PrefixInfo,
+    Statistics,
+    WindowStatistics,
+)
 from aiokv.usage import Usage
 from aiokv.worker.device.base import Device, Event, Stream
 from aiokv.worker.device.cpu import CpuDevice, CpuEvent, CpuStream
@@ -47,6 +59,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AiokvError",
     "AllocateTimeout",
+    "BatchSpan",
     "BrokenEngineError",
     "CacheConfig",
     "CacheEngine",
@@ -63,7 +76,9 @@ __all__ = [
     "Device",
     "DeviceError",
     "Event",
+    "Health",
     "Hit",
+    "HotPrefixes",
     "InternalError",
     "Item",
     "LaneStatistics",
@@ -71,12 +86,16 @@ __all__ = [
     "LayoutError",
     "Lease",
     "LeaseError",
+    "LeaseInfo",
+    "LeasePhase",
     "LeaseState",
+    "Observation",
     "PeerError",
     "PeerStatistics",
     "Peers",
     "Pin",
     "PollerStatistics",
+    "PrefixInfo",
     "RankLost",
     "Receiving",
     "ReceivingStatistics",
@@ -87,6 +106,7 @@ __all__ = [
     "StoreError",
     "Stream",
     "TransferError",
+    "TransferSpan",
     "UnreleasedLeaseWarning",
     "Usage",
     "UsageError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -57,6 +58,7 @@ class Flow:
         is_closed: the worker was told of the end.
         failure: why it has ended early; None if it has not.
         is_cancelled: the application has cancelled it.
+        context: context variables of the task that has begun the flow.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Flow:
         self.is_closed = False
         self.failure: str | None = None
         self.is_cancelled = False
+        self.context = copy_context()
 
     @property
     def ended(self) -> bool:

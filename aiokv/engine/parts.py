@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 from aiokv.config import CacheConfig
 from aiokv.engine.dispatcher import Dispatcher
 from aiokv.engine.lifetime import Lifetime
+from aiokv.engine.observers import Observers
 from aiokv.engine.open_step import OpenStep
 from aiokv.engine.speed import PrefillSpeed
 from aiokv.engine.transfers import Transfers
@@ -43,6 +44,7 @@ class Parts:
     scheduler: CacheScheduler
     worker: Worker
     poller: EventPoller
+    observers: Observers
     open_step: OpenStep
     transfers: Transfers
     dispatcher: Dispatcher
@@ -83,8 +85,9 @@ class Parts:
         can = worker.capabilities
         scheduler = _new_scheduler(config, has_stores=can.stores)
         open_step = OpenStep(lifetime, scheduler.read, worker)
+        observers = Observers(scheduler.read, poller)
         transfers = Transfers(
-            config, lifetime, scheduler.read, worker, poller, open_step, on_report
+            config, lifetime, scheduler.read, worker, poller, open_step, observers, on_report
         )
         return cls(
             config=config,
@@ -92,6 +95,7 @@ class Parts:
             scheduler=scheduler,
             worker=worker,
             poller=poller,
+            observers=observers,
             open_step=open_step,
             transfers=transfers,
             dispatcher=Dispatcher(scheduler, lifetime, worker, poller, transfers),

@@ -114,7 +114,7 @@ class Receiving(Unique):
         finally:
             seconds = self._exchange.loop.time() - began
             self._wait_seconds += seconds
-            self._exchange.note_wait(flow.lease, seconds)
+            self._exchange.note_wait(flow, seconds)
         return self._position
 
     def cancel(self) -> None:

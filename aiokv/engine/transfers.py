@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from aiokv.observe.logs import Log
+from aiokv.observe.logs import DEBUG, Log
 from aiokv.plan import FETCH_ROUTES, ONLOAD, PEER_ROUTES, Priority, TransferReport
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.layers import ALL, LayerDoneCounter
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from aiokv.config import CacheConfig
     from aiokv.engine.lifetime import Lifetime
+    from aiokv.engine.observers import Observers
     from aiokv.engine.open_step import OpenStep
     from aiokv.plan import TransferPlan
     from aiokv.scheduler.reader import CacheReader
@@ -36,6 +37,7 @@ class Transfers:
         worker: executes the plans.
         poller: runs callbacks in later passes of the loop.
         open_step: notes transfers that wait for the open step.
+        observers: are told the ends of transfers.
         on_report: called in a later pass with the report of a plan that the worker refused.
     """
 
@@ -47,6 +49,7 @@ class Transfers:
         worker: Worker,
         poller: EventPoller,
         open_step: OpenStep,
+        observers: Observers,
         on_report: Callable[[TransferReport], None],
     ) -> None:
         self._block_tokens = config.block_tokens
@@ -57,9 +60,11 @@ class Transfers:
         self._worker = worker
         self._poller = poller
         self._open_step = open_step
+        self._observers = observers
         self._on_report = on_report
         self._counters: dict[int, tuple[TransferPlan, LayerDoneCounter]] = {}
         self._ends: dict[int, list[asyncio.Future[None]]] = {}  # waits for the report, by transfer
+        observers.follow(lambda: list(self._counters.values()))
 
     def submit(self, plan: TransferPlan) -> None:
         """Submit a plan to the worker. A plan that the worker refuses is reported as failed.
@@ -101,7 +106,9 @@ class Transfers:
         """Cancel a plan that has not reached the device; see ``Worker.cancel``."""
         cancelled = self._worker.cancel(transfer_id)
         if cancelled == "at once":
-            self._counters.pop(transfer_id, None)
+            ended = self._counters.pop(transfer_id, None)
+            if ended is not None and self._observers.active:
+                self._observers.transfer_ended(*ended, "cancelled", "")
         return cancelled
 
     def view(self, lease_id: int, onloads: Iterable[int], owner: str) -> LayerView:
@@ -151,7 +158,7 @@ class Transfers:
         """Forget a transfer whose report has arrived: no further lease joins it. Idempotent."""
         if report.transfer_id not in self._counters:
             return
-        plan = self._counters[report.transfer_id][0]
+        plan, counter = self._counters[report.transfer_id]
         # A block that a store or another engine does not have is no failure.
         if report.outcome == "failed" and plan.route not in FETCH_ROUTES | PEER_ROUTES:
             log.warning(
@@ -161,6 +168,20 @@ class Transfers:
                 reason=report.reason,
             )
         del self._counters[report.transfer_id]
+        if log.is_on(DEBUG):
+            started = counter.started_seconds or counter.end_seconds
+            log.debug(
+                "transfer.ended",
+                transfer_id=plan.transfer_id,
+                route=plan.direction,
+                blocks=plan.num_blocks,
+                num_bytes=counter.num_bytes,
+                queued_seconds=started - counter.created_seconds,
+                seconds=max(counter.end_seconds - started, 0.0),
+                outcome=report.outcome,
+            )
+        if self._observers.active:
+            self._observers.transfer_ended(plan, counter, report.outcome, report.reason)
 
     def announce(self, report: TransferReport) -> None:
         """Wake the coroutines that wait for the report of a transfer. Idempotent."""

@@ -1,1 +1,1 @@
-"""Logs and units. Nothing here decides, and nothing here imports the engine."""
+"""Logs and units, which import nothing of aiokv; and views of an engine from above it."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
+MAX_WAITING: Final = 4096  # messages of a sender that the transport has not accepted yet
 QUARANTINE_LOG_SECONDS: Final = 10.0  # after which slots in quarantine are logged
 
 
@@ -129,7 +130,11 @@ class AcceptedConnections:
     def _take(self, connection: Connection, message: Message) -> None:
         receiver = self._receiver
         if connection in self._waiting:
-            self._waiting[connection].append(message)
+            waiting = self._waiting[connection]
+            if len(waiting) >= MAX_WAITING:
+                connection.abort(f"the peer sent {MAX_WAITING} messages before it was accepted")
+            else:
+                waiting.append(message)
         elif isinstance(message, Landed):  # of a one-sided transport
             if self._begin_parcel(connection, message):
                 self.on_parcel(connection, message)

@@ -66,7 +66,9 @@ class PeerPlans:
 
     def begin(self, plan: TransferPlan, num_bytes: int) -> LayerDoneCounter:
         """Note a plan, which ``end`` ends."""
-        counter = LayerDoneCounter(0, transfer_id=plan.transfer_id, direction=plan.direction)
+        counter = LayerDoneCounter(
+            0, transfer_id=plan.transfer_id, direction=plan.direction, num_bytes=num_bytes
+        )
         self._transfers[plan.transfer_id] = _Transfer(plan, counter, num_bytes)
         self._counts[plan.route].begin(plan.transfer_id)
         return counter
@@ -75,6 +77,11 @@ class PeerPlans:
         """Return the counter of a plan in flight; None for an unknown id."""
         transfer = self._transfers.get(transfer_id)
         return None if transfer is None else transfer.counter
+
+    def note_start(self, transfer_id: int) -> None:
+        """Note that the first bytes of a plan move; does nothing for an unknown id. Idempotent."""
+        if (transfer := self._transfers.get(transfer_id)) is not None:
+            transfer.counter.note_start()
 
     def cancel(self, transfer_id: int) -> bool:
         """Report a plan that fails from now on as cancelled, if none of its blocks has moved.
@@ -97,11 +104,14 @@ class PeerPlans:
             failure: why the others have not moved; None when all have.
         """
         transfer = self._transfers.get(transfer_id)
-        if transfer is not None and transfer.end is None:
+        if transfer is None:
+            return
+        if transfer.end is None:
             if failure is not None:
                 failure = CopyError(leading_blocks, failure.reason)
             transfer.end = (leading_blocks, failure)
-            self._guard.soon(partial(self._finish, transfer))
+        # Again in a repeated call: an interrupt may have come before it.
+        self._guard.soon(partial(self._finish, transfer))
 
     def _finish(self, transfer: _Transfer) -> None:
         """Report a plan that is at rest. Idempotent."""

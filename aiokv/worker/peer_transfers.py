@@ -592,6 +592,7 @@ class PeerTransfers:
             work.keys(copy.slots) if isinstance(work, DeviceParcelWork) else b"",
         )
         copy.is_begun = True
+        self._plans.note_start(copy.receive.plan.transfer_id)
 
     def take_back(self, copy: SlotCopy) -> None:
         """Cancel a copy, unless the device has it. Idempotent."""
@@ -618,6 +619,7 @@ class PeerTransfers:
             b"".join(parcel.key for parcel in fill.parcels) if is_sealed else b"",
         )
         fill.is_begun = True
+        self._plans.note_start(fill.send.plan.transfer_id)
 
     def seal(self, parcels: Sequence[Sent[Connection]]) -> None:
         """Cut parcels, and write their trailers."""

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import structlog
 
 from aiokv import (
     BrokenEngineError,
@@ -850,8 +851,10 @@ async def test_engine_that_is_gone_is_a_peer_error():
         async with Side() as d, await d.granted(tokens) as lease:
             async with lease.receive() as receiving:
                 blob = receiving.ticket
-        with pytest.raises(PeerError):
+        with pytest.raises(PeerError) as caught, structlog.testing.capture_logs() as logs:
             await p.engine.send(source, blob).__aenter__()
+        (line,) = [line for line in logs if line["event"] == "send.ended"]
+        assert line["reason"] == f"the ticket could not be opened: {caught.value}"
 
 
 async def test_ticket_is_sent_once():

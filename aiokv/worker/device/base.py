@@ -175,7 +175,8 @@ class Device(Protocol):
         computes_in_stream: the model's work may have been submitted only when `commit` is called,
             so that transfers have to wait for the event of its step.
 
-    Optional: ``failure``, the error after which no transfer can succeed, which breaks the engine.
+    Optional: ``failure``, the error after which no transfer can succeed, which breaks the engine;
+    ``unpinned_bytes``, the host memory that it has not page-locked yet.
     ``open_peer_slots(num_slots, slot_bytes)`` returns :class:`DeviceSlots`, which exist until
     ``detach``; the routes from and to ``"peer"`` use them then, and ``copy`` takes ``keys``: see
     ``CudaDevice.copy``.

@@ -93,6 +93,8 @@ class SlotCopy:
         self._work = work
         self._after = after
         self._num_layers = num_layers
+        self._is_final = False  # the work has ended, with ``_error``
+        self._error: CopyError | None = None
 
     @property
     def layer_events(self) -> Sequence[Event]:
@@ -108,11 +110,16 @@ class SlotCopy:
 
     def error(self) -> CopyError | None:
         """Return the failure of the GPU, the first slot that is wrong, or None."""
-        failure = self._work.failure()
-        if failure is not None:
-            return CopyError(failure[0], failure[2])
-        wrong = self.results.find(_WRONG) if self._work.done else -1
-        return None if wrong < 0 else CopyError(wrong, "the bytes of a slot do not match its proof")
+        if not self._is_final:
+            is_done = bool(self._work.done)  # also after a failure, which is known then
+            failure = self._work.failure()
+            if failure is not None:
+                return CopyError(failure[0], failure[2])
+            self._is_final = is_done
+            wrong = self.results.find(_WRONG) if self._is_final else -1
+            if wrong >= 0:
+                self._error = CopyError(wrong, "the bytes of a slot do not match its proof")
+        return self._error
 
     @property
     def results(self) -> bytes:

@@ -1,5 +1,7 @@
 #include "aiokv/lease_table.hpp"
 
+#include <algorithm>
+#include <ctime>
 #include <string>
 
 #include "aiokv/error.hpp"
@@ -34,6 +36,13 @@ constexpr std::array<unsigned, kLeaseStates> kNext = {
 // Number of released leases whose memory for prompt and table is kept for reuse.
 constexpr std::size_t kSpareLeases = 1024;
 constexpr std::size_t kSmallBytes = 256;
+
+// The coarse clock takes 5 ns, and advances every few milliseconds.
+std::int64_t coarse_ns() {
+    timespec now{};
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+    return std::int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
+}
 
 template <class T>
 void free_memory(std::vector<T>& values) {
@@ -105,6 +114,7 @@ Lease& LeaseTable::open(std::span<const std::int32_t> tokens, std::uint32_t cont
     lease.computed_blocks = lease.device_hit = lease.host_hit = lease.known_blocks = 0;
     lease.store_hit = 0;
     lease.digests.clear();
+    lease.opened_ns = coarse_ns();
     move(lease, kMatched);
     return lease;
 }
@@ -128,6 +138,23 @@ void LeaseTable::close(Lease& lease) {
         free_memory(lease.windows);
     }
     free_.push_back(lease.index);
+}
+
+std::vector<const Lease*> LeaseTable::oldest(std::size_t limit, std::size_t max_records) const {
+    std::vector<const Lease*> open;
+    for (std::size_t i = 0; i < std::min(max_records, leases_.size()); ++i) {
+        if (leases_[i].is_open()) open.push_back(&leases_[i]);
+    }
+    const auto end = open.begin() + static_cast<std::ptrdiff_t>(std::min(limit, open.size()));
+    std::partial_sort(open.begin(), end, open.end(), [](const Lease* a, const Lease* b) {
+        return std::pair(a->opened_ns, a->index) < std::pair(b->opened_ns, b->index);
+    });
+    open.erase(end, open.end());
+    return open;
+}
+
+double LeaseTable::age_seconds(const Lease& lease) {
+    return static_cast<double>(coarse_ns() - lease.opened_ns) * 1e-9;
 }
 
 std::uint32_t LeaseTable::open_leases() const {

@@ -6,7 +6,8 @@
 namespace aiokv {
 
 Residency::Residency(const CoreConfig& config, Index& index, StoredBlocks& stored,
-                     AuxiliaryPools& auxiliary, DevicePool& device, RunPool& host)
+                     AuxiliaryPools& auxiliary, DevicePool& device, RunPool& host,
+                     BlockEvents& events)
     : config_(config),
       index_(index),
       stored_(stored),
@@ -14,6 +15,7 @@ Residency::Residency(const CoreConfig& config, Index& index, StoredBlocks& store
       auxiliary_(auxiliary),
       device_(device),
       host_(host),
+      events_(events),
       host_copies_(config.host_blocks),
       order_(config, tree_) {}
 
@@ -43,6 +45,7 @@ void Residency::detach(NodeId node) {
     if (n.has(kQueued | kParked)) order_.dequeue(node);
     n.parent = kNone;
     n.set(kDetached);
+    events_.changed(node);
     n.clear(kBackupQueued);
     if (n.has(kHostValid)) host_copies_.remove(n.host);
     if (n.has(kHasSides)) auxiliary_.forget(node);
@@ -84,7 +87,7 @@ void Residency::release_device_copy(NodeId node) {
     device_.give_back(n.device);
     n.device = kNoBlock;
     --device_nodes_;
-    n.clear(kDeviceValid);
+    lose(node, kDeviceValid);
     tree_.count_device_child(node, -1);
     ++evicted_device_;
     if (!n.has(kHostValid)) return drop(node);

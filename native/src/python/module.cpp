@@ -16,6 +16,7 @@ NB_MODULE(_native, m) {
     aiokv::bind_errors(m);
     aiokv::bind_copy(m);
     aiokv::bind_core(m);
+    aiokv::bind_events(m);
     aiokv::bind_digest(m);
     aiokv::bind_store(m);
     aiokv::bind_io(m);

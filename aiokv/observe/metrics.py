@@ -1,0 +1,161 @@
+"""Metrics of an engine for Prometheus, read from its statistics when they are asked for.
+
+::
+
+    text = exposition(engine)                           # one engine, label engine="default"
+    text = exposition({"chat": engine, "code": other})  # several
+
+The modules of tables (``tables.py``) name the metric of each field of each record. The text is a
+valid response to a scrape; see ``CONTENT_TYPE``. Labels are bounded: no metric has a label of
+tokens, requests or owners, and salts beyond the largest ones are summed up as ``"other"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import aiokv
+from aiokv.observe import tables
+from aiokv.observe.exposition import CONTENT_TYPE, Family, Sample, labelled, merged, text_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from aiokv.engine import CacheEngine
+    from aiokv.observe.exposition import Kind
+    from aiokv.observe.tables import Table
+    from aiokv.stores.guard_statistics import GuardStatistics
+
+__all__ = ["CONTENT_TYPE", "DEFAULT_ENGINE", "MAX_SALTS", "exposition", "families", "named_engines"]
+
+DEFAULT_ENGINE: Final = "default"
+"""Name of an engine that is given without one."""
+
+MAX_SALTS: Final = 20
+"""Salts with a metric of their own, those with the most blocks; the others are one ``"other"``."""
+
+BREAKER_STATES: Final = ("closed", "open", "probing", "off")
+UNKNOWN: Final = -1  # a size that a store does not know
+
+
+def exposition(engines: CacheEngine | Mapping[str, CacheEngine]) -> str:
+    """Return the metrics of one or several engines as Prometheus text, format 0.0.4.
+
+    Args:
+        engines: an engine, or engines by name, on whose loops the call is made. The name is the
+            label ``engine``.
+
+    Raises:
+        UsageError: the call is made in another thread than that of an engine's loop.
+    """
+    return text_of(
+        merged(
+            family
+            for name, engine in named_engines(engines).items()
+            for family in labelled(families(engine), {"engine": name})
+        )
+    )
+
+
+def named_engines(
+    engines: CacheEngine | Mapping[str, CacheEngine],
+) -> Mapping[str, CacheEngine]:
+    """Return engines by name; one without a name is ``DEFAULT_ENGINE``."""
+    return engines if isinstance(engines, Mapping) else {DEFAULT_ENGINE: engines}
+
+
+def families(engine: CacheEngine) -> list[Family]:
+    """Return all metrics of an engine, without the label ``engine``.
+
+    Raises:
+        UsageError: the call is made in another thread than that of the engine's loop.
+    """
+    return merged(_families(engine))
+
+
+def _families(engine: CacheEngine) -> Iterator[Family]:
+    statistics = engine.statistics()
+    peers = engine.peer_statistics()
+    worker = engine.worker_statistics()
+    yield _one("aiokv_info", "Version of aiokv.", 1, version=aiokv.__version__)
+    yield _one("aiokv_block_tokens", "Tokens per block.", engine.config.block_tokens)
+    yield _one(
+        "aiokv_failed",
+        "1 after a failure of the device or of a rank, when no request is granted; else 0.",
+        int(engine.worker.failure is not None),
+    )
+    yield Family(
+        "aiokv_asleep",
+        "gauge",
+        "1 while the memory of the tier is freed by sleep; else 0.",
+        [Sample("", {"tier": t}, int(t in engine.asleep)) for t in ("device", "host")],
+    )
+    yield from _rows(tables.STATISTICS, statistics)
+    for group, window in statistics.windows.items():
+        yield from _rows(tables.WINDOW, window, group=group)
+    yield from _rows(tables.WORKER, worker)
+    for route in tables.ROUTES:
+        yield from _rows(tables.LANE, getattr(worker, route), route=route)
+    yield from _rows(tables.POLLER, engine.poller_statistics())
+    for store in engine.store_statistics():
+        yield from _store_families(store)
+    yield from _rows(tables.PEERS, peers)
+    for rank in peers.ranks:
+        number = _rank(rank.rank)
+        yield from _rows(tables.RANK_PEERS, rank, rank=number)
+        yield from _rows(tables.RECEIVER, rank.received, rank=number)
+        yield from _rows(tables.SENDER, rank.sent, rank=number)
+
+
+def _store_families(statistics: GuardStatistics) -> Iterator[Family]:
+    labels = {
+        "store": statistics.url,
+        "kind": statistics.kind,
+        "pool": statistics.pool,
+        "rank": _rank(statistics.rank),
+    }
+    yield from _rows(tables.GUARD, statistics, **labels)
+    yield from _rows(tables.STORE, statistics.store, **labels)
+    for operation, state in (("read", statistics.reading), ("save", statistics.saving)):
+        yield Family(
+            "aiokv_store_breaker_state",
+            "gauge",
+            "1 for the state of the store's breaker, 0 for the others: closed (in use), open "
+            "(unavailable), probing, off (not used).",
+            [
+                Sample("", {**labels, "operation": operation, "state": s}, int(s == state))
+                for s in BREAKER_STATES
+            ],
+        )
+    yield Family(
+        "aiokv_store_detail",
+        "untyped",
+        "Counters and sizes of this kind of store, by name.",
+        [
+            Sample("", {**labels, "name": name}, value)
+            for name, value in statistics.store.details.items()
+        ],
+    )
+
+
+def _rank(number: int | None) -> str:
+    """Return the label of a rank; Prometheus treats an empty label as one that is absent."""
+    return "" if number is None else str(number)
+
+
+def _one(name: str, text: str, value: float, **labels: str) -> Family:
+    return Family(name, "gauge", text, [Sample("", labels, value)])
+
+
+def _rows(table: Table, record: Any, **labels: str) -> Iterator[Family]:
+    """Yield the families of a table for one record; sizes that a store does not know are absent."""
+    for metric in table:
+        samples = [
+            Sample("", {**labels, **metric_labels}, value)
+            for field, metric_labels in metric.fields.items()
+            if (value := getattr(record, field)) != UNKNOWN
+        ]
+        kind: Kind = "counter" if metric.name.endswith("_total") else "gauge"
+        if samples:
+            yield Family(f"aiokv_{metric.name}", kind, metric.help, samples)

@@ -1,0 +1,509 @@
+"""Tables of metrics: the name, the help and the labels of each field of each record of statistics.
+
+A metric is a counter if its name ends in ``_total``, else a gauge. Names have no prefix here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from aiokv.worker.lanes import WorkerStatistics
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Metric(NamedTuple):
+    """A metric of a record.
+
+    Attributes:
+        name: without the prefix ``aiokv_``.
+        help: one sentence.
+        fields: labels by name of the field of the record.
+    """
+
+    name: str
+    help: str
+    fields: Mapping[str, Mapping[str, str]]
+
+
+Table = tuple[Metric, ...]
+
+
+def one(name: str, field: str, help: str, **labels: str) -> Metric:  # noqa: A002
+    """Return a metric of one field."""
+    return Metric(name, help, {field: labels})
+
+
+def by(name: str, label: str, help: str, **fields: str) -> Metric:  # noqa: A002
+    """Return a metric of several fields, each with its value of one label."""
+    return Metric(name, help, {field: {label: value} for field, value in fields.items()})
+
+
+ROUTES: Final = tuple(name for name in WorkerStatistics.__struct_fields__ if name != "held")
+
+STATISTICS: Final[Table] = (
+    one(
+        "prompt_tokens_total",
+        "prompt_tokens",
+        "Prompt tokens of grants: the denominator of the hit rates.",
+    ),
+    by(
+        "hit_tokens_total",
+        "tier",
+        "Prompt tokens of grants that a tier had in its cache.",
+        hit_device_tokens="device",
+        hit_host_tokens="host",
+    ),
+    one(
+        "hit_store_tokens_total",
+        "hit_store_tokens",
+        "Hit tokens of both tiers that a fetch from a store had brought, at their first hit.",
+    ),
+    one("grants_total", "grants", "Leases that were granted; a resumed lease counts again."),
+    by(
+        "leases",
+        "state",
+        "Leases: open ones, and released ones whose blocks a batch or a peer still uses.",
+        leases="open",
+        releasing_leases="releasing",
+    ),
+    by("waiting_leases", "reason", "Leases that wait, by what they wait for.", waiting="capacity"),
+    by(
+        "capacity_blocks",
+        "tier",
+        "Capacity of a tier in blocks: the denominator of the occupancy.",
+        device_blocks="device",
+        host_blocks="host",
+    ),
+    Metric(
+        "blocks",
+        "Blocks of a tier by state; their sum is the capacity.",
+        {
+            "device_free": {"tier": "device", "state": "free"},
+            "device_cached": {"tier": "device", "state": "cached"},
+            "device_leased": {"tier": "device", "state": "leased"},
+            "device_in_flight": {"tier": "device", "state": "in_flight"},
+            "host_free": {"tier": "host", "state": "free"},
+            "host_cached": {"tier": "host", "state": "cached"},
+            "host_in_flight": {"tier": "host", "state": "in_flight"},
+        },
+    ),
+    one(
+        "evictable_device_blocks",
+        "evictable_blocks",
+        "Cached device blocks that no lease uses.",
+    ),
+    one("published_blocks_total", "published_blocks", "Computed blocks that became shareable."),
+    by(
+        "evicted_blocks_total",
+        "tier",
+        "Cached blocks that were evicted from a tier.",
+        evicted_device_blocks="device",
+        evicted_host_blocks="host",
+    ),
+    one(
+        "dropped_blocks_total",
+        "dropped_blocks",
+        "Cached blocks that left the cache: no tier has them any more.",
+    ),
+    one(
+        "reclaimed_host_copies_total",
+        "reclaimed_twins",
+        "Host copies of blocks on the device that made room for other blocks.",
+    ),
+    by(
+        "copied_blocks_total",
+        "direction",
+        "Blocks that were copied between host memory and the device.",
+        onloaded_blocks="onload",
+        offloaded_blocks="offload",
+    ),
+    one(
+        "failed_blocks_total",
+        "failed_blocks",
+        "Blocks whose copy between host memory and the device failed.",
+    ),
+    one(
+        "skipped_backups_total",
+        "skipped_backups",
+        "Blocks that were not copied to host memory, because it was full.",
+    ),
+    by(
+        "capacity_state_slots",
+        "tier",
+        "Slots of recurrent state of a tier.",
+        state_slots="device",
+        host_state_slots="host",
+    ),
+    Metric(
+        "state_slots",
+        "Slots of recurrent state by state; leases and transfers have the others.",
+        {
+            "state_free": {"tier": "device", "state": "free"},
+            "state_snapshots": {"tier": "device", "state": "snapshot"},
+            "host_state_free": {"tier": "host", "state": "free"},
+            "host_state_snapshots": {"tier": "host", "state": "snapshot"},
+        },
+    ),
+    one(
+        "restored_states_total",
+        "restored_states",
+        "Leases that began with a copy of a snapshot, from either tier.",
+    ),
+    one("onloaded_states_total", "onloaded_states", "Snapshots that were copied to the device."),
+    by(
+        "evicted_snapshots_total",
+        "tier",
+        "Snapshots of recurrent state that were evicted from a tier.",
+        evicted_snapshots="device",
+        evicted_host_snapshots="host",
+    ),
+    by(
+        "snapshot_copies_total",
+        "outcome",
+        "Snapshots that were copied to host memory (saved), to a store (stored) or not (unstored), "
+        "from a store (fetched) or not (unfetched).",
+        saved_snapshots="saved",
+        stored_snapshots="stored",
+        unstored_snapshots="unstored",
+        fetched_snapshots="fetched",
+        unfetched_snapshots="unfetched",
+    ),
+    one("fetches_total", "fetches", "Fetches from stores that were begun."),
+    by(
+        "fetch_blocks_total",
+        "outcome",
+        "Blocks of fetches: verified ones (fetched); missing, wrong or late ones (unfetched).",
+        fetched_blocks="fetched",
+        unfetched_blocks="unfetched",
+    ),
+    by(
+        "save_blocks_total",
+        "outcome",
+        "Blocks to be saved to stores, by what became of them.",
+        saved_blocks="saved",
+        dropped_saves="dropped",
+        rejected_saves="rejected",
+        refused_saves="refused",
+        failed_saves="failed",
+    ),
+    by(
+        "peer_transfers_total",
+        "direction",
+        "Transfers of blocks from (receive) and to (send) other engines.",
+        receives="receive",
+        sends="send",
+    ),
+    by(
+        "peer_failed_transfers_total",
+        "direction",
+        "Transfers from and to other engines that failed.",
+        failed_receives="receive",
+        failed_sends="send",
+    ),
+    by(
+        "peer_blocks_total",
+        "direction",
+        "Blocks that were received and verified, or sent and acknowledged.",
+        received_blocks="receive",
+        sent_blocks="send",
+    ),
+    by(
+        "peer_states_total",
+        "direction",
+        "Recurrent states that were received and verified, or sent and acknowledged.",
+        received_states="receive",
+        sent_states="send",
+    ),
+    by(
+        "peer_window_blocks_total",
+        "direction",
+        "Blocks of window groups that were received and verified, or sent and acknowledged.",
+        received_window_blocks="receive",
+        sent_window_blocks="send",
+    ),
+    one("index_nodes", "nodes", "Nodes of the prefix index."),
+    one("index_bytes", "index_bytes", "Memory of the prefix index, without token ids."),
+    one("index_token_bytes", "token_bytes", "Memory of the token ids of the prefix index."),
+)
+
+WINDOW: Final[Table] = (
+    by(
+        "window_capacity_blocks",
+        "tier",
+        "Capacity of a window group in blocks.",
+        device_blocks="device",
+        host_blocks="host",
+    ),
+    Metric(
+        "window_blocks",
+        "Blocks of a window group by state.",
+        {
+            "device_free": {"tier": "device", "state": "free"},
+            "device_cached": {"tier": "device", "state": "cached"},
+            "host_free": {"tier": "host", "state": "free"},
+            "host_cached": {"tier": "host", "state": "cached"},
+        },
+    ),
+    one(
+        "window_set_aside_blocks",
+        "device_set_aside",
+        "Device blocks of a window group that leases have or will need.",
+    ),
+    by(
+        "window_copied_blocks_total",
+        "direction",
+        "Blocks of a window group that were copied between host memory and the device.",
+        onloaded_blocks="onload",
+        saved_blocks="offload",
+    ),
+    by(
+        "window_evicted_blocks_total",
+        "tier",
+        "Blocks of a window group that were evicted.",
+        evicted_host_blocks="host",
+    ),
+    by(
+        "window_store_blocks_total",
+        "outcome",
+        "Blocks of a window group that were saved to a store (stored) or not (unstored), brought "
+        "from a store (fetched) or not (unfetched).",
+        stored_blocks="stored",
+        unstored_blocks="unstored",
+        fetched_blocks="fetched",
+        unfetched_blocks="unfetched",
+    ),
+)
+
+WORKER: Final[Table] = (
+    one("held_transfers", "held", "Transfers that wait until their step is closed."),
+)
+
+LANE: Final[Table] = (
+    by(
+        "transfers_in_flight",
+        "state",
+        "Transfers of a route that wait for the device (queued), or that it executes (submitted).",
+        queued="queued",
+        submitted="submitted",
+    ),
+    by(
+        "transfers_total",
+        "outcome",
+        "Transfers of a route that have ended.",
+        done="done",
+        failed="failed",
+        cancelled="cancelled",
+    ),
+    one("transfer_bytes_total", "moved_bytes", "Bytes that a route has moved."),
+    one(
+        "transfer_busy_seconds_total",
+        "busy_seconds",
+        "Time during which a route had at least one transfer in progress.",
+    ),
+    one(
+        "transfer_bytes_per_second",
+        "bytes_per_second",
+        "Bandwidth of a route: moving average over transfers of 1 MiB and more.",
+    ),
+)
+
+POLLER: Final[Table] = (
+    one("poller_events_total", "events", "Events of devices that were announced."),
+    one("poller_queries_total", "queries", "Queries of events."),
+    one("poller_watched_events", "pending", "Events that are watched now."),
+    by(
+        "poller_recent_latency_seconds",
+        "percentile",
+        "Time from the end of an event to its callback, over the latest 4096 events.",
+        latency_p50_seconds="50",
+        latency_p99_seconds="99",
+    ),
+    one(
+        "poller_busy_seconds_total",
+        "busy_seconds",
+        "Time that the poller itself has used on the event loop.",
+    ),
+    one(
+        "poller_pending_seconds_total",
+        "pending_seconds",
+        "Time during which at least one event was watched.",
+    ),
+)
+
+GUARD: Final[Table] = (
+    one("store_unavailable_total", "opened", "Times that the store became unavailable."),
+    one("store_lookups_total", "lookups", "Lookups of a store."),
+    by(
+        "store_lookup_blocks_total",
+        "outcome",
+        "Blocks that a store was asked for (asked), and those that it had (found).",
+        lookup_keys="asked",
+        found_keys="found",
+    ),
+    by(
+        "store_blocks_total",
+        "outcome",
+        "Blocks of loads and saves, by what became of them.",
+        loaded_blocks="loaded",
+        saved_blocks="saved",
+        missing_blocks="missing",
+        wrong_blocks="wrong",
+        refused_blocks="refused",
+        failed_blocks="failed",
+    ),
+    by(
+        "store_bytes_total",
+        "operation",
+        "Payload of loaded and saved blocks.",
+        loaded_bytes="load",
+        saved_bytes="save",
+    ),
+    by(
+        "store_failed_operations_total",
+        "reason",
+        "Operations that exceeded their deadline (timeout), were not made because the store was "
+        "unavailable (rejected), or got no slot before their deadline (busy).",
+        timeouts="timeout",
+        rejected="rejected",
+        busy="busy",
+    ),
+    by(
+        "store_operations",
+        "state",
+        "Operations in progress (running), and those of them beyond their deadline (overdue).",
+        running="running",
+        overdue="overdue",
+    ),
+    by(
+        "store_recent_seconds",
+        "operation",
+        "Duration of lookups, and of loads and saves of less than 256 KiB: moving average.",
+        lookup_seconds="lookup",
+        load_seconds="load",
+        save_seconds="save",
+    ),
+    by(
+        "store_recent_bytes_per_second",
+        "operation",
+        "Bandwidth of loads and saves of 256 KiB and more: moving average.",
+        load_bytes_per_second="load",
+        save_bytes_per_second="save",
+    ),
+)
+
+STORE: Final[Table] = (
+    one("store_objects", "blocks", "Objects in the store."),
+    one("store_used_bytes", "used_bytes", "Bytes of the objects on the medium of the store."),
+    one("store_capacity_bytes", "capacity_bytes", "Limit of the bytes of the store."),
+    one(
+        "store_evicted_objects_total",
+        "evicted_blocks",
+        "Objects that the store has dropped to make room.",
+    ),
+    one(
+        "store_quarantined_objects",
+        "quarantined_blocks",
+        "Objects or slots that are no longer used, because their bytes were wrong.",
+    ),
+)
+
+PEERS: Final[Table] = (
+    by(
+        "peer_tickets_total",
+        "direction",
+        "Tickets that were made (receive), and that were opened at their receiver (send).",
+        receives="receive",
+        sends="send",
+    ),
+    by(
+        "peer_open_tickets",
+        "direction",
+        "Tickets whose receive or send has not ended.",
+        receiving="receive",
+        sending="send",
+    ),
+    by(
+        "peer_complete_tickets_total",
+        "direction",
+        "Tickets whose positions have all arrived, or were all acknowledged.",
+        complete_receives="receive",
+        complete_sends="send",
+    ),
+    one(
+        "peer_refused_sends_total",
+        "refused_sends",
+        "Tickets that could not be sent: wrong, expired, or refused by the receiver.",
+    ),
+    one("peer_wanted_tokens_total", "wanted_tokens", "Positions that the tickets asked for."),
+    one("peer_received_tokens_total", "received_tokens", "Positions that have arrived."),
+    one(
+        "peer_delivered_tokens_total",
+        "delivered_tokens",
+        "Positions that receivers have acknowledged.",
+    ),
+    one(
+        "peer_receive_wait_seconds_total",
+        "receive_wait_seconds",
+        "Time that requests have waited for blocks of other engines.",
+    ),
+)
+
+RANK_PEERS: Final[Table] = (
+    by(
+        "peer_landing_slots",
+        "state",
+        "Slots for arriving parcels: all of them, and those without an owner.",
+        landing_slots="all",
+        free_slots="free",
+    ),
+    one("peer_connections", "connections", "Open connections to receivers."),
+)
+
+RECEIVER: Final[Table] = (
+    one("peer_receiver_tickets", "tickets", "Tickets that senders may open now."),
+    by(
+        "peer_receiver_tickets_total",
+        "outcome",
+        "Tickets that a sender has opened, whose opening was refused, or that expired.",
+        opened="opened",
+        refused="refused",
+        expired="expired",
+    ),
+    by(
+        "peer_received_parcels_total",
+        "outcome",
+        "Parcels that arrived: verified, with wrong bytes, without a valid credit, or after their "
+        "plan was given up (dropped).",
+        parcels="verified",
+        wrong="wrong",
+        stale="stale",
+        dropped="dropped",
+    ),
+    one("peer_received_bytes_total", "received_bytes", "Payload of verified parcels."),
+)
+
+SENDER: Final[Table] = (
+    one("peer_sender_tickets", "tickets", "Tickets that are being sent."),
+    by(
+        "peer_sender_tickets_total",
+        "outcome",
+        "Tickets that were accepted by their receiver, or that expired.",
+        opened="opened",
+        expired="expired",
+    ),
+    by(
+        "peer_sent_parcels_total",
+        "outcome",
+        "Parcels that were acknowledged, and parcels that were written again.",
+        parcels="acknowledged",
+        retries="retried",
+    ),
+    one("peer_sent_bytes_total", "sent_bytes", "Payload of acknowledged parcels."),
+    one(
+        "peer_credit_waits_total",
+        "waits",
+        "Times that a ready parcel had to wait for a credit of its receiver.",
+    ),
+)

@@ -1,0 +1,234 @@
+"""Metrics: each field of each record of statistics is exposed, as valid Prometheus text."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from itertools import count
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+
+import msgspec
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from aiokv import CacheConfig, CacheEngine, ConfigError, UsageError
+from aiokv.observe import prometheus
+from aiokv.observe.exposition import Family, Sample, labelled, merged, text_of
+from aiokv.observe.metrics import exposition, families
+from aiokv.observe.prometheus import EngineCollector
+from aiokv.peers.statistics import PeerStatistics
+from aiokv.stores.guard_statistics import GuardStatistics
+from aiokv.types import Statistics
+from aiokv.worker.lanes import WorkerStatistics
+from aiokv.worker.poller import PollerStatistics
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+numbers = count(1_000)
+
+
+def filled(kind: Any) -> Any:
+    """Return a value of a type, each of whose numbers is used nowhere else."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        hints = get_type_hints(kind)
+        return kind(**{name: filled(hints[name]) for name in kind.__struct_fields__})
+    if get_origin(kind) is dict:
+        return {"a": filled(get_args(kind)[1])}
+    if get_origin(kind) is list:
+        return [filled(get_args(kind)[0])]
+    if kind is str:
+        return "open"
+    assert kind in (int, float) or int in get_args(kind), kind
+    return next(numbers) + (0.5 if kind is float else 0)
+
+
+def numbers_of(value: Any) -> Iterator[tuple[str, float]]:
+    """Yield the path and the value of each number of a record."""
+    if isinstance(value, msgspec.Struct):
+        value = {name: getattr(value, name) for name in value.__struct_fields__}
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    if isinstance(value, dict):
+        for name, part in value.items():
+            for path, number in numbers_of(part):
+                yield f"{name}.{path}".rstrip("."), number
+    elif not isinstance(value, str):
+        yield "", value
+
+
+def parsed(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Return the samples of an exposition by name and labels."""
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_each_field_of_each_record_of_statistics_is_in_a_metric():
+    records = {
+        "statistics": filled(Statistics),
+        "worker_statistics": filled(WorkerStatistics),
+        "poller_statistics": filled(PollerStatistics),
+        "peer_statistics": filled(PeerStatistics),
+        "store_statistics": [filled(GuardStatistics)],
+    }
+    engine: Any = SimpleNamespace(
+        config=CacheConfig(device_blocks=8),
+        worker=SimpleNamespace(failure=None),
+        asleep=frozenset(),
+        **{name: lambda value=value: value for name, value in records.items()},
+    )
+    samples = parsed(exposition(engine))
+    shown = set(samples.values()) | {
+        float(rank) for _, labels in samples for name, rank in labels if name == "rank" and rank
+    }
+    expected = dict(numbers_of(records))
+    assert len(expected) > 250
+    assert {path for path, number in expected.items() if number not in shown} == set()
+
+
+async def ran() -> CacheEngine:
+    """Return a closed engine that has served requests over both tiers."""
+    engine = CacheEngine(CacheConfig(device_blocks=4, host_blocks=8, block_tokens=4))
+    async with engine:
+        for prompt in (0, 1, 2, 0):
+            async with engine.match(np.arange(9) + 100 * prompt) as lease:
+                await lease.allocate(9)
+                await lease.layers.wait_all()
+                lease.commit(9)
+            engine.step()
+            await engine.drain()
+    return engine
+
+
+@pytest.mark.asyncio
+async def test_the_text_has_the_samples_of_the_collector():
+    engine = await ran()
+    text = exposition(engine)
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(engine))
+    assert parsed(text) == parsed(generate_latest(registry).decode())
+    assert len(parsed(text)) > 200
+
+
+@pytest.mark.asyncio
+async def test_families_are_named_and_typed_as_prometheus_wants():
+    engine = await ran()
+    found = families(engine)
+    assert len({family.name for family in found}) == len(found)
+    for family in found:
+        assert family.name.startswith("aiokv_")
+        assert family.help.endswith(".")
+        assert (family.kind == "counter") == family.name.endswith("_total")
+        labels = [frozenset(sample.labels.items()) for sample in family.samples]
+        assert len(labels) == len(set(labels)), family.name
+    lines = exposition(engine).splitlines()
+    types = [line.split()[2:] for line in lines if line.startswith("# TYPE")]
+    assert types == [[family.name, family.kind] for family in found]
+    helps = [line.split()[2] for line in lines if line.startswith("# HELP")]
+    assert helps == [family.name for family in found]
+
+
+@pytest.mark.asyncio
+async def test_metrics_count_what_a_run_has_done():
+    samples = parsed(exposition(await ran()))
+
+    def value(name: str, **labels: str) -> float:
+        return samples[name, frozenset({"engine": "default", **labels}.items())]
+
+    assert value("aiokv_prompt_tokens_total") == 4 * 9
+    assert value("aiokv_grants_total") == 4
+    assert value("aiokv_hit_tokens_total", tier="device") == 0
+    assert value("aiokv_hit_tokens_total", tier="host") == 8
+    assert value("aiokv_copied_blocks_total", direction="offload") == 6
+    assert value("aiokv_copied_blocks_total", direction="onload") == 2
+    assert value("aiokv_transfers_total", route="onload", outcome="done") == 1
+    assert value("aiokv_capacity_blocks", tier="device") == 4
+    states = ("free", "cached", "leased", "in_flight")
+    assert sum(value("aiokv_blocks", tier="device", state=state) for state in states) == 4
+
+
+@pytest.mark.asyncio
+async def test_engines_are_told_apart_by_their_name():
+    engines = {"first": await ran(), "second": CacheEngine(CacheConfig(device_blocks=8))}
+    text = exposition(engines)
+    assert text.count("# TYPE aiokv_grants_total ") == 1
+    samples = parsed(text)
+    grants = {
+        name: samples["aiokv_grants_total", frozenset({("engine", name)})] for name in engines
+    }
+    assert grants == {"first": 4, "second": 0}
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(engines, {"model": "m"}))
+    with_model = {(name, labels - {("model", "m")}) for name, labels in samples}
+    collected = parsed(generate_latest(registry).decode())
+    assert {(name, labels - {("model", "m")}) for name, labels in collected} == with_model
+    assert all(("model", "m") in labels for _, labels in collected)
+
+
+def test_labels_and_helps_are_escaped():
+    text = 'a "b" \\ c\nd'
+    family = Family("f", "gauge", text, [Sample("", {"label": text}, 0.5)])
+    (found,) = text_string_to_metric_families(text_of([family]))
+    assert found.samples[0].labels == {"label": text}
+    assert found.documentation.replace('\\"', '"') == text
+    assert text_of([family]).count("\n") == 3
+
+
+def test_families_of_one_name_are_merged_without_changing_them():
+    first = Family("f", "gauge", "F.", [Sample("", {"x": "1"}, 1)])
+    second = Family("f", "gauge", "F.", [Sample("", {"x": "2"}, 2)])
+    (both,) = merged([first, second])
+    assert [sample.value for sample in both.samples] == [1, 2]
+    assert (len(first.samples), len(second.samples)) == (1, 1)
+    (more,) = labelled([both], {"y": "3"})
+    assert more.samples[0].labels == {"y": "3", "x": "1"}
+    assert both.samples[0].labels == {"x": "1"}
+
+
+# --- other threads --------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_scrape_in_another_thread_reads_on_the_loop_of_the_engine():
+    async with CacheEngine(CacheConfig(device_blocks=8)) as engine:
+        registry = CollectorRegistry()
+        registry.register(EngineCollector(engine))
+        text = await asyncio.to_thread(generate_latest, registry)
+        assert parsed(text.decode())["aiokv_grants_total", frozenset({("engine", "default")})] == 0
+        with pytest.raises(UsageError, match="thread"):
+            await asyncio.to_thread(exposition, engine)
+
+
+@pytest.mark.asyncio
+async def test_a_scrape_while_the_loop_is_blocked_raises(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prometheus, "SCRAPE_SECONDS", 0.01)
+    async with CacheEngine(CacheConfig(device_blocks=8)) as engine:
+        errors: list[BaseException] = []
+
+        def scrape() -> None:
+            try:
+                list(EngineCollector(engine).collect())
+            except UsageError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=scrape)
+        thread.start()
+        thread.join()  # blocks the loop
+        assert "did not run for 0.01 s" in str(errors[0])
+        await asyncio.sleep(0)  # the cancelled read does nothing
+
+
+def test_without_prometheus_client_the_import_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.delitem(sys.modules, "aiokv.observe.prometheus")
+    monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
+    with pytest.raises(ConfigError, match=r"pip install 'aiokv\[metrics\]'"):
+        __import__("aiokv.observe.prometheus")
