@@ -33,7 +33,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Let the interpreter free frozen objects at its end: nanobind reports those that it has not."""
+    """Let the interpreter free frozen objects at its end: nanobind reports all others."""
     gc.unfreeze()
 
 

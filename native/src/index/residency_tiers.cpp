@@ -46,6 +46,11 @@ void Residency::evict(std::span<const NodeId> nodes) {
 
 void Residency::forget_host() {
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
+        if (!tree_.is_live(node) || !tree_[node].has(kHostValid)) continue;
+        evicted_unsaved_ += stored_.awaits_save(node);
+        stored_.clear(node, kSaveQueued);
+    }
+    for (NodeId node = 0; node < tree_.end_id(); ++node) {
         const Node& n = tree_[node];
         if (!tree_.is_live(node) || n.has(kRoot | kDetached | kDeviceResident)) continue;
         ++evicted_host_;
