@@ -56,11 +56,11 @@ def test_ranks_divide_weights_heads_and_host_memory():
 @pytest.mark.parametrize("tokens", [100, 300, 2_000, 32_000])
 @pytest.mark.parametrize(
     ("config", "gib"),
-    [(configs.GEMMA_3_27B, 40), (configs.GPT_OSS_20B, 40), (configs.GEMMA_3_27B, 2)],
+    [(configs.GEMMA_3_27B, 40), (configs.GPT_OSS_20B, 40), (configs.GEMMA_3_4B, 0.4)],
 )
 def test_pools_of_a_model_with_windows_fit_together_and_hold_the_conversations(config, gib, tokens):
     shape = ModelShape.from_config(config)
-    memory = Memory(gpu_bytes=gib * GIB, host_bytes=30 * GIB, conversation_tokens=tokens)
+    memory = Memory(gpu_bytes=int(gib * GIB), host_bytes=30 * GIB, conversation_tokens=tokens)
     result = cache_sizes(shape, memory)
     (group,) = result.windows
     used = result.device_blocks * result.block_bytes + group.device_blocks * group.block_bytes
