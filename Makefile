@@ -8,7 +8,7 @@ CXX_FILES := $(filter %.cpp %.hpp %.cu %.cuh,$(NATIVE))
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-native test-paddle services lint type fmt stubs sanitize bench soak profile test-gpu bench-gpu mutate clean
+.PHONY: help setup demo docs test test-all test-native test-paddle services lint type fmt stubs sanitize bench soak profile test-gpu bench-gpu mutate clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -51,6 +51,14 @@ test-paddle: $(VENV)/.paddle ## the tests that need Paddle (cpu), which it insta
 
 services: $(STAMP) ## install servers, libraries and the browser that tests need; says what it did
 	@$(BIN)/python tests/services.py
+
+$(VENV)/.docs: $(STAMP)
+	@echo "aiokv: installing mkdocs in $(VENV)"
+	@$(PIP) install --group docs
+	@touch $@
+
+docs: $(VENV)/.docs ## build the documentation in build/docs; warnings are errors
+	$(BIN)/mkdocs build --strict --quiet --site-dir build/docs
 
 lint: $(VENV)/.tools ## ruff and clang-format, no changes made
 	$(BIN)/ruff check .

@@ -5,6 +5,8 @@
 
 from aiokv.config import CacheConfig, WindowGroup
 from aiokv.engine import CacheEngine, ComputeBatch
+from aiokv.engine.observation import Observation
+from aiokv.engine.observers import BatchSpan, LeasePhase, TransferSpan
 from aiokv.engine.pins import Pin
 from aiokv.engine.receiving import Receiving
 from aiokv.engine.sending import Sending
@@ -34,9 +36,13 @@ from aiokv.peers.options import Peers
 from aiokv.peers.statistics import PeerStatistics, ReceivingStatistics
 from aiokv.types import (
     DurationHistogram,
+    Health,
     Hit,
+    HotPrefixes,
     Item,
+    LeaseInfo,
     LeaseState,
+    PrefixInfo,
     RequestStatistics,
     Statistics,
     WindowStatistics,
@@ -55,6 +61,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AiokvError",
     "AllocateTimeout",
+    "BatchSpan",
     "BrokenEngineError",
     "CacheConfig",
     "CacheEngine",
@@ -72,7 +79,9 @@ __all__ = [
     "DeviceError",
     "DurationHistogram",
     "Event",
+    "Health",
     "Hit",
+    "HotPrefixes",
     "InternalError",
     "Item",
     "LaneStatistics",
@@ -80,12 +89,16 @@ __all__ = [
     "LayoutError",
     "Lease",
     "LeaseError",
+    "LeaseInfo",
+    "LeasePhase",
     "LeaseState",
+    "Observation",
     "PeerError",
     "PeerStatistics",
     "Peers",
     "Pin",
     "PollerStatistics",
+    "PrefixInfo",
     "RankLost",
     "Receiving",
     "ReceivingStatistics",
@@ -97,6 +110,7 @@ __all__ = [
     "StoreError",
     "Stream",
     "TransferError",
+    "TransferSpan",
     "UnreleasedLeaseWarning",
     "Usage",
     "UsageError",

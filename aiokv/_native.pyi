@@ -787,10 +787,63 @@ class Core:
 
     def violations(self) -> list[str]: ...
 
+    def oldest_leases(self, limit: int) -> list[tuple[int, float, int, int, int, int, int]]:
+        """Open leases as describe() returns them, in bounded time."""
+
+    def describe(self, lease: int) -> tuple[int, float, int, int, int, int, int]:
+        """
+        (id, age_seconds, prompt_tokens, cached_tokens, num_tokens, computed_tokens, blocks).
+        """
+
+    def hottest_prefixes(self, limit: int) -> tuple[list[tuple[int, int, str, int, int, int, int, int, int, int]], bool]:
+        """
+        ([(parent, node, context, first_block, blocks, device_blocks, host_blocks, uses, refs, children)], complete); parent is a place in the list, or -1.
+        """
+
     def blocks(self) -> list[tuple[str, bytes, int, int, int, int, int]]:
         """
         What can be matched: (context, prefix tokens, device id, host id, flags, refs, pins); flags are 1, 2: device valid, loading; 4, 8: host valid, loading.
         """
+
+class BlockEvent(enum.Enum):
+    STORED = 0
+    """Copies have become valid."""
+
+    REMOVED = 1
+    """Copies are gone, or cannot be matched."""
+
+    CLEARED = 2
+    """No block is on any medium."""
+
+class Medium(enum.Enum):
+    DEVICE = 0
+
+    HOST = 1
+
+class EventStream:
+    """What the tiers hold, then each change; a full queue begins again."""
+
+    def __init__(self, core: Core, max_blocks: int) -> None: ...
+
+    @property
+    def is_due(self) -> bool:
+        """True if drain() has or seeks events; False: all is reported."""
+
+    def drain(self, max_blocks: int) -> list[tuple[BlockEvent, Medium, bytes | None, bytes, bytes, str, list[bytes]]]:
+        """
+        Return the next events, of about max_blocks blocks: (event, medium, digest of the block before them or None, 32 bytes per block, int32 tokens, context, item key of each block or nothing).
+        """
+
+    def repeat(self) -> None:
+        """Report all that is there once more."""
+
+    @property
+    def dropped_blocks(self) -> int:
+        """Events of blocks that a full queue has dropped."""
+
+    @property
+    def restarts(self) -> int:
+        """Times that the queue was full."""
 
 def sha256_implementation() -> str:
     """Name the implementation that digests use on this processor."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
@@ -237,6 +238,47 @@ class CacheConfig:
                 block_bytes = store_pitch_bytes(block_bytes)
             host_blocks = _fitting_blocks("host_bytes", host_bytes, block_bytes)
         return cls(device_blocks=device_blocks, host_blocks=host_blocks, **options)
+
+    @classmethod
+    def load(
+        cls,
+        file: str | os.PathLike[str] | None = None,
+        *,
+        env: bool = True,
+        block: Regions | int | None = None,
+        with_stores: bool = False,
+        **overrides: Any,
+    ) -> Self:
+        """Return a configuration from keywords, environment variables, a TOML file and defaults.
+
+        A keyword goes before the variable ``AIOKV_`` and the name of the field in capitals, a
+        variable before the file, the file before the default of the field. Each source may have
+        ``device_bytes`` and ``host_bytes`` in place of ``device_blocks`` and ``host_blocks``: a
+        number of bytes, or a text such as ``"40GiB"``. ``"none"`` stands for None where a field
+        accepts it; a variable that is empty counts as not set. ``AIOKV_WINDOWS`` holds JSON.
+
+        Args:
+            file: path of a TOML file, whose keys are the fields; a window group is a table
+                ``[windows.NAME]``. None for the file that ``AIOKV_CONFIG`` names, if any.
+            env: False to read no environment variable.
+            block: bytes of one block, or the tensors, for sizes in bytes. With tensors,
+                ``device_blocks`` is by default the number of their blocks, and at most that for
+                ``device_bytes``.
+            with_stores: True if the engine gets stores: its host blocks are larger then.
+            overrides: fields, ``device_bytes`` and ``host_bytes``.
+
+        Raises:
+            ConfigError: the file cannot be read; a name is unknown, or a value has the wrong type
+                or is out of range (the message has the file and its line, or the variable); a size
+                in bytes is set without ``block``, or is less than one block; or ``device_blocks``
+                is missing.
+        """
+        from aiokv.settings import Settings
+
+        environ = os.environ if checks.flag("env", env, ConfigError) else None
+        settings = Settings(file, environ, overrides)
+        settings.resolve(block, with_stores=checks.flag("with_stores", with_stores, ConfigError))
+        return settings.config(cls)
 
     @property
     def watermark_blocks(self) -> int:

@@ -262,6 +262,106 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
         return self.hit_device_tokens + self.hit_host_tokens
 
 
+LeaseWait = Literal["", "pending", "store", "quota", "capacity", "onload", "offload", "batch"]
+
+
+class LeaseInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One lease, as ``CacheEngine.leases`` lists it.
+
+    Attributes:
+        lease_id: ``Lease.id``.
+        owner: ``Lease.owner``; ``"unnamed"`` without one.
+        state: of the lease; ``"released"`` for a lease whose blocks a batch in flight still uses.
+        prompt_tokens: length of the prompt.
+        cached_tokens: positions of the grant that needed no computing; before the grant, those of
+            the last match.
+        num_tokens: positions of the block table.
+        computed_tokens: leading positions that are cached or committed.
+        blocks: device blocks of the block table.
+        age_seconds: time since ``match`` or ``fork``, accurate to 10 ms.
+        waits_for: ``"pending"``: blocks that another lease computes; ``"store"``: blocks of a
+            store; ``"quota"``: blocks of its salt's quota; ``"capacity"``: device blocks;
+            ``"onload"``: transfers to the device; ``"offload"``: its swap to host memory;
+            ``"batch"``: the batches in flight that use its blocks. Empty when it waits for nothing.
+    """
+
+    lease_id: int
+    owner: str
+    state: LeaseState
+    prompt_tokens: int
+    cached_tokens: int
+    num_tokens: int
+    computed_tokens: int
+    blocks: int
+    age_seconds: float
+    waits_for: LeaseWait
+
+
+class PrefixInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Stretch of blocks without a fork, of the prefix tree.
+
+    Attributes:
+        prefix_id: number of its first block while the block is cached.
+        parent: place of the stretch before it in ``HotPrefixes.prefixes``; None for the beginning
+            of a prompt.
+        salt: salt of the prompts.
+        adapter: adapter of the prompts.
+        first_token: position of its first token in the prompt.
+        num_tokens: tokens of the stretch.
+        blocks: blocks of the stretch, of which ``device_blocks`` have a copy on the device, and
+            ``host_blocks`` one in host memory.
+        uses: leases that were granted with the stretch since it was cached; counted up to 255.
+        leases: leases that hold its first block now.
+        branches: stretches that follow.
+    """
+
+    prefix_id: int
+    parent: int | None
+    salt: str
+    adapter: str
+    first_token: int
+    num_tokens: int
+    blocks: int
+    device_blocks: int
+    host_blocks: int
+    uses: int
+    leases: int
+    branches: int
+
+
+class HotPrefixes(msgspec.Struct, frozen=True, kw_only=True):
+    """Most used prefixes of the cache, as ``CacheEngine.hottest_prefixes`` returns them.
+
+    Attributes:
+        prefixes: stretches in order of their uses; each one comes after its parent.
+        is_complete: False when the tree was too large to search all of it: of a block with more
+            than 1,024 continuations, or of more than 4,096 blocks, others may be hotter.
+    """
+
+    prefixes: list[PrefixInfo]
+    is_complete: bool
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """State of an engine, for health checks.
+
+    Attributes:
+        phase: ``"new"`` before ``async with``, then ``"open"``, ``"closing"``, ``"closed"``;
+            ``"abandoned"`` in a process that was forked from the engine's.
+        failure: reason why the engine is broken; empty while it can serve.
+        asleep: tiers whose memory is freed.
+        is_paused: nothing is granted now.
+        unpinned_bytes: host memory that the device has not page-locked yet; transfers that use it
+            wait. 0 with ranks, whose memory the manager does not see.
+    """
+
+    phase: Literal["new", "open", "closing", "closed", "abandoned"]
+    failure: str
+    asleep: list[Tier]
+    is_paused: bool
+    unpinned_bytes: int
+
+
 def as_items(items: Sequence[Item]) -> list[Item]:
     """Convert items, each an ``Item`` or a tuple, to ``Item`` with plain integers.
 

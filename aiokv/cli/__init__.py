@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 # Each command is a module of this package with add_parser(subparsers) and run(args) -> int.
-COMMANDS = ("demo", "replay", "store")
+COMMANDS = (
+    "config",
+    "demo",
+    "doctor",
+    "replay",
+    "serve",
+    "size",
+    "store",
+)
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 128 + 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -51,6 +52,27 @@ def positive_float(text: str) -> float:
     return value
 
 
+def positive_share(text: str) -> float:
+    """Parse a number above 0, at most 1."""
+    value = share(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, at most 1")
+    return value
+
+
+def size_bytes(text: str) -> int:
+    """Parse a size with its unit, such as ``80GiB``, ``1.5TB`` or ``4096``; return bytes."""
+    from aiokv.errors import ConfigError
+    from aiokv.stores.options import parse_bytes
+
+    try:
+        return 0 if text.strip() == "0" else parse_bytes(text)
+    except ConfigError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size, such as 80GiB, 1.5TB or 4096"
+        ) from None
+
+
 _AGE_SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
 
@@ -89,4 +111,19 @@ def add_count(
         default=default,
         metavar=metavar,
         help=f"{text} (default: %(default)s)",
+    )
+
+
+STDOUT: Final = Path("-")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``, which prints the result as JSON, or writes it to a file."""
+    parser.add_argument(
+        "--json",
+        type=Path,
+        nargs="?",
+        const=STDOUT,
+        metavar="FILE",
+        help="print the result as JSON on stdout, or write it to FILE",
     )

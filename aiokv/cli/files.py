@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from aiokv.cli.arguments import STDOUT
 from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,6 +38,18 @@ def write_file(path: Path, data: bytes) -> None:
         path.write_bytes(data)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def print_json(path: Path, value: Any) -> None:
+    """Write ``value`` as indented JSON to a file, or to stdout if the path is ``-``.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    if path == STDOUT:
+        print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    else:
+        write_json(path, value)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -14,11 +14,12 @@ from aiokv.observe.units import format_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from aiokv import CacheEngine, Observation
     from aiokv.cli.progress import Stages
     from aiokv.config import EvictionPolicy
     from aiokv.demo.router import RouterName
     from aiokv.trace.disk_tier import DiskAdmission, DiskOptions, DiskPolicy
-    from aiokv.trace.replay import ReplayOptions
+    from aiokv.trace.replay import ReplayOptions, Workload
     from aiokv.trace.report import FleetReport, ReplayReport
 
 EVICTION_POLICIES: tuple[EvictionPolicy, ...] = ("adaptive", "lru")
@@ -110,6 +111,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--json", type=Path, metavar="FILE", help="write the result as JSON to this file")
     add("--plot", type=Path, metavar="FILE.svg", help="draw the hit rate against --capacities")
     add(
+        "--timeline",
+        type=Path,
+        metavar="FILE.json[.gz]",
+        help="write transfers, waits and leases as a trace for ui.perfetto.dev: the newest 65,536 "
+        "of each; recording adds to the latencies",
+    )
+    add(
         "--capacities",
         type=_capacities,
         metavar="N,N,...",
@@ -131,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
     from aiokv.cli.progress import show_progress
     from aiokv.cli.running import run_async
 
-    for path in (args.json, args.plot):
+    for path in (args.json, args.plot, args.timeline):
         check_writable(path)
     _check_suffix(args.plot)
     if args.engines > 1:
@@ -171,6 +179,7 @@ async def _replay_fleet(args: argparse.Namespace, stages: Stages) -> FleetReport
         "--disk-blocks": args.disk_blocks > 0,
         "--capacities": args.capacities is not None,
         "--plot": args.plot is not None,
+        "--timeline": args.timeline is not None,
     }
     for flag, is_set in one_engine.items():
         if is_set:
@@ -194,7 +203,6 @@ async def _replay(args: argparse.Namespace, stages: Stages) -> ReplayReport:
         compare_evictions,
         compare_policies,
         load_workload,
-        replay,
         sweep_capacities,
     )
 
@@ -202,6 +210,11 @@ async def _replay(args: argparse.Namespace, stages: Stages) -> ReplayReport:
         raise UsageError(
             "--write-policy and --eviction-policy are both 'all'; only one of them can be",
             hint="choose one policy for the other flag",
+        )
+    if args.timeline and "all" in (args.write_policy, args.eviction_policy):
+        raise UsageError(
+            "--timeline shows one replay, but 'all' compares the policies of several replays",
+            hint="choose one --write-policy and one --eviction-policy",
         )
     options = _make_options(args)
     capacities = args.capacities or (_capacities(DEFAULT_CAPACITIES) if args.plot else [])
@@ -214,9 +227,29 @@ async def _replay(args: argparse.Namespace, stages: Stages) -> ReplayReport:
         report, evictions = await compare_evictions(workload, options, stages)
         report.eviction_policies = evictions
     else:
-        report = await replay(workload, options, stages)
+        report = await _replay_once(workload, options, stages, args.timeline)
     if capacities:
         report.capacities = await sweep_capacities(workload, options, capacities, stages)
+    return report
+
+
+async def _replay_once(
+    workload: Workload, options: ReplayOptions, stages: Stages, timeline: Path | None
+) -> ReplayReport:
+    """Replay on one engine; write its timeline, if asked for."""
+    from aiokv.engine.timeline import write_timeline
+    from aiokv.trace.replay import replay
+
+    if timeline is None:
+        return await replay(workload, options, stages)
+    observations: list[Observation] = []
+
+    def observe(engine: CacheEngine) -> Observation:
+        observations.append(engine.observing())
+        return observations[-1]
+
+    report = await replay(workload, options, stages, observe)
+    write_timeline(timeline, observations[0].timeline())
     return report
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
@@ -38,6 +38,25 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What a step computes of one sequence.
+
+    Attributes:
+        tokens: of the sequence, from its beginning.
+        first_position: the first position to compute.
+        count: positions to compute.
+        block_table: as of ``Span``.
+        items: as of ``Span``.
+    """
+
+    tokens: list[int]
+    first_position: int
+    count: int
+    block_table: NDArray[np.int32]
+    items: tuple[Item, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Token rows of one or more sequences.
 
@@ -50,6 +69,21 @@ class Batch:
     tokens: NDArray[np.int32]
     positions: NDArray[np.int32]
     spans: list[Span]
+
+    @classmethod
+    def of(cls, parts: Iterable[Part]) -> Self:
+        """Return the rows of all parts, in order."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        spans = []
+        for part in parts:
+            row, stop = len(tokens), part.first_position + part.count
+            spans.append(
+                Span(row, row + part.count, part.first_position, part.block_table, part.items)
+            )
+            tokens += part.tokens[part.first_position : stop]
+            positions += range(part.first_position, stop)
+        return cls(np.array(tokens, dtype=np.int32), np.array(positions, dtype=np.int32), spans)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aiokv.demo.batch import Batch, Span
+from aiokv.demo.batch import Batch, Part
 from aiokv.demo.ledger import Ledger
 from aiokv.demo.report import ServingStatistics
 from aiokv.demo.requests import Request, Sequence
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     import aiokv
     from aiokv import Item
+    from aiokv.demo.batch import Span
     from aiokv.demo.runner import ModelRunner, StepOutput
     from aiokv.demo.workload import Conversation, Workload
 
@@ -246,7 +247,10 @@ class Server:
                     self._on_hit(lease)
         views = (lease.layers for lease in fresh)
         arriving = [view for view in views if view.counters]
-        batch = _make_batch(chosen)
+        batch = Batch.of(
+            Part(s.request.tokens, s.computed, count, s.lease.block_table, s.request.items)
+            for s, count in chosen
+        )
         block_tokens = self._engine.config.block_tokens
         checks = [sequence.blocks_to_check(count, block_tokens) for sequence, count in chosen]
         read_back = [
@@ -351,16 +355,3 @@ def first_error(errors: ExceptionGroup[Exception]) -> Exception:
     """Return the first error that is not a group."""
     first = errors.exceptions[0]
     return first_error(first) if isinstance(first, ExceptionGroup) else first
-
-
-def _make_batch(chosen: list[tuple[Sequence, int]]) -> Batch:
-    tokens: list[int] = []
-    positions: list[int] = []
-    spans = []
-    for sequence, count in chosen:
-        first, row = sequence.computed, len(tokens)
-        table, items = sequence.lease.block_table, sequence.request.items
-        spans.append(Span(row, row + count, first, table, items))
-        tokens += sequence.request.tokens[first : first + count]
-        positions += range(first, first + count)
-    return Batch(np.array(tokens, dtype=np.int32), np.array(positions, dtype=np.int32), spans)

@@ -216,6 +216,7 @@ class Computing:
         self._dispatcher = parts.dispatcher
         self._on_failure = on_failure
         self._speed = parts.speed
+        self._observers = parts.observers
         self._batches: dict[int, ComputeBatch] = {}
         self._waiters: list[asyncio.Future[None]] = []
         self._closed = False  # True: the ends of batches free no blocks any more
@@ -242,6 +243,8 @@ class Computing:
         batch_id = self._dispatcher.apply(self._scheduler.begin_batch(lease_ids))
         self._batches[batch_id] = batch
         self._speed.batch_begins(batch_id)
+        if self._observers.active:
+            self._observers.batch_began(batch_id, len(lease_ids))
         return batch_id
 
     def fail(self, error: BaseException) -> None:
@@ -258,6 +261,8 @@ class Computing:
                 if not waiter.done():
                     waiter.set_result(None)
         self._batches.pop(batch_id, None)
+        if self._observers.active:
+            self._observers.batch_ended(batch_id)
 
     async def wait_ended(self, lease: Lease) -> None:
         """Wait until no batch computes with the lease.

@@ -9,6 +9,7 @@ from uuid import uuid4
 
 from aiokv import checks
 from aiokv.errors import ControlTimeout, UsageError
+from aiokv.observe.logs import Log
 from aiokv.types import Tier
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from aiokv.engine.parts import Parts
     from aiokv.engine.peers import Exchange
     from aiokv.scheduler.gate import GateChange
+
+log = Log(__name__)
 
 
 class Control:
@@ -37,6 +40,8 @@ class Control:
         """Begin or end a pause or a hold."""
         self._lifetime.check_open()
         self._change_gate(change)
+        if change in ("pause", "resume"):
+            log.info("engine.paused" if change == "pause" else "engine.resumed")
 
     def _change_gate(self, change: GateChange) -> None:
         self._dispatcher.apply(self._scheduler.change_gate(change))
@@ -55,6 +60,7 @@ class Control:
             more, saving = self._dispatcher.apply(self._scheduler.evict(num_blocks - evicted, tier))
             evicted += more
             if not saving:
+                log.debug("blocks.evicted_on_request", tier=tier, blocks=evicted, asked=num_blocks)
                 return evicted
             await self._transfers.ended(saving)
 
@@ -64,6 +70,7 @@ class Control:
         timeout = checks.timeout(timeout)
         self._exchange.end_all("the cache was reset")
         self._dispatcher.apply(self._scheduler.reset("the cache was reset"))
+        log.info("cache.reset")
         async with self.deadline("reset", timeout):
             await self._worker.settle()
 
@@ -197,6 +204,7 @@ class Control:
                     self._exchange.change_weights(next_version)
                     if self._worker.capabilities.stores or self._worker.capabilities.peers:
                         self._worker.change_weights(next_version)
+                    log.info("weights.updated", version=next_version)
         finally:
             self.let_go()
 
@@ -216,6 +224,7 @@ class Control:
                 f"resize: device_blocks is {device_blocks}; it must be larger than "
                 f"CacheConfig.reserve_blocks, which is {self._config.reserve_blocks}"
             )
+        before = self._read.device_blocks
         try:
             async with asyncio.timeout(timeout):
                 # Resize as soon as the last block becomes free, before a waiting lease can take it.
@@ -229,3 +238,4 @@ class Control:
                 f"resize timed out after {timeout} s; blocks from {device_blocks} on are in use",
                 self._read.holders(),
             ) from None
+        log.info("engine.resized", device_blocks=device_blocks, before_blocks=before)

@@ -10,7 +10,7 @@ event loop.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 import msgspec
 
@@ -18,10 +18,13 @@ from aiokv.checks import Unique, arguments
 from aiokv.engine.batches import Batches
 from aiokv.engine.computing import Computing
 from aiokv.engine.control import Control
+from aiokv.engine.events import Events
 from aiokv.engine.fetches import Fetches
+from aiokv.engine.inspection import Inspection
 from aiokv.engine.leases import NO_NAME, Leases
 from aiokv.engine.lifecycle import Lifecycle
 from aiokv.engine.lifetime import Phase
+from aiokv.engine.observation import DEFAULT_LIMIT, Observation, record_timeline
 from aiokv.engine.parts import Parts, check_arguments
 from aiokv.engine.peers import Exchange
 from aiokv.engine.pins import Pins
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Iterable, Sequence
     from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
     from types import TracebackType
 
     import numpy as np
@@ -42,8 +46,11 @@ if TYPE_CHECKING:
 
     from aiokv.config import CacheConfig
     from aiokv.engine.computing import ComputeBatch
+    from aiokv.engine.events import KVEvents
+    from aiokv.engine.observers import Observer
     from aiokv.engine.pins import Pin
     from aiokv.engine.sending import Sending
+    from aiokv.events.schema import HashKind
     from aiokv.lease import Lease
     from aiokv.peers.options import Peers
     from aiokv.peers.statistics import PeerStatistics
@@ -52,7 +59,17 @@ if TYPE_CHECKING:
     from aiokv.stores.base import Store
     from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.use import StoreUse
-    from aiokv.types import Hit, Item, RequestStatistics, Statistics, Tier, TokenIds
+    from aiokv.types import (
+        Health,
+        Hit,
+        HotPrefixes,
+        Item,
+        LeaseInfo,
+        RequestStatistics,
+        Statistics,
+        Tier,
+        TokenIds,
+    )
     from aiokv.worker.base import Worker
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.lanes import WorkerStatistics
@@ -120,6 +137,7 @@ class CacheEngine(Unique):
         self._worker = parts.worker
         self._poller = parts.poller
         self._requests = parts.requests
+        self._observers = parts.observers
         self._steps = Steps(parts)
         exchange = Exchange(parts)
         self._recovery = Recovery(parts, self._steps, exchange)
@@ -134,6 +152,8 @@ class CacheEngine(Unique):
             parts, self._steps, computing, self._leases, self._recovery, exchange
         )
         self._exchange = exchange
+        self._inspection = Inspection(parts, self._sleep)
+        self._events = Events(parts)
 
     # --- opening and closing ----------------------------------------------------------------------
 
@@ -847,6 +867,159 @@ class CacheEngine(Unique):
         """
         self._lifetime.check_thread()
         return self._poller.statistics()
+
+    def observing(self, limit: int = DEFAULT_LIMIT) -> Observation:
+        """Keep the newest records of transfers, leases and batches inside a ``with`` block.
+
+        ::
+
+            with engine.observing() as seen:
+                ...
+            for span in seen.transfers:
+                print(span.route, span.num_bytes, span.ended_at - span.queued_at)
+
+        Without an observer, the engine makes no records.
+
+        Args:
+            limit: records to keep per kind; newer ones displace the oldest.
+
+        Returns:
+            A context manager that can be entered once. Its records stay after the block.
+
+        Raises:
+            UsageError: ``limit`` is less than 1; or the call is made in another thread.
+            ClosedError: raised on entry: the engine is closed.
+        """
+        self._lifetime.check_thread()
+        return Observation(self._observers, limit)
+
+    def add_observer(self, observer: Observer) -> None:
+        """Call ``observer(record, context)`` for each record from now on.
+
+        The engine calls it on its loop at the end of a pass, with a ``TransferSpan``,
+        ``LeasePhase`` or ``BatchSpan`` that has ended, and the context variables of the task that
+        called ``match`` for the lease of the record. The context is None for records without a
+        lease, and for leases that were matched before any observer was added. The last records come
+        while the engine closes.
+
+        When an observer raises an exception, the loop's exception handler gets it, and the observer
+        is removed.
+
+        Args:
+            observer: function of a record and a context; returns quickly.
+
+        Raises:
+            UsageError: ``observer`` cannot be called, or was added already; or the call is made in
+                another thread. Nothing changed.
+            ClosedError: the engine is closed.
+        """
+        self._lifetime.check_thread()
+        self._observers.add(observer)
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Give an observer the records up to now, and call it no more. Idempotent.
+
+        Raises:
+            UsageError: the call is made in another thread. Nothing changed.
+        """
+        self._lifetime.check_thread()
+        self._observers.remove(observer)
+
+    def leases(self, limit: int = 1000) -> list[LeaseInfo]:
+        """List leases: first those that wait, in the order of their lines, then the oldest ones.
+
+        Leases of pins and prefetches are included. The call takes about 2 µs per listed lease; of
+        more than 8,192 leases it sees only a part.
+
+        Args:
+            limit: most leases to list, from 0.
+
+        Raises:
+            UsageError: ``limit`` is negative or not an integer; or the call is made in another
+                thread.
+        """
+        return self._inspection.leases(limit)
+
+    def hottest_prefixes(self, limit: int = 32) -> HotPrefixes:
+        """Return the cached prefixes that were used most, as a tree.
+
+        The call takes at most about 1 ms, however large the cache is: it follows the most used
+        blocks first, and reads at most 4,096 of them.
+
+        Args:
+            limit: most stretches of blocks to return, from 0.
+
+        Raises:
+            UsageError: ``limit`` is negative or not an integer; or the call is made in another
+                thread.
+        """
+        return self._inspection.hottest_prefixes(limit)
+
+    def health(self) -> Health:
+        """Return whether the engine can serve, for health checks. Takes a few microseconds.
+
+        Raises:
+            UsageError: the call is made in another thread.
+        """
+        return self._inspection.health()
+
+    async def timeline(self, seconds: float, path: Path | str | None = None) -> dict[str, Any]:
+        """Record what happens for some seconds, as a trace for ui.perfetto.dev.
+
+        The trace has a track per route with its transfers, a track per lease with its waits and
+        the time during which it holds blocks, the batches of the model, and counters of queues.
+        ``chrome://tracing`` shows it, too.
+
+        Args:
+            seconds: duration of the recording, above 0 and at most 3600. Of each kind of record,
+                the newest 65,536 are kept.
+            path: file to write; compressed if the name ends with ``.gz``. None to write no file.
+
+        Returns:
+            The trace, in the format of Chrome's trace events: ``json.dump`` writes it.
+
+        Raises:
+            UsageError: ``seconds`` is out of range, or the file cannot be written.
+            ClosedError: the engine is closed.
+
+        Cancellation: nothing is written, and nothing is recorded any more.
+        """
+        self._lifetime.check_loop()
+        return await record_timeline(self._observers, seconds, path)
+
+    def kv_events(
+        self,
+        *,
+        hashes: HashKind = "int64",
+        max_queued_blocks: int = 65_536,
+        data_parallel_rank: int | None = None,
+    ) -> KVEvents:
+        """Subscribe to what the tiers hold, in the schema of vLLM.
+
+            async with engine.kv_events() as events:
+                async for batch in events:
+                    router.update(batch)
+
+        The first batches have the blocks that the tiers hold, then each change follows, at most one
+        batch per pass of the event loop. A batch is a :class:`aiokv.events.KVEventBatch`. Blocks
+        of the stores are not reported: a store may drop a block at any time. Models with
+        recurrent state or sliding windows may hit less than the reported blocks.
+
+        A subscriber that falls behind by more than ``max_queued_blocks`` gets ``AllBlocksCleared``
+        and all blocks again. Without a subscriber, the engine records no event.
+
+        Args:
+            hashes: ``"int64"`` for block hashes that are unsigned 64-bit integers, as vLLM
+                publishes by default, or ``"bytes"`` for all 32 bytes.
+            max_queued_blocks: changes of blocks that may wait for the subscriber, at least 1,024;
+                each takes about ``100 + 4 * block_tokens`` bytes.
+            data_parallel_rank: field of the batches, for receivers of several engines.
+
+        Raises:
+            UsageError: an argument is out of range. ``async with`` raises it outside the engine's
+                loop, and ``ClosedError`` when the engine is closed.
+        """
+        return self._events.subscribe(hashes, max_queued_blocks, data_parallel_rank)
 
     def dump(self) -> dict[str, object]:
         """Return the state of all leases, waiting lines and ranks as values that JSON can hold.

@@ -11,6 +11,7 @@ A fetch belongs to no lease: blocks that arrive after a lease has stopped waitin
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ from aiokv.plan import Priority
 from aiokv.stores.base import KEY_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from aiokv.engine.parts import Parts
@@ -31,24 +34,30 @@ if TYPE_CHECKING:
 class StoreWait:
     """Wait of a lease that stands in line while its blocks are fetched from the stores.
 
+    Args:
+        on_end: called once, when the wait has ended.
+
     Attributes:
+        began: ``time.monotonic()`` at the begin of the wait.
         task: brings the blocks; None once the wait has ended.
     """
 
-    def __init__(self) -> None:
-        self._began = time.monotonic()
+    def __init__(self, on_end: Callable[[StoreWait], None]) -> None:
+        self._on_end = on_end
+        self.began = time.monotonic()
         self._ended: float | None = None
         self.task: asyncio.Task[None] | None = None
 
     @property
     def seconds(self) -> float:
         """Time until the wait has ended; else until now."""
-        return (time.monotonic() if self._ended is None else self._ended) - self._began
+        return (time.monotonic() if self._ended is None else self._ended) - self.began
 
     def end(self) -> None:
         """Note that the lease no longer waits for stores. Idempotent."""
         if self._ended is None:
             self._ended = time.monotonic()
+            self._on_end(self)
 
     def stop(self) -> None:
         """End the wait, and begin no more fetches; those in flight go on."""
@@ -75,6 +84,7 @@ class Fetches:
         self._transfers = parts.transfers
         self._lifetime = parts.lifetime
         self._speed = parts.speed
+        self._observers = parts.observers
         self._tasks: set[asyncio.Task[None]] = set()  # the loop keeps weak references only
 
     def is_incomplete(self, lease_id: int) -> bool:
@@ -93,17 +103,27 @@ class Fetches:
         Returns:
             The wait. The caller must call ``stop``.
         """
-        wait = StoreWait()
+        owner = self._read.owner(lease_id)
+        wait = StoreWait(lambda wait: self._note_end(lease_id, owner, wait))
+        if self._observers.active:
+            self._observers.begin_wait(lease_id, owner, "store", wait.began)
         wait.task = self._lifetime.loop.create_task(self._bring_and_serve(lease_id, timeout, wait))
         self._tasks.add(wait.task)
         wait.task.add_done_callback(self._tasks.discard)
         return wait
+
+    def _note_end(self, lease_id: int, owner: str, wait: StoreWait) -> None:
+        if self._observers.active:
+            self._observers.end_wait(lease_id, owner, "store", wait.began, "done")
 
     async def _bring_and_serve(self, lease_id: int, timeout: float | None, wait: StoreWait) -> None:
         try:
             await self.bring(lease_id, timeout, Priority.DEMAND)
         finally:
             wait.end()
+            if self._observers.active and sys.exception() is None:
+                owner = self._read.owner(lease_id)
+                self._observers.begin_wait(lease_id, owner, "capacity", time.monotonic())
             if self._lifetime.is_running:
                 self._dispatcher.apply(self._scheduler.end_store_wait(lease_id))
 
@@ -159,6 +179,8 @@ class Fetches:
             transfer_id = self._dispatcher.apply(fetching)
             if not transfer_id:
                 break
+            if self._observers.active:
+                self._observers.caused(lease_id, transfer_id)
             await self._transfers.settled(transfer_id)
             reached, digests = self._read.missing(lease_id)
             if reached <= before:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from aiokv import checks
+from aiokv.errors import AiokvError, UsageError
 
 if TYPE_CHECKING:
     import asyncio
@@ -38,8 +40,8 @@ class Flow:
         lease: the lease.
         ticket: the ticket.
         first_block: of the lease, to move.
-        proceed: called when a transfer has ended, when positions were committed, and when onloads
-            of the lease have ended.
+        advance: begins the transfers that can begin, and takes those that have ended; returns True
+            when all positions of the ticket have moved.
         receives: True on the side that receives.
 
     Attributes:
@@ -56,6 +58,7 @@ class Flow:
         is_closed: the worker was told of the end.
         failure: why it has ended early; None if it has not.
         is_cancelled: the application has cancelled it.
+        context: context variables of the task that has begun the flow.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class Flow:
         lease: Lease,
         ticket: Ticket,
         first_block: int,
-        proceed: Callable[[], None],
+        advance: Callable[[], bool],
         *,
         receives: bool,
     ) -> None:
@@ -73,7 +76,8 @@ class Flow:
         self._parts: dict[int, _Part] = {}  # by transfer: not ended in order, oldest first
         self._waiters: list[asyncio.Future[None]] = []
         self._next_block = first_block
-        self.proceed = proceed
+        self._advance = advance
+        self._is_entered = False
         self.lease = lease
         self.lease_id = lease.id
         self.ticket = ticket
@@ -87,6 +91,7 @@ class Flow:
         self.is_closed = False
         self.failure: str | None = None
         self.is_cancelled = False
+        self.context = copy_context()
 
     @property
     def ended(self) -> bool:
@@ -107,6 +112,31 @@ class Flow:
     def transfer_ids(self) -> list[int]:
         """Transfers that have not ended in order."""
         return list(self._parts)
+
+    def enter(self) -> None:
+        """Let ``proceed`` advance: the handle of the flow was entered."""
+        self._is_entered = True
+
+    def proceed(self) -> None:
+        """Advance, and end with the last position, or with the first transfer that has failed.
+
+        Called when a transfer has ended, when positions were committed, and when onloads of the
+        lease have ended.
+        """
+        if not self._is_entered or self.is_closed:
+            return
+        if self.ended:  # an interrupt came before it was closed
+            self.end()
+            return
+        is_complete = False
+        try:
+            is_complete = self._advance()
+        except AiokvError as error:
+            self.end(str(error))
+        if self.is_broken:
+            self.end(self.reason or "a transfer was cancelled")
+        elif is_complete:
+            self.end()
 
     def cancel(self, reason: str) -> None:
         """End the flow for the application; the log has no warning of it."""
@@ -203,4 +233,33 @@ class Flow:
         return (
             f"positions {ticket.first_position} to {ticket.num_tokens}, ticket "
             f"{ticket.ticket_id.hex()[:8]}, {state}"
+        )
+
+
+def entered(flow: Flow | None, exchange: Exchange, handle: object) -> Flow:
+    """Return the flow of a handle whose ``async with`` block has begun.
+
+    Raises:
+        UsageError: it has not begun, or the call is made in another thread.
+    """
+    exchange.check_thread()
+    if flow is None:
+        raise UsageError(f"{handle!r} can only be used inside its `async with` block")
+    return flow
+
+
+def check_not_entered(flow: Flow | None, handle: object, call: str) -> None:
+    """Check that the ``async with`` block of a handle has not begun.
+
+    Args:
+        flow: of the handle; None before it is entered.
+        handle: named in the error.
+        call: that returns a new handle.
+
+    Raises:
+        UsageError: it has begun.
+    """
+    if flow is not None:
+        raise UsageError(
+            f"{handle!r} was entered already; it can be entered once", hint=f"call {call} again"
         )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from typing import TYPE_CHECKING, Final
 
 from aiokv import checks
+from aiokv.engine.contexts import context_of
 from aiokv.engine.lifetime import Phase
+from aiokv.engine.observers import outcome_of
 from aiokv.engine.receiving import Receiving
 from aiokv.engine.sending import Sending
 from aiokv.errors import (
@@ -19,6 +22,7 @@ from aiokv.errors import (
     WouldBlock,
 )
 from aiokv.lease import Lease
+from aiokv.observe.logs import DEBUG, Log
 from aiokv.peers.ticket import MAX_TIMEOUT_SECONDS
 from aiokv.plan import CLONE, STATE, Priority, clone_plan
 from aiokv.scheduler.effects import NO_EFFECTS
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 
     from aiokv.engine.computing import Computing
     from aiokv.engine.fetches import Fetches, StoreWait
+    from aiokv.engine.observers import End, WaitName
     from aiokv.engine.parts import Parts
     from aiokv.engine.peers import Exchange
     from aiokv.engine.steps import Steps
@@ -38,6 +43,8 @@ if TYPE_CHECKING:
     from aiokv.types import Hit, Item, TokenIds
     from aiokv.worker.device.base import Event
     from aiokv.worker.views import LayerView
+
+log = Log(__name__)
 
 NO_NAME: Final = ""  # compared by identity: the default needs no check
 
@@ -65,6 +72,7 @@ class Leases:
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
         self._apply = parts.dispatcher.apply
+        self._waiters = parts.dispatcher.conditions.waiters
         self._worker = parts.worker
         self._transfers = parts.transfers
         self._open_step = parts.open_step
@@ -75,6 +83,7 @@ class Leases:
         self._flows = exchange.flows  # empty when no lease receives or sends
         self._speed = parts.speed
         self._requests = parts.requests
+        self._observers = parts.observers
         self._verifies = parts.config.verify == "checksum"
         self._done = done_view(parts.worker.num_layers)
 
@@ -115,7 +124,7 @@ class Leases:
         lease_id = self._apply(
             self._scheduler.match(
                 as_tokens(tokens),
-                _context(salt, adapter) if salt or adapter else "",
+                context_of(salt, adapter) if salt or adapter else "",
                 as_items(items) if items else (),
                 read,
                 write,
@@ -123,12 +132,14 @@ class Leases:
                 salt,
             )
         )
+        if self._observers.active:
+            self._observers.matched(lease_id)
         return Lease(self, lease_id, owner, salt, self._done)
 
     def would_hit(self, tokens: TokenIds, *, salt: str, adapter: str, items: Sequence[Item]) -> Hit:
         """See ``CacheEngine.would_hit``."""
         self._lifetime.check_loop()
-        context = _context(checks.text("salt", salt), checks.text("adapter", adapter))
+        context = context_of(checks.text("salt", salt), checks.text("adapter", adapter))
         return self.read.would_hit(as_tokens(tokens), context, as_items(items))
 
     def match_to_hold(
@@ -152,13 +163,15 @@ class Leases:
         lease_id = self._apply(
             self._scheduler.match(
                 as_tokens(tokens),
-                _context(checks.text("salt", salt), checks.text("adapter", adapter)),
+                context_of(checks.text("salt", salt), checks.text("adapter", adapter)),
                 as_items(items) if items else (),
                 owner=owner,
                 salt=salt,
                 holds="whole prompt" if whole else "prompt",
             )
         )
+        if self._observers.active:
+            self._observers.matched(lease_id)
         return Lease(self, lease_id, owner, salt, self._done)
 
     # --- capacity -------------------------------------------------------------------------------
@@ -175,8 +188,11 @@ class Leases:
         except RequestTooLarge as error:
             self._requests.note_error(error)
             raise
-        if result[0] is READY and result[1] is NO_EFFECTS:
-            return True  # there is nothing to apply, and no condition depends on a grant
+        if result[0] is READY and result[1] is NO_EFFECTS and not self._waiters:
+            # There is nothing to apply, and no condition to test.
+            if self._observers.active:
+                self._observers.granted(lease)
+            return True
         return self._take_grant(lease, result)
 
     async def allocate_from_stores(
@@ -235,16 +251,17 @@ class Leases:
             grant = self._apply(result)
             if grant is None:
                 return False
-            if grant.onloads:
-                self._show_layers(lease, grant)
+            self._show_grant(lease, grant)
         except BaseException:  # without its layers, the lease must not count as granted
             self._apply(self._scheduler.stop_waiting(lease.live_id()))
             raise
         return True
 
-    def _show_layers(self, lease: Lease, grant: Grant) -> None:
+    def _show_grant(self, lease: Lease, grant: Grant) -> None:
         if grant.onloads:
             lease.layers = self._transfers.view(lease.live_id(), grant.onloads, lease.owner)
+        if self._observers.active:
+            self._observers.granted(lease)
 
     def can_allocate(self, lease: Lease, num_tokens: int) -> bool:
         """See ``Lease.can_allocate``."""
@@ -274,10 +291,12 @@ class Leases:
         lease_id = lease.live_id()
         began = time.monotonic()
         is_shown = False
+        if self._observers.active and store_wait is None:
+            self._observers.begin_wait(lease_id, lease.owner, "capacity", began)
 
         def on_grant(grant: Grant) -> None:
             nonlocal is_shown
-            self._show_layers(lease, grant)
+            self._show_grant(lease, grant)
             is_shown = True
 
         try:
@@ -310,10 +329,13 @@ class Leases:
             seconds = max(time.monotonic() - began - elsewhere, 0.0)
             lease.note_capacity_wait(seconds)
             self._requests.capacity_wait.add(seconds)
+            self._note_wait(lease, lease_id, "capacity", began + elsewhere)
 
     def _stop_waiting(self, lease: Lease, lease_id: int) -> None:
         self._apply(self._scheduler.stop_waiting(lease_id))
         lease.leave_layers(self._done)
+        if self._observers.active:  # granted in the same pass
+            self._observers.end_grant(lease_id, "cancelled")
 
     async def wait_pending(self, lease: Lease, timeout: float | None) -> None:
         """Wait until no other lease is computing more of the prefix, at most ``timeout`` seconds.
@@ -328,6 +350,9 @@ class Leases:
         if not self._apply(self._scheduler.wait_pending(lease_id)):
             return
         began = time.monotonic()
+        outcome: End | None = None
+        if self._observers.active:
+            self._observers.begin_wait(lease_id, lease.owner, "pending", began)
         try:
             async with asyncio.timeout(timeout):
                 while True:
@@ -335,12 +360,35 @@ class Leases:
                     if not self._apply(self._scheduler.wait_pending(lease_id)):
                         return
         except TimeoutError:
-            return  # this lease computes the blocks again
+            outcome = "timeout"  # this lease computes the blocks again
         finally:
             self._apply(self._scheduler.stop_wait_pending(lease_id))
             seconds = time.monotonic() - began
             lease.note_pending_wait(pending_tokens, seconds)
             self._requests.pending_wait.add(seconds)
+            self._note_wait(lease, lease_id, "pending", began, outcome)
+
+    def _note_wait(
+        self,
+        lease: Lease,
+        lease_id: int,
+        name: WaitName,
+        began: float,
+        outcome: End | None = None,
+    ) -> None:
+        """Tell log and observers the end of a wait; called while its exception is handled."""
+        outcome = outcome or outcome_of(sys.exception())
+        if self._observers.active:
+            self._observers.end_wait(lease_id, lease.owner, name, began, outcome)
+        if log.is_on(DEBUG):
+            log.debug(
+                "lease.waited",
+                lease_id=lease_id,
+                owner=lease.owner,
+                phase=name,
+                seconds=max(time.monotonic() - began, 0.0),
+                outcome=outcome,
+            )
 
     # --- granted leases -------------------------------------------------------------------------
 
@@ -401,6 +449,9 @@ class Leases:
         owner = owner or lease.owner
         fork = self._apply(self._scheduler.fork(lease.live_id(), owner))
         child = Lease(self, fork.lease_id, owner, lease.salt, self._done)
+        if self._observers.active:
+            self._observers.matched(child.id)
+            self._observers.granted(child)
         try:
             clone = clone_plan(CLONE, fork.source_blocks, fork.target_blocks)
             self._worker.clone(clone, stream)
@@ -459,6 +510,9 @@ class Leases:
             return
         self._apply(self._scheduler.preempt(lease.live_id()))
         lease.leave_layers(self._done)
+        if self._observers.active:
+            self._observers.end_grant(lease.id, "preempted")
+        log.info("lease.preempted", lease_id=lease.id, owner=lease.owner, swap=False)
         if self._flows:
             self._exchange.gave_back(lease.id, "the lease was preempted")
 
@@ -478,8 +532,12 @@ class Leases:
                 hint="preempt without swap, or raise CacheConfig.host_blocks",
             )
         lease.leave_layers(self._done)
+        if self._observers.active:
+            self._observers.end_grant(lease_id, "swapped")
         if not transfer_id:
             return
+        if self._observers.active:
+            self._observers.caused(lease_id, transfer_id)
         await self._transfers.ended(transfer_id)
         if lease.state in (LeaseState.GRANTED, LeaseState.FAILED):
             raise TransferError(
@@ -487,6 +545,7 @@ class Leases:
                 "blocks",
                 direction="offload",
             )
+        log.info("lease.preempted", lease_id=lease_id, owner=lease.owner, swap=True)
 
     def release(self, lease: Lease, after: Event | None) -> None:
         """See ``Lease.release``."""
@@ -497,6 +556,8 @@ class Leases:
         used_in = 0 if after is None else self._steps.close(after)
         lease_id, lease.id = lease.id, 0
         self._apply(self._scheduler.release(lease_id, used_in))
+        if self._observers.active:
+            self._observers.released(lease_id)
         if self._flows:
             self._exchange.gave_back(lease_id, "the lease was released")
 
@@ -513,6 +574,8 @@ class Leases:
     def _release_collected(self, lease_id: int) -> None:
         if self._lifetime.is_running:
             self._apply(self._scheduler.release(lease_id))
+            if self._observers.active:
+                self._observers.released(lease_id)
 
     # --- checks ---------------------------------------------------------------------------------
 
@@ -547,8 +610,3 @@ class Leases:
             else self.lease_id(lease)  # raises, except for a subclass of Lease
             for lease in leases
         ]
-
-
-def _context(salt: str, adapter: str) -> str:
-    """Return the name under which prompts share blocks."""
-    return f"{len(salt)}:{salt}{adapter}" if salt or adapter else ""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 import weakref
 from typing import TYPE_CHECKING, Final
 
 from aiokv import _native, checks
 from aiokv.engine.lifetime import Phase
-from aiokv.observe.logs import Log
+from aiokv.observe.logs import INFO, Log
 
 if TYPE_CHECKING:
     from aiokv.engine.computing import Computing
@@ -54,6 +55,7 @@ class Lifecycle:
         self._dispatcher = parts.dispatcher
         self._worker = parts.worker
         self._poller = parts.poller
+        self._observers = parts.observers
         self._open_step = parts.open_step
         self._identity = parts.identity
         self._steps = steps
@@ -61,6 +63,7 @@ class Lifecycle:
         self._leases = leases
         self._recovery = recovery
         self._exchange = exchange
+        self._opened_at = 0.0
 
     async def open(self) -> None:
         """Bind the engine to the running loop, and allocate host memory.
@@ -70,6 +73,7 @@ class Lifecycle:
 
         Cancellation: no memory is allocated; the engine cannot be entered again.
         """
+        began = time.monotonic()
         loop = asyncio.get_running_loop()
         self._lifetime.enter(loop)
         self._poller.open(loop)
@@ -91,6 +95,28 @@ class Lifecycle:
         self._leases.open()
         self._lifetime.open()
         _opened.add(self)
+        self._opened_at = time.monotonic()
+        self._log_opened(self._opened_at - began)
+
+    def _log_opened(self, seconds: float) -> None:
+        config, worker = self._config, self._worker
+        if not log.is_on(INFO):
+            return
+        log.info(
+            "engine.opened",
+            device=worker.device_name,
+            block_tokens=config.block_tokens,
+            device_blocks=config.device_blocks,
+            device_bytes=config.device_blocks * worker.block_bytes,
+            host_blocks=config.host_blocks,
+            host_bytes=config.host_blocks * worker.block_bytes,
+            layers=worker.num_layers,
+            write_policy=config.write_policy,
+            eviction_policy=config.eviction_policy,
+            stores=list(dict.fromkeys(store.url for store in worker.store_statistics())),
+            endpoints=[f"{endpoint.host}:{endpoint.port}" for endpoint in worker.endpoints],
+            opening_seconds=seconds,
+        )
 
     async def aclose(self, drain_timeout: float | None) -> None:
         """See ``CacheEngine.aclose``."""
@@ -101,6 +127,7 @@ class Lifecycle:
         if not lifetime.is_running:
             if not lifetime.is_closing:
                 lifetime.close(Phase.CLOSED)
+                self._observers.close()
             return
         if lifetime.loop.is_closed():
             self._close_without_loop()
@@ -121,7 +148,13 @@ class Lifecycle:
         self._poller.close()
         lifetime.close(Phase.CLOSED)
         self._exchange.lose_all("the engine was closed")
+        self._observers.close()
         self._dispatcher.conditions.test()
+        log.info(
+            "engine.closed",
+            open_seconds=time.monotonic() - self._opened_at,
+            leases_held=self._scheduler.read.num_leases,
+        )
 
     async def _save(self, timeout: float | None) -> None:
         """Save the committed blocks to the stores, for the next process.
@@ -151,6 +184,7 @@ class Lifecycle:
         self._lifetime.close(Phase.CLOSED)
         self._computing.stop()
         self._worker.close_without_loop()
+        self._observers.close()
 
     def abandon(self) -> None:
         """Stop using the device, threads and loop; called in a forked process.

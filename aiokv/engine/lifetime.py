@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from enum import Enum
 from threading import get_ident
+from typing import Final, Literal
 
 from aiokv.errors import BrokenEngineError, ClosedError, UsageError
 
@@ -19,6 +20,16 @@ class Phase(Enum):
     CLOSING = "is closing"
     CLOSED = "is closed"
     ABANDONED = "belongs to the parent process, which entered it before os.fork()"
+
+
+PhaseName = Literal["new", "open", "closing", "closed", "abandoned"]
+_NAMES: Final[dict[Phase, PhaseName]] = {
+    Phase.NEW: "new",
+    Phase.OPEN: "open",
+    Phase.CLOSING: "closing",
+    Phase.CLOSED: "closed",
+    Phase.ABANDONED: "abandoned",
+}
 
 
 class Lifetime:
@@ -50,6 +61,11 @@ class Lifetime:
         if self._loop is None:
             raise UsageError("CacheEngine must be entered with 'async with' before use")
         return self._loop
+
+    @property
+    def phase_name(self) -> PhaseName:
+        """Name of the phase, for records."""
+        return _NAMES[self.phase]
 
     @property
     def is_closing(self) -> bool:

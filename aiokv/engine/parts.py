@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 from aiokv.config import CacheConfig
 from aiokv.engine.dispatcher import Dispatcher
 from aiokv.engine.lifetime import Lifetime
+from aiokv.engine.observers import Observers
 from aiokv.engine.open_step import OpenStep
 from aiokv.engine.requests import RequestCounts
 from aiokv.engine.speed import PrefillSpeed
@@ -44,6 +45,7 @@ class Parts:
     scheduler: CacheScheduler
     worker: Worker
     poller: EventPoller
+    observers: Observers
     open_step: OpenStep
     transfers: Transfers
     dispatcher: Dispatcher
@@ -86,6 +88,7 @@ class Parts:
         scheduler = _new_scheduler(config, has_stores=can.stores)
         open_step = OpenStep(lifetime, scheduler.read, worker)
         requests = RequestCounts(scheduler.read)
+        observers = Observers(scheduler.read, poller)
         transfers = Transfers(
             config,
             lifetime,
@@ -93,6 +96,7 @@ class Parts:
             worker,
             poller,
             open_step,
+            observers,
             on_report,
             on_onload=requests.onload.add,
         )
@@ -102,6 +106,7 @@ class Parts:
             scheduler=scheduler,
             worker=worker,
             poller=poller,
+            observers=observers,
             open_step=open_step,
             transfers=transfers,
             dispatcher=Dispatcher(scheduler, lifetime, worker, poller, transfers),

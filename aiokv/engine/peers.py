@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sys
+import time
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from aiokv.engine.observers import outcome_of
 from aiokv.errors import LeaseError, PeerError, UsageError
 from aiokv.observe.logs import Log
 from aiokv.peers import ticket as tickets
@@ -62,6 +65,7 @@ class Exchange:
         self._worker = parts.worker
         self._poller = parts.poller
         self._peer_wait = parts.requests.peer_wait
+        self._observers = parts.observers
         self._model = parts.config.model
         self._weights_version = parts.config.weights_version
         self._generation = secrets.token_bytes(tickets.ID_BYTES)
@@ -236,11 +240,19 @@ class Exchange:
         self.counts.received_tokens += tokens
         lease.note_received(tokens)
 
-    def note_wait(self, lease: Lease, seconds: float) -> None:
-        """Add the time of one call of ``Receiving.wait``."""
+    def note_wait(self, flow: Flow, seconds: float) -> None:
+        """Add the time of one call of ``Receiving.wait``, which ends now."""
         self.counts.receive_wait_seconds += seconds
         self._peer_wait.add(seconds)
-        lease.note_peer_wait(seconds)
+        flow.lease.note_peer_wait(seconds)
+        if self._observers.active:
+            self._observers.end_wait(
+                flow.lease_id,
+                flow.lease.owner,
+                "peer",
+                time.monotonic() - seconds,
+                outcome_of(sys.exception()),
+            )
 
     # --- sends ----------------------------------------------------------------------------------
 
@@ -264,7 +276,7 @@ class Exchange:
                 raise PeerError("the ticket was closed while it was opened")
         except BaseException as error:
             failure = flow.failure
-            flow.end("the ticket could not be opened")
+            flow.end(f"the ticket could not be opened: {_cause(error)}")
             if isinstance(error, TimeoutError):
                 raise PeerError(
                     f"send: the receiving engine did not answer within {seconds:.4g} s"
@@ -319,6 +331,8 @@ class Exchange:
         """Apply the effects of the begin of a transfer."""
         self._by_transfer[transfer_id] = flow
         self._apply((None, effects))
+        if self._observers.active:
+            self._observers.caused(flow.lease_id, transfer_id)
 
     def end(self, flow: Flow) -> None:
         """Cancel the transfers of a flow that has ended, even if an interrupt ends this call."""
@@ -341,13 +355,7 @@ class Exchange:
             self._worker.close_ticket(ticket_id, flow.failure or _COMPLETE)
             if not flow.at_rest:
                 self._apply(self._scheduler.end_peer(flow.lease_id, ticket_id))
-        if flow.failure is not None and not flow.is_cancelled:
-            log.warning(
-                "receive.ended" if flow.receives else "send.ended",
-                owner=flow.lease.owner,
-                ticket=ticket_id.hex(),
-                reason=flow.failure,
-            )
+        flow.context.run(_log_end, flow)
         flow.is_closed = True
         self._settle(flow)
 
@@ -468,3 +476,31 @@ class Exchange:
     def renew(self) -> None:
         """Let no ticket from before be valid: the worker has lost its memory."""
         self._generation = secrets.token_bytes(tickets.ID_BYTES)
+
+
+def _cause(error: BaseException) -> str:
+    """Return an error as the reason of the end of a flow."""
+    if isinstance(error, TimeoutError):
+        return "the receiving engine did not answer in time"
+    if isinstance(error, asyncio.CancelledError):
+        return "it was cancelled"
+    return str(error) or type(error).__name__
+
+
+def _log_end(flow: Flow) -> None:
+    """Log the end of a flow; in the context of the task that has begun it."""
+    owner, ticket = flow.lease.owner, flow.ticket.ticket_id.hex()
+    if flow.failure is None:
+        log.debug(
+            "receive.completed" if flow.receives else "send.completed",
+            owner=owner,
+            ticket=ticket,
+            tokens=flow.ticket.num_tokens - flow.ticket.first_position,
+        )
+    elif not flow.is_cancelled:
+        log.warning(
+            "receive.ended" if flow.receives else "send.ended",
+            owner=owner,
+            ticket=ticket,
+            reason=flow.failure,
+        )

@@ -84,6 +84,7 @@ class Pins:
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
         self._transfers = parts.transfers
+        self._observers = parts.observers
         self._leases = leases
         self._fetches = fetches
         self._pins: dict[int, tuple[Pin, Lease]] = {}  # by lease id
@@ -221,3 +222,5 @@ class Pins:
             lease.id = 0
             pin.ended(reason)
             del self._pins[lease_id]
+            if self._observers.active:
+                self._observers.released(lease_id)

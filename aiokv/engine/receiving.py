@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Self
 
 from aiokv import checks
 from aiokv.checks import Unique
-from aiokv.engine.flow import Flow
-from aiokv.errors import AiokvError, UsageError
+from aiokv.engine.flow import Flow, check_not_entered, entered
 from aiokv.peers.statistics import ReceivingStatistics
 
 if TYPE_CHECKING:
@@ -47,15 +46,11 @@ class Receiving(Unique):
 
         Checkpoint: never.
         """
-        if self._flow is not None:
-            raise UsageError(
-                f"{self!r} was entered already; it can be entered once",
-                hint="call lease.receive() again",
-            )
+        check_not_entered(self._flow, self, "lease.receive()")
         exchange = self._exchange
         ticket, blob = exchange.new_ticket(self._lease, self._asked_tokens, self._timeout)
         first_block = ticket.first_position // ticket.block_tokens
-        flow = Flow(exchange, self._lease, ticket, first_block, self._proceed, receives=True)
+        flow = Flow(exchange, self._lease, ticket, first_block, self._advance, receives=True)
         self._committed = ticket.first_position
         self._began = exchange.loop.time()
         try:
@@ -65,6 +60,7 @@ class Receiving(Unique):
             flow.end("the receive could not begin")
             raise
         self._flow, self._blob = flow, blob
+        flow.enter()
         return self
 
     async def __aexit__(
@@ -74,7 +70,7 @@ class Receiving(Unique):
         traceback: TracebackType | None,
     ) -> None:
         flow = self._entered()
-        self._proceed()  # an interrupt may have kept the last blocks from being committed
+        flow.proceed()  # an interrupt may have kept the last blocks from being committed
         flow.end("the receive was left before all positions had arrived")
         await flow.wait_for(lambda: flow.at_rest)
 
@@ -118,7 +114,7 @@ class Receiving(Unique):
         finally:
             seconds = self._exchange.loop.time() - began
             self._wait_seconds += seconds
-            self._exchange.note_wait(flow.lease, seconds)
+            self._exchange.note_wait(flow, seconds)
         return self._position
 
     def cancel(self) -> None:
@@ -168,34 +164,19 @@ class Receiving(Unique):
         return min(self._committed, self._entered().kept_tokens)
 
     def _entered(self) -> Flow:
-        self._exchange.check_thread()
-        if self._flow is None:
-            raise UsageError(f"{self!r} can only be used inside its `async with` block")
-        return self._flow
+        return entered(self._flow, self._exchange, self)
 
-    def _proceed(self) -> None:
-        """Commit the blocks that have arrived in order; end the flow at the first missing one."""
-        flow = self._flow
-        if flow is None or flow.is_closed:
-            return
-        if flow.ended:  # an interrupt came before it was closed
-            flow.end()
-            return
-        exchange = self._exchange
-        try:
-            exchange.begin_receive(flow)
-            arrived = min(flow.moved_block * exchange.block_tokens, flow.ticket.num_tokens)
-            if arrived > self._committed:
-                exchange.commit_received(flow, arrived)
-                self._first_at = self._first_at or exchange.loop.time()
-                new_tokens, self._committed = arrived - self._committed, arrived
-                exchange.note_received(flow.lease, new_tokens)
-        except AiokvError as error:
-            flow.end(str(error))
-        if flow.is_broken:
-            flow.end(flow.reason or "a transfer was cancelled")
-        elif self._committed == flow.ticket.num_tokens:
-            flow.end()
+    def _advance(self) -> bool:
+        """Commit the blocks that have arrived in order; return True when all have arrived."""
+        flow, exchange = self._entered(), self._exchange
+        exchange.begin_receive(flow)
+        arrived = min(flow.moved_block * exchange.block_tokens, flow.ticket.num_tokens)
+        if arrived > self._committed:
+            exchange.commit_received(flow, arrived)
+            self._first_at = self._first_at or exchange.loop.time()
+            new_tokens, self._committed = arrived - self._committed, arrived
+            exchange.note_received(flow.lease, new_tokens)
+        return self._committed == flow.ticket.num_tokens
 
     def __repr__(self) -> str:
         if self._flow is None:

@@ -26,6 +26,7 @@ class Recovery:
         self._dispatcher = parts.dispatcher
         self._worker = parts.worker
         self._transfers = parts.transfers
+        self._observers = parts.observers
         self._steps = steps
         self._exchange = exchange
 
@@ -53,6 +54,8 @@ class Recovery:
         self.fail(lost)
         self._dispatcher.apply(self._scheduler.lose_blocks(str(lost)))
         self._exchange.lose_all(str(lost))
+        if self._observers.active:
+            self._observers.end_grants("lost")
 
     def fail(self, error: BaseException) -> None:
         """Refuse all calls and fail all waiters: the device or a rank has failed."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from aiokv.checks import Unique
-from aiokv.engine.flow import Flow
-from aiokv.errors import AiokvError, UsageError
+from aiokv.engine.flow import Flow, check_not_entered, entered
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -40,16 +39,12 @@ class Sending(Unique):
 
         Cancellation: nothing is left behind.
         """
-        if self._flow is not None:
-            raise UsageError(
-                f"{self!r} was entered already; it can be entered once",
-                hint="call engine.send() again",
-            )
+        check_not_entered(self._flow, self, "engine.send()")
         exchange = self._exchange
         try:
             ticket = exchange.checked_ticket(self._lease, self._blob)
             first_block = ticket.first_position // exchange.block_tokens
-            flow = Flow(exchange, self._lease, ticket, first_block, self._proceed, receives=False)
+            flow = Flow(exchange, self._lease, ticket, first_block, self._advance, receives=False)
             await exchange.open_send(flow, self._blob)
         except Exception:
             exchange.counts.refused_sends += 1
@@ -60,6 +55,7 @@ class Sending(Unique):
             flow.end("the send could not begin")
             raise
         self._flow = flow
+        flow.enter()
         return self
 
     async def __aexit__(
@@ -77,7 +73,7 @@ class Sending(Unique):
         except BaseException:
             flow.end("the send was cancelled")
             raise
-        self._proceed()  # an interrupt may have kept the last acknowledgement from being counted
+        flow.proceed()  # an interrupt may have kept the last acknowledgement from being counted
         flow.end("the send was left before all positions were computed")
 
     def cancel(self) -> None:
@@ -103,30 +99,17 @@ class Sending(Unique):
         return self._entered().failure
 
     def _entered(self) -> Flow:
-        self._exchange.check_thread()
-        if self._flow is None:
-            raise UsageError(f"{self!r} can only be used inside its `async with` block")
-        return self._flow
+        return entered(self._flow, self._exchange, self)
 
-    def _proceed(self) -> None:
-        """Send the blocks that are computed, and end the flow when all were acknowledged."""
-        flow = self._flow
-        if flow is None or flow.is_closed:
-            return
-        if flow.ended:  # an interrupt came before it was closed
-            flow.end()
-            return
+    def _advance(self) -> bool:
+        """Send the blocks that are computed; return True when all were acknowledged."""
+        flow, exchange = self._entered(), self._exchange
         try:
-            self._exchange.begin_send(flow)
-        except AiokvError as error:
-            flow.end(str(error))
-        counts = self._exchange.counts
-        counts.delivered_tokens += self.delivered_tokens - self._counted_tokens
-        self._counted_tokens = self.delivered_tokens
-        if flow.is_broken:
-            flow.end(flow.reason or "a transfer was cancelled")
-        elif flow.moved_block * self._exchange.block_tokens >= flow.ticket.num_tokens:
-            flow.end()
+            exchange.begin_send(flow)
+        finally:
+            exchange.counts.delivered_tokens += self.delivered_tokens - self._counted_tokens
+            self._counted_tokens = self.delivered_tokens
+        return flow.moved_block * exchange.block_tokens >= flow.ticket.num_tokens
 
     def __repr__(self) -> str:
         if self._flow is None:

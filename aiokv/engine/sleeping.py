@@ -59,6 +59,8 @@ class Sleep:
             if falling:
                 await self._fall_asleep(falling)
             await self._worker.sleep(self.asleep)
+            if falling:
+                log.info("engine.slept", tiers=sorted(falling))
 
     def _changed(self, tiers: frozenset[Tier]) -> str:
         """Return which of the tiers are asleep, for the error of a timeout; "" for none."""
@@ -139,6 +141,7 @@ class Sleep:
             if not self.asleep:
                 self._dispatcher.apply(self._scheduler.wake_up())
                 self._control.let_go()
+            log.info("engine.woke_up", tiers=sorted(waking), still_asleep=sorted(self.asleep))
 
     def _check_blocks(self, regions: Regions) -> None:
         if not isinstance(regions, Regions):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aiokv.observe.logs import DEBUG, Log
+
 if TYPE_CHECKING:
     from aiokv.engine.parts import Parts
     from aiokv.worker.device.base import Event
+
+log = Log(__name__)
 
 
 class Steps:
@@ -17,6 +21,8 @@ class Steps:
         self._dispatcher = parts.dispatcher
         self._worker = parts.worker
         self._open_step = parts.open_step
+        self._evicted_device_blocks = 0  # at the last line of the log
+        self._evicted_host_blocks = 0
 
     def close(self, event: Event | None) -> int:
         """Close the open step, and return its number; see ``CacheEngine.step``.
@@ -31,7 +37,19 @@ class Steps:
         step = self._dispatcher.apply(self._scheduler.close_step())
         self._open_step.note_closer()
         self._worker.close_step(step, event)
+        if log.is_on(DEBUG):
+            self._log_evictions()
         return step
+
+    def _log_evictions(self) -> None:
+        """Log the blocks that were evicted since the last line."""
+        counts = self._scheduler.read.statistics()
+        device = counts.evicted_device_blocks - self._evicted_device_blocks
+        host = counts.evicted_host_blocks - self._evicted_host_blocks
+        self._evicted_device_blocks = counts.evicted_device_blocks
+        self._evicted_host_blocks = counts.evicted_host_blocks
+        if device or host:
+            log.debug("blocks.evicted", device_blocks=device, host_blocks=host)
 
     def finish(self, step: int) -> None:
         """Account for the end of a step and of all earlier steps."""

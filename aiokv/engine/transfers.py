@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from aiokv.observe.logs import Log
+from aiokv.observe.logs import DEBUG, Log
 from aiokv.plan import FETCH_ROUTES, ONLOAD, PEER_ROUTES, Priority, TransferReport
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.layers import ALL, LayerDoneCounter
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from aiokv.config import CacheConfig
     from aiokv.engine.lifetime import Lifetime
+    from aiokv.engine.observers import Observers
     from aiokv.engine.open_step import OpenStep
     from aiokv.plan import TransferPlan
     from aiokv.scheduler.reader import CacheReader
@@ -36,6 +37,7 @@ class Transfers:
         worker: executes the plans.
         poller: runs callbacks in later passes of the loop.
         open_step: notes transfers that wait for the open step.
+        observers: are told the ends of transfers.
         on_report: called in a later pass with the report of a plan that the worker refused.
         on_onload: called with the seconds of each onload that has copied all its blocks.
     """
@@ -48,6 +50,7 @@ class Transfers:
         worker: Worker,
         poller: EventPoller,
         open_step: OpenStep,
+        observers: Observers,
         on_report: Callable[[TransferReport], None],
         on_onload: Callable[[float], None],
     ) -> None:
@@ -59,10 +62,12 @@ class Transfers:
         self._worker = worker
         self._poller = poller
         self._open_step = open_step
+        self._observers = observers
         self._on_report = on_report
         self._on_onload = on_onload
         self._counters: dict[int, tuple[TransferPlan, LayerDoneCounter]] = {}
         self._ends: dict[int, list[asyncio.Future[None]]] = {}  # waits for the report, by transfer
+        observers.follow(lambda: list(self._counters.values()))
 
     def submit(self, plan: TransferPlan) -> None:
         """Submit a plan to the worker. A plan that the worker refuses is reported as failed.
@@ -104,7 +109,9 @@ class Transfers:
         """Cancel a plan that has not reached the device; see ``Worker.cancel``."""
         cancelled = self._worker.cancel(transfer_id)
         if cancelled == "at once":
-            self._counters.pop(transfer_id, None)
+            ended = self._counters.pop(transfer_id, None)
+            if ended is not None and self._observers.active:
+                self._observers.transfer_ended(*ended, "cancelled", "")
         return cancelled
 
     def view(self, lease_id: int, onloads: Iterable[int], owner: str) -> LayerView:
@@ -166,6 +173,20 @@ class Transfers:
         if report.outcome == "done" and plan.route == ONLOAD:
             self._on_onload(counter.elapsed_seconds)
         del self._counters[report.transfer_id]
+        if log.is_on(DEBUG):
+            started = counter.started_seconds or counter.end_seconds
+            log.debug(
+                "transfer.ended",
+                transfer_id=plan.transfer_id,
+                route=plan.direction,
+                blocks=plan.num_blocks,
+                num_bytes=counter.num_bytes,
+                queued_seconds=started - counter.created_seconds,
+                seconds=max(counter.end_seconds - started, 0.0),
+                outcome=report.outcome,
+            )
+        if self._observers.active:
+            self._observers.transfer_ended(plan, counter, report.outcome, report.reason)
 
     def announce(self, report: TransferReport) -> None:
         """Wake the coroutines that wait for the report of a transfer. Idempotent."""

@@ -13,6 +13,10 @@ in its proof: a proof that is sent back to its author is never right. The server
 only to a client that knows the secret, so that an unauthenticated client cannot test guesses
 offline.
 
+The client proves first: a listener that does not know the secret gets a proof of each client that
+connects to it, and can test guesses offline. Use random secrets; guessing one of 16 random bytes is
+infeasible.
+
 The keys of the frames are derived from the secret and both nonces, one key per direction: frames of
 another connection, or of the other direction, have a wrong MAC.
 

@@ -230,6 +230,11 @@ class _Incoming(Generic[C]):
         self.is_covered = False
         self.closed = ""
 
+    def blocks_of(self, source: Source) -> range:
+        """Return the blocks of a sender that have positions of the ticket."""
+        first = self.ticket.first_position // source.block_tokens
+        return range(first, -(-self.ticket.num_tokens // source.block_tokens))
+
 
 class ReceiverCounts(msgspec.Struct, kw_only=True):
     """Counts of a receiver since it was made.
@@ -574,7 +579,13 @@ class Receiver(Generic[C]):
         block = message.sender_block
         source = sender.source
         is_identity = source.mapping.is_identity
-        if message.parcel_bytes != source.parcel_bytes:
+        if block not in incoming.blocks_of(source):
+            # What is kept per block would have no limit.
+            self._drop(message.slot)
+            self.close_ticket(
+                message.ticket_id, f"block {block} of the sender is not in the ticket"
+            )
+        elif message.parcel_bytes != source.parcel_bytes:
             self._reject(incoming, sender, message.slot, block, "its length is wrong")
         elif is_identity and not self._is_useful(incoming, sender.rank, block):
             self._drop(message.slot)

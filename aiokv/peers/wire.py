@@ -629,6 +629,7 @@ class Listener(Unique):
         self._handshakes: dict[asyncio.Task[None], None] = {}  # oldest first; none is cancelled
         self._tasks: set[asyncio.Task[None]] = set()  # these, and the cancelled ones
         self._connections: set[Connection] = set()
+        self._proven: set[Handshake] = set()  # of clients that become connections
         self._retry: asyncio.TimerHandle | None = None
         self._log_after = 0.0
         self._closed = False
@@ -730,10 +731,14 @@ class Listener(Unique):
         handshake.read_greeting(await _received(accepted, GREETING_BYTES))
         await self._loop.sock_sendall(accepted, handshake.greeting)
         handshake.check_proof(await _received(accepted, PROOF_BYTES))
-        if self.connections >= self._limits.max_connections:
-            limit = self._limits.max_connections
+        limit = self._limits.max_connections
+        if self.connections + len(self._proven) >= limit:
             raise HandshakeError(f"there are {limit} connections already")
-        await self._loop.sock_sendall(accepted, handshake.proof())
+        self._proven.add(handshake)
+        try:
+            await self._loop.sock_sendall(accepted, handshake.proof())
+        finally:
+            self._proven.discard(handshake)
 
     def _log_refusal(self, remote: str, reason: str) -> None:
         """Log a refused socket, but not each one of a flood."""

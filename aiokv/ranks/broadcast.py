@@ -127,13 +127,18 @@ class TransferBroadcast:
                 f"transfer {plan.transfer_id} has {plan.num_blocks} blocks; a message holds the "
                 f"ids of at most {MAX_FRAME_BYTES // 16}"
             )
+        num_ranks = len(self._membership.ranks)
+        num_bytes = layout.bytes_per_block(plan) * plan.num_blocks
         transfer = GroupTransfer(
             plan,
             LayerDoneCounter(
-                layout.num_layers, transfer_id=plan.transfer_id, direction=plan.direction
+                layout.num_layers,
+                transfer_id=plan.transfer_id,
+                direction=plan.direction,
+                num_bytes=num_bytes * num_ranks,
             ),
-            num_ranks=len(self._membership.ranks),
-            num_bytes=layout.bytes_per_block(plan) * plan.num_blocks,
+            num_ranks=num_ranks,
+            num_bytes=num_bytes,
             since=self._clock(),
         )
         self._transfers[plan.transfer_id] = transfer
@@ -189,6 +194,9 @@ class TransferBroadcast:
         self._new_plans, self._new_cancels, self._new_id_bytes = [], [], 0
         self._new_priorities = {}
         self._membership.send(frame)
+        for plan in batch.plans:
+            if (transfer := self._transfers.get(plan.transfer_id)) is not None:
+                transfer.counter.note_start()
 
     # --- from the ranks -------------------------------------------------------------------------
 

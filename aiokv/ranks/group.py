@@ -276,6 +276,7 @@ class RankGroup(Unique):
         self._transfers.end_all()
         self._failure = None
         self._reduce_steps()
+        log.info("ranks.restarted", ranks=self.num_ranks, generation=self._membership.generation)
 
     async def aclose(self) -> None:
         """Let all ranks finish moving transfers and close; cancel waiting ones. Idempotent.
@@ -327,6 +328,16 @@ class RankGroup(Unique):
         return min((layout.num_blocks for layout in layouts), default=UNLIMITED_BLOCKS)
 
     @property
+    def device_name(self) -> str:
+        """Number of ranks: each has a device of its own."""
+        return f"{self.num_ranks} ranks"
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a device block on all ranks; 0 before the first rank has connected."""
+        return 0 if self.layout is None else self.layout.block_bytes * self.num_ranks
+
+    @property
     def failure(self) -> RankLost | None:
         """The loss of the first lost rank, until a restart."""
         return self._failure
@@ -340,6 +351,11 @@ class RankGroup(Unique):
     def silent_ranks(self) -> list[int]:
         """Ranks that have not answered the newest ``sleep`` or ``wake_up``."""
         return self._control.silent_ranks(self._membership)
+
+    @property
+    def unpinned_bytes(self) -> int:
+        """0: the host memory belongs to the ranks."""
+        return 0
 
     # --- transfers and steps --------------------------------------------------------------------
 

@@ -241,13 +241,13 @@ class Admission:
         self._remove(request)
         return True
 
-    def entries(self) -> list[Request]:
-        """Return the requests that wait for capacity, the first in line first."""
-        return self._line.in_order()
+    def entries(self, limit: int | None = None) -> list[Request]:
+        """Return the first ``limit`` requests that wait for capacity, or all, in line order."""
+        return self._line.in_order(limit)
 
-    def store_waits(self) -> list[Request]:
-        """Return the requests that wait for a store, in order of their places."""
-        return self._store_waits.in_order()
+    def store_waits(self, limit: int | None = None) -> list[Request]:
+        """Return the first ``limit`` requests that wait for a store, or all, in line order."""
+        return self._store_waits.in_order(limit)
 
     def check(self, live: Collection[int]) -> list[str]:
         """Return a description of each violated invariant.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from itertools import count
+from itertools import count, islice
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
@@ -58,9 +58,11 @@ class _Queue(Generic[W]):
         assert ticket is not None
         return self._waiters[ticket]
 
-    def in_order(self) -> list[W]:
+    def in_order(self, limit: int | None = None) -> list[W]:
+        if not self._late:
+            return list(islice(self._waiters.values(), limit))
         waiters = {**self._waiters, **self._late}
-        return [waiters[ticket] for ticket in sorted(waiters)]
+        return [waiters[ticket] for ticket in islice(sorted(waiters), limit)]
 
     def check(self) -> bool:
         """Return True if each late waiter is in the heap, and the others are in order."""
@@ -130,13 +132,14 @@ class PriorityLine(Generic[W]):
         """Return the priority of the first waiter. Requires a waiter."""
         return self._heap[0]
 
-    def in_order(self) -> list[W]:
-        """Return all waiters, from the first to the last."""
-        return [
+    def in_order(self, limit: int | None = None) -> list[W]:
+        """Return the first ``limit`` waiters, or all, from the first to the last."""
+        waiters = (
             waiter
             for priority in sorted(self._queues)
-            for waiter in self._queues[priority].in_order()
-        ]
+            for waiter in self._queues[priority].in_order(limit)
+        )
+        return list(islice(waiters, limit))
 
     def check(self) -> list[str]:
         """Return a description of each violated invariant of the queues and the heap."""

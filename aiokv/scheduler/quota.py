@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from itertools import count
+from itertools import count, islice
 from typing import TYPE_CHECKING
 
 from aiokv.errors import RequestTooLarge
@@ -175,9 +175,10 @@ class SaltQuota:
         """Lines of all salts with waiting requests."""
         return self._lines.values()
 
-    def requests(self) -> list[Request]:
-        """Return all waiting requests, by salt and in line order."""
-        return [request for line in self._lines.values() for request in line.in_order()]
+    def requests(self, limit: int | None = None) -> list[Request]:
+        """Return the first ``limit`` waiting requests, or all, by salt and in line order."""
+        waiting = (request for line in self._lines.values() for request in line.in_order(limit))
+        return list(islice(waiting, limit))
 
     def check(self, holders: Mapping[int, int], live: Collection[int]) -> list[str]:
         """Return a description of each violated invariant.

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from aiokv._native import LeaseState as NativeState
 from aiokv.errors import UsageError
+from aiokv.scheduler.events import BlockEvents
 from aiokv.scheduler.pools import auxiliary_pools
-from aiokv.types import DurationHistogram, Hit, LeaseState, Statistics, WindowStatistics
+from aiokv.types import (
+    DurationHistogram,
+    Hit,
+    LeaseInfo,
+    LeaseState,
+    Statistics,
+    WindowStatistics,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -27,8 +36,14 @@ if TYPE_CHECKING:
     from aiokv.scheduler.preemption import Preemption
     from aiokv.scheduler.quota import SaltQuota
     from aiokv.scheduler.sharded import Sharded
+    from aiokv.scheduler.waits import Entry
+    from aiokv.types import LeaseWait
 
 STEP_HINT: Final = "call engine.step(event) after the last submitted work"
+
+
+_Described: TypeAlias = tuple[int, float, int, int, int, int, int]
+_Stretch: TypeAlias = tuple[int, int, str, int, int, int, int, int, int, int]
 
 
 class Borders(NamedTuple):
@@ -305,6 +320,11 @@ class CacheReader:
         """Return the owners of leases that hold device blocks."""
         return self.owners(self._core.is_granted)
 
+    def granted(self) -> list[tuple[int, str]]:
+        """Return id and owner of each lease that holds device blocks."""
+        owners = self._owners.items()
+        return [(lease_id, owner) for lease_id, owner in owners if self._core.is_granted(lease_id)]
+
     def swapped(self) -> list[str]:
         """Return the owners of leases whose tables are in host memory."""
         return self.owners(self._core.is_swapped)
@@ -390,6 +410,11 @@ class CacheReader:
         """Return the number of counted blocks per salt, without salts that have none."""
         return self._quota.held_by_salt()
 
+    @property
+    def is_paused(self) -> bool:
+        """True while a pause or a hold stops granting."""
+        return self._gate.closed
+
     def quota_held(self, salt: str) -> int:
         """Return the number of blocks that are counted for the salt."""
         return self._quota.held(salt)
@@ -444,6 +469,60 @@ class CacheReader:
             unfetched_blocks=unfetched,
         )
 
+    def leases(self, limit: int) -> list[LeaseInfo]:
+        """Return at most ``limit`` leases in bounded time; see ``CacheEngine.leases``."""
+        waits = self._waits(limit)
+        listed = [self._lease_info(self._core.describe(lease_id), waits) for lease_id in waits]
+        for entry in self._core.oldest_leases(limit):
+            if len(listed) == limit:
+                break
+            if entry[0] not in waits and entry[0] in self._owners:
+                listed.append(self._lease_info(entry, waits))
+        return listed
+
+    def _waits(self, limit: int) -> dict[int, LeaseWait]:
+        """Return what the first ``limit`` waiting leases wait for, by lease id."""
+        lines: tuple[tuple[LeaseWait, Iterable[Entry]], ...] = (
+            ("capacity", self._admission.entries(limit)),
+            ("quota", self._quota.requests(limit)),
+            ("store", self._admission.store_waits(limit)),
+            ("pending", self._pending.waiters.values()),
+        )
+        waits = ((entry.lease_id, wait) for wait, line in lines for entry in line)
+        return dict(islice(waits, limit))
+
+    def _lease_info(self, entry: _Described, waits: Mapping[int, LeaseWait]) -> LeaseInfo:
+        lease_id, age_seconds, prompt_tokens, cached_tokens, num_tokens, computed, blocks = entry
+        return LeaseInfo(
+            lease_id=lease_id,
+            owner=self.owner(lease_id),
+            state=self.state(lease_id),
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            num_tokens=num_tokens,
+            computed_tokens=computed,
+            blocks=blocks,
+            age_seconds=age_seconds,
+            waits_for=waits.get(lease_id) or self._transfer_wait(lease_id),
+        )
+
+    def _transfer_wait(self, lease_id: int) -> LeaseWait:
+        state = self._core.lease_state(lease_id)
+        if state is NativeState.SWAPPING:
+            return "offload"
+        if state is NativeState.RELEASING:
+            return "batch"
+        return "onload" if self._core.onloads(lease_id) else ""
+
+    def hottest_prefixes(self, limit: int) -> tuple[list[_Stretch], bool]:
+        """Return the most used stretches of the tree, in bounded time.
+
+        Returns:
+            (stretches, complete): tuples (place of the parent or -1, block, context, first block,
+            blocks, blocks on the device, blocks in host memory, uses, leases, branches).
+        """
+        return self._core.hottest_prefixes(limit)
+
     def describe(self) -> dict[str, Any]:
         """Return leases, waiting lines and quotas as plain values."""
         return {
@@ -494,6 +573,14 @@ class CacheReader:
         pins). Flags: 1 for a valid and 2 for a loading device copy, 4 and 8 for the host copy.
         """
         return self._core.blocks()
+
+    def block_events(self, max_queued_blocks: int) -> BlockEvents:
+        """Return a stream of the blocks that the tiers hold, and of their changes.
+
+        Args:
+            max_queued_blocks: limit of the changes that wait to be taken.
+        """
+        return BlockEvents(self._core, max_queued_blocks)
 
 
 _STATES = {

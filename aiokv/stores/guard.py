@@ -149,6 +149,7 @@ class StoreGuard:
         self._pool = memory.pool
         self._closing = None
         self.is_open = True
+        log.info("store.opened", url=self._url, pool=self._pool)
 
     async def aclose(self) -> bool:
         """Cancel operations in flight, and close the store. Idempotent.
@@ -169,8 +170,9 @@ class StoreGuard:
         if stuck:
             log.error("store.stuck", url=self._url, waited_seconds=CLOSE_SECONDS)
             _native.keep_forever(self._memory)
-        else:
+        elif self._memory is not None:
             self._memory = self._proof = None
+            log.info("store.closed", url=self._url, pool=self._pool)
         return not stuck
 
     async def _close_store(self) -> None:

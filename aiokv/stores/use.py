@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from aiokv import checks
 from aiokv.errors import ConfigError
-
-if TYPE_CHECKING:
-    from aiokv.stores.base import Store
+from aiokv.stores.base import Store  # noqa: TC001  (get_type_hints needs it)
 
 _METHODS: Final = (
     "open",

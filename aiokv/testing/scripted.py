@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from aiokv.errors import DeviceError
+from aiokv.plan import Direction  # noqa: TC001  (get_type_hints needs it)
 from aiokv.testing.manual import ManualCopy, ManualDevice
 from aiokv.testing.rules import Delay, Gate, Hold, Rule, Script
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.plan import Direction, Route
+    from aiokv.plan import Route
     from aiokv.worker.device.base import Event
 
 

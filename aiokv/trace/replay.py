@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -40,6 +41,7 @@ from aiokv.trace.report import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     import numpy as np
     from numpy.typing import NDArray
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     Progress = Callable[[int], None]
     # (stage, total) -> function that takes the number of requests done since its last call
     Stages = Callable[[str, int], Progress]
+    Observe = Callable[[CacheEngine], AbstractContextManager[object]]
 
 
 COMPARED_POLICIES: Final[tuple[WritePolicy, ...]] = (
@@ -240,8 +243,25 @@ def _check_memory(name: str, requests: Sequence[TraceRequest], max_bytes: int | 
         )
 
 
-async def replay(workload: Workload, options: ReplayOptions, stages: Stages) -> ReplayReport:
+def _not_observed(engine: CacheEngine) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
+async def replay(
+    workload: Workload,
+    options: ReplayOptions,
+    stages: Stages,
+    observe: Observe = _not_observed,
+) -> ReplayReport:
     """Run the workload on a new engine.
+
+    Args:
+        workload: the expanded trace.
+        options: options of the replay.
+        stages: shows progress.
+        observe: returns a context for an engine that replays the trace, such as
+            ``engine.observing()``. A plain replay enters it for its pass with latencies, so that
+            the CPU time of the index does not include it.
 
     Raises:
         InternalError: with ``execute``, a cached block held the wrong bytes.
@@ -252,9 +272,9 @@ async def replay(workload: Workload, options: ReplayOptions, stages: Stages) -> 
     gc.collect()
     rss_before = resident_bytes()
     if options.is_plain:
-        run = await _replay_plain(fitting, options, stages)
+        run = await _replay_plain(fitting, options, stages, observe)
     else:
-        run = await _replay_general(fitting, options, stages)
+        run = await _replay_general(fitting, options, stages, observe)
     rejected = workload.num_requests - fitting.num_requests
     return _make_report(fitting, options, run, rss_before, rejected)
 
@@ -296,7 +316,9 @@ class _Run(msgspec.Struct, kw_only=True):
     disk: DiskTier | None = None
 
 
-async def _replay_plain(workload: Workload, options: ReplayOptions, stages: Stages) -> _Run:
+async def _replay_plain(
+    workload: Workload, options: ReplayOptions, stages: Stages, observe: Observe
+) -> _Run:
     prompts = workload.prompts
     async with CacheEngine(options.cache_config) as engine:
         progress = stages(_stage("replay", options), len(prompts))
@@ -307,7 +329,10 @@ async def _replay_plain(workload: Workload, options: ReplayOptions, stages: Stag
     if options.latencies:
         async with CacheEngine(options.cache_config) as timed:
             progress = stages(_stage("latencies", options), len(prompts))
-            await run_in_chunks(lambda chunk: timed_loop(timed, chunk, samples), prompts, progress)
+            with observe(timed):
+                await run_in_chunks(
+                    lambda chunk: timed_loop(timed, chunk, samples), prompts, progress
+                )
     return _Run(
         cpu_seconds=clock.cpu_seconds,
         wall_seconds=clock.wall_seconds,
@@ -317,23 +342,26 @@ async def _replay_plain(workload: Workload, options: ReplayOptions, stages: Stag
     )
 
 
-async def _replay_general(workload: Workload, options: ReplayOptions, stages: Stages) -> _Run:
+async def _replay_general(
+    workload: Workload, options: ReplayOptions, stages: Stages, observe: Observe
+) -> _Run:
     payload = _make_payload(options)
     regions = payload.regions if payload else None
     disk = DiskTier(options.disk, block_tokens=options.block_tokens) if options.disk else None
     progress = stages(_stage("replay", options), len(workload.prompts))
     async with CacheEngine(options.cache_config, regions=regions) as engine:
         replayer = Replayer(engine, block_tokens=options.block_tokens, payload=payload, disk=disk)
-        if options.speed is None:
-            await replayer.window(workload.prompts, options.concurrency, progress)
-        else:
-            await replayer.by_timestamps(
-                workload.prompts,
-                [seconds / options.speed for seconds in workload.arrival_seconds],
-                [n * options.token_seconds / options.speed for n in workload.output_tokens],
-                options.concurrency,
-                progress,
-            )
+        with observe(engine):
+            if options.speed is None:
+                await replayer.window(workload.prompts, options.concurrency, progress)
+            else:
+                await replayer.by_timestamps(
+                    workload.prompts,
+                    [seconds / options.speed for seconds in workload.arrival_seconds],
+                    [n * options.token_seconds / options.speed for n in workload.output_tokens],
+                    options.concurrency,
+                    progress,
+                )
         return _Run(
             cpu_seconds=replayer.clock.cpu_seconds,
             wall_seconds=replayer.clock.wall_seconds,

@@ -99,6 +99,14 @@ class Worker(Protocol):
         """Blocks that the tensors hold; ``UNLIMITED_BLOCKS`` without tensors or before ``open``."""
 
     @property
+    def device_name(self) -> str:
+        """Device of the tensors, such as ``"cuda:0"``, or the number of ranks."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a device block, over all layers and ranks; 0 before they are known."""
+
+    @property
     def computes_in_stream(self) -> bool:
         """True when a step may still have to be computed after ``commit``: transfers wait for its
         event."""
@@ -115,6 +123,11 @@ class Worker(Protocol):
     @property
     def silent_ranks(self) -> list[int]:
         """Ranks that have not answered the newest ``sleep`` or ``wake_up``."""
+
+    @property
+    def unpinned_bytes(self) -> int:
+        """Host memory that the device has not page-locked yet; 0 where it need not, and with
+        ranks."""
 
     async def open(
         self,

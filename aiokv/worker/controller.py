@@ -188,6 +188,16 @@ class CacheController:
         return self.memory.device_blocks
 
     @property
+    def device_name(self) -> str:
+        """Device of the tensors."""
+        return self._device.name
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a device block, over all layers; 0 without tensors."""
+        return self.memory.regions.block_bytes
+
+    @property
     def computes_in_stream(self) -> bool:
         """True when the device computes behind the host's back: steps need events."""
         return self._device.computes_in_stream
@@ -207,6 +217,12 @@ class CacheController:
     def silent_ranks(self) -> list[int]:
         """Empty: there are no ranks."""
         return []
+
+    @property
+    def unpinned_bytes(self) -> int:
+        """Host memory that the device has not page-locked yet."""
+        unpinned: int = getattr(self._device, "unpinned_bytes", 0)
+        return unpinned
 
     async def restart(self) -> None:
         """Raise: a controller cannot be repaired.
@@ -245,6 +261,7 @@ class CacheController:
             self.memory.regions.num_layers,
             transfer_id=plan.transfer_id,
             direction=plan.direction,
+            num_bytes=num_bytes,
             expedite=lambda: self._expedite(plan.transfer_id),
         )
         transfer = Transfer(plan, counter, num_bytes)
@@ -631,6 +648,7 @@ class CacheController:
         lane.queue.remove(transfer)
         transfer.state = "submitted"
         transfer.started_at = time.monotonic()
+        transfer.counter.note_start(transfer.started_at)
         try:
             if transfer.copy is None:
                 transfer.copy = self._copy(transfer.plan)

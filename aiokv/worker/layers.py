@@ -36,11 +36,16 @@ class LayerDoneCounter:
     Attributes:
         at_rest: no byte moves any more. Waiters are released at that time, except when one of
             several ranks is slow: they are released earlier, with a failure.
+        created_seconds: ``time.monotonic()`` when the plan was submitted to the worker.
+        started_seconds: ``time.monotonic()`` when a device, a store or a peer began with the
+            transfer, or when it was sent to the ranks; None before.
+        num_bytes: as given.
 
     Args:
         num_layers: layers of the model; with 0, coroutines wait for the end of the transfer only.
         transfer_id: the plan's.
         direction: the plan's.
+        num_bytes: bytes of the plan; 0 if unknown.
         expedite: submits the transfer before its turn; returns False when that is impossible now.
             Called only on the loop's thread, by a ``gpu_wait`` that would otherwise never return.
     """
@@ -51,15 +56,18 @@ class LayerDoneCounter:
         *,
         transfer_id: int = 0,
         direction: Direction = "onload",
+        num_bytes: int = 0,
         expedite: Callable[[], bool] | None = None,
     ) -> None:
         self.num_layers = num_layers
         self.transfer_id = transfer_id
+        self.num_bytes = num_bytes
         self.direction: Direction = direction
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._expedite = expedite
-        self._created = time.monotonic()
+        self.created_seconds = time.monotonic()
+        self.started_seconds: float | None = None
         self._times: list[float | None] = [None] * num_layers
         self._owed = set(range(num_layers))
         self._ended = False
@@ -144,7 +152,7 @@ class LayerDoneCounter:
     @property
     def elapsed_seconds(self) -> float:
         """Seconds from the submission of the plan to the arrival of its last layer."""
-        return self.end_seconds - self._created
+        return self.end_seconds - self.created_seconds
 
     @property
     def end_seconds(self) -> float:
@@ -296,7 +304,12 @@ class LayerDoneCounter:
         """
         self._callbacks.append(callback)
 
-    # --- for the controller -----------------------------------------------------------------
+    # --- for the worker ---------------------------------------------------------------------
+
+    def note_start(self, seconds: float | None = None) -> None:
+        """Note that the transfer has begun, at ``seconds`` or now. The first time is kept."""
+        if self.started_seconds is None:
+            self.started_seconds = time.monotonic() if seconds is None else seconds
 
     def attach(self, copy: Copy) -> None:
         """Note that the device has accepted the copy."""

@@ -14,64 +14,50 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
-from aiokv.errors import ClosedError, LayoutError, PeerError, UsageError
-from aiokv.observe.logs import Log
-from aiokv.peers.connections import Connections
+from aiokv.errors import ClosedError, PeerError, UsageError
 from aiokv.peers.layout import BlockLayout
 from aiokv.peers.mappings import Mappings
-from aiokv.peers.messages import (
-    MAX_REASON_CHARACTERS,
-    PROTOCOL_VERSION,
-    Accepted,
-    Cancel,
-    Landed,
-    Open,
-    Refused,
-)
+from aiokv.peers.messages import MAX_REASON_CHARACTERS, Landed
 from aiokv.peers.receiver import Parcel as Received
 from aiokv.peers.receiver import Receive, Receiver, ReceiverCounts, SlotCopy
 from aiokv.peers.ring import LandingRing
 from aiokv.peers.sender import Parcel as Sent
-from aiokv.peers.sender import Send, Sender, SenderCounts, SlotFill, Target
+from aiokv.peers.sender import Send, Sender, SenderCounts, SlotFill
 from aiokv.peers.slots import ArenaSlots
-from aiokv.peers.ticket import Endpoint, Ticket, decode, ticket_key
+from aiokv.peers.ticket import Endpoint, decode, ticket_key
 from aiokv.peers.transport import Outgoing, PeerMemory
 from aiokv.peers.transports import make_transport
 from aiokv.peers.wire import Connection, listen
 from aiokv.plan import PEER_ROUTES, RECEIVE, SEND, TransferReport
+from aiokv.worker.accepted import AcceptedConnections, abort_for
+from aiokv.worker.call_guard import CallGuard
 from aiokv.worker.device.base import CopyError
-from aiokv.worker.interrupts import call_surely
-from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.parcel_work import ParcelWork
-from aiokv.worker.store_transfers import RunningCounts
+from aiokv.worker.peer_plans import PeerPlans
+from aiokv.worker.ticket_opener import TicketOpener
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from aiokv.peers.messages import Message
     from aiokv.peers.options import Peers
-    from aiokv.peers.transport import Link, Transport
+    from aiokv.peers.transport import Transport
     from aiokv.peers.wire import Listener
-    from aiokv.plan import Outcome, Route, TransferPlan
+    from aiokv.plan import Route, TransferPlan
     from aiokv.stores.identity import StoreIdentity
     from aiokv.worker.base import Cancelled
     from aiokv.worker.lanes import LaneStatistics
+    from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.memory import WorkerMemory
     from aiokv.worker.poller import EventPoller
     from aiokv.worker.regions import Regions
 
-log = Log(__name__)
-
-T = TypeVar("T")
-
-CONNECT_SECONDS: Final = 10.0  # for the replies to Open; less if the ticket has less
 SPARE_SECONDS: Final = 1.0
 LAST_MESSAGES_SECONDS: Final = 0.5  # for the last messages to be sent, when the worker closes
-QUARANTINE_LOG_SECONDS: Final = 10.0  # after which slots in quarantine are logged
 LAST_WRITES_SECONDS: Final = 5.0  # for threads and writes to end, when the worker closes
 
 
@@ -123,58 +109,6 @@ class RankPeerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     connections: int
 
 
-class _Transfer:
-    """A plan in flight; ``end`` is set when it is at rest."""
-
-    def __init__(self, plan: TransferPlan, counter: LayerDoneCounter, num_bytes: int) -> None:
-        self.plan = plan
-        self.counter = counter
-        self.num_bytes = num_bytes
-        self.is_cancelled = False
-        self.end: tuple[int, CopyError | None] | None = None  # leading blocks, failure
-        self.reported = False
-
-
-class _ReceiverEnd:
-    """Handler of a connection that a sender has opened."""
-
-    def __init__(self, transfers: PeerTransfers, connection: Connection) -> None:
-        self._transfers = transfers
-        self._connection = connection
-
-    def on_message(self, message: Message) -> None:
-        self._transfers.on_sender_message(self._connection, message)
-
-    def place(self, landed: Landed) -> memoryview | None:
-        return self._transfers.slot_for(self._connection, landed)
-
-    def on_parcel(self, landed: Landed) -> None:
-        self._transfers.on_parcel(self._connection, landed)
-
-    def on_closed(self, reason: str) -> None:
-        self._transfers.on_sender_closed(self._connection, reason)
-
-
-class _SenderEnd:
-    """Handler of a connection that this rank has opened."""
-
-    def __init__(self, transfers: PeerTransfers, connection: Connection) -> None:
-        self._transfers = transfers
-        self._connection = connection
-
-    def on_message(self, message: Message) -> None:
-        self._transfers.on_receiver_message(self._connection, message)
-
-    def place(self, landed: Landed) -> memoryview | None:
-        return None  # a receiver sends no parcels
-
-    def on_parcel(self, landed: Landed) -> None:
-        """Do nothing: ``place`` discards all parcels."""
-
-    def on_closed(self, reason: str) -> None:
-        self._transfers.on_receiver_closed(self._connection, reason)
-
-
 class PeerTransfers:
     """Peers of one worker: tickets, plans of the peer routes, connections.
 
@@ -206,13 +140,14 @@ class PeerTransfers:
         self._options = peers
         self._memory = memory
         self._copies = copies
-        self._on_end = on_end
-        self._on_report: Callable[[TransferReport], None] = lambda report: None
         self._poller: EventPoller | None = None
         self._identity: StoreIdentity | None = None
         self._transport: Transport = make_transport(peers)
+        self._guard = CallGuard(self._all_connections)
+        self._plans = PeerPlans(self.routes, self._guard, on_end, self._reclaim)
         self._listener: Listener | None = None
-        self._connections: Connections | None = None
+        self._accepted = AcceptedConnections(self._transport, self._guard)
+        self._opener: TicketOpener | None = None
         self._receiver: Receiver[Connection] | None = None
         self._sender: Sender[Connection] | None = None
         self._ring: LandingRing[Connection] | None = None
@@ -223,21 +158,7 @@ class PeerTransfers:
         self._landing: PeerMemory | None = None
         self._outgoing: PeerMemory | None = None
         self._work: ParcelWork | None = None
-        self._tasks: set[asyncio.Task[None]] = set()  # writes and fences in progress
-        self._accepted: set[Connection] = set()  # opened by senders
-        self._accepting: dict[Connection, list[Message]] = {}  # messages behind the first Open
-        self._accept_metadata: dict[Connection, bytes] = {}  # of one-sided transports
-        self._fences: set[asyncio.Task[None]] = set()
-        self._links: dict[Connection, Link] = {}
-        self._linking: dict[Connection, asyncio.Lock] = {}  # held while a link is connected
-        self._acquired: dict[bytes, list[tuple[str, int]]] = {}  # endpoints, by ticket
-        # Tickets that are being opened; done when they were closed meanwhile.
-        self._opening: dict[bytes, asyncio.Future[None]] = {}
-        self._replies: dict[tuple[Connection, bytes], asyncio.Future[Accepted]] = {}
-        # Number of replies that no caller waits for any more, and that have not come.
-        self._late_replies: dict[tuple[Connection, bytes], int] = {}
-        self._transfers: dict[int, _Transfer] = {}
-        self._counts = {RECEIVE: RunningCounts(), SEND: RunningCounts()}
+        self._writes: set[asyncio.Task[None]] = set()
         self._timers: list[asyncio.TimerHandle] = []
         self._closing = False
 
@@ -279,16 +200,17 @@ class PeerTransfers:
             raise UsageError("open: identity is None; peers need it", hint="pass a StoreIdentity")
         options = self._checked()
         self._identity = identity
-        self._poller, self._on_report = poller, on_report
+        self._poller = poller
+        self._guard.open(poller)
+        self._plans.open(on_report)
         self._work = ParcelWork(poller)
         try:
             await self._open_slots()
-            self._connections = Connections(options.key, self._new_sender_end)
             if (address := options.listen_address) is not None:
                 self._listener = await listen(
                     *address,
                     options.key,
-                    self._on_connection,
+                    self._accepted.add,
                     any_address=options.advertise is not None,
                 )
         except BaseException:
@@ -333,11 +255,21 @@ class PeerTransfers:
                 covers=mappings.covers,
                 num_assembly=slots.assembly,
                 transport=self._transport.name,
-                metadata=lambda connection: self._accept_metadata.get(connection, b""),
+                metadata=self._accepted.metadata,
                 one_sided=self._transport.one_sided,
             )
+            self._accepted.serve(self._receiver, self._landing)
         self._sender = Sender(
             self, num_slots=slots.outgoing, rank=rank, block_tokens=identity.block_tokens
+        )
+        self._opener = TicketOpener(
+            self._sender,
+            self._transport,
+            self._checked().key,
+            self._guard,
+            rank=rank,
+            block_tokens=identity.block_tokens,
+            layout=self.layout,
         )
 
     async def sleep(self) -> None:
@@ -350,8 +282,9 @@ class PeerTransfers:
         self._end_tickets("the engine sleeps")
         await self._end_connections("the engine sleeps")
         await self._transport.aclose()
+        self._accepted.refuse()
         self._landing = self._outgoing = None
-        self._receiver = self._sender = self._ring = None
+        self._receiver = self._sender = self._ring = self._opener = None
 
     async def wake_up(self) -> None:
         """Begin with empty slots after ``sleep``, if all memory is allocated again.
@@ -359,13 +292,13 @@ class PeerTransfers:
         Cancellation: call it again, or ``sleep``.
         """
         if self.exist and self._sender is None and not self._memory().asleep:
-            self._connections = Connections(self._checked().key, self._new_sender_end)
             await self._open_slots()
 
     def give_up(self, reason: str) -> None:
         """End all tickets; their plans end when their device copies have. Idempotent."""
         self._end_tickets(reason)
-        self._release_ended()
+        if self._opener is not None:
+            self._opener.release_ended()
 
     async def aclose(self) -> None:
         """Close all connections and join the threads; no plan is in flight. Idempotent.
@@ -373,6 +306,8 @@ class PeerTransfers:
         Cancellation: call it again.
         """
         self._closing = True
+        if self._opener is not None:
+            self._opener.stop()
         if self._listener is not None:
             await self._listener.aclose()
         self._cancel_timers()
@@ -391,10 +326,10 @@ class PeerTransfers:
     def _end_tickets(self, reason: str) -> None:
         for end in (self._receiver, self._sender):
             if end is not None:
-                self._surely(partial(end.close, reason))
+                self._guard.surely(partial(end.close, reason))
 
     async def _end_connections(self, reason: str) -> None:
-        connections = [*self._accepted, *self._links]
+        connections = self._all_connections()
         for connection in connections:
             connection.close()
         waiting = [asyncio.ensure_future(connection.closed()) for connection in connections]
@@ -404,18 +339,20 @@ class PeerTransfers:
                 waiter.cancel()
         for connection in connections:
             connection.abort(reason)
-        if self._connections is not None:
-            await self._connections.aclose()
-        if self._tasks:
-            await asyncio.wait(list(self._tasks), timeout=LAST_WRITES_SECONDS)
+        if self._opener is not None:
+            await self._opener.aclose()
+        if self._writes:
+            await asyncio.wait(list(self._writes), timeout=LAST_WRITES_SECONDS)
+        await self._accepted.finish(LAST_WRITES_SECONDS)
         if self._work is not None:
             await self._work.finish()
         await asyncio.sleep(0)  # the handlers have noted the ends
-        for fence in self._fences:
-            fence.cancel()  # the transport closes what they wait for
-        if self._fences:
-            await asyncio.wait(list(self._fences))
-        self._acquired.clear()
+        await self._accepted.cancel_fences()
+
+    def _all_connections(self) -> list[Connection]:
+        """Return the connections that senders have opened, and those that have links."""
+        opened = [] if self._opener is None else self._opener.connections
+        return [*self._accepted.connections, *opened]
 
     # --- tickets ----------------------------------------------------------------------------------
 
@@ -475,11 +412,10 @@ class PeerTransfers:
         """
         self._check_usable()
         ticket = decode(blob, self.ticket_key)
-        sender, connections, mappings = self._sender, self._connections, self._mappings
-        if sender is None or connections is None or mappings is None:
+        opener, mappings = self._opener, self._mappings
+        if opener is None or mappings is None:
             raise UsageError("the engine sleeps", hint="await engine.wake_up() first")
-        if ticket.ticket_id in self._acquired or ticket.ticket_id in self._opening:
-            raise UsageError(f"ticket {ticket.ticket_id.hex()} is being sent already")
+        opener.check_unused(ticket.ticket_id)
         deadline = self._now() + ticket.timeout_seconds
         if ticket.transport != self._transport.name:
             raise PeerError(
@@ -487,94 +423,8 @@ class PeerTransfers:
                 f"{self._transport.name!r}",
                 hint="set the same Peers(transport=...) on both servers",
             )
-        receivers = mappings.receivers(ticket, layouts)
-        acquired = self._acquired[ticket.ticket_id] = []
-        opening = self._opening[ticket.ticket_id] = asyncio.get_running_loop().create_future()
-        accepted: dict[int, Target[Connection]] = {}
-        try:
-            for endpoint, mapping in receivers:
-                timeout = min(CONNECT_SECONDS, ticket.timeout_seconds)
-                connection = await connections.acquire(
-                    endpoint.host, endpoint.port, timeout=timeout
-                )
-                acquired.append((endpoint.host, endpoint.port))
-                self._check_opening(opening)
-                target = accepted[endpoint.rank] = Target(connection, mapping)
-                await self._ask(target, ticket, endpoint, timeout)
-            self._check_usable()
-            self._check_opening(opening)
-            if any(target.connection.reason for target in accepted.values()):
-                raise PeerError("the connection to the receiver ended")
-            sender.add_ticket(ticket, deadline, accepted)
-        except BaseException:
-            for target in accepted.values():
-                cancel = Cancel(ticket_id=ticket.ticket_id, reason="the sender gave up")
-                target.connection.send(cancel)
-            self._release(ticket.ticket_id)
-            raise
-        finally:
-            del self._opening[ticket.ticket_id]
+        await opener.open(ticket, mappings.receivers(ticket, layouts), deadline)
         self._arm()
-
-    @staticmethod
-    def _check_opening(opening: asyncio.Future[None]) -> None:
-        """Raise ``PeerError`` if the ticket was closed while it is being opened."""
-        if opening.done():
-            raise PeerError("the ticket was closed while it was opened")
-
-    async def _ask(
-        self, target: Target[Connection], ticket: Ticket, endpoint: Endpoint, timeout: float
-    ) -> None:
-        """Send Open, and wait for the reply."""
-        identity, connection = self._identity_now(), target.connection
-        reply: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
-        self._replies[connection, ticket.ticket_id] = reply
-        where = f"{endpoint.host}:{endpoint.port}"
-        try:
-            connection.send(
-                Open(
-                    protocol=PROTOCOL_VERSION,
-                    ticket_id=ticket.ticket_id,
-                    generation=ticket.generation,
-                    sender_rank=identity.rank,
-                    receiver_rank=endpoint.rank,
-                    sender_block_tokens=identity.block_tokens,
-                    layout=self.layout,
-                    transport=self._transport.name,
-                    transport_metadata=self._transport.metadata(),
-                )
-            )
-            async with asyncio.timeout(timeout):
-                accepted = await reply
-            if accepted.slot_bytes < target.parcel_bytes:
-                raise LayoutError(
-                    f"the receiver at {where} has slots of {accepted.slot_bytes} bytes; a parcel "
-                    f"takes {target.parcel_bytes} bytes"
-                )
-            await self._connect_link(connection, accepted.transport_metadata)
-        except TimeoutError:
-            raise PeerError(
-                f"the receiver at {where} did not reply within {timeout:.3g} s"
-            ) from None
-        finally:
-            key = (connection, ticket.ticket_id)
-            if self._replies.pop(key, None) is not None and not connection.reason:
-                self._late_replies[key] = self._late_replies.get(key, 0) + 1
-
-    async def _connect_link(self, connection: Connection, metadata: bytes) -> None:
-        """Give a connection its link; tickets that are opened at the same time share it.
-
-        Raises:
-            PeerError: the connection has ended, or the transport cannot connect.
-        """
-        if not connection.reason:
-            async with self._linking.setdefault(connection, asyncio.Lock()):
-                if connection not in self._links and not connection.reason:
-                    link = await self._transport.connect(connection, metadata)
-                    if not connection.reason:  # otherwise the link gives itself up
-                        self._links[connection] = link
-        if connection.reason:
-            raise PeerError(f"the connection to the receiver ended: {connection.reason}")
 
     def close_ticket(self, ticket_id: bytes, reason: str) -> None:
         """End a ticket on both sides of this worker; its plans are given up. Idempotent.
@@ -586,74 +436,50 @@ class PeerTransfers:
         reason = reason[:MAX_REASON_CHARACTERS]
         for end in (self._receiver, self._sender):
             if end is not None:
-                self._surely(partial(end.close_ticket, ticket_id, reason))
-        opening = self._opening.get(ticket_id)
-        if opening is None:
-            self._release(ticket_id)
-        elif not opening.done():
-            opening.set_result(None)  # open_ticket releases what it has acquired
-            for (_, asked), reply in self._replies.items():
-                if asked == ticket_id and not reply.done():
-                    reply.set_exception(PeerError("the ticket was closed while it was opened"))
-        self._surely(self._reclaim)
-
-    def _release_ended(self) -> None:
-        """End the use of connections by tickets that have ended by themselves. Idempotent."""
-        live = () if self._sender is None else self._sender.ticket_ids
-        for ticket_id in self._acquired.keys() - self._opening.keys() - set(live):
-            self._release(ticket_id)
-
-    def _release(self, ticket_id: bytes) -> None:
-        for host, port in self._acquired.pop(ticket_id, ()):
-            if self._connections is not None:
-                self._connections.release(host, port)
+                self._guard.surely(partial(end.close_ticket, ticket_id, reason))
+        if self._opener is not None:
+            self._opener.close_ticket(ticket_id)
+        self._guard.surely(self._reclaim)
 
     # --- plans ------------------------------------------------------------------------------------
 
     @property
     def in_flight(self) -> Iterable[int]:
         """Ids of the plans that were not reported yet."""
-        return self._transfers.keys()
+        return self._plans.in_flight
 
     def submit(self, plan: TransferPlan, num_bytes: int) -> LayerDoneCounter:
         """Take a plan that was checked."""
-        counter = LayerDoneCounter(0, transfer_id=plan.transfer_id, direction=plan.direction)
-        transfer = self._transfers[plan.transfer_id] = _Transfer(plan, counter, num_bytes)
-        self._counts[plan.route].begin(plan.transfer_id)
+        counter = self._plans.begin(plan, num_bytes)
         end = self._receiver if plan.route == RECEIVE else self._sender
         if end is None:
-            transfer.end = (0, CopyError(0, f"the engine has no route {plan.route} now"))
-            self._end_soon(transfer)
+            failure = CopyError(0, f"the engine has no route {plan.route} now")
+            self._plans.end(plan.transfer_id, 0, failure)
         else:
             end.submit(plan)
         return counter
 
     def counter(self, transfer_id: int) -> LayerDoneCounter | None:
         """Return the counter of a plan in flight; None for an unknown id."""
-        transfer = self._transfers.get(transfer_id)
-        return None if transfer is None else transfer.counter
+        return self._plans.counter(transfer_id)
 
     def cancel(self, transfer_id: int) -> Cancelled:
         """Give up a plan: no further byte of it moves, and its report follows."""
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None or transfer.end is not None:
+        if not self._plans.cancel(transfer_id):
             return "too late"
-        transfer.is_cancelled = True
         for end in (self._receiver, self._sender):
             if end is not None:
-                self._surely(partial(end.cancel, transfer_id, "cancelled"))
+                self._guard.surely(partial(end.cancel, transfer_id, "cancelled"))
         return "asked"
 
     def step_closed(self) -> None:
         """Send the plans that waited for a step."""
         if self._sender is not None:
-            self._surely(self._sender.step_closed)
+            self._guard.surely(self._sender.step_closed)
 
     def lane_statistics(self) -> dict[Route, LaneStatistics]:
         """Return the counts of each route. Any thread."""
-        if not self.exist:
-            return {}
-        return {route: counts.statistics() for route, counts in self._counts.items()}
+        return self._plans.lane_statistics()
 
     def statistics(self) -> list[RankPeerStatistics]:
         """Return the use of peers; empty without peers."""
@@ -666,7 +492,7 @@ class PeerTransfers:
                 sent=SenderCounts() if self._sender is None else self._sender.counts(),
                 landing_slots=0 if ring is None else ring.num_slots,
                 free_slots=0 if ring is None else ring.free_slots,
-                connections=0 if self._connections is None else self._connections.open_connections,
+                connections=0 if self._opener is None else self._opener.open_connections,
             )
         ]
 
@@ -674,175 +500,6 @@ class PeerTransfers:
         """Return a description of each violated invariant."""
         ends = (self._receiver, self._sender)
         return [text for end in ends if end is not None for text in end.violations()]
-
-    # --- connections ------------------------------------------------------------------------------
-
-    def _on_connection(self, connection: Connection) -> None:
-        self._accepted.add(connection)
-        connection.start(_ReceiverEnd(self, connection))
-
-    def _new_sender_end(self, connection: Connection) -> _SenderEnd:
-        return _SenderEnd(self, connection)
-
-    def on_sender_message(self, connection: Connection, message: Message) -> None:
-        """Take a message of a sender."""
-        self._guarded(partial(self._take_of_sender, connection, message))
-
-    def _take_of_sender(self, connection: Connection, message: Message) -> None:
-        receiver = self._receiver
-        if connection in self._accepting:
-            self._accepting[connection].append(message)
-        elif isinstance(message, Landed):  # of a one-sided transport
-            if self._begin_parcel(connection, message):
-                self.on_parcel(connection, message)
-        elif receiver is None:
-            if isinstance(message, Open):
-                refused = Refused(ticket_id=message.ticket_id, kind="ticket", reason="it sleeps")
-                connection.send(refused)
-        elif self._needs_accept(message, connection):
-            self._accepting[connection] = [message]
-            self._spawn(self._accept(connection, message))
-        else:
-            receiver.on_message(connection, message)
-
-    def _needs_accept(self, message: Message, connection: Connection) -> TypeGuard[Open]:
-        return (
-            self._transport.one_sided
-            and isinstance(message, Open)
-            and message.transport == self._transport.name
-            and connection not in self._accept_metadata
-        )
-
-    async def _accept(self, connection: Connection, first: Open) -> None:
-        """Prepare the transport for a sender, then handle its messages in order."""
-        refusal = ""
-        try:
-            metadata = await self._transport.accept(connection, first.transport_metadata)
-        except PeerError as error:
-            metadata, refusal = b"", str(error)[:MAX_REASON_CHARACTERS]
-        except Exception as error:
-            metadata = b""
-            self._abort_for(connection, error)
-        finally:
-            messages = self._accepting.pop(connection)
-        self._accept_metadata[connection] = metadata
-        if connection.reason:  # on_sender_closed was called before
-            self._end_accepted(connection, may_write=False)
-            return
-        if refusal:
-            refused = Refused(ticket_id=first.ticket_id, kind="ticket", reason=refusal)
-            connection.send(refused)
-            connection.close()
-            return
-        try:
-            for message in messages:
-                self.on_sender_message(connection, message)
-        except Exception as error:
-            self._abort_for(connection, error)
-
-    def _abort_for(self, connection: Connection, error: Exception) -> None:
-        """Cut a connection for an error of this process, and report the error to the loop."""
-        connection.abort(f"an internal error: {error!r}")
-        asyncio.get_running_loop().call_exception_handler(
-            {
-                "message": f"aiokv: an error cut the connection to {connection.remote}",
-                "exception": error,
-            }
-        )
-
-    def slot_for(self, connection: Connection, landed: Landed) -> memoryview | None:
-        """Return the slot for a parcel, or None to discard it."""
-        landing = self._landing
-        if landing is None or not self._begin_parcel(connection, landed):
-            return None
-        return landing.slot(landed.slot, landed.parcel_bytes)
-
-    def _begin_parcel(self, connection: Connection, landed: Landed) -> bool:
-        """Return False for a parcel to discard."""
-        receiver, landing = self._receiver, self._landing
-        if receiver is None or landing is None or landed.parcel_bytes > landing.slot_bytes:
-            return False
-        return receiver.begin_parcel(connection, landed) == "land"
-
-    def on_parcel(self, connection: Connection, landed: Landed) -> None:
-        """Note that a parcel is in its slot."""
-        if self._receiver is not None:
-            self._guarded(partial(self._receiver.end_parcel, connection, landed))
-
-    def on_sender_closed(self, connection: Connection, reason: str) -> None:
-        """Note the end of a connection that a sender had opened."""
-        self._surely(partial(self._end_sender, connection, reason))
-
-    def _end_sender(self, connection: Connection, reason: str) -> None:
-        """Note the end of a connection that a sender had opened. Idempotent."""
-        may_write = self._receiver is not None and self._receiver.on_closed(connection, reason)
-        self._accepted.discard(connection)
-        if connection in self._accept_metadata:
-            self._end_accepted(connection, may_write=may_write)
-
-    def _end_accepted(self, connection: Connection, *, may_write: bool) -> None:
-        """Free the slots of a connection that has ended when its sender cannot write any more."""
-        del self._accept_metadata[connection]
-        fence = asyncio.get_running_loop().create_task(self._fence(connection, may_write))
-        self._fences.add(fence)
-        fence.add_done_callback(self._fences.discard)
-
-    async def _fence(self, connection: Connection, may_write: bool) -> None:
-        receiver = self._receiver
-        warning = asyncio.get_running_loop().call_later(
-            QUARANTINE_LOG_SECONDS,
-            partial(
-                log.warning,
-                "peer.slots_in_quarantine",
-                remote=connection.remote,
-                reason="the sender may still write, and has not closed its connection",
-            ),
-        )
-        try:
-            await self._transport.fence(connection, may_write=may_write)
-        except PeerError as error:
-            log.error("peer.slots_left_in_quarantine", remote=connection.remote, reason=str(error))
-            return
-        finally:
-            warning.cancel()
-        if receiver is not None and receiver is self._receiver:
-            receiver.fenced(connection)
-
-    def on_receiver_message(self, connection: Connection, message: Message) -> None:
-        """Take a message of a receiver."""
-        if isinstance(message, Accepted | Refused):
-            key = (connection, message.ticket_id)
-            if late := self._late_replies.pop(key, 0):  # to an Open that was given up
-                if late > 1:
-                    self._late_replies[key] = late - 1
-                return
-            reply = self._replies.pop(key, None)
-            if reply is None or reply.done():
-                return
-            if isinstance(message, Accepted):
-                reply.set_result(message)
-            else:
-                error = LayoutError if message.kind == "layout" else PeerError
-                reply.set_exception(error(f"the receiver refuses the ticket: {message.reason}"))
-        elif self._sender is not None:
-            self._guarded(partial(self._sender.on_message, connection, message))
-
-    def on_receiver_closed(self, connection: Connection, reason: str) -> None:
-        """Note the end of a connection that this rank had opened."""
-        self._surely(partial(self._end_receiver, connection, reason))
-
-    def _end_receiver(self, connection: Connection, reason: str) -> None:
-        """Note the end of a connection that this rank had opened. Idempotent."""
-        self._links.pop(connection, None)
-        self._linking.pop(connection, None)
-        for key in [key for key in self._late_replies if key[0] is connection]:
-            del self._late_replies[key]
-        for (other, _), reply in list(self._replies.items()):
-            if other is connection and not reply.done():
-                reply.set_exception(PeerError(f"the connection to the receiver ended: {reason}"))
-        if self._sender is not None:
-            self._sender.on_closed(connection, reason)
-        self._release_ended()
 
     # --- work of the receiver and the sender ------------------------------------------------------
 
@@ -861,7 +518,7 @@ class PeerTransfers:
 
     def _verified(self, parcels: list[Received], are_right: list[bool]) -> None:
         if self._receiver is not None:
-            self._guarded(partial(self._receiver.verified, parcels, are_right))
+            self._guard.guarded(partial(self._receiver.verified, parcels, are_right))
 
     def place(self, parcels: Sequence[Received], slots: Sequence[dict[int, int]]) -> None:
         """Place parcels in assembly slots."""
@@ -881,11 +538,11 @@ class PeerTransfers:
         if not is_done:
             for parcel in parcels:
                 self._receiver.close_ticket(parcel.ticket_id, "an internal error")
-        self._guarded(partial(self._receiver.placed, parcels))
+        self._guard.guarded(partial(self._receiver.placed, parcels))
 
     def copy(self, copy: SlotCopy) -> None:
         """Copy landing slots or assembly slots to device blocks."""
-        self._surely(partial(self._begin_copy, copy))
+        self._guard.surely(partial(self._begin_copy, copy))
 
     def _begin_copy(self, copy: SlotCopy) -> None:
         """Begin a copy, unless it has begun. Idempotent."""
@@ -902,9 +559,10 @@ class PeerTransfers:
             [first + slot * pitch for slot in copy.slots],
             copy.device_ids,
             copy.receive.plan.after_step,
-            lambda failure: self._guarded(partial(receiver.copied, copy, failure)),
+            lambda failure: self._guard.guarded(partial(receiver.copied, copy, failure)),
         )
         copy.is_begun = True
+        self._plans.note_start(copy.receive.plan.transfer_id)
 
     def take_back(self, copy: SlotCopy) -> None:
         """Cancel a copy, unless the device has it. Idempotent."""
@@ -912,7 +570,7 @@ class PeerTransfers:
 
     def fill(self, fill: SlotFill) -> None:
         """Copy device blocks to outgoing slots."""
-        self._surely(partial(self._begin_fill, fill))
+        self._guard.surely(partial(self._begin_fill, fill))
 
     def _begin_fill(self, fill: SlotFill) -> None:
         """Begin a copy, unless it has begun. Idempotent."""
@@ -926,9 +584,10 @@ class PeerTransfers:
             fill.device_ids,
             [arena.first_outgoing + slot for slot in fill.slots],
             fill.send.plan.after_step,
-            lambda failure: self._guarded(partial(sender.filled, fill, failure)),
+            lambda failure: self._guard.guarded(partial(sender.filled, fill, failure)),
         )
         fill.is_begun = True
+        self._plans.note_start(fill.send.plan.transfer_id)
 
     def seal(self, parcels: Sequence[Sent[Connection]]) -> None:
         """Cut parcels, and write their trailers."""
@@ -941,7 +600,7 @@ class PeerTransfers:
         if not is_done:
             for parcel in parcels:
                 self._sender.close_ticket(parcel.send.plan.peer, "an internal error")
-        self._guarded(partial(self._sender.sealed, parcels))
+        self._guard.guarded(partial(self._sender.sealed, parcels))
 
     def write(self, connection: Connection, parcels: Sequence[Sent[Connection]]) -> None:
         """Write parcels to the slots of their credits."""
@@ -959,11 +618,13 @@ class PeerTransfers:
             for parcel in parcels
             if parcel.slot is not None and parcel.credit is not None
         ]
-        task = self._spawn(self._write(connection, batch))
+        task = asyncio.get_running_loop().create_task(self._write(connection, batch))
+        self._writes.add(task)
+        task.add_done_callback(self._writes.discard)
         task.add_done_callback(partial(self._written, list(parcels)))
 
     async def _write(self, connection: Connection, batch: list[Outgoing]) -> None:
-        link = self._links.get(connection)
+        link = None if self._opener is None else self._opener.link(connection)
         if link is None:
             return  # the connection has ended
         try:
@@ -971,69 +632,19 @@ class PeerTransfers:
         except PeerError as error:
             connection.abort(str(error))
         except Exception as error:
-            self._abort_for(connection, error)
+            abort_for(connection, error)
 
     def _written(self, parcels: list[Sent[Connection]], task: asyncio.Future[Any]) -> None:
         if self._sender is not None:
-            self._surely(partial(self._sender.written, parcels))
+            self._guard.surely(partial(self._sender.written, parcels))
 
     def received(self, receive: Receive) -> None:
         """Report a RECEIVE plan. Idempotent."""
-        self._end(receive.plan.transfer_id, receive.leading_blocks, receive.failure)
+        self._plans.end(receive.plan.transfer_id, receive.leading_blocks, receive.failure)
 
     def sent(self, send: Send) -> None:
         """Report a SEND plan. Idempotent."""
-        self._end(send.plan.transfer_id, send.leading_blocks, send.failure)
-
-    # --- reports ----------------------------------------------------------------------------------
-
-    def _end(self, transfer_id: int, leading: int, failure: CopyError | None) -> None:
-        transfer = self._transfers.get(transfer_id)
-        if transfer is not None and transfer.end is None:
-            if failure is not None:
-                failure = CopyError(leading, failure.reason)
-            transfer.end = (leading, failure)
-            self._end_soon(transfer)
-
-    def _end_soon(self, transfer: _Transfer) -> None:
-        self._soon(partial(self._finish, transfer))
-
-    def _finish(self, transfer: _Transfer) -> None:
-        """Report a plan that is at rest. Idempotent."""
-        plan = transfer.plan
-        if transfer.end is None or self._transfers.get(plan.transfer_id) is not transfer:
-            return
-        leading, failure = transfer.end
-        outcome: Outcome = "done" if failure is None else "failed"
-        if failure is not None and transfer.is_cancelled and not leading:
-            outcome = "cancelled"
-        transfer.counter.finish(failure)
-        if not transfer.reported:
-            self._report(
-                TransferReport(
-                    transfer_id=plan.transfer_id,
-                    outcome=outcome,
-                    first_bad_block=leading if outcome == "failed" else 0,
-                    reason="" if failure is None else failure.reason,
-                )
-            )
-            transfer.reported = True
-        self._on_end(plan.transfer_id)
-        del self._transfers[plan.transfer_id]
-        moved_bytes = transfer.num_bytes // plan.num_blocks * leading
-        self._counts[plan.route].end(plan.transfer_id, outcome, moved_bytes)
-        self._reclaim()
-
-    def _report(self, report: TransferReport) -> None:
-        try:
-            self._on_report(report)
-        except Exception as error:
-            asyncio.get_running_loop().call_exception_handler(
-                {
-                    "message": f"aiokv: on_report raised for transfer {report.transfer_id}",
-                    "exception": error,
-                }
-            )
+        self._plans.end(send.plan.transfer_id, send.leading_blocks, send.failure)
 
     # --- deadlines --------------------------------------------------------------------------------
 
@@ -1055,20 +666,22 @@ class PeerTransfers:
             timer.cancel()
 
     def _on_timer(self) -> None:
-        self._surely(self._expire)
+        self._guard.surely(self._expire)
 
     def _expire(self) -> None:
         now = self._now()
         for end in (self._receiver, self._sender):
             if end is not None:
                 end.expire(now)
-        self._release_ended()
+        if self._opener is not None:
+            self._opener.release_ended()
         self._reclaim()
         self._arm()
 
     def _reclaim(self) -> None:
         """Free what an interrupt has lost, when nothing is in progress. Idempotent."""
-        if self._tasks or self._fences or self._work is None or not self._work.is_idle:
+        work = self._work
+        if self._writes or not self._accepted.is_idle or work is None or not work.is_idle:
             return
         for end in (self._receiver, self._sender):
             if end is not None:
@@ -1086,31 +699,5 @@ class PeerTransfers:
             raise ClosedError("the worker is not open")
         return self._identity
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-    def _surely(self, action: Callable[[], object]) -> None:
-        """Call ``action()`` now, and again after an interrupt."""
-        if self._poller is not None:
-            self._poller.surely(partial(self._guarded, action))
-
-    def _guarded(self, action: Callable[[], T]) -> T:
-        """Return ``action()``. An interrupt in it ends all connections: it may have lost credits,
-        so that later tickets on these connections would wait for ever.
-        """
-        return call_surely(action, self._soon, self._abort_all)
-
-    def _abort_all(self) -> None:
-        """End all connections. Idempotent."""
-        for connection in [*self._accepted, *self._links]:
-            connection.abort("an interrupt")
-
-    def _soon(self, action: Callable[[], object]) -> None:
-        if self._poller is not None and not self._poller.closed:
-            self._poller.soon(action)

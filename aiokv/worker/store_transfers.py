@@ -132,7 +132,9 @@ class StoreTransfers:
 
     def submit(self, plan: TransferPlan, num_bytes: int) -> LayerDoneCounter:
         """Take a plan that was checked; its task runs from the next pass of the loop on."""
-        counter = LayerDoneCounter(0, transfer_id=plan.transfer_id, direction=plan.direction)
+        counter = LayerDoneCounter(
+            0, transfer_id=plan.transfer_id, direction=plan.direction, num_bytes=num_bytes
+        )
         transfer = _StoreTransfer(plan, counter, num_bytes // plan.num_blocks)
         self._surely(partial(self._start, transfer))
         return counter
@@ -206,6 +208,7 @@ class StoreTransfers:
         if transfer.task is not asyncio.current_task():
             return  # an interrupt came before `_start` had the task, and it made another one
         transfer.began = True
+        transfer.counter.note_start()
         try:
             if transfer.plan.route in FETCH_ROUTES:
                 overdue = await self._fetch(transfer)

@@ -26,6 +26,7 @@ class Walk {
         } catch (const RequestTooLarge&) {
         }
         for (const std::string& line : core_.violations()) check::fail("violations", 0, line);
+        check_hot_prefixes();
     }
 
     // Ends all that is open. Every block has to be free or cached then.
@@ -161,6 +162,22 @@ class Walk {
         if (below(2) == 0) core_.close_step(step_);
         if (below(2) == 0) core_.finish_step(step_);
         ++step_;
+    }
+
+    // Each block that can be matched is in one stretch, which comes after its parent.
+    void check_hot_prefixes() {
+        const auto [prefixes, complete] = core_.hottest_prefixes(10'000);
+        CHECK(complete);
+        std::size_t blocks = 0;
+        for (std::size_t i = 0; i < prefixes.size(); ++i) {
+            const HotPrefix& prefix = prefixes[i];
+            blocks += prefix.blocks;
+            if (prefix.parent == HotPrefix::kNoParent) continue;
+            CHECK(prefix.parent < i);
+            const HotPrefix& parent = prefixes[prefix.parent];
+            CHECK_EQ(prefix.first_block, parent.first_block + parent.blocks);
+        }
+        CHECK_EQ(blocks, core_.blocks().size());
     }
 
     void call(unsigned kind) {

@@ -25,6 +25,7 @@ import uvloop
 from aiokv import AiokvError
 from aiokv.testing.leftovers import open_descriptors, running_threads
 from tests.peers.engines import Side, prompt
+from tests.peers.ranked import RankedSide, run_rank
 
 _MAX_REQUEST = 4096  # bytes of the options of a child
 
@@ -45,7 +46,10 @@ class Nursery:
         self._process.wait()
 
     def child(self, **options: Any) -> Child:
-        """Start an engine; the options are those of ``Side``, and ``loop``."""
+        """Start a process; the options are ``loop``, and those of an engine or a rank.
+
+        Of a ``Side``; with ``num_ranks``, of a ``RankedSide``; with ``rank``, too, of its rank.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             request = json.dumps(options).encode()
@@ -97,6 +101,11 @@ class Child:
         """Kill the process, and wait until it has ended."""
         self.signal(signal.SIGKILL)
         await asyncio.wait([self._task])
+
+    async def ended(self) -> None:
+        """Wait until the process has ended by itself."""
+        await asyncio.wait([self._task])
+        await self.__aexit__(None)
 
     async def ask(self, verb: str, **options: Any) -> dict[str, Any]:
         """Return the reply to a command; raises ``ConnectionError`` when the process has ended."""
@@ -198,9 +207,13 @@ class _Server:
 async def _run(options: dict[str, Any], connected: socket.socket) -> None:
     before = running_threads()
     reader, writer = await asyncio.open_connection(sock=connected)
+    if "rank" in options:
+        await run_rank(options.pop("rank"), options, writer)
+        writer.close()
+        return
     descriptors = open_descriptors()
     tasks: set[asyncio.Task[None]] = set()
-    async with Side(**options) as side:
+    async with RankedSide(**options) if "num_ranks" in options else Side(**options) as side:
         server = _Server(side, writer)
         endpoints = side.engine.worker.endpoints
         writer.write(json.dumps({"port": endpoints[0].port if endpoints else 0}).encode() + b"\n")

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import structlog
 
 from aiokv import (
     BrokenEngineError,
@@ -605,12 +606,13 @@ async def test_error_after_a_transfer_does_not_keep_other_receives_from_going_on
     async with two_engines() as (p, d):
         async with await d.granted(tokens) as lease, await d.granted(others) as other:
             async with lease.receive() as failing, other.receive() as receiving:
-                failing._flow.proceed = _raising(broken)
+                monkeypatch.setattr(failing._flow, "proceed", _raising(broken))
                 assert await p.prefill(tokens, failing.ticket) == (8, None)
                 assert await p.prefill(others, receiving.ticket) == (20, None)
                 assert await receiving.wait() == 20
                 failing.cancel()
                 assert await failing.wait() == 0
+                monkeypatch.undo()
         assert {id(context["exception"]) for context in errors} == {id(broken)}
 
 
@@ -849,8 +851,10 @@ async def test_engine_that_is_gone_is_a_peer_error():
         async with Side() as d, await d.granted(tokens) as lease:
             async with lease.receive() as receiving:
                 blob = receiving.ticket
-        with pytest.raises(PeerError):
+        with pytest.raises(PeerError) as caught, structlog.testing.capture_logs() as logs:
             await p.engine.send(source, blob).__aenter__()
+        (line,) = [line for line in logs if line["event"] == "send.ended"]
+        assert line["reason"] == f"the ticket could not be opened: {caught.value}"
 
 
 async def test_ticket_is_sent_once():

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from aiokv.errors import ConfigError, PeerError
+from aiokv.peers.messages import Want
 from aiokv.peers.one_sided import EndpointError, OneSidedTransport
 from aiokv.peers.ticket import encode
 from aiokv.testing import run_until_idle, spin
-from aiokv.worker import peer_transfers
+from aiokv.worker import accepted, peer_transfers
 
 from .one_sided_fakes import MISSING, FakeBackend
 from .workers import KEY, PeerWorker
@@ -44,7 +45,7 @@ class Workers:
     def lose(self) -> None:
         """Cut all connections, as after silence: the receiver closes, the sender does not know."""
         peers: Any = self.d.controller._peers
-        for connection in list(peers._accepted):
+        for connection in peers._accepted.connections:
             connection.abort("the peer sent nothing for 6.0 s")
 
 
@@ -215,9 +216,9 @@ async def test_connection_that_ends_while_its_endpoint_is_made_leaves_nothing(mo
         w.sending.creating.open()
         with pytest.raises(PeerError, match="the connection to the receiver ended"):
             await opening
-        peers: Any = w.p.controller._peers
-        assert not peers._links
-        assert not peers._linking
+        opener: Any = w.p.controller._peers._opener
+        assert not opener._links
+        assert not opener._linking
         w.d.controller._peers.give_up("the test ended")
 
 
@@ -263,3 +264,28 @@ async def test_transport_that_cannot_start_fails_the_opening(monkeypatch):
     await worker.controller.aclose()
     worker.poller.close()
     await spin(2)
+
+
+async def test_messages_of_a_sender_that_is_not_accepted_yet_are_limited(monkeypatch):
+    monkeypatch.setattr(accepted, "MAX_WAITING", 3)
+    async with workers(monkeypatch) as w:
+        received, sent, _ = await w.begin()  # uses the endpoint that was made at the start
+        await w.p.ended(sent)
+        await w.d.ended(received)
+        w.lose()
+        await run_until_idle(lambda: w.p.controller.peer_statistics()[0].connections == 0)
+        w.receiving.creating.shut()
+        ticket = w.d.expect(2, transport="nixl")
+        opening = asyncio.ensure_future(w.p.controller.open_ticket(encode(ticket, KEY)))
+        await run_until_idle(w.receiving.creating.reached.is_set)
+        opener: Any = w.p.controller._peers._opener
+        ((connection, _),) = opener._replies
+        for _ in range(2):
+            connection.send(Want(ticket_id=ticket.ticket_id, parcels=1))
+        await spin(50)
+        assert not connection.reason
+        connection.send(Want(ticket_id=ticket.ticket_id, parcels=1))
+        with pytest.raises(PeerError, match="the connection to the receiver ended"):
+            await opening
+        w.receiving.open_gates()
+        w.d.controller._peers.give_up("the test ended")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,6 +15,8 @@ from tests.integration.test_interrupts import LOOPS, Interrupter, run
 from .workers import KEY, PeerWorker
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from tests.integration.test_interrupts import LoopFactory
 
 RUNS = 15  # of the lines of callbacks, evenly spread
@@ -53,24 +55,50 @@ async def exchange(interrupter: Interrupter, at: int) -> None:
             await spin(20)  # both sides note the end of a connection
 
 
+class EndInterrupter(Interrupter):
+    """As Interrupter, in the methods only that end a plan of peers."""
+
+    def _on_call(self, frame: FrameType, event: str, arg: object) -> Any:
+        inside = frame.f_code.co_filename.endswith("worker/peer_plans.py")
+        if not inside or frame.f_code.co_name not in ("end", "_finish"):
+            return None
+        return super()._on_call(frame, event, arg)
+
+
+def play(new_loop: LoopFactory, interrupter: Interrupter, at: int) -> None:
+    """Exchange blocks with an interrupt at the line ``at``; 0 for none."""
+    loop = new_loop()
+    loop.set_exception_handler(lambda _, context: None)
+    with interrupter:
+        interrupts = run(loop, exchange(interrupter, at))
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    assert interrupts <= 1
+
+
 # An interrupt may come between the call of a coroutine function and the task that runs it.
 @pytest.mark.filterwarnings("ignore:.*PeerTransfers._write")
 @LOOPS
 def test_an_interrupt_at_any_line_of_a_callback_loses_no_plan(new_loop: LoopFactory) -> None:
-    def play(at: int) -> int:
-        loop = new_loop()
-        loop.set_exception_handler(lambda _, context: None)
-        with Interrupter(at) as interrupter:
-            interrupts = run(loop, exchange(interrupter, at))
-        loop.run_until_complete(asyncio.sleep(0))
-        loop.close()
-        assert interrupts <= 1
-        return interrupter.lines
-
-    lines = play(0)
-    assert lines > RUNS
-    for at in range(1, lines, max(lines // RUNS, 1)):
+    counter = Interrupter()
+    play(new_loop, counter, 0)
+    assert counter.lines > RUNS
+    for at in range(1, counter.lines, max(counter.lines // RUNS, 1)):
         try:
-            play(at)
+            play(new_loop, Interrupter(at), at)
+        except BaseException as error:
+            raise AssertionError(f"interrupted at line {at}") from error
+
+
+@pytest.mark.filterwarnings("ignore:.*PeerTransfers._write")
+@LOOPS
+def test_an_interrupt_at_the_end_of_a_plan_loses_no_report(new_loop: LoopFactory) -> None:
+    counter = EndInterrupter()
+    play(new_loop, counter, 0)
+    lines = counter.lines // 3  # of the first of three exchanges
+    assert lines > 30
+    for at in range(1, lines):
+        try:
+            play(new_loop, EndInterrupter(at), at)
         except BaseException as error:
             raise AssertionError(f"interrupted at line {at}") from error

@@ -56,11 +56,13 @@ async def in_time(work: Any) -> Any:
         return await work
 
 
-async def received(d: Side, p: Child, seed: int, length: int = LENGTH) -> str | None:
+async def received(
+    d: Side, p: Child, seed: int, length: int = LENGTH, timeout: float = TICKET_SECONDS
+) -> str | None:
     """Receive a prompt from another process, compute what is missing; return the failure."""
     tokens = prompt(length, seed)
     async with await d.granted(tokens) as lease:
-        async with lease.receive(timeout=TICKET_SECONDS) as receiving:
+        async with lease.receive(timeout=timeout) as receiving:
             sent = p.send(seed, length, receiving.ticket)
             first = await in_time(receiving.wait())
         d.finish(lease, tokens, first)

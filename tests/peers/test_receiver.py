@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from aiokv.peers.messages import Done, Refused
-from tests.peers.world import SPLIT, World
+from aiokv.peers.messages import Done, Landed, Refused
+from tests.peers.world import PARCEL_BYTES, SPLIT, World
 
 
 def incoming(world, ticket):
@@ -60,3 +60,27 @@ def test_repeated_verification_does_not_lose_a_parcel_that_came_meanwhile():
     world.run()
     assert world.reports[received] == (1, None)
     world.finish()
+
+
+def test_block_that_is_not_in_the_ticket_ends_the_ticket():
+    """Otherwise a sender could let the receiver remember any number of blocks."""
+    for block, is_inside in ((0, False), (1, True), (2, True), (3, False), (1 << 30, False)):
+        world = World(0, landing=4)
+        sender = world.senders[0]
+        ticket = world.expect(3, first=1)
+        world.open(sender, ticket)
+        world.run()
+        receiver, ring = world.receiver.logic, world.receiver.logic._ring
+        ring.want(sender.wire, 1)
+        ((_, (credit,)),) = ring.grant()
+        landed = Landed(
+            ticket_id=ticket.ticket_id,
+            sender_block=block,
+            slot=credit.slot,
+            slot_generation=credit.generation,
+            parcel_bytes=PARCEL_BYTES - 1,
+        )
+        assert receiver.begin_parcel(sender.wire, landed) == "land"
+        receiver.end_parcel(sender.wire, landed)
+        assert bool(receiver.counts().tickets) == is_inside
+        assert receiver.free_slots == 4

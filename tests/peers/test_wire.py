@@ -8,6 +8,7 @@ import pickle
 import socket
 import weakref
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,6 @@ from aiokv.peers.frames import FrameWriter
 from aiokv.peers.handshake import GREETING_BYTES, MAGIC, PROOF_BYTES, Handshake
 from aiokv.peers.messages import Cancel, Done, Ping, Pong, Want
 from aiokv.peers.wire import (
-    MAX_QUEUED,
     Connection,
     Listener,
     WireLimits,
@@ -397,6 +397,44 @@ async def test_authenticated_connections_are_limited(accepted):
     await run_until_idle(lambda: len(accepted) == 3)
     for end in (*clients, *accepted):
         end.abort("the test ended")
+    await listener.aclose()
+
+
+@pytest.mark.asyncio
+async def test_clients_that_prove_at_the_same_time_do_not_exceed_the_limit(accepted):
+    class SlowSends:
+        """The loop of the listener; proofs wait."""
+
+        def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+            self.loop = loop
+            self.waiting = 0
+            self.gate = asyncio.Event()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.loop, name)
+
+        async def sock_sendall(self, connected: Any, data: bytes) -> None:
+            if len(data) == PROOF_BYTES:
+                self.waiting += 1
+                await self.gate.wait()
+            await self.loop.sock_sendall(connected, data)
+
+    listener = await listening(accepted, max_connections=2)
+    slow: Any = SlowSends(asyncio.get_running_loop())
+    listener._loop = slow
+    opening = [
+        asyncio.create_task(Connection.open(HOST, listener.port, SECRET, timeout=30))
+        for _ in range(4)
+    ]
+    await run_until_idle(lambda: slow.waiting + listener.refused == 4)
+    slow.gate.set()
+    ends = await asyncio.gather(*opening, return_exceptions=True)
+    await run_until_idle(lambda: listener.handshakes == 0)
+    assert (len(accepted), listener.refused) == (2, 2)
+    assert sum(isinstance(end, PeerError) for end in ends) == 2
+    for end in (*ends, *accepted):
+        if isinstance(end, Connection):
+            end.abort("the test ended")
     await listener.aclose()
 
 
@@ -935,7 +973,9 @@ async def test_ping_is_answered_before_queued_parcels(accepted):
 async def test_messages_to_a_peer_that_does_not_read_are_limited():
     async with connected() as pair:
         pair.client.start(pair.at_client)
-        for _ in range(MAX_QUEUED + 1):
+        for _ in range(65_536):
             pair.client.send(WANT)
+        assert not pair.client.reason
+        pair.client.send(WANT)
         await spin(2)
-        assert pair.at_client.closed == [f"the peer did not read {MAX_QUEUED} messages"]
+        assert pair.at_client.closed == ["the peer did not read 65536 messages"]

@@ -308,14 +308,14 @@ class World:
 
     # --- what users do --------------------------------------------------------------------------
 
-    def expect(self, num_blocks: int, seconds: float = 1000.0) -> Ticket:
+    def expect(self, num_blocks: int, seconds: float = 1000.0, first: int = 0) -> Ticket:
         ticket = Ticket(
             ticket_id=self.random.randbytes(16),
             generation=GENERATION,
             model="m",
             weights_version="w",
             prompt_digest=bytes(32),
-            first_position=0,
+            first_position=self.block_tokens * first,
             num_tokens=self.block_tokens * num_blocks,
             timeout_seconds=seconds,
             block_tokens=self.block_tokens,

@@ -17,6 +17,7 @@ from aiokv.config import CacheConfig
 from aiokv.errors import LeaseError, UsageError
 from aiokv.plan import ONLOAD, TransferPlan, TransferReport
 from tests.models.prefix_cache import PrefixCacheModel
+from tests.property.event_subscriber import Subscriber
 from tests.property.planned_core import PlannedCore
 
 if TYPE_CHECKING:
@@ -63,8 +64,9 @@ class CacheSimulation(RuleBasedStateMachine):
         low_watermark=st.sampled_from([0, 2, 5]),
         alphabet=st.integers(1, 3),
         with_items=st.booleans(),
+        event_blocks=st.sampled_from([0, 1, 6, 100]),
     )
-    def begin(self, alphabet: int, with_items: bool, **sizes: Any) -> None:
+    def begin(self, alphabet: int, with_items: bool, event_blocks: int, **sizes: Any) -> None:
         self.alphabet = alphabet
         self.with_items = with_items
         self.bt: int = sizes["block_tokens"]
@@ -94,6 +96,9 @@ class CacheSimulation(RuleBasedStateMachine):
         self.host: dict[int, Any] = {}
         self.step = 1
         self.batches: dict[int, Batch] = {}
+        self.subscribers: list[Subscriber] = []
+        if event_blocks:
+            self.subscribe(event_blocks)
 
     def new_model(self, sizes: dict[str, Any]) -> PrefixCacheModel:
         return PrefixCacheModel(**sizes)
@@ -109,6 +114,30 @@ class CacheSimulation(RuleBasedStateMachine):
 
     def granted(self) -> list[Caller]:
         return [c for c in self.callers if c.model.granted]
+
+    # --- events -------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.subscribers) < 3)
+    @rule(max_blocks=st.sampled_from([1, 6, 100]))
+    def subscribe(self, max_blocks: int) -> None:
+        self.subscribers.append(Subscriber(self.core, self.bt, max_blocks))
+
+    @precondition(lambda self: self.subscribers)
+    @rule(which=pick, max_blocks=st.integers(1, 4), repeats=st.booleans())
+    def take_events(self, which: int, max_blocks: int, repeats: bool) -> None:
+        subscriber = self.subscribers[which % len(self.subscribers)]
+        if repeats:
+            subscriber.events.repeat()
+        subscriber.take(max_blocks)
+
+    @precondition(lambda self: self.subscribers)
+    @rule(which=pick, ends=st.booleans())
+    def take_all_events(self, which: int, ends: bool) -> None:
+        subscriber = self.subscribers[which % len(self.subscribers)]
+        subscriber.take_all()
+        subscriber.check(self.model.blocks.values())
+        if ends:
+            self.subscribers.remove(subscriber)
 
     # --- saving -------------------------------------------------------------------------------
 
@@ -374,6 +403,9 @@ class CacheSimulation(RuleBasedStateMachine):
             self.manager.complete(TransferReport(transfer_id=transfer_id, outcome="cancelled"))
         self.core.finish_step(self.step)
         self.core.reset()
+        for subscriber in self.subscribers:
+            subscriber.take_all()
+            subscriber.check(())
         statistics = self.core.statistics()
         assert statistics.device_free == self.model.capacity
         assert statistics.host_free == self.manager.config.host_blocks

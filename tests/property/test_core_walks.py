@@ -38,6 +38,7 @@ def begun(random: Random, machine: M) -> M:
         low_watermark=random.choice([0, 0, 3, 6]),
         alphabet=random.randint(1, 3),
         with_items=random.random() < 0.4,
+        event_blocks=random.choice([0, 1, 6, 100, 100]),
     )
     return machine
 
@@ -107,6 +108,9 @@ def walk(
         (1, lambda: True, lambda: m.finish_step(number(1))),
         (2, m.granted, lambda: m.begin_batch(number(), random.choice([None, number()]))),
         (2, lambda: m.batches, lambda: m.end_batch(number(), flag())),
+        (1, lambda: len(m.subscribers) < 3, lambda: m.subscribe(random.choice([1, 6, 100]))),
+        (3, lambda: m.subscribers, lambda: m.take_events(number(), 1 + number(3), flag(0.2))),
+        (3, lambda: m.subscribers, lambda: m.take_all_events(number(), flag(0.1))),
         *more_rules(m, random),
     ]
     weights = [weight * random.choice((0.2, 1, 1, 4)) for weight, _, _ in rules]
@@ -120,6 +124,15 @@ def walk(
             m.promises_are_known()
             m.no_wrong_kv_can_be_served()
     return m
+
+
+def test_walks_report_changes_and_overflow() -> None:
+    """Negative control: the walks above report blocks, and drop events of a full queue."""
+    subscribers = [s for seed in range(20) for s in walk(seed).subscribers]
+    assert sum(s.stored for s in subscribers) > 100
+    assert sum(s.removed for s in subscribers) > 100
+    assert sum(s.events.restarts for s in subscribers) > 10
+    assert sum(s.events.dropped_blocks for s in subscribers) > 10
 
 
 @pytest.mark.parametrize("seed", range(400 if os.environ.get("AIOKV_DEEP") else 40))

@@ -193,7 +193,7 @@ def test_walks_reach_fetches_saves_and_their_failures() -> None:
     statistics = [
         walk(seed, 250, machine, store_rules).core.statistics()
         for machine in MACHINES
-        for seed in range(8)
+        for seed in range(24)
     ]
     for name in (
         "fetches", "fetched_blocks", "unfetched_blocks", "hit_store_tokens", "saved_blocks",

@@ -6,9 +6,11 @@ random, clients are cancelled at random, and an operator evicts, resets, resizes
 weights and sleeps; in some, salts have a quota, or checksums find the host blocks that the operator
 corrupts. Some rounds have stores, a directory of the disk and one that fails, delays, drops and
 corrupts, and several engines, one after the other, some of which are closed while they serve. In
-some, another engine computes prompts and sends their blocks. A round ends with every pool full and
-nothing left. See ``load`` for the load, ``stores`` and ``peers``. The
-transitions of an engine that finds a violation are left in a file for ``replay_transitions``.
+some, another engine computes prompts and sends their blocks. In most, subscribers of the KV events
+compare what they know with the index, one of them over ZeroMQ, where messages are lost. A round
+ends with every pool full and nothing left. See ``load`` for the load, ``stores``, ``peers`` and
+``events``. The transitions of an engine that finds a violation are left in a file for
+``replay_transitions``.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from aiokv.testing import record
 from aiokv.testing.flaky import ChaosDevice, FlakyDevice
 from aiokv.testing.leftovers import open_descriptors, running_threads
 from tests.harness.memory import Memory, WrongBytes
+from tests.soak.events import RoundEvents
 from tests.soak.load import LATE_PASSES, Load, Violation
 from tests.soak.peers import Prefill, receiving_peers
 from tests.soak.stores import RoundStores
@@ -48,6 +51,7 @@ DEVICES = ("chaos", "flaky")
 VERIFY = ("off", "checksum", "off")  # cycled, so that each policy and device gets several
 STORES: tuple[tuple[str, ...], ...] = ((), ("disk",), ("scripted",), ("disk", "scripted"), ())
 PEERS = (False, True, False)  # cycled
+EVENTS_SHARE = 0.7  # of the rounds that have subscribers of the KV events
 ENGINES = 3  # of a round with stores
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "uvloop": uvloop.new_event_loop,
@@ -86,6 +90,9 @@ class Totals(msgspec.Struct, kw_only=True):
     hit_store_tokens: int = 0
     disk_loads_compared: int = 0
     disk_blocks_found_again: int = 0
+    event_views_compared: int = 0
+    event_blocks_dropped: int = 0
+    event_messages_lost: int = 0
     seconds: float = 0.0
 
     @property
@@ -147,6 +154,8 @@ class Round:
         self.peers = peers
         self.totals = totals
         self.load: Load | None = None
+        self.events: RoundEvents | None = None
+        self._has_events = rng.random() < EVENTS_SHARE
         self._checked_at = 0
 
     async def run(self, seconds: float, log: Path) -> None:
@@ -186,7 +195,11 @@ class Round:
             peers=receiving_peers(self.memory, self.rng) if self.peers else None,
         )
         with record(engine, log):
-            async with prefill or nullcontext(), engine:
+            async with (
+                prefill or nullcontext(),
+                engine,
+                self._subscribed(engine) or nullcontext(),
+            ):
                 self._checked_at = 0
                 self.load = load = Load(engine, self.memory, self.rng, self.stores, prefill)
                 try:
@@ -196,6 +209,10 @@ class Round:
                 finally:
                     self._add_up(engine, load)
         self._check_stores()
+
+    def _subscribed(self, engine: CacheEngine) -> RoundEvents | None:
+        self.events = RoundEvents(engine, self.rng) if self._has_events else None
+        return self.events
 
     def _check_stores(self) -> None:
         if violations := self.stores.acknowledged.violations:
@@ -211,12 +228,15 @@ class Round:
         names = [f"client-{i}" for i in range(CLIENTS)]
         tasks = {asyncio.create_task(load.client(name)): name for name in names}
         others = {asyncio.create_task(load.operate()), asyncio.create_task(load.break_stores())}
+        receiver = asyncio.create_task(self._receive())
         until = time.monotonic() + seconds
         try:
             while time.monotonic() < until:
                 if self.rng.random() < CANCEL_SHARE:
                     load.cancelled += self.rng.choice(list(tasks)).cancel()
                 await asyncio.sleep(0)
+                if self.events is not None:
+                    self.events.take_some()
                 for task in [task for task in tasks if task.done()]:
                     name = tasks.pop(task)
                     _raise_failure(task)
@@ -224,6 +244,8 @@ class Round:
                 for task in [task for task in others if task.done()]:
                     _raise_failure(task)
                     raise Violation(f"{task} ended early")
+                if receiver.done():
+                    _raise_failure(receiver)
                 self._check_invariants(load)
             load.stopping = True
             if abrupt:
@@ -232,11 +254,15 @@ class Round:
             self.stores.end_faults()
             await self._await_all({*tasks, *others}, load)
         finally:
-            for task in (*tasks, *others):
+            for task in (*tasks, *others, receiver):
                 task.cancel()
-            await asyncio.wait({*tasks, *others})
+            await asyncio.wait({*tasks, *others, receiver})
             for _ in range(LATE_PASSES + 1):  # runners of clients that a close has ended
                 await asyncio.sleep(0)
+
+    async def _receive(self) -> None:
+        if self.events is not None:
+            await self.events.receive()
 
     async def _await_all(self, tasks: set[asyncio.Task[None]], load: Load) -> None:
         deadline = time.monotonic() + HANG_SECONDS
@@ -257,6 +283,8 @@ class Round:
         violations = load.engine.check_invariants()
         if self.peers:
             violations += load.engine.worker.peer_violations()  # type: ignore[attr-defined]
+        if self.events is not None and not load.closing:
+            violations += self.events.violations()
         if violations:
             raise Violation("; ".join(violations[:5]))
 
@@ -264,9 +292,11 @@ class Round:
         """Check that every pool is full again."""
         await engine.quiesce(timeout=HANG_SECONDS)
         engine.resume()
+        violations = await self._remote_violations()
         await engine.reset()
+        violations += await self._remote_violations()
         statistics = engine.statistics()
-        violations = engine.check_invariants()
+        violations += engine.check_invariants()
         if statistics.device_free != statistics.device_blocks:
             violations.append("the device pool is not full")
         if statistics.host_free != statistics.host_blocks:
@@ -277,6 +307,9 @@ class Round:
             violations.append(f"blocks are counted to salts: {quota}")
         if violations:
             raise Violation(f"{'; '.join(violations[:5])}: {statistics}")
+
+    async def _remote_violations(self) -> list[str]:
+        return [] if self.events is None else await self.events.remote_violations()
 
     def _add_up_round(self) -> None:
         self.totals.rounds += 1
@@ -303,6 +336,10 @@ class Round:
         totals.saved_blocks += statistics.saved_blocks
         totals.fetched_blocks += statistics.fetched_blocks
         totals.hit_store_tokens += statistics.hit_store_tokens
+        if self.events is not None:
+            totals.event_views_compared += self.events.views
+            totals.event_blocks_dropped += self.events.dropped
+            totals.event_messages_lost += self.events.lost
 
 
 def _raise_failure(task: asyncio.Task[None]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
+from aiokv.scheduler.events import BlockEvents
 from aiokv.stores import proof
 from aiokv.testing import TransitionLog, replay_transitions
 from aiokv.testing.flaky import ChaosDevice
@@ -141,6 +144,34 @@ def test_missing_proof_of_loaded_blocks_is_detected(monkeypatch, capsys, tmp_pat
     log = tmp_path / "transitions.jsonl"
     assert soak.main(["--seconds", "20", "--seed", "3", "--log", str(log)]) == 1
     assert "VIOLATION" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("short_rounds")
+def test_views_of_subscribers_are_compared(monkeypatch, tmp_path):
+    monkeypatch.setattr(soak, "EVENTS_SHARE", 1.0)
+
+    def is_covered(totals: soak.Totals) -> bool:
+        return totals.event_views_compared > 50 and totals.event_messages_lost > 0
+
+    totals = soak.soak(20.0, seed=5, log=tmp_path / "transitions.jsonl", enough=is_covered)
+    assert is_covered(totals)
+
+
+@pytest.mark.usefixtures("short_rounds")
+@pytest.mark.parametrize("change", ["stored", "removed"])
+def test_missing_event_is_detected(monkeypatch, capsys, tmp_path, change):
+    """Negative control: every tenth change of one kind is not reported."""
+    take, changes = BlockEvents.take, itertools.count()
+
+    def take_most(self, max_blocks):
+        runs = take(self, max_blocks)
+        return [run for run in runs if run.change != change or next(changes) % 10 != 9]
+
+    monkeypatch.setattr(soak, "EVENTS_SHARE", 1.0)
+    monkeypatch.setattr(BlockEvents, "take", take_most)
+    log = tmp_path / "transitions.jsonl"
+    assert soak.main(["--seconds", "20", "--seed", "3", "--log", str(log)]) == 1
+    assert "VIOLATION: events: " in capsys.readouterr().err
 
 
 def _drop_the_failure(self, copy):

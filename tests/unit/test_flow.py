@@ -34,7 +34,7 @@ def new_flow(first_block: int = 3) -> tuple[Flow, Exchange, list[tuple[int, int]
     exchange: Any = Exchange()
     ticket: Any = SimpleNamespace(ticket_id=b"t" * 16, first_position=12, num_tokens=80)
     lease: Any = SimpleNamespace(id=5)
-    flow = Flow(exchange, lease, ticket, first_block, lambda: None, receives=True)
+    flow = Flow(exchange, lease, ticket, first_block, lambda: False, receives=True)
     return flow, exchange, []
 
 

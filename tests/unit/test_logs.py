@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from aiokv.errors import UsageError
+from aiokv.observe.logs import log_fields
+
 EMIT = """
 from aiokv.observe.logs import Log
 Log("aiokv.engine.transfers").warning("transfer.failed", transfer_id=7, reason="disk is full")
@@ -108,3 +111,172 @@ def test_nothing_configured_is_silent():
 
 def test_an_import_of_structlog_alone_configures_nothing():
     assert lines_of("import structlog") == []
+
+
+# --- levels ---------------------------------------------------------------------------------------
+
+LEVELS = """
+from aiokv.observe.logs import Log
+log = Log("aiokv.engine")
+for level in ("debug", "info", "warning", "error"):
+    getattr(log, level)(f"a.{level}", n=1)
+"""
+STRUCTLOG_AT_INFO = """
+import logging, structlog
+structlog.configure(processors=[structlog.processors.JSONRenderer()],
+    wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
+"""
+UVICORN = """
+import copy, logging.config, uvicorn.config
+config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+config["formatters"]["default"]["use_colors"] = False
+config["loggers"]["aiokv"] = {"handlers": ["default"], "level": "INFO"}
+logging.config.dictConfig(config)
+"""
+UVICORN_ALONE = """
+import logging.config, uvicorn.config
+logging.config.dictConfig(uvicorn.config.LOGGING_CONFIG)
+"""
+
+
+def output_of(program: str) -> list[str]:
+    process = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, check=True, text=True
+    )
+    return (process.stdout + process.stderr).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("set_up", "shown"),
+    [
+        ("", []),
+        ("import logging; logging.basicConfig()", ["warning", "error"]),
+        ("import logging; logging.basicConfig(level='INFO')", ["info", "warning", "error"]),
+        (
+            "import logging; logging.basicConfig(); logging.getLogger('aiokv').setLevel('DEBUG')",
+            ["debug", "info", "warning", "error"],
+        ),
+        (STRUCTLOG_ALONE, ["debug", "info", "warning", "error"]),
+        (STRUCTLOG_AT_INFO, ["info", "warning", "error"]),
+        (
+            STRUCTLOG_ALONE + "import logging; logging.getLogger('aiokv').setLevel('ERROR')",
+            ["error"],
+        ),
+        (STRUCTLOG_IN_LOGGING, ["warning", "error"]),
+        (
+            STRUCTLOG_IN_LOGGING + "logging.getLogger().setLevel('INFO')",
+            ["info", "warning", "error"],
+        ),
+        (UVICORN, ["info", "warning", "error"]),
+        (UVICORN_ALONE, []),
+    ],
+)  # fmt: skip
+def test_the_configuration_of_the_application_decides_which_levels_are_shown(set_up, shown):
+    lines = output_of(f"{set_up}\n{LEVELS}")
+    assert [line.split("a.")[1].split()[0].strip("',\"}") for line in lines] == shown
+
+
+def test_uvicorn_prints_fields():
+    lines = output_of(UVICORN + EMIT)
+    assert lines[0] == "WARNING:  transfer.failed transfer_id=7 reason='disk is full'"
+    assert lines[1] == "ERROR:    rank.cannot_begin rank=3"
+    assert lines[-1] == "OSError: broken pipe"
+
+
+def test_levels_that_are_off_are_found_without_an_import():
+    program = """
+import sys
+from aiokv.observe.logs import DEBUG, Log
+log = Log("aiokv.engine")
+assert not log.is_on(DEBUG)
+import logging
+logging.getLogger("aiokv").setLevel("DEBUG")
+assert log.is_on(DEBUG)
+assert "structlog" not in sys.modules
+import structlog
+structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
+assert not log.is_on(DEBUG)
+structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG))
+assert log.is_on(DEBUG)
+structlog.reset_defaults()
+logging.getLogger("aiokv").setLevel("INFO")
+assert not log.is_on(DEBUG)
+"""
+    assert output_of(program) == []
+
+
+# --- context --------------------------------------------------------------------------------------
+
+IN_CONTEXT = """
+import asyncio
+from aiokv.observe.logs import Log, log_fields
+log = Log("aiokv.engine")
+
+async def request(name):
+    with log_fields(request_id=name):
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_soon(log.warning, "a.later")
+        log.warning("a.b", n=1)
+        await asyncio.sleep(0)
+    log.warning("a.outside")
+
+async def main():
+    await asyncio.gather(request("r1"), request("r2"))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("set_up", [STRUCTLOG_ALONE, STRUCTLOG_IN_LOGGING, JSON_FORMATTER])
+def test_fields_of_the_context_are_in_each_line(set_up):
+    lines = [json.loads(line) for line in output_of(set_up + IN_CONTEXT)]
+    assert sorted((line["event"], line.get("request_id")) for line in lines if "n" in line) == [
+        ("a.b", "r1"), ("a.b", "r2"),
+    ]  # fmt: skip
+    assert sorted(line["request_id"] for line in lines if line["event"] == "a.later") == [
+        "r1", "r2",
+    ]  # fmt: skip
+    assert {line.get("request_id") for line in lines if line["event"] == "a.outside"} == {None}
+
+
+def test_a_field_of_the_event_wins_over_one_of_the_context():
+    program = """
+from aiokv.observe.logs import Log, log_fields
+with log_fields(request_id="outer", owner="context"):
+    with log_fields(request_id="inner"):
+        Log("aiokv").warning("a.b", owner="event")
+"""
+    (line,) = output_of(BASIC_CONFIG + program)
+    assert line == "WARNING aiokv a.b request_id='inner' owner='event'"
+
+
+def test_context_variables_of_structlog_are_in_each_line():
+    set_up = STRUCTLOG_ALONE.replace(
+        "processors=[", "processors=[structlog.contextvars.merge_contextvars, "
+    )
+    bind = "\nstructlog.contextvars.bind_contextvars(request_id='r1')\n"
+    first, _ = map(json.loads, output_of(set_up + bind + EMIT))
+    assert (first["event"], first["request_id"]) == ("transfer.failed", "r1")
+
+
+def test_names_of_record_attributes_are_refused_as_fields():
+    with (
+        pytest.raises(UsageError, match="args, name cannot be fields"),
+        log_fields(name="x", args=1, request_id="r1"),
+    ):
+        pass
+
+
+def test_an_exception_of_a_processor_does_not_reach_the_engine():
+    program = """
+import structlog
+def broken(logger, name, event_dict):
+    raise ValueError("a bug of the processor")
+structlog.configure(processors=[broken])
+from aiokv.observe.logs import Log
+Log("aiokv").warning("a.b")
+print("goes on")
+"""
+    lines = output_of(program)
+    assert "goes on" in lines
+    assert lines[-1] == "ValueError: a bug of the processor"

@@ -44,17 +44,23 @@ def test_each_option_is_read_by_the_code_that_it_configures(options: type):
 def test_no_option_of_the_cache_comes_from_the_environment():
     """Two engines of one process may differ in all of their options.
 
-    Credentials of stores, and their list on request, may come from the environment.
+    Credentials of stores may come from the environment, and so may, on request, their list and the
+    configuration (``CacheConfig.load``).
     """
     reads = ("environ", "getenv")
     native = [*(ROOT / "native/src").rglob("*.c*"), *(ROOT / "native/include").rglob("*.hpp")]
-    python = [PACKAGE / "config.py", PACKAGE / "lease.py"]
+    python = [PACKAGE / "lease.py"]
     for folder in set(CACHE) - {"stores"}:
         python += (PACKAGE / folder).rglob("*.py")
     assert min(len(native), len(python)) > 20
     for path in (*native, *python):
         text = path.read_text()
         assert not [name for name in reads if name in text], path
+
+
+def test_a_configuration_that_is_not_loaded_ignores_the_environment(monkeypatch):
+    monkeypatch.setenv("AIOKV_BLOCK_TOKENS", "32")
+    assert CacheConfig(device_blocks=8).block_tokens == 16
 
 
 def test_missing_features_have_no_stub():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import inspect
 import typing
 from types import SimpleNamespace
@@ -12,7 +13,12 @@ import msgspec
 import pytest
 
 import aiokv
+import aiokv.events
+import aiokv.model_shape
 import aiokv.ranks
+import aiokv.sizing
+import aiokv.stores
+import aiokv.testing
 from aiokv import (
     CacheConfig,
     CacheEngine,
@@ -22,28 +28,54 @@ from aiokv import (
     CudaOptions,
     Hit,
     Item,
+    LeasePhase,
     Peers,
     Regions,
     Statistics,
+    TransferSpan,
     Usage,
     UsageError,
     WindowGroup,
 )
+from aiokv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from aiokv.model_shape import ModelShape
 from aiokv.ranks import RankGroup, RankTimeouts
+from aiokv.sizing import CacheSizes, Memory, cache_sizes
 from aiokv.testing import ManualDevice
 from aiokv.worker.device.names import named_device
+from tests.unit import model_configs
 
-PUBLIC = {name: getattr(module, name) for module in (aiokv, aiokv.ranks) for name in module.__all__}
-RECORDS = [
-    value
-    for value in PUBLIC.values()
-    if isinstance(value, type)
-    and value is not Peers  # has a secret, which no conversion shows
-    and (
+PUBLIC = {
+    name: getattr(module, name)
+    for module in (aiokv, aiokv.events, aiokv.ranks)
+    for name in module.__all__
+}
+
+
+def is_record(value: Any) -> bool:
+    return isinstance(value, type) and (
         dataclasses.is_dataclass(value)
         or issubclass(value, msgspec.Struct)
         or (issubclass(value, tuple) and hasattr(value, "_fields"))
     )
+
+
+RECORDS = [
+    value
+    for value in PUBLIC.values()
+    if is_record(value) and value is not Peers  # has a secret, which no conversion shows
+]
+# Records of other public modules; some hold objects, such as a store or a device.
+MORE_RECORDS = [
+    value
+    for module in (aiokv.stores, aiokv.testing)
+    for value in map(module.__getattribute__, set(module.__all__) & set(vars(module)))
+    if is_record(value)
+] + [
+    value
+    for module in (aiokv.model_shape, aiokv.sizing)
+    for value in vars(module).values()
+    if is_record(value) and value.__module__ == module.__name__
 ]
 SAMPLES: dict[type, dict[str, Any]] = {
     CacheConfig: {
@@ -52,6 +84,36 @@ SAMPLES: dict[type, dict[str, Any]] = {
     },
     WindowGroup: {"window_tokens": 4, "device_blocks": 4},
     Item: {"content_hash": "aGFzaA==", "offset": 0, "length": 2},
+    LeasePhase: {
+        "lease_id": 1,
+        "owner": "r1",
+        "phase": "granted",
+        "began_at": 1.0,
+        "ended_at": 2.0,
+        "outcome": "released",
+    },
+    TransferSpan: {
+        "transfer_id": 1,
+        "route": "onload",
+        "blocks": 1,
+        "num_bytes": 1,
+        "queued_at": 1.0,
+        "started_at": None,
+        "ended_at": 2.0,
+        "outcome": "done",
+    },
+    BlockStored: {
+        "type": "BlockStored",
+        "block_hashes": [1],
+        "parent_block_hash": None,
+        "token_ids": [5],
+        "block_size": 1,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+    },
+    BlockRemoved: {"type": "BlockRemoved", "block_hashes": [1], "medium": "CPU"},
+    AllBlocksCleared: {"type": "AllBlocksCleared"},
 }
 
 
@@ -62,12 +124,16 @@ def test_names_are_sorted_and_exist():
         "Statistics", "Stream", "WorkerStatistics",
     } <= set(aiokv.__all__)  # fmt: skip
     assert {CacheConfig, CudaOptions, Hit, Item, RankTimeouts, Statistics, Usage} <= set(RECORDS)
+    names = {record.__name__ for record in MORE_RECORDS}
+    assert {"StoreUse", "StoreStatistics", "End", "ModelShape", "CacheSizes"} <= names
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
+@pytest.mark.parametrize(
+    "record", [*RECORDS, Peers, *MORE_RECORDS], ids=lambda record: record.__name__
+)
 def test_types_of_fields_can_be_resolved(record):
-    fields = getattr(record, "__struct_fields__", None) or getattr(record, "_fields", None)
-    names = fields or [field.name for field in dataclasses.fields(record)]
+    fields = getattr(record, "__struct_fields__", getattr(record, "_fields", None))
+    names = [f.name for f in dataclasses.fields(record)] if fields is None else fields
     assert set(names) <= set(typing.get_type_hints(record))
 
 
@@ -79,18 +145,35 @@ def sample(record: type) -> Any:
     required = [f for f in msgspec.inspect.type_info(record).fields if f.required]  # type: ignore[attr-defined]
     for field in required:
         hint = typing.get_type_hints(record)[field.name]
-        kinds: dict[Any, Any] = {list: [], dict: {}}
-        empty = kinds.get(typing.get_origin(hint), 1)
-        plain[field.name] = sample(hint) if hint in RECORDS else empty
+        plain[field.name] = sample(hint) if hint in RECORDS else sample_value(hint)
     return plain
+
+
+def sample_value(hint: Any) -> Any:
+    """Return a plain value of a type that is no record."""
+    if typing.get_origin(hint) is typing.Literal:
+        return typing.get_args(hint)[0]
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return next(iter(hint)).value
+    kinds: dict[Any, Any] = {list: [], dict: {}, str: "", bool: False}
+    return kinds.get(typing.get_origin(hint) or hint, 1)
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
 def test_records_are_made_from_plain_values_and_back(record):
     values = sample(record)
-    made = msgspec.convert(list(values.values()) if issubclass(record, tuple) else values, record)
+    is_array = issubclass(record, tuple | KVEventBatch)
+    made = msgspec.convert(list(values.values()) if is_array else values, record)
     assert isinstance(made, record)
     assert msgspec.convert(msgspec.to_builtins(made), record) == made
+
+
+@pytest.mark.parametrize("config", [model_configs.DEEPSEEK_V3, model_configs.GEMMA_3_4B])
+def test_shapes_and_sizes_are_made_from_plain_values_and_back(config):
+    shape = ModelShape.from_config(config)
+    assert msgspec.convert(msgspec.to_builtins(shape), ModelShape) == shape
+    sizes = cache_sizes(shape, Memory(gpu_bytes=2**33))
+    assert msgspec.convert(msgspec.to_builtins(sizes), CacheSizes) == sizes
 
 
 def test_msgspec_reports_the_field_that_is_out_of_range():

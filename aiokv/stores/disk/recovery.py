@@ -149,7 +149,13 @@ def log_damage(volume: Volume, damage: Damage) -> None:
     """Log records that do not count, in one line."""
     if damage.needs_new_journal:
         _log.warning(
-            "disk.journal_damaged", path=str(volume.path), **msgspec.structs.asdict(damage)
+            "disk.journal_damaged",
+            path=str(volume.path),
+            damaged_records=damage.damaged_records,
+            torn_records=damage.torn_records,
+            unproven_records=damage.unproven_records,
+            outside_records=damage.outside_records,
+            damaged_headers=damage.damaged_headers,
         )
 
 

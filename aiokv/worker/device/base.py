@@ -142,7 +142,8 @@ class Device(Protocol):
         computes_in_stream: the model's work may have been submitted only when `commit` is called,
             so that transfers have to wait for the event of its step.
 
-    Optional: ``failure``, the error after which no transfer can succeed, which breaks the engine.
+    Optional: ``failure``, the error after which no transfer can succeed, which breaks the engine;
+    ``unpinned_bytes``, the host memory that it has not page-locked yet.
     """
 
     name: str

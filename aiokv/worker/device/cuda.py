@@ -321,6 +321,11 @@ class CudaDevice(Unique):
         event_handle(event)
 
     @property
+    def unpinned_bytes(self) -> int:
+        """Host memory that is not pinned yet; copies wait for the part that they use."""
+        return sum(host.total_bytes - host.ready_bytes for host in self._hosts.values())
+
+    @property
     def failure(self) -> DeviceError | None:
         """The error after which no result of the GPU is valid; None without one."""
         for engine in self._engines.values():

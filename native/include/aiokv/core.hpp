@@ -9,6 +9,7 @@
 //   index_        the tree, its contexts and items
 //   transfers_    the ledger of what is in flight
 //   stored_       digests of blocks, and which of them the stores have
+//   events_       changes of the two tiers, for subscribers
 //   state_ windows_ auxiliary_   ids beside full attention: recurrent state, sliding windows
 //   residency_    copies of indexed blocks, refs and holds, eviction
 //   saver_        when blocks get their host copy
@@ -30,11 +31,13 @@
 #include "aiokv/auxiliary_pools.hpp"
 #include "aiokv/auxiliary_stores.hpp"
 #include "aiokv/batches.hpp"
+#include "aiokv/block_events.hpp"
 #include "aiokv/completions.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
 #include "aiokv/fetches.hpp"
 #include "aiokv/grants.hpp"
+#include "aiokv/hot_prefixes.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
 #include "aiokv/matching.hpp"
@@ -248,6 +251,7 @@ class Core {
     void forget_host() { tiers_.forget_host(); }
     void reset();
     std::uint32_t device_blocks() const { return device_.capacity(); }
+    std::uint32_t block_tokens() const { return config_.block_tokens; }
 
     // -- uses of prefixes that a lease keeps
     void await_use(LeaseId id) { uses_.await(leases_.at(id)); }
@@ -261,12 +265,23 @@ class Core {
         return {device_.free_blocks(), residency_.evictable(), state_.usable_slots()};
     }
 
+    // Changes of the two tiers, for subscribers.
+    BlockEvents& events() { return events_; }
+
     const Histogram& hold_times() const { return leases_.hold_times(); }
     CoreStatistics statistics() const;
     std::vector<std::string> violations() const;
     std::vector<BlockView> blocks() const { return index_.blocks(); }
+    HotPrefixes hottest_prefixes(std::size_t limit) const {
+        return aiokv::hottest_prefixes(index_, limit);
+    }
+    std::vector<const Lease*> oldest_leases(std::size_t limit) const {
+        return leases_.oldest(limit, kMaxListed);
+    }
 
   private:
+    static constexpr std::size_t kMaxListed = 8192;  // records of leases: takes less than 1 ms
+
     void finish_state(Lease& lease, std::uint32_t num_tokens);
 
     CoreConfig config_;
@@ -276,6 +291,7 @@ class Core {
     Index index_;
     TransferLedger transfers_;
     StoredBlocks stored_;
+    BlockEvents events_;
     RecurrentState state_;
     SlidingWindows windows_;
     AuxiliaryPools auxiliary_;

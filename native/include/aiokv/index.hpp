@@ -1,6 +1,7 @@
 // The prefix index: the tree of blocks, one root per context, and the items of prompts.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <optional>
@@ -47,6 +48,14 @@ class Index {
     void close_unused_contexts();
     std::string_view context_of_root(NodeId root) const {
         return contexts_[static_cast<std::size_t>(tree_[root].device)].key;
+    }
+    std::size_t num_contexts() const { return context_ids_.size() + 1; }
+    // Visits the roots of contexts, and looks at no more than `max_contexts` places.
+    template <class Visit>
+    void for_some_roots(std::size_t max_contexts, Visit visit) const {
+        for (std::size_t i = 0; i < std::min(max_contexts, contexts_.size()); ++i) {
+            if (contexts_[i].root != kNone) visit(contexts_[i].root);
+        }
     }
     NodeId root_of(const Lease& lease) const { return contexts_[lease.context].root; }
     // Of the fingerprints of its prompts; the same in every process.

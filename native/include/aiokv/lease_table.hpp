@@ -39,6 +39,10 @@ class LeaseTable {
     // transition is not allowed.
     void move(Lease& lease, LeaseState to);
 
+    // Open leases among the first `max_records` records, the longest open first; at most `limit`.
+    std::vector<const Lease*> oldest(std::size_t limit, std::size_t max_records) const;
+    static double age_seconds(const Lease& lease);
+
     // Counts in O(1). A lease without a handle is not among open_leases().
     std::uint32_t open_leases() const;
     std::uint32_t count(LeaseState state) const { return counts_[static_cast<std::size_t>(state)]; }

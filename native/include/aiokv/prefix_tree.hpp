@@ -52,6 +52,21 @@ class ChildSet {
         }
     }
 
+    // Visits children until `max_slots` slots were looked at. Returns the number of these slots.
+    template <class Visit>
+    std::size_t for_some(std::size_t max_slots, Visit visit) const {
+        std::size_t seen = 0;
+        for (std::size_t i = 0; parts_ && i < kParts && seen < max_slots; ++i) {
+            seen += parts_[i].for_some(max_slots - seen, visit);
+        }
+        for (const Slot& slot : slots_) {
+            if (seen == max_slots) break;
+            ++seen;
+            if (slot.node != kNone) visit(slot.node);
+        }
+        return seen;
+    }
+
     std::uint32_t device_children = 0;
 
   private:
@@ -104,6 +119,11 @@ class PrefixTree {
     bool has_device_child(NodeId node) const;
     std::uint32_t device_children(NodeId node) const;
     std::uint32_t children(NodeId node) const;
+    // kNone where there is none, or several.
+    NodeId only_child(NodeId node) const {
+        const std::uint32_t child = nodes_[node].child;
+        return is_fork(child) ? kNone : child;
+    }
 
     template <class Visit>
     void for_each_child(NodeId node, Visit visit) const {
@@ -111,6 +131,17 @@ class PrefixTree {
         if (child == kNone) return;
         if ((child & kFork) == 0) return visit(child);
         forks_[child & ~kFork].for_each(visit);
+    }
+
+    // As for_each_child(), in bounded time: looks at no more than `max_slots` places of children.
+    // Returns how many it looked at.
+    template <class Visit>
+    std::size_t for_some_children(NodeId node, std::size_t max_slots, Visit visit) const {
+        const std::uint32_t child = nodes_[node].child;
+        if (child == kNone || max_slots == 0) return 0;
+        if ((child & kFork) != 0) return forks_[child & ~kFork].for_some(max_slots, visit);
+        visit(child);
+        return 1;
     }
 
     std::uint32_t live_nodes() const { return live_; }

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "aiokv/auxiliary_pools.hpp"
+#include "aiokv/block_events.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
 #include "aiokv/eviction_cause.hpp"
@@ -30,7 +31,7 @@ namespace aiokv {
 class Residency {
   public:
     Residency(const CoreConfig& config, Index& index, StoredBlocks& stored,
-              AuxiliaryPools& auxiliary, DevicePool& device, RunPool& host);
+              AuxiliaryPools& auxiliary, DevicePool& device, RunPool& host, BlockEvents& events);
 
     // -- refs and holds, a path at a time
     // Returns the number of blocks that are on the device, or on the way there.
@@ -123,6 +124,17 @@ class Residency {
     void check(Report& report) const;
 
   private:
+    // kDeviceValid and kHostValid of indexed blocks: set and cleared by these alone, because
+    // subscribers are told.
+    void gain(NodeId node, NodeFlag copy) {
+        tree_[node].set(copy);
+        events_.changed(node);
+    }
+    void lose(NodeId node, NodeFlag copy) {
+        tree_[node].clear(copy);
+        events_.changed(node);
+    }
+
     // refs and holds
     void unref_node(NodeId node);
     void hold_node(NodeId node);
@@ -156,6 +168,7 @@ class Residency {
     AuxiliaryPools& auxiliary_;
     DevicePool& device_;
     RunPool& host_;
+    BlockEvents& events_;
     HostCopyList host_copies_;  // of clean blocks that no swapped lease holds
     EvictionOrder order_;
     std::uint32_t device_nodes_ = 0;  // nodes with a device id

@@ -71,10 +71,11 @@ Core::Core(const CoreConfig& config)
       index_(config_, leases_),
       transfers_(index_.tree()),
       stored_(config_, index_),
+      events_(config_, index_, stored_),
       state_(config_, index_, leases_, transfers_),
       windows_(config_, index_, leases_, transfers_),
       auxiliary_(state_, windows_),
-      residency_(config_, index_, stored_, auxiliary_, device_, host_),
+      residency_(config_, index_, stored_, auxiliary_, device_, host_, events_),
       saver_(config_, index_.tree(), device_, host_, residency_, transfers_),
       store_saver_(config_, index_.tree(), host_, stored_, residency_, transfers_),
       promises_(leases_.records(), config_.block_tokens),
@@ -308,6 +309,7 @@ std::vector<std::string> Core::violations() const {
     peers_.check(report);
     swaps_.check(report);
     residency_.check(report);
+    events_.check(report);
     return report.take();
 }
 

@@ -1,8 +1,10 @@
 #include "aiokv/lease_table.hpp"
 
+#include <algorithm>
 #include <string>
 
 #include "aiokv/error.hpp"
+#include "aiokv/tick_clock.hpp"
 #include "report.hpp"
 
 namespace aiokv {
@@ -62,10 +64,10 @@ void LeaseTable::move(Lease& lease, LeaseState to) {
     const std::uint64_t now = tick_nanoseconds();
     if (computes) {
         ++computing_;
-        lease.held_since = now;
+        lease.held_since_ns = now;
     } else {
         --computing_;
-        hold_times_.add(now - lease.held_since);
+        hold_times_.add(now - lease.held_since_ns);
     }
 }
 
@@ -113,6 +115,7 @@ Lease& LeaseTable::open(std::span<const std::int32_t> tokens, std::uint32_t cont
     lease.computed_blocks = lease.device_hit = lease.host_hit = lease.known_blocks = 0;
     lease.store_hit = 0;
     lease.digests.clear();
+    lease.opened_ns = tick_nanoseconds();
     move(lease, kMatched);
     return lease;
 }
@@ -136,6 +139,23 @@ void LeaseTable::close(Lease& lease) {
         free_memory(lease.windows);
     }
     free_.push_back(lease.index);
+}
+
+std::vector<const Lease*> LeaseTable::oldest(std::size_t limit, std::size_t max_records) const {
+    std::vector<const Lease*> open;
+    for (std::size_t i = 0; i < std::min(max_records, leases_.size()); ++i) {
+        if (leases_[i].is_open()) open.push_back(&leases_[i]);
+    }
+    const auto end = open.begin() + static_cast<std::ptrdiff_t>(std::min(limit, open.size()));
+    std::partial_sort(open.begin(), end, open.end(), [](const Lease* a, const Lease* b) {
+        return std::pair(a->opened_ns, a->index) < std::pair(b->opened_ns, b->index);
+    });
+    open.erase(end, open.end());
+    return open;
+}
+
+double LeaseTable::age_seconds(const Lease& lease) {
+    return static_cast<double>(tick_nanoseconds() - lease.opened_ns) * 1e-9;
 }
 
 std::uint32_t LeaseTable::open_leases() const {

@@ -13,7 +13,8 @@ const char* name_of(EvictionCause cause) {
 }
 
 Residency::Residency(const CoreConfig& config, Index& index, StoredBlocks& stored,
-                     AuxiliaryPools& auxiliary, DevicePool& device, RunPool& host)
+                     AuxiliaryPools& auxiliary, DevicePool& device, RunPool& host,
+                     BlockEvents& events)
     : config_(config),
       index_(index),
       stored_(stored),
@@ -21,6 +22,7 @@ Residency::Residency(const CoreConfig& config, Index& index, StoredBlocks& store
       auxiliary_(auxiliary),
       device_(device),
       host_(host),
+      events_(events),
       host_copies_(config.host_blocks),
       order_(config, tree_) {}
 
@@ -50,6 +52,7 @@ void Residency::detach(NodeId node, EvictionCause cause) {
     if (n.has(kQueued | kParked)) order_.dequeue(node);
     n.parent = kNone;
     n.set(kDetached);
+    events_.changed(node);
     n.clear(kBackupQueued);
     if (n.has(kHostValid)) host_copies_.remove(n.host);
     if (n.has(kHasSides)) auxiliary_.forget(node);
@@ -91,7 +94,7 @@ void Residency::release_device_copy(NodeId node, EvictionCause cause) {
     device_.give_back(n.device);
     n.device = kNoBlock;
     --device_nodes_;
-    n.clear(kDeviceValid);
+    lose(node, kDeviceValid);
     tree_.count_device_child(node, -1);
     evicted_device_.add(cause);
     if (!n.has(kHostValid)) return drop(node, cause);

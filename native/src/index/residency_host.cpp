@@ -61,11 +61,12 @@ void Residency::reclaim_host_copies(std::size_t blocks, Stays stays) {
 }
 
 void Residency::reclaim_host_copy(BlockId host) {
-    Node& n = tree_[host_copies_.node_of(host)];
+    const NodeId node = host_copies_.node_of(host);
+    Node& n = tree_[node];
     host_copies_.remove(host);
     host_.give_back(host);
     n.host = kNoBlock;
-    n.clear(kHostValid);
+    lose(node, kHostValid);
     if (n.has(kAhead)) order_.ahead().restart();
     ++reclaimed_host_copies_;
 }

@@ -77,7 +77,7 @@ bool Residency::publish(const Lease& lease, std::uint32_t block, PrefixTree::Fou
     if (n.has(kDeviceResident)) return false;
     n.device = lease.table[block];
     ++device_nodes_;
-    n.set(kDeviceValid);
+    gain(found.node, kDeviceValid);
     tree_.count_device_child(found.node, +1);
     if (n.has(kHostValid)) list_host_copy(found.node);
     return true;

@@ -17,7 +17,7 @@ bool Residency::give_host_copy(PrefixTree::Found found, BlockId host) {
     Node& n = tree_[found.node];
     if (n.has(kHostValid | kHostLoading)) return false;
     n.host = host;
-    n.set(kHostValid);
+    gain(found.node, kHostValid);
     if (found.is_new) n.reuse_class = tree_[n.parent].reuse_class;
     list_host_copy(found.node);
     return true;

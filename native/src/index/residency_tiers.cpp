@@ -60,13 +60,14 @@ void Residency::forget_host() {
         host_copies_.remove(n.host);
         host_.give_back(n.host);
         n.host = kNoBlock;
-        n.clear(kHostValid);
+        lose(node, kHostValid);
     }
     order_.ahead().restart();
     index_.change();
 }
 
 void Residency::detach_all() {
+    events_.clear();
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
         if (!tree_.is_live(node) || tree_[node].has(kDetached)) continue;
         if (tree_[node].has(kRoot)) {

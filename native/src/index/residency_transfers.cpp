@@ -33,7 +33,7 @@ void Residency::finish_onload(const Transfer& transfer, std::uint32_t good) {
         n.next = kNone;
         if (i >= good) continue;  // stays resident, not valid, until it is dropped below
         n.clear(kDeviceLoading);
-        n.set(kDeviceValid);
+        gain(nodes[i], kDeviceValid);
         list_host_copy(nodes[i]);
     }
     onloaded_ += good;
@@ -89,13 +89,13 @@ void Residency::begin_offload(const Transfer& transfer) {
 }
 
 void Residency::finish_offload(const Transfer& transfer, std::uint32_t good) {
+    for (std::size_t i = 0; i < good; ++i) gain(transfer.nodes[i], kHostValid);
     for (std::size_t i = transfer.nodes.size(); i-- > 0;) {
         const NodeId node = transfer.nodes[i];
         Node& n = tree_[node];
         --n.pins;
         n.clear(kHostLoading);
         if (i < good) {
-            n.set(kHostValid);
             list_host_copy(node);
         } else {
             n.set(kBackupFailed);

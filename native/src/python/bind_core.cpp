@@ -188,6 +188,34 @@ std::map<std::string, std::uint64_t> by_cause(const EvictionCounts& counts) {
     return named;
 }
 
+using HotPrefixTuple =
+    nb::typed<nb::tuple, std::int64_t, std::uint32_t, std::string, std::uint32_t, std::uint32_t,
+              std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
+using HotPrefixesTuple = nb::typed<nb::tuple, std::vector<HotPrefixTuple>, bool>;
+
+HotPrefixesTuple hot_prefix_tuples(const Core& core, std::size_t limit) {
+    const HotPrefixes found = core.hottest_prefixes(limit);
+    std::vector<HotPrefixTuple> tuples;
+    for (const HotPrefix& p : found.prefixes) {
+        const auto parent =
+            p.parent == HotPrefix::kNoParent ? -1 : static_cast<std::int64_t>(p.parent);
+        tuples.push_back(nb::make_tuple(parent, p.node, std::string(p.context), p.first_block,
+                                        p.blocks, p.device_blocks, p.host_blocks, p.uses, p.refs,
+                                        p.children));
+    }
+    return nb::make_tuple(tuples, found.complete);
+}
+
+using LeaseTuple = nb::typed<nb::tuple, LeaseId, double, std::uint32_t, std::uint32_t,
+                             std::uint32_t, std::uint32_t, std::size_t>;
+
+LeaseTuple lease_tuple(const Lease& lease, std::uint32_t block_tokens) {
+    const std::uint32_t hit = (lease.device_hit + lease.host_hit) * block_tokens;
+    return nb::make_tuple(lease.id(), LeaseTable::age_seconds(lease), lease.prompt_tokens,
+                          lease.has_blocks() ? lease.cached_tokens : hit, lease.num_tokens,
+                          lease.computed_tokens, lease.table.size());
+}
+
 void bind_statistics(nb::module_& m) {
     using S = CoreStatistics;
     nb::class_<S>(m, "CoreStatistics")
@@ -691,6 +719,26 @@ void bind_core(nb::module_& m) {
         .def("reset", &Core::reset)
         .def("statistics", &Core::statistics)
         .def("violations", &Core::violations)
+        .def(
+            "oldest_leases",
+            [](const Core& core, std::size_t limit) {
+                std::vector<LeaseTuple> tuples;
+                for (const Lease* lease : core.oldest_leases(limit)) {
+                    tuples.push_back(lease_tuple(*lease, core.block_tokens()));
+                }
+                return tuples;
+            },
+            "limit"_a, "Open leases as describe() returns them, in bounded time.")
+        .def(
+            "describe",
+            [](const Core& core, LeaseId id) {
+                return lease_tuple(core.lease(id), core.block_tokens());
+            },
+            "lease"_a,
+            "(id, age_seconds, prompt_tokens, cached_tokens, num_tokens, computed_tokens, blocks).")
+        .def("hottest_prefixes", &hot_prefix_tuples, "limit"_a,
+             "([(parent, node, context, first_block, blocks, device_blocks, host_blocks, uses, "
+             "refs, children)], complete); parent is a place in the list, or -1.")
         .def("blocks", &blocks,
              "What can be matched: (context, prefix tokens, device id, host id, flags, refs, "
              "pins); flags are 1, 2: device valid, loading; 4, 8: host valid, loading.");

@@ -17,6 +17,7 @@ NB_MODULE(_native, m) {
     aiokv::bind_copy(m);
     aiokv::bind_histogram(m);
     aiokv::bind_core(m);
+    aiokv::bind_events(m);
     aiokv::bind_digest(m);
     aiokv::bind_store(m);
     aiokv::bind_io(m);

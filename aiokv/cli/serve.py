@@ -1,0 +1,91 @@
+"""``aiokv serve``: the demo's model behind an OpenAI-like HTTP endpoint."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from aiokv.cli.arguments import add_count
+from aiokv.cli.running import Terminated
+from aiokv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+EPILOG = """\
+The model has random weights, so its text has no meaning; a token is a byte. The source to copy is
+aiokv/demo/http_server.py. /aiokv/ on the same port is the live page of the cache, /aiokv/metrics
+is for Prometheus, and /aiokv/readyz for probes.
+
+    curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "hello", "stream": true}'
+
+SIGTERM and Ctrl-C refuse new connections and wait for the answers in flight, at most --grace.
+
+exit status: 0 after SIGTERM, 130 after Ctrl-C, 2 bad usage
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the ``serve`` command."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve the demo's model over HTTP, like OpenAI's completions",
+        description="Serve the demo's model on the cpu device at POST /v1/completions.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to bind (default: %(default)s)"
+    )
+    add_count(parser, "--port", 8000, "port to bind; 0 for any", minimum=0)
+    add_count(parser, "--block-tokens", 16, "tokens per block")
+    add_count(parser, "--device-blocks", 1024, "blocks of the device tier")
+    add_count(parser, "--host-blocks", 4096, "blocks of the host tier; 0 for none", minimum=0)
+    add_count(parser, "--grace", 30, "seconds to wait for answers in flight", "S", minimum=0)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal arrives.
+
+    Raises:
+        ConfigError: starlette or uvicorn is not installed, or a value is out of range.
+    """
+    try:
+        import uvicorn
+
+        app = _make_app(args)
+    except ImportError as error:
+        raise ConfigError(
+            f"aiokv serve needs the package {error.name}", hint="pip install 'aiokv[serve]'"
+        ) from None
+    level = "info" if args.log_level == "warning" else args.log_level
+    with suppress(Terminated):  # uvicorn raises the signal again when it has shut down
+        uvicorn.run(
+            app,
+            host=args.host,
+            port=args.port,
+            loop="uvloop",
+            log_level=level,
+            timeout_graceful_shutdown=args.grace,
+        )
+    return 0
+
+
+def _make_app(args: argparse.Namespace) -> Starlette:
+    from aiokv import CacheConfig, CacheEngine
+    from aiokv.demo.http_server import make_app
+    from aiokv.demo.transformer import NumpyTransformer
+    from aiokv.demo.weights import GroupedConfig, random_weights
+
+    config = CacheConfig(
+        block_tokens=args.block_tokens,
+        device_blocks=args.device_blocks,
+        host_blocks=args.host_blocks,
+    )
+    sizes = GroupedConfig(vocab=256)
+    max_context_tokens = args.device_blocks * args.block_tokens
+    model = NumpyTransformer(sizes, random_weights(sizes), max_context_tokens=max_context_tokens)
+    cache = model.new_cache(args.device_blocks, args.block_tokens)
+    engine = CacheEngine(config, cache.regions(), model.new_device())
+    return make_app(engine, model, cache)

@@ -1,0 +1,153 @@
+"""``aiokv size --model config.json --gpu-memory 80GiB``: the blocks and conversations that fit."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from aiokv.cli.arguments import add_count, add_json, positive_share, size_bytes
+from aiokv.observe.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from aiokv.sizing import CacheSizes
+
+EPILOG = """\
+--model takes the path of a config.json of Hugging Face, the path of its folder, or the name of a
+model in the local cache of Hugging Face; nothing is downloaded. The weights are subtracted from the
+GPU memory: those of --weights, or the *.safetensors files beside the config.json.
+
+Sizes have units: 80GiB, 1.5TB, 512MiB. Bytes and blocks are those of one rank; --host-memory is
+that of all ranks together. Put the printed TOML in a file for CacheConfig.load(file=...).
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the ``size`` command."""
+    parser = subparsers.add_parser(
+        "size",
+        help="compute the blocks and conversations that fit in memory",
+        description="Compute the bytes per token and block of a model, and what fits in memory.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="PATH", help="config.json, its folder, or ORG/NAME")
+    add("--gpu-memory", required=True, type=size_bytes, metavar="SIZE", help="memory of one GPU")
+    add(
+        "--gpu-memory-utilization",
+        type=positive_share,
+        default=0.9,
+        metavar="X",
+        help="share of it for weights and KV; the rest is for activations (default: %(default)s)",
+    )
+    add("--weights", type=size_bytes, metavar="SIZE", help="bytes of the weights of all ranks")
+    add(
+        "--host-memory",
+        type=size_bytes,
+        default=0,
+        metavar="SIZE",
+        help="host memory for KV, of all ranks together (default: none)",
+    )
+    add_count(parser, "--tensor-parallel", 1, "number of ranks, each with one GPU")
+    add(
+        "--kv-dtype",
+        default="auto",
+        metavar="DTYPE",
+        help="dtype of KV: auto (that of the model), bfloat16, fp8, fp8_ds_mla, ... "
+        "(default: %(default)s)",
+    )
+    add_count(parser, "--block-tokens", 16, "tokens per block")
+    add_count(parser, "--tokens", 8192, "tokens of one conversation")
+    add_count(parser, "--step-tokens", 2048, "tokens per step, for models with sliding windows")
+    add("--with-stores", action="store_true", help="the engine has stores below the host tier")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the sizes on stdout, then a configuration with them.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigError: the model cannot be sized, or the memory is too small for it.
+        UsageError: the output file cannot be written.
+    """
+    from aiokv.cli.files import check_writable, print_json
+    from aiokv.cli.rows import print_rows
+    from aiokv.cli.toml import toml_lines
+
+    check_writable(args.json)
+    sizes = _sizes(args)
+    sizes.check()
+    if args.json is not None:
+        print_json(args.json, sizes)
+        return 0
+    print_rows(f"cache of {sizes.model}", list(_rows(sizes)))
+    print('\n# aiokv.toml, for CacheConfig.load(file="aiokv.toml"), the same on each rank')
+    print("\n".join(toml_lines(sizes.settings())))
+    return 0
+
+
+def _sizes(args: argparse.Namespace) -> CacheSizes:
+    from aiokv.model_config import config_path
+    from aiokv.model_shape import ModelShape
+    from aiokv.sizing import Memory, cache_sizes, weight_bytes
+
+    path = config_path(args.model)
+    weights = weight_bytes(path.parent) if args.weights is None else args.weights
+    return cache_sizes(
+        ModelShape.from_config(path),
+        Memory(
+            gpu_bytes=args.gpu_memory,
+            gpu_share=args.gpu_memory_utilization,
+            weight_bytes=weights or 0,
+            host_bytes=args.host_memory,
+            tensor_parallel=args.tensor_parallel,
+            kv_dtype=args.kv_dtype,
+            block_tokens=args.block_tokens,
+            conversation_tokens=args.tokens,
+            step_tokens=args.step_tokens,
+            with_stores=args.with_stores,
+        ),
+    )
+
+
+def _rows(sizes: CacheSizes) -> Iterator[tuple[str, str]]:
+    memory = sizes.memory
+    per_rank = "" if memory.tensor_parallel == 1 else " per rank"
+    yield "model", f"{sizes.model}, {sizes.attention}, {sizes.layers} layers of full attention"
+    yield "dtype of KV", sizes.kv_dtype
+    yield f"bytes per token{per_rank}", _exact(sizes.token_bytes)
+    yield f"bytes per block{per_rank}", f"{_exact(sizes.block_bytes)}, {memory.block_tokens} tokens"
+    for group in sizes.windows:
+        text = f"{group.layers} layers, {_exact(group.block_bytes)} per block{per_rank}"
+        text += f"; {group.conversation_blocks:,} blocks per conversation"
+        yield f"window of {group.window_tokens:,} tokens", text
+    if sizes.state_slot_bytes:
+        yield f"recurrent state per sequence{per_rank}", _exact(sizes.state_slot_bytes)
+    weights = (
+        f"less {format_bytes(memory.weight_bytes)} of weights"
+        if memory.weight_bytes
+        else "weights not subtracted: pass --weights"
+    )
+    share = f"{memory.gpu_share:.0%} of {format_bytes(memory.gpu_bytes)}"
+    yield f"GPU memory for KV{per_rank}", f"{format_bytes(sizes.kv_bytes)} ({share}, {weights})"
+    yield "device blocks", f"{sizes.device_blocks:,}, {_tokens(sizes, sizes.device_blocks)}"
+    name = f"conversations of {memory.conversation_tokens:,} tokens"
+    yield f"{name} in GPU memory", f"{sizes.device_conversations:,}"
+    if memory.host_bytes:
+        yield "host blocks", f"{sizes.host_blocks:,}, {_tokens(sizes, sizes.host_blocks)}"
+        yield f"{name} in host memory", f"{sizes.host_conversations:,}"
+    for note in sizes.notes:
+        yield "note", note
+
+
+def _tokens(sizes: CacheSizes, blocks: int) -> str:
+    return f"{blocks * sizes.memory.block_tokens:,} tokens"
+
+
+def _exact(num_bytes: int) -> str:
+    return f"{num_bytes:,} ({format_bytes(num_bytes)})"

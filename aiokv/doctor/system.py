@@ -1,0 +1,161 @@
+"""Checks of the operating system: kernel, memory, pages, limits, NUMA and clock."""
+
+from __future__ import annotations
+
+import re
+import resource
+from typing import TYPE_CHECKING, Final
+
+from aiokv.doctor.findings import Finding, missing, ok, slow
+from aiokv.observe.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from aiokv.doctor.machine import Machine
+
+MIN_OPEN_FILES: Final = 1024
+FAST_CLOCKS: Final = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")
+_CAP_IPC_LOCK: Final = 1 << 14
+
+
+def check_kernel(machine: Machine) -> Iterator[Finding]:
+    if machine.system != "Linux":
+        yield missing("operating system", machine.system, "run aiokv on Linux", required=True)
+        return
+    yield ok("operating system", f"Linux {machine.release}")
+
+
+def check_processor(machine: Machine) -> Iterator[Finding]:
+    info = machine.read("proc/cpuinfo") or ""
+    found = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
+    name = f" of {found[1]}" if found else ""
+    count = len(machine.cpus)
+    text = f"{count} CPU{'s' if count != 1 else ''}{name}"
+    if count < 2:
+        yield slow(
+            "processor",
+            text,
+            "give the process 2 CPUs or more: copies run in threads beside the event loop",
+        )
+    else:
+        yield ok("processor", text)
+
+
+def check_memory(machine: Machine) -> Iterator[Finding]:
+    info = machine.read("proc/meminfo") or ""
+    sizes = {
+        name: int(size) << 10
+        for name, size in re.findall(r"^(\w+):\s+(\d+) kB", info, re.MULTILINE)
+    }
+    available = sizes.get("MemAvailable")
+    if available is None:
+        yield slow("memory", "unknown: /proc/meminfo cannot be read", "mount /proc")
+        return
+    text = f"{format_bytes(available)} available of {format_bytes(sizes.get('MemTotal', 0))}"
+    limit = machine.number("sys/fs/cgroup/memory.max")
+    if limit is not None:
+        text += f"; the control group may use {format_bytes(limit)}"
+    yield ok("memory", text)
+
+
+def check_huge_pages(machine: Machine) -> Iterator[Finding]:
+    """Huge pages make pinning and copies of host memory faster; the arena asks for them."""
+    text = machine.read("sys/kernel/mm/transparent_hugepage/enabled")
+    advice = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, as root"
+    if text is None:
+        yield slow("huge pages", "the kernel has no transparent huge pages", "use such a kernel")
+        return
+    chosen = re.search(r"\[(\w+)\]", text)
+    mode = chosen[1] if chosen else text
+    if mode in ("always", "madvise"):
+        yield ok("huge pages", f"transparent, {mode}")
+    else:
+        yield slow("huge pages", f"transparent, {mode}", advice)
+
+
+def check_locked_memory(machine: Machine) -> Iterator[Finding]:
+    """io_uring counts host memory that it keeps mapped against the limit of locked memory."""
+    limit = machine.soft_limit(resource.RLIMIT_MEMLOCK)
+    status = machine.read("proc/self/status") or ""
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
+    if limit == resource.RLIM_INFINITY:
+        yield ok("locked memory", "unlimited")
+    elif found and int(found[1], 16) & _CAP_IPC_LOCK:
+        yield ok("locked memory", f"limit {format_bytes(limit)}, from which CAP_IPC_LOCK exempts")
+    else:
+        yield slow(
+            "locked memory",
+            f"limit {format_bytes(limit)}: the disk store cannot keep host memory mapped",
+            "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity",
+        )
+
+
+def check_open_files(machine: Machine) -> Iterator[Finding]:
+    limit = machine.soft_limit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY or limit >= MIN_OPEN_FILES:
+        yield ok(
+            "open files", "unlimited" if limit == resource.RLIM_INFINITY else f"limit {limit:,}"
+        )
+    else:
+        yield slow(
+            "open files",
+            f"limit {limit:,}: stores and peers need descriptors",
+            f"ulimit -n {MIN_OPEN_FILES} or more",
+        )
+
+
+def check_numa(machine: Machine) -> Iterator[Finding]:
+    """Each CPU of another node than the GPU's copies at a lower speed."""
+    nodes = numa_nodes(machine)
+    if len(nodes) < 2:
+        yield ok("NUMA", "one node")
+        return
+    used = sorted(node for node, cpus in nodes.items() if cpus & machine.cpus)
+    text = f"{len(nodes)} nodes; the process may run on {', '.join(f'node {n}' for n in used)}"
+    if len(used) > 1:
+        yield slow(
+            "NUMA", text, "run each server on its GPU's node: numactl --cpunodebind=N --preferred=N"
+        )
+    else:
+        yield ok("NUMA", text)
+
+
+def check_clock(machine: Machine) -> Iterator[Finding]:
+    """Reading a slow clock enters the kernel; each transition and transfer reads it."""
+    folder = "sys/devices/system/clocksource/clocksource0"
+    name = machine.read(f"{folder}/current_clocksource")
+    if name is None:
+        yield slow("clock", "the clock source is unknown: /sys cannot be read", "mount /sys")
+    elif name in FAST_CLOCKS:
+        yield ok("clock", name)
+    else:
+        available = (machine.read(f"{folder}/available_clocksource") or "").split()
+        better = [clock for clock in FAST_CLOCKS if clock in available]
+        advice = "boot with tsc=reliable if the processor has a constant TSC"
+        if better:
+            advice = f"echo {better[0]} > /{folder}/current_clocksource, as root"
+        yield slow("clock", f"{name}, which each reading enters the kernel for", advice)
+
+
+def numa_nodes(machine: Machine) -> dict[int, frozenset[int]]:
+    """Return the CPUs of each NUMA node that has some."""
+    nodes = {}
+    for path in sorted((machine.root / "sys/devices/system/node").glob("node[0-9]*")):
+        try:
+            cpus = _cpu_list((path / "cpulist").read_text())
+        except (OSError, ValueError):
+            continue
+        if cpus:
+            nodes[int(path.name.removeprefix("node"))] = cpus
+    return nodes
+
+
+def _cpu_list(text: str) -> frozenset[int]:
+    """Parse a list of CPUs, such as ``0-3,8``."""
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)

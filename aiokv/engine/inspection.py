@@ -1,0 +1,68 @@
+"""Inspection: lists of leases and prefixes, and the health of an engine, for tools."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiokv import checks
+from aiokv.engine.contexts import split_context
+from aiokv.types import Health, HotPrefixes, LeaseInfo, PrefixInfo
+
+if TYPE_CHECKING:
+    from aiokv.engine.parts import Parts
+    from aiokv.engine.sleeping import Sleep
+
+
+class Inspection:
+    """Reads the state of an engine, in bounded time; changes nothing."""
+
+    def __init__(self, parts: Parts, sleep: Sleep) -> None:
+        self._block_tokens = parts.config.block_tokens
+        self._lifetime = parts.lifetime
+        self._read = parts.scheduler.read
+        self._worker = parts.worker
+        self._sleep = sleep
+
+    def leases(self, limit: int) -> list[LeaseInfo]:
+        """See ``CacheEngine.leases``."""
+        self._lifetime.check_thread()
+        return self._read.leases(checks.integer("limit", limit, minimum=0))
+
+    def hottest_prefixes(self, limit: int) -> HotPrefixes:
+        """See ``CacheEngine.hottest_prefixes``."""
+        self._lifetime.check_thread()
+        limit = checks.integer("limit", limit, minimum=0)
+        stretches, is_complete = self._read.hottest_prefixes(limit)
+        prefixes = []
+        for parent, block, context, first_block, blocks, device, host, *counts in stretches:
+            salt, adapter = split_context(context)
+            uses, leases, branches = counts
+            prefixes.append(
+                PrefixInfo(
+                    prefix_id=block,
+                    parent=None if parent < 0 else parent,
+                    salt=salt,
+                    adapter=adapter,
+                    first_token=first_block * self._block_tokens,
+                    num_tokens=blocks * self._block_tokens,
+                    blocks=blocks,
+                    device_blocks=device,
+                    host_blocks=host,
+                    uses=uses,
+                    leases=leases,
+                    branches=branches,
+                )
+            )
+        return HotPrefixes(prefixes=prefixes, is_complete=is_complete)
+
+    def health(self) -> Health:
+        """See ``CacheEngine.health``."""
+        self._lifetime.check_thread()
+        failure = self._lifetime.failure
+        return Health(
+            phase=self._lifetime.phase_name,
+            failure="" if failure is None else str(failure) or type(failure).__name__,
+            asleep=sorted(self._sleep.asleep),
+            is_paused=self._read.is_paused,
+            unpinned_bytes=self._worker.unpinned_bytes,
+        )

@@ -1,0 +1,26 @@
+"""KV events: what the tiers of an engine hold, in the schema of vLLM.
+
+``CacheEngine.kv_events`` gives them in the process; :class:`ZmqPublisher` publishes them to routers
+that read vLLM's events.
+"""
+
+from aiokv.events.publisher import PublisherStatistics, ZmqPublisher
+from aiokv.events.schema import (
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    KVEventBatch,
+)
+
+__all__ = [
+    "AllBlocksCleared",
+    "BlockHash",
+    "BlockRemoved",
+    "BlockStored",
+    "KVEvent",
+    "KVEventBatch",
+    "PublisherStatistics",
+    "ZmqPublisher",
+]

@@ -1,0 +1,310 @@
+"""ModelShape: the bytes that a model stores per token, per block and per sequence.
+
+The figures are those of one rank: with tensor parallelism, ranks divide the KV heads; all of them
+have the latent of multi-head latent attention (MLA).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from aiokv import checks
+from aiokv.errors import ConfigError
+from aiokv.stores.base import store_pitch_bytes
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Mapping
+
+# Bytes per element of the dtypes of KV. "auto" is the dtype of the model.
+ELEMENT_BYTES: Final = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "fp8": 1,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "int8": 1,
+}
+# The latent in fp8 with a float32 scale per 128 elements, the rotary part in bfloat16.
+FP8_DS_MLA: Final = "fp8_ds_mla"
+KV_DTYPES: Final = ("auto", *ELEMENT_BYTES, FP8_DS_MLA)
+
+_SCALE_ELEMENTS: Final = 128
+_SCALE_BYTES: Final = 4
+_HOST_ALIGNMENT_BYTES: Final = 64  # of a piece in a host block, as aiokv.worker.regions has it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """KV of one layer.
+
+    Attributes:
+        kv_heads: KV heads of all ranks together; 1 for a latent.
+        key_elements: elements of a key per token and head; for a latent, those of its normalized
+            part.
+        value_elements: elements of a value per token and head; for a latent, those of the rotary
+            key.
+        is_latent: the layer has multi-head latent attention: one tensor, the same on all ranks.
+        window_tokens: positions that one position attends to, itself included; None for all.
+        index_elements: elements of the key of a sparse-attention indexer per token, in fp8 with
+            scales, the same on all ranks; 0 for none.
+    """
+
+    kv_heads: int
+    key_elements: int
+    value_elements: int
+    is_latent: bool = False
+    window_tokens: int | None = None
+    index_elements: int = 0
+
+    def pieces(self, kv_dtype: str, tensor_parallel: int) -> tuple[int, ...]:
+        """Return the bytes per token of each tensor that a rank has.
+
+        Raises:
+            ConfigError: ``kv_dtype`` does not suit the layer, or the ranks cannot divide the heads.
+        """
+        index = (_scaled_fp8_bytes(self.index_elements),) if self.index_elements else ()
+        if kv_dtype == FP8_DS_MLA:
+            if not self.is_latent:
+                raise ConfigError(
+                    f"kv_dtype is {kv_dtype!r}, which only models with latent attention (MLA) have",
+                    hint="use 'fp8'",
+                )
+            return _scaled_fp8_bytes(self.key_elements) + 2 * self.value_elements, *index
+        element_bytes = ELEMENT_BYTES[kv_dtype]
+        if self.is_latent:
+            return (self.key_elements + self.value_elements) * element_bytes, *index
+        heads = heads_per_rank(self.kv_heads, tensor_parallel)
+        sizes = (heads * self.key_elements, heads * self.value_elements)
+        return *(size * element_bytes for size in sizes if size), *index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateShape:
+    """Recurrent state of one sequence in one layer.
+
+    Attributes:
+        conv_elements: elements of the state of the convolution.
+        recurrent_elements: elements of the recurrent state.
+        heads: heads that the ranks divide.
+        recurrent_dtype: dtype of the recurrent state; ``"auto"`` for that of the model.
+    """
+
+    conv_elements: int
+    recurrent_elements: int
+    heads: int
+    recurrent_dtype: str = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What a model stores, by layer.
+
+    Attributes:
+        name: ``model_type`` of the configuration.
+        dtype: dtype of the model, such as ``"bfloat16"``.
+        layers: KV of each layer that has some, with the number of layers that are equal.
+        states: recurrent state of each layer that has some, with the number of equal layers.
+        query_heads: query heads per layer.
+        max_tokens: longest sequence of the model; None if the configuration does not say.
+        kv_dtype: dtype of KV that the configuration asks for; None for that of the model.
+        notes: assumptions that the configuration made necessary.
+    """
+
+    name: str
+    dtype: str
+    layers: tuple[tuple[LayerShape, int], ...]
+    states: tuple[tuple[StateShape, int], ...] = ()
+    query_heads: int = 0
+    max_tokens: int | None = None
+    kv_dtype: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_config(cls, config: str | os.PathLike[str] | Mapping[str, Any]) -> ModelShape:
+        """Return the shape of a model with a Hugging Face configuration.
+
+        Args:
+            config: path of a ``config.json`` or of the folder that contains it, the name of a
+                model in the local cache of Hugging Face (``"org/name"``), or the configuration as
+                a mapping. Nothing is downloaded.
+
+        Raises:
+            ConfigError: there is no such file, it is not JSON, a field is missing or out of range,
+                or the model stores something that this function does not know.
+        """
+        from aiokv.model_config import read_config, shape_of
+
+        return shape_of(read_config(config))
+
+    @classmethod
+    def of_layers(cls, layers: Iterable[LayerShape], **fields: Any) -> ModelShape:
+        """Return the shape of the layers of a model, one by one; ``fields`` are the other fields.
+
+        Raises:
+            ConfigError: as the constructor.
+        """
+        return cls(layers=tuple(Counter(layers).items()), **fields)
+
+    @property
+    def attention(self) -> str:
+        """Kind of attention: ``"MHA"``, ``"GQA"``, ``"MQA"`` or ``"MLA"``."""
+        if any(layer.is_latent for layer, _ in self.layers):
+            return "MLA"
+        heads = {layer.kv_heads for layer, _ in self.layers}
+        if heads == {1}:
+            return "MQA"
+        return "MHA" if heads == {self.query_heads} else "GQA"
+
+    @property
+    def full_layers(self) -> int:
+        """Layers whose attention covers all positions."""
+        return sum(count for layer, count in self.layers if layer.window_tokens is None)
+
+    @property
+    def windows(self) -> dict[str, int]:
+        """Positions of each sliding window, by name of its group; see ``CacheConfig.windows``."""
+        sizes = sorted({layer.window_tokens for layer, _ in self.layers if layer.window_tokens})
+        return {f"window_{tokens}": tokens for tokens in sizes}
+
+    def window_layers(self, group: str) -> int:
+        """Return the number of layers of a window group."""
+        tokens = self.windows[group]
+        return sum(count for layer, count in self.layers if layer.window_tokens == tokens)
+
+    def bytes_per_token(
+        self, *, kv_dtype: str = "auto", tensor_parallel: int = 1, group: str | None = None
+    ) -> int:
+        """Return the bytes of one token on one rank.
+
+        Args:
+            kv_dtype: one of ``KV_DTYPES``.
+            tensor_parallel: number of ranks that divide the KV heads.
+            group: a window group; None for the layers whose attention covers all positions.
+
+        Raises:
+            ConfigError: ``kv_dtype`` is unknown or does not suit the model, or the ranks cannot
+                divide the heads.
+        """
+        return sum(self._pieces(kv_dtype, tensor_parallel, group))
+
+    def bytes_per_block(
+        self,
+        block_tokens: int = 16,
+        *,
+        kv_dtype: str = "auto",
+        tensor_parallel: int = 1,
+        group: str | None = None,
+    ) -> int:
+        """Return the bytes of one block in device memory on one rank.
+
+        Args:
+            block_tokens: token positions per block.
+            kv_dtype: as :meth:`bytes_per_token`.
+            tensor_parallel: as :meth:`bytes_per_token`.
+            group: as :meth:`bytes_per_token`.
+
+        Raises:
+            ConfigError: as :meth:`bytes_per_token`; or ``block_tokens`` is below 1.
+        """
+        block_tokens = checks.integer("block_tokens", block_tokens, minimum=1, error=ConfigError)
+        return block_tokens * self.bytes_per_token(
+            kv_dtype=kv_dtype, tensor_parallel=tensor_parallel, group=group
+        )
+
+    def host_bytes_per_block(
+        self,
+        block_tokens: int = 16,
+        *,
+        kv_dtype: str = "auto",
+        tensor_parallel: int = 1,
+        group: str | None = None,
+        with_stores: bool = False,
+    ) -> int:
+        """Return the bytes of one block in host memory on one rank, alignment included.
+
+        Args:
+            block_tokens: token positions per block.
+            kv_dtype: as :meth:`bytes_per_token`.
+            tensor_parallel: as :meth:`bytes_per_token`.
+            group: as :meth:`bytes_per_token`.
+            with_stores: True if the engine has stores, whose objects have trailers.
+
+        Raises:
+            ConfigError: as :meth:`bytes_per_block`.
+        """
+        block_tokens = checks.integer("block_tokens", block_tokens, minimum=1, error=ConfigError)
+        pieces = self._pieces(kv_dtype, tensor_parallel, group)
+        block_bytes = sum(_aligned(block_tokens * piece) for piece in pieces)
+        return store_pitch_bytes(block_bytes) if with_stores else block_bytes
+
+    def state_slot_bytes(self, *, tensor_parallel: int = 1) -> int:
+        """Return the bytes of the recurrent state of one sequence on one rank; 0 for none.
+
+        Raises:
+            ConfigError: the ranks cannot divide the heads of the state.
+        """
+        total = 0
+        for state, count in self.states:
+            if state.heads % tensor_parallel:
+                raise ConfigError(
+                    f"tensor_parallel is {tensor_parallel}; it must divide the {state.heads} heads "
+                    "of the recurrent state"
+                )
+            model_bytes = ELEMENT_BYTES[self.dtype]
+            recurrent = state.recurrent_dtype
+            recurrent_bytes = model_bytes if recurrent == "auto" else ELEMENT_BYTES[recurrent]
+            elements = state.conv_elements * model_bytes
+            elements += state.recurrent_elements * recurrent_bytes
+            total += -(-elements // tensor_parallel) * count
+        return total
+
+    def resolved_kv_dtype(self, kv_dtype: str = "auto") -> str:
+        """Return the dtype of KV that ``"auto"`` stands for; other dtypes are returned as they are.
+
+        Raises:
+            ConfigError: ``kv_dtype`` is unknown.
+        """
+        checks.choice("kv_dtype", kv_dtype, KV_DTYPES, ConfigError)
+        return (self.kv_dtype or self.dtype) if kv_dtype == "auto" else kv_dtype
+
+    def _pieces(self, kv_dtype: str, tensor_parallel: int, group: str | None) -> list[int]:
+        """Return the bytes per token of each tensor of the layers of a group."""
+        checks.integer("tensor_parallel", tensor_parallel, minimum=1, error=ConfigError)
+        kv_dtype = self.resolved_kv_dtype(kv_dtype)
+        if group is not None:
+            checks.choice("group", group, self.windows, ConfigError)
+        window = None if group is None else self.windows[group]
+        return [
+            piece
+            for layer, count in self.layers
+            if layer.window_tokens == window
+            for piece in layer.pieces(kv_dtype, tensor_parallel) * count
+        ]
+
+
+def heads_per_rank(kv_heads: int, tensor_parallel: int) -> int:
+    """Return the KV heads that each rank has; with fewer heads than ranks, ranks share heads.
+
+    Raises:
+        ConfigError: neither number divides the other.
+    """
+    if kv_heads % tensor_parallel == 0:
+        return kv_heads // tensor_parallel
+    if tensor_parallel % kv_heads == 0:
+        return 1
+    raise ConfigError(
+        f"tensor_parallel is {tensor_parallel} for {kv_heads} KV heads; one number must divide the "
+        "other"
+    )
+
+
+def _scaled_fp8_bytes(elements: int) -> int:
+    return elements + -(-elements // _SCALE_ELEMENTS) * _SCALE_BYTES
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _HOST_ALIGNMENT_BYTES) * _HOST_ALIGNMENT_BYTES

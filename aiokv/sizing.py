@@ -1,0 +1,348 @@
+"""The capacities that memory of a given size has for a model, and the conversations that fit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from aiokv import checks
+from aiokv.config import CacheConfig, WindowGroup
+from aiokv.errors import ConfigError
+from aiokv.observe.units import format_bytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from aiokv.model_shape import ModelShape
+
+# State slots per conversation on the device: its own, and one snapshot for later hits.
+SLOTS_PER_CONVERSATION: Final = 2
+
+_LARGEST: Final = 2**60
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of the servers, and how it is used.
+
+    Attributes:
+        gpu_bytes: memory of one GPU.
+        gpu_share: share of it that weights and KV may take; the rest is for activations.
+        weight_bytes: bytes of the weights of all ranks together.
+        host_bytes: host memory for KV of all ranks together; 0 for no host tier.
+        tensor_parallel: ranks, each with one GPU.
+        kv_dtype: one of ``aiokv.model_shape.KV_DTYPES``.
+        block_tokens: token positions per block.
+        conversation_tokens: tokens of one conversation.
+        step_tokens: the most that one step computes of a sequence; only models with sliding
+            windows need blocks for it.
+        with_stores: True if the engine has stores, whose host blocks are larger.
+    """
+
+    gpu_bytes: int
+    gpu_share: float = 0.9
+    weight_bytes: int = 0
+    host_bytes: int = 0
+    tensor_parallel: int = 1
+    kv_dtype: str = "auto"
+    block_tokens: int = 16
+    conversation_tokens: int = 8192
+    step_tokens: int = 2048
+    with_stores: bool = False
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one GPU that are left for KV.
+
+        Raises:
+            ConfigError: the weights leave nothing.
+        """
+        usable = int(self.gpu_bytes * self.gpu_share)
+        weights = -(-self.weight_bytes // self.tensor_parallel)
+        if usable <= weights:
+            raise ConfigError(
+                f"the weights take {format_bytes(weights)} of each GPU; weights and KV together "
+                f"may take {format_bytes(usable)} of it",
+                hint="use more ranks (tensor parallelism), larger GPUs, or smaller weights",
+            )
+        return usable - weights
+
+
+class WindowSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Capacity of one window group; bytes per rank.
+
+    Attributes:
+        name: name of the group in ``CacheConfig.windows``.
+        window_tokens: positions that one position attends to.
+        layers: layers of the group.
+        token_bytes: bytes per token.
+        block_bytes: bytes per block.
+        conversation_blocks: device blocks that one conversation has at most.
+        device_blocks: capacity of the device tier.
+        host_blocks: capacity of the host tier.
+    """
+
+    name: str
+    window_tokens: int
+    layers: int
+    token_bytes: int
+    block_bytes: int
+    conversation_blocks: int
+    device_blocks: int
+    host_blocks: int
+
+
+class CacheSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Capacities of a cache; bytes and blocks per rank.
+
+    Attributes:
+        model: ``model_type`` of the model.
+        attention: ``"MHA"``, ``"GQA"``, ``"MQA"`` or ``"MLA"``.
+        kv_dtype: dtype of KV.
+        layers: layers whose attention covers all positions.
+        token_bytes: bytes per token of these layers.
+        block_bytes: bytes per block of these layers.
+        host_block_bytes: bytes per block in host memory, alignment included.
+        state_slot_bytes: bytes of the recurrent state of one sequence.
+        kv_bytes: GPU memory for KV.
+        conversation_bytes: GPU memory that one conversation takes.
+        device_blocks: capacity of the device tier.
+        host_blocks: capacity of the host tier.
+        state_slots: slots of recurrent state on the device.
+        host_state_slots: slots of recurrent state in host memory.
+        device_conversations: conversations whose KV fits in GPU memory.
+        host_conversations: conversations whose KV fits in host memory.
+        windows: the window groups.
+        memory: the memory that was asked about.
+        notes: assumptions about the model.
+    """
+
+    model: str
+    attention: str
+    kv_dtype: str
+    layers: int
+    token_bytes: int
+    block_bytes: int
+    host_block_bytes: int
+    state_slot_bytes: int
+    kv_bytes: int
+    conversation_bytes: int
+    device_blocks: int
+    host_blocks: int
+    state_slots: int
+    host_state_slots: int
+    device_conversations: int
+    host_conversations: int
+    windows: tuple[WindowSizes, ...]
+    memory: Memory
+    notes: tuple[str, ...]
+
+    def check(self) -> None:
+        """Raise if no cache can have these capacities.
+
+        Raises:
+            ConfigError: a capacity is larger than a cache can have.
+        """
+        CacheConfig(**self.settings())
+
+    def settings(self) -> dict[str, Any]:
+        """Return the fields of ``CacheConfig`` that differ from their defaults."""
+        settings: dict[str, Any] = {
+            "block_tokens": self.memory.block_tokens,
+            "device_blocks": self.device_blocks,
+        }
+        optional = {
+            "host_blocks": self.host_blocks,
+            "state_slots": self.state_slots,
+            "host_state_slots": self.host_state_slots,
+        }
+        settings |= {name: value for name, value in optional.items() if value}
+        if self.windows:
+            settings["windows"] = {
+                group.name: WindowGroup(
+                    window_tokens=group.window_tokens,
+                    device_blocks=group.device_blocks,
+                    step_tokens=self.memory.step_tokens,
+                    host_blocks=group.host_blocks,
+                )
+                for group in self.windows
+            }
+        return settings
+
+
+def cache_sizes(shape: ModelShape, memory: Memory) -> CacheSizes:
+    """Return the capacities of a cache that fills the memory.
+
+    With sliding windows or recurrent state, memory is divided so that all pools have room for the
+    same number of conversations; what is left becomes blocks of full attention.
+
+    Raises:
+        ConfigError: the memory is too small for one conversation's window or state and one block,
+            or the ranks or the dtype do not suit the model.
+    """
+    _check(memory)
+    blocks = _blocks(memory.conversation_tokens, memory.block_tokens)
+    tier_bytes = memory.kv_bytes, memory.host_bytes // memory.tensor_parallel
+    device = _Tier(shape, memory, is_host=False)
+    host = _Tier(shape, memory, is_host=True)
+    device_conversations = device.conversations(tier_bytes[0], blocks)
+    host_conversations = host.conversations(tier_bytes[1], blocks)
+    device_served = max(device_conversations, 1)
+    device_blocks = device.blocks_beside(tier_bytes[0], device_served)
+    if device_blocks < 1:
+        needed = device.block_bytes + device.side_bytes(1)
+        raise ConfigError(
+            f"{format_bytes(tier_bytes[0])} of GPU memory are left for KV; one block, with the "
+            f"windows and the state of one conversation, takes {format_bytes(needed)}",
+            hint="use more GPU memory, more ranks, a smaller kv_dtype or fewer step_tokens",
+        )
+    host_blocks = max(host.blocks_beside(tier_bytes[1], host_conversations), 0)
+    state_bytes = shape.state_slot_bytes(tensor_parallel=memory.tensor_parallel)
+    windows = tuple(
+        WindowSizes(
+            name=name,
+            window_tokens=tokens,
+            layers=shape.window_layers(name),
+            token_bytes=device.token_bytes(name),
+            block_bytes=device.window_block_bytes[name],
+            conversation_blocks=device.window_blocks[name],
+            device_blocks=device.group_blocks(name, device_served),
+            host_blocks=host.group_blocks(name, host_conversations) if host_blocks else 0,
+        )
+        for name, tokens in shape.windows.items()
+    )
+    return CacheSizes(
+        model=shape.name,
+        attention=shape.attention,
+        kv_dtype=shape.resolved_kv_dtype(memory.kv_dtype),
+        layers=shape.full_layers,
+        token_bytes=device.token_bytes(None),
+        block_bytes=device.block_bytes,
+        host_block_bytes=host.block_bytes,
+        state_slot_bytes=state_bytes,
+        kv_bytes=tier_bytes[0],
+        conversation_bytes=device.conversation_bytes(blocks),
+        device_blocks=device_blocks,
+        host_blocks=host_blocks,
+        state_slots=SLOTS_PER_CONVERSATION * device_served if state_bytes else 0,
+        host_state_slots=host_conversations if state_bytes and host_blocks else 0,
+        device_conversations=device_conversations,
+        host_conversations=host_conversations,
+        windows=windows,
+        memory=memory,
+        notes=shape.notes,
+    )
+
+
+class _Tier:
+    """Bytes that blocks and conversations take in one tier of one rank."""
+
+    def __init__(self, shape: ModelShape, memory: Memory, *, is_host: bool) -> None:
+        self._shape = shape
+        self._memory = memory
+        self._is_host = is_host
+        self.block_bytes = self._block_bytes(None)
+        self.window_block_bytes = {name: self._block_bytes(name) for name in shape.windows}
+        # The device has the blocks of a step besides those of the window; the host keeps a window.
+        step = 1 if is_host else memory.step_tokens
+        longest = _blocks(memory.conversation_tokens, memory.block_tokens)
+        self._least = {  # per group: the engine refuses fewer device blocks
+            name: _blocks(tokens - 1 + step, memory.block_tokens) + 1
+            for name, tokens in shape.windows.items()
+        }
+        self.window_blocks = {name: min(blocks, longest) for name, blocks in self._least.items()}
+        state_bytes = shape.state_slot_bytes(tensor_parallel=memory.tensor_parallel)
+        self._state_bytes = state_bytes * (1 if is_host else SLOTS_PER_CONVERSATION)
+
+    def token_bytes(self, group: str | None) -> int:
+        memory = self._memory
+        return self._shape.bytes_per_token(
+            kv_dtype=memory.kv_dtype, tensor_parallel=memory.tensor_parallel, group=group
+        )
+
+    def group_blocks(self, group: str, conversations: int) -> int:
+        """Return the blocks of a window group that has room for ``conversations``."""
+        blocks = self.window_blocks[group] * conversations
+        return blocks if self._is_host else max(blocks, self._least[group])
+
+    def side_bytes(self, conversations: int) -> int:
+        """Return the bytes of the windows and the state of ``conversations``."""
+        return self._state_bytes * conversations + sum(
+            self.group_blocks(name, conversations) * block_bytes
+            for name, block_bytes in self.window_block_bytes.items()
+        )
+
+    def conversation_bytes(self, blocks: int) -> int:
+        """Return the bytes of one of many conversations, its windows and state included."""
+        windows = sum(
+            self.window_blocks[name] * block_bytes
+            for name, block_bytes in self.window_block_bytes.items()
+        )
+        return blocks * self.block_bytes + windows + self._state_bytes
+
+    def conversations(self, total_bytes: int, blocks: int) -> int:
+        """Return the conversations that fit in ``total_bytes``."""
+        return total_bytes // self.conversation_bytes(blocks)
+
+    def blocks_beside(self, total_bytes: int, conversations: int) -> int:
+        """Return the blocks that fit beside the windows and the state of ``conversations``."""
+        return (total_bytes - self.side_bytes(conversations)) // self.block_bytes
+
+    def _block_bytes(self, group: str | None) -> int:
+        memory = self._memory
+        if self._is_host:
+            return self._shape.host_bytes_per_block(
+                memory.block_tokens,
+                kv_dtype=memory.kv_dtype,
+                tensor_parallel=memory.tensor_parallel,
+                group=group,
+                with_stores=memory.with_stores,
+            )
+        return self._shape.bytes_per_block(
+            memory.block_tokens,
+            kv_dtype=memory.kv_dtype,
+            tensor_parallel=memory.tensor_parallel,
+            group=group,
+        )
+
+
+def weight_bytes(folder: Path) -> int | None:
+    """Return the bytes of the weights in the folder of a model; None if there are none.
+
+    Without weight files, the size that ``model.safetensors.index.json`` names.
+    """
+    files = [path.stat().st_size for path in folder.glob("*.safetensors")]
+    if files:
+        return sum(files)
+    index = folder / "model.safetensors.index.json"
+    try:
+        size = msgspec.json.decode(index.read_bytes())["metadata"]["total_size"]
+    except (OSError, msgspec.DecodeError, KeyError, TypeError):
+        return None
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def _check(memory: Memory) -> None:
+    least = {"host_bytes": 0, "weight_bytes": 0}
+    for name in (
+        "gpu_bytes",
+        "weight_bytes",
+        "host_bytes",
+        "tensor_parallel",
+        "block_tokens",
+        "conversation_tokens",
+        "step_tokens",
+    ):
+        checks.integer(
+            name,
+            getattr(memory, name),
+            minimum=least.get(name, 1),
+            maximum=_LARGEST,
+            error=ConfigError,
+        )
+    if not 0 < memory.gpu_share <= 1:
+        raise ConfigError(f"gpu_share is {memory.gpu_share}; it must be above 0 and at most 1")
+
+
+def _blocks(tokens: int, block_tokens: int) -> int:
+    return -(-tokens // block_tokens)

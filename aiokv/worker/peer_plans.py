@@ -1,0 +1,155 @@
+"""PeerPlans: the plans from and to peers that a worker has in flight, and their reports."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING
+
+from aiokv.plan import TransferReport
+from aiokv.worker.device.base import CopyError
+from aiokv.worker.layers import LayerDoneCounter
+from aiokv.worker.store_transfers import RunningCounts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from aiokv.plan import Outcome, Route, TransferPlan
+    from aiokv.worker.call_guard import CallGuard
+    from aiokv.worker.lanes import LaneStatistics
+
+
+class _Transfer:
+    """A plan in flight; ``end`` is set when it is at rest."""
+
+    def __init__(self, plan: TransferPlan, counter: LayerDoneCounter, num_bytes: int) -> None:
+        self.plan = plan
+        self.counter = counter
+        self.num_bytes = num_bytes
+        self.is_cancelled = False
+        self.end: tuple[int, CopyError | None] | None = None  # leading blocks, failure
+        self.reported = False
+
+
+class PeerPlans:
+    """Reports each plan exactly once, in a callback of the loop.
+
+    Args:
+        routes: of the plans.
+        guard: calls what an interrupt must not lose.
+        on_end: called with the id of each plan after its report.
+        then: called when a plan is forgotten, after ``on_end``. Idempotent.
+    """
+
+    def __init__(
+        self,
+        routes: Iterable[Route],
+        guard: CallGuard,
+        on_end: Callable[[int], None],
+        then: Callable[[], None],
+    ) -> None:
+        self._guard = guard
+        self._on_end = on_end
+        self._then = then
+        self._on_report: Callable[[TransferReport], None] = lambda report: None
+        self._transfers: dict[int, _Transfer] = {}
+        self._counts = {route: RunningCounts() for route in routes}
+
+    def open(self, on_report: Callable[[TransferReport], None]) -> None:
+        """Send the reports to ``on_report`` from now on."""
+        self._on_report = on_report
+
+    @property
+    def in_flight(self) -> Iterable[int]:
+        """Ids of the plans that were not reported yet."""
+        return self._transfers.keys()
+
+    def begin(self, plan: TransferPlan, num_bytes: int) -> LayerDoneCounter:
+        """Note a plan, which ``end`` ends."""
+        counter = LayerDoneCounter(
+            0, transfer_id=plan.transfer_id, direction=plan.direction, num_bytes=num_bytes
+        )
+        self._transfers[plan.transfer_id] = _Transfer(plan, counter, num_bytes)
+        self._counts[plan.route].begin(plan.transfer_id)
+        return counter
+
+    def counter(self, transfer_id: int) -> LayerDoneCounter | None:
+        """Return the counter of a plan in flight; None for an unknown id."""
+        transfer = self._transfers.get(transfer_id)
+        return None if transfer is None else transfer.counter
+
+    def note_start(self, transfer_id: int) -> None:
+        """Note that the first bytes of a plan move; does nothing for an unknown id. Idempotent."""
+        if (transfer := self._transfers.get(transfer_id)) is not None:
+            transfer.counter.note_start()
+
+    def cancel(self, transfer_id: int) -> bool:
+        """Report a plan that fails from now on as cancelled, if none of its blocks has moved.
+
+        Returns:
+            False for a plan that has ended, or is unknown.
+        """
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None or transfer.end is not None:
+            return False
+        transfer.is_cancelled = True
+        return True
+
+    def end(self, transfer_id: int, leading_blocks: int, failure: CopyError | None) -> None:
+        """Report a plan soon: nothing accesses its device blocks any more. Idempotent.
+
+        Args:
+            transfer_id: of the plan; one that was reported is ignored.
+            leading_blocks: blocks that have moved, from the first on.
+            failure: why the others have not moved; None when all have.
+        """
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None:
+            return
+        if transfer.end is None:
+            if failure is not None:
+                failure = CopyError(leading_blocks, failure.reason)
+            transfer.end = (leading_blocks, failure)
+        # Again in a repeated call: an interrupt may have come before it.
+        self._guard.soon(partial(self._finish, transfer))
+
+    def _finish(self, transfer: _Transfer) -> None:
+        """Report a plan that is at rest. Idempotent."""
+        plan = transfer.plan
+        if transfer.end is None or self._transfers.get(plan.transfer_id) is not transfer:
+            return
+        leading, failure = transfer.end
+        outcome: Outcome = "done" if failure is None else "failed"
+        if failure is not None and transfer.is_cancelled and not leading:
+            outcome = "cancelled"
+        transfer.counter.finish(failure)
+        if not transfer.reported:
+            self._report(
+                TransferReport(
+                    transfer_id=plan.transfer_id,
+                    outcome=outcome,
+                    first_bad_block=leading if outcome == "failed" else 0,
+                    reason="" if failure is None else failure.reason,
+                )
+            )
+            transfer.reported = True
+        self._on_end(plan.transfer_id)
+        del self._transfers[plan.transfer_id]
+        moved_bytes = transfer.num_bytes // plan.num_blocks * leading
+        self._counts[plan.route].end(plan.transfer_id, outcome, moved_bytes)
+        self._then()
+
+    def _report(self, report: TransferReport) -> None:
+        try:
+            self._on_report(report)
+        except Exception as error:
+            asyncio.get_running_loop().call_exception_handler(
+                {
+                    "message": f"aiokv: on_report raised for transfer {report.transfer_id}",
+                    "exception": error,
+                }
+            )
+
+    def lane_statistics(self) -> dict[Route, LaneStatistics]:
+        """Return the counts of each route. Any thread."""
+        return {route: counts.statistics() for route, counts in self._counts.items()}

@@ -1,0 +1,39 @@
+// The prefixes with the most uses, found by a walk of bounded length.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "aiokv/index.hpp"
+
+namespace aiokv {
+
+// A stretch of blocks without a fork, which were used equally often.
+struct HotPrefix {
+    static constexpr std::size_t kNoParent = ~std::size_t{0};
+
+    std::size_t parent = kNoParent;  // the stretch before it: a place in the same list
+    NodeId node = kNone;             // its first block
+    std::string_view context;
+    std::uint32_t first_block = 0;  // of the prompt
+    std::uint32_t blocks = 0;
+    std::uint32_t device_blocks = 0;  // of `blocks`, with a copy there
+    std::uint32_t host_blocks = 0;
+    std::uint32_t uses = 0;      // saturates at 255
+    std::uint32_t refs = 0;      // leases that hold its first block
+    std::uint32_t children = 0;  // stretches that follow
+};
+
+struct HotPrefixes {
+    std::vector<HotPrefix> prefixes;  // most uses first; a stretch comes after its parent
+    bool complete = true;             // false: the walk was too short to see all of the tree
+};
+
+// At most `limit` stretches. A block has at most the uses of its parent, so a walk from the roots
+// that always continues at the most used block finds the hottest prefixes first. The walk reads a
+// bounded number of blocks: of a fork with very many children it sees only some.
+HotPrefixes hottest_prefixes(const Index& index, std::size_t limit);
+
+}  // namespace aiokv

@@ -1,0 +1,233 @@
+#include "aiokv/block_events.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "aiokv/error.hpp"
+#include "core_detail.hpp"
+#include "report.hpp"
+
+namespace aiokv {
+namespace {
+
+constexpr std::size_t kRunBlocks = 256;       // of one event
+constexpr std::size_t kSweepNodes = 1 << 14;  // that one drain() walks over
+constexpr Medium kMedia[] = {Medium::kDevice, Medium::kHost};
+
+std::uint8_t bit_of(Medium medium) {
+    return static_cast<std::uint8_t>(1 << static_cast<std::uint8_t>(medium));
+}
+
+}  // namespace
+
+void BlockEvents::Stream::begin_sweep(NodeId end) {
+    for (std::uint8_t& bits : reported) bits = static_cast<std::uint8_t>(bits & ~kSwept);
+    reported.resize(std::max<std::size_t>(reported.size(), end), 0);
+    sweeps = true;
+    next = 0;
+}
+
+void BlockEvents::Stream::clear() {
+    queue.clear();
+    queued_blocks = 0;
+    std::fill(reported.begin(), reported.end(), std::uint8_t{0});
+    BlockRun cleared;
+    cleared.event = BlockEvent::kCleared;
+    queue.push_back(std::move(cleared));
+}
+
+EventStreamId BlockEvents::open(std::size_t max_blocks) {
+    Stream stream;
+    stream.max_blocks = std::max<std::size_t>(max_blocks, 1);
+    stream.begin_sweep(tree_.end_id());
+    streams_.emplace(++last_id_, std::move(stream));
+    return last_id_;
+}
+
+void BlockEvents::repeat(EventStreamId id) {
+    Stream& one = stream(id);
+    if (one.sweeps) {
+        one.sweeps_again = true;
+    } else {
+        one.begin_sweep(tree_.end_id());
+    }
+}
+
+const BlockEvents::Stream& BlockEvents::stream(EventStreamId id) const {
+    const auto found = streams_.find(id);
+    if (found == streams_.end()) throw UsageError("no event stream " + str(id) + " is open");
+    return found->second;
+}
+
+BlockEvents::Stream& BlockEvents::stream(EventStreamId id) {
+    return const_cast<Stream&>(std::as_const(*this).stream(id));
+}
+
+bool BlockEvents::is_due(EventStreamId id) const {
+    const Stream& one = stream(id);
+    return one.sweeps || !one.queue.empty();
+}
+
+// The media on which the block could be matched now.
+std::uint8_t BlockEvents::visible(NodeId node) const {
+    const Node& n = tree_[node];
+    if (n.has(kDetached | kRoot)) return 0;
+    return static_cast<std::uint8_t>((n.has(kDeviceValid) ? bit_of(Medium::kDevice) : 0) |
+                                     (n.has(kHostValid) ? bit_of(Medium::kHost) : 0));
+}
+
+void BlockEvents::clear() {
+    for (auto& [id, stream] : streams_) {
+        stream.clear();
+        stream.sweeps = stream.sweeps_again = false;
+    }
+}
+
+void BlockEvents::report_change(NodeId node) {
+    const std::uint8_t now = visible(node);
+    for (auto& [id, stream] : streams_) {
+        std::uint8_t& bits = stream.of(node);
+        const auto before = static_cast<std::uint8_t>(bits & ~kSwept);
+        const auto lost = static_cast<std::uint8_t>(before & ~now);
+        const auto gained = static_cast<std::uint8_t>(now & ~before);
+        bits = now == 0 ? std::uint8_t{0} : static_cast<std::uint8_t>(bits & ~lost);
+        add_removed(stream, node, lost);
+        if (gained != 0 && (!stream.sweeps || (bits & kSwept) != 0)) {
+            bits = static_cast<std::uint8_t>(bits | gained);
+            add_stored(stream, node, gained);
+        } else if (gained != 0 && node < stream.next) {
+            report_stored(stream, node);
+        }
+        restart_if_full(stream);
+    }
+}
+
+// With the blocks before it that the sweep has not reached.
+void BlockEvents::report_stored(Stream& stream, NodeId node) {
+    unswept_.clear();
+    for (NodeId up = node; !tree_[up].has(kRoot) && (stream.of(up) & kSwept) == 0;
+         up = tree_[up].parent) {
+        unswept_.push_back(up);
+    }
+    for (std::size_t i = unswept_.size(); i-- > 0;) {
+        const std::uint8_t media = visible(unswept_[i]);
+        stream.of(unswept_[i]) = static_cast<std::uint8_t>(media | kSwept);
+        add_stored(stream, unswept_[i], media);
+    }
+}
+
+// The last run of this event and medium that `takes` another block; null: a new one is needed. Runs
+// of the two media may be exchanged, so the last two are looked at: most blocks are on both.
+template <class Takes>
+BlockRun* BlockEvents::open_run(Stream& stream, BlockEvent event, Medium medium, Takes takes) {
+    for (std::size_t i = 1; i <= std::min<std::size_t>(stream.queue.size(), 2); ++i) {
+        BlockRun& run = stream.queue[stream.queue.size() - i];
+        if (run.event != event) return nullptr;
+        if (run.medium != medium) continue;
+        return run.digests.size() < kRunBlocks && takes(run) ? &run : nullptr;
+    }
+    return nullptr;
+}
+
+void BlockEvents::add_stored(Stream& stream, NodeId node, std::uint8_t media) {
+    const Digest digest = stored_.digest(node);
+    const NodeId parent = tree_[node].parent;
+    const bool has_parent = !tree_[parent].has(kRoot);
+    const ItemKey key = tree_.items(node);
+    const std::int32_t* tokens = tree_.tokens(node);
+    for (const Medium medium : kMedia) {
+        if ((media & bit_of(medium)) == 0) continue;
+        BlockRun* run = open_run(stream, BlockEvent::kStored, medium, [&](const BlockRun& last) {
+            return has_parent && last.digests.back() == stored_.digest(parent);
+        });
+        if (run == nullptr) {
+            run = &stream.queue.emplace_back();
+            run->medium = medium;
+            run->has_parent = has_parent;
+            if (has_parent) run->parent = stored_.digest(parent);
+            NodeId root = parent;
+            while (!tree_[root].has(kRoot)) root = tree_[root].parent;
+            run->context = index_.context_of_root(root);
+        }
+        run->digests.push_back(digest);
+        run->tokens.insert(run->tokens.end(), tokens, tokens + config_.block_tokens);
+        if (key != kNoItems || !run->items.empty()) {
+            run->items.resize(run->digests.size());
+            if (key != kNoItems) run->items.back() = tree_.item_keys().bytes(key);
+        }
+        ++stream.queued_blocks;
+    }
+}
+
+void BlockEvents::add_removed(Stream& stream, NodeId node, std::uint8_t media) {
+    for (const Medium medium : kMedia) {
+        if ((media & bit_of(medium)) == 0) continue;
+        BlockRun* run =
+            open_run(stream, BlockEvent::kRemoved, medium, [](const BlockRun&) { return true; });
+        if (run == nullptr) {
+            run = &stream.queue.emplace_back();
+            run->event = BlockEvent::kRemoved;
+            run->medium = medium;
+        }
+        // Known since the block was reported.
+        run->digests.push_back(stored_.digest(node));
+        ++stream.queued_blocks;
+    }
+}
+
+void BlockEvents::restart_if_full(Stream& stream) {
+    if (stream.queued_blocks <= stream.max_blocks) return;
+    stream.counts.dropped_blocks += stream.queued_blocks;
+    ++stream.counts.restarts;
+    stream.clear();
+    stream.begin_sweep(tree_.end_id());
+}
+
+void BlockEvents::sweep(Stream& stream, std::size_t max_blocks) {
+    const NodeId end =
+        std::min<NodeId>(tree_.end_id(), static_cast<NodeId>(stream.next + kSweepNodes));
+    while (stream.next < end && stream.queued_blocks < max_blocks) {
+        const NodeId node = stream.next++;
+        if (!tree_.is_live(node) || (stream.of(node) & kSwept) != 0) continue;
+        if (visible(node) != 0) report_stored(stream, node);
+    }
+    stream.sweeps = stream.next < tree_.end_id();
+    if (stream.sweeps || !stream.sweeps_again) return;
+    stream.sweeps_again = false;
+    stream.begin_sweep(tree_.end_id());
+}
+
+std::vector<BlockRun> BlockEvents::drain(EventStreamId id, std::size_t max_blocks) {
+    Stream& one = stream(id);
+    const bool sweeps = one.sweeps && one.queued_blocks < max_blocks;
+    if (sweeps) sweep(one, max_blocks);
+    std::vector<BlockRun> runs;
+    std::size_t blocks = 0;
+    // A sweep may have added a long prompt: take all of it, so that it cannot fill the queue.
+    while (!one.queue.empty() && (runs.empty() || sweeps || blocks < max_blocks)) {
+        blocks += one.queue.front().digests.size();
+        runs.push_back(std::move(one.queue.front()));
+        one.queue.pop_front();
+    }
+    one.queued_blocks -= blocks;
+    return runs;
+}
+
+void BlockEvents::check(Report& report) const {
+    for (const auto& [id, stream] : streams_) {
+        std::size_t blocks = 0;
+        for (const BlockRun& run : stream.queue) blocks += run.digests.size();
+        report.require(blocks == stream.queued_blocks, "events: stream ", id, " counts ",
+                       stream.queued_blocks, " queued blocks of ", blocks);
+        for (NodeId node = 0; node < tree_.end_id(); ++node) {
+            const int now = tree_.is_live(node) ? visible(node) : 0;
+            const int reported = stream.at(node) & ~kSwept;
+            const bool is_left = stream.sweeps && (stream.at(node) & kSwept) == 0;
+            report.require(is_left ? (reported & ~now) == 0 : reported == now, "events: stream ",
+                           id, " has reported media ", reported, " of node ", node,
+                           ", which is on ", now);
+        }
+    }
+}
+
+}  // namespace aiokv

@@ -1,0 +1,263 @@
+"""The HTTP server of the demo: answers as without a cache, clients that leave, errors, SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import numpy as np
+import pytest
+import uvicorn
+
+import aiokv
+from aiokv.demo import http_server
+from aiokv.demo.batch import Batch, Part
+from aiokv.demo.transformer import NumpyTransformer
+from aiokv.demo.weights import GroupedConfig, random_weights
+
+SIZES = GroupedConfig(vocab=256, hidden=32, layers=2, heads=2, kv_heads=1, ffn=64)
+BLOCK_TOKENS = 8
+DEVICE_BLOCKS = 64
+
+
+@pytest.fixture(scope="module")
+def model():
+    return NumpyTransformer(SIZES, random_weights(SIZES), max_context_tokens=512)
+
+
+@asynccontextmanager
+async def serving(model):
+    """Serve ``model`` in this loop; yield its engine and a client."""
+    cache = model.new_cache(DEVICE_BLOCKS, BLOCK_TOKENS)
+    config = aiokv.CacheConfig(
+        block_tokens=BLOCK_TOKENS, device_blocks=DEVICE_BLOCKS, host_blocks=256
+    )
+    engine = aiokv.CacheEngine(config, cache.regions(), model.new_device())
+    app = http_server.make_app(engine, model, cache)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))
+    task = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110  (uvicorn has no event for it)
+        await asyncio.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{port}", timeout=60, limits=limits
+    ) as client:
+        yield SimpleNamespace(engine=engine, client=client)
+    server.should_exit = True
+    await task
+    assert engine.statistics().leases == 0
+    assert engine.statistics().waiting == 0
+
+
+def answer_without_cache(model, prompt, max_tokens):
+    """Return the text of a greedy continuation, with every position computed for it alone."""
+    cache = model.new_cache(DEVICE_BLOCKS, BLOCK_TOKENS)
+    table = np.arange(DEVICE_BLOCKS, dtype=np.int32)
+    tokens, computed = list(prompt), 0
+    while len(tokens) < len(prompt) + max_tokens:
+        batch = Batch.of([Part(tokens, computed, len(tokens) - computed, table)])
+        computed = len(tokens)
+        tokens.append(int(np.argmax(model.forward(batch, cache)[-1])))
+    return "".join(map(chr, tokens[len(prompt) :]))
+
+
+async def complete(client, prompt, max_tokens, **fields):
+    body = {"prompt": prompt, "max_tokens": max_tokens, **fields}
+    response = await client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    if not fields.get("stream"):
+        return response.json()["choices"][0]["text"]
+    return "".join(event["choices"][0]["text"] for event in events(response.text))
+
+
+def events(text):
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  (a server has no event for it)
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.loop("uvloop")
+@pytest.mark.asyncio
+async def test_answers_to_200_clients_are_those_without_a_cache(model, monkeypatch):
+    async with serving(model) as served:
+        preempted, preempt = [], aiokv.Lease.preempt
+        monkeypatch.setattr(
+            aiokv.Lease, "preempt", lambda lease: preempted.append(1) or preempt(lease)
+        )
+        rng = random.Random(1)
+        systems = [[rng.randrange(256) for _ in range(48)] for _ in range(3)]
+        prompts = [systems[n % 3] + [rng.randrange(256) for _ in range(n)] for n in range(1, 25)]
+
+        async def leave(prompt, seconds):
+            stream = {"prompt": prompt, "max_tokens": 16, "stream": True}
+            with suppress(TimeoutError):
+                async with (
+                    asyncio.timeout(seconds),
+                    served.client.stream("POST", "/v1/completions", json=stream) as response,
+                ):
+                    await response.aread()
+
+        staying, leaving = {}, []
+        async with asyncio.TaskGroup() as clients:
+            for number in range(200):
+                prompt = prompts[number % len(prompts)]
+                if number % 3 == 0:
+                    leaving.append(clients.create_task(leave(prompt, rng.uniform(0, 1.0))))
+                else:
+                    stream = bool(rng.randrange(2))
+                    asked = complete(served.client, prompt, 16, stream=stream)
+                    staying[clients.create_task(asked)] = tuple(prompt)
+        assert len(leaving) == 67
+        expected = {tuple(prompt): answer_without_cache(model, prompt, 16) for prompt in prompts}
+        assert [task.result() for task in staying] == [expected[p] for p in staying.values()]
+        await until(lambda: served.engine.statistics().leases == 0)
+        found = served.engine.statistics()
+        assert found.hit_device_tokens > 0
+        assert found.hit_host_tokens > 0
+        assert preempted
+        assert found.device_free + found.device_cached == DEVICE_BLOCKS
+
+
+@pytest.mark.asyncio
+async def test_a_stream_has_the_tokens_of_the_whole_answer_and_the_usage(model):
+    async with serving(model) as served:
+        prompt = list(range(40))
+        whole = await complete(served.client, prompt, 6)
+        response = await served.client.post(
+            "/v1/completions", json={"prompt": prompt, "max_tokens": 6, "stream": True}
+        )
+        assert response.headers["content-type"].startswith("text/event-stream")
+        found = events(response.text)
+        assert "".join(event["choices"][0]["text"] for event in found) == whole
+        assert [event["usage"] for event in found[:-1]] == [None] * 6
+        assert found[-1]["usage"] == {
+            "prompt_tokens": 40,
+            "completion_tokens": 6,
+            "total_tokens": 46,
+            "prompt_tokens_details": {"cached_tokens": 32},  # of 40, the last block is computed
+        }
+        assert found[-1]["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.asyncio
+async def test_the_next_turn_of_a_conversation_hits_the_generated_tokens(model):
+    async with serving(model) as served:
+        prompt = list(range(40))
+        text = await complete(served.client, prompt, 16)
+        body = {"prompt": [*prompt, *map(ord, text), 1], "max_tokens": 1}
+        answer = (await served.client.post("/v1/completions", json=body)).json()
+    # The last generated token was never an input of the model, so 55 positions are computed.
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 48}
+
+
+@pytest.mark.asyncio
+async def test_requests_of_another_salt_share_nothing(model):
+    async with serving(model) as served:
+        body = {"prompt": list(range(40)), "max_tokens": 1}
+        await served.client.post("/v1/completions", json=body)
+        other = await served.client.post("/v1/completions", json=body | {"cache_salt": "b"})
+        assert other.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("{", "truncated"),
+        ('{"prompt": [256]}', "<= 255"),
+        ('{"prompt": "a", "max_tokens": 0}', ">= 1"),
+        ('{"prompt": ""}', "1 to 512 tokens in total"),
+        ('{"prompt": "a", "max_tokens": 512}', "1 to 512 tokens in total"),
+        ("{}", "missing required field `prompt`"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_a_bad_request_gets_status_400(model, body, message):
+    async with serving(model) as served:
+        response = await served.client.post("/v1/completions", content=body)
+        assert response.status_code == 400
+        assert message in response.json()["error"]["message"]
+
+
+@asynccontextmanager
+async def all_blocks_held(engine):
+    async with engine.match([9] * 10, owner="holder") as lease:
+        await lease.allocate(DEVICE_BLOCKS * BLOCK_TOKENS)
+        yield
+
+
+@pytest.mark.asyncio
+async def test_a_request_without_capacity_gets_status_503(model, monkeypatch):
+    async with serving(model) as served:
+        monkeypatch.setattr(http_server, "CAPACITY_WAIT_SECONDS", 0.05)
+        async with all_blocks_held(served.engine):
+            response = await served.client.post("/v1/completions", json={"prompt": "hello"})
+        assert response.status_code == 503
+        assert "0.05" in response.json()["error"]["message"]
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_leaves_the_waiting_line_frees_its_place(model):
+    async with serving(model) as served, all_blocks_held(served.engine):
+        asked = asyncio.create_task(complete(served.client, "hello", 1))
+        await until(lambda: served.engine.statistics().waiting == 1)
+        asked.cancel()
+        await until(lambda: served.engine.statistics().waiting == 0)
+        assert served.engine.statistics().leases == 1
+
+
+@pytest.mark.asyncio
+async def test_an_error_of_the_model_fails_the_requests_of_its_step_only(model, monkeypatch):
+    async with serving(model) as served:
+
+        def fail(*args):
+            raise ArithmeticError("a failure of the model")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(NumpyTransformer, "forward", fail)
+            response = await served.client.post("/v1/completions", json={"prompt": "hello"})
+        assert response.status_code == 500
+        expected = answer_without_cache(model, b"hello", 4)
+        assert await complete(served.client, "hello", 4) == expected
+
+
+def test_sigterm_waits_for_the_answers_in_flight():
+    command = [sys.executable, "-m", "aiokv", "serve", "--port", "0", "--device-blocks", "128"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if found := re.search(r"running on (http://\S+)", line):
+                    break
+            else:
+                pytest.fail("the server has not started")
+            body = {"prompt": "hello", "max_tokens": 200, "stream": True}
+            with httpx.stream("POST", f"{found[1]}/v1/completions", json=body) as response:
+                received = response.iter_text()
+                text = next(received)
+                process.send_signal(signal.SIGTERM)
+                text += "".join(received)
+            assert len(events(text)) == 201
+            process.stderr.read()
+            assert process.wait(timeout=30) == 0
+        finally:
+            process.kill()
+
+
+def test_the_file_to_copy_is_short():
+    assert len(Path(http_server.__file__).read_text().splitlines()) <= 250

@@ -1,0 +1,100 @@
+"""ParcelWork: few bytes on the loop, many in a thread; what is in progress, and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aiokv.peers.receiver import Parcel
+from aiokv.peers.transport import PeerMemory
+from aiokv.testing import run_until_idle, spin
+from aiokv.worker.parcel_work import INLINE_BYTES, ParcelWork
+from aiokv.worker.poller import EventPoller
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+pytestmark = pytest.mark.asyncio
+
+MEMORY = PeerMemory(address=0, num_slots=1, slot_bytes=1 << 20, view=memoryview(b""))
+
+
+class Placing:
+    """Mapping whose ``place`` is a function of the test."""
+
+    is_identity = parcel_is_block = False
+
+    def __init__(self, place: Callable[[], object]) -> None:
+        self._place = place
+
+    def place(self, address: int, block: int, targets: dict[int, int]) -> None:
+        self._place()
+
+
+def parcel(num_bytes: int, place: Callable[[], object]) -> Parcel:
+    mapping: Any = Placing(place)
+    return Parcel(bytes(16), 0, 0, 0, num_bytes, bytes(32), mapping)
+
+
+@asynccontextmanager
+async def working() -> AsyncIterator[ParcelWork]:
+    poller = EventPoller()
+    poller.open(asyncio.get_running_loop())
+    work = ParcelWork(poller)
+    yield work
+    work.close()
+    poller.close()
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "is_inline"), [(INLINE_BYTES - 1, True), (INLINE_BYTES, False)]
+)
+async def test_few_bytes_are_read_on_the_loop(num_bytes, is_inline):
+    threads: list[threading.Thread] = []
+    ends: list[bool] = []
+    async with working() as work:
+        read = parcel(num_bytes, lambda: threads.append(threading.current_thread()))
+        work.place(MEMORY, [read], [{}], ends.append)
+        assert ends == []
+        assert not work.is_idle
+        await run_until_idle(lambda: ends == [True])
+        await run_until_idle(lambda: work.is_idle)
+    assert (threads == [threading.current_thread()]) == is_inline
+
+
+async def test_finish_waits_for_threads():
+    gate = threading.Event()
+    ends: list[bool] = []
+    async with working() as work:
+        work.place(MEMORY, [parcel(INLINE_BYTES, gate.wait)], [{}], ends.append)
+        finishing = asyncio.create_task(work.finish())
+        await spin(20)
+        assert not finishing.done()
+        assert not work.is_idle
+        gate.set()
+        await finishing
+        await run_until_idle(lambda: work.is_idle)
+        assert ends == [True]
+        await work.finish()
+
+
+async def test_error_of_a_thread_reaches_the_loop_and_its_continuation(loop_errors):
+    ends: list[bool] = []
+
+    def fail() -> None:
+        raise ValueError("no room")
+
+    async with working() as work:
+        work.place(MEMORY, [parcel(INLINE_BYTES, fail)], [{}], ends.append)
+        await run_until_idle(lambda: work.is_idle)
+        assert ends == [False]
+        (error,) = loop_errors
+        assert str(error["exception"]) == "no room"
+        loop_errors.clear()
+        work.place(MEMORY, [parcel(INLINE_BYTES, lambda: None)], [{}], ends.append)
+        await run_until_idle(lambda: work.is_idle)
+        assert ends == [False, True]

@@ -1,0 +1,197 @@
+"""Engines of several ranks in real processes, of which one side or one rank is killed.
+
+After each kill the other side has the right bytes in all positions, holds nothing, and keeps its
+invariants; so does the side whose rank was killed, when the rank has been replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aiokv import AiokvError
+from aiokv.testing import run_until_idle
+from tests.peers.engines import prompt
+from tests.peers.processes import Nursery
+from tests.peers.ranked import LocalServer, RankedSide, Server
+from tests.peers.test_processes import LENGTH, REQUESTS, in_time, received, sent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    Options = Callable[..., dict[str, Any]]
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.loop("uvloop")]
+
+KILLS = 25 if os.environ.get("AIOKV_DEEP") else 2  # of each layout and victim
+MOST = 0.6  # of the positions have arrived at the instant of a kill: some are still missing
+ONE_TO_TWO, TWO_TO_ONE, TWO_TO_FOUR = layouts = [
+    pytest.param(1, 2, 4, id="1 to 2"),
+    pytest.param(2, 1, 4, id="2 to 1"),
+    pytest.param(2, 4, 8, id="2 to 4, other blocks"),
+]
+TICKET_SECONDS = 3.0  # a ticket that the killed side has not opened ends then
+NAMES = ("senders", "receivers", "block_tokens")
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery() as nursery:
+        yield nursery
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Options:
+    """Return a function that makes the options of a side in a directory of its own."""
+
+    def make(name: str, num_ranks: int, **changed: Any) -> dict[str, Any]:
+        directory = tmp_path / name
+        directory.mkdir()
+        common = {"device_blocks": 1024, "block_tokens": 4, "ring_blocks": 64, "chunk_blocks": 2}
+        return {"directory": str(directory), "num_ranks": num_ranks, **common, **changed}
+
+    return make
+
+
+async def progress(
+    side: RankedSide, field: str, share: float, moves: Sequence[asyncio.Task[Any]]
+) -> None:
+    """Wait until a share of all positions of ``moves`` has moved, or one of them has ended."""
+    before = getattr(side.engine.peer_statistics(), field)
+    wanted = before + int(share * len(moves) * LENGTH)
+
+    def is_reached() -> bool:
+        moved = getattr(side.engine.peer_statistics(), field)
+        return moved >= wanted or any(move.done() for move in moves)
+
+    await run_until_idle(is_reached)
+
+
+def seeds(number: int) -> range:
+    """Return the seeds of the prompts around a kill."""
+    return range(1 + number * REQUESTS, 1 + (number + 1) * REQUESTS)
+
+
+# --- one side is killed -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(NAMES, layouts)
+async def test_all_processes_of_the_prefill_side_are_killed(
+    nursery, options, senders, receivers, block_tokens
+):
+    rng = random.Random(1)
+    failures = 0
+    async with LocalServer(nursery, options("d", receivers)) as d:
+        for number in range(KILLS):
+            prefill = options(f"p{number}", senders, listen=None, block_tokens=block_tokens)
+            async with Server(nursery, prefill) as p:
+                moves = [
+                    asyncio.create_task(received(d.side, p.manager, seed, timeout=TICKET_SECONDS))
+                    for seed in seeds(number)
+                ]
+                await progress(d.side, "received_tokens", rng.uniform(0, MOST), moves)
+                await p.killed()
+                ends = await asyncio.gather(*moves)
+                failures += sum(end is not None for end in ends)
+            await d.side.at_rest()
+        await d.side.at_rest(empty=True)
+    assert failures, "no receive was cut: the prompts are too short"
+
+
+@pytest.mark.parametrize(NAMES, layouts)
+async def test_all_processes_of_the_decode_side_are_killed(
+    nursery, options, senders, receivers, block_tokens
+):
+    rng = random.Random(2)
+    failures = 0
+    prefill = options("p", senders, listen=None, block_tokens=block_tokens)
+    async with LocalServer(nursery, prefill) as p:
+        for number in range(KILLS):
+            async with Server(nursery, options(f"d{number}", receivers)) as d:
+                moves = [
+                    asyncio.create_task(sent(p.side, d.manager, seed)) for seed in seeds(number)
+                ]
+                await progress(p.side, "delivered_tokens", rng.uniform(0, MOST), moves)
+                await d.killed()
+                ends = await asyncio.gather(*moves)
+                failures += sum(end is not None for end in ends)
+            await p.side.at_rest()
+        await p.side.at_rest(empty=True)
+    assert failures, "no send was cut: the prompts are too short"
+
+
+# --- one rank is killed -------------------------------------------------------------------------
+
+
+async def moved(p: RankedSide, d: RankedSide, seed: int) -> str | None:
+    """Move a prompt between two engines of this process; return the failure of either side."""
+    tokens = prompt(LENGTH, seed)
+    sending: asyncio.Task[tuple[int, str | None]] | None = None
+    failures: list[str | None] = []
+    try:
+        async with await d.granted(tokens) as lease:
+            async with lease.receive(timeout=TICKET_SECONDS) as receiving:
+                sending = asyncio.create_task(p.prefill(tokens, receiving.ticket))
+                first = await in_time(receiving.wait())
+            assert (first == LENGTH) == (receiving.failure is None)
+            failures.append(receiving.failure)
+            d.finish(lease, tokens, first)
+    except AiokvError as error:  # this engine has lost a rank
+        failures.append(str(error))
+    try:
+        if sending is not None:
+            failures.append((await in_time(sending))[1])
+    except AiokvError as error:
+        failures.append(str(error))
+    return next((failure for failure in failures if failure is not None), None)
+
+
+async def kill_ranks(
+    p: LocalServer, d: LocalServer, loser: LocalServer, rng: random.Random
+) -> None:
+    """Kill and replace ranks of one side; after each, both sides work together again."""
+    other = d if loser is p else p
+    failures = 0
+    for number in range(KILLS):
+        moves = [asyncio.create_task(moved(p.side, d.side, seed)) for seed in seeds(number)]
+        await progress(d.side, "received_tokens", rng.uniform(0, MOST), moves)
+        rank = rng.randrange(loser.side.num_ranks)
+        await loser.ranks.killed(rank)
+        ends = await asyncio.gather(*moves)
+        failures += sum(end is not None for end in ends)
+        await other.side.at_rest()
+        await loser.restart(rank)
+        await loser.side.at_rest(empty=True)
+        assert await moved(p.side, d.side, 1000 + number) is None
+    for side in (p.side, d.side):
+        await side.at_rest(empty=True)
+    assert failures, "nothing was cut: the prompts are too short"
+
+
+@pytest.mark.parametrize(NAMES, [TWO_TO_ONE, TWO_TO_FOUR])
+async def test_rank_of_the_prefill_side_is_killed(
+    nursery, options, senders, receivers, block_tokens
+):
+    prefill = options("p", senders, listen=None, block_tokens=block_tokens)
+    async with (
+        LocalServer(nursery, prefill) as p,
+        LocalServer(nursery, options("d", receivers)) as d,
+    ):
+        await kill_ranks(p, d, p, random.Random(3))
+
+
+@pytest.mark.parametrize(NAMES, [ONE_TO_TWO, TWO_TO_FOUR])
+async def test_rank_of_the_decode_side_is_killed(
+    nursery, options, senders, receivers, block_tokens
+):
+    prefill = options("p", senders, listen=None, block_tokens=block_tokens)
+    async with (
+        LocalServer(nursery, prefill) as p,
+        LocalServer(nursery, options("d", receivers)) as d,
+    ):
+        await kill_ranks(p, d, d, random.Random(4))
