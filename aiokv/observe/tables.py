@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from aiokv.worker.lanes import WorkerStatistics
+from aiokv.worker.lanes import ROUTE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,12 +42,8 @@ def by(name: str, label: str, help: str, **fields: str) -> Metric:  # noqa: A002
     return Metric(name, help, {field: {label: value} for field, value in fields.items()})
 
 
-ROUTES: Final = tuple(
-    name for name in WorkerStatistics.__struct_fields__ if name not in ("held", "corrupt")
-)
-
 LOCAL_ROUTES: Final = tuple(
-    name for name in ROUTES if not name.endswith("fetch") and name not in ("receive", "send")
+    name for name in ROUTE_NAMES if not name.endswith("fetch") and name not in ("receive", "send")
 )
 """Routes whose failures are failures: a store and another engine may lack a block."""
 
@@ -408,6 +404,11 @@ POLLER: Final[Table] = (
         "pending_seconds",
         "Time during which at least one event was watched.",
     ),
+)
+
+RANK: Final[Table] = (
+    one("rank_connected", "connected", "1 while the rank takes part in transfers; else 0."),
+    one("rank_silent_seconds", "silent_seconds", "Time since the last message of the rank."),
 )
 
 GUARD: Final[Table] = (

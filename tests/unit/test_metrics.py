@@ -24,6 +24,7 @@ from aiokv.observe.prometheus import EngineCollector
 from aiokv.peers.statistics import PeerStatistics
 from aiokv.stores.guard_statistics import GuardStatistics
 from aiokv.types import DurationHistogram, RequestStatistics, Statistics
+from aiokv.worker.base import RankStatistics
 from aiokv.worker.lanes import WorkerStatistics
 from aiokv.worker.poller import PollerStatistics
 
@@ -45,8 +46,8 @@ def filled(kind: Any) -> Any:
         return {"a": filled(get_args(kind)[1])}
     if get_origin(kind) is list:
         return [filled(get_args(kind)[0])]
-    if kind is str:
-        return "open"
+    if kind in (bool, str):
+        return "open" if kind is str else True
     assert kind in (int, float) or int in get_args(kind), kind
     return next(numbers) + (0.5 if kind is float else 0)
 
@@ -83,6 +84,7 @@ def test_each_field_of_each_record_of_statistics_is_in_a_metric():
         "request_statistics": filled(RequestStatistics),
         "worker_statistics": filled(WorkerStatistics),
         "poller_statistics": filled(PollerStatistics),
+        "rank_statistics": [filled(RankStatistics)],
         "peer_statistics": filled(PeerStatistics),
         "store_statistics": [filled(GuardStatistics)],
     }
