@@ -115,6 +115,7 @@ class CacheController:
             has_stores=stores is not None,
             host_state_slots=host_state_slots,
             peer_slots=None if peers is None else self._peer_slots,
+            peer_slots_on_device=peers is not None and peers.slots_on_device,
         )
         self._copy_ids = count(-1, -1)  # of copies that are part of a plan
         self._peers = PeerTransfers(
@@ -460,6 +461,7 @@ class CacheController:
         target_ids: Sequence[int],
         after_step: int,
         on_end: Callable[[CopyError | None], None],
+        keys: bytes = b"",
     ) -> None:
         """Copy between device blocks and slots of the peer arena, as part of a plan.
 
@@ -472,6 +474,8 @@ class CacheController:
             target_ids: likewise, as many.
             after_step: the step that the copy waits for.
             on_end: gets the failure, or None, in a callback of the loop; idempotent.
+            keys: 32 bytes per slot in the memory of the device, which the copy seals or verifies;
+                empty for slots in host memory.
         """
         if copy_id in self._transfers:
             self._poller.surely(partial(self._place, self._transfers[copy_id]))
@@ -483,6 +487,7 @@ class CacheController:
             target_blocks=id_bytes(target_ids),
             after_step=after_step,
             group=PEER_GROUP,
+            digests=keys,
         )
         regions = self.memory.regions
         counter = LayerDoneCounter(
@@ -674,6 +679,10 @@ class CacheController:
         if self._checksums is not None:
             self._checksums.begin(plan)
         ids = plan.source_ids, plan.target_ids
+        if plan.digests:
+            device: Any = self._device  # one with slots in its memory
+            copy: Copy = device.copy(plan.route, *ids, after, plan.group, keys=plan.digests)
+            return copy
         if plan.group:
             return self._device.copy(plan.route, *ids, after, plan.group)
         return self._device.copy(plan.route, *ids, after)

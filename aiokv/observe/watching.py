@@ -1,0 +1,56 @@
+"""Watching: what the live page sees of the transfers of an engine, while a page is open."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from aiokv.errors import ClosedError
+from aiokv.observe.snapshot import MAX_TRANSFERS, in_flight
+
+if TYPE_CHECKING:
+    from aiokv import Observation, TransferSpan
+    from aiokv.engine import CacheEngine
+
+IDLE_SECONDS: Final = 5.0  # a page asks once per second
+
+
+class Watching:
+    """Observes an engine from the first question of a page until some seconds after the last one.
+
+    Without a page, the engine has no observer and makes no records.
+    """
+
+    def __init__(self, engine: CacheEngine) -> None:
+        self._engine = engine
+        self._seen: Observation | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def transfers(self, after: float) -> list[TransferSpan]:
+        """Return transfers that ended after a time, oldest first, then those in flight.
+
+        Args:
+            after: in seconds of ``time.monotonic()``.
+        """
+        if self._engine.health().phase != "open":
+            self.stop()
+            return []
+        if self._seen is None:
+            try:
+                self._seen = self._engine.observing(limit=MAX_TRANSFERS).__enter__()
+            except ClosedError:
+                return []
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(IDLE_SECONDS, self.stop)
+        ended = [span for span in self._seen.transfers if span.ended_at > after]
+        return ended + in_flight(self._engine, self._seen)
+
+    def stop(self) -> None:
+        """Stop observing. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._seen is not None:
+            self._seen.__exit__(None, None, None)
+            self._seen = None
