@@ -73,7 +73,7 @@ STATISTICS: Final[Table] = (
     one(
         "computed_prompt_tokens_total",
         "computed_prompt_tokens",
-        "Those of them that belong to prompts.",
+        "Computed positions that belong to prompts.",
     ),
     one("grants_total", "grants", "Leases that were granted; a resumed lease counts again."),
     by(
@@ -444,7 +444,11 @@ GUARD: Final[Table] = (
         busy="busy",
     ),
     one("store_operations", "running", "Operations that the store executes now."),
-    one("store_overdue_operations", "overdue", "Those of them that are beyond their deadline."),
+    one(
+        "store_overdue_operations",
+        "overdue",
+        "Operations that the store still executes after their deadline.",
+    ),
     by(
         "store_recent_seconds",
         "operation",
