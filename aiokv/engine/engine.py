@@ -72,7 +72,7 @@ if TYPE_CHECKING:
         Tier,
         TokenIds,
     )
-    from aiokv.worker.base import Worker
+    from aiokv.worker.base import RankStatistics, Worker
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.poller import PollerStatistics
@@ -138,8 +138,8 @@ class CacheEngine(Unique):
         self._scheduler = parts.scheduler
         self._worker = parts.worker
         self._poller = parts.poller
-        self._observers = parts.observers
         self._requests = parts.requests
+        self._observers = parts.observers
         self._steps = Steps(parts)
         exchange = Exchange(parts)
         self._recovery = Recovery(parts, self._steps, exchange)
@@ -852,6 +852,15 @@ class CacheEngine(Unique):
         """
         self._lifetime.check_thread()
         return self._worker.store_statistics()
+
+    def rank_statistics(self) -> list[RankStatistics]:
+        """Return the state of each rank; empty without ranks, and before ``async with``.
+
+        Raises:
+            UsageError: the call is made in another thread.
+        """
+        self._lifetime.check_thread()
+        return self._worker.rank_statistics()
 
     def peer_statistics(self) -> PeerStatistics:
         """Return counts of the blocks received from other engines, and sent to them.

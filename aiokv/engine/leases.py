@@ -85,8 +85,8 @@ class Leases:
         self._exchange = exchange
         self._flows = exchange.flows  # empty when no lease receives or sends
         self._speed = parts.speed
-        self._observers = parts.observers
         self._requests = parts.requests
+        self._observers = parts.observers
         self._verifies = parts.config.verify == "checksum"
         self._done = done_view(parts.worker.num_layers)
 

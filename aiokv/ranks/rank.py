@@ -349,7 +349,14 @@ class Rank(Unique):
                 msgspec.structs.replace(statistics, rank=self.rank)
                 for statistics in controller.peer_statistics()
             ]
-            self._send(Pong(stores=controller.store_statistics(), peers=peers))
+            self._send(
+                Pong(
+                    worker=controller.statistics(),
+                    poller=self._poller.statistics(),
+                    stores=controller.store_statistics(),
+                    peers=peers,
+                )
+            )
         elif isinstance(message, Begin):
             self._identity = message.identity
             self._run(self._begin(message, self._task))
