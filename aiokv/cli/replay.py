@@ -311,19 +311,9 @@ def _write_plot(path: Path, report: ReplayReport) -> None:
 
 
 def _print_rows(trace: str, rows: Sequence[tuple[str, str]]) -> None:
-    if not sys.stdout.isatty():
-        for name, value in rows:
-            print(f"{name}: {value}")
-        return
-    from rich.console import Console
-    from rich.table import Table
+    from aiokv.cli.rows import print_rows
 
-    table = Table(title=f"replay of {Path(trace).name}", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False).print(table)
+    print_rows(f"replay of {Path(trace).name}", rows)
 
 
 def _fleet_rows(report: FleetReport) -> Iterator[tuple[str, str]]:

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
         HotPrefixes,
         Item,
         LeaseInfo,
+        RequestStatistics,
         Statistics,
         Tier,
         TokenIds,
@@ -99,8 +100,9 @@ class CacheEngine(Unique):
 
     ``async with`` binds the engine to the running event loop. Call every method on that loop.
     Read-only methods may also be called before ``async with`` and after closing. Any thread may
-    call ``statistics()``, ``worker_statistics()``, ``asleep``, ``open_step``, ``loop``,
-    ``has_begun`` and ``repr()``; all other methods raise ``UsageError`` in another thread.
+    call ``statistics()``, ``request_statistics()``, ``worker_statistics()``, ``asleep``,
+    ``open_step``, ``loop``, ``has_begun`` and ``repr()``; all other methods raise ``UsageError`` in
+    another thread.
 
     Raises:
         ConfigError: an argument has the wrong type, is unknown, or contradicts another argument;
@@ -135,6 +137,7 @@ class CacheEngine(Unique):
         self._worker = parts.worker
         self._poller = parts.poller
         self._observers = parts.observers
+        self._requests = parts.requests
         self._steps = Steps(parts)
         exchange = Exchange(parts)
         self._recovery = Recovery(parts, self._steps, exchange)
@@ -828,6 +831,10 @@ class CacheEngine(Unique):
         """Return counters and the current state of the pools. Any thread."""
         return self._scheduler.read.statistics()
 
+    def request_statistics(self) -> RequestStatistics:
+        """Return the waiting times of requests, and how many waits failed. Any thread."""
+        return self._requests.statistics()
+
     def worker_statistics(self) -> WorkerStatistics:
         """Return counters of the transfers; zeros before ``async with``. Any thread."""
         return self._worker.statistics()
@@ -1026,6 +1033,7 @@ class CacheEngine(Unique):
             "open_step": self._scheduler.read.open_step,
             "asleep": sorted(self.asleep),
             "statistics": msgspec.to_builtins(self.statistics()),
+            "requests": msgspec.to_builtins(self.request_statistics()),
             "worker": msgspec.to_builtins(self.worker_statistics()),
             "peers": msgspec.to_builtins(self.peer_statistics()),
             "stores": msgspec.to_builtins(self.store_statistics()),

@@ -24,10 +24,12 @@ class Mappings:
     Args:
         own: layout of the rank.
         outgoing_slots: slots for sending.
+        only_equal: refuse layouts whose parcels are no whole blocks.
     """
 
-    def __init__(self, own: BlockLayout, outgoing_slots: int) -> None:
+    def __init__(self, own: BlockLayout, outgoing_slots: int, *, only_equal: bool = False) -> None:
         self._own = own
+        self._only_equal = only_equal
         self._outgoing_slots = outgoing_slots
         self._mappings: dict[tuple[bytes, bytes], Mapping] = {}
 
@@ -89,4 +91,10 @@ class Mappings:
             while len(self._mappings) >= MAX_MAPPINGS:
                 del self._mappings[next(iter(self._mappings))]
             mapping = self._mappings[key] = Mapping(sender, receiver)
+        if self._only_equal and not mapping.is_identity:
+            raise LayoutError(
+                "the blocks of the sender and of the receiver have different layouts, which the "
+                "transport 'cuda_ipc' does not convert",
+                hint="use Peers(transport='tcp') on both servers",
+            )
         return mapping

@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.errors import ConfigError
-from aiokv.peers.one_sided import EndpointError, Piece, rdma_devices
+from aiokv.peers.one_sided import WRITE_BYTES, EndpointError, Piece, rdma_devices
 from aiokv.stores.mooncake.client import ENVIRONMENT
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class MooncakeBackend:
 
     name = "mooncake"
     is_reused = True
+    write_bytes = WRITE_BYTES
 
     def __init__(self, host: str, options: Mapping[str, str]) -> None:
         if unknown := sorted(set(options) - set(_OPTIONS)):

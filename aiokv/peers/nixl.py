@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.errors import ConfigError
-from aiokv.peers.one_sided import EndpointError, Piece, rdma_devices
+from aiokv.peers.one_sided import WRITE_BYTES, EndpointError, Piece, rdma_devices
 
 if TYPE_CHECKING:
     import threading
@@ -40,6 +40,7 @@ class NixlBackend:
 
     name = "nixl"
     is_reused = False
+    write_bytes = WRITE_BYTES
 
     def __init__(self, options: Mapping[str, str]) -> None:
         self._options = dict(options)

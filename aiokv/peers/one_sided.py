@@ -42,7 +42,7 @@ log = Log(__name__)
 
 _T = TypeVar("_T")
 
-WRITE_BYTES: Final = 4 << 20  # of one call of the library; its parcels are announced together
+WRITE_BYTES: Final = 4 << 20  # of one call of a library that writes from host memory
 START_SECONDS: Final = 30.0  # for the first endpoints, which load the library
 ENDPOINT_SECONDS: Final = 5.0  # for a further endpoint, or to connect it
 CLOSE_SECONDS: Final = 3.0  # after which ``aclose`` leaves an endpoint behind
@@ -105,10 +105,12 @@ class Backend(Protocol):
         name: of the transport.
         is_reused: an endpoint whose connection ended without a write in progress serves the next
             connection, because a new one is expensive.
+        write_bytes: of one call of ``Endpoint.write``; its parcels are announced together.
     """
 
     name: str
     is_reused: bool
+    write_bytes: int
 
     def load(self) -> None:
         """Import the library. Blocks.
@@ -170,6 +172,7 @@ class _Channel:
     """An endpoint and its thread. A thread that does not end keeps no process from ending."""
 
     def __init__(self, backend: Backend, memory: PeerMemory, *, receives: bool) -> None:
+        self.write_bytes = backend.write_bytes
         self._memory = memory
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._unwanted = threading.Event()
@@ -459,7 +462,9 @@ class OneSidedLink:
 
     async def write(self, parcels: Sequence[Outgoing]) -> None:
         """Write parcels; see :meth:`~aiokv.peers.transport.Link.write`."""
-        batches = [(batch, self._pieces(batch)) for batch in _batches(parcels)]
+        batches = [
+            (batch, self._pieces(batch)) for batch in _batches(parcels, self._channel.write_bytes)
+        ]
         if self._connection.reason or not self._is_held:
             raise PeerError(self._why("the link was closed"))
         self._writing += 1
@@ -556,15 +561,15 @@ class OneSidedLink:
         self._transport.link_ended(self, None)
 
 
-def _batches(parcels: Sequence[Outgoing]) -> list[list[Outgoing]]:
-    """Return the parcels in order, cut into calls of about ``WRITE_BYTES``."""
+def _batches(parcels: Sequence[Outgoing], write_bytes: int) -> list[list[Outgoing]]:
+    """Return the parcels in order, cut into calls of about ``write_bytes``."""
     batches: list[list[Outgoing]] = []
     room = 0
     for parcel in parcels:
         num_bytes = parcel.landed.parcel_bytes
         if num_bytes > room:
             batches.append([])
-            room = max(WRITE_BYTES, num_bytes)
+            room = max(write_bytes, num_bytes)
         batches[-1].append(parcel)
         room -= num_bytes
     return batches

@@ -12,7 +12,7 @@ from aiokv import checks
 from aiokv.errors import ConfigError
 from aiokv.stores.options import parse_bytes
 
-TransportName = Literal["tcp", "nixl", "mooncake"]
+TransportName = Literal["tcp", "nixl", "mooncake", "cuda_ipc"]
 
 MIN_SECRET_BYTES: Final = 16
 MAX_SECRET_BYTES: Final = 4096
@@ -40,17 +40,20 @@ class Peers:
             a port the system chooses one. None for an engine that only sends.
         advertise: ``"host"`` or ``"host:port"`` that other engines connect to; None if it is
             ``listen``. Required when ``listen`` is the wildcard address.
-        transport: ``"tcp"``, ``"nixl"`` (package ``nixl``) or ``"mooncake"`` (package
-            ``mooncake-transfer-engine``). The last two also listen on ports that the system
+        transport: ``"tcp"``, ``"nixl"`` (package ``nixl``), ``"mooncake"`` (package
+            ``mooncake-transfer-engine``), or ``"cuda_ipc"`` from one GPU to another in one server,
+            between processes in one IPC namespace (one container, or ``--ipc=host``), for blocks
+            of equal layouts. ``"nixl"`` and ``"mooncake"`` also listen on ports that the system
             chooses, without authentication, and write what arrives there into the memory of the
             slots or, with UCX over TCP, of the process: use them only in a network that no other
             program reaches.
         transport_options: for ``"nixl"``, parameters of its UCX plugin, such as
             ``{"device_list": "mlx5_0"}``; for ``"mooncake"``, ``"protocol"`` (``"tcp"``, the
             default, or ``"rdma"``) and ``"devices"`` (names of RDMA devices, separated by commas).
-        ring_bytes: host memory in which received blocks arrive, such as ``"256MiB"``; an int once
-            the object is made. At least one block must fit. Unused by an engine that only sends.
-        outgoing_bytes: host memory from which blocks are sent; likewise.
+        ring_bytes: host memory in which received blocks arrive, such as ``"256MiB"``, or memory of
+            the GPU with ``"cuda_ipc"``; an int once the object is made. At least one block must
+            fit. Unused by an engine that only sends.
+        outgoing_bytes: memory from which blocks are sent; likewise.
         chunk_blocks: most blocks of one transfer. A received chunk is cached when all of it has
             arrived.
 
@@ -91,6 +94,11 @@ class Peers:
     def key(self) -> bytes:
         """The secret as bytes."""
         return self.secret.encode() if isinstance(self.secret, str) else self.secret
+
+    @property
+    def slots_on_device(self) -> bool:
+        """True if blocks arrive in, and are sent from, the memory of the device."""
+        return self.transport == "cuda_ipc"
 
     @property
     def listen_address(self) -> tuple[str, int] | None:
@@ -154,9 +162,9 @@ def _check_transport_options(transport: str, options: object) -> None:
         raise ConfigError(
             f"transport_options is {checks.shown(options)}; it must be a dict of str to str"
         )
-    if transport == "tcp" and options:
+    if transport in ("tcp", "cuda_ipc") and options:
         raise ConfigError(
-            f"transport_options is {dict(options)}; the transport 'tcp' has no options"
+            f"transport_options is {dict(options)}; the transport {transport!r} has no options"
         )
 
 

@@ -121,7 +121,7 @@ class Transport(Protocol):
     """Both ends of the links of one rank. Used on one loop, from ``open`` to ``aclose``.
 
     Attributes:
-        name: ``"tcp"``, ``"nixl"`` or ``"mooncake"``.
+        name: ``"tcp"``, ``"nixl"``, ``"mooncake"`` or ``"cuda_ipc"``.
         one_sided: a peer writes into landing slots without the receiver's part: after a lost
             connection, slots with credits are quarantined until ``fence`` has returned. ``accept``
             is called, and awaited, before a sender gets a credit.

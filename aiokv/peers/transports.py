@@ -26,6 +26,10 @@ def make_transport(peers: Peers | None) -> Transport:
         from aiokv.peers.nixl import NixlBackend
 
         return OneSidedTransport(NixlBackend(peers.transport_options))
+    if peers.transport == "cuda_ipc":
+        from aiokv.peers.cuda_ipc import CudaIpcBackend
+
+        return OneSidedTransport(CudaIpcBackend())
     from aiokv.peers.mooncake import MooncakeBackend
 
     # An engine that only sends is not connected to by others.

@@ -107,6 +107,7 @@ class CacheController:
         self._report_waiters = ReportWaiters()
         self._closing = False
         self._closed = False
+        self._corrupt = 0
         self.memory = WorkerMemory(
             regions,
             device,
@@ -114,6 +115,7 @@ class CacheController:
             has_stores=stores is not None,
             host_state_slots=host_state_slots,
             peer_slots=None if peers is None else self._peer_slots,
+            peer_slots_on_device=peers is not None and peers.slots_on_device,
         )
         self._copy_ids = count(-1, -1)  # of copies that are part of a plan
         self._peers = PeerTransfers(
@@ -455,6 +457,7 @@ class CacheController:
         target_ids: Sequence[int],
         after_step: int,
         on_end: Callable[[CopyError | None], None],
+        keys: bytes = b"",
     ) -> None:
         """Copy between device blocks and slots of the peer arena, as part of a plan.
 
@@ -467,6 +470,8 @@ class CacheController:
             target_ids: likewise, as many.
             after_step: the step that the copy waits for.
             on_end: gets the failure, or None, in a callback of the loop; idempotent.
+            keys: 32 bytes per slot in the memory of the device, which the copy seals or verifies;
+                empty for slots in host memory.
         """
         if copy_id in self._transfers:
             self._poller.surely(partial(self._place, self._transfers[copy_id]))
@@ -478,6 +483,7 @@ class CacheController:
             target_blocks=id_bytes(target_ids),
             after_step=after_step,
             group=PEER_GROUP,
+            digests=keys,
         )
         regions = self.memory.regions
         counter = LayerDoneCounter(
@@ -587,7 +593,7 @@ class CacheController:
         """Return the counts of each route. Any thread."""
         routes = {route: lane.statistics() for route, lane in self._lanes.items()}
         others = self._stores.lane_statistics() | self._peers.lane_statistics()
-        return worker_statistics(len(self._gate), routes | others)
+        return worker_statistics(len(self._gate), routes | others, self._corrupt)
 
     def _check_open(self) -> None:
         """Raises:
@@ -669,6 +675,10 @@ class CacheController:
         if self._checksums is not None:
             self._checksums.begin(plan)
         ids = plan.source_ids, plan.target_ids
+        if plan.digests:
+            device: Any = self._device  # one with slots in its memory
+            copy: Copy = device.copy(plan.route, *ids, after, plan.group, keys=plan.digests)
+            return copy
         if plan.group:
             return self._device.copy(plan.route, *ids, after, plan.group)
         return self._device.copy(plan.route, *ids, after)
@@ -720,8 +730,10 @@ class CacheController:
             if len(transfer.unproven) < counter.num_layers:
                 return
             arrived = transfer.unproven
-            failure = self._checksums.verify(plan, counter.failure)
+            copy_failure = counter.failure
+            failure = self._checksums.verify(plan, copy_failure)
             if failure is not None:
+                self._corrupt += failure is not copy_failure
                 self._end_submitted(transfer, failure, finished_seconds)
                 return
         for layer, at in arrived.items():
@@ -768,6 +780,8 @@ class CacheController:
         self._report_waiters.note_report(transfer_id)
         del self._transfers[transfer_id]
         lane.outcomes[outcome] += 1
+        if outcome != "cancelled":
+            lane.queue_seconds += transfer.started_at - transfer.created_at
         self._pump(lane)
 
     def _report(self, transfer_id: int, outcome: Outcome, failure: CopyError | None) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakValueDictionary
 
-from aiokv.errors import ClosedError, LayoutError, UsageError
+from aiokv.errors import ClosedError, ConfigError, LayoutError, UsageError
 from aiokv.plan import (
     FETCH_ROUTES,
     PEER_GROUP,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aiokv.plan import Pool, StorePool, TransferPlan
     from aiokv.types import Tier
     from aiokv.worker.checksums import Checksums
-    from aiokv.worker.device.base import Device, PoolKey
+    from aiokv.worker.device.base import Device, DeviceSlots, PoolKey
     from aiokv.worker.regions import Regions
 
 
@@ -51,6 +51,7 @@ class WorkerMemory:
         checksums: gets the new tensors whenever they change.
         has_stores: stores access the host blocks, which are aligned and have a trailer then.
         host_state_slots: slots of recurrent state in host memory.
+        peer_slots_on_device: these slots are in the memory of the device.
         peer_slots: returns the slots, and the bytes of each, of the memory through which blocks
             move from and to peers; None without peers.
 
@@ -68,11 +69,14 @@ class WorkerMemory:
         has_stores: bool = False,
         host_state_slots: int = 0,
         peer_slots: Callable[[Regions], tuple[int, int]] | None = None,
+        peer_slots_on_device: bool = False,
     ) -> None:
         self.regions = regions
         self._has_stores = has_stores
         self._host_state_slots = host_state_slots
         self._peer_slots = peer_slots
+        self._peer_slots_on_device = peer_slots_on_device
+        self._device_slots: DeviceSlots | None = None
         self._host_blocks = 0
         self._device = device
         self._checksums = checksums
@@ -134,6 +138,11 @@ class WorkerMemory:
                 "the worker has no memory for peers", hint="pass peers= to the engine, and open it"
             )
         return self._side_arenas[_PEERS]
+
+    @property
+    def device_slots(self) -> DeviceSlots | None:
+        """Slots for peers in the memory of the device; None if they are in host memory."""
+        return self._device_slots
 
     @property
     def store_memories(self) -> dict[StorePool, StoreMemory]:
@@ -313,7 +322,7 @@ class WorkerMemory:
         if self._host_state_slots:
             sizes["state", ""] = self._host_state_slots
         arenas = {key: self._arena_of(key, blocks) for key, blocks in sizes.items()}
-        if self._peer_slots is not None:
+        if self._peer_slots is not None and not self._peer_slots_on_device:
             slots, slot_bytes = self._peer_slots(self.regions)
             arenas[_PEERS] = HostArena(num_blocks=slots, block_bytes=slot_bytes)
         return arenas
@@ -333,6 +342,22 @@ class WorkerMemory:
             self._device.attach(self.regions, arena, side_arenas)
         else:
             self._device.attach(self.regions, arena)
+        if self._peer_slots is not None and self._peer_slots_on_device:
+            self._device_slots = self._open_device_slots(*self._peer_slots(self.regions))
+
+    def _open_device_slots(self, num_slots: int, slot_bytes: int) -> DeviceSlots:
+        open_slots: Any = getattr(self._device, "open_peer_slots", None)
+        if open_slots is None:
+            raise ConfigError(
+                f"the device {self._device.name!r} has no memory for peers",
+                hint="use another Peers(transport=...), or the cuda device",
+            )
+        try:
+            slots: DeviceSlots = open_slots(num_slots, slot_bytes)
+        except BaseException:
+            self._device.detach(keep_host=False)
+            raise
+        return slots
 
     def _sizes(self) -> dict[Pool, int]:
         slots = self.regions.num_state_slots

@@ -36,6 +36,7 @@ from aiokv.plan import PEER_ROUTES, RECEIVE, SEND, TransferReport
 from aiokv.worker.accepted import AcceptedConnections, abort_for
 from aiokv.worker.call_guard import CallGuard
 from aiokv.worker.device.base import CopyError
+from aiokv.worker.device_parcels import DeviceParcelWork
 from aiokv.worker.parcel_work import ParcelWork
 from aiokv.worker.peer_plans import PeerPlans
 from aiokv.worker.ticket_opener import TicketOpener
@@ -75,8 +76,12 @@ class DeviceCopies(Protocol):
         target_ids: Sequence[int],
         after_step: int,
         on_end: Callable[[CopyError | None], None],
+        keys: bytes = b"",
     ) -> None:
         """Begin a copy behind a step; without effect while a copy of this id is in flight.
+
+        With ``keys``, 32 bytes per slot in the memory of the device, ``SEND`` seals the slots, and
+        ``RECEIVE`` fails for those that have other trailers.
 
         ``on_end`` is called once, in a callback of the loop, with the failure or None; again when
         an interrupt kept it from returning.
@@ -157,7 +162,7 @@ class PeerTransfers:
         self._blocks_per_slot = 1  # of the landing ring
         self._landing: PeerMemory | None = None
         self._outgoing: PeerMemory | None = None
-        self._work: ParcelWork | None = None
+        self._work: ParcelWork | DeviceParcelWork | None = None
         self._writes: set[asyncio.Task[None]] = set()
         self._timers: list[asyncio.TimerHandle] = []
         self._closing = False
@@ -203,7 +208,6 @@ class PeerTransfers:
         self._poller = poller
         self._guard.open(poller)
         self._plans.open(on_report)
-        self._work = ParcelWork(poller)
         try:
             await self._open_slots()
             if (address := options.listen_address) is not None:
@@ -220,29 +224,31 @@ class PeerTransfers:
     async def _open_slots(self) -> None:
         """Begin with empty slots: after ``open``, and after a sleep."""
         memory = self._memory()
-        arena, regions = memory.peer_arena, memory.regions
+        regions = memory.regions
         identity = self._identity_now()
         slots = self._slots = ArenaSlots.of(self._checked(), regions)
         per_slot = self._blocks_per_slot = slots.blocks_per_slot(identity.block_tokens)
-        view = arena.blocks.reshape(-1).data
         border = slots.first_outgoing * slots.block_bytes
         num_landing = slots.first_assembly // per_slot
-        self._landing = PeerMemory(
-            address=arena.pointer,
+        whole = self._open_work(memory)
+        self._landing = msgspec.structs.replace(
+            whole,
             num_slots=num_landing,
             slot_bytes=per_slot * slots.block_bytes,
-            view=view[: slots.first_assembly * slots.block_bytes],
+            view=whole.view and whole.view[: slots.first_assembly * slots.block_bytes],
         )
-        self._outgoing = PeerMemory(
-            address=arena.pointer + border,
+        self._outgoing = msgspec.structs.replace(
+            whole,
+            address=whole.address + border,
             num_slots=slots.outgoing,
-            slot_bytes=slots.block_bytes,
-            view=view[border:],
+            view=whole.view and whole.view[border:],
         )
         await self._transport.open(self._landing, self._outgoing)
         rank = identity.rank
         layout = BlockLayout.of(regions, identity.block_tokens, rank, identity.num_ranks)
-        mappings = self._mappings = Mappings(layout, slots.outgoing)
+        mappings = self._mappings = Mappings(
+            layout, slots.outgoing, only_equal=self._checked().slots_on_device
+        )
         self.layout = layout.encode()
         if num_landing:
             self._ring = LandingRing(num_landing)
@@ -270,6 +276,29 @@ class PeerTransfers:
             rank=rank,
             block_tokens=identity.block_tokens,
             layout=self.layout,
+        )
+
+    def _open_work(self, memory: WorkerMemory) -> PeerMemory:
+        """Make what accesses the bytes in the slots; return all slots."""
+        poller, slots = self._poller, memory.device_slots
+        if poller is None:
+            raise ClosedError("the worker is not open")
+        if slots is not None:
+            self._work = DeviceParcelWork(slots, poller)
+            return PeerMemory(
+                address=slots.address,
+                num_slots=slots.num_slots,
+                slot_bytes=slots.slot_bytes,
+                device=slots.ordinal,
+                owner=slots.memory,
+            )
+        arena = memory.peer_arena
+        self._work = self._work or ParcelWork(poller)
+        return PeerMemory(
+            address=arena.pointer,
+            num_slots=arena.num_blocks,
+            slot_bytes=arena.block_bytes,
+            view=arena.blocks.reshape(-1).data,
         )
 
     async def sleep(self) -> None:
@@ -546,7 +575,7 @@ class PeerTransfers:
 
     def _begin_copy(self, copy: SlotCopy) -> None:
         """Begin a copy, unless it has begun. Idempotent."""
-        receiver, arena = self._receiver, self._slots
+        receiver, arena, work = self._receiver, self._slots, self._work
         if receiver is None or arena is None or copy.is_begun or not receiver.admit(copy):
             return
         first, pitch = 0, self._blocks_per_slot
@@ -560,6 +589,7 @@ class PeerTransfers:
             copy.device_ids,
             copy.receive.plan.after_step,
             lambda failure: self._guard.guarded(partial(receiver.copied, copy, failure)),
+            work.keys(copy.slots) if isinstance(work, DeviceParcelWork) else b"",
         )
         copy.is_begun = True
         self._plans.note_start(copy.receive.plan.transfer_id)
@@ -577,6 +607,7 @@ class PeerTransfers:
         sender, arena = self._sender, self._slots
         if sender is None or arena is None or fill.is_begun or not sender.admit(fill):
             return
+        is_sealed = isinstance(self._work, DeviceParcelWork)
         fill.copy_id = fill.copy_id or self._copies.new_copy_id()
         self._copies.copy(
             fill.copy_id,
@@ -585,6 +616,7 @@ class PeerTransfers:
             [arena.first_outgoing + slot for slot in fill.slots],
             fill.send.plan.after_step,
             lambda failure: self._guard.guarded(partial(sender.filled, fill, failure)),
+            b"".join(parcel.key for parcel in fill.parcels) if is_sealed else b"",
         )
         fill.is_begun = True
         self._plans.note_start(fill.send.plan.transfer_id)

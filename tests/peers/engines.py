@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from aiokv import CacheConfig, CacheEngine, Peers
+from aiokv.peers.slots import device_slot_bytes
 from aiokv.peers.ticket import ticket_key
 from aiokv.stores.base import TRAILER_BYTES
 from aiokv.testing import ManualDevice, run_until_idle
@@ -64,10 +65,12 @@ class Side:
         block_tokens: int = BLOCK_TOKENS,
         **config: Any,
     ) -> None:
-        self.memory = Memory(device_blocks, block_tokens, axes=("tokens", "dim"))
+        self.memory = self.new_memory(device_blocks, block_tokens)
         self.device = device
         self.block_tokens = block_tokens
         slot_bytes = self.memory.regions.host_block_bytes + TRAILER_BYTES
+        if (transport or self.default_transport) == "cuda_ipc":
+            slot_bytes = device_slot_bytes(self.memory.regions.host_block_bytes)
         sizes = {"device_blocks": device_blocks, "host_blocks": host_blocks}
         fields = {"model": "m", "block_tokens": block_tokens, **sizes, **config}
         self.engine = CacheEngine(
@@ -83,6 +86,10 @@ class Side:
                 outgoing_bytes=ring_blocks * slot_bytes,
             ),
         )
+
+    def new_memory(self, device_blocks: int, block_tokens: int) -> Memory:
+        """Return the tensors of the engine."""
+        return Memory(device_blocks, block_tokens, axes=("tokens", "dim"))
 
     async def __aenter__(self) -> Self:
         await self.engine.__aenter__()

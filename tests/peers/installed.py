@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from typing import TYPE_CHECKING, Final, get_args
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
 from aiokv.errors import ConfigError
 from aiokv.peers.mooncake import import_engine
 from aiokv.peers.nixl import import_bindings
-from aiokv.peers.options import TransportName
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from aiokv.peers.options import TransportName
+
 HINT: Final = "run `make services`"
+HOST_TRANSPORTS: Final[tuple[TransportName, ...]] = ("tcp", "nixl", "mooncake")
 IMPORTS: Final[dict[str, Callable[[], object]]] = {
     "nixl": import_bindings,
     "mooncake": import_engine,
@@ -35,12 +37,15 @@ def why_absent(transport: str) -> str:
 
 
 def transports(*names: TransportName) -> pytest.MarkDecorator:
-    """Run a test with each of some transports, all by default, as argument ``transport``."""
+    """Run a test with each of some transports, as argument ``transport``.
+
+    By default all that move blocks between host memory.
+    """
     return pytest.mark.parametrize(
         "transport",
         [
             pytest.param(name, marks=pytest.mark.skipif(bool(why), reason=why))
-            for name in names or get_args(TransportName)
+            for name in names or HOST_TRANSPORTS
             for why in [why_absent(name)]
         ],
     )

@@ -50,6 +50,7 @@ class FakeBackend:
     """
 
     name = "nixl"
+    write_bytes = 4 << 20
 
     def __init__(self, *, is_reused: bool = False) -> None:
         self.is_reused = is_reused

@@ -16,13 +16,14 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from aiokv import CacheConfig, CacheEngine, ConfigError, UsageError
+from aiokv._native import Histogram
 from aiokv.observe import prometheus
 from aiokv.observe.exposition import Family, Sample, labelled, merged, text_of
 from aiokv.observe.metrics import exposition, families
 from aiokv.observe.prometheus import EngineCollector
 from aiokv.peers.statistics import PeerStatistics
 from aiokv.stores.guard_statistics import GuardStatistics
-from aiokv.types import Statistics
+from aiokv.types import DurationHistogram, RequestStatistics, Statistics
 from aiokv.worker.lanes import WorkerStatistics
 from aiokv.worker.poller import PollerStatistics
 
@@ -34,6 +35,9 @@ numbers = count(1_000)
 
 def filled(kind: Any) -> Any:
     """Return a value of a type, each of whose numbers is used nowhere else."""
+    if kind is DurationHistogram:
+        first = next(numbers)
+        return DurationHistogram([first, next(numbers)], next(numbers) + 0.5, [2.0**-first])
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         hints = get_type_hints(kind)
         return kind(**{name: filled(hints[name]) for name in kind.__struct_fields__})
@@ -49,6 +53,9 @@ def filled(kind: Any) -> Any:
 
 def numbers_of(value: Any) -> Iterator[tuple[str, float]]:
     """Yield the path and the value of each number of a record."""
+    if isinstance(value, DurationHistogram):
+        first, second = value.counts
+        value = [first, first + second, value.sum_seconds]
     if isinstance(value, msgspec.Struct):
         value = {name: getattr(value, name) for name in value.__struct_fields__}
     if isinstance(value, list):
@@ -73,6 +80,7 @@ def parsed(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 def test_each_field_of_each_record_of_statistics_is_in_a_metric():
     records = {
         "statistics": filled(Statistics),
+        "request_statistics": filled(RequestStatistics),
         "worker_statistics": filled(WorkerStatistics),
         "poller_statistics": filled(PollerStatistics),
         "peer_statistics": filled(PeerStatistics),
@@ -90,6 +98,8 @@ def test_each_field_of_each_record_of_statistics_is_in_a_metric():
     }
     expected = dict(numbers_of(records))
     assert len(expected) > 250
+    for total in ("evicted_device_blocks", "evicted_host_blocks", "dropped_blocks"):
+        del expected[f"statistics.{total}"]  # the sum of those by cause
     assert {path for path, number in expected.items() if number not in shown} == set()
 
 
@@ -126,7 +136,7 @@ async def test_families_are_named_and_typed_as_prometheus_wants():
         assert family.name.startswith("aiokv_")
         assert family.help.endswith(".")
         assert (family.kind == "counter") == family.name.endswith("_total")
-        labels = [frozenset(sample.labels.items()) for sample in family.samples]
+        labels = [(s.suffix, frozenset(s.labels.items())) for s in family.samples]
         assert len(labels) == len(set(labels)), family.name
     lines = exposition(engine).splitlines()
     types = [line.split()[2:] for line in lines if line.startswith("# TYPE")]
@@ -232,3 +242,49 @@ def test_without_prometheus_client_the_import_says_what_to_install(
     monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
     with pytest.raises(ConfigError, match=r"pip install 'aiokv\[metrics\]'"):
         __import__("aiokv.observe.prometheus")
+
+
+# --- histograms -----------------------------------------------------------------------------------
+
+
+def test_a_duration_is_counted_in_the_first_bucket_whose_bound_it_does_not_exceed():
+    bounds = Histogram.bounds_seconds()
+    assert (bounds[0], bounds[-1]) == (2.0**-20, 4096.0)
+    assert bounds == [2.0**e for e in range(-20, 13)]
+    cases = [
+        (0.0, 0), (-1.0, 0), (float("nan"), 0), (1e-9, 0), (0.25, bounds.index(0.25)),
+        (0.25 + 1e-9, bounds.index(0.5)), (3.0, bounds.index(4.0)), (4096.0, len(bounds) - 1),
+        (4096.1, len(bounds)), (float("inf"), len(bounds)),
+    ]  # fmt: skip
+    for seconds, bucket in cases:
+        histogram = Histogram()
+        histogram.add(seconds)
+        expected = [0] * (len(bounds) + 1)
+        expected[bucket] = 1
+        assert histogram.counts == expected, seconds
+
+
+def test_the_sum_of_a_histogram_is_exact_to_the_nanosecond():
+    histogram = Histogram()
+    for _ in range(1000):
+        histogram.add(0.1)
+    histogram.add(1e-9)
+    assert histogram.sum_seconds == 100.000000001
+    assert DurationHistogram.of(histogram).count == 1001
+
+
+@pytest.mark.asyncio
+async def test_the_buckets_of_a_histogram_are_cumulative():
+    engine = await ran()
+    samples = parsed(exposition(engine))
+    buckets = {
+        dict(labels)["le"]: value
+        for (name, labels), value in samples.items()
+        if name == "aiokv_hold_seconds_bucket"
+    }
+    values = [buckets[bound] for bound in sorted(buckets, key=float)]
+    assert values == sorted(values)
+    assert values[-1] == buckets["+Inf"] == 4
+    assert samples["aiokv_hold_seconds_count", frozenset({("engine", "default")})] == 4
+    total = samples["aiokv_hold_seconds_sum", frozenset({("engine", "default")})]
+    assert total == engine.request_statistics().hold.sum_seconds

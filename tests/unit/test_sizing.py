@@ -157,9 +157,22 @@ def test_json_has_all_figures(model, capsys, tmp_path):
     assert capsys.readouterr().out == ""
 
 
+def test_without_gpu_memory_the_bytes_of_each_group_are_printed(model, capsys):
+    assert cli.main(["size", "--model", model]) == 0
+    printed = capsys.readouterr().out
+    assert "bytes per token: 81,920 (80.0 KiB)" in printed
+    assert "bytes per block, layers of window_1024: 6,815,744 (6.50 MiB)" in printed
+    assert "blocks:" not in printed
+    assert cli.main(["size", "--model", model, "--tensor-parallel", "2", "--json"]) == 0
+    groups = json.loads(capsys.readouterr().out)["groups"]
+    assert groups["full"] == {"token_bytes": 40_960, "block_bytes": 655_360}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--host-memory", "8GiB"], "--host-memory needs --gpu-memory"),
+        (["--weights", "8GiB"], "--weights needs --gpu-memory"),
         (["--gpu-memory", "80"], "72 bytes of GPU memory"),
         (["--gpu-memory", "80XB"], "'80XB' is not a size, such as 80GiB"),
         (["--gpu-memory", "80GiB", "--gpu-memory-utilization", "0"], "not a number above 0"),

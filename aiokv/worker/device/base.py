@@ -131,6 +131,39 @@ class Copy(Protocol):
         """Return the failure, or None while none is known; final once all events are done."""
 
 
+class Verification(Protocol):
+    """Slots that are being verified."""
+
+    @property
+    def layer_events(self) -> Sequence[Event]:
+        """The end of the work; the last one counts."""
+
+    @property
+    def results(self) -> bytes:
+        """``Result`` of each slot, one byte each; all wrong before the end, and after a failure."""
+
+
+class DeviceSlots(Protocol):
+    """Slots for peers in the memory of a device. Only the loop's thread calls it.
+
+    Attributes:
+        ordinal: number of the GPU.
+        address: address of slot 0.
+        num_slots: number of slots.
+        slot_bytes: distance from one slot to the next.
+        memory: object that keeps the memory allocated, and exports it.
+    """
+
+    ordinal: int
+    address: int
+    num_slots: int
+    slot_bytes: int
+    memory: Any
+
+    def verify(self, slots: NDArray[np.int32], keys: bytes) -> Verification:
+        """Start to compare the trailers of slots."""
+
+
 class Device(Protocol):
     """A backend. Only the loop's thread calls it.
 
@@ -144,6 +177,9 @@ class Device(Protocol):
 
     Optional: ``failure``, the error after which no transfer can succeed, which breaks the engine;
     ``unpinned_bytes``, the host memory that it has not page-locked yet.
+    ``open_peer_slots(num_slots, slot_bytes)`` returns :class:`DeviceSlots`, which exist until
+    ``detach``; the routes from and to ``"peer"`` use them then, and ``copy`` takes ``keys``: see
+    ``CudaDevice.copy``.
     """
 
     name: str

@@ -24,6 +24,7 @@ from aiokv.errors import ConfigError, DeviceError, LayoutError, UsageError
 from aiokv.plan import (
     OFFLOAD,
     ONLOAD,
+    PEER_ROUTES,
     RECEIVE,
     SEND,
     STATE,
@@ -35,6 +36,7 @@ from aiokv.plan import (
 from aiokv.worker.device.base import CopyError, blocks_of, check_event_type
 from aiokv.worker.device.cuda_handles import event_handle, stream_handle
 from aiokv.worker.device.cuda_numa import placement
+from aiokv.worker.device.cuda_slots import CudaSlots, DeviceArena, SlotCopy
 from aiokv.worker.device.cuda_state import CudaStateCopy, CudaStateMover
 
 if TYPE_CHECKING:
@@ -68,6 +70,8 @@ class CudaOptions:
             the queue and sleeps until half of it has moved, which takes little CPU time.
         max_group_layers: layers of the largest group of an onload; they become usable together.
         staged_ctas: thread blocks of the kernels within device memory; 8 move 350 GB/s.
+        peer_ctas: thread blocks of the kernels that prove blocks of peers in device memory; 24
+            move 350 GB/s between two H200.
         direct_ctas: thread blocks of the kernel across the link.
         timing: record times on the device, for :meth:`CudaCopy.layer_seconds`.
         touch_threads: threads that touch the host arena's pages ahead of the pinning.
@@ -84,6 +88,7 @@ class CudaOptions:
     max_group_layers: int = 8
     staged_ctas: int = 8
     direct_ctas: int = 3
+    peer_ctas: int = 24
     timing: bool = False
     touch_threads: int = 8
     register_chunk_bytes: int = 64 << 20
@@ -102,6 +107,7 @@ _COUNTS: Final = (
     "max_group_layers",
     "staged_ctas",
     "direct_ctas",
+    "peer_ctas",
     "touch_threads",
     "register_chunk_bytes",
 )
@@ -208,6 +214,7 @@ class CudaDevice(Unique):
         self._layer_groups: dict[tuple[PoolKey, Any], list[tuple[int, int]]] = {}
         self._starting: deque[CudaCopy] = deque()
         self._states: CudaStateMover | None = None
+        self._peer_slots: CudaSlots | None = None
 
     # --- memory -----------------------------------------------------------------------------
 
@@ -255,8 +262,38 @@ class CudaDevice(Unique):
         for direction in (_cuda.Direction.ONLOAD, _cuda.Direction.OFFLOAD):
             self._layer_groups[key, direction] = engine.groups(direction)
 
+    def open_peer_slots(self, num_slots: int, slot_bytes: int) -> CudaSlots:
+        """Reserve slots for peers in the memory of the GPU, until ``detach``.
+
+        The routes from and to ``"peer"`` then copy between device blocks and these slots.
+
+        Args:
+            num_slots: number of slots.
+            slot_bytes: distance between slots; a host block and its trailer fit.
+
+        Raises:
+            ConfigError: the GPU has not that much memory.
+            UsageError: the device has no blocks yet.
+        """
+        if self._memory is None:
+            raise UsageError(f"{self.name} has no blocks: attach() it first")
+        regions = self._memory[0]
+        arena = DeviceArena(self.ordinal, num_blocks=num_slots, block_bytes=slot_bytes)
+        try:
+            slots = self._peer_slots = CudaSlots(
+                self._cupy, regions, slice_layout(regions), arena, ctas=self.options.peer_ctas
+            )
+        except BaseException:
+            arena.close()
+            raise
+        return slots
+
     def detach(self, *, keep_host: bool) -> None:
         """Release the memory and the staging rings; ``keep_host`` leaves the arena pinned."""
+        if self._peer_slots is not None:
+            self._peer_slots.close()
+            self._peer_slots.arena.close()
+            self._peer_slots = None
         if self._states is not None:
             self._states.close()
             self._states = None
@@ -299,8 +336,23 @@ class CudaDevice(Unique):
         target_ids: NDArray[np.int32],
         after: Event | None,
         group: str = "",
-    ) -> CudaCopy | CudaStateCopy:
-        """Give a copy to the native lane of its route; see :meth:`Device.copy`."""
+        keys: bytes = b"",
+    ) -> CudaCopy | CudaStateCopy | SlotCopy:
+        """Give a copy to the native lane of its route; see :meth:`Device.copy`.
+
+        Args:
+            route: see :meth:`Device.copy`, as the arguments behind it.
+            source_ids: [N] int32.
+            target_ids: [N] int32.
+            after: event that the first byte waits for.
+            group: of the pool.
+            keys: with slots in device memory, 32 bytes per slot: ``SEND`` seals the slots with
+                them, and ``RECEIVE`` fails for slots that do not have them.
+        """
+        if self._peer_slots is not None and route in PEER_ROUTES:
+            if route == SEND:
+                return self._peer_slots.gather(source_ids, target_ids, keys, after)
+            return self._peer_slots.scatter_verified(source_ids, target_ids, keys, after)
         if route == STATE:
             if self._states is None:
                 raise UsageError(
@@ -328,7 +380,10 @@ class CudaDevice(Unique):
     @property
     def failure(self) -> DeviceError | None:
         """The error after which no result of the GPU is valid; None without one."""
-        for engine in self._engines.values():
+        engines = [*self._engines.values()]
+        if self._peer_slots is not None:
+            engines.append(self._peer_slots)
+        for engine in engines:
             if engine.broken_code:
                 return DeviceError(
                     f"{self.name}: {engine.broken_reason}",
@@ -394,7 +449,7 @@ class CudaDevice(Unique):
         )
 
     def _make_engine(self, regions: Regions, arena: HostArena, host: Any, slot_bytes: int) -> Any:
-        slices, layer_begin = _layout(regions)
+        slices, layer_begin = slice_layout(regions)
         with self._cupy.cuda.Device(self.ordinal):
             streams = [
                 self._cupy.cuda.Stream(non_blocking=True, priority=HIGHEST_PRIORITY)
@@ -423,7 +478,7 @@ class CudaDevice(Unique):
         )
 
 
-def _layout(
+def slice_layout(
     regions: Regions,
 ) -> tuple[list[tuple[int, int, int, int, int]], list[int]]:
     """Return ``(device base, stride, bytes, host offset, host bytes)`` per piece, and each layer's

@@ -36,4 +36,12 @@ class Checksum {
     unsigned __int128 sum_ = 0;
 };
 
+// k and K above.
+struct ChecksumConstants {
+    std::array<std::uint64_t, Checksum::kChunkBytes / 8> words;
+    unsigned __int128 factor;
+};
+
+const ChecksumConstants& checksum_constants();
+
 }  // namespace aiokv

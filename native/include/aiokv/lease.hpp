@@ -107,6 +107,8 @@ struct Lease {
     NodeId frontier = kNone;  // where its next block will hang, while Promises has the lease
     NodeId awaited = kNone;   // the end of its hit, while Uses has the lease
 
+    std::uint64_t held_since = 0;  // tick_nanoseconds(); while it computes and has blocks
+
     RecurrentHolding recurrent;
     std::vector<WindowTable> windows;  // one per group, while granted or swapped
 

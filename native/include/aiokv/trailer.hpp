@@ -17,6 +17,8 @@
 namespace aiokv {
 
 constexpr std::size_t kTrailerBytes = 64;
+constexpr std::uint32_t kTrailerMagic = 0x766b6961;  // "aikv"
+constexpr std::uint32_t kTrailerVersion = 1;
 
 // Results of keys that these functions give; the values are those of aiokv.stores.Result.
 enum class StoreResult : std::uint8_t { kDone = 0, kWrong = 2 };

@@ -51,6 +51,8 @@ if(AIOKV_HAS_CUDA)
         src/cuda/lane.cpp
         src/cuda/registration.cpp
         src/cuda/scatter.cu
+        src/cuda/slots.cpp
+        src/cuda/slots.cu
         src/cuda/transfer.cpp
         src/cuda/upload.cu)
     # Static: CuPy, Paddle and PyTorch bring runtimes of their own; they share the primary context.

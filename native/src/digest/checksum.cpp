@@ -4,41 +4,18 @@
 #include <cstring>
 #include <string_view>
 
+#include "aiokv/mersenne.hpp"
 #include "aiokv/sha256.hpp"
 
 namespace aiokv {
 namespace {
 
-using U128 = unsigned __int128;
+using mersenne::multiplied;
+using mersenne::reduced;
+using mersenne::U128;
 
 constexpr std::size_t kLineBytes = 64, kPrefetchBytes = 2048;
-constexpr U128 kPrime = (U128{1} << 127) - 1;
 constexpr std::string_view kConstantsTag{"aiokv checksum 1\0", 17};
-
-struct Constants {
-    std::array<std::uint64_t, Checksum::kChunkBytes / 8> words;
-    U128 factor;
-};
-
-const Constants& constants() {
-    static const Constants computed = [] {
-        constexpr std::size_t kDigests = Checksum::kChunkBytes / 32 + 1;
-        std::array<std::uint8_t, kDigests * 32> bytes;
-        for (std::uint32_t i = 0; i < kDigests; ++i) {
-            Sha256 hash;
-            hash.add({reinterpret_cast<const std::uint8_t*>(kConstantsTag.data()),
-                      kConstantsTag.size()});
-            hash.add({reinterpret_cast<const std::uint8_t*>(&i), sizeof i});
-            std::ranges::copy(hash.finish(), bytes.begin() + 32 * i);
-        }
-        Constants made;
-        std::memcpy(made.words.data(), bytes.data(), sizeof made.words);
-        std::memcpy(&made.factor, bytes.data() + sizeof made.words, sizeof made.factor);
-        made.factor &= kPrime;
-        return made;
-    }();
-    return computed;
-}
 
 std::uint64_t load(const std::uint8_t* bytes) {
     std::uint64_t word;
@@ -76,28 +53,30 @@ U128 nh_of_tail(std::span<const std::uint8_t> bytes, const std::uint64_t* keys) 
     return sum;
 }
 
-// x mod kPrime, for any x.
-U128 reduced(U128 x) {
-    x = (x & kPrime) + (x >> 127);
-    return x >= kPrime ? x - kPrime : x;
-}
-
-// a * b mod kPrime, for a and b of at most 127 bits.
-U128 multiplied(U128 a, U128 b) {
-    const auto a0 = static_cast<std::uint64_t>(a), a1 = static_cast<std::uint64_t>(a >> 64);
-    const auto b0 = static_cast<std::uint64_t>(b), b1 = static_cast<std::uint64_t>(b >> 64);
-    const U128 low = U128{a0} * b0;
-    const U128 middle = U128{a0} * b1 + U128{a1} * b0;  // each below 2^127
-    const U128 high = U128{a1} * b1;
-    const U128 low_bits = low + (middle << 64);
-    const U128 high_bits = high + (middle >> 64) + (low_bits < low);  // below 2^126
-    return reduced(reduced(low_bits) + (high_bits << 1));             // 2^128 is 2 mod kPrime
-}
-
 }  // namespace
 
+const ChecksumConstants& checksum_constants() {
+    static const ChecksumConstants computed = [] {
+        constexpr std::size_t kDigests = Checksum::kChunkBytes / 32 + 1;
+        std::array<std::uint8_t, kDigests * 32> bytes;
+        for (std::uint32_t i = 0; i < kDigests; ++i) {
+            Sha256 hash;
+            hash.add({reinterpret_cast<const std::uint8_t*>(kConstantsTag.data()),
+                      kConstantsTag.size()});
+            hash.add({reinterpret_cast<const std::uint8_t*>(&i), sizeof i});
+            std::ranges::copy(hash.finish(), bytes.begin() + 32 * i);
+        }
+        ChecksumConstants made;
+        std::memcpy(made.words.data(), bytes.data(), sizeof made.words);
+        std::memcpy(&made.factor, bytes.data() + sizeof made.words, sizeof made.factor);
+        made.factor &= mersenne::kPrime;
+        return made;
+    }();
+    return computed;
+}
+
 void Checksum::add(std::span<const std::uint8_t> bytes) {
-    const Constants& k = constants();
+    const ChecksumConstants& k = checksum_constants();
     const auto add_chunk = [&](U128 nh) {
         sum_ = reduced(multiplied(sum_, k.factor) + reduced(nh));
     };

@@ -11,12 +11,9 @@
 namespace aiokv {
 namespace {
 
-constexpr std::uint32_t kMagic = 0x766b6961;  // "aikv"
-constexpr std::uint32_t kVersion = 1;
-
 struct Trailer {
-    std::uint32_t magic = kMagic;
-    std::uint32_t version = kVersion;
+    std::uint32_t magic = kTrailerMagic;
+    std::uint32_t version = kTrailerVersion;
     std::uint64_t payload_bytes;
     Digest key;
     std::array<std::uint8_t, Checksum::kBytes> checksum{};

@@ -67,7 +67,15 @@ void LeaseTable::move(Lease& lease, LeaseState to) {
     lease.state = to;
     if (lease.is_open()) ++counts_[static_cast<std::size_t>(to)];
     const bool computes = lease.has_blocks() && lease.flags.computes;
-    computing_ += static_cast<std::uint32_t>(computes) - static_cast<std::uint32_t>(computed);
+    if (computes == computed) return;
+    const std::uint64_t now = tick_nanoseconds();
+    if (computes) {
+        ++computing_;
+        lease.held_since = now;
+    } else {
+        --computing_;
+        hold_times_.add(now - lease.held_since);
+    }
 }
 
 bool LeaseTable::is_open(LeaseId id) const {

@@ -7,8 +7,11 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
+
 #include "aiokv/cuda_check.hpp"
 #include "aiokv/cuda_engine.hpp"
+#include "aiokv/cuda_slots.hpp"
 #include "bindings.hpp"
 
 namespace nb = nanobind;
@@ -204,6 +207,151 @@ void bind_engine(nb::module_& m) {
             "direction"_a, "layer"_a, "code"_a, "For tests: fail before this layer.", ReleaseGil());
 }
 
+std::span<const std::uint8_t> span_of(const nb::bytes& bytes) {
+    return {static_cast<const std::uint8_t*>(bytes.data()), bytes.size()};
+}
+
+std::span<const std::int32_t> span_of(const Ids& ids) {
+    return {ids.data(), ids.shape(0)};
+}
+
+cuda::DeviceMemory::Handle memory_handle(const nb::bytes& bytes) {
+    cuda::DeviceMemory::Handle handle;
+    if (bytes.size() != handle.size()) {
+        throw UsageError("handle has " + std::to_string(bytes.size()) + " bytes; it must have " +
+                         std::to_string(handle.size()));
+    }
+    std::memcpy(handle.data(), bytes.data(), handle.size());
+    return handle;
+}
+
+void bind_slot_memory(nb::module_& m) {
+    using cuda::DeviceMemory;
+    using cuda::MappedMemory;
+    nb::class_<DeviceMemory>(m, "DeviceMemory", "Device memory that other processes can map.")
+        .def(nb::init<int, std::size_t>(), "device"_a, "num_bytes"_a, ReleaseGil())
+        .def_prop_ro("address", &DeviceMemory::address)
+        .def_prop_ro("num_bytes", &DeviceMemory::num_bytes)
+        .def_prop_ro("device", &DeviceMemory::device)
+        .def("handle",
+             [](const DeviceMemory& memory) {
+                 const DeviceMemory::Handle handle = memory.handle();
+                 return nb::bytes(handle.data(), handle.size());
+             })
+        .def("close", &DeviceMemory::close, ReleaseGil());
+    nb::class_<MappedMemory>(m, "MappedMemory", "Memory of another process, mapped by its handle.")
+        .def(
+            "__init__",
+            [](MappedMemory* self, int device, const nb::bytes& handle) {
+                const DeviceMemory::Handle raw = memory_handle(handle);
+                nb::gil_scoped_release release;
+                new (self) MappedMemory(device, raw);
+            },
+            "device"_a, "handle"_a)
+        .def_prop_ro("address", &MappedMemory::address)
+        .def("close", &MappedMemory::close, ReleaseGil());
+}
+
+void bind_slot_work(nb::module_& m) {
+    using cuda::SlotWork;
+    nb::class_<SlotWork>(m, "SlotWork", "Submitted passes or copies; also an event.")
+        .def_prop_ro("done", &SlotWork::done, ReleaseGil())
+        .def("synchronize", &SlotWork::synchronize, ReleaseGil())
+        .def(
+            "stream_wait",
+            [](SlotWork& work, std::uintptr_t stream) {
+                work.stream_wait(handle<cudaStream_t>(stream));
+            },
+            "stream"_a, ReleaseGil())
+        .def("results",
+             [](SlotWork& work) {
+                 const std::vector<std::uint8_t> results = work.results();
+                 return nb::bytes(results.data(), results.size());
+             })
+        .def(
+            "failure",
+            [](const SlotWork& work) -> std::optional<std::tuple<std::uint32_t, int, std::string>> {
+                const auto failure = work.failure();
+                if (!failure) {
+                    return std::nullopt;
+                }
+                return std::tuple(failure->first_bad_block, failure->code, failure->reason);
+            });
+}
+
+void bind_slots(nb::module_& m) {
+    using cuda::PeerCopies;
+    using cuda::PeerCopy;
+    using cuda::SlotEngine;
+    nb::class_<SlotEngine>(m, "SlotEngine", "Passes between device blocks and slots.")
+        .def(
+            "__init__",
+            [](SlotEngine* self, std::uint32_t device_blocks, std::uint32_t num_slots,
+               std::uintptr_t address, std::size_t slot_bytes,
+               const std::vector<SliceTuple>& slices, const std::vector<std::uint32_t>& layer_begin,
+               std::uintptr_t send_stream, std::uintptr_t receive_stream, int device, int blocks,
+               bool bulk) {
+                new (self) SlotEngine(
+                    make_layout(device_blocks, num_slots, address, slot_bytes, slices, layer_begin),
+                    {device, blocks, bulk}, handle<cudaStream_t>(send_stream),
+                    handle<cudaStream_t>(receive_stream));
+            },
+            nb::kw_only(), "device_blocks"_a, "num_slots"_a, "address"_a, "slot_bytes"_a,
+            "slices"_a, "layer_begin"_a, "send_stream"_a, "receive_stream"_a, "device"_a,
+            "blocks"_a = cuda::SlotOptions{}.blocks, "bulk"_a = cuda::SlotOptions{}.bulk,
+            ReleaseGil())
+        .def(
+            "gather",
+            [](SlotEngine& engine, const Ids& device_ids, const Ids& slots, const nb::bytes& keys,
+               std::uintptr_t after) {
+                const auto key_bytes = span_of(keys);
+                nb::gil_scoped_release release;
+                return engine.gather(span_of(device_ids), span_of(slots), key_bytes,
+                                     handle<cudaEvent_t>(after));
+            },
+            "device_ids"_a, "slots"_a, "keys"_a, "after"_a = 0)
+        .def(
+            "verify",
+            [](SlotEngine& engine, const Ids& slots, const nb::bytes& keys) {
+                const auto key_bytes = span_of(keys);
+                nb::gil_scoped_release release;
+                return engine.verify(span_of(slots), key_bytes);
+            },
+            "slots"_a, "keys"_a)
+        .def(
+            "scatter_verified",
+            [](SlotEngine& engine, const Ids& slots, const Ids& device_ids, const nb::bytes& keys,
+               std::uintptr_t after) {
+                const auto key_bytes = span_of(keys);
+                nb::gil_scoped_release release;
+                return engine.scatter_verified(span_of(slots), span_of(device_ids), key_bytes,
+                                               handle<cudaEvent_t>(after));
+            },
+            "slots"_a, "device_ids"_a, "keys"_a, "after"_a = 0)
+        .def_prop_ro("fused", &SlotEngine::fused)
+        .def_prop_ro("broken_code", [](const SlotEngine& engine) { return engine.health().code(); })
+        .def_prop_ro("broken_reason",
+                     [](const SlotEngine& engine) { return engine.health().reason(); })
+        .def("close", &SlotEngine::close, ReleaseGil());
+    nb::class_<PeerCopies>(m, "PeerCopies", "Contiguous copies to mapped memory, in order.")
+        .def(nb::init<int>(), "device"_a, ReleaseGil())
+        .def("close", &PeerCopies::close, ReleaseGil())
+        .def(
+            "copy",
+            [](PeerCopies& copies,
+               const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>>& list,
+               cuda::SlotWork* after) {
+                std::vector<PeerCopy> all;
+                all.reserve(list.size());
+                for (const auto& [target, source, num_bytes] : list) {
+                    all.push_back({target, source, num_bytes});
+                }
+                nb::gil_scoped_release release;
+                return copies.copy(all, after);
+            },
+            "copies"_a, "after"_a.none() = nb::none());
+}
+
 }  // namespace
 
 void bind_cuda(nb::module_& module) {
@@ -223,6 +371,9 @@ void bind_cuda(nb::module_& module) {
     bind_registration(m);
     bind_transfer(m);
     bind_engine(m);
+    bind_slot_memory(m);
+    bind_slot_work(m);
+    bind_slots(m);
 }
 
 }  // namespace aiokv

@@ -15,6 +15,7 @@ NB_MODULE(_native, m) {
         "Never destroy an object: a forked process lacks the threads that its destructor joins.");
     aiokv::bind_errors(m);
     aiokv::bind_copy(m);
+    aiokv::bind_histogram(m);
     aiokv::bind_core(m);
     aiokv::bind_events(m);
     aiokv::bind_digest(m);
