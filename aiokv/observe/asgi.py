@@ -16,17 +16,19 @@
 | ``/events`` | KV events as server-sent events, without token ids; ``?engine=NAME`` of several |
 | ``/live`` | what the live page asks for once per second while it is visible; may change |
 
-The app answers ``GET`` and ``HEAD``, sends no CORS headers, and checks no passwords: whoever
-reaches it can read owners and URLs of stores, but neither tokens nor secrets. Nothing here changes
-an engine. Nothing costs the engine time between two requests; five seconds after the last request
-of a live page, the engine has no observer any more. A stream of ``/events`` ends with its client or
-with the engine; a server that waits for all connections when it stops needs a limit, such as
+The app answers ``GET`` and ``HEAD``, and changes nothing. It sends no CORS headers and checks no
+passwords: serve it where only operators reach it. A reader sees the owners of leases and the URLs
+of stores, but no tokens and no secrets, and of salts and adapters only digests.
+
+An engine spends no time on the app between two requests: five seconds after the last request of a
+live page, the engine has no observer any more. A stream of ``/events`` ends with its client or with
+the engine. A server that waits for all connections when it stops needs a limit, such as
 ``timeout_graceful_shutdown`` of uvicorn.
 
 An engine may be used on its event loop only, so the server of the app has to run on that loop, as
 it does when one process serves requests and this app. On another loop, all paths but the page
-itself answer 503. With :class:`aiokv.sync.SyncEngine`-like threads, run the server on the engine's
-loop: ``asyncio.run_coroutine_threadsafe(uvicorn.Server(config).serve(), engine.loop)``.
+itself answer 503. When the engine's loop runs in a thread of its own, run the server there, too:
+``asyncio.run_coroutine_threadsafe(uvicorn.Server(config).serve(), engine.loop)``.
 """
 
 from __future__ import annotations
@@ -39,11 +41,11 @@ from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, quote
 
 import msgspec
 
-from aiokv.errors import ConfigError
+from aiokv.errors import ConfigError, UsageError
 from aiokv.observe.metrics import CONTENT_TYPE as METRICS_TYPE
 from aiokv.observe.metrics import exposition, named_engines
 from aiokv.observe.snapshot import hidden, snapshot, without_credentials
@@ -114,7 +116,7 @@ class Application:
             )
         self._engines = named_engines(engines)
         self._show_salts = show_salts
-        self._watching: dict[str, tuple[CacheEngine, Watching]] = {}
+        self._watching: dict[str, Watching] = {}  # while a page asks
         self._name_of = str if show_salts else hidden
         self._answers: dict[str, Callable[[Scope], Response | CacheEngine]] = {
             "/metrics": self._metrics,
@@ -134,7 +136,7 @@ class Application:
             else:
                 await self._stream(response, scope, receive, send)
         elif scope["type"] == "lifespan":
-            await _live_until_shutdown(receive, send)
+            await _serve_lifespan(receive, send)
         elif scope["type"] == "websocket":
             await receive()
             await send({"type": "websocket.close", "code": 1000})
@@ -149,15 +151,19 @@ class Application:
         if scope["method"] not in ("GET", "HEAD"):
             return _text(405, "only GET and HEAD are allowed", (b"allow", b"GET, HEAD"))
         if path == "":  # the page's relative URLs need the slash
-            location = f"{root}/".encode()
-            return _text(307, f"see {root}/", (b"location", location))
+            # Relative, because a proxy may have removed a part of the path.
+            location = f"{quote(root.rpartition('/')[2]) or '.'}/"
+            return _text(307, f"see {location}", (b"location", location.encode()))
         if path in PAGE:
             return _page(path)
         if strange := self._on_other_loops():
             return _text(
                 503, f"the event loop of this server is not that of the engines {strange}; see asgi"
             )
-        return self._answers[path](scope)
+        try:
+            return self._answers[path](scope)
+        except UsageError as error:  # an engine of a loop that was closed before the engine
+            return _text(503, str(error))
 
     async def _stream(
         self, engine: CacheEngine, scope: Scope, receive: Receive, send: Send
@@ -227,12 +233,13 @@ class Application:
         return _json(200, {**answer, "after": now - 1.0})
 
     def _watch(self, name: str, engine: CacheEngine) -> Watching:
-        watched = self._watching.get(name)
-        if watched is None or watched[0] is not engine:
-            if watched is not None:
-                watched[1].stop()
-            watched = self._watching[name] = (engine, Watching(engine))
-        return watched[1]
+        watching = self._watching.get(name)
+        if watching is None or watching.engine is not engine:
+            if watching is not None:
+                watching.stop()
+            watching = Watching(engine, on_stop=lambda: self._watching.pop(name))
+            self._watching[name] = watching
+        return watching
 
     def _health(self, scope: Scope) -> Response:
         failures = {name: engine.health().failure for name, engine in self._engines.items()}
@@ -327,7 +334,7 @@ async def _send(response: Response, send: Send, *, has_body: bool) -> None:
     await send({"type": "http.response.body", "body": response.body if has_body else b""})
 
 
-async def _live_until_shutdown(receive: Receive, send: Send) -> None:
+async def _serve_lifespan(receive: Receive, send: Send) -> None:
     """Answer the messages of a server that starts and stops: there is nothing to do."""
     while True:
         message = await receive()

@@ -88,8 +88,6 @@ def in_flight(engine: CacheEngine, seen: Observation | None = None) -> list[Tran
         engine: the engine; one that is not open has none.
         seen: an observation of the engine; None to begin one for the duration of the call.
     """
-    from aiokv import TransferSpan
-
     if engine.health().phase not in ("open", "closing"):
         return []
     if seen is None:
@@ -98,8 +96,7 @@ def in_flight(engine: CacheEngine, seen: Observation | None = None) -> list[Tran
                 return in_flight(engine, seen)
         except ClosedError:
             return []
-    spans = [record for record in seen.unfinished() if isinstance(record, TransferSpan)]
-    return spans[-MAX_TRANSFERS:]
+    return seen.in_flight()[-MAX_TRANSFERS:]
 
 
 def hidden(name: str) -> str:

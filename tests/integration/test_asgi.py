@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import threading
+import weakref
 from typing import Any, NamedTuple
 
 import httpx
@@ -103,7 +105,7 @@ async def test_paths_below_a_mount_point(includes_root: bool):
         assert (await ask(app, before + path, root_path=root)).status == 200
     if includes_root:
         moved = await ask(app, root, root_path=root)
-        assert (moved.status, moved.headers["location"]) == (307, "/ops/aiokv/")
+        assert (moved.status, moved.headers["location"]) == (307, "aiokv/")
 
 
 async def test_the_app_is_mounted_under_a_prefix_of_starlette():
@@ -377,6 +379,20 @@ async def test_an_engine_that_replaces_another_under_its_name_is_shown():
             engines["chat"] = engine
             shown = (await ask(app, "/live")).json()["engines"]["chat"]
             assert shown["statistics"]["device_blocks"] == blocks
+
+
+@pytest.mark.clock
+async def test_an_engine_that_was_removed_is_not_kept():
+    engines = {"chat": new_engine()}
+    async with engines["chat"] as engine:
+        app = asgi(engines)
+        await ask(app, "/live")
+    gone = weakref.ref(engine)
+    del engine
+    engines.clear()
+    await running_clock().advance(6)
+    gc.collect()
+    assert gone() is None
 
 
 async def test_another_loop_gets_the_page_and_a_reason():

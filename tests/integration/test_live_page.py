@@ -125,8 +125,9 @@ async def served_page(served: Served) -> AsyncIterator[str]:
 
 
 async def test_the_page_follows_the_running_demo(tmp_path: Path):
-    store = f"disk:{tmp_path}/store?bytes=64MiB"
-    async with demo("--pressure-blocks", "96", "--store", store) as url, opened(url) as watched:
+    store = Path("/tmp/kv") if PICTURE else tmp_path
+    options = ("--pressure-blocks", "116", "--store", f"disk:{store}?bytes=64MiB")
+    async with demo(*options) as url, opened(url) as watched:
         page = watched.page
         await watched.becomes("document.querySelector('#ready').textContent === 'ready'")
         before = [await watched.text(f".tile:nth-child({n})") for n in (1, 2, 3)]

@@ -137,7 +137,7 @@ function drawTiles(engine, history) {
   const tiles = [
     [percent(hitShares(history).all), `hit rate; ${percent(s.prompt_tokens ? (s.hit_device_tokens + s.hit_host_tokens) / s.prompt_tokens : null)} since start`],
     [tokens === null ? "–" : short(tokens), "prompt tokens/s"],
-    [number(s.leases), `leases; ${number(s.grants)} grants since start`],
+    [number(s.leases), `leases; ${number(s.grants)} grants`],
     [number(engine.waiting.length), "waiting leases"],
     [moved === null ? "–" : `${bytes(moved)}/s`, "moved between tiers"],
     [seconds(engine.poller.latency_p50_seconds), `wake-up p50; p99 ${seconds(engine.poller.latency_p99_seconds)}`],
@@ -215,9 +215,13 @@ function drawHits(engine, history) {
 const FAMILY = route => /fetch|save/.test(route) ? "--store" : /offload/.test(route) ? "--host"
   : /onload/.test(route) ? "--device" : "--flight";
 
+// The routes of blocks first, from the device downwards; then those of states and windows.
+const ROUTES = ["onload", "offload", "fetch", "save", "receive", "send"];
+const inOrder = (a, b) => (ROUTES.indexOf(a) + 1 || 99) - (ROUTES.indexOf(b) + 1 || 99) || (a < b ? -1 : 1);
+
 function drawTimeline(history, time) {
   const canvas = byId("timeline"), transfers = [...history.transfers.values()];
-  const routes = [...new Set(transfers.map(transfer => transfer.route))].sort();
+  const routes = [...new Set(transfers.map(transfer => transfer.route))].sort(inOrder);
   const rowHeight = 20, left = 92, bottom = 18;
   const width = canvas.clientWidth, height = Math.max(routes.length, 1) * rowHeight + bottom;
   const scale = window.devicePixelRatio || 1;
