@@ -87,6 +87,7 @@ class RankState:
         endpoints: where it listens for senders; empty while it is not ready.
         peer_layout: layout of its blocks, for peers; empty without peers.
         ticket_key: key of tickets; empty without peers.
+        unpinned_bytes: host memory that its device had not page-locked at its last answer.
     """
 
     __slots__ = (
@@ -104,6 +105,7 @@ class RankState:
         "stores",
         "ticket_key",
         "unanswered",
+        "unpinned_bytes",
     )
 
     def __init__(self, rank: int) -> None:
@@ -114,6 +116,7 @@ class RankState:
         self.absence_reason = "it has not connected"
         self.heard_at = 0.0
         self.unanswered = 0
+        self.unpinned_bytes = 0
         self.progress_at = 0.0
         self.finished_step = 0
         self.stores: list[GuardStatistics] = []
