@@ -353,7 +353,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
         asleep: tiers whose memory is freed.
         is_paused: nothing is granted now.
         unpinned_bytes: host memory that the device has not page-locked yet; transfers that use it
-            wait. 0 with ranks, whose memory the manager does not see.
+            wait. With ranks, at most ``RankTimeouts.heartbeat`` old.
     """
 
     phase: Literal["new", "open", "closing", "closed", "abandoned"]

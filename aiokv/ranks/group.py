@@ -354,8 +354,8 @@ class RankGroup(Unique):
 
     @property
     def unpinned_bytes(self) -> int:
-        """0: the host memory belongs to the ranks."""
-        return 0
+        """Host memory that the ranks have not page-locked yet, as of the last heartbeat."""
+        return sum(state.unpinned_bytes for state in self._membership.ranks)
 
     # --- transfers and steps --------------------------------------------------------------------
 

@@ -426,6 +426,7 @@ class Membership:
             state.progress_at = state.heard_at
             state.endpoints, state.peer_layout = message.endpoints, message.peer_layout
             state.ticket_key = message.ticket_key
+            state.unpinned_bytes = message.unpinned_bytes
             state.ready = True
             self.notify()
 

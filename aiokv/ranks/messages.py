@@ -105,12 +105,14 @@ class Ready(_Message, frozen=True, tag="ready"):
             sends.
         peer_layout: layout of its blocks, for peers; empty without peers.
         ticket_key: key of tickets, which does not reveal the secret; empty without peers.
+        unpinned_bytes: host memory that the rank's device has not page-locked yet.
     """
 
     generation: int
     endpoints: list[Endpoint] = []
     peer_layout: bytes = b""
     ticket_key: bytes = b""
+    unpinned_bytes: int = 0
 
 
 class Reports(_Message, frozen=True, tag="reports"):
@@ -171,12 +173,14 @@ class Pong(_Message, frozen=True, tag="pong"):
         poller: of its event poller.
         stores: statistics of each store of the rank, in the configured order.
         peers: its use of peers; empty without peers.
+        unpinned_bytes: as of ``Ready``.
     """
 
     worker: WorkerStatistics
     poller: PollerStatistics
     stores: list[GuardStatistics] = []
     peers: list[RankPeerStatistics] = []
+    unpinned_bytes: int = 0
 
 
 class Broken(_Message, frozen=True, tag="broken"):

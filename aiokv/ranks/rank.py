@@ -355,6 +355,7 @@ class Rank(Unique):
                     poller=self._poller.statistics(),
                     stores=controller.store_statistics(),
                     peers=peers,
+                    unpinned_bytes=controller.unpinned_bytes,
                 )
             )
         elif isinstance(message, Begin):
@@ -471,6 +472,7 @@ class Rank(Unique):
                 endpoints=controller.endpoints,
                 peer_layout=controller.peer_layout,
                 ticket_key=controller.ticket_key,
+                unpinned_bytes=controller.unpinned_bytes,
             )
         )
         if not self._begun.done():

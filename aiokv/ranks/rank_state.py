@@ -93,6 +93,7 @@ class RankState:
         endpoints: where it listens for senders; empty while it is not ready.
         peer_layout: layout of its blocks, for peers; empty without peers.
         ticket_key: key of tickets; empty without peers.
+        unpinned_bytes: host memory that its device had not page-locked at its last answer.
     """
 
     __slots__ = (
@@ -112,6 +113,7 @@ class RankState:
         "stores",
         "ticket_key",
         "unanswered",
+        "unpinned_bytes",
         "worker",
     )
 
@@ -123,6 +125,7 @@ class RankState:
         self.absence_reason = "it has not connected"
         self.heard_at = 0.0
         self.unanswered = 0
+        self.unpinned_bytes = 0
         self.progress_at = 0.0
         self.finished_step = 0
         self.stores: list[GuardStatistics] = []
@@ -142,3 +145,4 @@ class RankState:
             self.queue_seconds[name] += seconds - known if seconds >= known else seconds
         self.worker, self.poller = pong.worker, pong.poller
         self.stores, self.peers = pong.stores, pong.peers
+        self.unpinned_bytes = pong.unpinned_bytes

@@ -143,8 +143,7 @@ class Worker(Protocol):
 
     @property
     def unpinned_bytes(self) -> int:
-        """Host memory that the device has not page-locked yet; 0 where it need not, and with
-        ranks."""
+        """Host memory that the device has not page-locked yet; 0 where it need not."""
 
     async def open(
         self,

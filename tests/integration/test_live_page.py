@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import uvicorn
 
+from aiokv import CacheConfig, CacheEngine, WindowGroup
 from aiokv.observe.asgi import asgi
 from aiokv.testing import ScriptedStore
 from tests.harness.served import Served, begin
@@ -109,9 +110,9 @@ async def demo(*options: str) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def served_page(served: Served) -> AsyncIterator[str]:
-    """Serve the page of an engine on this loop, as below a prefix; yield its URL."""
-    config = uvicorn.Config(asgi(served.engine), port=0, log_config=None, root_path="/ops")
+async def served_page(engines: CacheEngine | dict[str, CacheEngine]) -> AsyncIterator[str]:
+    """Serve the page of engines on this loop, as below a prefix; yield its URL."""
+    config = uvicorn.Config(asgi(engines), port=0, log_config=None, root_path="/ops")
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110  (uvicorn has no event for it)
@@ -157,7 +158,7 @@ async def test_the_page_follows_the_running_demo(tmp_path: Path):
 
 async def test_the_page_shows_leases_and_their_owners_as_text():
     name = "<img src=x onerror=alert(1)>"
-    async with Served(device_blocks=8) as served, served_page(served) as url:
+    async with Served(device_blocks=8) as served, served_page(served.engine) as url:
         await served.to_host(TOKENS)
         loading = await served.engine.match(TOKENS, owner="loading").allocate(7)
         large = served.engine.match(range(100, 114), owner=name)
@@ -186,7 +187,7 @@ async def test_the_page_shows_leases_and_their_owners_as_text():
 
 async def test_the_page_names_failed_checks_and_unavailable_stores():
     store = ScriptedStore()
-    async with Served(stores=[store], manual=False) as served, served_page(served) as url:
+    async with Served(stores=[store], manual=False) as served, served_page(served.engine) as url:
         await served.engine.sleep(["device"])
         store.fail("lookup")
         async with opened(url, color_scheme="dark") as watched:
@@ -201,10 +202,28 @@ async def test_the_page_names_failed_checks_and_unavailable_stores():
             assert "unavailable" in await watched.text("#ready")
 
 
+async def test_the_page_shows_several_engines_with_all_their_pools():
+    window = WindowGroup(window_tokens=4, device_blocks=16)
+    hybrid = CacheConfig(device_blocks=32, host_blocks=8, state_slots=8, windows={"local": window})
+    async with Served() as served, CacheEngine(hybrid) as other:
+        engines = {"chat": served.engine, "hybrid": other}
+        async with served_page(engines) as url, opened(url) as watched:
+            await watched.becomes("document.querySelectorAll('#tiers .tier').length === 2")
+            assert await watched.page.locator("#engines button").all_inner_texts() == [*engines]
+            lease = await other.match(TOKENS).allocate(7)
+            await watched.page.click("#engines button >> nth=1")
+            await watched.becomes("document.querySelectorAll('#tiers .tier').length === 4")
+            await watched.becomes("document.querySelectorAll('#leases tr').length === 1")
+            tiers = await watched.page.locator("#tiers .tier").all_inner_texts()
+            assert [text.split()[0] for text in tiers] == ["device", "host", "local", "state"]
+            assert "leased 1" in tiers[3]
+            lease.release()
+
+
 async def test_a_hidden_page_asks_nothing():
     async with (
         Served() as served,
-        served_page(served) as url,
+        served_page(served.engine) as url,
         browser() as chromium,
     ):
         page = await chromium.new_page()
@@ -238,7 +257,7 @@ async def test_a_hidden_page_asks_nothing():
 
 
 async def test_a_page_without_its_server_says_so_and_recovers():
-    async with Served() as served, served_page(served) as url, browser() as chromium:
+    async with Served() as served, served_page(served.engine) as url, browser() as chromium:
         page = await chromium.new_page()
         watched = Watched(page)
         await page.goto(url)
