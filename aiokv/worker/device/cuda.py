@@ -70,7 +70,7 @@ class CudaOptions:
             the queue and sleeps until half of it has moved, which takes little CPU time.
         max_group_layers: layers of the largest group of an onload; they become usable together.
         staged_ctas: thread blocks of the kernels within device memory; 8 move 350 GB/s.
-        peer_ctas: thread blocks of the kernels that prove blocks of peers in device memory; 24
+        peer_ctas: thread blocks of the kernels that prove blocks of peers in device memory; 48
             move 350 GB/s between two H200.
         direct_ctas: thread blocks of the kernel across the link.
         timing: record times on the device, for :meth:`CudaCopy.layer_seconds`.
@@ -88,7 +88,7 @@ class CudaOptions:
     max_group_layers: int = 8
     staged_ctas: int = 8
     direct_ctas: int = 3
-    peer_ctas: int = 24
+    peer_ctas: int = 48
     timing: bool = False
     touch_threads: int = 8
     register_chunk_bytes: int = 64 << 20
