@@ -5,7 +5,8 @@
     landing slot 0 | landing slot 1 | ... | assembly | ... | outgoing | ...
     block │ block  | block │ block        | block    |     | block    |
 
-Each block has room for a host block and a trailer. Received parcels arrive in landing slots, which
+Each block has room for a trailer behind a host block, a state slot or a window block, whichever is
+the largest. Received parcels arrive in landing slots, which
 are larger where a sender may have larger blocks.
 """
 
@@ -47,7 +48,10 @@ class ArenaSlots(NamedTuple):
         Raises:
             ConfigError: ``ring_bytes`` or ``outgoing_bytes`` is less than a block.
         """
-        block_bytes = max(regions.host_block_bytes, TRAILER_BYTES) + TRAILER_BYTES
+        pools = [regions, regions.state_blocks()]
+        pools += [regions.window_blocks(group) for group in regions.num_window_blocks]
+        sizes = [pool.host_block_bytes for pool in pools]
+        block_bytes = max(*sizes, TRAILER_BYTES) + TRAILER_BYTES
         blocks = []
         for name in ("ring_bytes", "outgoing_bytes"):
             size = int(getattr(options, name))
@@ -58,7 +62,7 @@ class ArenaSlots(NamedTuple):
                 )
             blocks.append(size // block_bytes)
         ring = 0 if options.listen is None else blocks[0]
-        has_axes = any(piece.axes is not None for piece in regions.pieces())
+        has_axes = any(piece.axes is not None for piece in regions.all_pieces())
         return cls(block_bytes, ring, ring // ASSEMBLY_SHARE if has_axes else 0, blocks[1])
 
     @property

@@ -23,7 +23,6 @@ from aiokv.errors import ClosedError, ConfigError, DeviceError, UsageError
 from aiokv.plan import (
     CLONE,
     ONLOAD,
-    PEER_GROUP,
     PEER_ROUTES,
     STATE,
     TransferPlan,
@@ -35,7 +34,7 @@ from aiokv.stores.store_set import NOTHING, Found
 from aiokv.worker.base import Capabilities
 from aiokv.worker.blocks import clone_rows
 from aiokv.worker.checksums import Checksums
-from aiokv.worker.device.base import CopyError
+from aiokv.worker.device.base import CopyError, blocks_of, pool_key
 from aiokv.worker.lanes import Lane, worker_statistics
 from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.memory import WorkerMemory
@@ -434,18 +433,20 @@ class CacheController:
         self,
         copy_id: int,
         route: Route,
+        group: str,
         source_ids: Sequence[int],
         target_ids: Sequence[int],
         after_step: int,
         on_end: Callable[[CopyError | None], None],
     ) -> None:
-        """Copy between device blocks and slots of the peer arena, as part of a plan.
+        """Copy between blocks on the device and slots of the peer arena, as part of a plan.
 
         Without effect while a copy of this id is in flight.
 
         Args:
             copy_id: of ``new_copy_id``.
-            route: ``RECEIVE`` or ``SEND``.
+            route: from or to a peer.
+            group: window group of the blocks, for the routes of window blocks only.
             source_ids: device blocks or slots.
             target_ids: likewise, as many.
             after_step: the step that the copy waits for.
@@ -460,9 +461,9 @@ class CacheController:
             source_blocks=id_bytes(source_ids),
             target_blocks=id_bytes(target_ids),
             after_step=after_step,
-            group=PEER_GROUP,
+            group=group,
         )
-        regions = self.memory.regions
+        regions = blocks_of(self.memory.regions, pool_key(route, group))
         counter = LayerDoneCounter(
             regions.num_layers, transfer_id=plan.transfer_id, direction=plan.direction
         )
