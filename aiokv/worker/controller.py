@@ -159,6 +159,7 @@ class CacheController:
                 f"{self.device_blocks} blocks",
                 hint="register larger tensors, or lower CacheConfig.device_blocks",
             )
+        self._check_windows(windows or {})
         self.memory.open(
             host_blocks, {name: group.host_blocks for name, group in (windows or {}).items()}
         )
@@ -174,6 +175,16 @@ class CacheController:
             raise
         self._poller, self._on_report, self._on_step = poller, on_report, on_step
         self._opened = True
+
+    def _check_windows(self, windows: Mapping[str, WindowGroup]) -> None:
+        """Raise ``ConfigError`` unless peers can exchange the blocks of all window groups."""
+        regions = self.memory.regions
+        missing = sorted(windows.keys() - regions.num_window_blocks.keys())
+        if self._peers.exist and missing and regions.num_blocks is not None:
+            raise ConfigError(
+                f"the window groups {missing} have no registered tensors, but the engine has peers",
+                hint="register the tensors of the groups with Regions.add_window",
+            )
 
     @property
     def num_layers(self) -> int:
