@@ -167,12 +167,11 @@ class Receiving(Unique):
         return entered(self._flow, self._exchange, self)
 
     def _advance(self) -> bool:
-        """Commit the blocks that have arrived in order; return True when all have arrived."""
+        """Commit the positions that have arrived in order; return True when all have arrived."""
         flow, exchange = self._entered(), self._exchange
         exchange.begin_receive(flow)
         arrived = min(flow.moved_block * exchange.block_tokens, flow.ticket.num_tokens)
-        if arrived > self._committed:
-            exchange.commit_received(flow, arrived)
+        if arrived > self._committed and exchange.commit_arrived(flow, arrived):
             self._first_at = self._first_at or exchange.loop.time()
             new_tokens, self._committed = arrived - self._committed, arrived
             exchange.note_received(flow.lease, new_tokens)

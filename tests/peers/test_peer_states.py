@@ -212,12 +212,12 @@ def test_second_parcel_for_a_block_is_dropped():
     world.open(world.senders[0], ticket)
     world.run()
     wire = world.wires[0]
-    world.senders[0].logic.add_ticket(ticket, 1000.0, {0: Target(wire, EQUAL)})
+    world.senders[0].logic.add_ticket(ticket, 1000.0, {0: Target(wire, (EQUAL,))})
     world.send(world.senders[0], ticket, [0])
     world.run()
     assert world.reports[received] == (1, None)
     world.senders[0].logic.add_ticket(
-        ticket, 1000.0, {0: Target(wire, EQUAL)}
+        ticket, 1000.0, {0: Target(wire, (EQUAL,))}
     )  # forgets that it was sent
     world.send(world.senders[0], ticket, [0])
     world.run()

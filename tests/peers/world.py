@@ -108,7 +108,7 @@ class ReceiverSide(Side):
             LandingRing(num_slots),
             rank=0,
             slot_bytes=PARCEL_BYTES,
-            source=lambda message: Source(world.mapping, message.sender_rank, 4),
+            source=lambda message: Source((world.mapping,), message.sender_rank, 4),
             covers=lambda ranks: world.mapping is EQUAL or set(ranks) == {0, 1},
             num_assembly=num_slots,
         )
@@ -161,8 +161,9 @@ class ReceiverSide(Side):
 
         self.job(run)
 
-    def take_back(self, copy: Any) -> None:
+    def take_back(self, copy: Any) -> bool:
         """Do nothing: the device has all copies."""
+        return False
 
     def received(self, receive: Any) -> None:
         self.world.report_receive(receive)
@@ -449,7 +450,7 @@ class World:
         sender = next(s for s in self.senders if wire.name.startswith(s.name + "."))
         if isinstance(message, Accepted):
             ticket = self.tickets[message.ticket_id]
-            target = Target(wire, self.mapping)
+            target = Target(wire, (self.mapping,))
             sender.logic.add_ticket(ticket, self.now + ticket.timeout_seconds, {0: target})
         elif not isinstance(message, Refused):
             sender.logic.on_message(wire, message)
