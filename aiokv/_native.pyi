@@ -15,6 +15,11 @@ def keep_forever(object: object) -> None:
     Never destroy an object: a forked process lacks the threads that its destructor joins.
     """
 
+def build_info() -> dict[str, object]:
+    """
+    Return how the extension was built: compiler, type (of CMake), optimized, and cuda_architectures (as CMake has them, separated by commas; empty without CUDA).
+    """
+
 class Event:
     """A point in a stream's order. Thread-safe."""
 

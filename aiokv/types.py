@@ -173,7 +173,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     from a store had brought. Only the first lease that is granted with such a block counts; leases
     of pins and prefetches do not. *Fetched* blocks arrived and were verified, *unfetched* ones were
     missing, wrong or late. Blocks that were to be saved to the stores and were not are *dropped*
-    (the queue was full, or the block was evicted before), *rejected* by
+    (the queue was full, or the block was evicted or the host tier slept before), *rejected* by
     ``CacheConfig.store_admission``, *refused* by a store and saved by none, or *failed*; snapshots
     of recurrent state are *unstored* in all these cases.
 

@@ -12,6 +12,7 @@ from aiokv.engine.contexts import context_of
 from aiokv.engine.lifetime import Phase
 from aiokv.engine.observers import outcome_of
 from aiokv.engine.receiving import Receiving
+from aiokv.engine.recording import Recordings
 from aiokv.engine.sending import Sending
 from aiokv.errors import (
     AllocateTimeout,
@@ -57,6 +58,7 @@ class Leases:
 
     Attributes:
         read: read access to the scheduler's state.
+        recordings: notes the prompts of leases for a trace, while one is recorded.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Leases:
         exchange: Exchange,
     ) -> None:
         self.read = parts.scheduler.read
+        self.recordings = Recordings(parts.scheduler.read)
         self._lifetime = parts.lifetime
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
@@ -82,8 +85,8 @@ class Leases:
         self._exchange = exchange
         self._flows = exchange.flows  # empty when no lease receives or sends
         self._speed = parts.speed
-        self._observers = parts.observers
         self._requests = parts.requests
+        self._observers = parts.observers
         self._verifies = parts.config.verify == "checksum"
         self._done = done_view(parts.worker.num_layers)
 
@@ -121,19 +124,16 @@ class Leases:
             checks.flag("read", read)
         if write is not True:
             checks.flag("write", write)
+        array = as_tokens(tokens)
+        context = context_of(salt, adapter) if salt or adapter else ""
+        triples = as_items(items) if items else ()
         lease_id = self._apply(
-            self._scheduler.match(
-                as_tokens(tokens),
-                context_of(salt, adapter) if salt or adapter else "",
-                as_items(items) if items else (),
-                read,
-                write,
-                owner,
-                salt,
-            )
+            self._scheduler.match(array, context, triples, read, write, owner, salt)
         )
         if self._observers.active:
             self._observers.matched(lease_id)
+        if self.recordings.active:
+            self.recordings.matched(lease_id, array, context, triples)
         return Lease(self, lease_id, owner, salt, self._done)
 
     def would_hit(self, tokens: TokenIds, *, salt: str, adapter: str, items: Sequence[Item]) -> Hit:
@@ -555,6 +555,8 @@ class Leases:
         self._lifetime.check_loop()
         used_in = 0 if after is None else self._steps.close(after)
         lease_id, lease.id = lease.id, 0
+        if self.recordings.active:
+            self.recordings.releases(lease_id)
         self._apply(self._scheduler.release(lease_id, used_in))
         if self._observers.active:
             self._observers.released(lease_id)
@@ -573,6 +575,8 @@ class Leases:
 
     def _release_collected(self, lease_id: int) -> None:
         if self._lifetime.is_running:
+            if self.recordings.active:
+                self.recordings.releases(lease_id)
             self._apply(self._scheduler.release(lease_id))
             if self._observers.active:
                 self._observers.released(lease_id)

@@ -87,8 +87,8 @@ class Parts:
         can = worker.capabilities
         scheduler = _new_scheduler(config, has_stores=can.stores)
         open_step = OpenStep(lifetime, scheduler.read, worker)
-        observers = Observers(scheduler.read, poller)
         requests = RequestCounts(scheduler.read)
+        observers = Observers(scheduler.read, poller)
         transfers = Transfers(
             config,
             lifetime,

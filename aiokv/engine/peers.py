@@ -64,8 +64,8 @@ class Exchange:
         self._apply = parts.dispatcher.apply
         self._worker = parts.worker
         self._poller = parts.poller
-        self._observers = parts.observers
         self._peer_wait = parts.requests.peer_wait
+        self._observers = parts.observers
         self._model = parts.config.model
         self._weights_version = parts.config.weights_version
         self._generation = secrets.token_bytes(tickets.ID_BYTES)

@@ -20,6 +20,7 @@ import aiokv
 from aiokv.observe import tables
 from aiokv.observe.exposition import CONTENT_TYPE, Family, Sample, labelled, merged, text_of
 from aiokv.types import DurationHistogram
+from aiokv.worker.lanes import ROUTE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,18 +103,21 @@ def _families(engine: CacheEngine) -> Iterator[Family]:
     for group, window in statistics.windows.items():
         yield from _rows(tables.WINDOW, window, group=group)
     yield from _rows(tables.WORKER, worker)
-    for route in tables.ROUTES:
+    for route in ROUTE_NAMES:
         yield from _rows(tables.LANE, getattr(worker, route), route=route)
-    yield from _rows(tables.POLLER, engine.poller_statistics())
+    yield from _rows(tables.POLLER, engine.poller_statistics(), rank="")
+    for rank in engine.rank_statistics():
+        yield from _rows(tables.RANK, rank, rank=str(rank.rank))
+        yield from _rows(tables.POLLER, rank.poller, rank=str(rank.rank))
     stores = engine.store_statistics()
     for store in stores:
         yield from _store_families(store)
     yield from _rows(tables.PEERS, peers)
-    for rank in peers.ranks:
-        number = _rank(rank.rank)
-        yield from _rows(tables.RANK_PEERS, rank, rank=number)
-        yield from _rows(tables.RECEIVER, rank.received, rank=number)
-        yield from _rows(tables.SENDER, rank.sent, rank=number)
+    for use in peers.ranks:
+        number = _rank(use.rank)
+        yield from _rows(tables.RANK_PEERS, use, rank=number)
+        yield from _rows(tables.RECEIVER, use.received, rank=number)
+        yield from _rows(tables.SENDER, use.sent, rank=number)
     yield _failures(statistics, engine.request_statistics(), worker, stores)
 
 
@@ -219,6 +223,8 @@ def _rows(table: Table, record: Any, **labels: str) -> Iterator[Family]:
                 samples += _histogram(value, field_labels)
             elif isinstance(value, dict):
                 samples += (Sample("", {**field_labels, "cause": c}, n) for c, n in value.items())
+            elif isinstance(value, bool):
+                samples.append(Sample("", field_labels, int(value)))
             elif value != UNKNOWN:
                 samples.append(Sample("", field_labels, value))
         if samples:

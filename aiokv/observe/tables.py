@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from aiokv.worker.lanes import WorkerStatistics
+from aiokv.worker.lanes import ROUTE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,12 +42,8 @@ def by(name: str, label: str, help: str, **fields: str) -> Metric:  # noqa: A002
     return Metric(name, help, {field: {label: value} for field, value in fields.items()})
 
 
-ROUTES: Final = tuple(
-    name for name in WorkerStatistics.__struct_fields__ if name not in ("held", "corrupt")
-)
-
 LOCAL_ROUTES: Final = tuple(
-    name for name in ROUTES if not name.endswith("fetch") and name not in ("receive", "send")
+    name for name in ROUTE_NAMES if not name.endswith("fetch") and name not in ("receive", "send")
 )
 """Routes whose failures are failures: a store and another engine may lack a block."""
 
@@ -77,7 +73,7 @@ STATISTICS: Final[Table] = (
     one(
         "computed_prompt_tokens_total",
         "computed_prompt_tokens",
-        "Those of them that belong to prompts.",
+        "Computed positions that belong to prompts.",
     ),
     one("grants_total", "grants", "Leases that were granted; a resumed lease counts again."),
     by(
@@ -410,6 +406,11 @@ POLLER: Final[Table] = (
     ),
 )
 
+RANK: Final[Table] = (
+    one("rank_connected", "connected", "1 while the rank takes part in transfers; else 0."),
+    one("rank_silent_seconds", "silent_seconds", "Time since the last message of the rank."),
+)
+
 GUARD: Final[Table] = (
     one("store_unavailable_total", "opened", "Times that the store became unavailable."),
     one("store_lookups_total", "lookups", "Lookups of a store."),
@@ -443,7 +444,11 @@ GUARD: Final[Table] = (
         busy="busy",
     ),
     one("store_operations", "running", "Operations that the store executes now."),
-    one("store_overdue_operations", "overdue", "Those of them that are beyond their deadline."),
+    one(
+        "store_overdue_operations",
+        "overdue",
+        "Operations that the store still executes after their deadline.",
+    ),
     by(
         "store_recent_seconds",
         "operation",

@@ -351,6 +351,8 @@ class Rank(Unique):
             ]
             self._send(
                 Pong(
+                    worker=controller.statistics(),
+                    poller=self._poller.statistics(),
                     stores=controller.store_statistics(),
                     peers=peers,
                     unpinned_bytes=controller.unpinned_bytes,

@@ -406,14 +406,14 @@ class CacheReader:
         in_line = len(admission) + len(self._quota.requests()) + len(admission.store_waits())
         return in_line + len(self._pending.waiters)
 
+    def quota_by_salt(self) -> dict[str, int]:
+        """Return the number of counted blocks per salt, without salts that have none."""
+        return self._quota.held_by_salt()
+
     @property
     def is_paused(self) -> bool:
         """True while a pause or a hold stops granting."""
         return self._gate.closed
-
-    def quota_by_salt(self) -> dict[str, int]:
-        """Return the number of counted blocks per salt, without salts that have none."""
-        return self._quota.held_by_salt()
 
     def quota_held(self, salt: str) -> int:
         """Return the number of blocks that are counted for the salt."""

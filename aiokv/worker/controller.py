@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from aiokv.stores.pools import StorePools
     from aiokv.stores.store_set import StoreAnswer
     from aiokv.types import Tier
-    from aiokv.worker.base import Cancelled
+    from aiokv.worker.base import Cancelled, RankStatistics
     from aiokv.worker.device.base import Copy, Device, Event
     from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.peer_transfers import RankPeerStatistics
@@ -433,6 +433,10 @@ class CacheController:
     def close_ticket(self, ticket_id: bytes, reason: str) -> None:
         """End a ticket; see :meth:`Worker.close_ticket`."""
         self._peers.close_ticket(ticket_id, reason)
+
+    def rank_statistics(self) -> list[RankStatistics]:
+        """Return an empty list: there are no ranks."""
+        return []
 
     def peer_statistics(self) -> list[RankPeerStatistics]:
         """Return the use of peers; see :meth:`Worker.peer_statistics`."""

@@ -48,7 +48,8 @@ class LaneStatistics(msgspec.Struct, frozen=True, kw_only=True):
         busy_seconds: time during which at least one transfer that moved its bytes was submitted.
         queue_seconds: time from the submission of a plan until the device had it, over the
             transfers that are done or failed; includes the wait for its step. 0.0 on routes of
-            stores and peers, which have no queue.
+            stores and peers, which have no queue. With ranks: the mean over the ranks, as of their
+            last answers to heartbeats.
         bytes_per_second: moving average over transfers of 1 MiB and more; 0.0 before the first.
     """
 
@@ -100,6 +101,11 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     window_fetch: LaneStatistics
     window_save: LaneStatistics
 
+
+ROUTE_NAMES: Final = tuple(
+    name for name in WorkerStatistics.__struct_fields__ if name not in ("held", "corrupt")
+)
+"""Fields of :class:`WorkerStatistics` that are a route."""
 
 _IDLE_LANE: Final = LaneStatistics(
     queued=0,

@@ -1,7 +1,7 @@
-"""The Grafana dashboard and the alert rules, evaluated by a real Prometheus server.
+"""Dashboard, alert rules and documented expressions, evaluated by a real Prometheus server.
 
 The server scrapes an engine that uses all its parts: both tiers, a store, a peer, quotas and
-preemption. Each expression of the dashboard must then have a finite result.
+preemption. Each expression must then have a finite result.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 DASHBOARD = json.loads((files("aiokv.observe") / "grafana.json").read_text())
 ALERTS = Path(str(files("aiokv.observe") / "alerts.yml"))
-ALERT_TESTS = Path(__file__).parents[1] / "data" / "alert_tests.yml"
+ROOT = Path(__file__).parents[2]
+ALERT_TESTS = ROOT / "tests" / "data" / "alert_tests.yml"
 RANGE = "1m"  # longer than the test
 
 needs_prometheus = pytest.mark.skipif(
@@ -48,6 +49,14 @@ needs_prometheus = pytest.mark.skipif(
 
 def panels() -> list[dict[str, Any]]:
     return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+
+
+def documented() -> dict[str, str]:
+    """Return the expressions of the table in the documentation, by themselves."""
+    page = (ROOT / "docs" / "operate" / "metrics.md").read_text()
+    found = re.findall(r"^\| [^|`]+ \| `(.*)` \|$", page, re.MULTILINE)
+    assert len(found) > 4
+    return {expression: expression for expression in found}
 
 
 def expressions() -> dict[str, str]:
@@ -240,7 +249,7 @@ class Scraped:
 @needs_prometheus
 @pytest.mark.loop("asyncio")
 @pytest.mark.asyncio
-async def test_each_expression_of_the_dashboard_has_a_finite_result(tmp_path: Path):
+async def test_each_expression_has_a_finite_result(tmp_path: Path):
     decode = Decode(tmp_path / "store")
     async with decode.engine, Side(listen=None) as prefill:
         scraped = Scraped({"decode": decode.engine, "prefill": prefill.engine}, tmp_path)
@@ -249,7 +258,7 @@ async def test_each_expression_of_the_dashboard_has_a_finite_result(tmp_path: Pa
             await decode.work(prefill)
             at = await scraped.next_sample()
             bad = {}
-            for name, expression in expressions().items():
+            for name, expression in (expressions() | documented()).items():
                 values = await scraped.values(expression, at)
                 if not values or not all(map(math.isfinite, values)):
                     bad[name] = (expression, values)

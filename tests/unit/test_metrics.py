@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from itertools import count
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -21,34 +19,11 @@ from aiokv.observe import prometheus
 from aiokv.observe.exposition import Family, Sample, labelled, merged, text_of
 from aiokv.observe.metrics import exposition, families
 from aiokv.observe.prometheus import EngineCollector
-from aiokv.peers.statistics import PeerStatistics
-from aiokv.stores.guard_statistics import GuardStatistics
-from aiokv.types import DurationHistogram, RequestStatistics, Statistics
-from aiokv.worker.lanes import WorkerStatistics
-from aiokv.worker.poller import PollerStatistics
+from aiokv.types import DurationHistogram
+from tests.harness.filled import engine_with, filled_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-numbers = count(1_000)
-
-
-def filled(kind: Any) -> Any:
-    """Return a value of a type, each of whose numbers is used nowhere else."""
-    if kind is DurationHistogram:
-        first = next(numbers)
-        return DurationHistogram([first, next(numbers)], next(numbers) + 0.5, [2.0**-first])
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        hints = get_type_hints(kind)
-        return kind(**{name: filled(hints[name]) for name in kind.__struct_fields__})
-    if get_origin(kind) is dict:
-        return {"a": filled(get_args(kind)[1])}
-    if get_origin(kind) is list:
-        return [filled(get_args(kind)[0])]
-    if kind is str:
-        return "open"
-    assert kind in (int, float) or int in get_args(kind), kind
-    return next(numbers) + (0.5 if kind is float else 0)
 
 
 def numbers_of(value: Any) -> Iterator[tuple[str, float]]:
@@ -78,21 +53,8 @@ def parsed(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 
 
 def test_each_field_of_each_record_of_statistics_is_in_a_metric():
-    records = {
-        "statistics": filled(Statistics),
-        "request_statistics": filled(RequestStatistics),
-        "worker_statistics": filled(WorkerStatistics),
-        "poller_statistics": filled(PollerStatistics),
-        "peer_statistics": filled(PeerStatistics),
-        "store_statistics": [filled(GuardStatistics)],
-    }
-    engine: Any = SimpleNamespace(
-        config=CacheConfig(device_blocks=8),
-        worker=SimpleNamespace(failure=None),
-        asleep=frozenset(),
-        **{name: lambda value=value: value for name, value in records.items()},
-    )
-    samples = parsed(exposition(engine))
+    records = filled_records()
+    samples = parsed(exposition(engine_with(records)))
     shown = set(samples.values()) | {
         float(rank) for _, labels in samples for name, rank in labels if name == "rank" and rank
     }

@@ -53,11 +53,14 @@ def test_ranks_divide_weights_heads_and_host_memory():
     assert four.host_blocks == 16 * 2048
 
 
-@pytest.mark.parametrize("tokens", [300, 2_000, 32_000])
-@pytest.mark.parametrize("config", [configs.GEMMA_3_27B, configs.GPT_OSS_20B])
-def test_pools_of_a_model_with_windows_fit_together_and_hold_the_conversations(config, tokens):
+@pytest.mark.parametrize("tokens", [100, 300, 2_000, 32_000])
+@pytest.mark.parametrize(
+    ("config", "gib"),
+    [(configs.GEMMA_3_27B, 40), (configs.GPT_OSS_20B, 40), (configs.GEMMA_3_4B, 0.4)],
+)
+def test_pools_of_a_model_with_windows_fit_together_and_hold_the_conversations(config, gib, tokens):
     shape = ModelShape.from_config(config)
-    memory = Memory(gpu_bytes=40 * GIB, host_bytes=30 * GIB, conversation_tokens=tokens)
+    memory = Memory(gpu_bytes=int(gib * GIB), host_bytes=30 * GIB, conversation_tokens=tokens)
     result = cache_sizes(shape, memory)
     (group,) = result.windows
     used = result.device_blocks * result.block_bytes + group.device_blocks * group.block_bytes
@@ -71,9 +74,10 @@ def test_pools_of_a_model_with_windows_fit_together_and_hold_the_conversations(c
     assert result.host_blocks >= result.host_conversations * blocks
 
 
-def test_a_cache_with_the_printed_windows_is_accepted():
+@pytest.mark.parametrize("gpu_bytes", [420_000_000, GIB])
+def test_a_cache_with_the_printed_windows_is_accepted(gpu_bytes):
     """The engine refuses a group that cannot hold a window and a step."""
-    settings = sizes(configs.GEMMA_3_4B, gpu_bytes=GIB, conversation_tokens=100).settings()
+    settings = sizes(configs.GEMMA_3_4B, gpu_bytes=gpu_bytes, conversation_tokens=100).settings()
     assert new_core(CacheConfig(**settings))
     group = settings["windows"]["window_1024"]
     smaller = WindowGroup(window_tokens=1024, device_blocks=192, step_tokens=2048)

@@ -1,8 +1,6 @@
 // Durations counted in buckets whose upper bounds are powers of two seconds.
 #pragma once
 
-#include <time.h>
-
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -26,14 +24,5 @@ class Histogram {
     std::array<std::uint64_t, kBuckets> counts_{};
     std::uint64_t sum_nanoseconds_ = 0;
 };
-
-// Time of the kernel's last tick, which costs a quarter of the exact time. Only statistics may read
-// it: no decision depends on a clock (I9).
-inline std::uint64_t tick_nanoseconds() {
-    timespec time{};
-    clock_gettime(CLOCK_MONOTONIC_COARSE, &time);
-    return static_cast<std::uint64_t>(time.tv_sec) * 1'000'000'000U +
-           static_cast<std::uint64_t>(time.tv_nsec);
-}
 
 }  // namespace aiokv

@@ -49,6 +49,11 @@ void Residency::forget_host() {
         return tree_.is_live(node) && !tree_[node].has(kRoot | kDetached | kDeviceResident);
     };
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
+        if (!tree_.is_live(node) || !tree_[node].has(kHostValid)) continue;
+        evicted_unsaved_ += stored_.awaits_save(node);
+        stored_.clear(node, kSaveQueued);
+    }
+    for (NodeId node = 0; node < tree_.end_id(); ++node) {
         if (is_on_host_alone(node)) evicted_host_.add(EvictionCause::kSleep);
     }
     for (NodeId node = 0; node < tree_.end_id(); ++node) {

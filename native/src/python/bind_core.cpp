@@ -179,6 +179,15 @@ std::vector<BlockTuple> blocks(const Core& core) {
     return tuples;
 }
 
+std::map<std::string, std::uint64_t> by_cause(const EvictionCounts& counts) {
+    std::map<std::string, std::uint64_t> named;
+    for (std::size_t i = 0; i < kEvictionCauses; ++i) {
+        const auto cause = static_cast<EvictionCause>(i);
+        named[name_of(cause)] = counts.of(cause);
+    }
+    return named;
+}
+
 using HotPrefixTuple =
     nb::typed<nb::tuple, std::int64_t, std::uint32_t, std::string, std::uint32_t, std::uint32_t,
               std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
@@ -205,15 +214,6 @@ LeaseTuple lease_tuple(const Lease& lease, std::uint32_t block_tokens) {
     return nb::make_tuple(lease.id(), LeaseTable::age_seconds(lease), lease.prompt_tokens,
                           lease.has_blocks() ? lease.cached_tokens : hit, lease.num_tokens,
                           lease.computed_tokens, lease.table.size());
-}
-
-std::map<std::string, std::uint64_t> by_cause(const EvictionCounts& counts) {
-    std::map<std::string, std::uint64_t> named;
-    for (std::size_t i = 0; i < kEvictionCauses; ++i) {
-        const auto cause = static_cast<EvictionCause>(i);
-        named[name_of(cause)] = counts.of(cause);
-    }
-    return named;
 }
 
 void bind_statistics(nb::module_& m) {
