@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from aiokv import CacheConfig, CacheEngine, ConfigError, DeviceError, Peers, TransferError
 from aiokv.observe.asgi import asgi, failed_checks
 from aiokv.observe.snapshot import hidden, snapshot, without_credentials
-from aiokv.testing import ManualDevice, ScriptedStore, running_clock, spin
+from aiokv.testing import ManualDevice, ScriptedStore, run_until_idle, running_clock, spin
 from tests.harness.served import Served, begin
 
 pytestmark = pytest.mark.asyncio
@@ -559,3 +560,21 @@ async def test_the_engine_of_a_stream_is_named_in_the_query():
         assert (head.started["status"], head.parts) == (200, [b""])
     assert (await ask(app, "/events", query=b"engine=chat")).status == 503
     assert (await ask(app, "/events", "POST", query=b"engine=chat")).status == 405
+
+
+async def test_a_real_server_streams_events_and_notices_that_the_client_leaves():
+    async with Served(write_policy="none") as served:
+        server = uvicorn.Server(uvicorn.Config(asgi(served.engine), port=0, log_config=None))
+        task = asyncio.create_task(server.serve())
+        while not server.started:  # noqa: ASYNC110  (uvicorn has no event for it)
+            await asyncio.sleep(0.005)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /events HTTP/1.1\r\nHost: test\r\n\r\n")
+        await served.serve(TOKENS)
+        await reader.readuntil(b"event: batch\ndata: ")
+        assert len(server.server_state.tasks) == 1
+        writer.close()
+        await run_until_idle(lambda: not server.server_state.tasks)
+        server.should_exit = True
+        await task
