@@ -94,7 +94,7 @@ def build(source: Path, python: str, flavour: str) -> Path:
             *("-w", out, "-q"),
             *("-C", f"build-dir=build/{flavour}-{{wheel_tag}}"),
             *("-C", f"cmake.define.AIOKV_CUDA={'ON' if flavour == 'cuda' else 'OFF'}"),
-            *("-C", "cmake.define.AIOKV_STATIC_RUNTIME=ON"),
+            *("-C", "cmake.define.AIOKV_STATIC_LIBSTDCXX=ON"),
             *(ABI3 if is_abi3 else ()),
         ],
         check=True,

@@ -125,7 +125,7 @@ def test_there_is_one_wheel_for_3_11_and_one_for_all_later_versions(flavour):
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_the_extension_needs_nothing_but_the_c_library(flavour, tmp_path):
+def test_the_extension_needs_only_libraries_that_each_linux_has(flavour, tmp_path):
     """Of CUDA, the driver is loaded when it is used: a machine without a GPU has none."""
     for wheel in wheels(flavour):
         with zipfile.ZipFile(wheel) as archive:
@@ -136,8 +136,10 @@ def test_the_extension_needs_nothing_but_the_c_library(flavour, tmp_path):
             ["readelf", "-d", path], capture_output=True, text=True, check=True
         )
         needed = set(re.findall(r"NEEDED.*\[(.*)\]", dynamic.stdout))
-        assert needed <= {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1",
-                          "ld-linux-x86-64.so.2"}  # fmt: skip
+        assert needed <= {
+            "libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1",
+            "libgcc_s.so.1", "ld-linux-x86-64.so.2",
+        }  # fmt: skip
 
 
 @cache
@@ -167,3 +169,21 @@ def test_the_sdist_has_all_that_is_tracked():
     }
     assert missing == set()
     assert {name for name in names - tracked() if name.startswith(("aiokv/", "native/"))} == set()
+
+
+def test_an_older_cmake_builds_for_a_newer_cuda_compiler(tmp_path):
+    """``pip install .`` uses the CMake of the system, which may not know the flags of its nvcc."""
+    system = next(
+        (p for p in map(Path, ("/usr/bin/cmake", "/usr/local/bin/cmake")) if p.exists()), None
+    )
+    if system is None or shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc, and a CMake of the system")
+    version = subprocess.run([system, "--version"], capture_output=True, text=True, check=True)
+    if not re.search(r"version 3\.2[45]\.", version.stdout):
+        pytest.skip(f"the CMake of the system is not an old one: {version.stdout.splitlines()[0]}")
+    ninja = ROOT / ".venv" / "bin" / "ninja"
+    configure = [system, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", "-S", ROOT / "native"]
+    subprocess.run([*configure, "-B", tmp_path], check=True)
+    kernel = "CMakeFiles/aiokv_cuda.dir/src/cuda/upload.cu.o"
+    subprocess.run([system, "--build", tmp_path, "--target", kernel], check=True)
+    assert (tmp_path / kernel).stat().st_size > 0
