@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
 WORK = ROOT / "build" / "wheels"
-PYTHONS = ("python3.11", "python3.12")
+PYTHONS = ("3.11", "3.12")
 ABI3 = ("-C", "wheel.py-api=cp312", "-C", "cmake.version=>=3.26")  # older CMakes cannot build it
 DRIVER = ("libcuda.so.1", "libnvidia-ml.so.1")
 
@@ -36,8 +36,8 @@ def main() -> int:
         "--python",
         nargs="+",
         default=PYTHONS,
-        metavar="PYTHON",
-        help="interpreters to build for: one of 3.11, and one of 3.12 or newer",
+        metavar="X.Y",
+        help="versions of Python to build for: 3.11, and one from 3.12 on",
     )
     parser.add_argument(
         "--flavour", nargs="+", choices=("cpu", "cuda"), help="default: all that can be built"
@@ -46,16 +46,30 @@ def main() -> int:
     flavours = args.flavour or (["cpu", "cuda"] if shutil.which("nvcc") else ["cpu"])
     if "cuda" in flavours and not shutil.which("nvcc"):
         parser.error("--flavour cuda needs nvcc on the PATH")
-    for python in args.python:
-        if shutil.which(python) is None:
-            parser.error(f"--python {python}: no such interpreter")
+    pythons = {version: find_python(version) for version in args.python}
+    for version, python in pythons.items():
+        if python is None:
+            parser.error(
+                f"--python {version}: found no such interpreter on the PATH or in ~/.pyenv"
+            )
     source = unpack(make_sdist())
     for flavour in flavours:
         shutil.rmtree(DIST / flavour, ignore_errors=True)
-        for python in args.python:
-            print(f"aiokv: building the {flavour} wheel of {python}", flush=True)
-            print(repair(build(source, python, flavour), DIST / flavour))
+        for version, python in pythons.items():
+            print(f"aiokv: building the {flavour} wheel of Python {version}", flush=True)
+            print(repair(build(source, python, flavour, is_abi3=version != "3.11"), DIST / flavour))
     return 0
+
+
+def find_python(version: str) -> str | None:
+    """Return an interpreter of a version: on the PATH, or one of pyenv. None if there is none."""
+    of_pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+    for python in (f"python{version}", *map(str, of_pyenv)):
+        if shutil.which(python) is not None:
+            done = subprocess.run([python, "--version"], capture_output=True, text=True)
+            if done.stdout.startswith(f"Python {version}."):  # a shim of pyenv may refuse to run
+                return python
+    return None
 
 
 def make_sdist() -> Path:
@@ -82,10 +96,8 @@ def unpack(sdist: Path) -> Path:
     return source
 
 
-def build(source: Path, python: str, flavour: str) -> Path:
+def build(source: Path, python: str, flavour: str, *, is_abi3: bool) -> Path:
     """Return the path of a wheel that runs on this machine."""
-    version = subprocess.check_output([python, "-c", "import sys; print(sys.version_info[:2])"])
-    is_abi3 = version.decode().strip() != "(3, 11)"
     out = WORK / f"{flavour}-{'abi3' if is_abi3 else 'cp311'}"
     shutil.rmtree(out, ignore_errors=True)
     subprocess.run(

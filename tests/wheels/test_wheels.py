@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import tarfile
@@ -36,15 +37,11 @@ def wheels(flavour: str) -> list[Path]:
 
 
 def interpreter(version: str) -> str:
-    """Return a Python of a version: on the PATH, or one of pyenv."""
-    places = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
-    for python in (f"python{version}", *map(str, places)):
-        if shutil.which(python) is None:
-            continue
-        text = subprocess.run([python, "--version"], capture_output=True, text=True, check=False)
-        if f" {version}." in text.stdout:
-            return python
-    pytest.skip(f"Python {version} is not installed")
+    """Return a Python of a version, or skip the test."""
+    python = runpy.run_path(str(ROOT / "native" / "wheels.py"))["find_python"](version)
+    if python is None:
+        pytest.skip(f"Python {version} is not installed")
+    return python
 
 
 def clean_environment() -> dict[str, str]:
