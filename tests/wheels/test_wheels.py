@@ -151,7 +151,8 @@ def tracked() -> frozenset[str]:
 def test_wheels_have_all_files_of_the_package_and_no_other(flavour):
     for wheel in wheels(flavour):
         with zipfile.ZipFile(wheel) as archive:
-            names = {name for name in archive.namelist() if ".dist-info/" not in name}
+            files = [entry.filename for entry in archive.infolist() if not entry.is_dir()]
+        names = {name for name in files if ".dist-info/" not in name}
         extension = {name for name in names if name.endswith(".so")}
         assert len(extension) == 1
         assert names - extension == {name for name in tracked() if name.startswith("aiokv/")}
