@@ -38,6 +38,7 @@ from aiokv.testing.leftovers import open_descriptors, running_threads
 from tests.harness.memory import Memory, WrongBytes
 from tests.soak.load import LATE_PASSES, Load, Violation
 from tests.soak.peers import Prefill, receiving_peers
+from tests.soak.records import RoundRecords
 from tests.soak.stores import RoundStores
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ class Round:
             stores=self.stores.new(),
             peers=receiving_peers(self.memory, self.rng) if self.peers else None,
         )
-        with record(engine, log):
+        with record(engine, log), RoundRecords(engine, self.rng):
             async with prefill or nullcontext(), engine:
                 self._checked_at = 0
                 self.load = load = Load(engine, self.memory, self.rng, self.stores, prefill)
