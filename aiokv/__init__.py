@@ -5,11 +5,14 @@
 
 from aiokv.config import CacheConfig, WindowGroup
 from aiokv.engine import CacheEngine, ComputeBatch
+from aiokv.engine.events import KVEvents
 from aiokv.engine.observation import Observation
 from aiokv.engine.observers import BatchSpan, LeasePhase, TransferSpan
 from aiokv.engine.pins import Pin
 from aiokv.engine.receiving import Receiving
+from aiokv.engine.recording import TraceRecording
 from aiokv.engine.sending import Sending
+from aiokv.engine.trace_writer import RecordingStatistics
 from aiokv.errors import (
     AiokvError,
     AllocateTimeout,
@@ -81,6 +84,7 @@ __all__ = [
     "HotPrefixes",
     "InternalError",
     "Item",
+    "KVEvents",
     "LaneStatistics",
     "LayerView",
     "LayoutError",
@@ -99,12 +103,14 @@ __all__ = [
     "RankLost",
     "Receiving",
     "ReceivingStatistics",
+    "RecordingStatistics",
     "Regions",
     "RequestTooLarge",
     "Sending",
     "Statistics",
     "StoreError",
     "Stream",
+    "TraceRecording",
     "TransferError",
     "TransferSpan",
     "UnreleasedLeaseWarning",
