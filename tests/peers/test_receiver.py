@@ -60,3 +60,46 @@ def test_repeated_verification_does_not_lose_a_parcel_that_came_meanwhile():
     world.run()
     assert world.reports[received] == (1, None)
     world.finish()
+
+
+def test_parked_parcels_outlast_the_end_of_their_sender():
+    """A plan may ask for them later: a window is planned when all blocks have arrived."""
+    world = World(0, landing=8)
+    sender = world.senders[0]
+    ticket = world.expect(2)
+    received = world.receive(ticket, [0, 1])
+    world.open(sender, ticket)
+    world.run()
+    sent = [world.send(sender, ticket, [0, 1]), world.send(sender, ticket, [1], group=2)]
+    world.run()
+    sender.logic.close_ticket(ticket.ticket_id, "all was sent")
+    world.run()
+    assert [world.reports[transfer_id] for transfer_id in sent] == [(2, None), (1, None)]
+    assert world.reports[received] == (2, None)
+    assert world.receiver.logic.counts().tickets == 1
+
+    window = world.receive(ticket, [1], group=2)
+    world.run()
+    assert world.reports[window] == (1, None)
+    assert world.receiver.logic.counts().tickets == 0  # nothing more can come
+    late = world.receive(ticket, [1], group=1)
+    world.run()
+    assert world.reports[late][1].reason.startswith("the ticket has ended")
+    world.finish()
+
+
+def test_plan_behind_the_end_of_the_sender_fails_at_once():
+    world = World(0, landing=8)
+    sender = world.senders[0]
+    ticket = world.expect(2)
+    world.open(sender, ticket)
+    world.run()
+    world.send(sender, ticket, [0])
+    world.run()
+    sender.logic.close_ticket(ticket.ticket_id, "the lease was released")
+    world.run()
+    received = world.receive(ticket, [0, 1])  # block 0 is parked
+    world.run()
+    leading, failure = world.reports[received]
+    assert (leading, failure.reason) == (1, "the sender ended: the lease was released")
+    world.finish()
