@@ -265,6 +265,10 @@ class Exchange:
             return True
         # The end of the transfer commits the positions.
         flow.begin_side(_STATE, partial(self._receive_state, num_tokens))
+        return self.is_committed(flow)
+
+    def is_committed(self, flow: Flow) -> bool:
+        """Return True when the end of the receive of a state has committed all positions."""
         return _STATE in flow.moved_sides
 
     def _receive_window(
@@ -395,6 +399,11 @@ class Exchange:
         flow.is_loading = True
         return True
 
+    def _note_failure(self, flow: Flow) -> None:
+        """Note that a lease whose windows or state were lost has no positions any more."""
+        if self.sides and self._read.state(flow.lease_id) is LeaseState.FAILED:
+            self._keep_cached(flow)
+
     def _keep_cached(self, flow: Flow) -> None:
         """Note that the lease has only the positions before its failed onload."""
         flow.kept_tokens = min(flow.kept_tokens, self._read.cached_tokens(flow.lease_id))
@@ -434,8 +443,10 @@ class Exchange:
         if self._lifetime.is_running:
             # Before the transfers are cancelled: the other engine gets the reason.
             self._worker.close_ticket(ticket_id, flow.failure or _COMPLETE)
-            if not flow.at_rest:
+            if not flow.at_rest or (flow.receives and self.sides):
                 self._apply(self._scheduler.end_peer(flow.lease_id, ticket_id))
+            if flow.receives:
+                self._note_failure(flow)
         flow.context.run(_log_end, flow)
         flow.is_closed = True
         self._settle(flow)
@@ -505,8 +516,8 @@ class Exchange:
         transfer_id = moved.transfer_id
         if (flow := self._by_transfer.get(transfer_id)) is not None:
             flow.moved(transfer_id, moved.blocks, self._reasons.get(transfer_id, ""))
-            if flow.receives and self._read.state(flow.lease_id) is LeaseState.FAILED:
-                self._keep_cached(flow)  # its windows or its state are lost
+            if flow.receives:
+                self._note_failure(flow)
             flow.proceed()
             self._settle(flow)
 

@@ -459,3 +459,47 @@ async def test_many_prompts_share_a_ring_of_two_slots(model):
                 d.check_sides(lease, tokens)
 
         await asyncio.gather(*map(decode, prompts))
+
+
+@pytest.mark.parametrize("model", [STATE, STATE | WINDOWS], ids=["state", "both"])
+async def test_state_that_arrives_behind_the_end_of_the_receive_is_there(model):
+    """The end of its transfer commits the positions: the lease must not compute them again."""
+    tokens = prompt(40)
+    device = ManualDevice()
+    async with two_engines(Side(listen=None, **model), Side(device, **model)) as (p, d):
+        lease = await granted(d, tokens)
+        async with lease.receive() as receiving:
+            prefill = asyncio.create_task(p.prefill(tokens, receiving.ticket))
+            routes = (RECEIVE, WINDOW_RECEIVE)
+            await complete(device, *routes, until=has_copies(device, STATE_RECEIVE))
+            receiving.cancel()
+            waiting = asyncio.create_task(receiving.wait())
+            await spin(5)
+            assert not waiting.done()
+            await complete(device, until=waiting.done)
+            assert await waiting == 40
+            assert receiving.received_tokens == lease.usage.received_tokens == 40
+            await prefill
+        d.check_sides(lease, tokens)
+        lease.release()
+
+
+@pytest.mark.parametrize("model", [WINDOWS, STATE | WINDOWS], ids=["windows", "both"])
+async def test_windows_that_arrive_behind_the_end_of_the_receive_are_lost(model):
+    """The window tables are those behind positions that are not committed: no batch may begin."""
+    tokens = prompt(40)
+    device = ManualDevice()
+    async with two_engines(Side(listen=None, **model), Side(device, **model)) as (p, d):
+        lease = await granted(d, tokens)
+        async with lease.receive() as receiving:
+            prefill = asyncio.create_task(p.prefill(tokens, receiving.ticket))
+            await complete(device, RECEIVE, until=has_copies(device, WINDOW_RECEIVE))
+            receiving.cancel()
+            waiting = asyncio.create_task(receiving.wait())
+            await spin(5)
+            await complete(device, until=waiting.done)
+            assert await waiting == 0
+            await prefill
+        assert lease.state == "failed"
+        await compute_rest(d, lease, tokens, await receiving.wait())
+        lease.release()
