@@ -298,7 +298,12 @@ class Leases:
             self._dispatcher.forget_wait(lease_id)
             elsewhere = 0.0 if store_wait is None else store_wait.seconds
             lease.note_capacity_wait(max(time.monotonic() - began - elsewhere, 0.0))
-            self._note_wait(lease, lease_id, "capacity", began + elsewhere)
+            if store_wait is None:
+                self._note_wait(lease, lease_id, "capacity", began)
+            elif store_wait.ended is None:
+                store_wait.end(outcome_of(sys.exception()))
+            else:
+                self._note_wait(lease, lease_id, "capacity", store_wait.ended)
 
     def _stop_waiting(self, lease: Lease, lease_id: int) -> None:
         self._apply(self._scheduler.stop_waiting(lease_id))
