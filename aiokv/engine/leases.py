@@ -329,7 +329,12 @@ class Leases:
             seconds = max(time.monotonic() - began - elsewhere, 0.0)
             lease.note_capacity_wait(seconds)
             self._requests.capacity_wait.add(seconds)
-            self._note_wait(lease, lease_id, "capacity", began + elsewhere)
+            if store_wait is None:
+                self._note_wait(lease, lease_id, "capacity", began)
+            elif store_wait.ended is None:
+                store_wait.end(outcome_of(sys.exception()))
+            else:
+                self._note_wait(lease, lease_id, "capacity", store_wait.ended)
 
     def _stop_waiting(self, lease: Lease, lease_id: int) -> None:
         self._apply(self._scheduler.stop_waiting(lease_id))

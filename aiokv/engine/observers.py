@@ -1,4 +1,4 @@
-"""Observers: records of transfers, phases of leases and batches, made while an observer listens.
+"""Observers: records of transfers, phases of leases and batches, while an observer is registered.
 
     hooks of the engine's parts ─► record ─► (end of the pass of the loop) ─► observers
 
@@ -294,13 +294,20 @@ class Observers:
         self._waits[lease_id, name] = (owner, began_at)
 
     def end_wait(
-        self, lease_id: int, owner: str, name: WaitName, began_at: float, outcome: End
+        self,
+        lease_id: int,
+        owner: str,
+        name: WaitName,
+        began_at: float,
+        outcome: End,
+        ended_at: float | None = None,
     ) -> None:
-        """Record a wait that ends now; also one whose begin was not noted."""
+        """Record a wait that ends now or ended at ``ended_at``; its begin need not be noted."""
         self._waits.pop((lease_id, name), None)
-        ended_at = time.monotonic()
         if name == "capacity" and outcome == "done" and lease_id in self._grants:
             ended_at = self._grants[lease_id].began_at  # the task runs some passes later
+        if ended_at is None:
+            ended_at = time.monotonic()
         phase = _wait(lease_id, owner, name, began_at, ended_at, outcome)
         self._post(phase, self._contexts.get(lease_id))
 

@@ -25,7 +25,7 @@ from aiokv import (
     UnreleasedLeaseWarning,
     UsageError,
 )
-from aiokv.testing import ScriptedDevice, ScriptedStore, spin
+from aiokv.testing import ScriptedDevice, ScriptedStore, running_clock, spin
 from tests.harness.cache import BLOCK_TOKENS, Cache
 from tests.harness.cache import prompt as tokens_of
 from tests.harness.served import Served, computed, resumed, swapped_out
@@ -462,6 +462,35 @@ async def test_fetches_belong_to_the_lease_that_waits_for_the_store():
             assert [p.phase for p in ended] == ["store", "capacity", "onload", "granted"]
             assert ended[0].ended_at <= ended[1].began_at <= ended[2].began_at
             assert seen.unfinished() == []
+        check_times(seen)
+
+
+@pytest.mark.clock
+@pytest.mark.parametrize("end", ["timeout", "cancelled"])
+async def test_a_wait_for_a_store_that_ends_early_is_no_wait_for_capacity(end):
+    tokens = tokens_of(1, 4)
+    store = ScriptedStore()
+    async with Cache(device=ScriptedDevice(), stores=[store]) as c:
+        await c.fill(tokens)
+    later = ScriptedStore(objects=store.objects)
+    async with Cache(device=ScriptedDevice(), stores=[later]) as c:
+        later.hold("load")
+        with c.engine.observing() as seen:
+            lease = c.engine.match(tokens, owner="r1")
+            task = asyncio.ensure_future(
+                lease.allocate(len(tokens), wait_store=math.inf, timeout=5.0)
+            )
+            await spin(10)
+            (wait,) = [r for r in seen.unfinished() if isinstance(r, LeasePhase)]
+            assert wait.phase == "store"
+            if end == "timeout":
+                await running_clock().advance(6.0)
+            else:
+                task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            lease.release()
+            later.end_script()
+        assert phases(seen) == [("r1", "store", end)]
         check_times(seen)
 
 
