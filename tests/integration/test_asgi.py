@@ -16,7 +16,15 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from aiokv import CacheConfig, CacheEngine, ConfigError, DeviceError, Peers, TransferError
+from aiokv import (
+    CacheConfig,
+    CacheEngine,
+    ConfigError,
+    DeviceError,
+    Observation,
+    Peers,
+    TransferError,
+)
 from aiokv.observe.asgi import asgi, failed_checks
 from aiokv.observe.snapshot import hidden, snapshot, without_credentials
 from aiokv.testing import ManualDevice, ScriptedStore, run_until_idle, running_clock, spin
@@ -321,7 +329,15 @@ async def test_urls_are_shown_without_credentials(url: str, shown: str):
 
 
 @pytest.mark.clock
-async def test_an_engine_has_an_observer_only_while_a_page_asks():
+async def test_an_engine_has_an_observer_only_while_a_page_asks(monkeypatch):
+    observations: list[Observation] = []
+    observing = CacheEngine.observing
+
+    def noted(engine: CacheEngine, limit: int) -> Observation:
+        observations.append(observing(engine, limit))
+        return observations[-1]
+
+    monkeypatch.setattr(CacheEngine, "observing", noted)
     async with Served() as served:
         app = asgi(served.engine)
 
@@ -341,9 +357,12 @@ async def test_an_engine_has_an_observer_only_while_a_page_asks():
         assert (first["route"], first["outcome"]) == ("offload", "done")
         await running_clock().advance(4)
         assert len(await transfers()) == 1  # still observed
-        await running_clock().advance(6)
+        await running_clock().advance(6)  # no page asks for longer than five seconds
+        records = observations[0].seen
         await save(3)
-        assert await transfers() == []  # nobody asked for longer than five seconds
+        assert observations[0].seen == records > 0
+        assert await transfers() == []
+        assert len(observations) == 2
         assert running_clock().timers == 1
         await running_clock().advance(6)
         assert running_clock().timers == 0
