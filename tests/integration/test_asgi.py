@@ -442,7 +442,7 @@ async def test_a_snapshot_of_many_leases_is_bounded():
     async with new_engine(write_policy="none") as engine:
         leases = [engine.match([i, i + 1, i + 2]) for i in range(1000)]
         shown = snapshot(engine)
-        assert (len(shown["leases"]), shown["statistics"]["leases"]) == (200, 1000)
+        assert (len(shown["leases"]), shown["statistics"]["leases"]) == (128, 1000)
         for lease in leases:
             lease.release()
 
