@@ -202,19 +202,26 @@ class Computing:
     Args:
         parts: parts of the engine.
         on_failure: called with the error when an event of a batch has failed.
+        on_end: called when a batch has ended. Idempotent.
 
     Attributes:
         worker: checks events.
         poller: watches the events of batches.
     """
 
-    def __init__(self, parts: Parts, on_failure: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        on_failure: Callable[[BaseException], None],
+        on_end: Callable[[], None],
+    ) -> None:
         self.worker = parts.worker
         self.poller = parts.poller
         self._lifetime = parts.lifetime
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
         self._on_failure = on_failure
+        self._on_end = on_end
         self._speed = parts.speed
         self._observers = parts.observers
         self._batches: dict[int, ComputeBatch] = {}
@@ -263,6 +270,8 @@ class Computing:
         self._batches.pop(batch_id, None)
         if self._observers.active:
             self._observers.batch_ended(batch_id)
+        if not self._closed:
+            self._on_end()
 
     async def wait_ended(self, lease: Lease) -> None:
         """Wait until no batch computes with the lease.

@@ -143,7 +143,7 @@ class CacheEngine(Unique):
         self._steps = Steps(parts)
         exchange = Exchange(parts)
         self._recovery = Recovery(parts, self._steps, exchange)
-        computing = Computing(parts, on_failure=self._recovery.fail)
+        computing = Computing(parts, on_failure=self._recovery.fail, on_end=exchange.after_batch)
         fetches = Fetches(parts)
         self._leases = Leases(parts, self._steps, computing, fetches, exchange)
         self._batches = Batches(parts, self._leases, computing)

@@ -11,7 +11,6 @@ A fetch belongs to no lease: blocks that arrive after a lease has stopped waitin
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -39,7 +38,8 @@ class StoreWait:
 
     Attributes:
         began: ``time.monotonic()`` at the begin of the wait.
-        task: brings the blocks; None once the wait has ended.
+        task: brings the blocks.
+        is_stopped: the lease no longer stands in line.
     """
 
     def __init__(self, on_end: Callable[[StoreWait], None]) -> None:
@@ -47,6 +47,7 @@ class StoreWait:
         self.began = time.monotonic()
         self._ended: float | None = None
         self.task: asyncio.Task[None] | None = None
+        self.is_stopped = False
 
     @property
     def seconds(self) -> float:
@@ -61,6 +62,7 @@ class StoreWait:
 
     def stop(self) -> None:
         """End the wait, and begin no more fetches; those in flight go on."""
+        self.is_stopped = True
         self.end()
         if self.task is not None:
             self.task.cancel()
@@ -121,7 +123,7 @@ class Fetches:
             await self.bring(lease_id, timeout, Priority.DEMAND)
         finally:
             wait.end()
-            if self._observers.active and sys.exception() is None:
+            if self._observers.active and not wait.is_stopped:
                 owner = self._read.owner(lease_id)
                 self._observers.begin_wait(lease_id, owner, "capacity", time.monotonic())
             if self._lifetime.is_running:

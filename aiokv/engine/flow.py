@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextvars import copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from aiokv import checks
 from aiokv.errors import AiokvError, UsageError
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from aiokv.scheduler.effects import Effects
 
 MAX_IN_FLIGHT: Final = 64  # transfers of one flow: a long prompt must not block the loop
+
+Side: TypeAlias = tuple[Literal["state", "window"], str]
+"""The recurrent state, or a window group and its name: what belongs to the last position only."""
 
 
 class _Part:
@@ -50,9 +53,11 @@ class Flow:
         ticket: as given.
         receives: as given.
         moved_block: blocks before it, from ``first_block`` on, have moved.
+        moved_sides: state and windows that have moved.
         kept_tokens: positions that the lease still has.
         is_loading: the flow waits for the onloads of its lease.
-        is_broken: a transfer has ended without all of its blocks.
+        is_computing: the flow waits for the batches that compute with its lease.
+        is_broken: a transfer has ended without all that it was to move.
         reason: why that transfer has ended.
         ended_at: time of the loop at which it has ended; None before.
         is_closed: the worker was told of the end.
@@ -74,6 +79,8 @@ class Flow:
         self._exchange = exchange
         self._timer: asyncio.TimerHandle | None = None
         self._parts: dict[int, _Part] = {}  # by transfer: not ended in order, oldest first
+        self._sides: dict[int, tuple[Side, int]] = {}  # by transfer in flight, with its blocks
+        self._begun_sides: set[Side] = set()
         self._waiters: list[asyncio.Future[None]] = []
         self._next_block = first_block
         self._advance = advance
@@ -83,8 +90,10 @@ class Flow:
         self.ticket = ticket
         self.receives = receives
         self.moved_block = first_block
+        self.moved_sides: set[Side] = set()
         self.kept_tokens = checks.MAX_INT32
         self.is_loading = False
+        self.is_computing = False
         self.is_broken = False
         self.reason = ""
         self.ended_at: float | None = None
@@ -100,18 +109,19 @@ class Flow:
 
     @property
     def at_rest(self) -> bool:
-        """True when neither a transfer is in flight, nor an onload that the flow waits for."""
-        return not self.is_loading and not self.in_flight
+        """True when no transfer is in flight, nor an onload or a batch that the flow waits for."""
+        return not self.is_loading and not self.is_computing and not self.in_flight
 
     @property
     def in_flight(self) -> int:
         """Number of transfers in flight."""
-        return sum(part.moved is None for part in self._parts.values())
+        return len(self._sides) + sum(part.moved is None for part in self._parts.values())
 
     @property
     def transfer_ids(self) -> list[int]:
-        """Transfers that have not ended in order."""
-        return list(self._parts)
+        """Transfers of state and windows in flight, and those of blocks that have not ended in
+        order."""
+        return [*self._parts, *self._sides]
 
     def enter(self) -> None:
         """Let ``proceed`` advance: the handle of the flow was entered."""
@@ -121,7 +131,7 @@ class Flow:
         """Advance, and end with the last position, or with the first transfer that has failed.
 
         Called when a transfer has ended, when positions were committed, and when onloads of the
-        lease have ended.
+        lease, or batches that compute with it, have ended.
         """
         if not self._is_entered or self.is_closed:
             return
@@ -171,11 +181,41 @@ class Flow:
             self._next_block += num_blocks
             self._exchange.submit(self, transfer_id, effects)
 
+    def has_begun(self, side: Side) -> bool:
+        """Return True if the transfer of a state or of a window has begun."""
+        return side in self._begun_sides
+
+    def begin_side(
+        self, side: Side, transition: Callable[[int, bytes], tuple[int, Effects]]
+    ) -> None:
+        """Begin the transfer of a state or of a window, unless it has begun.
+
+        Raises:
+            AiokvError: the scheduler refuses it.
+        """
+        if self.ended or self.has_begun(side):
+            return
+        transfer_id, effects = transition(self.lease_id, self.ticket.ticket_id)
+        num_blocks = sum(
+            plan.num_blocks for plan in effects.submit if plan.transfer_id == transfer_id
+        )
+        self._begun_sides.add(side)
+        self._sides[transfer_id] = side, num_blocks
+        self._exchange.submit(self, transfer_id, effects)
+
     def moved(self, transfer_id: int, blocks: int, reason: str) -> None:
         """Note the end of a transfer, of which the first ``blocks`` blocks have moved. Idempotent.
 
         Blocks behind the first that has not moved do not count.
         """
+        if transfer_id in self._sides:
+            side, num_blocks = self._sides.pop(transfer_id)
+            if blocks == num_blocks:
+                self.moved_sides.add(side)
+            else:
+                self.is_broken = True
+                self.reason = self.reason or reason
+            return
         if (ended := self._parts.get(transfer_id)) is None:
             return
         ended.moved = blocks
@@ -203,8 +243,9 @@ class Flow:
 
     def forget(self) -> None:
         """Note that no end of a transfer follows: the lease no longer has the blocks."""
-        self.is_loading = False
+        self.is_loading = self.is_computing = False
         self._parts.clear()
+        self._sides.clear()
 
     def wake(self) -> None:
         """Let the waiting coroutines test their conditions."""

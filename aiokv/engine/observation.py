@@ -77,7 +77,7 @@ class Observation(Unique):
     def timeline(self) -> dict[str, Any]:
         """Return the records as a trace for ui.perfetto.dev or chrome://tracing.
 
-        ``json.dump`` writes it. Building it takes about 10 us per record; after the block it can
+        ``json.dump`` writes it. Building it takes about 30 us per record; after the block it can
         be done in a thread.
 
         Returns:

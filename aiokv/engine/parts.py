@@ -254,13 +254,6 @@ def _check_peers(config: CacheConfig) -> None:
             "CacheConfig.model is empty; with peers it must name the model",
             hint="blocks of two models without a name could not be told apart",
         )
-    for name in ("state_slots", "windows"):
-        if getattr(config, name):
-            raise ConfigError(
-                f"CacheConfig.{name} is {getattr(config, name)!r}; peers exchange neither "
-                "recurrent state nor sliding windows",
-                hint="leave peers out",
-            )
 
 
 def _identity_of(config: CacheConfig) -> StoreIdentity:

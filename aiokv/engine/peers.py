@@ -34,9 +34,10 @@ from aiokv.peers.ticket import Ticket
 from aiokv.types import LeaseState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    from aiokv.engine.flow import Flow
+    from aiokv.config import WindowGroup
+    from aiokv.engine.flow import Flow, Side
     from aiokv.engine.parts import Parts
     from aiokv.lease import Lease
     from aiokv.plan import TransferReport
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
+_STATE: Final[Side] = ("state", "")
 _COMPLETE: Final = "all positions have arrived"
 _NO_PEERS: Final = "pass peers=Peers(...) to CacheEngine, or has_peers=True to the RankGroup"
 
@@ -53,6 +55,7 @@ class Exchange:
 
     Attributes:
         block_tokens: positions per block.
+        sides: windows and state of the model, which a receive needs behind its last position.
         counts: of all receives and sends.
         flows: by lease, those that have not ended or have transfers in flight.
     """
@@ -71,11 +74,16 @@ class Exchange:
         self._generation = secrets.token_bytes(tickets.ID_BYTES)
         self._chunk_blocks = CHUNK_BLOCKS if parts.peers is None else parts.peers.chunk_blocks
         self._by_transfer: dict[int, Flow] = {}
-        self._reasons: dict[int, str] = {}  # of transfers that have failed, by transfer
+        self._reasons: dict[int, str] = {}  # of transfers that are not done, by transfer
         self._ended: deque[Moved] = deque()  # transfers whose flows have not been told
         self._sent_tickets: set[bytes] = set()  # that flows send
         self._loading: set[Flow] = set()  # wait for the onloads of their leases
+        self._computing: set[Flow] = set()  # wait for the batches that compute with their leases
+        self._windows = window_sizes(parts.config.windows)
         self.block_tokens = parts.config.block_tokens
+        self.sides: list[Side] = [("window", group) for group in self._windows]
+        if parts.config.state_slots:
+            self.sides.append(_STATE)
         self.counts = PeerCounts()
         self.flows: dict[int, list[Flow]] = {}
         parts.dispatcher.tell_moved(self._note_moved)
@@ -154,6 +162,7 @@ class Exchange:
             block_tokens=block_tokens,
             transport=endpoints[0].transport,
             endpoints=endpoints,
+            windows=self._windows,
         )
         return ticket, tickets.encode(ticket, self._worker.ticket_key)
 
@@ -167,10 +176,16 @@ class Exchange:
         self._check_open("send")
         ticket = tickets.decode(blob, self._worker.ticket_key)
         lease_id = self._granted_id(lease, "send")
-        for name, there, here in (
+        settings: tuple[tuple[str, object, object], ...] = (
             ("CacheConfig.model", ticket.model, self._model),
             ("version of the weights", ticket.weights_version, self._weights_version),
-        ):
+            (
+                "(window_tokens, sink_tokens) of each group of CacheConfig.windows",
+                ticket.windows,
+                self._windows,
+            ),
+        )
+        for name, there, here in settings:
             if there != here:
                 raise PeerError(
                     f"send: the {name} of the receiving engine is {there!r}, here it is {here!r}"
@@ -222,18 +237,49 @@ class Exchange:
             return
         if self._read.state(flow.lease_id) is LeaseState.FAILED:
             self._keep_cached(flow)
-            flow.end("an onload of the lease has failed")
+            flow.end(flow.reason or "an onload of the lease has failed")
             return
         end_block = self._read.blocks_for(flow.ticket.num_tokens)
         flow.begin(self._scheduler.receive, end_block, self._chunk_blocks)
 
-    def commit_received(self, flow: Flow, num_tokens: int) -> None:
-        """Index the blocks of the first ``num_tokens`` positions, which have arrived.
+    def commit_arrived(self, flow: Flow, num_tokens: int) -> bool:
+        """Commit the first ``num_tokens`` positions, whose blocks have arrived.
+
+        With recurrent state or windows, only all positions of the ticket can be committed: the
+        first call begins to receive the windows, a later one the state.
+
+        Returns:
+            True when they are committed.
 
         Raises:
-            LeaseError: the lease cannot commit them.
+            AiokvError: the lease cannot commit them, or the scheduler refuses a transfer.
         """
-        self._apply(self._scheduler.commit_received(flow.lease_id, num_tokens))
+        if self.sides and (num_tokens < flow.ticket.num_tokens or flow.is_broken):
+            return False
+        for group in self._windows:
+            flow.begin_side(("window", group), partial(self._receive_window, group, num_tokens))
+        if any(("window", group) not in flow.moved_sides for group in self._windows):
+            return False
+        if _STATE not in self.sides:
+            self._apply(self._scheduler.commit_received(flow.lease_id, num_tokens))
+            return True
+        # The end of the transfer commits the positions.
+        flow.begin_side(_STATE, partial(self._receive_state, num_tokens))
+        return self.is_committed(flow)
+
+    def is_committed(self, flow: Flow) -> bool:
+        """Return True when the end of the receive of a state has committed all positions."""
+        return _STATE in flow.moved_sides
+
+    def _receive_window(
+        self, group: str, num_tokens: int, lease_id: int, ticket_id: bytes
+    ) -> tuple[int, Effects]:
+        return self._scheduler.receive_window(lease_id, ticket_id, group, num_tokens)
+
+    def _receive_state(
+        self, num_tokens: int, lease_id: int, ticket_id: bytes
+    ) -> tuple[int, Effects]:
+        return self._scheduler.receive_state(lease_id, ticket_id, num_tokens)
 
     def note_received(self, lease: Lease, tokens: int) -> None:
         """Count positions that have arrived."""
@@ -292,7 +338,12 @@ class Exchange:
     def begin_send(self, flow: Flow) -> None:
         """Begin transfers of the blocks that were computed since the last call.
 
+        Those of the state and of the windows begin when exactly the positions of the ticket are
+        computed, and no batch computes with the lease.
+
         Raises:
+            LeaseError: positions behind those of the ticket are computed, so that the state and the
+                windows of the ticket do not exist any more.
             AiokvError: the scheduler refuses a transfer.
         """
         if self._waits_for_onloads(flow):
@@ -306,6 +357,35 @@ class Exchange:
         if computed >= limit:
             end_block = self._read.blocks_for(limit)
         flow.begin(self._scheduler.send, end_block, self._chunk_blocks)
+        if computed >= limit:
+            self._begin_sides(flow, computed)
+
+    def _begin_sides(self, flow: Flow, computed: int) -> None:
+        """Send the state and the windows behind the computed positions."""
+        sides = [side for side in self.sides if not flow.has_begun(side)]
+        if not sides:
+            return
+        limit = flow.ticket.num_tokens
+        if computed > limit:
+            raise LeaseError(
+                f"send: {computed} positions of {flow.lease!r} are computed; the recurrent state "
+                f"and the windows can be sent only after exactly the {limit} positions of the "
+                "ticket",
+                hint=f"commit {limit} positions, and end the send before further ones are computed",
+            )
+        if self._read.batches(flow.lease_id):
+            self._computing.add(flow)
+            flow.is_computing = True
+            return
+        for side in sides:
+            flow.begin_side(side, partial(self._send_side, side, limit))
+
+    def _send_side(
+        self, side: Side, num_tokens: int, lease_id: int, ticket_id: bytes
+    ) -> tuple[int, Effects]:
+        if side == _STATE:
+            return self._scheduler.send_state(lease_id, ticket_id, num_tokens)
+        return self._scheduler.send_window(lease_id, ticket_id, side[1], num_tokens)
 
     # --- flows ----------------------------------------------------------------------------------
 
@@ -319,6 +399,11 @@ class Exchange:
         flow.is_loading = True
         return True
 
+    def _note_failure(self, flow: Flow) -> None:
+        """Note that a lease whose windows or state were lost has no positions any more."""
+        if self.sides and self._read.state(flow.lease_id) is LeaseState.FAILED:
+            self._keep_cached(flow)
+
     def _keep_cached(self, flow: Flow) -> None:
         """Note that the lease has only the positions before its failed onload."""
         flow.kept_tokens = min(flow.kept_tokens, self._read.cached_tokens(flow.lease_id))
@@ -326,6 +411,10 @@ class Exchange:
     def _end_loading(self, flow: Flow) -> None:
         self._loading.discard(flow)
         flow.is_loading = False
+
+    def _end_computing(self, flow: Flow) -> None:
+        self._computing.discard(flow)
+        flow.is_computing = False
 
     def submit(self, flow: Flow, transfer_id: int, effects: Effects) -> None:
         """Apply the effects of the begin of a transfer."""
@@ -349,12 +438,15 @@ class Exchange:
         ticket_id = flow.ticket.ticket_id
         if not flow.receives:  # a receive that has ended still waits: its lease is not complete
             self._end_loading(flow)
+            self._end_computing(flow)
             self._sent_tickets.discard(ticket_id)
         if self._lifetime.is_running:
             # Before the transfers are cancelled: the other engine gets the reason.
             self._worker.close_ticket(ticket_id, flow.failure or _COMPLETE)
-            if not flow.at_rest:
+            if not flow.at_rest or (flow.receives and self.sides):
                 self._apply(self._scheduler.end_peer(flow.lease_id, ticket_id))
+            if flow.receives:
+                self._note_failure(flow)
         flow.context.run(_log_end, flow)
         flow.is_closed = True
         self._settle(flow)
@@ -375,8 +467,8 @@ class Exchange:
     # --- ends of transfers ----------------------------------------------------------------------
 
     def note_report(self, report: TransferReport) -> None:
-        """Note why a transfer has failed, before the scheduler accounts for its report."""
-        if report.outcome == "failed" and report.transfer_id in self._by_transfer:
+        """Note why a transfer is not done, before the scheduler accounts for its report."""
+        if report.outcome != "done" and report.transfer_id in self._by_transfer:
             self._reasons[report.transfer_id] = report.reason
 
     def after_report(self) -> None:
@@ -386,6 +478,14 @@ class Exchange:
                 self._end_loading(flow)
                 if flow.ended and self._read.state(flow.lease_id) is LeaseState.FAILED:
                     self._keep_cached(flow)
+                flow.proceed()
+                self._settle(flow)
+
+    def after_batch(self) -> None:
+        """Proceed with the flows whose leases no batch computes with any more."""
+        for flow in list(self._computing):
+            if not self._read.batches(flow.lease_id):
+                self._end_computing(flow)
                 flow.proceed()
                 self._settle(flow)
 
@@ -416,6 +516,8 @@ class Exchange:
         transfer_id = moved.transfer_id
         if (flow := self._by_transfer.get(transfer_id)) is not None:
             flow.moved(transfer_id, moved.blocks, self._reasons.get(transfer_id, ""))
+            if flow.receives:
+                self._note_failure(flow)
             flow.proceed()
             self._settle(flow)
 
@@ -444,6 +546,7 @@ class Exchange:
             for transfer_id in flow.transfer_ids:
                 self._forget(transfer_id)
             self._loading.discard(flow)
+            self._computing.discard(flow)
             flow.forget()
             flow.end(reason)
             self._settle(flow)
@@ -504,3 +607,8 @@ def _log_end(flow: Flow) -> None:
             ticket=ticket,
             reason=flow.failure,
         )
+
+
+def window_sizes(windows: Mapping[str, WindowGroup]) -> dict[str, tuple[int, int]]:
+    """Return (window_tokens, sink_tokens) of each group, which both engines must have."""
+    return {name: (group.window_tokens, group.sink_tokens) for name, group in windows.items()}

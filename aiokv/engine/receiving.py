@@ -161,22 +161,29 @@ class Receiving(Unique):
 
     @property
     def _position(self) -> int:
-        return min(self._committed, self._entered().kept_tokens)
+        flow = self._entered()
+        if self._exchange.is_committed(flow):  # the receive of a state, maybe after the flow's end
+            self._note_committed(flow, flow.ticket.num_tokens)
+        return min(self._committed, flow.kept_tokens)
 
     def _entered(self) -> Flow:
         return entered(self._flow, self._exchange, self)
 
     def _advance(self) -> bool:
-        """Commit the blocks that have arrived in order; return True when all have arrived."""
+        """Commit the positions that have arrived in order; return True when all have arrived."""
         flow, exchange = self._entered(), self._exchange
         exchange.begin_receive(flow)
         arrived = min(flow.moved_block * exchange.block_tokens, flow.ticket.num_tokens)
-        if arrived > self._committed:
-            exchange.commit_received(flow, arrived)
-            self._first_at = self._first_at or exchange.loop.time()
-            new_tokens, self._committed = arrived - self._committed, arrived
-            exchange.note_received(flow.lease, new_tokens)
+        if arrived > self._committed and exchange.commit_arrived(flow, arrived):
+            self._note_committed(flow, arrived)
         return self._committed == flow.ticket.num_tokens
+
+    def _note_committed(self, flow: Flow, num_tokens: int) -> None:
+        """Note that the first positions are committed. Idempotent."""
+        new_tokens, self._committed = num_tokens - self._committed, num_tokens
+        if new_tokens:
+            self._first_at = self._first_at or self._exchange.loop.time()
+            self._exchange.note_received(flow.lease, new_tokens)
 
     def __repr__(self) -> str:
         if self._flow is None:

@@ -102,14 +102,15 @@ class Sending(Unique):
         return entered(self._flow, self._exchange, self)
 
     def _advance(self) -> bool:
-        """Send the blocks that are computed; return True when all were acknowledged."""
+        """Send what is computed; return True when all was acknowledged."""
         flow, exchange = self._entered(), self._exchange
         try:
             exchange.begin_send(flow)
         finally:
             exchange.counts.delivered_tokens += self.delivered_tokens - self._counted_tokens
             self._counted_tokens = self.delivered_tokens
-        return flow.moved_block * exchange.block_tokens >= flow.ticket.num_tokens
+        is_last = flow.moved_block * exchange.block_tokens >= flow.ticket.num_tokens
+        return is_last and flow.moved_sides.issuperset(exchange.sides)
 
     def __repr__(self) -> str:
         if self._flow is None:

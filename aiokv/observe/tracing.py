@@ -29,8 +29,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from aiokv import BatchSpan, TransferSpan
 from aiokv.checks import Unique, flag
-from aiokv.engine.observers import BatchSpan, TransferSpan
 from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
     from aiokv import CacheEngine, LeasePhase
-    from aiokv.engine.observers import Record
 
 _WAITS: Final = ("pending", "store", "capacity", "peer")
 _ERRORS: Final = ("timeout", "failed", "lost")
@@ -105,7 +104,7 @@ class EngineTracer(Unique):
     ) -> None:
         self.stop()
 
-    def _note(self, record: Record, context: Context | None) -> None:
+    def _note(self, record: TransferSpan | LeasePhase | BatchSpan, context: Context | None) -> None:
         if isinstance(record, BatchSpan):
             return  # a batch belongs to the requests of all its leases
         parent = self._no_context if context is None else context.run(self._current)

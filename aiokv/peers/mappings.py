@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from aiokv.errors import LayoutError, UsageError
+from aiokv.peers.block_layout import STATE, window_pool
 from aiokv.peers.layout import BlockLayout, Mapping, covers, sources
 from aiokv.peers.receiver import Source
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from aiokv.peers.messages import Open
     from aiokv.peers.ticket import Endpoint, Ticket
+    from aiokv.plan import TransferPlan
 
 MIN_CUT_SLOTS: Final = 2  # a block, and the parcel that is cut out of it
 MAX_MAPPINGS: Final = 256
@@ -31,10 +33,29 @@ class Mappings:
         self._own = own
         self._only_equal = only_equal
         self._outgoing_slots = outgoing_slots
-        self._mappings: dict[tuple[bytes, bytes], Mapping] = {}
+        self._mappings: dict[tuple[bytes, bytes], tuple[Mapping, ...]] = {}
 
-    def receivers(self, ticket: Ticket, layouts: Sequence[bytes]) -> list[tuple[Endpoint, Mapping]]:
-        """Return the receiver ranks that this rank sends to.
+    def group(self, plan: TransferPlan) -> int:
+        """Return the group of the blocks, the state or the window blocks that a plan moves.
+
+        Raises:
+            UsageError: this rank has no tensors of the group.
+        """
+        pool = plan.route.device_pool
+        if pool == "device":
+            return 0
+        name = STATE if pool == "state" else window_pool(plan.group)
+        if name not in self._own.pool_names:
+            raise UsageError(
+                f"transfer {plan.transfer_id}: the pool is {name!r}; this rank has "
+                f"{', '.join(map(repr, self._own.pool_names))}"
+            )
+        return self._own.pool_names.index(name)
+
+    def receivers(
+        self, ticket: Ticket, layouts: Sequence[bytes]
+    ) -> list[tuple[Endpoint, tuple[Mapping, ...]]]:
+        """Return the receiver ranks that this rank sends to, and the mappings of all groups.
 
         Args:
             ticket: of another engine.
@@ -49,14 +70,15 @@ class Mappings:
             receiver = BlockLayout.decode(endpoint.layout)
             if self._own.rank not in sources(senders, receiver):
                 continue
-            mapping = self._mapping(self._own, receiver)
-            if not mapping.parcel_is_block and self._outgoing_slots < MIN_CUT_SLOTS:
+            mappings = self._of_groups(self._own, receiver)
+            is_cut = not all(mapping.parcel_is_block for mapping in mappings)
+            if is_cut and self._outgoing_slots < MIN_CUT_SLOTS:
                 raise LayoutError(
                     f"the engine has {self._outgoing_slots} outgoing slots; blocks of another "
                     f"layout need {MIN_CUT_SLOTS}",
                     hint="raise Peers.outgoing_bytes",
                 )
-            receivers.append((endpoint, mapping))
+            receivers.append((endpoint, mappings))
         return receivers
 
     def source(self, message: Open) -> Source:
@@ -75,26 +97,49 @@ class Mappings:
                 f"tokens per block; it says that it is rank {message.sender_rank} with "
                 f"{message.sender_block_tokens}"
             )
-        return Source(self._mapping(layout, self._own), layout, layout.block_tokens)
+        return Source(self._of_groups(layout, self._own), layout, layout.block_tokens)
 
     def covers(self, layouts: list[BlockLayout]) -> bool:
         """Return True when ranks of these layouts together have all heads of this rank."""
         return covers(layouts, self._own)
 
-    def _mapping(self, sender: BlockLayout, receiver: BlockLayout) -> Mapping:
-        """Raises:
-        LayoutError: the layouts cannot be mapped.
+    def _of_groups(self, sender: BlockLayout, receiver: BlockLayout) -> tuple[Mapping, ...]:
+        """Return the mapping of each group.
+
+        Raises:
+            LayoutError: the layouts cannot be mapped.
         """
         key = (sender.encode(), receiver.encode())
-        mapping = self._mappings.get(key)
-        if mapping is None:
+        mappings = self._mappings.get(key)
+        if mappings is None:
             while len(self._mappings) >= MAX_MAPPINGS:
                 del self._mappings[next(iter(self._mappings))]
-            mapping = self._mappings[key] = Mapping(sender, receiver)
-        if self._only_equal and not mapping.is_identity:
-            raise LayoutError(
-                "the blocks of the sender and of the receiver have different layouts, which the "
-                "transport 'cuda_ipc' does not convert",
-                hint="use Peers(transport='tcp') on both servers",
-            )
-        return mapping
+            mappings = tuple(Mapping(sender, receiver, pool) for pool in receiver.pool_names)
+            _check_windows(sender, receiver)
+            if self._only_equal and not all(mapping.is_identity for mapping in mappings):
+                raise LayoutError(
+                    "the blocks of the sender and of the receiver have different layouts, which "
+                    "the transport 'cuda_ipc' does not convert",
+                    hint="use Peers(transport='tcp') on both servers",
+                )
+            self._mappings[key] = mappings
+        return mappings
+
+
+def _check_windows(sender: BlockLayout, receiver: BlockLayout) -> None:
+    """Check that each window block of the receiver arrives whole, or not at all.
+
+    A sender has only the blocks that its sink and its window reach. Where a block of the receiver
+    begins inside one of the sender, or with one, the sender has all of it; a larger block of the
+    receiver may begin before the window of the sender.
+
+    Raises:
+        LayoutError: a window block may arrive in part.
+    """
+    sent, kept = sender.block_tokens, receiver.block_tokens
+    if sent % kept and any(name.startswith(window_pool("")) for name in receiver.pool_names):
+        raise LayoutError(
+            f"the sender has {sent} positions per block, the receiver {kept}; with sliding "
+            "windows, those of the sender must be a multiple of those of the receiver",
+            hint="set the same CacheConfig.block_tokens on both servers",
+        )

@@ -34,7 +34,7 @@ from msgspec import Meta
 from aiokv.stores.base import TRAILER_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 PROTOCOL_VERSION: Final = 1
 ID_BYTES: Final = 16  # of a ticket, and of a generation
@@ -53,6 +53,34 @@ Reason = Annotated[str, Meta(max_length=MAX_REASON_CHARACTERS)]
 Metadata = Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
 Blocks = Annotated[list[Index], Meta(min_length=1, max_length=MAX_LISTED)]
 _KEY: Final = struct.Struct(f"<{ID_BYTES}s{ID_BYTES}sIIII")
+
+
+_BLOCK_BITS: Final = 31
+
+
+def block_key(group: int, block: int) -> int:
+    """Return a number that names a block among those of all groups."""
+    return group << _BLOCK_BITS | block
+
+
+def split_key(key: int) -> tuple[int, int]:
+    """Return the group and the block of a ``block_key``."""
+    return key >> _BLOCK_BITS, key & (1 << _BLOCK_BITS) - 1
+
+
+def shown_block(key: int) -> str:
+    """Return the name of a block of any group in a message."""
+    group, block = split_key(key)
+    return f"block {block} of group {group}" if group else f"block {block}"
+
+
+def by_group(keys: Iterable[int]) -> dict[int, list[int]]:
+    """Return the blocks of each group, in order, for messages that list blocks of one group."""
+    groups: dict[int, list[int]] = {}
+    for key in keys:
+        group, block = split_key(key)
+        groups.setdefault(group, []).append(block)
+    return groups
 
 
 class SlotCredit(NamedTuple):
@@ -168,8 +196,8 @@ class Landed(_Message, frozen=True, tag="landed"):
         slot: landing slot, from a ``Credit``.
         slot_generation: of that credit.
         parcel_bytes: payload and trailer.
-        group: 0 for the blocks of the prompt; others as the layouts number them, such as windows
-            and recurrent state.
+        group: 0 for the blocks of the prompt; then those of recurrent state and of the window
+            groups, in the order of ``BlockLayout.pools``. A state has one block, 0.
     """
 
     ticket_id: Id

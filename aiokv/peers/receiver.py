@@ -39,7 +39,11 @@ from aiokv.peers.messages import (
     Return,
     Want,
     Wrong,
+    block_key,
+    by_group,
     parcel_key,
+    shown_block,
+    split_key,
 )
 from aiokv.stores.base import TRAILER_BYTES
 from aiokv.worker.device.base import CopyError
@@ -65,6 +69,7 @@ class Parcel(NamedTuple):
         ticket_id: of its ticket.
         sender_rank: rank that sent it.
         sender_block: its block, in blocks of the sender.
+        group: of the block.
         slot: landing slot.
         num_bytes: payload and trailer.
         key: that its trailer must have.
@@ -74,29 +79,41 @@ class Parcel(NamedTuple):
     ticket_id: bytes
     sender_rank: int
     sender_block: int
+    group: int
     slot: int
     num_bytes: int
     key: bytes
     mapping: Mapping | None = None
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Rank of the sender, and its block among those of all groups."""
+        return self.sender_rank, block_key(self.group, self.sender_block)
+
 
 class Receive:
-    """A RECEIVE plan in flight.
+    """A plan in flight that receives blocks of one group.
 
     Attributes:
         plan: its blocks belong to it until ``ReceiverPort.received``.
+        group: of its blocks.
+        positions: index in the plan of each of its blocks, by ``block_key``.
         missing: its blocks that are not in the device.
         copies: copies into its blocks that are in flight.
         failure: set when it was given up: no further copy begins.
+        is_touched: a copy may have written its blocks.
     """
 
-    def __init__(self, plan: TransferPlan) -> None:
+    def __init__(self, plan: TransferPlan, group: int) -> None:
         self.plan = plan
-        self.positions = {block: i for i, block in enumerate(plan.source_ids.tolist())}
+        self.group = group
+        blocks = plan.source_ids.tolist()
+        self.positions = {block_key(group, block): i for i, block in enumerate(blocks)}
         self.device_ids: list[int] = plan.target_ids.tolist()
         self.missing = set(self.positions)
         self.copies: set[SlotCopy] = set()
         self.failure: CopyError | None = None
+        self.is_touched = False
 
     @property
     def leading_blocks(self) -> int:
@@ -119,9 +136,10 @@ class SlotCopy:
 
     Attributes:
         receive: the plan.
-        blocks: blocks of the prompt.
+        blocks: by ``block_key``.
         slots: slots that are read; taken when they are freed.
         is_assembled: they are assembly slots, and no landing slots.
+        is_taken_back: it was cancelled before the device had it.
         copy_id: for the port.
         is_begun: likewise.
     """
@@ -133,6 +151,7 @@ class SlotCopy:
         self.blocks = blocks
         self.slots = slots
         self.is_assembled = is_assembled
+        self.is_taken_back = False
         self.copy_id = 0
         self.is_begun = False
 
@@ -153,15 +172,16 @@ class ReceiverPort(Protocol[D]):
         """Verify parcels, then call ``Receiver.verified`` with the slots whose bytes are right."""
 
     def place(self, parcels: Sequence[Parcel], slots: Sequence[dict[int, int]]) -> None:
-        """Place each parcel in assembly slots, by block, then call ``Receiver.placed``."""
+        """Place each parcel in assembly slots, by ``block_key`` of the receiver's blocks, then call
+        ``Receiver.placed``."""
 
     def copy(self, copy: SlotCopy) -> None:
         """Copy slots to the device blocks of a plan if ``Receiver.admit`` allows it, then call
         ``Receiver.copied``."""
 
-    def take_back(self, copy: SlotCopy) -> None:
+    def take_back(self, copy: SlotCopy) -> bool:
         """Cancel a copy that waits for its step or for other copies, then call
-        ``Receiver.copied``; without effect when the device has it. Idempotent."""
+        ``Receiver.copied``. Return False, without effect, when the device has it. Idempotent."""
 
     def received(self, receive: Receive) -> None:
         """Report a plan; nothing accesses its blocks. Idempotent."""
@@ -194,7 +214,7 @@ class _Assembly:
 
 
 class _Incoming(Generic[C]):
-    """A ticket that senders may open.
+    """A ticket that senders may open. Blocks are named by ``block_key``.
 
     Attributes:
         deadline: by the clock of the receiver.
@@ -205,6 +225,7 @@ class _Incoming(Generic[C]):
         in_hand: parcels that are being verified, by rank and block of the sender.
         parked: verified slots of blocks that no plan has asked for yet, by block.
         planned: blocks that a plan has, or had.
+        planned_groups: groups that have, or had, a plan. Those of state and windows have one plan.
         assemblies: blocks of ``waiting`` that parcels are being placed in.
         placing: parcels that are being placed, with the assemblies that they are written to.
         deferred: parcels that the senders keep for want of room here, by rank and block of the
@@ -223,6 +244,7 @@ class _Incoming(Generic[C]):
         self.in_hand: dict[tuple[int, int], Parcel] = {}
         self.parked: dict[int, int] = {}
         self.planned: set[int] = set()
+        self.planned_groups: set[int] = set()
         self.wrong: dict[int, int] = {}
         self.assemblies: dict[int, _Assembly] = {}
         self.placing: dict[Parcel, dict[int, _Assembly]] = {}
@@ -230,10 +252,16 @@ class _Incoming(Generic[C]):
         self.is_covered = False
         self.closed = ""
 
-    def blocks_of(self, source: Source) -> range:
-        """Return the blocks of a sender that have positions of the ticket."""
+    def has(self, source: Source, group: int, block: int) -> bool:
+        """Return True for a block that has positions of the ticket, or the state behind them."""
         first = self.ticket.first_position // source.block_tokens
-        return range(first, -(-self.ticket.num_tokens // source.block_tokens))
+        end = -(-self.ticket.num_tokens // source.block_tokens)
+        if group == 0:
+            return first <= block < end
+        # The state is named by the number of its positions.
+        return group < len(source.mappings) and (
+            first <= block < end or block == self.ticket.num_tokens
+        )
 
 
 class ReceiverCounts(msgspec.Struct, kw_only=True):
@@ -279,19 +307,32 @@ class Source(NamedTuple):
     """The blocks of a sender rank.
 
     Attributes:
-        mapping: to the blocks of this rank.
+        mappings: to the blocks of this rank, by group.
         layout: for ``Receiver``'s ``covers``.
         block_tokens: positions per block of the sender.
     """
 
-    mapping: Mapping
+    mappings: Sequence[Mapping]
     layout: Any
     block_tokens: int
 
     @property
-    def parcel_bytes(self) -> int:
-        """Bytes of a parcel with its trailer."""
-        return max(self.mapping.parcel_bytes, TRAILER_BYTES) + TRAILER_BYTES
+    def is_identity(self) -> bool:
+        """True when the parcels of all groups are blocks of the receiver as they are.
+
+        Otherwise several ranks may have parts of a block, or all of it, of any group.
+        """
+        return all(mapping.is_identity for mapping in self.mappings)
+
+    def parcel_bytes(self, group: int) -> int:
+        """Return the bytes of a parcel of a group with its trailer."""
+        return max(self.mappings[group].parcel_bytes, TRAILER_BYTES) + TRAILER_BYTES
+
+
+def _receiver_keys(mapping: Mapping, sender_key: int) -> list[int]:
+    """Return the blocks of the receiver that have tokens of a block of the sender."""
+    group, block = split_key(sender_key)
+    return [block_key(group, index) for index in mapping.receiver_blocks(block)]
 
 
 Disposal = Literal["land", "discard"]
@@ -309,6 +350,7 @@ class Receiver(Generic[C]):
         source: returns the source of an ``Open``, or raises ``LayoutError`` if its blocks cannot be
             received.
         covers: returns True when ranks of these layouts together have all heads of this rank.
+        group: returns the group of the blocks of a plan.
         num_assembly: assembly slots, in which blocks are put together from parcels of other
             layouts.
         transport: name of the transport.
@@ -325,6 +367,7 @@ class Receiver(Generic[C]):
         slot_bytes: int,
         source: Callable[[Open], Source],
         covers: Callable[[list[Any]], bool] = lambda layouts: True,
+        group: Callable[[TransferPlan], int] = lambda plan: 0,
         num_assembly: int = 0,
         transport: str = "tcp",
         metadata: Callable[[C], bytes] = lambda connection: b"",
@@ -336,6 +379,7 @@ class Receiver(Generic[C]):
         self._slot_bytes = slot_bytes
         self._source = source
         self._covers = covers
+        self._group = group
         self._num_assembly = num_assembly
         self._free_assembly = list(range(num_assembly))
         self._transport = transport
@@ -358,7 +402,7 @@ class Receiver(Generic[C]):
 
         A plan of a ticket that is unknown or closed ends at once, without a block.
         """
-        receive = self._receives[plan.transfer_id] = Receive(plan)
+        receive = self._receives[plan.transfer_id] = Receive(plan, self._group(plan))
         incoming = self._tickets.get(plan.peer)
         if incoming is None or incoming.closed:
             why = "has ended" if incoming is None else f"has ended: {incoming.closed}"
@@ -367,13 +411,16 @@ class Receiver(Generic[C]):
             return receive
         incoming.receives[plan.transfer_id] = receive
         if taken := [block for block in receive.positions if block in incoming.planned]:
-            self._give_up(receive, f"block {taken[0]} of the ticket belongs to another plan")
+            self._give_up(receive, f"{shown_block(taken[0])} of the ticket belongs to another plan")
             return receive
         incoming.planned |= receive.missing
+        incoming.planned_groups.add(receive.group)
         parked = [block for block in receive.positions if block in incoming.parked]
         incoming.waiting |= dict.fromkeys(receive.missing.difference(parked), receive)
         if parked:
             self._copy(receive, parked, [incoming.parked.pop(block) for block in parked])
+        self._settle(receive)  # a plan of a window may have no block
+        self._check_ended(plan.peer)
         self._ask_again()
         return receive
 
@@ -383,7 +430,7 @@ class Receiver(Generic[C]):
         if receive is None:
             return False
         for copy in receive.copies:  # its step may stay open
-            self._port.take_back(copy)
+            copy.is_taken_back = self._port.take_back(copy)
         self._give_up(receive, reason)
         return True
 
@@ -504,15 +551,15 @@ class Receiver(Generic[C]):
         """Raises:
         LayoutError: a parcel does not fit in a slot, or there are too few assembly slots.
         """
-        mapping = source.mapping
-        if source.parcel_bytes > self._slot_bytes:
+        parcel_bytes = max(source.parcel_bytes(group) for group in range(len(source.mappings)))
+        if parcel_bytes > self._slot_bytes:
             raise LayoutError(
-                f"a parcel of the sender takes {source.parcel_bytes} bytes, a landing slot of the "
+                f"a parcel of the sender takes {parcel_bytes} bytes, a landing slot of the "
                 f"receiver {self._slot_bytes} bytes",
                 hint="send with smaller blocks than the receiver has, or with equal ones",
             )
-        needed = len(mapping.receiver_blocks(0)) + 1
-        if not mapping.is_identity and self._num_assembly < needed:
+        needed = max(len(mapping.receiver_blocks(0)) for mapping in source.mappings) + 1
+        if not source.is_identity and self._num_assembly < needed:
             raise LayoutError(
                 f"the ring of the receiver has room for {self._num_assembly} blocks of another "
                 f"layout; it needs {needed}",
@@ -576,16 +623,16 @@ class Receiver(Generic[C]):
         if sender is None or incoming is None or incoming.closed:
             self._drop(message.slot)
             return
-        block = message.sender_block
-        source = sender.source
-        is_identity = source.mapping.is_identity
-        if block not in incoming.blocks_of(source):
+        source, group = sender.source, message.group
+        is_identity = source.is_identity
+        block = block_key(group, message.sender_block)
+        if not incoming.has(source, group, message.sender_block):
             # What is kept per block would have no limit.
             self._drop(message.slot)
             self.close_ticket(
-                message.ticket_id, f"block {block} of the sender is not in the ticket"
+                message.ticket_id, f"{shown_block(block)} of the sender is not in the ticket"
             )
-        elif message.parcel_bytes != source.parcel_bytes:
+        elif message.parcel_bytes != source.parcel_bytes(group):
             self._reject(incoming, sender, message.slot, block, "its length is wrong")
         elif is_identity and not self._is_useful(incoming, sender.rank, block):
             self._drop(message.slot)
@@ -597,23 +644,24 @@ class Receiver(Generic[C]):
             parcel = Parcel(
                 ticket_id=message.ticket_id,
                 sender_rank=sender.rank,
-                sender_block=block,
+                sender_block=message.sender_block,
+                group=group,
                 slot=message.slot,
                 num_bytes=message.parcel_bytes,
                 key=parcel_key(
                     message.ticket_id,
                     incoming.ticket.generation,
                     sender.rank,
-                    block,
+                    message.sender_block,
                     self._rank,
-                    message.group,
+                    group,
                 ),
-                mapping=None if is_identity else source.mapping,
+                mapping=None if is_identity else source.mappings[group],
             )
-            if (sender.rank, block) in incoming.in_hand:
+            if parcel.place in incoming.in_hand:
                 self._drop(message.slot)
                 return
-            incoming.in_hand[sender.rank, block] = parcel
+            incoming.in_hand[parcel.place] = parcel
             self._port.verify([parcel])
 
     def lost_parcel(self, message: Landed) -> None:
@@ -640,11 +688,11 @@ class Receiver(Generic[C]):
         proven: dict[tuple[C, bytes], list[int]] = {}
         for parcel, is_right in zip(parcels, are_right, strict=True):
             incoming = self._tickets.get(parcel.ticket_id)
-            place = (parcel.sender_rank, parcel.sender_block)
+            place = parcel.place
             if incoming is None or incoming.in_hand.get(place) is not parcel:
                 continue
             del incoming.in_hand[place]
-            block, sender = parcel.sender_block, incoming.senders.get(parcel.sender_rank)
+            block, sender = place[1], incoming.senders.get(parcel.sender_rank)
             if not is_right:
                 self._reject(incoming, sender, parcel.slot, block, "its trailer is wrong")
                 continue
@@ -672,7 +720,7 @@ class Receiver(Generic[C]):
         for receive, blocks, slots in ready.values():
             self._copy(receive, blocks, slots)
         for (connection, ticket_id), blocks in proven.items():
-            self._port.send(connection, Proven(ticket_id=ticket_id, sender_blocks=blocks))
+            self._tell(connection, Proven, ticket_id, blocks)
         for ticket_id in {parcel.ticket_id for parcel in parcels}:
             self._check_ended(ticket_id)
         self._grant()
@@ -687,8 +735,7 @@ class Receiver(Generic[C]):
         Blocks for which there is no room are left out: the parcel comes again for them. Without any
         block, the parcel is dropped, and nothing is returned.
         """
-        place = (parcel.sender_rank, parcel.sender_block)
-        waiting = self._waiting_blocks(incoming, parcel.mapping, place)
+        waiting = self._waiting_blocks(incoming, parcel.mapping, parcel.place)
         targets = []
         for block in waiting if incoming.is_covered and not incoming.closed else ():
             if block not in incoming.assemblies and self._free_assembly:
@@ -709,7 +756,7 @@ class Receiver(Generic[C]):
         self, incoming: _Incoming[C], mapping: Mapping | None, place: tuple[int, int]
     ) -> list[int]:
         """Return the blocks that wait for a parcel of this rank and block of the sender."""
-        blocks = () if mapping is None else mapping.receiver_blocks(place[1])
+        blocks = [] if mapping is None else _receiver_keys(mapping, place[1])
         return [
             block
             for block in blocks
@@ -719,7 +766,9 @@ class Receiver(Generic[C]):
 
     def _may_be_planned(self, incoming: _Incoming[C], mapping: Mapping, sender_block: int) -> bool:
         """Return True if a parcel has tokens of a block that has no plan yet."""
-        ticket = incoming.ticket
+        ticket, group = incoming.ticket, split_key(sender_block)[0]
+        if group:
+            return group not in incoming.planned_groups
         return any(
             ticket.first_position < (block + 1) * ticket.block_tokens
             and block * ticket.block_tokens < ticket.num_tokens
@@ -734,25 +783,44 @@ class Receiver(Generic[C]):
         mapping = parcel.mapping
         if sender is None or mapping is None or incoming.closed:
             return
-        place = (parcel.sender_rank, parcel.sender_block)
-        if self._waiting_blocks(incoming, mapping, place) or self._may_be_planned(
-            incoming, mapping, parcel.sender_block
+        if self._waiting_blocks(incoming, mapping, parcel.place) or self._may_be_planned(
+            incoming, mapping, parcel.place[1]
         ):
-            self._defer(incoming, sender, parcel.sender_block)
+            self._defer(incoming, sender, parcel.place[1])
         else:
             self._prove(sender, parcel)  # nothing waits for it any more
 
     def _prove(self, sender: _Sender[C], parcel: Parcel) -> None:
-        proven = Proven(ticket_id=parcel.ticket_id, sender_blocks=[parcel.sender_block])
-        self._port.send(sender.connection, proven)
+        self._tell(sender.connection, Proven, parcel.ticket_id, [parcel.place[1]])
+
+    def _tell(
+        self,
+        connection: C,
+        kind: type[Proven | Again],
+        ticket_id: bytes,
+        sender_blocks: Iterable[int],
+    ) -> None:
+        for group, blocks in by_group(sender_blocks).items():
+            self._port.send(
+                connection, kind(ticket_id=ticket_id, sender_blocks=blocks, group=group)
+            )
 
     def _defer(self, incoming: _Incoming[C], sender: _Sender[C], block: int) -> None:
         """Let the sender keep a parcel until there is room for it."""
         ticket_id = incoming.ticket.ticket_id
         incoming.deferred[sender.rank, block] = None
         self._deferring[ticket_id] = None
-        wrong = Wrong(ticket_id=ticket_id, sender_blocks=[block], reason="no room", is_busy=True)
-        self._port.send(sender.connection, wrong)
+        group, index = split_key(block)
+        self._port.send(
+            sender.connection,
+            Wrong(
+                ticket_id=ticket_id,
+                sender_blocks=[index],
+                reason="no room",
+                group=group,
+                is_busy=True,
+            ),
+        )
 
     def _ask_again(self) -> None:
         """Ask for the parcels that were deferred, as far as there is room for them now."""
@@ -772,17 +840,15 @@ class Receiver(Generic[C]):
                     continue
                 room -= needed
                 del incoming.deferred[place]
-                self._port.send(
-                    sender.connection, Again(ticket_id=ticket_id, sender_blocks=[place[1]])
-                )
+                self._tell(sender.connection, Again, ticket_id, [place[1]])
 
     def _room_needed(
         self, incoming: _Incoming[C], sender: _Sender[C], place: tuple[int, int]
     ) -> int | None:
         """Return the assembly slots that a deferred parcel needs at least; None if it must wait."""
-        mapping = sender.source.mapping
-        if mapping.is_identity:
+        if sender.source.is_identity:
             return 0 if place[1] in incoming.planned else None
+        mapping = sender.source.mappings[split_key(place[1])[0]]
         blocks = self._waiting_blocks(incoming, mapping, place)
         if not incoming.is_covered:
             return None
@@ -805,7 +871,7 @@ class Receiver(Generic[C]):
             self._counts.received_bytes += parcel.num_bytes - TRAILER_BYTES
             for block, assembly in assemblies.items():
                 assembly.placing -= 1
-                assembly.placed.add((parcel.sender_rank, parcel.sender_block))
+                assembly.placed.add(parcel.place)
                 if assembly.is_dropped:
                     self._free_assembly_slot(assembly)
                 elif not assembly.placing and self._is_complete(incoming, block, assembly):
@@ -826,10 +892,11 @@ class Receiver(Generic[C]):
     def _is_complete(self, incoming: _Incoming[C], block: int, assembly: _Assembly) -> bool:
         """Return True when a block has the parcels of all ranks that have opened the ticket."""
         end = incoming.ticket.num_tokens
+        group, index = split_key(block)
         return all(
-            (rank, sent) in assembly.placed
+            (rank, block_key(group, sent)) in assembly.placed
             for rank, source in incoming.sources.items()
-            for sent in source.mapping.sender_blocks(block)
+            for sent in source.mappings[group].sender_blocks(index)
             if sent * source.block_tokens < end
         )
 
@@ -877,6 +944,7 @@ class Receiver(Generic[C]):
         if copy in receive.copies:
             good = len(copy.blocks) if failure is None else failure.first_bad_block
             receive.missing -= set(copy.blocks[:good])
+            receive.is_touched = receive.is_touched or not copy.is_taken_back
             receive.copies.discard(copy)
             if failure is not None:
                 self._give_up(receive, failure.reason)
@@ -920,7 +988,8 @@ class Receiver(Generic[C]):
         incoming = self._tickets.get(ticket_id)
         if incoming is None:
             return
-        busy = incoming.in_hand or incoming.placing
+        # A plan may still ask for blocks that are parked.
+        busy = incoming.in_hand or incoming.placing or incoming.parked
         if incoming.done and not busy:
             self._end_ticket(incoming, f"the sender ended: {incoming.done}")
         else:
@@ -960,10 +1029,13 @@ class Receiver(Generic[C]):
         if sender is None or incoming.closed:
             return
         if times >= MAX_WRONG:
-            reason = f"block {block} arrived wrong {times} times: {why}"
+            reason = f"{shown_block(block)} arrived wrong {times} times: {why}"
             self.close_ticket(incoming.ticket.ticket_id, reason)
             return
-        message = Wrong(ticket_id=incoming.ticket.ticket_id, sender_blocks=[block], reason=why)
+        group, index = split_key(block)
+        message = Wrong(
+            ticket_id=incoming.ticket.ticket_id, sender_blocks=[index], reason=why, group=group
+        )
         self._port.send(sender.connection, message)
 
     def _answer_wrong(self, connection: C, message: Landed, why: str) -> None:

@@ -34,13 +34,17 @@ from aiokv.peers.messages import (
     SlotCredit,
     Want,
     Wrong,
+    block_key,
     parcel_key,
+    shown_block,
+    split_key,
 )
+from aiokv.plan import STATE_SEND
 from aiokv.stores.base import TRAILER_BYTES
 from aiokv.worker.device.base import CopyError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
     from collections.abc import Mapping as Dictionary
 
     from aiokv.peers.messages import Message
@@ -58,9 +62,11 @@ class Parcel(Generic[C]):
 
     Attributes:
         send: its plan.
-        block: in blocks of the prompt.
+        block: of the prompt, by ``block_key``.
         way: connection to the receiver.
         key: of its trailer.
+        mapping: of blocks of its group to parcels for the receiver.
+        num_bytes: payload and trailer.
         slot: its outgoing slot; None before it has one, and after the slot was freed.
         block_slot: slot of the whole block that the parcel is cut out of; None if it is the block.
         credit: landing slot that it is written to.
@@ -74,8 +80,9 @@ class Parcel(Generic[C]):
         self.send = send
         self.block = block
         self.way = way
-        self.target = target
         self.key = key
+        self.mapping = target.mappings[send.group]
+        self.num_bytes = target.parcel_bytes(send.group)
         self.slot: int | None = None
         self.block_slot: int | None = None
         self.credit: SlotCredit | None = None
@@ -100,31 +107,39 @@ class Target(NamedTuple, Generic[C]):
 
     Attributes:
         connection: to the rank.
-        mapping: of the blocks of this rank to parcels for the receiver.
+        mappings: of the blocks of this rank to parcels for the receiver, by group.
     """
 
     connection: C
-    mapping: Mapping
+    mappings: Sequence[Mapping]
+
+    def parcel_bytes(self, group: int) -> int:
+        """Return the bytes of a parcel of a group with its trailer."""
+        return max(self.mappings[group].parcel_bytes, TRAILER_BYTES) + TRAILER_BYTES
 
     @property
-    def parcel_bytes(self) -> int:
-        """Bytes of a parcel with its trailer."""
-        return max(self.mapping.parcel_bytes, TRAILER_BYTES) + TRAILER_BYTES
+    def largest_parcel_bytes(self) -> int:
+        """Bytes of the largest parcel of all groups."""
+        return max(self.parcel_bytes(group) for group in range(len(self.mappings)))
 
 
 class Send:
-    """A SEND plan in flight.
+    """A plan in flight that sends blocks of one group.
 
     Attributes:
         plan: its blocks belong to it until ``SenderPort.sent``.
+        group: of its blocks.
+        positions: index in the plan of each of its blocks, by ``block_key``.
         fills: copies that read its device blocks.
         unproven: its blocks that are not acknowledged by all receivers, with the number of them.
         failure: set when it was given up.
     """
 
-    def __init__(self, plan: TransferPlan) -> None:
+    def __init__(self, plan: TransferPlan, group: int) -> None:
         self.plan = plan
-        self.positions = {block: i for i, block in enumerate(plan.target_ids.tolist())}
+        self.group = group
+        blocks = plan.target_ids.tolist()
+        self.positions = {block_key(group, block): i for i, block in enumerate(blocks)}
         self.device_ids: list[int] = plan.source_ids.tolist()
         self.fills: set[SlotFill] = set()
         self.unproven: dict[int, int] = {}
@@ -223,7 +238,7 @@ class _Outgoing(Generic[C]):
         self.targets = targets  # likewise
         self.sends: dict[int, Send] = {}
         self.parcels: dict[tuple[C, int], Parcel[C]] = {}  # by connection and block
-        self.planned: set[int] = set()  # blocks that a plan has, or had
+        self.planned: set[int] = set()  # blocks that a plan has, or had, by `block_key`
         self.closed = ""
 
 
@@ -257,6 +272,7 @@ class Sender(Generic[C]):
         num_slots: outgoing slots.
         rank: number of this rank.
         block_tokens: positions per block of this engine.
+        group: returns the group of the blocks of a plan.
     """
 
     def __init__(
@@ -266,8 +282,10 @@ class Sender(Generic[C]):
         num_slots: int,
         rank: int,
         block_tokens: int,
+        group: Callable[[TransferPlan], int] = lambda plan: 0,
     ) -> None:
         self._port = port
+        self._group = group
         self._num_slots = num_slots
         self._rank = rank
         self._block_tokens = block_tokens
@@ -303,12 +321,12 @@ class Sender(Generic[C]):
         self._counts.opened += 1
 
     def submit(self, plan: TransferPlan) -> Send:
-        """Take a SEND plan that was checked.
+        """Take a plan that was checked.
 
         A plan of a ticket that is unknown or closed ends at once. Blocks that the ticket does not
         ask for count as acknowledged.
         """
-        send = self._sends[plan.transfer_id] = Send(plan)
+        send = self._sends[plan.transfer_id] = Send(plan, self._group(plan))
         outgoing = self._tickets.get(plan.peer)
         if outgoing is None or outgoing.closed:
             reason = self._reasons.get(plan.peer) if outgoing is None else outgoing.closed
@@ -316,20 +334,25 @@ class Sender(Generic[C]):
             self._give_up(send, reason or "the ticket has ended")
             return send
         outgoing.sends[plan.transfer_id] = send
-        ticket = outgoing.ticket
-        wanted = range(
-            ticket.first_position // self._block_tokens,
-            -(-ticket.num_tokens // self._block_tokens),
-        )
         if outgoing.ways:
-            send.unproven = {b: len(outgoing.ways) for b in send.positions if b in wanted}
+            send.unproven = dict.fromkeys(self._wanted(outgoing.ticket, send), len(outgoing.ways))
         if taken := [block for block in send.unproven if block in outgoing.planned]:
-            self._give_up(send, f"block {taken[0]} of the ticket belongs to another plan")
+            self._give_up(send, f"{shown_block(taken[0])} of the ticket belongs to another plan")
             return send
         outgoing.planned |= send.unproven.keys()
         self._release(outgoing, send)
         self._settle(send)
         return send
+
+    def _wanted(self, ticket: Ticket, send: Send) -> list[int]:
+        """Return the blocks of a plan that a ticket asks for."""
+        if send.plan.route == STATE_SEND:
+            return list(send.positions)
+        blocks = range(
+            ticket.first_position // self._block_tokens,
+            -(-ticket.num_tokens // self._block_tokens),
+        )
+        return [key for key in send.positions if split_key(key)[1] in blocks]
 
     def step_closed(self) -> None:
         """Send the plans that waited for a step."""
@@ -346,7 +369,10 @@ class Sender(Generic[C]):
         for rank, way in outgoing.ways.items():
             new = []
             for block in send.unproven:
-                key = parcel_key(ticket.ticket_id, ticket.generation, self._rank, block, rank)
+                group, index = split_key(block)
+                key = parcel_key(
+                    ticket.ticket_id, ticket.generation, self._rank, index, rank, group
+                )
                 parcel = Parcel(send, block, way, outgoing.targets[rank], key)
                 outgoing.parcels[way.connection, block] = parcel
                 new.append(parcel)
@@ -445,13 +471,13 @@ class Sender(Generic[C]):
         if outgoing is None:
             return
         sends = set()
-        for block in message.sender_blocks:
+        for block in _keys_of(message):
             parcel = outgoing.parcels.get((connection, block))
             if parcel is None or parcel.proven or not parcel.tries:
                 continue
             parcel.proven = True
             self._counts.parcels += 1
-            self._counts.sent_bytes += parcel.target.parcel_bytes - TRAILER_BYTES
+            self._counts.sent_bytes += parcel.num_bytes - TRAILER_BYTES
             send = parcel.send
             send.unproven[block] -= 1
             if not send.unproven[block]:
@@ -466,7 +492,7 @@ class Sender(Generic[C]):
         outgoing = self._tickets.get(message.ticket_id)
         if outgoing is None:
             return
-        for block in message.sender_blocks:
+        for block in _keys_of(message):
             parcel = outgoing.parcels.get((connection, block))
             if parcel is None or parcel.proven or parcel.dropped or not parcel.tries:
                 continue
@@ -475,7 +501,8 @@ class Sender(Generic[C]):
                 self._defer(parcel)
                 continue
             if parcel.tries >= MAX_TRIES:
-                reason = f"block {block} was refused {parcel.tries} times: {message.reason}"
+                times = f"{parcel.tries} times: {message.reason}"
+                reason = f"{shown_block(block)} was refused {times}"
                 self._end_ticket(outgoing, reason, tell=True)
                 return
             parcel.again = True
@@ -484,7 +511,7 @@ class Sender(Generic[C]):
 
     def _on_again(self, connection: C, message: Again) -> None:
         outgoing = self._tickets.get(message.ticket_id)
-        for block in message.sender_blocks:
+        for block in _keys_of(message):
             parcel = None if outgoing is None else outgoing.parcels.get((connection, block))
             if parcel is None or not parcel.deferred or parcel.proven or parcel.dropped:
                 continue
@@ -559,7 +586,7 @@ class Sender(Generic[C]):
         """Return the outgoing slots that a parcel takes with its next credit."""
         if parcel.slot is not None:
             return 0
-        return 1 if parcel.target.mapping.parcel_is_block else 2
+        return 1 if parcel.mapping.parcel_is_block else 2
 
     def _return_spare(self, way: _Way[C]) -> None:
         """Give back the credits, and the wishes for them, that no parcel waits for."""
@@ -748,3 +775,8 @@ class Sender(Generic[C]):
             if send.at_rest
         ]
         return problems
+
+
+def _keys_of(message: Proven | Wrong | Again) -> list[int]:
+    """Return the blocks of a message, by ``block_key``."""
+    return [block_key(message.group, block) for block in message.sender_blocks]

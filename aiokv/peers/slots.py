@@ -5,7 +5,8 @@
     landing slot 0 | landing slot 1 | ... | assembly | ... | outgoing | ...
     block │ block  | block │ block        | block    |     | block    |
 
-Each block has room for a host block and a trailer. Received parcels arrive in landing slots, which
+Each block has room for a trailer behind a host block, a state slot or a window block, whichever is
+the largest. Received parcels arrive in landing slots, which
 are larger where a sender may have larger blocks.
 """
 
@@ -55,9 +56,17 @@ class ArenaSlots(NamedTuple):
         Raises:
             ConfigError: ``ring_bytes`` or ``outgoing_bytes`` is less than a block.
         """
-        payload_bytes = max(regions.host_block_bytes, TRAILER_BYTES)
+        pools = [regions, regions.state_blocks()]
+        pools += [regions.window_blocks(group) for group in regions.num_window_blocks]
+        payload_bytes = max(*[pool.host_block_bytes for pool in pools], TRAILER_BYTES)
         block_bytes = payload_bytes + TRAILER_BYTES
         if options.slots_on_device:
+            if regions.state_pieces or regions.num_window_blocks:
+                raise ConfigError(
+                    f"the transport {options.transport!r} moves no recurrent state and no blocks "
+                    "of sliding windows",
+                    hint="use Peers(transport='tcp') on both servers",
+                )
             block_bytes = device_slot_bytes(payload_bytes)
         blocks = []
         for name in ("ring_bytes", "outgoing_bytes"):
@@ -71,7 +80,7 @@ class ArenaSlots(NamedTuple):
         ring = 0 if options.listen is None else blocks[0]
         # Parcels in the memory of a GPU are not put together: the layouts are equal.
         is_mapped = not options.slots_on_device and any(
-            piece.axes is not None for piece in regions.pieces()
+            piece.axes is not None for piece in regions.all_pieces()
         )
         return cls(block_bytes, ring, ring // ASSEMBLY_SHARE if is_mapped else 0, blocks[1])
 

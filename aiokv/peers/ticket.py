@@ -24,6 +24,7 @@ MAC_BYTES: Final = 32
 MAX_TICKET_BYTES: Final = 64 * 1024
 MAX_LAYOUT_BYTES: Final = 16 * 1024
 MAX_ENDPOINTS: Final = 1024
+MAX_WINDOWS: Final = 16
 MAX_TIMEOUT_SECONDS: Final = 86_400.0
 
 _Id = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
@@ -71,6 +72,7 @@ class Ticket(
         block_tokens: positions per block of the receiving engine.
         transport: name of the transport of all endpoints.
         endpoints: of all its ranks, in the order of their numbers.
+        windows: ``window_tokens`` and ``sink_tokens`` of its window groups, by name.
     """
 
     version: Annotated[int, Meta(ge=VERSION, le=VERSION)] = VERSION
@@ -85,6 +87,9 @@ class Ticket(
     block_tokens: Annotated[int, Meta(ge=1, le=checks.MAX_INT32)]
     transport: _Transport
     endpoints: Annotated[list[Endpoint], Meta(min_length=1, max_length=MAX_ENDPOINTS)]
+    windows: Annotated[
+        dict[_Name, tuple[_Positions, _Positions]], Meta(max_length=MAX_WINDOWS)
+    ] = {}
 
 
 class _Version(msgspec.Struct, array_like=True):

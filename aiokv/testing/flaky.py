@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from aiokv.errors import DeviceError
 from aiokv.plan import STATE
 from aiokv.testing.manual import ManualDevice, fill_with_garbage
-from aiokv.worker.device.base import CopyError, blocks_of
+from aiokv.worker.device.base import CopyError, blocks_of, pool_key
 from aiokv.worker.device.cpu import CpuDevice
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class FlakyDevice(CpuDevice):
         if good is None or self._memory is None:
             return super().copy(route, source_ids, target_ids, after, group)
         regions, arenas = self._memory
-        key = (route.device_pool, group)
+        key = pool_key(route, group)
         fill_with_garbage(blocks_of(regions, key), arenas[key], route, target_ids[good:])
         copy = super().copy(route, source_ids[:good], target_ids[:good], after, group)
         return FlakyCopy(copy, CopyError(good, "failed at random"))

@@ -23,10 +23,14 @@ from aiokv.plan import (
     STATE,
     STATE_OFFLOAD,
     STATE_ONLOAD,
+    STATE_RECEIVE,
+    STATE_SEND,
     WINDOW_OFFLOAD,
     WINDOW_ONLOAD,
+    WINDOW_RECEIVE,
+    WINDOW_SEND,
 )
-from aiokv.worker.device.base import CopyError, blocks_of, check_event_type
+from aiokv.worker.device.base import CopyError, blocks_of, check_event_type, pool_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,6 +53,10 @@ _ROUTES: Final = (
     WINDOW_OFFLOAD,
     RECEIVE,
     SEND,
+    STATE_RECEIVE,
+    STATE_SEND,
+    WINDOW_RECEIVE,
+    WINDOW_SEND,
 )
 GARBAGE: Final = 0xEE  # bytes of blocks that a failed copy has not copied
 
@@ -318,7 +326,7 @@ class ManualDevice:
 
     def tiers(self, route: Route, group: str = "") -> tuple[Regions, HostArena]:
         """Return the device tensors and the host memory of a route between the two tiers."""
-        key = (route.device_pool, group)
+        key = pool_key(route, group)
         if key not in self._tiers:
             raise UsageError(f"the manual device has no memory for {route}: attach() it first")
         return self._tiers[key]

@@ -23,7 +23,6 @@ from aiokv.errors import ClosedError, ConfigError, DeviceError, UsageError
 from aiokv.plan import (
     CLONE,
     ONLOAD,
-    PEER_GROUP,
     PEER_ROUTES,
     STATE,
     TransferPlan,
@@ -35,7 +34,7 @@ from aiokv.stores.store_set import NOTHING, Found
 from aiokv.worker.base import Capabilities
 from aiokv.worker.blocks import clone_rows
 from aiokv.worker.checksums import Checksums
-from aiokv.worker.device.base import CopyError
+from aiokv.worker.device.base import CopyError, blocks_of, pool_key
 from aiokv.worker.lanes import Lane, worker_statistics
 from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.memory import WorkerMemory
@@ -162,6 +161,7 @@ class CacheController:
                 f"{self.device_blocks} blocks",
                 hint="register larger tensors, or lower CacheConfig.device_blocks",
             )
+        self._check_windows(windows or {})
         self.memory.open(
             host_blocks, {name: group.host_blocks for name, group in (windows or {}).items()}
         )
@@ -177,6 +177,16 @@ class CacheController:
             raise
         self._poller, self._on_report, self._on_step = poller, on_report, on_step
         self._opened = True
+
+    def _check_windows(self, windows: Mapping[str, WindowGroup]) -> None:
+        """Raise ``ConfigError`` unless peers can exchange the blocks of all window groups."""
+        regions = self.memory.regions
+        missing = sorted(windows.keys() - regions.num_window_blocks.keys())
+        if self._peers.exist and missing and regions.num_blocks is not None:
+            raise ConfigError(
+                f"the window groups {missing} have no registered tensors, but the engine has peers",
+                hint="register the tensors of the groups with Regions.add_window",
+            )
 
     @property
     def num_layers(self) -> int:
@@ -457,19 +467,21 @@ class CacheController:
         self,
         copy_id: int,
         route: Route,
+        group: str,
         source_ids: Sequence[int],
         target_ids: Sequence[int],
         after_step: int,
         on_end: Callable[[CopyError | None], None],
         keys: bytes = b"",
     ) -> None:
-        """Copy between device blocks and slots of the peer arena, as part of a plan.
+        """Copy between blocks on the device and slots of the peer arena, as part of a plan.
 
         Without effect while a copy of this id is in flight.
 
         Args:
             copy_id: of ``new_copy_id``.
-            route: ``RECEIVE`` or ``SEND``.
+            route: from or to a peer.
+            group: window group of the blocks, for the routes of window blocks only.
             source_ids: device blocks or slots.
             target_ids: likewise, as many.
             after_step: the step that the copy waits for.
@@ -486,10 +498,10 @@ class CacheController:
             source_blocks=id_bytes(source_ids),
             target_blocks=id_bytes(target_ids),
             after_step=after_step,
-            group=PEER_GROUP,
+            group=group,
             digests=keys,
         )
-        regions = self.memory.regions
+        regions = blocks_of(self.memory.regions, pool_key(route, group))
         counter = LayerDoneCounter(
             regions.num_layers, transfer_id=plan.transfer_id, direction=plan.direction
         )

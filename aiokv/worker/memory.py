@@ -8,17 +8,16 @@ from weakref import WeakValueDictionary
 from aiokv.errors import ClosedError, ConfigError, LayoutError, UsageError
 from aiokv.plan import (
     FETCH_ROUTES,
-    PEER_GROUP,
     PEER_ROUTES,
     SAVE_ROUTES,
-    STATE_ROUTES,
+    WINDOW_PEER_ROUTES,
     WINDOW_ROUTES,
     store_pool,
 )
 from aiokv.stores.base import KEY_BYTES, StoreMemory, store_pitch_bytes
 from aiokv.worker.arena import HostArena
 from aiokv.worker.base import UNLIMITED_BLOCKS
-from aiokv.worker.device.base import blocks_of
+from aiokv.worker.device.base import blocks_of, peer_key
 from aiokv.worker.device.cpu import device_blocks
 from aiokv.worker.ids import check_ids
 
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 _BLOCKS: Final = ("device", "")  # key of the blocks of full attention
 
 _devices: Final[WeakValueDictionary[int, WorkerMemory]] = WeakValueDictionary()  # by id()
-_PEERS: Final[PoolKey] = ("device", PEER_GROUP)
 _tensors: Final[WeakValueDictionary[int, WorkerMemory]] = WeakValueDictionary()  # by address
 
 
@@ -133,11 +131,12 @@ class WorkerMemory:
         Raises:
             UsageError: the worker has no peers, or was not opened.
         """
-        if _PEERS not in self._side_arenas:
+        key = peer_key("device")
+        if key not in self._side_arenas:
             raise UsageError(
                 "the worker has no memory for peers", hint="pass peers= to the engine, and open it"
             )
-        return self._side_arenas[_PEERS]
+        return self._side_arenas[key]
 
     @property
     def device_slots(self) -> DeviceSlots | None:
@@ -153,8 +152,9 @@ class WorkerMemory:
         Raises:
             ClosedError: the worker was not opened, or the host tier is asleep.
         """
-        arenas = {_BLOCKS: self.arena, **self._side_arenas}
-        arenas.pop(_PEERS, None)  # what is on its way is not stored
+        # Without those of peers: what is on its way is not stored.
+        arenas: dict[PoolKey, HostArena] = {_BLOCKS: self.arena}
+        arenas |= {key: arena for key, arena in self._side_arenas.items() if key[0] != "peer"}
         num_bytes = sum(arena.nbytes for arena in arenas.values())
         return {
             (name := _store_pool(key)): StoreMemory(
@@ -210,8 +210,10 @@ class WorkerMemory:
             )
         if plan.route in WINDOW_ROUTES:
             return self._check_window(plan)
+        if plan.route in WINDOW_PEER_ROUTES:
+            return self._check_peer_window(plan)
         check_ids(plan, self._num_blocks)
-        if plan.route in STATE_ROUTES:
+        if "state" in (plan.route.source, plan.route.target):
             return self.regions.state_slot_bytes * plan.num_blocks
         return self._block_bytes * plan.num_blocks
 
@@ -324,8 +326,16 @@ class WorkerMemory:
         arenas = {key: self._arena_of(key, blocks) for key, blocks in sizes.items()}
         if self._peer_slots is not None and not self._peer_slots_on_device:
             slots, slot_bytes = self._peer_slots(self.regions)
-            arenas[_PEERS] = HostArena(num_blocks=slots, block_bytes=slot_bytes)
+            arena = HostArena(num_blocks=slots, block_bytes=slot_bytes)
+            arenas |= dict.fromkeys(self._peer_keys(), arena)
         return arenas
+
+    def _peer_keys(self) -> list[PoolKey]:
+        """Return the keys of the pools that peers exchange."""
+        keys = [peer_key("device")]
+        if self.regions.state_pieces:
+            keys.append(peer_key("state"))
+        return keys + [peer_key("window", group) for group in self.regions.num_window_blocks]
 
     def _arena_of(self, key: PoolKey, num_blocks: int) -> HostArena:
         payload_bytes = blocks_of(self.regions, key).host_block_bytes
@@ -383,6 +393,18 @@ class WorkerMemory:
             "host_window": self._host_windows[plan.group],
         }
         check_ids(plan, num_blocks)
+        return blocks.block_bytes * plan.num_blocks
+
+    def _check_peer_window(self, plan: TransferPlan) -> int:
+        """Return the bytes that a plan moves from or to a peer; it may have no block."""
+        if plan.group not in self.regions.num_window_blocks:
+            raise UsageError(
+                f"transfer {plan.transfer_id}: there are no tensors of the window group "
+                f"{plan.group!r}"
+            )
+        blocks = self.regions.window_blocks(plan.group)
+        if plan.num_blocks:
+            check_ids(plan, {"window": device_blocks(blocks), "peer": UNLIMITED_BLOCKS})
         return blocks.block_bytes * plan.num_blocks
 
 

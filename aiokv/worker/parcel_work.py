@@ -121,14 +121,14 @@ class ParcelWork:
             parcels: for any receivers.
             then: gets parcels, and False if an error has left them without trailers.
         """
-        for target in {parcel.target for parcel in parcels}:
-            equal = [parcel for parcel in parcels if parcel.target == target]
+        for mapping in {parcel.mapping for parcel in parcels}:
+            equal = [parcel for parcel in parcels if parcel.mapping is mapping]
             slots = [-1 if parcel.slot is None else parcel.slot for parcel in equal]
             blocks = [parcel.block_slot for parcel in equal if parcel.block_slot is not None]
             keys = [parcel.key for parcel in equal]
-            num_bytes = target.parcel_bytes
+            num_bytes = equal[0].num_bytes
             self._run(
-                partial(_cut_and_seal, memory, target.mapping, blocks, slots, keys, num_bytes),
+                partial(_cut_and_seal, memory, mapping, blocks, slots, keys, num_bytes),
                 len(equal) * num_bytes,
                 partial(_tell_sealed, then, equal),
             )

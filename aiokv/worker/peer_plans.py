@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING
 
-from aiokv.plan import TransferReport
+from aiokv.plan import STATE_RECEIVE, TransferReport
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.store_transfers import RunningCounts
@@ -28,7 +28,19 @@ class _Transfer:
         self.num_bytes = num_bytes
         self.is_cancelled = False
         self.end: tuple[int, CopyError | None] | None = None  # leading blocks, failure
+        self.is_touched = False
         self.reported = False
+
+    @property
+    def outcome(self) -> Outcome:
+        """Outcome for the report of a transfer that has ended."""
+        leading, failure = (0, None) if self.end is None else self.end
+        if failure is None:
+            return "done"
+        # The state of a lease is the one before, unless it was written.
+        is_state = self.plan.route == STATE_RECEIVE
+        is_cancelled = not self.is_touched if is_state else self.is_cancelled and not leading
+        return "cancelled" if is_cancelled else "failed"
 
 
 class PeerPlans:
@@ -95,13 +107,21 @@ class PeerPlans:
         transfer.is_cancelled = True
         return True
 
-    def end(self, transfer_id: int, leading_blocks: int, failure: CopyError | None) -> None:
+    def end(
+        self,
+        transfer_id: int,
+        leading_blocks: int,
+        failure: CopyError | None,
+        *,
+        is_touched: bool = False,
+    ) -> None:
         """Report a plan soon: nothing accesses its device blocks any more. Idempotent.
 
         Args:
             transfer_id: of the plan; one that was reported is ignored.
             leading_blocks: blocks that have moved, from the first on.
             failure: why the others have not moved; None when all have.
+            is_touched: the blocks of a plan that has failed may have been written.
         """
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
@@ -110,6 +130,7 @@ class PeerPlans:
             if failure is not None:
                 failure = CopyError(leading_blocks, failure.reason)
             transfer.end = (leading_blocks, failure)
+            transfer.is_touched = is_touched
         # Again in a repeated call: an interrupt may have come before it.
         self._guard.soon(partial(self._finish, transfer))
 
@@ -119,9 +140,7 @@ class PeerPlans:
         if transfer.end is None or self._transfers.get(plan.transfer_id) is not transfer:
             return
         leading, failure = transfer.end
-        outcome: Outcome = "done" if failure is None else "failed"
-        if failure is not None and transfer.is_cancelled and not leading:
-            outcome = "cancelled"
+        outcome = transfer.outcome
         transfer.counter.finish(failure)
         if not transfer.reported:
             self._report(
@@ -135,7 +154,7 @@ class PeerPlans:
             transfer.reported = True
         self._on_end(plan.transfer_id)
         del self._transfers[plan.transfer_id]
-        moved_bytes = transfer.num_bytes // plan.num_blocks * leading
+        moved_bytes = transfer.num_bytes // max(plan.num_blocks, 1) * leading
         self._counts[plan.route].end(plan.transfer_id, outcome, moved_bytes)
         self._then()
 

@@ -21,7 +21,7 @@ import msgspec
 from aiokv.errors import ClosedError, PeerError, UsageError
 from aiokv.peers.layout import BlockLayout
 from aiokv.peers.mappings import Mappings
-from aiokv.peers.messages import MAX_REASON_CHARACTERS, Landed
+from aiokv.peers.messages import MAX_REASON_CHARACTERS, Landed, split_key
 from aiokv.peers.receiver import Parcel as Received
 from aiokv.peers.receiver import Receive, Receiver, ReceiverCounts, SlotCopy
 from aiokv.peers.ring import LandingRing
@@ -32,7 +32,7 @@ from aiokv.peers.ticket import Endpoint, decode, ticket_key
 from aiokv.peers.transport import Outgoing, PeerMemory
 from aiokv.peers.transports import make_transport
 from aiokv.peers.wire import Connection, listen
-from aiokv.plan import PEER_ROUTES, RECEIVE, SEND, TransferReport
+from aiokv.plan import PEER_ROUTES, RECEIVE_ROUTES, TransferReport
 from aiokv.worker.accepted import AcceptedConnections, abort_for
 from aiokv.worker.call_guard import CallGuard
 from aiokv.worker.device.base import CopyError
@@ -72,6 +72,7 @@ class DeviceCopies(Protocol):
         self,
         copy_id: int,
         route: Route,
+        group: str,
         source_ids: Sequence[int],
         target_ids: Sequence[int],
         after_step: int,
@@ -245,7 +246,13 @@ class PeerTransfers:
         )
         await self._transport.open(self._landing, self._outgoing)
         rank = identity.rank
-        layout = BlockLayout.of(regions, identity.block_tokens, rank, identity.num_ranks)
+        layout = BlockLayout.of(
+            regions,
+            identity.block_tokens,
+            rank,
+            identity.num_ranks,
+            windows={name: regions.window_blocks(name) for name in regions.num_window_blocks},
+        )
         mappings = self._mappings = Mappings(
             layout, slots.outgoing, only_equal=self._checked().slots_on_device
         )
@@ -259,6 +266,7 @@ class PeerTransfers:
                 slot_bytes=self._landing.slot_bytes,
                 source=mappings.source,
                 covers=mappings.covers,
+                group=mappings.group,
                 num_assembly=slots.assembly,
                 transport=self._transport.name,
                 metadata=self._accepted.metadata,
@@ -266,7 +274,11 @@ class PeerTransfers:
             )
             self._accepted.serve(self._receiver, self._landing)
         self._sender = Sender(
-            self, num_slots=slots.outgoing, rank=rank, block_tokens=identity.block_tokens
+            self,
+            num_slots=slots.outgoing,
+            rank=rank,
+            block_tokens=identity.block_tokens,
+            group=mappings.group,
         )
         self._opener = TicketOpener(
             self._sender,
@@ -480,7 +492,7 @@ class PeerTransfers:
     def submit(self, plan: TransferPlan, num_bytes: int) -> LayerDoneCounter:
         """Take a plan that was checked."""
         counter = self._plans.begin(plan, num_bytes)
-        end = self._receiver if plan.route == RECEIVE else self._sender
+        end = self._receiver if plan.route in RECEIVE_ROUTES else self._sender
         if end is None:
             failure = CopyError(0, f"the engine has no route {plan.route} now")
             self._plans.end(plan.transfer_id, 0, failure)
@@ -556,7 +568,7 @@ class PeerTransfers:
             return
         first = memory.address + arena.first_assembly * arena.block_bytes
         addresses = [
-            {block: first + slot * arena.block_bytes for block, slot in targets.items()}
+            {split_key(key)[1]: first + slot * arena.block_bytes for key, slot in targets.items()}
             for targets in slots
         ]
         self._work.place(memory, parcels, addresses, partial(self._placed, list(parcels)))
@@ -582,21 +594,23 @@ class PeerTransfers:
         if copy.is_assembled:
             first, pitch = arena.first_assembly, 1
         copy.copy_id = copy.copy_id or self._copies.new_copy_id()
+        plan = copy.receive.plan
         self._copies.copy(
             copy.copy_id,
-            RECEIVE,
+            plan.route,
+            plan.group,
             [first + slot * pitch for slot in copy.slots],
             copy.device_ids,
-            copy.receive.plan.after_step,
+            plan.after_step,
             lambda failure: self._guard.guarded(partial(receiver.copied, copy, failure)),
             work.keys(copy.slots) if isinstance(work, DeviceParcelWork) else b"",
         )
         copy.is_begun = True
         self._plans.note_start(copy.receive.plan.transfer_id)
 
-    def take_back(self, copy: SlotCopy) -> None:
-        """Cancel a copy, unless the device has it. Idempotent."""
-        self._copies.cancel(copy.copy_id)
+    def take_back(self, copy: SlotCopy) -> bool:
+        """Cancel a copy, and return True, unless the device has it. Idempotent."""
+        return self._copies.cancel(copy.copy_id) == "at once"
 
     def fill(self, fill: SlotFill) -> None:
         """Copy device blocks to outgoing slots."""
@@ -609,12 +623,14 @@ class PeerTransfers:
             return
         is_sealed = isinstance(self._work, DeviceParcelWork)
         fill.copy_id = fill.copy_id or self._copies.new_copy_id()
+        plan = fill.send.plan
         self._copies.copy(
             fill.copy_id,
-            SEND,
+            plan.route,
+            plan.group,
             fill.device_ids,
             [arena.first_outgoing + slot for slot in fill.slots],
-            fill.send.plan.after_step,
+            plan.after_step,
             lambda failure: self._guard.guarded(partial(sender.filled, fill, failure)),
             b"".join(parcel.key for parcel in fill.parcels) if is_sealed else b"",
         )
@@ -641,10 +657,11 @@ class PeerTransfers:
                 parcel.slot,
                 Landed(
                     ticket_id=parcel.send.plan.peer,
-                    sender_block=parcel.block,
+                    sender_block=split_key(parcel.block)[1],
                     slot=parcel.credit.slot,
                     slot_generation=parcel.credit.generation,
-                    parcel_bytes=parcel.target.parcel_bytes,
+                    parcel_bytes=parcel.num_bytes,
+                    group=parcel.send.group,
                 ),
             )
             for parcel in parcels
@@ -672,7 +689,12 @@ class PeerTransfers:
 
     def received(self, receive: Receive) -> None:
         """Report a RECEIVE plan. Idempotent."""
-        self._plans.end(receive.plan.transfer_id, receive.leading_blocks, receive.failure)
+        self._plans.end(
+            receive.plan.transfer_id,
+            receive.leading_blocks,
+            receive.failure,
+            is_touched=receive.is_touched,
+        )
 
     def sent(self, send: Send) -> None:
         """Report a SEND plan. Idempotent."""

@@ -174,8 +174,11 @@ class Regions:
         layers: Sequence[Any],
         layer_indices: Sequence[int] | None = None,
         dtypes: Sequence[str] | None = None,
+        axes: Sequence[str] | None = None,
+        heads: tuple[int, int] | None = None,
     ) -> None:
-        """Register tensors of a window group, so that its blocks can be copied to host memory.
+        """Register tensors of a window group, so that its blocks can be copied to host memory, or
+        exchanged with peers.
 
         Args:
             group: name of the group in ``CacheConfig.windows``.
@@ -183,13 +186,22 @@ class Regions:
             layers: one tensor ``[WindowGroup.device_blocks, ...]`` per layer, as for :meth:`add`.
             layer_indices: the layers of the group; by default all layers of the model.
             dtypes: as for :meth:`add`.
+            axes: as for :meth:`add`.
+            heads: as for :meth:`add`.
 
         Raises:
             LayoutError: as :meth:`add`; the registry is unchanged.
         """
         self._check_layers(name, len(layers), layer_indices)
         blocks = self._windows.get(group) or Regions(num_layers=self.num_layers)
-        blocks.add(name, layers=layers, layer_indices=layer_indices, dtypes=dtypes)
+        blocks.add(
+            name,
+            layers=layers,
+            layer_indices=layer_indices,
+            dtypes=dtypes,
+            axes=axes,
+            heads=heads,
+        )
         self.add_window_blocks(group, blocks)
 
     def add_window_blocks(self, group: str, blocks: Regions) -> None:

@@ -112,14 +112,15 @@ class TicketOpener:
     async def open(
         self,
         ticket: Ticket,
-        receivers: Sequence[tuple[Endpoint, Mapping]],
+        receivers: Sequence[tuple[Endpoint, Sequence[Mapping]]],
         deadline: float,
     ) -> None:
         """Connect to the receivers of a ticket, let them accept it, and give it to the sender.
 
         Args:
             ticket: of another engine.
-            receivers: the receiver ranks that need blocks of this rank.
+            receivers: the receiver ranks that need blocks of this rank, and the mapping of each
+                group.
             deadline: of the ticket, by the clock of the loop.
 
         Raises:
@@ -136,14 +137,14 @@ class TicketOpener:
         opening = self._opening[ticket.ticket_id] = asyncio.get_running_loop().create_future()
         accepted: dict[int, Target[Connection]] = {}
         try:
-            for endpoint, mapping in receivers:
+            for endpoint, mappings in receivers:
                 timeout = min(CONNECT_SECONDS, ticket.timeout_seconds)
                 connection = await self._connections.acquire(
                     endpoint.host, endpoint.port, timeout=timeout
                 )
                 acquired.append((endpoint.host, endpoint.port))
                 _check_opening(opening)
-                target = accepted[endpoint.rank] = Target(connection, mapping)
+                target = accepted[endpoint.rank] = Target(connection, mappings)
                 await self._ask(target, ticket, endpoint, timeout)
             if self._is_stopped:
                 raise ClosedError("the worker is closed")
@@ -193,10 +194,10 @@ class TicketOpener:
             )
             async with asyncio.timeout(timeout):
                 accepted = await reply
-            if accepted.slot_bytes < target.parcel_bytes:
+            if accepted.slot_bytes < target.largest_parcel_bytes:
                 raise LayoutError(
                     f"the receiver at {where} has slots of {accepted.slot_bytes} bytes; a parcel "
-                    f"takes {target.parcel_bytes} bytes"
+                    f"takes {target.largest_parcel_bytes} bytes"
                 )
             await self._connect_link(connection, accepted.transport_metadata)
         except TimeoutError:

@@ -8,7 +8,7 @@ import cupy
 
 from aiokv import Regions
 from aiokv.worker.device.cuda import CudaDevice, CudaOptions
-from tests.harness.memory import Memory
+from tests.harness.side_memory import SideMemory
 from tests.peers.engines import Side
 
 if TYPE_CHECKING:
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from aiokv import Lease
 
 
-class GpuMemory(Memory):
+class GpuMemory(SideMemory):
     """Tensors on a GPU; ``tensors`` are copies of them in host memory, made by ``check``."""
 
     def __init__(self, device_blocks: int, block_tokens: int, gpu: int) -> None:
         self._gpu = gpu
-        super().__init__(device_blocks, block_tokens, axes=("tokens", "dim"))
+        super().__init__(device_blocks, block_tokens, windows={})
 
     def take(self, device_blocks: int) -> None:
         super().take(device_blocks)
@@ -62,7 +62,7 @@ class GpuSide(Side):
         small = CudaOptions(slot_bytes=1 << 20, register_chunk_bytes=4 << 20)
         super().__init__(CudaDevice(gpu, options=small), **options)
 
-    def new_memory(self, device_blocks: int, block_tokens: int) -> Memory:
+    def new_memory(self, device_blocks: int, block_tokens: int, **sides: Any) -> GpuMemory:
         return GpuMemory(device_blocks, block_tokens, self.gpu)
 
     def compute(self, lease: Lease, tokens: np.ndarray, first: int, end: int) -> None:

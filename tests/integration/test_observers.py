@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import random
 from collections import Counter
 from contextvars import ContextVar
 from typing import Any
@@ -16,6 +17,7 @@ from aiokv import (
     BatchSpan,
     CacheConfig,
     CacheEngine,
+    CapacityError,
     ClosedError,
     LeasePhase,
     TransferError,
@@ -505,3 +507,59 @@ async def test_records_are_plain():
             await spin(3)
         for record in [*seen.transfers, *seen.phases]:
             assert msgspec.convert(msgspec.to_builtins(record), type(record)) == record
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_each_grant_ends_once_under_random_cancellations(seed):
+    """Requests that are cancelled, time out, are preempted or forked leave nothing behind."""
+    rng = random.Random(seed)
+    async with Served(device_blocks=6, host_blocks=8, manual=False) as served:
+        engine = served.engine
+
+        async def request(i: int) -> None:
+            tokens = [rng.randrange(3) for _ in range(rng.randint(1, 7))]
+            lease = engine.match(tokens, owner=str(i))
+            try:
+                timeout = rng.choice([None, None, 0.0])
+                wait = rng.choice([0.0, math.inf])
+                await lease.allocate(len(tokens), timeout=timeout, wait_pending=wait)
+                await lease.layers.wait_all()
+                served.compute(lease, tokens, lease.cached_tokens)
+                lease.commit(len(tokens))
+                await spin(rng.randint(0, 3))
+                for _ in range(rng.randint(0, 2)):
+                    await lease.preempt(swap=rng.random() < 0.5)
+                    await lease.resume(len(tokens))
+                    await lease.layers.wait_all()
+                    served.compute(lease, tokens, lease.cached_tokens)
+                    lease.commit(len(tokens))
+                if rng.random() < 0.2:
+                    lease.fork().release()
+            except (CapacityError, TransferError):
+                pass
+            finally:
+                lease.release()
+
+        with engine.observing() as seen:
+            tasks = []
+            for i in range(120):
+                tasks.append(asyncio.ensure_future(request(i)))
+                await spin(rng.randint(0, 2))
+                if rng.random() < 0.3:
+                    rng.choice(tasks).cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            await engine.drain()
+            await spin(3)
+            assert seen.unfinished() == []
+            observers = engine._observers
+            held = [getattr(observers, name) for name in observers.__slots__]
+            assert [value for value in held if isinstance(value, dict) and value] == []
+        errors = [e for e in results if isinstance(e, Exception)]
+        assert errors == []
+        check_times(seen)
+        grants = Counter(p.lease_id for p in seen.phases if p.phase == "granted")
+        assert len(grants) > 30
+        moved = engine.worker_statistics()
+        ends = Counter((span.route, span.outcome) for span in seen.transfers)
+        assert ends["onload", "done"] == moved.onload.done
+        assert ends["offload", "done"] == moved.offload.done

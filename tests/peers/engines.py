@@ -14,12 +14,12 @@ from aiokv.peers.ticket import ticket_key
 from aiokv.stores.base import TRAILER_BYTES
 from aiokv.testing import ManualDevice, run_until_idle
 from tests.harness.closing import close, complete_during
-from tests.harness.memory import Memory
+from tests.harness.side_memory import SideMemory
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
 
-    from aiokv import Lease
+    from aiokv import Lease, WindowGroup
     from aiokv.peers.options import TransportName
     from aiokv.worker.device.base import Device
 
@@ -43,6 +43,8 @@ class Side:
         chunk_blocks: as for ``Peers``.
         transport: as for ``Peers``; ``default_transport`` by default.
         ring_blocks: landing slots, and outgoing slots.
+        state_slots: of recurrent state, whose bytes identify the computed positions.
+        windows: groups of sliding windows; ``compute`` checks that each position sees its window.
         config: fields of the configuration.
 
     Attributes:
@@ -63,16 +65,22 @@ class Side:
         device_blocks: int = 64,
         host_blocks: int = 64,
         block_tokens: int = BLOCK_TOKENS,
+        state_slots: int = 0,
+        windows: Mapping[str, WindowGroup] | None = None,
         **config: Any,
     ) -> None:
-        self.memory = self.new_memory(device_blocks, block_tokens)
+        self.memory = self.new_memory(
+            device_blocks, block_tokens, state_slots=state_slots, windows=windows or {}
+        )
         self.device = device
         self.block_tokens = block_tokens
-        slot_bytes = self.memory.regions.host_block_bytes + TRAILER_BYTES
+        slot_bytes = self.memory.largest_block_bytes + TRAILER_BYTES
         if (transport or self.default_transport) == "cuda_ipc":
-            slot_bytes = device_slot_bytes(self.memory.regions.host_block_bytes)
+            slot_bytes = device_slot_bytes(self.memory.largest_block_bytes)
         sizes = {"device_blocks": device_blocks, "host_blocks": host_blocks}
+        sizes["state_slots"] = state_slots
         fields = {"model": "m", "block_tokens": block_tokens, **sizes, **config}
+        fields["windows"] = windows or {}
         self.engine = CacheEngine(
             CacheConfig(**fields),
             self.memory.regions,
@@ -87,9 +95,9 @@ class Side:
             ),
         )
 
-    def new_memory(self, device_blocks: int, block_tokens: int) -> Memory:
-        """Return the tensors of the engine."""
-        return Memory(device_blocks, block_tokens, axes=("tokens", "dim"))
+    def new_memory(self, device_blocks: int, block_tokens: int, **sides: Any) -> SideMemory:
+        """Return the tensors of the engine; ``sides`` as for ``SideMemory``."""
+        return SideMemory(device_blocks, block_tokens, **sides)
 
     async def __aenter__(self) -> Self:
         await self.engine.__aenter__()
@@ -141,9 +149,13 @@ class Side:
 
     def compute(self, lease: Lease, tokens: np.ndarray, first: int, end: int) -> None:
         """Write positions, as a model would, and commit them."""
-        words = self.memory.position_words(tokens[:end], lease.salt)[first:]
-        self.memory.write(self._places(lease, first, end), words)
-        lease.commit(end)
+        while first < end:
+            stop = min(end, lease.reach_tokens)
+            words = self.memory.position_words(tokens[:stop], lease.salt)
+            self.memory.write(self._places(lease, first, stop), words[first:])
+            self.memory.compute_sides(lease, words, first, stop)
+            lease.commit(stop)
+            first = stop
 
     def finish(self, lease: Lease, tokens: np.ndarray, first: int) -> None:
         """Check the positions before ``first``, compute the others, and check all."""
@@ -158,6 +170,11 @@ class Side:
         end = len(tokens) if end is None else end
         words = self.memory.position_words(tokens[:end], lease.salt)
         self.memory.check(self._places(lease, 0, end), words, lease.owner)
+
+    def check_sides(self, lease: Lease, tokens: np.ndarray) -> None:
+        """Compare the state and the windows of a lease that has computed, or received, a prompt."""
+        words = self.memory.position_words(tokens, lease.salt)
+        self.memory.check_sides(lease, words, len(tokens))
 
     def _places(self, lease: Lease, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         positions = np.arange(first, end)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiokv import _native
-from aiokv.plan import PEER_GROUP, PEER_ROUTES, SEND
+from aiokv.plan import PEER_ROUTES, SEND
 from aiokv.stores.base import Result
 from aiokv.worker.arena import HostArena
-from aiokv.worker.device.base import CopyError
+from aiokv.worker.device.base import CopyError, peer_key
 from aiokv.worker.device.cpu import CpuDevice
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class SlotDevice(CpuDevice):
         regions, arena, side_arenas = self._attached
         own = HostArena(num_blocks=num_slots, block_bytes=slot_bytes)
         super().detach(keep_host=True)
-        super().attach(regions, arena, {**side_arenas, ("device", PEER_GROUP): own})
+        super().attach(regions, arena, {**side_arenas, peer_key("device"): own})
         self.slots = Slots(own, regions)
         return self.slots
 

@@ -9,7 +9,7 @@ import ctypes
 
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, ConfigError, LayoutError, PeerError, Peers
+from aiokv import CacheConfig, CacheEngine, ConfigError, LayoutError, PeerError, Peers, WindowGroup
 from aiokv.peers import cuda_ipc
 from aiokv.testing import run_until_idle
 from tests.harness.memory import Memory
@@ -142,6 +142,17 @@ async def test_a_device_without_slots_is_refused():
     )
     with pytest.raises(ConfigError, match="no memory for peers"):
         await engine.__aenter__()
+
+
+@pytest.mark.parametrize(
+    "sides",
+    [{"state_slots": 4}, {"windows": {"w": WindowGroup(window_tokens=8, device_blocks=16)}}],
+    ids=["state", "windows"],
+)
+async def test_state_and_windows_are_refused(sides):
+    side = Side(SlotDevice(), **sides)
+    with pytest.raises(ConfigError, match="recurrent state and no blocks of sliding windows"):
+        await side.engine.__aenter__()
 
 
 async def test_options_of_the_transport_are_refused():

@@ -29,7 +29,6 @@ from aiokv import (
     LeaseError,
     PeerError,
     Peers,
-    Regions,
     UsageError,
 )
 from aiokv.engine.flow import MAX_IN_FLIGHT
@@ -879,16 +878,6 @@ async def test_malformed_ticket_is_refused(blob):
     async with two_engines() as (p, _), await p.granted(prompt(30)) as source:
         with pytest.raises(UsageError, match=r"^ticket "):
             await p.engine.send(source, blob).__aenter__()
-
-
-async def test_peers_refuse_models_whose_state_they_cannot_move():
-    regions = Regions(num_layers=1)
-    regions.add("k", layers=[np.zeros((8, 64), np.uint8)])
-    regions.add_state("s", layers=[np.zeros((4, 64), np.uint8)])
-    config = CacheConfig(device_blocks=8, block_tokens=4, model="m", state_slots=4)
-    with pytest.raises(ConfigError, match=r"state_slots is 4; peers exchange neither"):
-        CacheEngine(config, regions, peers=Peers(secret=SECRET))
-    CacheEngine(config, regions)  # the refused engine does not own the tensors
 
 
 async def test_forged_ticket_lets_no_engine_connect():

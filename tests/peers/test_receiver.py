@@ -84,3 +84,46 @@ def test_block_that_is_not_in_the_ticket_ends_the_ticket():
         receiver.end_parcel(sender.wire, landed)
         assert bool(receiver.counts().tickets) == is_inside
         assert receiver.free_slots == 4
+
+
+def test_parked_parcels_outlast_the_end_of_their_sender():
+    """A plan may ask for them later: a window is planned when all blocks have arrived."""
+    world = World(0, landing=8)
+    sender = world.senders[0]
+    ticket = world.expect(2)
+    received = world.receive(ticket, [0, 1])
+    world.open(sender, ticket)
+    world.run()
+    sent = [world.send(sender, ticket, [0, 1]), world.send(sender, ticket, [1], group=2)]
+    world.run()
+    sender.logic.close_ticket(ticket.ticket_id, "all was sent")
+    world.run()
+    assert [world.reports[transfer_id] for transfer_id in sent] == [(2, None), (1, None)]
+    assert world.reports[received] == (2, None)
+    assert world.receiver.logic.counts().tickets == 1
+
+    window = world.receive(ticket, [1], group=2)
+    world.run()
+    assert world.reports[window] == (1, None)
+    assert world.receiver.logic.counts().tickets == 0  # nothing more can come
+    late = world.receive(ticket, [1], group=1)
+    world.run()
+    assert world.reports[late][1].reason.startswith("the ticket has ended")
+    world.finish()
+
+
+def test_plan_behind_the_end_of_the_sender_fails_at_once():
+    world = World(0, landing=8)
+    sender = world.senders[0]
+    ticket = world.expect(2)
+    world.open(sender, ticket)
+    world.run()
+    world.send(sender, ticket, [0])
+    world.run()
+    sender.logic.close_ticket(ticket.ticket_id, "the lease was released")
+    world.run()
+    received = world.receive(ticket, [0, 1])  # block 0 is parked
+    world.run()
+    leading, failure = world.reports[received]
+    assert (leading, failure.reason) == (1, "the sender ended: the lease was released")
+    world.finish()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tests.models.cached_blocks import Block
 
 DIGEST_BYTES = 32
+MAX_EVENT_BLOCKS = 1 << 20  # of a stream that is never full
 
 
 class Subscriber:

@@ -6,9 +6,10 @@ that was never recorded is done; a device must hide that.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 from aiokv.errors import UsageError
+from aiokv.plan import PEER_ROUTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,12 +24,27 @@ if TYPE_CHECKING:
 
 PoolKey: TypeAlias = "tuple[Pool, str]"
 """A pool on the device and its group: ``("device", "")``, ``("state", "")``, or ``("window",
-group)``. ``("device", PEER_GROUP)`` has the slots of peers as host memory of the same blocks."""
+group)``. ``("peer", "device")``, ``("peer", "state")`` and ``("peer", "window GROUP")`` are the
+same blocks, with the slots of peers as their host memory."""
+
+
+def peer_key(pool: Pool, group: str = "") -> PoolKey:
+    """Return the key of a pool on the device whose host memory is that of peers."""
+    return ("peer", f"{pool} {group}" if group else pool)
+
+
+def pool_key(route: Route, group: str = "") -> PoolKey:
+    """Return the key of the blocks that a route copies between the device and host memory."""
+    pool = route.device_pool
+    return peer_key(pool, group) if route in PEER_ROUTES else (pool, group)
 
 
 def blocks_of(regions: Regions, key: PoolKey) -> Regions:
     """Return the tensors of one pool as regions whose blocks are those of the pool."""
     pool, group = key
+    if pool == "peer":
+        on_device, _, group = group.partition(" ")
+        pool = cast("Pool", on_device)
     if pool == "window":
         return regions.window_blocks(group)
     return regions.state_blocks() if pool == "state" else regions
@@ -199,7 +215,8 @@ class Device(Protocol):
             regions: the device tensors.
             arena: host memory of the blocks.
             side_arenas: host memory of the other pools that have some, laid out as the host
-                blocks of ``blocks_of(regions, key)``; None for none.
+                blocks of ``blocks_of(regions, key)``; None for none. Several pools may have the
+                same arena, the slots of peers, whose blocks are as large as those of the largest.
 
         Raises:
             LayoutError: the device cannot reach a region's memory.

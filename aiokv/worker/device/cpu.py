@@ -14,9 +14,9 @@ from aiokv.errors import LayoutError, UsageError
 from aiokv.plan import (
     OFFLOAD,
     ONLOAD,
-    PEER_GROUP,
-    RECEIVE,
-    SEND,
+    PEER_ROUTES,
+    RECEIVE_ROUTES,
+    SEND_ROUTES,
     STATE,
     STATE_OFFLOAD,
     STATE_ONLOAD,
@@ -24,7 +24,7 @@ from aiokv.plan import (
     WINDOW_ONLOAD,
 )
 from aiokv.worker.base import UNLIMITED_BLOCKS
-from aiokv.worker.device.base import CopyError, blocks_of
+from aiokv.worker.device.base import CopyError, blocks_of, peer_key, pool_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -72,19 +72,15 @@ class CpuDevice(Unique):
     """Copies with one native thread per route, GIL released."""
 
     name = "cpu"
-    routes = frozenset(
-        (
-            ONLOAD,
-            OFFLOAD,
-            STATE,
-            STATE_ONLOAD,
-            STATE_OFFLOAD,
-            WINDOW_ONLOAD,
-            WINDOW_OFFLOAD,
-            RECEIVE,
-            SEND,
-        )
-    )
+    routes = PEER_ROUTES | {
+        ONLOAD,
+        OFFLOAD,
+        STATE,
+        STATE_ONLOAD,
+        STATE_OFFLOAD,
+        WINDOW_ONLOAD,
+        WINDOW_OFFLOAD,
+    }
     in_order = True
     computes_in_stream = False
 
@@ -126,9 +122,9 @@ class CpuDevice(Unique):
         if any(pool == "window" for pool, _ in arenas):
             self._streams[WINDOW_ONLOAD] = CpuStream("aiokv-window-onload")
             self._streams[WINDOW_OFFLOAD] = CpuStream("aiokv-window-offload")
-        if ("device", PEER_GROUP) in arenas:
-            self._streams[RECEIVE] = CpuStream("aiokv-receive")
-            self._streams[SEND] = CpuStream("aiokv-send")
+        if peer_key("device") in arenas:
+            self._streams |= dict.fromkeys(RECEIVE_ROUTES, CpuStream("aiokv-receive"))
+            self._streams |= dict.fromkeys(SEND_ROUTES, CpuStream("aiokv-send"))
 
     def copy(
         self,
@@ -142,7 +138,7 @@ class CpuDevice(Unique):
         if route == STATE:
             job = self._copy_slots(source_ids, target_ids, after)
         else:
-            blocks = self._maps.get((route.device_pool, group))
+            blocks = self._maps.get(pool_key(route, group))
             to_device = (source_ids, target_ids)
             host_ids, device_ids = to_device if route.is_onload else to_device[::-1]
             job = self._copy_blocks(route, blocks, host_ids, device_ids, after)

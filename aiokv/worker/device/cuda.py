@@ -25,7 +25,6 @@ from aiokv.plan import (
     OFFLOAD,
     ONLOAD,
     PEER_ROUTES,
-    RECEIVE,
     SEND,
     STATE,
     STATE_OFFLOAD,
@@ -33,7 +32,7 @@ from aiokv.plan import (
     WINDOW_OFFLOAD,
     WINDOW_ONLOAD,
 )
-from aiokv.worker.device.base import CopyError, blocks_of, check_event_type
+from aiokv.worker.device.base import CopyError, blocks_of, check_event_type, peer_key, pool_key
 from aiokv.worker.device.cuda_handles import event_handle, stream_handle
 from aiokv.worker.device.cuda_numa import placement
 from aiokv.worker.device.cuda_slots import CudaSlots, DeviceArena, SlotCopy
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
 _cuda: Any = getattr(_native, "cuda", None)  # absent when aiokv was built without a CUDA compiler
 
 _MAIN: Final[PoolKey] = ("device", "")  # the pool of the blocks
+_STATES: Final = (("state", ""), peer_key("state"))  # pools of slots of recurrent state
 HIGHEST_PRIORITY: Final = -5  # clamped by CUDA: a short scatter runs before the model's next CTAs
 
 Path = Literal["auto", "staged", "direct"]
@@ -70,7 +70,7 @@ class CudaOptions:
             the queue and sleeps until half of it has moved, which takes little CPU time.
         max_group_layers: layers of the largest group of an onload; they become usable together.
         staged_ctas: thread blocks of the kernels within device memory; 8 move 350 GB/s.
-        peer_ctas: thread blocks of the kernels that prove blocks of peers in device memory; 24
+        peer_ctas: thread blocks of the kernels that prove blocks of peers in device memory; 48
             move 350 GB/s between two H200.
         direct_ctas: thread blocks of the kernel across the link.
         timing: record times on the device, for :meth:`CudaCopy.layer_seconds`.
@@ -88,7 +88,7 @@ class CudaOptions:
     max_group_layers: int = 8
     staged_ctas: int = 8
     direct_ctas: int = 3
-    peer_ctas: int = 24
+    peer_ctas: int = 48
     timing: bool = False
     touch_threads: int = 8
     register_chunk_bytes: int = 64 << 20
@@ -181,19 +181,15 @@ class CudaDevice(Unique):
         ConfigError: aiokv was built without CUDA, CuPy is not installed, or there is no such GPU.
     """
 
-    routes = frozenset(
-        (
-            ONLOAD,
-            OFFLOAD,
-            STATE,
-            STATE_ONLOAD,
-            STATE_OFFLOAD,
-            WINDOW_ONLOAD,
-            WINDOW_OFFLOAD,
-            RECEIVE,
-            SEND,
-        )
-    )
+    routes = PEER_ROUTES | {
+        ONLOAD,
+        OFFLOAD,
+        STATE,
+        STATE_ONLOAD,
+        STATE_OFFLOAD,
+        WINDOW_ONLOAD,
+        WINDOW_OFFLOAD,
+    }
     in_order = True
     computes_in_stream = True
 
@@ -209,7 +205,8 @@ class CudaDevice(Unique):
         self.name = f"cuda:{self.ordinal}"
         self._streams: list[Any] = []
         self._engines: dict[PoolKey, Any] = {}  # of pools with host memory
-        self._hosts: dict[PoolKey, Any] = {}  # their pinned memory
+        self._hosts: dict[int, Any] = {}  # pinned memory, by address: pools may share it
+        self._main_host: Any = None  # that of the blocks
         self._memory: tuple[Regions, dict[PoolKey, HostArena]] | None = None
         self._layer_groups: dict[tuple[PoolKey, Any], list[tuple[int, int]]] = {}
         self._starting: deque[CudaCopy] = deque()
@@ -250,14 +247,16 @@ class CudaDevice(Unique):
         """Pin the host memory of a pool, unless it is, and make its engine."""
         if blocks.num_blocks is None:
             return
-        if key not in self._hosts:
-            self._hosts[key] = self._register(arena)
+        if arena.pointer not in self._hosts:
+            self._hosts[arena.pointer] = self._register(arena)
+        if key == _MAIN:
+            self._main_host = self._hosts[arena.pointer]
         # Slots of recurrent state move one by one: a staging slot need not be larger.
-        moved_bytes = arena.block_bytes if key[0] == "state" else arena.nbytes
+        moved_bytes = arena.block_bytes if key in _STATES else arena.nbytes
         slot_bytes = self.options.slot_bytes
         if key != _MAIN:
             slot_bytes = min(slot_bytes, moved_bytes)
-        engine = self._make_engine(blocks, arena, self._hosts[key], slot_bytes)
+        engine = self._make_engine(blocks, arena, self._hosts[arena.pointer], slot_bytes)
         self._engines[key] = engine
         for direction in (_cuda.Direction.ONLOAD, _cuda.Direction.OFFLOAD):
             self._layer_groups[key, direction] = engine.groups(direction)
@@ -303,7 +302,7 @@ class CudaDevice(Unique):
         if not keep_host:
             for host in self._hosts.values():
                 host.close()
-            self._hosts = {}
+            self._hosts, self._main_host = {}, None
         self._starting.clear()
         self._streams = []
         self._memory = None
@@ -315,7 +314,7 @@ class CudaDevice(Unique):
     @property
     def pinned_bytes(self) -> int:
         """Pinned bytes of the host arena, from its beginning; grows in the background."""
-        return int(self._hosts[_MAIN].ready_bytes) if _MAIN in self._hosts else 0
+        return 0 if self._main_host is None else int(self._main_host.ready_bytes)
 
     def wait_pinned(self) -> float:
         """Block, without the GIL, until the whole arena is pinned; return the seconds it took.
@@ -323,7 +322,7 @@ class CudaDevice(Unique):
         Raises:
             DeviceError: pinning failed, or the device was closed.
         """
-        host = self._hosts[_MAIN]
+        host = self._main_host
         host.wait_ready(host.total_bytes)
         return float(host.elapsed_seconds)
 
@@ -359,7 +358,7 @@ class CudaDevice(Unique):
                     "no region has recurrent state", hint="register it with Regions.add_state"
                 )
             return self._states.move(source_ids, target_ids, after)
-        key = (route.device_pool, group)
+        key = pool_key(route, group)
         if route.is_onload:
             path = _cuda.Path[self.options.path.upper()]
             direction = _cuda.Direction.ONLOAD

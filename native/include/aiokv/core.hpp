@@ -204,8 +204,10 @@ class Core {
                            std::int64_t num_tokens) {
         return peers_.send_window(leases_.at(id), ticket, group, num_tokens);
     }
+    // A lease that has windows of the ticket behind positions that are not committed fails.
     void end_ticket(LeaseId id, const TicketId& ticket) {
-        peers_.end_ticket(leases_.at(id), ticket);
+        Lease& lease = leases_.at(id);
+        if (peers_.end_ticket(lease, ticket)) completions_.lose_sides(lease);
     }
     // With recurrent state, the end of receive_state() commits. All windows have arrived.
     std::uint32_t commit_received(LeaseId id, std::int64_t num_tokens);

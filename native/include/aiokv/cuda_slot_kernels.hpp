@@ -72,8 +72,9 @@ struct SlotPass {
 };
 static_assert(sizeof(SlotPass) <= kMaxParameterBytes);
 
-// True if the kernels were built for bulk copies, on the current device: from sm_90 on.
-bool has_bulk_copies();
+// Prepares launches with bulk copies on the current device; false if the kernels were not built for
+// them, which is before sm_90.
+bool prepare_bulk_copies();
 
 // `bulk`: by bulk copies, which take fewer instructions and therefore fewer CTAs.
 void launch_slot_pass(const SlotPass& pass, Way way, int blocks, bool bulk, cudaStream_t stream);

@@ -255,7 +255,7 @@ SlotEngine::SlotEngine(Layout layout, SlotOptions options, cudaStream_t send, cu
     units_ = static_cast<std::uint32_t>((payload + kUnitBytes - 1) / kUnitBytes);
     const DeviceScope scope(options_.device);
     try {
-        bulk_ = options_.bulk && has_bulk_copies();
+        bulk_ = options_.bulk && prepare_bulk_copies();
         make_steps();
         const SumConstants constants = SumConstants::make();
         constants_ = uploaded(&constants, 1);

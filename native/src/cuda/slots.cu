@@ -423,23 +423,33 @@ __global__ void __launch_bounds__(kThreads)
 
 template <Way way>
 void launch(const SlotPass& pass, int blocks, bool bulk, cudaStream_t stream) {
-    if (!bulk) {
+    if (bulk) {
+        slot_kernel<way, true><<<blocks, kSumThreads, kRingBytes, stream>>>(pass);
+    } else {
         slot_kernel<way, false><<<blocks, kSumThreads, 0, stream>>>(pass);
-        return;
     }
+}
+
+template <Way way>
+void allow_ring() {
     check(cudaFuncSetAttribute(slot_kernel<way, true>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                kRingBytes),
           "cudaFuncSetAttribute");
-    slot_kernel<way, true><<<blocks, kSumThreads, kRingBytes, stream>>>(pass);
 }
 
 }  // namespace
 
-bool has_bulk_copies() {
+bool prepare_bulk_copies() {
     cudaFuncAttributes attributes;
     check(cudaFuncGetAttributes(&attributes, slot_kernel<Way::kRead, true>),
           "cudaFuncGetAttributes");
-    return attributes.ptxVersion >= 90;
+    if (attributes.ptxVersion < 90) {
+        return false;
+    }
+    allow_ring<Way::kRead>();
+    allow_ring<Way::kGather>();
+    allow_ring<Way::kScatter>();
+    return true;
 }
 
 void launch_slot_pass(const SlotPass& pass, Way way, int blocks, bool bulk, cudaStream_t stream) {
