@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from aiokv.config import CacheConfig
     from aiokv.engine.computing import ComputeBatch
     from aiokv.engine.events import KVEvents
-    from aiokv.engine.observers import Observer
+    from aiokv.engine.observers import Observer, TransferSpan
     from aiokv.engine.pins import Pin
     from aiokv.engine.sending import Sending
     from aiokv.events.schema import HashKind
@@ -940,7 +940,7 @@ class CacheEngine(Unique):
         """List leases: first those that wait, in the order of their lines, then the oldest ones.
 
         Leases of pins and prefetches are included. The call takes about 2 µs per listed lease; of
-        more than 8,192 leases it sees only a part.
+        more than 4,096 leases it sees only a part.
 
         Args:
             limit: most leases to list, from 0.
@@ -965,6 +965,17 @@ class CacheEngine(Unique):
                 thread.
         """
         return self._inspection.hottest_prefixes(limit)
+
+    def in_flight(self) -> list[TransferSpan]:
+        """List the transfers in flight, as records that end now; needs no observer.
+
+        ``lease_id`` is 0 for transfers that began before an observer was added.
+
+        Raises:
+            UsageError: the call is made in another thread.
+        """
+        self._lifetime.check_thread()
+        return self._observers.in_flight()
 
     def health(self) -> Health:
         """Return whether the engine can serve, for health checks. Takes a few microseconds.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from aiokv.observe.snapshot import MAX_TRANSFERS, in_flight
+from aiokv import TransferSpan
+from aiokv.observe.snapshot import MAX_TRANSFERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiokv import Observation, TransferSpan
     from aiokv.engine import CacheEngine
 
 IDLE_SECONDS: Final = 5.0  # a page asks once per second
@@ -29,7 +30,8 @@ class Watching:
     def __init__(self, engine: CacheEngine, on_stop: Callable[[], object]) -> None:
         self.engine = engine
         self._on_stop = on_stop
-        self._seen: Observation | None = None
+        self._is_observing = False
+        self._ended: deque[TransferSpan] = deque(maxlen=MAX_TRANSFERS)
         self._timer = asyncio.get_running_loop().call_later(IDLE_SECONDS, self.stop)
 
     def transfers(self, after: float) -> list[TransferSpan]:
@@ -40,16 +42,18 @@ class Watching:
         """
         self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(IDLE_SECONDS, self.stop)
-        if self._seen is None:
-            if self.engine.health().phase != "open":
-                return []
-            self._seen = self.engine.observing(limit=MAX_TRANSFERS).__enter__()
-        ended = [span for span in self._seen.transfers if span.ended_at > after]
-        return ended + in_flight(self.engine, self._seen)
+        if not self._is_observing and self.engine.health().phase == "open":
+            self.engine.add_observer(self._note)
+            self._is_observing = True
+        ended = [span for span in self._ended if span.ended_at > after]
+        return ended + self.engine.in_flight()[-MAX_TRANSFERS:]
 
     def stop(self) -> None:
         """Stop observing. Called once."""
         self._timer.cancel()
-        if self._seen is not None:
-            self._seen.__exit__(None, None, None)
+        self.engine.remove_observer(self._note)
         self._on_stop()
+
+    def _note(self, record: object, context: object) -> None:
+        if isinstance(record, TransferSpan):
+            self._ended.append(record)

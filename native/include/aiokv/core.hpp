@@ -282,7 +282,7 @@ class Core {
     }
 
   private:
-    static constexpr std::size_t kMaxListed = 8192;  // records of leases: takes less than 1 ms
+    static constexpr std::size_t kMaxListed = 4096;  // records of leases: takes less than 1 ms
 
     void finish_state(Lease& lease, std::uint32_t num_tokens);
 
