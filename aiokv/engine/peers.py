@@ -399,11 +399,6 @@ class Exchange:
         flow.is_loading = True
         return True
 
-    def _note_failure(self, flow: Flow) -> None:
-        """Note that a lease whose windows or state were lost has no positions any more."""
-        if self.sides and self._read.state(flow.lease_id) is LeaseState.FAILED:
-            self._keep_cached(flow)
-
     def _keep_cached(self, flow: Flow) -> None:
         """Note that the lease has only the positions before its failed onload."""
         flow.kept_tokens = min(flow.kept_tokens, self._read.cached_tokens(flow.lease_id))
@@ -443,10 +438,8 @@ class Exchange:
         if self._lifetime.is_running:
             # Before the transfers are cancelled: the other engine gets the reason.
             self._worker.close_ticket(ticket_id, flow.failure or _COMPLETE)
-            if not flow.at_rest or (flow.receives and self.sides):
+            if not flow.at_rest:
                 self._apply(self._scheduler.end_peer(flow.lease_id, ticket_id))
-            if flow.receives:
-                self._note_failure(flow)
         flow.context.run(_log_end, flow)
         flow.is_closed = True
         self._settle(flow)
@@ -516,8 +509,8 @@ class Exchange:
         transfer_id = moved.transfer_id
         if (flow := self._by_transfer.get(transfer_id)) is not None:
             flow.moved(transfer_id, moved.blocks, self._reasons.get(transfer_id, ""))
-            if flow.receives:
-                self._note_failure(flow)
+            if flow.receives and self._read.state(flow.lease_id) is LeaseState.FAILED:
+                self._keep_cached(flow)  # its windows or its state are lost
             flow.proceed()
             self._settle(flow)
 

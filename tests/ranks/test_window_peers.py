@@ -39,18 +39,19 @@ class Server:
         path: of the sockets.
         num_ranks: tensor-parallel degree.
         block_tokens: positions per block.
-        latent: the window has no heads: all ranks have the same bytes.
+        latent: ``"kv"`` or ``"window"``, if it has no heads: all ranks have the same bytes.
     """
 
-    def __init__(self, path: Path, num_ranks: int, block_tokens: int, *, latent: bool) -> None:
+    def __init__(self, path: Path, num_ranks: int, block_tokens: int, *, latent: str = "") -> None:
         path.mkdir()
         self.block_tokens = block_tokens
         self.latent = latent
         own = HEADS // num_ranks
         self.shares = [slice(rank * own, (rank + 1) * own) for rank in range(num_ranks)]
-        self.kv = [np.zeros((BLOCKS, block_tokens, own, DIM), np.uint8) for _ in self.shares]
-        width = (DIM,) if latent else (own, DIM)
-        self.window = [np.zeros((BLOCKS, block_tokens, *width), np.uint8) for _ in self.shares]
+        self.kv, self.window = (
+            [np.zeros((BLOCKS, block_tokens, *width), np.uint8) for _ in self.shares]
+            for width in ((DIM,) if latent == name else (own, DIM) for name in ("kv", "window"))
+        )
         config = CacheConfig(
             block_tokens=block_tokens,
             device_blocks=BLOCKS,
@@ -68,12 +69,13 @@ class Server:
 
     def _regions(self, rank: int) -> Regions:
         regions = Regions(num_layers=2)
-        axes = ("tokens", "heads", "dim")
-        regions.add("kv", layers=[self.kv[rank]], layer_indices=[0], axes=axes)
-        window_axes = ("tokens", "dim") if self.latent else axes
-        layers = [self.window[rank]]
-        regions.add_window("local", "w", layers=layers, layer_indices=[1], axes=window_axes)
+        regions.add("kv", layers=[self.kv[rank]], layer_indices=[0], axes=self._axes("kv"))
+        axes = self._axes("window")
+        regions.add_window("local", "w", layers=[self.window[rank]], layer_indices=[1], axes=axes)
         return regions
+
+    def _axes(self, name: str) -> tuple[str, ...]:
+        return ("tokens", "dim") if self.latent == name else ("tokens", "heads", "dim")
 
     async def __aenter__(self) -> Self:
         ranks = (rank.__aenter__() for rank in self.ranks)
@@ -109,12 +111,11 @@ class Server:
 
     def check(self, lease: Lease, end: int) -> None:
         """Compare what a position ``end`` attends to."""
+        seen = max(end - GROUP.window_tokens + 1, 0)
         for memory, table, positions, expected in self._places(lease, np.arange(end)):
-            if memory is not None and table is not lease.block_table:
-                seen = max(end - GROUP.window_tokens + 1, 0)
+            kept = positions >= 0
+            if any(memory is window for window in self.window):
                 kept = (positions < GROUP.sink_tokens) | (positions >= seen)
-            else:
-                kept = positions >= 0
             blocks = table[positions // self.block_tokens]
             assert (blocks[kept] >= 0).all()
             found = memory[blocks[kept], positions[kept] % self.block_tokens]
@@ -127,16 +128,17 @@ class Server:
         places = []
         blocks, window = lease.block_table, lease.window_table("local")
         for rank, share in enumerate(self.shares):
-            places.append((self.kv[rank], blocks, positions, values(0, positions)[:, share]))
-            inner = values(1, positions)
-            inner = inner[:, 0] if self.latent else inner[:, share]
-            places.append((self.window[rank], window, positions, inner))
+            for region, (name, memory, table) in enumerate(
+                (("kv", self.kv, blocks), ("window", self.window, window))
+            ):
+                own = values(region, positions)[:, 0 if self.latent == name else share]
+                places.append((memory[rank], table, positions, own))
         return places
 
 
 @pytest.mark.parametrize("degrees", [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2)])
 @pytest.mark.parametrize("blocks", [(4, 4), (8, 4)])
-@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize("latent", ["", "kv", "window"])
 async def test_windows_arrive_on_every_rank(tmp_path, degrees, blocks, latent):
     p = Server(tmp_path / "p", degrees[0], blocks[0], latent=latent)
     d = Server(tmp_path / "d", degrees[1], blocks[1], latent=latent)
@@ -155,8 +157,8 @@ async def test_windows_arrive_on_every_rank(tmp_path, degrees, blocks, latent):
 
 
 async def test_windows_of_other_regions_are_refused(tmp_path):
-    p = Server(tmp_path / "p", 2, 4, latent=True)
-    d = Server(tmp_path / "d", 1, 4, latent=False)
+    p = Server(tmp_path / "p", 2, 4, latent="window")
+    d = Server(tmp_path / "d", 1, 4)
     async with p, d, d.engine.match(TOKENS) as lease, p.engine.match(TOKENS) as source:
         await lease.allocate(41)
         await source.allocate(41)
