@@ -62,6 +62,7 @@ class Changes:
 
     def take(self) -> dict[str, float]:
         last, self._last = self._last, counters(self._engine)
+        assert {name for name in last if self._last[name] < last[name]} == set()
         return {
             name: value - last[name]
             for name, value in self._last.items()
