@@ -35,6 +35,7 @@ from aiokv.lease import Lease
 from aiokv.peers.options import Peers
 from aiokv.peers.statistics import PeerStatistics, ReceivingStatistics
 from aiokv.types import (
+    DurationHistogram,
     Health,
     Hit,
     HotPrefixes,
@@ -42,6 +43,7 @@ from aiokv.types import (
     LeaseInfo,
     LeaseState,
     PrefixInfo,
+    RequestStatistics,
     Statistics,
     WindowStatistics,
 )
@@ -75,6 +77,7 @@ __all__ = [
     "CudaOptions",
     "Device",
     "DeviceError",
+    "DurationHistogram",
     "Event",
     "Health",
     "Hit",
@@ -100,6 +103,7 @@ __all__ = [
     "Receiving",
     "ReceivingStatistics",
     "Regions",
+    "RequestStatistics",
     "RequestTooLarge",
     "Sending",
     "Statistics",

@@ -15,6 +15,11 @@ def keep_forever(object: object) -> None:
     Never destroy an object: a forked process lacks the threads that its destructor joins.
     """
 
+def build_info() -> dict[str, object]:
+    """
+    Return how the extension was built: compiler, type (of CMake), optimized, and cuda_architectures (as CMake has them, separated by commas; empty without CUDA).
+    """
+
 class Event:
     """A point in a stream's order. Thread-safe."""
 
@@ -137,6 +142,25 @@ def move_slots(stream: Stream, pieces: Sequence[tuple[int, int, int]], num_slots
     Queue copies (source -1: zeros) of state slots; pieces are (pointer, stride, bytes).
     """
 
+class Histogram:
+    """Durations in buckets bounded by powers of two seconds."""
+
+    def __init__(self) -> None: ...
+
+    def add(self, seconds: float) -> None:
+        """Count a duration; a negative one as 0."""
+
+    @property
+    def counts(self) -> list[int]:
+        """Durations per bucket."""
+
+    @property
+    def sum_seconds(self) -> float: ...
+
+    @staticmethod
+    def bounds_seconds() -> list[float]:
+        """Return the upper bounds of all buckets but the last, which has none."""
+
 class CoreStatistics:
     @property
     def device_free(self) -> int: ...
@@ -185,6 +209,21 @@ class CoreStatistics:
 
     @property
     def grants(self) -> int: ...
+
+    @property
+    def computed_tokens(self) -> int: ...
+
+    @property
+    def computed_prompt_tokens(self) -> int: ...
+
+    @property
+    def evicted_device_by_cause(self) -> dict[str, int]: ...
+
+    @property
+    def evicted_host_by_cause(self) -> dict[str, int]: ...
+
+    @property
+    def dropped_by_cause(self) -> dict[str, int]: ...
 
     @property
     def published_blocks(self) -> int: ...
@@ -488,6 +527,10 @@ class Core:
 
     def host_window_statistics(self, group: int) -> tuple[int, int, int, int, int]:
         """(free, cached, saved, onloaded, evicted) blocks in host memory."""
+
+    @property
+    def hold_times(self) -> Histogram:
+        """Times for which leases that compute had blocks; those that ended."""
 
     def block_tables(self, leases: Sequence[int], out: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu')], fill: int, group: int = -1) -> None:
         """

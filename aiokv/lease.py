@@ -255,8 +255,7 @@ class Lease(Unique):
             The lease itself, granted.
 
         Raises:
-            AllocateTimeout, RequestTooLarge, LeaseError, UsageError, ClosedError,
-                BrokenEngineError: as for ``allocate``. The lease stays preempted; a swapped table
+            AiokvError: as for ``allocate``. The lease stays preempted; a swapped table
                 stays in host memory.
 
         Cancellation: the lease stays preempted, and can be resumed later.

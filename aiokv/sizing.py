@@ -282,7 +282,11 @@ class _Tier:
 
     def conversations(self, total_bytes: int, blocks: int) -> int:
         """Return the conversations that fit in ``total_bytes``."""
-        return total_bytes // self.conversation_bytes(blocks)
+        count = total_bytes // self.conversation_bytes(blocks)
+        # The engine's least number of window blocks can exceed what few conversations need.
+        while count and self.blocks_beside(total_bytes, count) < count * blocks:
+            count -= 1
+        return count
 
     def blocks_beside(self, total_bytes: int, conversations: int) -> int:
         """Return the blocks that fit beside the windows and the state of ``conversations``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
+    from aiokv._native import Histogram
 
     TokenIds = NDArray[np.integer] | Sequence[int]
 
@@ -65,6 +67,61 @@ class Item(NamedTuple):
     length: int
 
 
+class DurationHistogram(msgspec.Struct, frozen=True):
+    """Durations, counted in buckets whose upper bounds are powers of two seconds.
+
+    Attributes:
+        counts: durations per bucket: those above the bound before it, up to its own; the last
+            bucket has no bound.
+        sum_seconds: sum of all durations.
+        bounds_seconds: upper bounds of all buckets but the last: from 2**-20 s to 4096 s.
+    """
+
+    counts: list[int]
+    sum_seconds: float
+    bounds_seconds: list[float]
+
+    @classmethod
+    def of(cls, histogram: Histogram) -> Self:
+        """Return the present counts of a native histogram."""
+        return cls(histogram.counts, histogram.sum_seconds, histogram.bounds_seconds())
+
+    @property
+    def count(self) -> int:
+        """Number of durations."""
+        return sum(self.counts)
+
+
+class RequestStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Waits of requests since the engine was made, and how they ended.
+
+    Attributes:
+        capacity_wait: waits for capacity and for the salt's quota, of all leases that were not
+            granted at once, without the time that they waited for stores.
+        pending_wait: waits for blocks that another lease computes.
+        store_wait: waits for blocks from the stores.
+        peer_wait: waits for blocks that another engine sends.
+        onload: times from the submission of an onload to the arrival of its last layer.
+        hold: times for which a lease that computes had blocks, to a tick of the kernel (1 to 10
+            ms); added when it gives them back.
+        timed_out_waits: ``allocate`` calls that raised ``AllocateTimeout``.
+        cancelled_waits: ``allocate`` calls that were cancelled while they waited.
+        refused_waits: ``allocate`` calls that raised another error while they waited.
+        too_large_requests: ``allocate`` calls that raised ``RequestTooLarge``.
+    """
+
+    capacity_wait: DurationHistogram
+    pending_wait: DurationHistogram
+    store_wait: DurationHistogram
+    peer_wait: DurationHistogram
+    onload: DurationHistogram
+    hold: DurationHistogram
+    timed_out_waits: int
+    cancelled_waits: int
+    refused_waits: int
+    too_large_requests: int
+
+
 class WindowStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of one window group: its pools, and counters since the engine was made.
 
@@ -102,11 +159,21 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     *Releasing* leases are released, but a batch or a transfer of a peer in flight uses their
     blocks. ``windows`` has the blocks of each window group.
 
+    *Waiting* leases wait for capacity, and the others named so for the quota of their salt, for
+    stores, or for blocks that another lease computes. *Computed* tokens are positions that
+    ``commit`` has noted, again after a preemption; those of prompts are counted separately, too.
+    *Preemptions* gave up a block table, *swaps* began to move one to host memory, and *lost* leases
+    lost theirs with a rank.
+
+    Blocks are *evicted* and *dropped* by cause: ``capacity`` (room for a lease, a host copy or a
+    fetch), ``request`` (``CacheEngine.evict``), ``resize``, ``sleep``, ``reset`` or ``failure`` of
+    a copy. Dropped blocks are in no tier any more.
+
     ``hit_store_tokens`` is a part of the hits of device and host: tokens of blocks that a fetch
     from a store had brought. Only the first lease that is granted with such a block counts; leases
     of pins and prefetches do not. *Fetched* blocks arrived and were verified, *unfetched* ones were
     missing, wrong or late. Blocks that were to be saved to the stores and were not are *dropped*
-    (the queue was full, or the block was evicted before), *rejected* by
+    (the queue was full, or the block was evicted or the host tier slept before), *rejected* by
     ``CacheConfig.store_admission``, *refused* by a store and saved by none, or *failed*; snapshots
     of recurrent state are *unstored* in all these cases.
 
@@ -127,7 +194,15 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     leases: int
     releasing_leases: int
     waiting: int
+    waiting_for_quota: int
+    waiting_for_store: int
+    waiting_for_pending: int
+    preemptions: int
+    swaps: int
+    lost_leases: int
     prompt_tokens: int
+    computed_tokens: int
+    computed_prompt_tokens: int
     hit_device_tokens: int
     hit_host_tokens: int
     hit_store_tokens: int
@@ -136,6 +211,9 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     evicted_device_blocks: int
     evicted_host_blocks: int
     dropped_blocks: int
+    evicted_device_by_cause: dict[str, int]
+    evicted_host_by_cause: dict[str, int]
+    dropped_by_cause: dict[str, int]
     onloaded_blocks: int
     offloaded_blocks: int
     failed_blocks: int
@@ -232,7 +310,8 @@ class PrefixInfo(msgspec.Struct, frozen=True, kw_only=True):
         num_tokens: tokens of the stretch.
         blocks: blocks of the stretch, of which ``device_blocks`` have a copy on the device, and
             ``host_blocks`` one in host memory.
-        uses: leases that were granted with the stretch since it was cached; counted up to 255.
+        uses: how often a lease has computed the stretch, or found it on the device; with stores,
+            also in host memory. Since the stretch was cached, up to 255.
         leases: leases that hold its first block now.
         branches: stretches that follow.
     """
@@ -274,7 +353,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
         asleep: tiers whose memory is freed.
         is_paused: nothing is granted now.
         unpinned_bytes: host memory that the device has not page-locked yet; transfers that use it
-            wait. 0 with ranks, whose memory the manager does not see.
+            wait. With ranks, at most ``RankTimeouts.heartbeat`` old.
     """
 
     phase: Literal["new", "open", "closing", "closed", "abandoned"]

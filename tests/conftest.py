@@ -32,6 +32,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Let the interpreter free frozen objects at its end: nanobind reports all others."""
+    gc.unfreeze()
+
+
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, LoopFactory]:

@@ -25,6 +25,7 @@ COMMANDS = (
     "serve",
     "size",
     "store",
+    "top",
 )
 
 EXIT_ERROR = 2
@@ -55,8 +56,9 @@ def _run(argv: Sequence[str] | None) -> int:
     parser = _make_parser()
     args = parser.parse_args(argv)
     if args.run is None:
-        parser.print_help(sys.stderr)
-        return EXIT_ERROR
+        parser.print_help()
+        sys.stdout.flush()
+        return 0
     try:
         _configure_logs(args.log_level)
         status: int = args.run(args)

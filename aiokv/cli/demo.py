@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,9 @@ FRAMEWORKS = ("numpy", "paddle")
 ATTENTIONS = ("gqa", "mla")
 KV_FORMATS = ("float32", "bfloat16", "int8", "fp8")
 
+LIVE_PORT = 8765
+LIVE_CONVERSATIONS = 4  # to choose from, per client
+
 TRANSPORTS = ("tcp", "nixl", "mooncake")
 KILLS = ("prefill", "decode")
 
@@ -50,6 +54,8 @@ run, and every cached block that a request reads must hold the bytes that were c
 
 With --split, one server and then two processes serve the workload: a prefill process computes the
 prompts and sends their blocks, a decode process receives them and computes the output tokens.
+
+With --live, one server serves random conversations until Ctrl-C, and shows its cache in a browser.
 
 With --store, the later two runs are two processes, one after the other, which share only the store.
 
@@ -194,6 +200,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="corrupt one cached block of the last run: the check must fail (exit status 1)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument(
+        "--live",
+        type=int,
+        nargs="?",
+        const=LIVE_PORT,
+        metavar="PORT",
+        help="serve the conversations again and again, until Ctrl-C, with the live page of the "
+        f"cache on this port of 127.0.0.1 (default: {LIVE_PORT}; 0 for any)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -214,6 +229,8 @@ def run(args: argparse.Namespace) -> int:
     from aiokv.demo.split_report import SplitResult, print_split_table
 
     _check_split(args)
+    if args.live is not None:
+        return _run_live(args)
     check_writable(args.json)
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -234,6 +251,46 @@ def run(args: argparse.Namespace) -> int:
         return _split_verdict(console, result, kill=args.kill)
     print_table(console, result)
     return _verdict(console, result, control=args.corrupt)
+
+
+def _run_live(args: argparse.Namespace) -> int:
+    """Serve with the live page until a signal arrives.
+
+    Raises:
+        ConfigError: uvicorn is not installed.
+        UsageError: an option contradicts ``--live``, or the port is out of range or in use.
+    """
+    from aiokv.cli.running import run_async
+    from aiokv.errors import ConfigError, UsageError
+
+    for option in ("split", "corrupt", "json"):
+        if getattr(args, option):
+            raise UsageError(f"--live and --{option} cannot be used together")
+    if not 0 <= args.live < 2**16:
+        raise UsageError(f"--live is {args.live}; it must be a port, from 0 to 65535")
+    try:
+        from aiokv.demo.live import run_live
+    except ImportError as error:
+        raise ConfigError(
+            f"aiokv demo --live needs the package {error.name}", hint="pip install 'aiokv[serve]'"
+        ) from None
+
+    clients = args.conversations
+    if args.trace is None:
+        args.conversations *= LIVE_CONVERSATIONS
+    scenario = _scenario(args)
+    try:
+        listener = socket.create_server(("127.0.0.1", args.live))
+    except OSError as error:
+        raise UsageError(
+            f"--live: port {args.live} of 127.0.0.1 cannot be bound: {error.strerror}",
+            hint="choose another port, such as --live 0 for any",
+        ) from None
+    with listener:
+        port = listener.getsockname()[1]
+        print(f"the live page is http://127.0.0.1:{port}/; press Ctrl-C to stop", flush=True)
+        run_async(run_live(scenario, _config(args), clients=clients, listener=listener))
+    return 0
 
 
 def _verdict(console: Console, result: DemoResult, *, control: bool) -> int:

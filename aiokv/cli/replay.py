@@ -1,4 +1,4 @@
-"""``aiokv replay TRACE.jsonl``: the prompt tokens that a cache of a given size saves on a trace."""
+"""``aiokv replay TRACE``: the prompt tokens that a cache of a given size saves on a trace."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aiokv.cli.arguments import SAVING_POLICIES, add_count, at_least, positive_float
+from aiokv.cli.replay_rows import fleet_rows, rows
+from aiokv.cli.rows import print_rows
+from aiokv.cli.sweep import add_arguments, block_bytes, check_plot, sweep_of, write_plot
 from aiokv.errors import UsageError
-from aiokv.observe.units import format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from aiokv import CacheEngine, Observation
     from aiokv.cli.progress import Stages
+    from aiokv.cli.sweep import Sweep
     from aiokv.config import EvictionPolicy
     from aiokv.demo.router import RouterName
     from aiokv.trace.disk_tier import DiskAdmission, DiskOptions, DiskPolicy
@@ -26,8 +27,7 @@ EVICTION_POLICIES: tuple[EvictionPolicy, ...] = ("adaptive", "lru")
 DISK_POLICIES: tuple[DiskPolicy, ...] = ("at_commit", "at_nth_use")
 DISK_ADMISSIONS: tuple[DiskAdmission, ...] = ("all", "reused")
 ROUTERS: tuple[RouterName, ...] = ("prefix", "round-robin")
-PLOT_SUFFIXES = (".svg",)
-DEFAULT_CAPACITIES = "8000,16000,32000,64000,128000,256000,512000,1024000"
+EXAMPLE = "example"  # in place of a path
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -38,7 +38,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("trace", metavar="TRACE.jsonl")
+    add(
+        "trace",
+        metavar="TRACE",
+        help="a file, possibly compressed with gzip; - for standard input; example for the trace "
+        "of the package",
+    )
     add("--limit", type=at_least(1), metavar="N", help="replay only the first N requests")
     add_count(parser, "--block-tokens", 16, "tokens per block")
     add_count(parser, "--device-blocks", 32_000, "capacity of the device tier in blocks")
@@ -75,7 +80,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=DISK_ADMISSIONS[0],
         help="reused: save a block on the simulated disk only when it was offered before",
     )
-    add_count(parser, "--block-kib", 2048, "nominal KiB per block, for the reported bytes", "KIB")
     add_count(parser, "--concurrency", 1, "leases held at once")
     add(
         "--speed",
@@ -109,7 +113,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="with --engines: prompt tokens that an engine computes per second of the trace",
     )
     add("--json", type=Path, metavar="FILE", help="write the result as JSON to this file")
-    add("--plot", type=Path, metavar="FILE.svg", help="draw the hit rate against --capacities")
     add(
         "--timeline",
         type=Path,
@@ -117,13 +120,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="write transfers, waits and leases as a trace for ui.perfetto.dev: the newest 65,536 "
         "of each; recording adds to the latencies",
     )
-    add(
-        "--capacities",
-        type=_capacities,
-        metavar="N,N,...",
-        help="numbers of device blocks to replay, for --plot and the result "
-        f"({DEFAULT_CAPACITIES} for --plot)",
-    )
+    add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -141,18 +138,17 @@ def run(args: argparse.Namespace) -> int:
 
     for path in (args.json, args.plot, args.timeline):
         check_writable(path)
-    _check_suffix(args.plot)
+    check_plot(args.plot)
     if args.engines > 1:
         return _run_fleet(args)
     with show_progress("requests", sys.stderr) as stages:
         report = run_async(_replay(args, stages))
-    _print_rows(
-        report.trace, list(_rows(report))
-    )  # first: a file that cannot be written must not cost the work
+    # First: a file that cannot be written must not cost the work.
+    print_rows(_title(report.trace), rows(report))
     if args.json:
         write_json(args.json, report)
     if args.plot:
-        _write_plot(args.plot, report)
+        write_plot(args.plot, report)
     return 0
 
 
@@ -163,7 +159,7 @@ def _run_fleet(args: argparse.Namespace) -> int:
 
     with show_progress("requests", sys.stderr) as stages:
         report = run_async(_replay_fleet(args, stages))
-    _print_rows(report.trace, list(_fleet_rows(report)))
+    print_rows(_title(report.trace), fleet_rows(report))
     if args.json:
         write_json(args.json, report)
     return 0
@@ -178,6 +174,8 @@ async def _replay_fleet(args: argparse.Namespace, stages: Stages) -> FleetReport
         "--eviction-policy all": args.eviction_policy == "all",
         "--disk-blocks": args.disk_blocks > 0,
         "--capacities": args.capacities is not None,
+        "--host-capacities": args.host_capacities is not None,
+        "--disk-capacities": args.disk_capacities is not None,
         "--plot": args.plot is not None,
         "--timeline": args.timeline is not None,
     }
@@ -188,7 +186,10 @@ async def _replay_fleet(args: argparse.Namespace, stages: Stages) -> FleetReport
                 hint=f"leave out {flag} or --engines",
             )
     workload = load_workload(
-        args.trace, args.limit, stages, largest_tokens=args.device_blocks * args.block_tokens
+        _trace_path(args.trace),
+        args.limit,
+        stages,
+        largest_tokens=args.device_blocks * args.block_tokens,
     )
     fleet = FleetOptions(
         engines=args.engines,
@@ -217,9 +218,16 @@ async def _replay(args: argparse.Namespace, stages: Stages) -> ReplayReport:
             hint="choose one --write-policy and one --eviction-policy",
         )
     options = _make_options(args)
-    capacities = args.capacities or (_capacities(DEFAULT_CAPACITIES) if args.plot else [])
-    largest_tokens = max([args.device_blocks, *capacities]) * args.block_tokens
-    workload = load_workload(args.trace, args.limit, stages, largest_tokens=largest_tokens)
+    sweep = sweep_of(args)
+    if sweep is not None:
+        _check_sweep(options, sweep)
+    largest_blocks = max([args.device_blocks, *(sweep.device if sweep else ())])
+    workload = load_workload(
+        _trace_path(args.trace),
+        args.limit,
+        stages,
+        largest_tokens=largest_blocks * args.block_tokens,
+    )
     if args.write_policy == "all":
         report, points = await compare_policies(workload, options, stages)
         report.write_policies = points
@@ -228,9 +236,31 @@ async def _replay(args: argparse.Namespace, stages: Stages) -> ReplayReport:
         report.eviction_policies = evictions
     else:
         report = await _replay_once(workload, options, stages, args.timeline)
-    if capacities:
-        report.capacities = await sweep_capacities(workload, options, capacities, stages)
+    if sweep is not None:
+        report.capacities = await sweep_capacities(
+            workload,
+            options,
+            sweep.device,
+            stages,
+            host_blocks=sweep.host,
+            disk_blocks=sweep.disk,
+        )
     return report
+
+
+def _check_sweep(options: ReplayOptions, sweep: Sweep) -> None:
+    from aiokv.trace.replay import check_sweep
+
+    check_sweep(options, sweep.host, sweep.disk)
+
+
+def _trace_path(trace: str) -> str:
+    """Return the path of a trace; a file named ``example`` goes before that of the package."""
+    if trace != EXAMPLE or Path(trace).exists():
+        return trace
+    from aiokv.trace.example import EXAMPLE as example
+
+    return str(example)
 
 
 async def _replay_once(
@@ -264,7 +294,7 @@ def _make_options(args: argparse.Namespace) -> ReplayOptions:
         eviction_policy=(
             EVICTION_POLICIES[0] if args.eviction_policy == "all" else args.eviction_policy
         ),
-        block_bytes=args.block_kib << 10,
+        block_bytes=block_bytes(args),
         concurrency=args.concurrency,
         speed=args.speed,
         token_seconds=args.token_ms / 1e3,
@@ -293,145 +323,9 @@ def _disk_options(args: argparse.Namespace) -> DiskOptions | None:
     )
 
 
-def _check_suffix(plot: Path | None) -> None:
-    if plot is not None and plot.suffix.lower() not in PLOT_SUFFIXES:
-        raise UsageError(
-            f"--plot {plot}: the suffix {plot.suffix!r} is not supported; it must be "
-            f"{' or '.join(PLOT_SUFFIXES)}",
-            hint=f"--plot {plot.with_suffix(PLOT_SUFFIXES[0])}",
-        )
-
-
-def _write_plot(path: Path, report: ReplayReport) -> None:
-    from aiokv.cli.files import write_file
-    from aiokv.trace.plot import hit_rate_svg
-
-    title = f"{Path(report.trace).name}: prompt tokens found in the cache"
-    write_file(path, hit_rate_svg(report.capacities or [], title).encode())
-
-
-def _print_rows(trace: str, rows: Sequence[tuple[str, str]]) -> None:
-    if not sys.stdout.isatty():
-        for name, value in rows:
-            print(f"{name}: {value}")
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"replay of {Path(trace).name}", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False).print(table)
-
-
-def _fleet_rows(report: FleetReport) -> Iterator[tuple[str, str]]:
-    yield "requests", f"{report.requests:,}"
-    yield "prompt tokens", f"{report.prompt_tokens:,}"
-    if report.rejected_requests:
-        yield "requests larger than a device", f"{report.rejected_requests:,}"
-    for point in report.routers:
-        text = (
-            f"{point.hit_tokens:,} ({point.hit_rate:.2%}); the busiest engine computes "
-            f"{point.imbalance:.2f} times the mean"
-        )
-        yield f"hit tokens, {point.router}", text
-
-
-def _rows(report: ReplayReport) -> list[tuple[str, str]]:
-    rows = [
-        ("requests", f"{report.requests:,}"),
-        ("prompt tokens", f"{report.prompt_tokens:,}"),
-    ]
-    if report.rejected_requests:
-        rows.append(("requests larger than the device", f"{report.rejected_requests:,}"))
-    for tier, tokens in report.hit_tokens.items():
-        share = tokens / report.prompt_tokens
-        rows.append((f"hit tokens, {tier}", f"{tokens:,} ({share:.2%})"))
-    rows += [
-        ("evicted device blocks", f"{report.evicted_blocks:,}"),
-        ("index CPU time", format_seconds(report.index_seconds)),
-        ("requests per CPU second", f"{report.requests_per_second:,.0f}"),
-        ("wall-clock time", format_seconds(report.wall_seconds)),
-    ]
-    if report.failed_onloads:
-        rows.append(("failed onloads", f"{report.failed_onloads:,}"))
-    rows += _traffic_rows(report)
-    rows += _latency_rows(report)
-    rows += _memory_rows(report)
-    for eviction in report.eviction_policies or ():
-        text = (
-            f"hits {eviction.hit_tokens['total']:,} tokens ({eviction.hit_rate:.2%}), on the "
-            f"device {eviction.device_share_of_min:.3f} of the {eviction.min_hit_tokens:,} of MIN"
-        )
-        rows.append((eviction.eviction_policy, text))
-    for point in report.capacities or ():
-        hits = f"{point.hit_tokens['total']:,} ({point.hit_rate:.2%})"
-        rows.append((f"hit tokens with {point.device_blocks:,} device blocks", hits))
-    return rows
-
-
-def _traffic_rows(report: ReplayReport) -> list[tuple[str, str]]:
-    traffic = report.traffic
-    if not report.config["host_blocks"]:
-        return []
-    rows = [
-        ("copied to host memory", _moved(traffic.offloaded_blocks, traffic.offloaded_bytes)),
-        ("copied to the device", _moved(traffic.onloaded_blocks, traffic.onloaded_bytes)),
-    ]
-    if report.disk is not None:
-        disk = report.disk
-        rows += [
-            ("saved on disk", _moved(disk.saved_blocks, disk.saved_bytes)),
-            ("loaded from disk", _moved(disk.loaded_blocks, disk.loaded_bytes)),
-            ("evicted disk blocks", f"{disk.evicted_blocks:,}"),
-        ]
-        if disk.rejected_blocks:
-            rows.append(("blocks not admitted to disk", f"{disk.rejected_blocks:,}"))
-    for point in report.write_policies or ():
-        hits, moved = point.hit_tokens, point.traffic
-        text = (
-            f"hits {hits['total']:,} tokens ({point.hit_rate:.2%}; device {hits['device']:,}, "
-            f"host {hits['host']:,}), copied to host memory "
-            f"{moved.offloaded_bytes / 2**30:,.2f} GiB, "
-            f"to the device {moved.onloaded_bytes / 2**30:,.2f} GiB, evicted device blocks "
-            f"{point.evicted_blocks:,}, host blocks {moved.evicted_host_blocks:,}"
-        )
-        rows.append((point.write_policy, text))
-    return rows
-
-
-def _moved(blocks: int, num_bytes: int) -> str:
-    return f"{blocks:,} blocks, {num_bytes / 2**30:,.2f} GiB"
-
-
-def _latency_rows(report: ReplayReport) -> list[tuple[str, str]]:
-    rows = []
-    for name, times in report.latency_us.items():
-        values = (format_seconds(us * 1e-6) for us in (times.p50, times.p99, times.max))
-        rows.append((f"{name} p50 / p99 / max", " / ".join(values)))
-    return rows
-
-
-def _memory_rows(report: ReplayReport) -> list[tuple[str, str]]:
-    memory = report.memory
-    rows = [
-        ("cached blocks", f"{memory.cached_blocks:,}"),
-        ("index memory", f"{memory.index_bytes / 2**20:,.1f} MiB"),
-        ("index memory per cached block", f"{memory.index_bytes_per_block:.1f} B"),
-        ("token ids", f"{memory.token_bytes / 2**20:,.1f} MiB"),
-        ("growth of resident memory", f"{memory.rss_delta_bytes / 2**20:,.1f} MiB"),
-    ]
-    if report.execute:
-        rows.append(("blocks written", f"{report.execute.written_blocks:,}"))
-        rows.append(("cached blocks verified", f"{report.execute.verified_blocks:,}"))
-    return rows
+def _title(trace: str) -> str:
+    return f"replay of {Path(trace).name}"
 
 
 def _speed(text: str) -> float | None:
     return None if text == "max" else positive_float(text)
-
-
-def _capacities(text: str) -> list[int]:
-    return [at_least(1)(part) for part in text.split(",")]

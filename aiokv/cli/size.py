@@ -6,12 +6,14 @@ import argparse
 from typing import TYPE_CHECKING
 
 from aiokv.cli.arguments import add_count, add_json, positive_share, size_bytes
+from aiokv.errors import UsageError
 from aiokv.observe.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aiokv.sizing import CacheSizes
+    from aiokv.model_shape import ModelShape
+    from aiokv.sizing import CacheSizes, Memory
 
 EPILOG = """\
 --model takes the path of a config.json of Hugging Face, the path of its folder, or the name of a
@@ -19,7 +21,8 @@ model in the local cache of Hugging Face; nothing is downloaded. The weights are
 GPU memory: those of --weights, or the *.safetensors files beside the config.json.
 
 Sizes have units: 80GiB, 1.5TB, 512MiB. Bytes and blocks are those of one rank; --host-memory is
-that of all ranks together. Put the printed TOML in a file for CacheConfig.load(file=...).
+that of all ranks together. With a write policy other than none, host memory also holds blocks that
+are in GPU memory. Put the printed TOML in a file for CacheConfig.load(file=...).
 """
 
 
@@ -34,7 +37,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add = parser.add_argument
     add("--model", required=True, metavar="PATH", help="config.json, its folder, or ORG/NAME")
-    add("--gpu-memory", required=True, type=size_bytes, metavar="SIZE", help="memory of one GPU")
+    add(
+        "--gpu-memory",
+        type=size_bytes,
+        metavar="SIZE",
+        help="memory of one GPU; without it, only the bytes per token and block are computed",
+    )
     add(
         "--gpu-memory-utilization",
         type=positive_share,
@@ -78,9 +86,13 @@ def run(args: argparse.Namespace) -> int:
     from aiokv.cli.files import check_writable, print_json
     from aiokv.cli.rows import print_rows
     from aiokv.cli.toml import toml_lines
+    from aiokv.sizing import cache_sizes
 
     check_writable(args.json)
-    sizes = _sizes(args)
+    shape, memory = _inputs(args)
+    if memory is None:
+        return _print_shape(args, shape)
+    sizes = cache_sizes(shape, memory)
     sizes.check()
     if args.json is not None:
         print_json(args.json, sizes)
@@ -91,28 +103,70 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _sizes(args: argparse.Namespace) -> CacheSizes:
+def _inputs(args: argparse.Namespace) -> tuple[ModelShape, Memory | None]:
+    """Return the model, and the memory; None without ``--gpu-memory``.
+
+    Raises:
+        ConfigError: the model cannot be sized.
+        UsageError: an option needs ``--gpu-memory``.
+    """
     from aiokv.model_config import config_path
     from aiokv.model_shape import ModelShape
-    from aiokv.sizing import Memory, cache_sizes, weight_bytes
+    from aiokv.sizing import Memory, weight_bytes
 
     path = config_path(args.model)
+    shape = ModelShape.from_config(path)
+    if args.gpu_memory is None:
+        for flag, is_set in {"--host-memory": args.host_memory, "--weights": args.weights}.items():
+            if is_set:
+                raise UsageError(f"{flag} needs --gpu-memory", hint="--gpu-memory 80GiB")
+        return shape, None
     weights = weight_bytes(path.parent) if args.weights is None else args.weights
-    return cache_sizes(
-        ModelShape.from_config(path),
-        Memory(
-            gpu_bytes=args.gpu_memory,
-            gpu_share=args.gpu_memory_utilization,
-            weight_bytes=weights or 0,
-            host_bytes=args.host_memory,
-            tensor_parallel=args.tensor_parallel,
-            kv_dtype=args.kv_dtype,
-            block_tokens=args.block_tokens,
-            conversation_tokens=args.tokens,
-            step_tokens=args.step_tokens,
-            with_stores=args.with_stores,
-        ),
+    return shape, Memory(
+        gpu_bytes=args.gpu_memory,
+        gpu_share=args.gpu_memory_utilization,
+        weight_bytes=weights or 0,
+        host_bytes=args.host_memory,
+        tensor_parallel=args.tensor_parallel,
+        kv_dtype=args.kv_dtype,
+        block_tokens=args.block_tokens,
+        conversation_tokens=args.tokens,
+        step_tokens=args.step_tokens,
+        with_stores=args.with_stores,
     )
+
+
+def _print_shape(args: argparse.Namespace, shape: ModelShape) -> int:
+    """Print the bytes per token and block, of each group of layers."""
+    from aiokv.cli.files import print_json
+    from aiokv.cli.rows import print_rows
+
+    per_rank = {"kv_dtype": args.kv_dtype, "tensor_parallel": args.tensor_parallel}
+    groups: tuple[str | None, ...] = (None, *shape.windows)
+    found = {
+        group or "full": {
+            "token_bytes": shape.bytes_per_token(**per_rank, group=group),
+            "block_bytes": shape.bytes_per_block(args.block_tokens, **per_rank, group=group),
+        }
+        for group in groups
+    }
+    state_bytes = shape.state_slot_bytes(tensor_parallel=args.tensor_parallel)
+    if args.json is not None:
+        print_json(args.json, {"groups": found, "state_slot_bytes": state_bytes})
+        return 0
+    rows = [
+        ("model", f"{shape.name}, {shape.attention}, {shape.full_layers} layers of full attention"),
+        ("dtype of KV", shape.resolved_kv_dtype(args.kv_dtype)),
+    ]
+    for group, sizes in found.items():
+        layers = "" if group == "full" else f", layers of {group}"
+        rows.append((f"bytes per token{layers}", _exact(sizes["token_bytes"])))
+        rows.append((f"bytes per block{layers}", _exact(sizes["block_bytes"])))
+    if state_bytes:
+        rows.append(("recurrent state per sequence", _exact(state_bytes)))
+    rows += [("note", note) for note in shape.notes]
+    print_rows(shape.name, rows)
+    return 0
 
 
 def _rows(sizes: CacheSizes) -> Iterator[tuple[str, str]]:

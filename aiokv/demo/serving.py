@@ -115,7 +115,7 @@ class Server:
         """
         async with self.computing() as clients:
             for conversation in workload.conversations:
-                clients.create_task(self._converse(conversation))
+                clients.create_task(self.converse(conversation))
 
     @asynccontextmanager
     async def computing(self) -> AsyncIterator[asyncio.TaskGroup]:
@@ -135,7 +135,8 @@ class Server:
         except ExceptionGroup as errors:
             raise first_error(errors) from errors
 
-    async def _converse(self, conversation: Conversation) -> None:
+    async def converse(self, conversation: Conversation) -> None:
+        """Serve the turns of a conversation, one after the other, inside ``computing``."""
         tokens: list[int] = []
         items: tuple[Item, ...] = ()
         for number, turn in enumerate(conversation.turns):

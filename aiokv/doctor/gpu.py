@@ -23,7 +23,6 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 LIST_SECONDS: Final = 30.0  # the driver starts the GPUs, which takes seconds without persistence
 COPY_SECONDS: Final = 60.0
 
-MIN_COMPUTE: Final = (8, 0)  # of the machine code in the native extension, by default
 # Bytes per second of one lane, in one direction, behind the line code.
 LANE_BYTES: Final = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 _GENERATIONS: Final = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
@@ -112,9 +111,12 @@ def _check_gpu(machine: Machine, gpu: Gpu) -> Iterator[Finding]:
     compute = f"{gpu.compute[0]}.{gpu.compute[1]}"
     text = f"{gpu.name}, {format_bytes(gpu.memory_bytes)}, compute capability {compute}"
     name = f"GPU {gpu.ordinal}"
-    if tuple(gpu.compute) < MIN_COMPUTE:
+    built = machine.native.build_info()["cuda_architectures"]
+    if built and not has_code_for(built, gpu.compute):
         yield missing(
-            name, text, f"build aiokv with CUDAARCHS={compute.replace('.', '')}, or use another GPU"
+            name,
+            f"{text}; the native extension has code for {built.replace(',', ', ')}",
+            f"build aiokv with CUDAARCHS={compute.replace('.', '')}, or use another GPU",
         )
     else:
         yield ok(name, text)
@@ -130,6 +132,28 @@ def _check_gpu(machine: Machine, gpu: Gpu) -> Iterator[Finding]:
             f"node {node}, but the process runs on other nodes",
             f"numactl --cpunodebind={node} --preferred={node}",
         )
+
+
+def has_code_for(architectures: str, compute: tuple[int, int]) -> bool:
+    """Return True if code for these architectures runs on a GPU.
+
+    Machine code (``80-real``) runs on GPUs of the same major version and of the same or a later
+    minor version; PTX (``80``, ``80-virtual``) on all later GPUs, too; ``90a`` on 9.0 alone.
+
+    Args:
+        architectures: as ``CMAKE_CUDA_ARCHITECTURES`` has them, separated by commas.
+        compute: compute capability of the GPU.
+    """
+    for architecture in architectures.split(","):
+        found = re.fullmatch(r"(\d+)(\d)([af]?)(?:-(real|virtual))?", architecture.strip())
+        if found is None:
+            return True  # "native", "all": not known here
+        built = int(found[1]), int(found[2])
+        if built == compute or (
+            not found[3] and built <= compute and (built[0] == compute[0] or found[4] != "real")
+        ):
+            return True
+    return False
 
 
 def _check_copies(machine: Machine, gpu: Gpu) -> Iterator[Finding]:

@@ -42,6 +42,16 @@ def check_build(machine: Machine) -> Iterator[Finding]:
         yield slow("aiokv", "not installed as a package", "pip install aiokv")
     else:
         yield ok("aiokv", version)
+    info = machine.native.build_info()
+    text = f"{info['compiler']}, {info['type']}"
+    if info["optimized"]:
+        yield ok("native extension", text)
+    else:
+        yield slow(
+            "native extension",
+            f"{text}, without optimization",
+            "install aiokv again as Release: pip install -C cmake.build-type=Release ...",
+        )
     implementation = machine.native.sha256_implementation()
     if "portable" in implementation:
         yield slow(
@@ -61,7 +71,9 @@ def check_cuda_build(machine: Machine) -> Iterator[Finding]:
             "install aiokv again where nvcc can be found: pip install --no-cache-dir aiokv",
         )
     else:
-        yield ok("CUDA in the native extension", _cuda_version(machine.native))
+        version = format_cuda(machine.native.cuda.runtime_version())
+        architectures = machine.native.build_info()["cuda_architectures"].replace(",", ", ")
+        yield ok("CUDA in the native extension", f"CUDA {version}, architectures {architectures}")
 
 
 def check_uvloop(machine: Machine) -> Iterator[Finding]:
@@ -128,11 +140,6 @@ def check_extras(machine: Machine) -> Iterator[Finding]:
     if others:
         text += f"; not installed: {', '.join(others)}"
     yield ok("extras", text)
-
-
-def _cuda_version(native: object) -> str:
-    version = native.cuda.runtime_version()  # type: ignore[attr-defined]
-    return f"CUDA {format_cuda(version)}"
 
 
 def format_cuda(version: int) -> str:

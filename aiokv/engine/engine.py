@@ -28,6 +28,7 @@ from aiokv.engine.observation import DEFAULT_LIMIT, Observation, record_timeline
 from aiokv.engine.parts import Parts, check_arguments
 from aiokv.engine.peers import Exchange
 from aiokv.engine.pins import Pins
+from aiokv.engine.recording import TraceRecording, writer_for
 from aiokv.engine.recovery import Recovery
 from aiokv.engine.sleeping import TIERS, Sleep
 from aiokv.engine.steps import Steps
@@ -36,6 +37,7 @@ from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
     import asyncio
+    import os
     from collections.abc import Iterable, Sequence
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
@@ -65,11 +67,12 @@ if TYPE_CHECKING:
         HotPrefixes,
         Item,
         LeaseInfo,
+        RequestStatistics,
         Statistics,
         Tier,
         TokenIds,
     )
-    from aiokv.worker.base import Worker
+    from aiokv.worker.base import RankStatistics, Worker
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.poller import PollerStatistics
@@ -99,8 +102,9 @@ class CacheEngine(Unique):
 
     ``async with`` binds the engine to the running event loop. Call every method on that loop.
     Read-only methods may also be called before ``async with`` and after closing. Any thread may
-    call ``statistics()``, ``worker_statistics()``, ``asleep``, ``open_step``, ``loop``,
-    ``has_begun`` and ``repr()``; all other methods raise ``UsageError`` in another thread.
+    call ``statistics()``, ``request_statistics()``, ``worker_statistics()``, ``asleep``,
+    ``open_step``, ``loop``, ``has_begun`` and ``repr()``; all other methods raise ``UsageError`` in
+    another thread.
 
     Raises:
         ConfigError: an argument has the wrong type, is unknown, or contradicts another argument;
@@ -134,6 +138,7 @@ class CacheEngine(Unique):
         self._scheduler = parts.scheduler
         self._worker = parts.worker
         self._poller = parts.poller
+        self._requests = parts.requests
         self._observers = parts.observers
         self._steps = Steps(parts)
         exchange = Exchange(parts)
@@ -828,6 +833,10 @@ class CacheEngine(Unique):
         """Return counters and the current state of the pools. Any thread."""
         return self._scheduler.read.statistics()
 
+    def request_statistics(self) -> RequestStatistics:
+        """Return the waiting times of requests, and how many waits failed. Any thread."""
+        return self._requests.statistics()
+
     def worker_statistics(self) -> WorkerStatistics:
         """Return counters of the transfers; zeros before ``async with``. Any thread."""
         return self._worker.statistics()
@@ -843,6 +852,15 @@ class CacheEngine(Unique):
         """
         self._lifetime.check_thread()
         return self._worker.store_statistics()
+
+    def rank_statistics(self) -> list[RankStatistics]:
+        """Return the state of each rank; empty without ranks, and before ``async with``.
+
+        Raises:
+            UsageError: the call is made in another thread.
+        """
+        self._lifetime.check_thread()
+        return self._worker.rank_statistics()
 
     def peer_statistics(self) -> PeerStatistics:
         """Return counts of the blocks received from other engines, and sent to them.
@@ -989,6 +1007,8 @@ class CacheEngine(Unique):
     ) -> KVEvents:
         """Subscribe to what the tiers hold, in the schema of vLLM.
 
+        ::
+
             async with engine.kv_events() as events:
                 async for batch in events:
                     router.update(batch)
@@ -1014,6 +1034,43 @@ class CacheEngine(Unique):
         """
         return self._events.subscribe(hashes, max_queued_blocks, data_parallel_rank)
 
+    def record_trace(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_file_bytes: int = 256 << 20,
+        max_files: int = 8,
+    ) -> TraceRecording:
+        """Record the requests to a trace, which ``aiokv replay`` reads, while they are served.
+
+        ::
+
+            async with engine.record_trace("/var/log/aiokv/trace.jsonl.gz"):
+                await serve(engine)
+
+        The trace has the public Mooncake format: arrival, numbers of prompt and output tokens, and
+        an id per 512 prompt tokens, which is equal for equal prefixes. It contains no token, salt
+        or adapter, and the ids tell nothing about them. A request is written when its lease is
+        released, if it has computed a block; the lines are in that order. Forks are left out.
+
+        A thread writes. When it cannot keep up, or the disk is full, requests are left out and
+        counted, and the engine goes on. Full files are kept beside ``path`` as
+        ``trace.000001.jsonl.gz`` and so on; each is a trace of its own.
+
+        Args:
+            path: the newest file; compressed if the name ends in ``.gz``. A file that exists there
+                is kept as an older one.
+            max_file_bytes: size at which the next file begins, at least 64 KiB.
+            max_files: files to keep; the oldest are deleted.
+
+        Raises:
+            UsageError: an argument is out of range. ``async with`` raises it when the file cannot
+                be written or another recording is under way, and ``ClosedError`` when the engine
+                is closed.
+        """
+        writer = writer_for(path, max_file_bytes, max_files)
+        return TraceRecording(self._leases.recordings, self._lifetime, writer)
+
     def dump(self) -> dict[str, object]:
         """Return the state of all leases, waiting lines and ranks as values that JSON can hold.
 
@@ -1026,6 +1083,7 @@ class CacheEngine(Unique):
             "open_step": self._scheduler.read.open_step,
             "asleep": sorted(self.asleep),
             "statistics": msgspec.to_builtins(self.statistics()),
+            "requests": msgspec.to_builtins(self.request_statistics()),
             "worker": msgspec.to_builtins(self.worker_statistics()),
             "peers": msgspec.to_builtins(self.peer_statistics()),
             "stores": msgspec.to_builtins(self.store_statistics()),

@@ -12,8 +12,16 @@ from aiokv.engine.contexts import context_of
 from aiokv.engine.lifetime import Phase
 from aiokv.engine.observers import outcome_of
 from aiokv.engine.receiving import Receiving
+from aiokv.engine.recording import Recordings
 from aiokv.engine.sending import Sending
-from aiokv.errors import AllocateTimeout, LeaseError, TransferError, UsageError, WouldBlock
+from aiokv.errors import (
+    AllocateTimeout,
+    LeaseError,
+    RequestTooLarge,
+    TransferError,
+    UsageError,
+    WouldBlock,
+)
 from aiokv.lease import Lease
 from aiokv.observe.logs import DEBUG, Log
 from aiokv.peers.ticket import MAX_TIMEOUT_SECONDS
@@ -50,6 +58,7 @@ class Leases:
 
     Attributes:
         read: read access to the scheduler's state.
+        recordings: notes the prompts of leases for a trace, while one is recorded.
     """
 
     def __init__(
@@ -61,6 +70,7 @@ class Leases:
         exchange: Exchange,
     ) -> None:
         self.read = parts.scheduler.read
+        self.recordings = Recordings(parts.scheduler.read)
         self._lifetime = parts.lifetime
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
@@ -75,6 +85,7 @@ class Leases:
         self._exchange = exchange
         self._flows = exchange.flows  # empty when no lease receives or sends
         self._speed = parts.speed
+        self._requests = parts.requests
         self._observers = parts.observers
         self._verifies = parts.config.verify == "checksum"
         self._done = done_view(parts.worker.num_layers)
@@ -113,19 +124,16 @@ class Leases:
             checks.flag("read", read)
         if write is not True:
             checks.flag("write", write)
+        array = as_tokens(tokens)
+        context = context_of(salt, adapter) if salt or adapter else ""
+        triples = as_items(items) if items else ()
         lease_id = self._apply(
-            self._scheduler.match(
-                as_tokens(tokens),
-                context_of(salt, adapter) if salt or adapter else "",
-                as_items(items) if items else (),
-                read,
-                write,
-                owner,
-                salt,
-            )
+            self._scheduler.match(array, context, triples, read, write, owner, salt)
         )
         if self._observers.active:
             self._observers.matched(lease_id)
+        if self.recordings.active:
+            self.recordings.matched(lease_id, array, context, triples)
         return Lease(self, lease_id, owner, salt, self._done)
 
     def would_hit(self, tokens: TokenIds, *, salt: str, adapter: str, items: Sequence[Item]) -> Hit:
@@ -175,7 +183,11 @@ class Leases:
             False when the lease waits: the caller awaits ``wait_granted``.
         """
         self._lifetime.check_open()
-        result = self._scheduler.allocate(lease.id or lease.live_id(), num_tokens, priority)
+        try:
+            result = self._scheduler.allocate(lease.id or lease.live_id(), num_tokens, priority)
+        except RequestTooLarge as error:
+            self._requests.note_error(error)
+            raise
         if result[0] is READY and result[1] is NO_EFFECTS and not self._waiters:
             # There is nothing to apply, and no condition to test.
             if self._observers.active:
@@ -201,7 +213,12 @@ class Leases:
             if not self.allocate(lease, num_tokens, priority):
                 await self.wait_granted(lease, num_tokens, timeout)
             return
-        self._apply(self._scheduler.allocate(lease_id, num_tokens, priority, waits_for_store=True))
+        try:
+            result = self._scheduler.allocate(lease_id, num_tokens, priority, waits_for_store=True)
+        except RequestTooLarge as error:
+            self._requests.note_error(error)
+            raise
+        self._apply(result)
         try:
             wait = self._fetches.begin(lease_id, wait_store)
         except BaseException:
@@ -212,13 +229,20 @@ class Leases:
         finally:
             wait.stop()
             lease.note_store_wait(wait.seconds)
+            self._requests.store_wait.add(wait.seconds)
 
     def try_allocate(
         self, lease: Lease, num_tokens: int, onload_priority: Priority = Priority.DEMAND
     ) -> bool:
         """Grant now, or return False."""
         self._lifetime.check_open()
-        result = self._scheduler.try_allocate(lease.live_id(), num_tokens, None, onload_priority)
+        try:
+            result = self._scheduler.try_allocate(
+                lease.live_id(), num_tokens, None, onload_priority
+            )
+        except RequestTooLarge as error:
+            self._requests.note_error(error)
+            raise
         return self._take_grant(lease, result)
 
     def _take_grant(self, lease: Lease, result: tuple[Grant | None, Effects]) -> bool:
@@ -288,18 +312,23 @@ class Leases:
                 return  # the grant came just before the deadline
             reason, hint = self.read.explain_wait(lease.salt, num_tokens, self._open_step.explain())
             self._stop_waiting(lease, lease_id)
-            raise AllocateTimeout(
+            timed_out = AllocateTimeout(
                 f"allocate timed out after {timeout} s: no room for {num_tokens} positions: "
                 f"{reason}",
                 hint=hint,
-            ) from None
-        except BaseException:
+            )
+            self._requests.note_error(timed_out)
+            raise timed_out from None
+        except BaseException as error:
             self._stop_waiting(lease, lease_id)
+            self._requests.note_error(error)
             raise
         finally:
             self._dispatcher.forget_wait(lease_id)
             elsewhere = 0.0 if store_wait is None else store_wait.seconds
-            lease.note_capacity_wait(max(time.monotonic() - began - elsewhere, 0.0))
+            seconds = max(time.monotonic() - began - elsewhere, 0.0)
+            lease.note_capacity_wait(seconds)
+            self._requests.capacity_wait.add(seconds)
             self._note_wait(lease, lease_id, "capacity", began + elsewhere)
 
     def _stop_waiting(self, lease: Lease, lease_id: int) -> None:
@@ -334,7 +363,9 @@ class Leases:
             outcome = "timeout"  # this lease computes the blocks again
         finally:
             self._apply(self._scheduler.stop_wait_pending(lease_id))
-            lease.note_pending_wait(pending_tokens, time.monotonic() - began)
+            seconds = time.monotonic() - began
+            lease.note_pending_wait(pending_tokens, seconds)
+            self._requests.pending_wait.add(seconds)
             self._note_wait(lease, lease_id, "pending", began, outcome)
 
     def _note_wait(
@@ -524,6 +555,8 @@ class Leases:
         self._lifetime.check_loop()
         used_in = 0 if after is None else self._steps.close(after)
         lease_id, lease.id = lease.id, 0
+        if self.recordings.active:
+            self.recordings.releases(lease_id)
         self._apply(self._scheduler.release(lease_id, used_in))
         if self._observers.active:
             self._observers.released(lease_id)
@@ -542,6 +575,8 @@ class Leases:
 
     def _release_collected(self, lease_id: int) -> None:
         if self._lifetime.is_running:
+            if self.recordings.active:
+                self.recordings.releases(lease_id)
             self._apply(self._scheduler.release(lease_id))
             if self._observers.active:
                 self._observers.released(lease_id)

@@ -74,6 +74,12 @@ class Observation(Unique):
         """
         return self._observers.unfinished() if self._left is None else list(self._left)
 
+    def in_flight(self) -> list[TransferSpan]:
+        """Return the transfers of ``unfinished`` only."""
+        if self._left is None:
+            return self._observers.in_flight()
+        return [record for record in self._left if isinstance(record, TransferSpan)]
+
     def timeline(self) -> dict[str, Any]:
         """Return the records as a trace for ui.perfetto.dev or chrome://tracing.
 

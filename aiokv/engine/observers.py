@@ -260,12 +260,15 @@ class Observers:
                     self._drop(observer)
                     _report(observer, error)
 
+    def in_flight(self) -> list[TransferSpan]:
+        """Return the transfers in progress, as records that end now."""
+        now = time.monotonic()
+        return [self._span(plan, counter, now, "open", "") for plan, counter in self._transfers()]
+
     def unfinished(self) -> list[Record]:
         """Return transfers, phases and batches in progress, as records that end now."""
         now = time.monotonic()
-        records: list[Record] = [
-            self._span(plan, counter, now, "open", "") for plan, counter in self._transfers()
-        ]
+        records: list[Record] = [*self.in_flight()]
         records += [
             _wait(lease_id, owner, name, began_at, now, "open")
             for (lease_id, name), (owner, began_at) in self._waits.items()

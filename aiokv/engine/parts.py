@@ -10,6 +10,7 @@ from aiokv.engine.dispatcher import Dispatcher
 from aiokv.engine.lifetime import Lifetime
 from aiokv.engine.observers import Observers
 from aiokv.engine.open_step import OpenStep
+from aiokv.engine.requests import RequestCounts
 from aiokv.engine.speed import PrefillSpeed
 from aiokv.engine.transfers import Transfers
 from aiokv.errors import ConfigError, UsageError
@@ -49,6 +50,7 @@ class Parts:
     transfers: Transfers
     dispatcher: Dispatcher
     speed: PrefillSpeed
+    requests: RequestCounts
     identity: StoreIdentity | None
     peers: Peers | None
 
@@ -85,9 +87,18 @@ class Parts:
         can = worker.capabilities
         scheduler = _new_scheduler(config, has_stores=can.stores)
         open_step = OpenStep(lifetime, scheduler.read, worker)
+        requests = RequestCounts(scheduler.read)
         observers = Observers(scheduler.read, poller)
         transfers = Transfers(
-            config, lifetime, scheduler.read, worker, poller, open_step, observers, on_report
+            config,
+            lifetime,
+            scheduler.read,
+            worker,
+            poller,
+            open_step,
+            observers,
+            on_report,
+            on_onload=requests.onload.add,
         )
         return cls(
             config=config,
@@ -100,6 +111,7 @@ class Parts:
             transfers=transfers,
             dispatcher=Dispatcher(scheduler, lifetime, worker, poller, transfers),
             speed=PrefillSpeed(config.prefill_tokens_per_second, config.block_tokens),
+            requests=requests,
             identity=_identity_of(config) if can.stores or can.peers else None,
             peers=peers,
         )

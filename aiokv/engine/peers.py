@@ -67,6 +67,7 @@ class Exchange:
         self._apply = parts.dispatcher.apply
         self._worker = parts.worker
         self._poller = parts.poller
+        self._peer_wait = parts.requests.peer_wait
         self._observers = parts.observers
         self._model = parts.config.model
         self._weights_version = parts.config.weights_version
@@ -284,6 +285,7 @@ class Exchange:
     def note_wait(self, flow: Flow, seconds: float) -> None:
         """Add the time of one call of ``Receiving.wait``, which ends now."""
         self.counts.receive_wait_seconds += seconds
+        self._peer_wait.add(seconds)
         flow.lease.note_peer_wait(seconds)
         if self._observers.active:
             self._observers.end_wait(

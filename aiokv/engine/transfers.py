@@ -39,6 +39,7 @@ class Transfers:
         open_step: notes transfers that wait for the open step.
         observers: are told the ends of transfers.
         on_report: called in a later pass with the report of a plan that the worker refused.
+        on_onload: called with the seconds of each onload that has copied all its blocks.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Transfers:
         open_step: OpenStep,
         observers: Observers,
         on_report: Callable[[TransferReport], None],
+        on_onload: Callable[[float], None],
     ) -> None:
         self._block_tokens = config.block_tokens
         # State and windows cannot be rolled back: after a failure, all positions are recomputed.
@@ -62,6 +64,7 @@ class Transfers:
         self._open_step = open_step
         self._observers = observers
         self._on_report = on_report
+        self._on_onload = on_onload
         self._counters: dict[int, tuple[TransferPlan, LayerDoneCounter]] = {}
         self._ends: dict[int, list[asyncio.Future[None]]] = {}  # waits for the report, by transfer
         observers.follow(lambda: list(self._counters.values()))
@@ -167,6 +170,8 @@ class Transfers:
                 first_bad_block=report.first_bad_block,
                 reason=report.reason,
             )
+        if report.outcome == "done" and plan.route == ONLOAD:
+            self._on_onload(counter.elapsed_seconds)
         del self._counters[report.transfer_id]
         if log.is_on(DEBUG):
             started = counter.started_seconds or counter.end_seconds

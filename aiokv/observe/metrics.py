@@ -13,11 +13,14 @@ tokens, requests or owners, and salts beyond the largest ones are summed up as `
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 import aiokv
 from aiokv.observe import tables
 from aiokv.observe.exposition import CONTENT_TYPE, Family, Sample, labelled, merged, text_of
+from aiokv.types import DurationHistogram
+from aiokv.worker.lanes import ROUTE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from aiokv.observe.exposition import Kind
     from aiokv.observe.tables import Table
     from aiokv.stores.guard_statistics import GuardStatistics
+    from aiokv.types import RequestStatistics, Statistics
+    from aiokv.worker.lanes import WorkerStatistics
 
 __all__ = ["CONTENT_TYPE", "DEFAULT_ENGINE", "MAX_SALTS", "exposition", "families", "named_engines"]
 
@@ -35,6 +40,7 @@ DEFAULT_ENGINE: Final = "default"
 MAX_SALTS: Final = 20
 """Salts with a metric of their own, those with the most blocks; the others are one ``"other"``."""
 
+OTHER_SALTS: Final = "other"
 BREAKER_STATES: Final = ("closed", "open", "probing", "off")
 UNKNOWN: Final = -1  # a size that a store does not know
 
@@ -92,20 +98,77 @@ def _families(engine: CacheEngine) -> Iterator[Family]:
         [Sample("", {"tier": t}, int(t in engine.asleep)) for t in ("device", "host")],
     )
     yield from _rows(tables.STATISTICS, statistics)
+    yield from _rows(tables.REQUESTS, engine.request_statistics())
+    yield from _quota_families(engine)
     for group, window in statistics.windows.items():
         yield from _rows(tables.WINDOW, window, group=group)
     yield from _rows(tables.WORKER, worker)
-    for route in tables.ROUTES:
+    for route in ROUTE_NAMES:
         yield from _rows(tables.LANE, getattr(worker, route), route=route)
-    yield from _rows(tables.POLLER, engine.poller_statistics())
-    for store in engine.store_statistics():
+    yield from _rows(tables.POLLER, engine.poller_statistics(), rank="")
+    for rank in engine.rank_statistics():
+        yield from _rows(tables.RANK, rank, rank=str(rank.rank))
+        yield from _rows(tables.POLLER, rank.poller, rank=str(rank.rank))
+    stores = engine.store_statistics()
+    for store in stores:
         yield from _store_families(store)
     yield from _rows(tables.PEERS, peers)
-    for rank in peers.ranks:
-        number = _rank(rank.rank)
-        yield from _rows(tables.RANK_PEERS, rank, rank=number)
-        yield from _rows(tables.RECEIVER, rank.received, rank=number)
-        yield from _rows(tables.SENDER, rank.sent, rank=number)
+    for use in peers.ranks:
+        number = _rank(use.rank)
+        yield from _rows(tables.RANK_PEERS, use, rank=number)
+        yield from _rows(tables.RECEIVER, use.received, rank=number)
+        yield from _rows(tables.SENDER, use.sent, rank=number)
+    yield _failures(statistics, engine.request_statistics(), worker, stores)
+
+
+def _failures(
+    statistics: Statistics,
+    requests: RequestStatistics,
+    worker: WorkerStatistics,
+    stores: list[GuardStatistics],
+) -> Family:
+    """Return all failures by kind; other families count each of them in more detail."""
+    kinds = {
+        "allocate_timeout": requests.timed_out_waits,
+        "allocate_refused": requests.refused_waits + requests.too_large_requests,
+        "transfer": sum(getattr(worker, route).failed for route in tables.LOCAL_ROUTES),
+        "corrupt_onload": worker.corrupt,
+        "receive": statistics.failed_receives,
+        "send": statistics.failed_sends,
+        "store_timeout": sum(store.timeouts for store in stores),
+        "store_busy": sum(store.busy for store in stores),
+        "store_wrong_block": sum(store.wrong_blocks for store in stores),
+        "store_failed_block": sum(store.failed_blocks for store in stores),
+        "lost_lease": statistics.lost_leases,
+    }
+    samples = [Sample("", {"kind": kind}, count) for kind, count in kinds.items()]
+    return Family("aiokv_failures_total", "counter", "Failures by kind.", samples)
+
+
+def _quota_families(engine: CacheEngine) -> Iterator[Family]:
+    """Yield the blocks of the largest salts, and the sum of the others."""
+    if engine.config.salt_quota_blocks is None:
+        return
+    yield _one(
+        "aiokv_salt_quota_blocks",
+        "Device blocks that the leases of one salt may hold.",
+        engine.config.salt_quota_blocks,
+    )
+    held = engine.scheduler.read.quota_by_salt()
+    yield _one("aiokv_salts", "Salts whose leases hold device blocks.", len(held))
+    others = held.pop(OTHER_SALTS, 0)  # a salt of this name counts as one of the others
+    largest = sorted(held, key=lambda salt: (-held[salt], salt))[:MAX_SALTS]
+    others += sum(held.values()) - sum(held[salt] for salt in largest)
+    yield Family(
+        "aiokv_salt_blocks",
+        "gauge",
+        f"Device blocks that the leases of a salt hold; beyond the {MAX_SALTS} largest salts, the "
+        f"sum is {OTHER_SALTS}.",
+        [
+            *(Sample("", {"salt": salt}, held[salt]) for salt in largest),
+            Sample("", {"salt": OTHER_SALTS}, others),
+        ],
+    )
 
 
 def _store_families(statistics: GuardStatistics) -> Iterator[Family]:
@@ -151,11 +214,27 @@ def _one(name: str, text: str, value: float, **labels: str) -> Family:
 def _rows(table: Table, record: Any, **labels: str) -> Iterator[Family]:
     """Yield the families of a table for one record; sizes that a store does not know are absent."""
     for metric in table:
-        samples = [
-            Sample("", {**labels, **metric_labels}, value)
-            for field, metric_labels in metric.fields.items()
-            if (value := getattr(record, field)) != UNKNOWN
-        ]
         kind: Kind = "counter" if metric.name.endswith("_total") else "gauge"
+        samples: list[Sample] = []
+        for field, metric_labels in metric.fields.items():
+            value, field_labels = getattr(record, field), {**labels, **metric_labels}
+            if isinstance(value, DurationHistogram):
+                kind = "histogram"
+                samples += _histogram(value, field_labels)
+            elif isinstance(value, dict):
+                samples += (Sample("", {**field_labels, "cause": c}, n) for c, n in value.items())
+            elif isinstance(value, bool):
+                samples.append(Sample("", field_labels, int(value)))
+            elif value != UNKNOWN:
+                samples.append(Sample("", field_labels, value))
         if samples:
             yield Family(f"aiokv_{metric.name}", kind, metric.help, samples)
+
+
+def _histogram(histogram: DurationHistogram, labels: Mapping[str, str]) -> Iterator[Sample]:
+    """Yield cumulative buckets, the sum and the count."""
+    bounds = [*map(repr, histogram.bounds_seconds), "+Inf"]
+    for bound, count in zip(bounds, accumulate(histogram.counts), strict=True):
+        yield Sample("_bucket", {**labels, "le": bound}, count)
+    yield Sample("_sum", labels, histogram.sum_seconds)
+    yield Sample("_count", labels, histogram.count)

@@ -1,13 +1,14 @@
 """Tables of metrics: the name, the help and the labels of each field of each record of statistics.
 
-A metric is a counter if its name ends in ``_total``, else a gauge. Names have no prefix here.
+A metric is a counter if its name ends in ``_total``, a histogram if its fields are histograms, else
+a gauge. Names have no prefix here.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from aiokv.worker.lanes import WorkerStatistics
+from aiokv.worker.lanes import ROUTE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +20,8 @@ class Metric(NamedTuple):
     Attributes:
         name: without the prefix ``aiokv_``.
         help: one sentence.
-        fields: labels by name of the field of the record.
+        fields: labels by name of the field of the record. A field has a number, a
+            ``DurationHistogram``, or numbers by cause.
     """
 
     name: str
@@ -40,7 +42,10 @@ def by(name: str, label: str, help: str, **fields: str) -> Metric:  # noqa: A002
     return Metric(name, help, {field: {label: value} for field, value in fields.items()})
 
 
-ROUTES: Final = tuple(name for name in WorkerStatistics.__struct_fields__ if name != "held")
+LOCAL_ROUTES: Final = tuple(
+    name for name in ROUTE_NAMES if not name.endswith("fetch") and name not in ("receive", "send")
+)
+"""Routes whose failures are failures: a store and another engine may lack a block."""
 
 STATISTICS: Final[Table] = (
     one(
@@ -60,6 +65,16 @@ STATISTICS: Final[Table] = (
         "hit_store_tokens",
         "Hit tokens of both tiers that a fetch from a store had brought, at their first hit.",
     ),
+    one(
+        "computed_tokens_total",
+        "computed_tokens",
+        "Positions whose computation was committed; again, when they were computed again.",
+    ),
+    one(
+        "computed_prompt_tokens_total",
+        "computed_prompt_tokens",
+        "Computed positions that belong to prompts.",
+    ),
     one("grants_total", "grants", "Leases that were granted; a resumed lease counts again."),
     by(
         "leases",
@@ -68,7 +83,24 @@ STATISTICS: Final[Table] = (
         leases="open",
         releasing_leases="releasing",
     ),
-    by("waiting_leases", "reason", "Leases that wait, by what they wait for.", waiting="capacity"),
+    by(
+        "waiting_leases",
+        "reason",
+        "Leases that wait, by what they wait for.",
+        waiting="capacity",
+        waiting_for_quota="quota",
+        waiting_for_store="store",
+        waiting_for_pending="pending",
+    ),
+    by(
+        "preemptions_total",
+        "kind",
+        "Block tables that were given up (drop), whose move to host memory was begun (swap), or "
+        "that were lost with a rank (lost).",
+        preemptions="drop",
+        swaps="swap",
+        lost_leases="lost",
+    ),
     by(
         "capacity_blocks",
         "tier",
@@ -98,14 +130,16 @@ STATISTICS: Final[Table] = (
     by(
         "evicted_blocks_total",
         "tier",
-        "Cached blocks that were evicted from a tier.",
-        evicted_device_blocks="device",
-        evicted_host_blocks="host",
+        "Cached blocks that were evicted from a tier, by cause: room for leases, host copies or "
+        "fetches (capacity), a call of evict (request), resize or sleep.",
+        evicted_device_by_cause="device",
+        evicted_host_by_cause="host",
     ),
     one(
         "dropped_blocks_total",
-        "dropped_blocks",
-        "Cached blocks that left the cache: no tier has them any more.",
+        "dropped_by_cause",
+        "Cached blocks that left the cache, because no tier has them any more, by cause: as for "
+        "evicted blocks, or a reset, or a failed copy.",
     ),
     one(
         "reclaimed_host_copies_total",
@@ -159,12 +193,12 @@ STATISTICS: Final[Table] = (
         evicted_snapshots="device",
         evicted_host_snapshots="host",
     ),
+    one("saved_snapshots_total", "saved_snapshots", "Snapshots that were copied to host memory."),
     by(
-        "snapshot_copies_total",
+        "store_snapshots_total",
         "outcome",
-        "Snapshots that were copied to host memory (saved), to a store (stored) or not (unstored), "
-        "from a store (fetched) or not (unfetched).",
-        saved_snapshots="saved",
+        "Snapshots that were saved to a store (stored) or not (unstored), brought from a store "
+        "(fetched) or not (unfetched).",
         stored_snapshots="stored",
         unstored_snapshots="unstored",
         fetched_snapshots="fetched",
@@ -228,6 +262,30 @@ STATISTICS: Final[Table] = (
     one("index_token_bytes", "token_bytes", "Memory of the token ids of the prefix index."),
 )
 
+REQUESTS: Final[Table] = (
+    by(
+        "wait_seconds",
+        "reason",
+        "Waits of requests: for capacity or quota, for stores, for blocks that another lease "
+        "computes (pending), or that another engine sends (peer).",
+        capacity_wait="capacity",
+        pending_wait="pending",
+        store_wait="store",
+        peer_wait="peer",
+    ),
+    one("onload_seconds", "onload", "Time from the submission of an onload to its last layer."),
+    one("hold_seconds", "hold", "Time for which a lease had blocks."),
+    by(
+        "failed_waits_total",
+        "outcome",
+        "Calls of allocate that ended without a grant.",
+        timed_out_waits="timed_out",
+        cancelled_waits="cancelled",
+        refused_waits="refused",
+        too_large_requests="too_large",
+    ),
+)
+
 WINDOW: Final[Table] = (
     by(
         "window_capacity_blocks",
@@ -277,6 +335,12 @@ WINDOW: Final[Table] = (
 )
 
 WORKER: Final[Table] = (
+    one(
+        "corrupt_onloads_total",
+        "corrupt",
+        "Onloads whose bytes did not have the checksums of the committed blocks; no request used "
+        "them.",
+    ),
     one("held_transfers", "held", "Transfers that wait until their step is closed."),
 )
 
@@ -303,6 +367,11 @@ LANE: Final[Table] = (
         "Time during which a route had at least one transfer in progress.",
     ),
     one(
+        "transfer_queue_seconds_total",
+        "queue_seconds",
+        "Time that the done and failed transfers of a route have waited for the device.",
+    ),
+    one(
         "transfer_bytes_per_second",
         "bytes_per_second",
         "Bandwidth of a route: moving average over transfers of 1 MiB and more.",
@@ -321,6 +390,11 @@ POLLER: Final[Table] = (
         latency_p99_seconds="99",
     ),
     one(
+        "poller_latency_seconds",
+        "latency",
+        "Time from the end of an event to its callback.",
+    ),
+    one(
         "poller_busy_seconds_total",
         "busy_seconds",
         "Time that the poller itself has used on the event loop.",
@@ -332,16 +406,16 @@ POLLER: Final[Table] = (
     ),
 )
 
+RANK: Final[Table] = (
+    one("rank_connected", "connected", "1 while the rank takes part in transfers; else 0."),
+    one("rank_silent_seconds", "silent_seconds", "Time since the last message of the rank."),
+)
+
 GUARD: Final[Table] = (
     one("store_unavailable_total", "opened", "Times that the store became unavailable."),
     one("store_lookups_total", "lookups", "Lookups of a store."),
-    by(
-        "store_lookup_blocks_total",
-        "outcome",
-        "Blocks that a store was asked for (asked), and those that it had (found).",
-        lookup_keys="asked",
-        found_keys="found",
-    ),
+    one("store_asked_blocks_total", "lookup_keys", "Blocks that a store was asked for."),
+    one("store_found_blocks_total", "found_keys", "Blocks that a lookup has found."),
     by(
         "store_blocks_total",
         "outcome",
@@ -369,12 +443,11 @@ GUARD: Final[Table] = (
         rejected="rejected",
         busy="busy",
     ),
-    by(
-        "store_operations",
-        "state",
-        "Operations in progress (running), and those of them beyond their deadline (overdue).",
-        running="running",
-        overdue="overdue",
+    one("store_operations", "running", "Operations that the store executes now."),
+    one(
+        "store_overdue_operations",
+        "overdue",
+        "Operations that the store still executes after their deadline.",
     ),
     by(
         "store_recent_seconds",
@@ -451,13 +524,8 @@ PEERS: Final[Table] = (
 )
 
 RANK_PEERS: Final[Table] = (
-    by(
-        "peer_landing_slots",
-        "state",
-        "Slots for arriving parcels: all of them, and those without an owner.",
-        landing_slots="all",
-        free_slots="free",
-    ),
+    one("peer_landing_slots", "landing_slots", "Slots for arriving parcels."),
+    one("peer_free_landing_slots", "free_slots", "Slots for arriving parcels without an owner."),
     one("peer_connections", "connections", "Open connections to receivers."),
 )
 

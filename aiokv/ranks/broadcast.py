@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from aiokv.errors import UsageError
 from aiokv.observe.logs import Log
 from aiokv.plan import (
@@ -24,7 +26,7 @@ from aiokv.ranks.reduce import GroupTransfer
 from aiokv.ranks.route_counts import RouteCounts
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.interrupts import call_surely
-from aiokv.worker.lanes import worker_statistics
+from aiokv.worker.lanes import ROUTE_NAMES, worker_statistics
 from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.settling import ReportWaiters
 
@@ -95,9 +97,18 @@ class TransferBroadcast:
 
     def statistics(self) -> WorkerStatistics:
         """Return the counts of each route; a transfer counts once, not once per rank."""
-        return worker_statistics(
+        ranks = self._membership.ranks
+        counts = worker_statistics(
             self._num_held(), {route: counts.statistics() for route, counts in self._counts.items()}
         )
+        lanes = {
+            name: msgspec.structs.replace(
+                getattr(counts, name),
+                queue_seconds=sum(state.queue_seconds[name] for state in ranks) / len(ranks),
+            )
+            for name in ROUTE_NAMES
+        }
+        return msgspec.structs.replace(counts, **lanes)
 
     # --- to the ranks ---------------------------------------------------------------------------
 

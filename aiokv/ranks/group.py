@@ -31,7 +31,7 @@ from aiokv.ranks.rank_state import MAX_RANKS, RankTimeouts
 from aiokv.ranks.tickets import GroupTickets
 from aiokv.stores.base import KEY_BYTES
 from aiokv.stores.store_set import NOTHING, Found
-from aiokv.worker.base import UNLIMITED_BLOCKS, Capabilities
+from aiokv.worker.base import UNLIMITED_BLOCKS, Capabilities, RankStatistics
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.ids import check_ids
 
@@ -354,8 +354,8 @@ class RankGroup(Unique):
 
     @property
     def unpinned_bytes(self) -> int:
-        """0: the host memory belongs to the ranks."""
-        return 0
+        """Host memory that the ranks have not page-locked yet, as of the last heartbeat."""
+        return sum(state.unpinned_bytes for state in self._membership.ranks)
 
     # --- transfers and steps --------------------------------------------------------------------
 
@@ -597,6 +597,21 @@ class RankGroup(Unique):
     def statistics(self) -> WorkerStatistics:
         """Return the counts of the group; a transfer counts once, not once per rank."""
         return self._transfers.statistics()
+
+    def rank_statistics(self) -> list[RankStatistics]:
+        """Return the state of each rank; empty before ``open``."""
+        if not self._opened:
+            return []
+        now = self._clock()
+        return [
+            RankStatistics(
+                rank=state.rank,
+                connected=state.ready,
+                silent_seconds=now - state.heard_at,
+                poller=state.poller,
+            )
+            for state in self._membership.ranks
+        ]
 
     def describe(self) -> list[dict[str, object]]:
         """Return the state of each rank, as plain values; empty before ``open``."""

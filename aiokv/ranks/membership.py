@@ -421,11 +421,12 @@ class Membership:
         elif isinstance(message, TicketReply):
             self._on_ticket(state, message)
         elif isinstance(message, Pong):
-            state.stores, state.peers = message.stores, message.peers
+            state.note_statistics(message)
         elif message.generation == self.generation:  # Ready
             state.progress_at = state.heard_at
             state.endpoints, state.peer_layout = message.endpoints, message.peer_layout
             state.ticket_key = message.ticket_key
+            state.unpinned_bytes = message.unpinned_bytes
             state.ready = True
             self.notify()
 

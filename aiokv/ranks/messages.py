@@ -36,7 +36,9 @@ from aiokv.stores.guard_statistics import GuardStatistics  # noqa: TC001
 from aiokv.stores.identity import StoreIdentity  # noqa: TC001
 from aiokv.types import Tier  # noqa: TC001
 from aiokv.worker.device.cpu import device_blocks
+from aiokv.worker.lanes import WorkerStatistics  # noqa: TC001
 from aiokv.worker.peer_transfers import RankPeerStatistics  # noqa: TC001
+from aiokv.worker.poller import PollerStatistics  # noqa: TC001
 
 if TYPE_CHECKING:
     from aiokv.worker.regions import Regions
@@ -103,12 +105,14 @@ class Ready(_Message, frozen=True, tag="ready"):
             sends.
         peer_layout: layout of its blocks, for peers; empty without peers.
         ticket_key: key of tickets, which does not reveal the secret; empty without peers.
+        unpinned_bytes: host memory that the rank's device has not page-locked yet.
     """
 
     generation: int
     endpoints: list[Endpoint] = []
     peer_layout: bytes = b""
     ticket_key: bytes = b""
+    unpinned_bytes: int = 0
 
 
 class Reports(_Message, frozen=True, tag="reports"):
@@ -165,12 +169,18 @@ class Pong(_Message, frozen=True, tag="pong"):
     """The rank's loop runs.
 
     Attributes:
+        worker: counts of the rank's transfers.
+        poller: of its event poller.
         stores: statistics of each store of the rank, in the configured order.
         peers: its use of peers; empty without peers.
+        unpinned_bytes: as of ``Ready``.
     """
 
+    worker: WorkerStatistics
+    poller: PollerStatistics
     stores: list[GuardStatistics] = []
     peers: list[RankPeerStatistics] = []
+    unpinned_bytes: int = 0
 
 
 class Broken(_Message, frozen=True, tag="broken"):

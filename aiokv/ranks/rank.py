@@ -349,7 +349,15 @@ class Rank(Unique):
                 msgspec.structs.replace(statistics, rank=self.rank)
                 for statistics in controller.peer_statistics()
             ]
-            self._send(Pong(stores=controller.store_statistics(), peers=peers))
+            self._send(
+                Pong(
+                    worker=controller.statistics(),
+                    poller=self._poller.statistics(),
+                    stores=controller.store_statistics(),
+                    peers=peers,
+                    unpinned_bytes=controller.unpinned_bytes,
+                )
+            )
         elif isinstance(message, Begin):
             self._identity = message.identity
             self._run(self._begin(message, self._task))
@@ -464,6 +472,7 @@ class Rank(Unique):
                 endpoints=controller.endpoints,
                 peer_layout=controller.peer_layout,
                 ticket_key=controller.ticket_key,
+                unpinned_bytes=controller.unpinned_bytes,
             )
         )
         if not self._begun.done():

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Final, cast
 
 from aiokv.checks import arguments
 from aiokv.errors import ConfigError
+from aiokv.worker.lanes import IDLE as IDLE_WORKER
+from aiokv.worker.lanes import ROUTE_NAMES
+from aiokv.worker.poller import IDLE as IDLE_POLLER
 
 if TYPE_CHECKING:
     from aiokv.peers.ticket import Endpoint
     from aiokv.ranks.channel import Channel
-    from aiokv.ranks.messages import Layout
+    from aiokv.ranks.messages import Layout, Pong
     from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.worker.peer_transfers import RankPeerStatistics
 
@@ -84,9 +87,13 @@ class RankState:
         stores: statistics of each store, from its last answer to a heartbeat; empty while the rank
             is not connected.
         peers: likewise, its use of peers.
+        poller: of its event poller, from its last answer to a heartbeat.
+        worker: of its transfers, likewise.
+        queue_seconds: time that its transfers have waited, by route, over all its processes so far.
         endpoints: where it listens for senders; empty while it is not ready.
         peer_layout: layout of its blocks, for peers; empty without peers.
         ticket_key: key of tickets; empty without peers.
+        unpinned_bytes: host memory that its device had not page-locked at its last answer.
     """
 
     __slots__ = (
@@ -98,12 +105,16 @@ class RankState:
         "layout",
         "peer_layout",
         "peers",
+        "poller",
         "progress_at",
+        "queue_seconds",
         "rank",
         "ready",
         "stores",
         "ticket_key",
         "unanswered",
+        "unpinned_bytes",
+        "worker",
     )
 
     def __init__(self, rank: int) -> None:
@@ -114,10 +125,24 @@ class RankState:
         self.absence_reason = "it has not connected"
         self.heard_at = 0.0
         self.unanswered = 0
+        self.unpinned_bytes = 0
         self.progress_at = 0.0
         self.finished_step = 0
         self.stores: list[GuardStatistics] = []
         self.peers: list[RankPeerStatistics] = []
+        self.poller = IDLE_POLLER
+        self.worker = IDLE_WORKER
+        self.queue_seconds = dict.fromkeys(ROUTE_NAMES, 0.0)
         self.endpoints: list[Endpoint] = []
         self.peer_layout = b""
         self.ticket_key = b""
+
+    def note_statistics(self, pong: Pong) -> None:
+        """Take the statistics of an answer to a heartbeat. Those of a new process begin at 0."""
+        for name in ROUTE_NAMES:
+            seconds = getattr(pong.worker, name).queue_seconds
+            known = getattr(self.worker, name).queue_seconds
+            self.queue_seconds[name] += seconds - known if seconds >= known else seconds
+        self.worker, self.poller = pong.worker, pong.poller
+        self.stores, self.peers = pong.stores, pong.peers
+        self.unpinned_bytes = pong.unpinned_bytes

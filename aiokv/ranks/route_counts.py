@@ -36,7 +36,7 @@ class RouteCounts:
             self._busy_seconds += now - self._busy_since
 
     def statistics(self) -> LaneStatistics:
-        """Return the counts; ``queued`` is 0: only the ranks know which transfers wait."""
+        """Return the counts; nothing is queued: only the ranks know which transfers wait."""
         return LaneStatistics(
             queued=0,
             submitted=self._in_flight,
@@ -45,5 +45,6 @@ class RouteCounts:
             cancelled=self._outcomes["cancelled"],
             moved_bytes=self._moved_bytes,
             busy_seconds=self._busy_seconds,
+            queue_seconds=0.0,
             bytes_per_second=self._moved_bytes / self._busy_seconds if self._busy_seconds else 0.0,
         )

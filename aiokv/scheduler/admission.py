@@ -74,6 +74,16 @@ class Admission:
         """Return the number of requests that wait for capacity."""
         return len(self._line)
 
+    @property
+    def waiting_for_store(self) -> int:
+        """Number of requests that wait for a store."""
+        return len(self._store_waits)
+
+    @property
+    def waiting_for_quota(self) -> int:
+        """Number of requests that wait for the quota of their salt."""
+        return len(self.requests) - len(self._line) - len(self._store_waits)
+
     def must_wait(self, lease_id: int, priority: int | None) -> bool:
         """Return True if the lease has to wait for other requests or for the gate.
 

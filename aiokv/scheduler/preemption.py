@@ -33,6 +33,9 @@ class Preemption:
 
     Attributes:
         lost_rank: describes the lost rank, until the ranks are restarted; empty for none.
+        preemptions: block tables that were given up.
+        swaps: block tables whose move to host memory was begun.
+        lost_leases: block tables that were lost with a rank.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Preemption:
         self._block_tokens = config.block_tokens
         self._swaps: dict[int, int] = {}  # transfer -> lease whose table it moves to host memory
         self.lost_rank = ""
+        self.preemptions = self.swaps = self.lost_leases = 0
 
     def retract(self, lease_id: int) -> None:
         """Undo a grant; a new lease without a handle keeps the blocks of batches in flight.
@@ -82,6 +86,7 @@ class Preemption:
             LeaseError: as ``retract``.
         """
         self.retract(lease_id)
+        self.preemptions += 1
         self._note_preempted(lease_id)
 
     def _note_preempted(self, lease_id: int) -> None:
@@ -103,6 +108,7 @@ class Preemption:
         """
         if not self._core.swap_out(lease_id, self._clock.open):
             return None
+        self.swaps += 1
         transfer_id = self._core.swap_transfer(lease_id)
         if not transfer_id:
             self._note_preempted(lease_id)
@@ -140,3 +146,4 @@ class Preemption:
                 self.retract(lease_id)
                 self._quota.give_back(lease_id)
                 self._lost[lease_id] = self.lost_rank
+                self.lost_leases += 1

@@ -11,7 +11,14 @@ from aiokv._native import LeaseState as NativeState
 from aiokv.errors import UsageError
 from aiokv.scheduler.events import BlockEvents
 from aiokv.scheduler.pools import auxiliary_pools
-from aiokv.types import Hit, LeaseInfo, LeaseState, Statistics, WindowStatistics
+from aiokv.types import (
+    DurationHistogram,
+    Hit,
+    LeaseInfo,
+    LeaseState,
+    Statistics,
+    WindowStatistics,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +33,7 @@ if TYPE_CHECKING:
     from aiokv.scheduler.gate import Gate
     from aiokv.scheduler.pending import PendingBlocks
     from aiokv.scheduler.pins import PinnedLeases
+    from aiokv.scheduler.preemption import Preemption
     from aiokv.scheduler.quota import SaltQuota
     from aiokv.scheduler.sharded import Sharded
     from aiokv.scheduler.waits import Entry
@@ -70,6 +78,7 @@ class CacheReader:
         lost: leases whose blocks were lost with a rank, and the reason.
         pins: leases of the pins.
         pending: leases that wait for other leases to compute.
+        preemption: counts of preempted leases.
 
     Attributes:
         lost: leases whose blocks were lost with a rank, and the reason; removed by the next grant.
@@ -88,6 +97,7 @@ class CacheReader:
         lost: Mapping[int, str],
         pins: PinnedLeases,
         pending: PendingBlocks,
+        preemption: Preemption,
     ) -> None:
         self._config = config
         self.pools = auxiliary_pools(config)
@@ -101,6 +111,7 @@ class CacheReader:
         self.lost = lost
         self._pins = pins
         self._pending = pending
+        self._preemption = preemption
         self._windows = {group: index for index, group in enumerate(config.windows)}
 
     # --- one lease ------------------------------------------------------------------------------
@@ -395,6 +406,10 @@ class CacheReader:
         in_line = len(admission) + len(self._quota.requests()) + len(admission.store_waits())
         return in_line + len(self._pending.waiters)
 
+    def quota_by_salt(self) -> dict[str, int]:
+        """Return the number of counted blocks per salt, without salts that have none."""
+        return self._quota.held_by_salt()
+
     @property
     def is_paused(self) -> bool:
         """True while a pause or a hold stops granting."""
@@ -406,6 +421,10 @@ class CacheReader:
 
     # --- statistics and dumps -------------------------------------------------------------------
 
+    def hold_times(self) -> DurationHistogram:
+        """Return for how long leases that compute had blocks, of those that gave them back."""
+        return DurationHistogram.of(self._core.hold_times)
+
     def statistics(self) -> Statistics:
         """Return counters and the current state of the pools. Any thread."""
         core = self._core.statistics()
@@ -416,6 +435,12 @@ class CacheReader:
             state_slots=self._config.state_slots,
             host_state_slots=self._config.host_state_slots,
             waiting=len(self._admission),
+            waiting_for_quota=self._admission.waiting_for_quota,
+            waiting_for_store=self._admission.waiting_for_store,
+            waiting_for_pending=len(self._pending.waiters),
+            preemptions=self._preemption.preemptions,
+            swaps=self._preemption.swaps,
+            lost_leases=self._preemption.lost_leases,
             windows={
                 name: self._window_statistics(index, group)
                 for index, (name, group) in enumerate(self._config.windows.items())
@@ -572,6 +597,12 @@ _OTHER_FIELDS = (
     "state_slots",
     "host_state_slots",
     "waiting",
+    "waiting_for_quota",
+    "waiting_for_store",
+    "waiting_for_pending",
+    "preemptions",
+    "swaps",
+    "lost_leases",
     "windows",
 )
 _CORE_FIELDS = tuple(name for name in Statistics.__struct_fields__ if name not in _OTHER_FIELDS)

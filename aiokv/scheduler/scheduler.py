@@ -211,6 +211,7 @@ class CacheScheduler:
             lost=self._granting.lost,
             pins=self._pins,
             pending=self._pending,
+            preemption=self._preemption,
         )
 
     # --- effects --------------------------------------------------------------------------------

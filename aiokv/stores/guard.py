@@ -23,6 +23,7 @@ from aiokv.stores.base import KEY_BYTES, Result, StoreStatistics
 from aiokv.stores.breaker import Breaker
 from aiokv.stores.cost import Cost
 from aiokv.stores.guard_statistics import GuardCounts, GuardStatistics
+from aiokv.stores.options import without_user
 from aiokv.stores.slots import Slots
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class StoreGuard:
     def __init__(self, use: StoreUse) -> None:
         self.use = use
         self._store: Store = use.store
-        self._url: str = use.store.url
+        self._url = without_user(use.store.url)  # a store of the user may have left them in
         self._memory: StoreMemory | None = None
         self._proof: Proof | None = None
         self._reads = Breaker(partial(self._log_change, "read"))

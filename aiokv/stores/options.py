@@ -118,6 +118,13 @@ def url_options(url: str, known: Mapping[str, Callable[[str], Any]]) -> dict[str
     return options
 
 
+def without_user(url: str) -> str:
+    """Return a URL without user and password."""
+    scheme, separator, rest = url.partition("://")
+    place, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{place.rpartition('@')[2]}{slash}{path}"
+
+
 def without_query(url: str) -> str:
     """Return a URL without query, user and password, for messages."""
     parts = urlsplit(url)

@@ -1,4 +1,4 @@
-"""The public Mooncake trace format, one JSON object per line.
+"""The public Mooncake trace format, one JSON object per line, possibly compressed with gzip.
 
 ``{"timestamp": 27482, "input_length": 955, "output_length": 52, "hash_ids": [46, 47]}``: arrival
 in milliseconds, number of input and output tokens, and one id per 512 prompt tokens (the last id
@@ -7,13 +7,19 @@ may cover fewer). Equal ids mean equal tokens, so the ids determine what a prefi
 
 from __future__ import annotations
 
+import gzip
+import io
 import os
+import sys
+import zlib
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final
 
 import msgspec
 import numpy as np
 
+from aiokv.engine.trace_writer import HASH_BLOCK_TOKENS as HASH_BLOCK_TOKENS
 from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,11 +27,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-HASH_BLOCK_TOKENS = 512
+STDIN: Final = "-"
 TOKEN_BYTES = 4  # bytes per expanded token (int32)
 # id * 512 + offset must stay an int32, so that two ids never share a token.
 MAX_HASH_ID = 2**31 // HASH_BLOCK_TOKENS - 1
 
+_GZIP_MAGIC: Final = b"\x1f\x8b"
 _OFFSETS = np.arange(HASH_BLOCK_TOKENS, dtype=np.int32)
 
 
@@ -54,19 +61,51 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> list[TraceRequest]:
-    """Read a trace, or its first ``limit`` requests; blank lines are skipped.
+    """Read a trace, or its first ``limit`` requests, in order of arrival.
+
+    Blank lines are skipped. A compressed trace whose end is missing, because its writer was killed,
+    is read up to its last whole line.
+
+    Args:
+        path: path of the file; ``"-"`` for standard input. The content tells if it is compressed.
+        limit: number of lines to read; None for all.
 
     Raises:
         TraceError: the file cannot be read, has no request, or one of the lines read is malformed.
     """
     try:
-        with Path(path).open("rb") as lines:
-            requests = list(_decode_lines(path, lines, limit))
-    except OSError as error:
+        if os.fspath(path) == STDIN:
+            requests = _read(path, sys.stdin.buffer, limit)
+        else:
+            with Path(path).open("rb") as file:
+                requests = _read(path, file, limit)
+    except OSError as error:  # a file that is no valid gzip file, too
         raise TraceError(path, 0, error.strerror or str(error)) from error
+    except zlib.error as error:
+        raise TraceError(path, 0, f"the compressed data is damaged: {error}") from error
     if not requests:
         raise TraceError(path, 0, "the trace holds no request")
     return requests
+
+
+def _read(path: str | os.PathLike[str], file: BinaryIO, limit: int | None) -> list[TraceRequest]:
+    source = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)  # type: ignore[type-var]
+    is_compressed = source.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)
+    lines = _unpacked(source) if is_compressed else source
+    return sorted(_decode_lines(path, lines, limit), key=attrgetter("timestamp_ms"))
+
+
+def _unpacked(file: BinaryIO | io.BufferedReader[Any]) -> Iterator[bytes]:
+    """Yield the lines of a compressed file; if its end is missing, its whole lines."""
+    with gzip.GzipFile(fileobj=file) as unpacked:
+        while True:
+            try:
+                line = unpacked.readline()
+            except EOFError:
+                return
+            if not line:
+                return
+            yield line
 
 
 def _decode_lines(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final
 
@@ -22,6 +23,7 @@ from aiokv.trace.format import (
     expand_tokens,
     read_trace,
 )
+from aiokv.trace.knee import knee_of
 from aiokv.trace.loops import Replayer, Samples, plain_loop, run_in_chunks, timed_loop
 from aiokv.trace.min_oracle import min_hit_tokens
 from aiokv.trace.payload import Payload
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv import Statistics
+    from aiokv.trace.report import SweptTier
 
     Progress = Callable[[int], None]
     # (stage, total) -> function that takes the number of requests done since its last call
@@ -374,33 +377,102 @@ async def _replay_general(
         )
 
 
+def check_sweep(
+    options: ReplayOptions, host_blocks: Sequence[int], disk_blocks: Sequence[int]
+) -> None:
+    """Check the options of a sweep before its first replay.
+
+    Raises:
+        UsageError: the disk tier cannot be simulated.
+    """
+    for host, disk in itertools.product(
+        host_blocks or [options.host_blocks],
+        disk_blocks or [options.disk.blocks if options.disk else 0],
+    ):
+        changed = msgspec.structs.replace(
+            options, host_blocks=host, disk=_with_blocks(options.disk, disk)
+        )
+        _check_disk(changed)
+
+
 async def sweep_capacities(
-    workload: Workload, options: ReplayOptions, capacities: Sequence[int], stages: Stages
+    workload: Workload,
+    options: ReplayOptions,
+    capacities: Sequence[int],
+    stages: Stages,
+    *,
+    host_blocks: Sequence[int] = (),
+    disk_blocks: Sequence[int] = (),
 ) -> list[CapacityPoint]:
-    """Return the hit tokens for each device capacity, with the other options unchanged.
+    """Return the hit tokens for each combination of capacities, with the other options unchanged.
 
     Rates are relative to all prompt tokens of the trace, so that points are comparable: a request
-    that does not fit the device counts as no hit.
+    that does not fit the device counts as no hit. The knee of each line over the tier with the
+    most sizes is marked.
 
     Args:
         workload: the expanded trace.
-        options: options of all replays, except ``device_blocks``.
+        options: options of all replays, except the capacities.
         capacities: numbers of device blocks.
         stages: shows progress.
+        host_blocks: numbers of host blocks; empty for that of ``options``.
+        disk_blocks: numbers of blocks of the simulated disk; empty for that of ``options``.
     """
     points = []
-    for device_blocks in capacities:
-        changed = msgspec.structs.replace(options, device_blocks=device_blocks, latencies=False)
+    hosts = sorted(set(host_blocks)) or [options.host_blocks]
+    disks = sorted(set(disk_blocks)) or [options.disk.blocks if options.disk else 0]
+    for device, host, disk in itertools.product(capacities, hosts, disks):
+        changed = msgspec.structs.replace(
+            options,
+            device_blocks=device,
+            host_blocks=host,
+            disk=_with_blocks(options.disk, disk),
+            latencies=False,
+        )
         report = await replay(workload, changed, stages)
         points.append(
             CapacityPoint(
-                device_blocks=device_blocks,
+                device_blocks=device,
+                host_blocks=host,
+                disk_blocks=disk,
+                block_bytes=report.traffic.block_bytes,
                 prompt_tokens=workload.prompt_tokens,
                 hit_tokens=report.hit_tokens,
                 hit_rate=report.hit_tokens["total"] / workload.prompt_tokens,
             )
         )
-    return points
+    return _with_knees(points)
+
+
+def _with_blocks(disk: DiskOptions | None, blocks: int) -> DiskOptions | None:
+    """Return the options of a disk with another capacity; None for a capacity of 0."""
+    if blocks == 0:
+        return None
+    return msgspec.structs.replace(disk or DiskOptions(blocks=blocks), blocks=blocks)
+
+
+def swept_tier(points: Sequence[CapacityPoint]) -> SweptTier:
+    """Return the tier with the most sizes; the first one of several."""
+    tiers: tuple[SweptTier, ...] = ("device", "host", "disk")
+    return max(tiers, key=lambda tier: len({point.num_bytes(tier) for point in points}))
+
+
+def _with_knees(points: Sequence[CapacityPoint]) -> list[CapacityPoint]:
+    tier = swept_tier(points)
+    lines: dict[tuple[int, ...], list[int]] = {}
+    for index, point in enumerate(points):
+        others = [name for name in ("device", "host", "disk") if name != tier]
+        lines.setdefault(tuple(map(point.num_bytes, others)), []).append(index)
+    knees = set()
+    for line in lines.values():
+        line.sort(key=lambda index: points[index].num_bytes(tier))
+        sizes = [points[index].num_bytes(tier) for index in line]
+        knee = knee_of(sizes, [points[index].hit_rate for index in line])
+        if knee is not None:
+            knees.add(line[knee])
+    return [
+        msgspec.structs.replace(point, is_knee=index in knees) for index, point in enumerate(points)
+    ]
 
 
 async def compare_policies(

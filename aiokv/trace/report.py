@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -12,6 +12,9 @@ from aiokv.observe.percentiles import percentile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+
+SweptTier = Literal["device", "host", "disk"]
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,12 +141,32 @@ class EvictionPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CapacityPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Hit tokens at one device capacity; ``hit_rate`` is their share of all prompt tokens."""
+    """Hit tokens with one size of each tier.
+
+    Attributes:
+        device_blocks: capacity of the device tier.
+        host_blocks: capacity of the host tier.
+        disk_blocks: capacity of the simulated disk.
+        block_bytes: bytes per block, nominal or of the model.
+        prompt_tokens: prompt tokens of the whole trace.
+        hit_tokens: as in :class:`ReplayReport`.
+        hit_rate: their total divided by ``prompt_tokens``.
+        is_knee: from here on, more of the tier that was varied most buys few more hits.
+    """
 
     device_blocks: int
+    host_blocks: int = 0
+    disk_blocks: int = 0
+    block_bytes: int
     prompt_tokens: int
     hit_tokens: dict[str, int]
     hit_rate: float
+    is_knee: bool = False
+
+    def num_bytes(self, tier: str) -> int:
+        """Return the memory of a tier in bytes."""
+        blocks: int = getattr(self, f"{tier}_blocks")
+        return blocks * self.block_bytes
 
 
 class ReplayReport(msgspec.Struct, kw_only=True):
@@ -171,7 +194,7 @@ class ReplayReport(msgspec.Struct, kw_only=True):
             host memory.
         disk: the simulated disk tier, if there is one.
         execute: blocks written and verified, with ``execute``.
-        capacities: results by device capacity, if several were replayed.
+        capacities: results by capacity of the tiers, if several were replayed.
         write_policies: results by write policy, if they were compared.
         eviction_policies: results by eviction policy, if they were compared.
     """

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 import msgspec
 
 from aiokv.plan import FETCH, RECEIVE, STATE, Route
+from aiokv.worker.poller import PollerStatistics  # noqa: TC001  (msgspec)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -76,6 +77,22 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
         return RECEIVE in self.routes
 
 
+class RankStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """State of one rank.
+
+    Attributes:
+        rank: its number.
+        connected: the rank takes part in the transfers of the group.
+        silent_seconds: time since its last message.
+        poller: of its event poller, as of its last answer to a heartbeat.
+    """
+
+    rank: int
+    connected: bool
+    silent_seconds: float
+    poller: PollerStatistics
+
+
 class Worker(Protocol):
     """Executes plans; never decides. Used on one loop.
 
@@ -126,8 +143,7 @@ class Worker(Protocol):
 
     @property
     def unpinned_bytes(self) -> int:
-        """Host memory that the device has not page-locked yet; 0 where it need not, and with
-        ranks."""
+        """Host memory that the device has not page-locked yet; 0 where it need not."""
 
     async def open(
         self,
@@ -347,6 +363,9 @@ class Worker(Protocol):
             ticket_id: of the ticket.
             reason: for the failure that the other engine shows.
         """
+
+    def rank_statistics(self) -> list[RankStatistics]:
+        """Return the state of each rank; empty without ranks, and before ``open``."""
 
     def peer_statistics(self) -> list[RankPeerStatistics]:
         """Return the use of peers of each rank; empty without peers."""

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from aiokv.stores.pools import StorePools
     from aiokv.stores.store_set import StoreAnswer
     from aiokv.types import Tier
-    from aiokv.worker.base import Cancelled
+    from aiokv.worker.base import Cancelled, RankStatistics
     from aiokv.worker.device.base import Copy, Device, Event
     from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.peer_transfers import RankPeerStatistics
@@ -106,6 +106,7 @@ class CacheController:
         self._report_waiters = ReportWaiters()
         self._closing = False
         self._closed = False
+        self._corrupt = 0
         self.memory = WorkerMemory(
             regions,
             device,
@@ -443,6 +444,10 @@ class CacheController:
         """End a ticket; see :meth:`Worker.close_ticket`."""
         self._peers.close_ticket(ticket_id, reason)
 
+    def rank_statistics(self) -> list[RankStatistics]:
+        """Return an empty list: there are no ranks."""
+        return []
+
     def peer_statistics(self) -> list[RankPeerStatistics]:
         """Return the use of peers; see :meth:`Worker.peer_statistics`."""
         return self._peers.statistics()
@@ -604,7 +609,7 @@ class CacheController:
         """Return the counts of each route. Any thread."""
         routes = {route: lane.statistics() for route, lane in self._lanes.items()}
         others = self._stores.lane_statistics() | self._peers.lane_statistics()
-        return worker_statistics(len(self._gate), routes | others)
+        return worker_statistics(len(self._gate), routes | others, self._corrupt)
 
     def _check_open(self) -> None:
         """Raises:
@@ -741,8 +746,10 @@ class CacheController:
             if len(transfer.unproven) < counter.num_layers:
                 return
             arrived = transfer.unproven
-            failure = self._checksums.verify(plan, counter.failure)
+            copy_failure = counter.failure
+            failure = self._checksums.verify(plan, copy_failure)
             if failure is not None:
+                self._corrupt += failure is not copy_failure
                 self._end_submitted(transfer, failure, finished_seconds)
                 return
         for layer, at in arrived.items():
@@ -789,6 +796,8 @@ class CacheController:
         self._report_waiters.note_report(transfer_id)
         del self._transfers[transfer_id]
         lane.outcomes[outcome] += 1
+        if outcome != "cancelled":
+            lane.queue_seconds += transfer.started_at - transfer.created_at
         self._pump(lane)
 
     def _report(self, transfer_id: int, outcome: Outcome, failure: CopyError | None) -> None:

@@ -46,6 +46,10 @@ class LaneStatistics(msgspec.Struct, frozen=True, kw_only=True):
         cancelled: transfers that never reached the device.
         moved_bytes: of the transfers that are done.
         busy_seconds: time during which at least one transfer that moved its bytes was submitted.
+        queue_seconds: time from the submission of a plan until the device had it, over the
+            transfers that are done or failed; includes the wait for its step. 0.0 on routes of
+            stores and peers, which have no queue. With ranks: the mean over the ranks, as of their
+            last answers to heartbeats.
         bytes_per_second: moving average over transfers of 1 MiB and more; 0.0 before the first.
     """
 
@@ -56,6 +60,7 @@ class LaneStatistics(msgspec.Struct, frozen=True, kw_only=True):
     cancelled: int
     moved_bytes: int
     busy_seconds: float
+    queue_seconds: float
     bytes_per_second: float
 
 
@@ -64,6 +69,7 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         held: transfers whose step is still open.
+        corrupt: onloads whose bytes did not have the checksums of the committed blocks.
         onload: host to device.
         offload: device to host.
         state: slots of recurrent state, within the device.
@@ -78,6 +84,7 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     held: int
+    corrupt: int
     onload: LaneStatistics
     offload: LaneStatistics
     state: LaneStatistics
@@ -95,6 +102,11 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     window_save: LaneStatistics
 
 
+ROUTE_NAMES: Final = tuple(
+    name for name in WorkerStatistics.__struct_fields__ if name not in ("held", "corrupt")
+)
+"""Fields of :class:`WorkerStatistics` that are a route."""
+
 _IDLE_LANE: Final = LaneStatistics(
     queued=0,
     submitted=0,
@@ -103,14 +115,18 @@ _IDLE_LANE: Final = LaneStatistics(
     cancelled=0,
     moved_bytes=0,
     busy_seconds=0.0,
+    queue_seconds=0.0,
     bytes_per_second=0.0,
 )
 
 
-def worker_statistics(held: int, routes: Mapping[Route, LaneStatistics]) -> WorkerStatistics:
+def worker_statistics(
+    held: int, routes: Mapping[Route, LaneStatistics], corrupt: int = 0
+) -> WorkerStatistics:
     """Return the statistics of a worker; a route that it lacks has moved nothing."""
     return WorkerStatistics(
         held=held,
+        corrupt=corrupt,
         onload=routes.get(ONLOAD, _IDLE_LANE),
         offload=routes.get(OFFLOAD, _IDLE_LANE),
         state=routes.get(STATE, _IDLE_LANE),
@@ -142,6 +158,7 @@ class Lane:
         self.outcomes: dict[Outcome, int] = {"done": 0, "failed": 0, "cancelled": 0}
         self.moved_bytes = 0
         self.busy_seconds = 0.0
+        self.queue_seconds = 0.0
         self.bytes_per_second = 0.0
         self.last_end = 0.0
 
@@ -179,5 +196,6 @@ class Lane:
             cancelled=self.outcomes["cancelled"],
             moved_bytes=self.moved_bytes,
             busy_seconds=self.busy_seconds,
+            queue_seconds=self.queue_seconds,
             bytes_per_second=self.bytes_per_second,
         )

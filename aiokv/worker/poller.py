@@ -30,6 +30,7 @@ import msgspec
 from aiokv import _native
 from aiokv.errors import ClosedError, DeviceError, UsageError
 from aiokv.observe.percentiles import percentile
+from aiokv.types import DurationHistogram
 from aiokv.worker.interrupts import call_surely
 from aiokv.worker.watches import Stream, Watch, next_query
 
@@ -63,6 +64,7 @@ class PollerStatistics(msgspec.Struct, frozen=True, kw_only=True):
         latency_p99_seconds: likewise.
         busy_seconds: time in the poller's callbacks, without the announced callbacks.
         pending_seconds: time during which at least one event was watched.
+        latency: from the end of an event to its callback, of all events.
     """
 
     events: int
@@ -72,6 +74,7 @@ class PollerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     latency_p99_seconds: float
     busy_seconds: float
     pending_seconds: float
+    latency: DurationHistogram
 
     @property
     def cpu_share(self) -> float:
@@ -87,6 +90,7 @@ IDLE: Final = PollerStatistics(
     latency_p99_seconds=0.0,
     busy_seconds=0.0,
     pending_seconds=0.0,
+    latency=DurationHistogram.of(_native.Histogram()),
 )
 
 
@@ -114,6 +118,7 @@ class EventPoller:
         self._events = 0
         self._queries = 0
         self._latencies: deque[float] = deque(maxlen=LATENCY_SAMPLES)
+        self._latency = _native.Histogram()
         self._busy_seconds = 0.0
         self._callback_seconds = 0.0
         self._pending_seconds = 0.0
@@ -243,6 +248,7 @@ class EventPoller:
             latency_p99_seconds=percentile(ordered, 99) if ordered else 0.0,
             busy_seconds=self._busy_seconds,
             pending_seconds=pending_seconds,
+            latency=DurationHistogram.of(self._latency),
         )
 
     @property
@@ -404,7 +410,9 @@ class EventPoller:
         """Count an event that is done; return when it ended, as far as can be known."""
         self._events += 1
         finished_at: float | None = getattr(watch.event, "finished_seconds", None)
-        self._latencies.append(max(now - (finished_at or stream.asked_at or now), 0.0))
+        latency = max(now - (finished_at or stream.asked_at or now), 0.0)
+        self._latencies.append(latency)
+        self._latency.add(latency)
         seen = stream.asked_at >= stream.due
         if stream.slept:
             change = -LEAD_SHRINKAGE_SECONDS if seen else LEAD_GROWTH_SECONDS

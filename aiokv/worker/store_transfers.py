@@ -63,6 +63,7 @@ class RunningCounts:
             cancelled=self.outcomes["cancelled"],
             moved_bytes=self.moved_bytes,
             busy_seconds=seconds,
+            queue_seconds=0.0,
             bytes_per_second=self.moved_bytes / seconds if seconds else 0.0,
         )
 

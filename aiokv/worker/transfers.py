@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import time
 from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING, Literal
@@ -28,6 +29,8 @@ class Transfer:
         priority: the plan's, or a more urgent one that was asked for later.
         copy: the device's; None before it has accepted one.
         watched: every event of the copy is watched.
+        created_at: time of the submission of its plan.
+        started_at: time of its latest hand-over to the device; 0.0 before.
         unproven: layer -> time of its arrival, of layers whose checksums are not verified yet.
         ending: outcome and failure; None while the transfer goes on.
         reported: ``on_report`` has returned.
@@ -37,6 +40,7 @@ class Transfer:
     __slots__ = (
         "copy",
         "counter",
+        "created_at",
         "ending",
         "num_bytes",
         "on_end",
@@ -62,6 +66,7 @@ class Transfer:
         self.counter = counter
         self.num_bytes = num_bytes
         self.state: State = "new"
+        self.created_at = time.monotonic()
         self.started_at = 0.0
         self.copy: Copy | None = None
         self.watched = False

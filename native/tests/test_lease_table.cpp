@@ -57,6 +57,31 @@ TEST(a_transition_that_is_not_listed_throws_and_changes_nothing) {
     }
 }
 
+TEST(the_time_with_blocks_is_counted_once_per_grant_of_a_lease_that_computes) {
+    const auto count = [](const LeaseTable& table) {
+        std::uint64_t sum = 0;
+        for (const std::uint64_t n : table.hold_times().counts()) sum += n;
+        return sum;
+    };
+    LeaseTable table(4);
+    Lease& lease = lease_in(table, kGranted);
+    table.move(lease, kFailed);
+    table.move(lease, kGranted);
+    table.move(lease, kSwapping);
+    CHECK_EQ(count(table), 0u);
+    table.move(lease, kSwapped);
+    CHECK_EQ(count(table), 1u);
+    table.move(lease, kGranted);
+    table.move(lease, kReleasing);
+    CHECK_EQ(count(table), 1u);
+    table.move(lease, kFree);
+    CHECK_EQ(count(table), 2u);
+    Lease& pin = table.open({}, 0, {true, false, false, false});
+    table.move(pin, kGranted);
+    table.move(pin, kFree);
+    CHECK_EQ(count(table), 2u);
+}
+
 TEST(leases_are_counted_by_state) {
     LeaseTable table(8);
     for (const LeaseState state : {kMatched, kGranted, kFailed, kSwapping, kReleasing}) {

@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 
@@ -404,3 +405,22 @@ def test_a_ledger_finds_every_kind_of_difference():
     twice = ledger(b"1", [5, 6])
     twice.record_rows("a", 1, [b"3"])
     assert twice.compare(reference).rows_different == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--live", "--split"], "--live and --split cannot be used together"),
+        (["--live", "0", "--corrupt"], "--live and --corrupt"),
+        (["--live", "65536"], "--live is 65536; it must be a port, from 0 to 65535"),
+    ],
+)
+def test_options_that_contradict_live_are_refused(options, message, capsys):
+    assert main(["demo", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_refused(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert main(["demo", "--live", str(listener.getsockname()[1])]) == 2
+    assert "cannot be bound: Address already in use" in capsys.readouterr().err

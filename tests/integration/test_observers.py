@@ -82,6 +82,7 @@ async def test_an_onload_is_a_transfer_of_its_lease_and_two_phases():
                 await lease.allocate(7)
                 lease_id = lease.id
                 (open_onload,) = [r for r in seen.unfinished() if isinstance(r, TransferSpan)]
+                assert [span.transfer_id for span in seen.in_flight()] == [open_onload.transfer_id]
                 assert (open_onload.outcome, open_onload.lease_id) == ("open", lease_id)
                 served.device.complete_all()
                 await lease.layers.wait_all()

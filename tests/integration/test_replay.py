@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
+import sys
 import tracemalloc
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -13,6 +16,7 @@ import uvloop
 from aiokv import cli
 from aiokv.errors import InternalError, UsageError
 from aiokv.trace.disk_tier import DiskOptions
+from aiokv.trace.example import EXAMPLE, example_lines
 from aiokv.trace.payload import Payload
 from aiokv.trace.replay import (
     ReplayOptions,
@@ -22,6 +26,7 @@ from aiokv.trace.replay import (
     sweep_capacities,
     workload_of,
 )
+from tests.harness.plotting import load_fonts
 from tests.harness.traces import find_trace
 from tests.models.demo.trace import trace_workload
 
@@ -281,6 +286,11 @@ def test_hits_equal_vllm_on_the_public_trace(public, device_blocks, hit_tokens):
 # ---- the command
 
 
+@pytest.fixture(scope="module", autouse=True)
+def fonts():
+    load_fonts()
+
+
 def run_cli(*argv) -> int:
     return cli.main(["replay", *map(str, argv)])
 
@@ -302,10 +312,102 @@ def test_command_writes_json_and_plot(tmp_path, capsys):
     )
     assert [point["device_blocks"] for point in result["capacities"]] == [500, 1000, 5000]
     root = ET.parse(tmp_path / "r.svg").getroot()
-    circles = root.findall("{http://www.w3.org/2000/svg}circle")
-    heights = [float(circle.get("cy")) for circle in circles]
-    assert len(heights) == 3
-    assert heights == sorted(heights, reverse=True), "more blocks, a higher point"
+    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"1,000 MiB", "1.95 GiB", "9.77 GiB", "device memory for KV", "100 %"} <= set(texts)
+    rates = [point["hit_rate"] for point in result["capacities"]]
+    assert rates == sorted(rates)
+    assert rates[0] < rates[-1]
+
+
+@pytest.mark.parametrize("name", ["r.png", "R.PNG"])
+def test_command_draws_a_png(tmp_path, capsys, name):
+    path = tmp_path / name
+    assert run_cli("example", "--limit", 50, "--plot", path, "--capacities", "1GiB,2GiB") == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_command_sweeps_host_and_disk_sizes_in_bytes_of_a_model(tmp_path, capsys):
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(LLAMA))  # 4 KiB per token
+    status = run_cli(
+        "example", "--limit", 300, "--model", model, "--device-blocks", 500,
+        "--host-capacities", "0,256MiB,1GiB", "--disk-capacities", "4096",
+        "--json", tmp_path / "r.json",
+    )  # fmt: skip
+    assert status == 2, "a disk needs a host tier"
+    assert "disk_blocks is 4096, but host_blocks is 0" in capsys.readouterr().err
+    status = run_cli(
+        "example", "--limit", 300, "--model", model, "--device-blocks", 500,
+        "--host-capacities", "1GiB,256MiB", "--disk-capacities", "0,4096",
+        "--json", tmp_path / "r.json", "--plot", tmp_path / "r.svg",
+    )  # fmt: skip
+    assert status == 0
+    points = json.loads((tmp_path / "r.json").read_text())["capacities"]
+    sizes = [(p["device_blocks"], p["host_blocks"], p["disk_blocks"]) for p in points]
+    assert sizes == [(500, 4096, 0), (500, 4096, 4096), (500, 16384, 0), (500, 16384, 4096)]
+    assert {p["block_bytes"] for p in points} == {1 << 16}
+    rates = [p["hit_rate"] for p in points]
+    assert rates[0] < rates[1]
+    assert rates[0] < rates[2] <= rates[3]
+    printed = capsys.readouterr().out
+    assert "hit tokens with 500 device blocks (31.2 MiB), 4,096 host blocks (256 MiB): " in printed
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 1000,
+    "intermediate_size": 4096,
+    "max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--capacities", "1MiB"], "--capacities has 1.00 MiB, which is less than a block of 2.00"),
+        (["--bytes-per-token", "1MiB", "--host-capacities", "8MiB"], "a block of 16.0 MiB"),
+        (["--model", "/nowhere/config.json"], "/nowhere/config.json"),
+    ],
+)
+def test_command_refuses_sizes_before_the_replay(flags, message, capsys):
+    assert run_cli("example", *flags) == 2
+    output = capsys.readouterr()
+    assert message in output.err
+    assert output.out == ""
+
+
+def test_command_replays_the_example_and_standard_input(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert run_cli("example", "--limit", 40) == 0
+    example = capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(EXAMPLE.read_bytes())))
+    assert run_cli("-", "--limit", 40) == 0
+    assert counts(capsys.readouterr().out) == counts(example)
+    (tmp_path / "example").write_bytes(SMALL.read_bytes())
+    assert run_cli("example", "--limit", 40) == 0
+    assert counts(capsys.readouterr().out) != counts(example), "a file goes first"
+
+
+def counts(printed: str) -> list[str]:
+    return [line for line in printed.splitlines() if line.startswith(("prompt", "hit tokens"))]
+
+
+def test_example_is_what_its_generator_makes():
+    assert gzip.decompress(EXAMPLE.read_bytes()) == example_lines()
+
+
+def test_missing_matplotlib_is_told_before_the_replay(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
+    assert run_cli(SMALL, "--plot", "r.svg") == 2
+    output = capsys.readouterr()
+    assert "hint: pip install 'aiokv[plot]'" in output.err
+    assert output.out == ""
 
 
 def test_the_three_write_policies_are_compared_over_real_bytes(tmp_path, capsys):
@@ -399,11 +501,11 @@ def test_command_refuses_a_missing_output_folder(tmp_path, capsys):
     assert "it is a folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["r.png", "r", "r.svg.gz", "r.jpeg"])
-def test_command_refuses_a_plot_with_another_suffix_than_svg(tmp_path, capsys, name):
+@pytest.mark.parametrize("name", ["r.pdf", "r", "r.svg.gz", "r.jpeg"])
+def test_command_refuses_a_plot_with_another_suffix(tmp_path, capsys, name):
     assert run_cli(SMALL, "--plot", tmp_path / name) == 2
     output = capsys.readouterr()
-    assert "is not supported; it must be .svg" in output.err
+    assert "is not supported; it must be .svg or .png" in output.err
     assert output.out == ""
     assert list(tmp_path.iterdir()) == []
 
@@ -432,6 +534,10 @@ def test_command_hints_when_nothing_fits(capsys):
         ["--speed", "nan"],
         ["--limit", "0"],
         ["--capacities", "1000,,2000"],
+        ["--capacities", "0"],
+        ["--capacities", "4 parsecs"],
+        ["--host-capacities", "-1"],
+        ["--block-kib", "64", "--bytes-per-token", "4KiB"],
     ],
 )
 def test_command_refuses_bad_values(flags, capsys):

@@ -705,6 +705,26 @@ async def test_blocks_that_are_queued_are_saved_before_the_host_tier_sleeps():
         await c.engine.wake_up(["host"])
 
 
+async def test_saves_that_sleep_has_no_time_for_are_counted():
+    store = ScriptedStore()
+    tokens = prompt(1, 600)  # 3 saves
+    use = StoreUse(store, deadline_seconds=25.0)
+    async with cache(use, device_blocks=700, host_blocks=700) as c:
+        store.delay("save", seconds=20.0)
+        lease = c.engine.match(tokens)
+        await lease.allocate(len(tokens))
+        sleeping = asyncio.create_task(c.engine.sleep(["host"]))
+        await spin(20)
+        c.compute(lease, tokens)
+        lease.release()
+        await running_clock().advance(60)
+        await sleeping
+        statistics = c.statistics
+        assert (statistics.saved_blocks, statistics.dropped_saves) == (512, 88)
+        assert c.engine.check_invariants() == []
+        await c.engine.wake_up(["host"])
+
+
 async def test_no_block_is_saved_before_sleep_while_the_weights_are_updated():
     store = ScriptedStore()
     async with cache(store, device_blocks=16, host_blocks=16) as c:

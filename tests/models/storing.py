@@ -74,10 +74,19 @@ class StoringModel(PrefixCacheModel):
     def evict_host(self) -> bool:
         block = self.victim("host")
         if block is not None and self.has_host:
-            kept = block.stored or block.save_refused
-            lost = not kept if self.store_policy == "on_eviction" else block.save_queued
-            self.dropped += lost
+            self.dropped += self._awaits_save(block)
         return super().evict_host()
+
+    def forget_host(self) -> None:
+        for block in self.blocks.values():
+            if block.host_valid:
+                self.dropped += self._awaits_save(block)
+                block.save_queued = False
+        super().forget_host()
+
+    def _awaits_save(self, block: Block) -> bool:
+        kept = block.stored or block.save_refused
+        return not kept if self.store_policy == "on_eviction" else block.save_queued
 
     def _hold(self, block: Block | None) -> None:
         if block is not None:

@@ -18,7 +18,7 @@ from aiokv.testing import run_until_idle
 from tests.peers.engines import prompt
 from tests.peers.processes import Nursery
 from tests.peers.ranked import LocalServer, RankedSide, Server
-from tests.peers.test_processes import LENGTH, REQUESTS, in_time, received, sent
+from tests.peers.test_processes import LENGTH, PATIENCE, REQUESTS, in_time, received, sent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -128,14 +128,16 @@ async def test_all_processes_of_the_decode_side_are_killed(
 # --- one rank is killed -------------------------------------------------------------------------
 
 
-async def moved(p: RankedSide, d: RankedSide, seed: int) -> str | None:
+async def moved(
+    p: RankedSide, d: RankedSide, seed: int, timeout: float = TICKET_SECONDS
+) -> str | None:
     """Move a prompt between two engines of this process; return the failure of either side."""
     tokens = prompt(LENGTH, seed)
     sending: asyncio.Task[tuple[int, str | None]] | None = None
     failures: list[str | None] = []
     try:
         async with await d.granted(tokens) as lease:
-            async with lease.receive(timeout=TICKET_SECONDS) as receiving:
+            async with lease.receive(timeout=timeout) as receiving:
                 sending = asyncio.create_task(p.prefill(tokens, receiving.ticket))
                 first = await in_time(receiving.wait())
             assert (first == LENGTH) == (receiving.failure is None)
@@ -167,7 +169,7 @@ async def kill_ranks(
         await other.side.at_rest()
         await loser.restart(rank)
         await loser.side.at_rest(empty=True)
-        assert await moved(p.side, d.side, 1000 + number) is None
+        assert await moved(p.side, d.side, 1000 + number, timeout=PATIENCE) is None
     for side in (p.side, d.side):
         await side.at_rest(empty=True)
     assert failures, "nothing was cut: the prompts are too short"

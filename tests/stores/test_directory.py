@@ -35,7 +35,20 @@ from tests.stores.failures import ObjectFailures, ObjectRig, guarded
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from aiokv.stores.base import StoreMemory
+
 OBJECT_BYTES = 10_048
+
+
+class FullDirectory(DirectoryStore):
+    """Knows how much it holds and removes nothing, as if other processes filled what it frees."""
+
+    async def open(self, memory: StoreMemory) -> None:
+        await super().open(memory)
+        self._quota.used_bytes = 0
+
+    def _start_sweep(self) -> None:
+        """Do nothing: a sweep may or may not make room before the next save."""
 
 
 class DirectoryRig(ObjectRig):
@@ -46,7 +59,7 @@ class DirectoryRig(ObjectRig):
         return DirectoryStore(self.path)
 
     def full(self) -> DirectoryStore:
-        return DirectoryStore(self.path, bytes=8 * OBJECT_BYTES)
+        return FullDirectory(self.path, bytes=8 * OBJECT_BYTES)
 
     def replace(self, key: bytes, content: bytes) -> None:
         file_of(self.path, key).write_bytes(content)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import re
 import signal
 import subprocess
 import sys
@@ -43,11 +44,53 @@ def test_version(capsys):
 
 
 def test_no_command_prints_the_help(fake_command, capsys):
-    assert cli.main([]) == 2
-    shown = capsys.readouterr().err
+    assert cli.main([]) == 0
+    shown = capsys.readouterr()
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--help"])
-    assert shown == capsys.readouterr().out
+    assert shown.out == capsys.readouterr().out
+    assert shown.err == ""
+
+
+def test_the_help_lists_all_commands_with_a_line_each(capsys):
+    assert cli.main([]) == 0
+    shown = capsys.readouterr().out
+    for command in cli.COMMANDS:
+        assert re.search(rf"^    {command} +\w", shown, re.MULTILINE), command
+    assert list(cli.COMMANDS) == sorted(cli.COMMANDS)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_each_command_has_a_help_and_ends_with_2_for_bad_usage(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([command, "--help"])
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: aiokv {command}")
+    assert max(map(len, shown.splitlines())) <= 100
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([command, "--no-such-flag"])
+
+
+TRACE = str(Path(__file__).parents[1] / "data" / "small.jsonl")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["demo", "--conversations", "2", "--turns", "2"],
+        ["replay", TRACE, "--limit", "100", "--host-blocks", "500"],
+        ["replay", TRACE, "--limit", "20", "--execute", "--execute-mib", "8", "--speed", "1000"],
+    ],
+    ids=["demo", "replay", "timed-replay"],
+)
+def test_durations_have_a_unit_that_suits_them(argv, capsys):
+    """No duration has four digits of a unit below a second, such as 123456 us."""
+    assert cli.main(argv) == 0
+    shown = capsys.readouterr()
+    text = shown.out + shown.err
+    assert re.search(r"\d (ms|µs)", text)
+    assert re.findall(r"\d[\d,]{3,}(?:\.\d+)? ?(?:ns|us|µs|ms)\b", text) == []
+    assert re.findall(r"\d ?us\b", text) == []
 
 
 def test_the_package_can_be_run_as_a_module():

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from aiokv.doctor.findings import Finding
 
 CUDA = SimpleNamespace(runtime_version=lambda: 13000)
+INFO = {
+    "compiler": "GCC 12.2",
+    "type": "Release",
+    "optimized": True,
+    "cuda_architectures": "80-real,90",
+}
 VERSIONS = {"aiokv": "1.2", "uvloop": "0.21", "cupy-cuda13x": "14.2", "matplotlib": "3.9"}
 H100 = {
     "ordinal": 0,
@@ -100,9 +106,13 @@ def machine(tmp_path, probes):
         version=VERSIONS.get,
         run=probes.run,
         native=SimpleNamespace(
-            cuda=CUDA, sha256_implementation=lambda: "sha instructions", IoQueue=FakeQueue
+            cuda=CUDA,
+            sha256_implementation=lambda: "sha instructions",
+            IoQueue=FakeQueue,
+            build_info=lambda: INFO,
         ),
         open_eventfd=lambda: None,
+        clock_seconds=lambda: 40e-9,
     )
 
 
@@ -210,7 +220,9 @@ def test_numa(machine):
 
 def test_clock(machine):
     folder = "sys/devices/system/clocksource/clocksource0"
-    check(one(system.check_clock(machine)), "ok", "tsc")
+    check(one(system.check_clock(machine)), "ok", "tsc, 40.0 ns per reading")
+    machine.clock_seconds = lambda: 2e-6
+    check(one(system.check_clock(machine)), "slow", "tsc, 2.00 µs per reading", "sandbox")
     write(machine, f"{folder}/current_clocksource", "hpet\n")
     check(one(system.check_clock(machine)), "slow", "hpet", "tsc=reliable")
     write(machine, f"{folder}/available_clocksource", "hpet tsc acpi_pm\n")
@@ -226,13 +238,16 @@ def test_python(machine, python, status):
 
 
 def test_build(machine):
-    version, sha = software.check_build(machine)
+    version, build, sha = software.check_build(machine)
     check(version, "ok", "1.2")
+    check(build, "ok", "GCC 12.2, Release")
     check(sha, "ok", "sha instructions")
     machine.version = lambda name: None
     machine.native.sha256_implementation = lambda: "portable"
-    version, sha = software.check_build(machine)
+    machine.native.build_info = lambda: INFO | {"type": "Debug", "optimized": False}
+    version, build, sha = software.check_build(machine)
     check(version, "slow", "not installed", "pip install")
+    check(build, "slow", "Debug, without optimization", "Release")
     check(sha, "slow", "portable", "several times")
 
 
@@ -244,7 +259,7 @@ def test_the_name_of_the_portable_implementation_is_known():
 
 
 def test_cuda_build(machine):
-    check(one(software.check_cuda_build(machine)), "ok", "CUDA 13.0")
+    check(one(software.check_cuda_build(machine)), "ok", "CUDA 13.0, architectures 80-real, 90")
     del machine.native.cuda
     check(one(software.check_cuda_build(machine)), "missing", "without CUDA", "nvcc")
     assert examine(machine).healthy
@@ -323,7 +338,44 @@ def test_compute_capability(machine, probes):
     old = H100 | {"compute": [7, 5]}
     probes.answers["list"] = {"cuda": 13000, "gpus": [old]}
     _, found, *_ = gpu.check_gpus(machine)
-    check(found, "missing", "compute capability 7.5", "CUDAARCHS=75")
+    check(
+        found,
+        "missing",
+        "compute capability 7.5; the native extension has code for 80-real",
+        "CUDAARCHS=75",
+    )
+    machine.native.build_info = lambda: INFO | {"cuda_architectures": ""}  # built without CUDA
+    _, found, *_ = gpu.check_gpus(machine)
+    check(found, "ok", "compute capability 7.5")
+
+
+@pytest.mark.parametrize(
+    ("architectures", "compute", "runs"),
+    [
+        ("80-real,90", (8, 0), True),
+        ("80-real,90", (8, 9), True),
+        ("80-real,90", (7, 5), False),
+        ("80-real,90", (12, 0), True),
+        ("80-real,90-real", (10, 0), False),
+        ("86-real", (8, 0), False),
+        ("90a", (9, 0), True),
+        ("90a", (10, 0), False),
+        ("80-virtual", (9, 0), True),
+        ("120", (12, 0), True),
+        ("native", (7, 0), True),
+    ],
+)
+def test_code_runs_on_later_gpus(architectures, compute, runs):
+    assert gpu.has_code_for(architectures, compute) == runs
+
+
+def test_the_extension_says_how_it_was_built():
+    from aiokv import _native
+
+    info = _native.build_info()
+    assert set(info) == set(INFO)
+    assert info["type"] in ("Release", "Debug", "Sanitize")
+    assert bool(info["cuda_architectures"]) == hasattr(_native, "cuda")
 
 
 def test_numa_node_of_a_gpu(machine):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from itertools import count
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -16,39 +14,23 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from aiokv import CacheConfig, CacheEngine, ConfigError, UsageError
+from aiokv._native import Histogram
 from aiokv.observe import prometheus
 from aiokv.observe.exposition import Family, Sample, labelled, merged, text_of
 from aiokv.observe.metrics import exposition, families
 from aiokv.observe.prometheus import EngineCollector
-from aiokv.peers.statistics import PeerStatistics
-from aiokv.stores.guard_statistics import GuardStatistics
-from aiokv.types import Statistics
-from aiokv.worker.lanes import WorkerStatistics
-from aiokv.worker.poller import PollerStatistics
+from aiokv.types import DurationHistogram
+from tests.harness.filled import engine_with, filled_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-numbers = count(1_000)
-
-
-def filled(kind: Any) -> Any:
-    """Return a value of a type, each of whose numbers is used nowhere else."""
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        hints = get_type_hints(kind)
-        return kind(**{name: filled(hints[name]) for name in kind.__struct_fields__})
-    if get_origin(kind) is dict:
-        return {"a": filled(get_args(kind)[1])}
-    if get_origin(kind) is list:
-        return [filled(get_args(kind)[0])]
-    if kind is str:
-        return "open"
-    assert kind in (int, float) or int in get_args(kind), kind
-    return next(numbers) + (0.5 if kind is float else 0)
-
 
 def numbers_of(value: Any) -> Iterator[tuple[str, float]]:
     """Yield the path and the value of each number of a record."""
+    if isinstance(value, DurationHistogram):
+        first, second = value.counts
+        value = [first, first + second, value.sum_seconds]
     if isinstance(value, msgspec.Struct):
         value = {name: getattr(value, name) for name in value.__struct_fields__}
     if isinstance(value, list):
@@ -71,25 +53,15 @@ def parsed(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 
 
 def test_each_field_of_each_record_of_statistics_is_in_a_metric():
-    records = {
-        "statistics": filled(Statistics),
-        "worker_statistics": filled(WorkerStatistics),
-        "poller_statistics": filled(PollerStatistics),
-        "peer_statistics": filled(PeerStatistics),
-        "store_statistics": [filled(GuardStatistics)],
-    }
-    engine: Any = SimpleNamespace(
-        config=CacheConfig(device_blocks=8),
-        worker=SimpleNamespace(failure=None),
-        asleep=frozenset(),
-        **{name: lambda value=value: value for name, value in records.items()},
-    )
-    samples = parsed(exposition(engine))
+    records = filled_records()
+    samples = parsed(exposition(engine_with(records)))
     shown = set(samples.values()) | {
         float(rank) for _, labels in samples for name, rank in labels if name == "rank" and rank
     }
     expected = dict(numbers_of(records))
     assert len(expected) > 250
+    for total in ("evicted_device_blocks", "evicted_host_blocks", "dropped_blocks"):
+        del expected[f"statistics.{total}"]  # the sum of those by cause
     assert {path for path, number in expected.items() if number not in shown} == set()
 
 
@@ -126,7 +98,7 @@ async def test_families_are_named_and_typed_as_prometheus_wants():
         assert family.name.startswith("aiokv_")
         assert family.help.endswith(".")
         assert (family.kind == "counter") == family.name.endswith("_total")
-        labels = [frozenset(sample.labels.items()) for sample in family.samples]
+        labels = [(s.suffix, frozenset(s.labels.items())) for s in family.samples]
         assert len(labels) == len(set(labels)), family.name
     lines = exposition(engine).splitlines()
     types = [line.split()[2:] for line in lines if line.startswith("# TYPE")]
@@ -232,3 +204,49 @@ def test_without_prometheus_client_the_import_says_what_to_install(
     monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
     with pytest.raises(ConfigError, match=r"pip install 'aiokv\[metrics\]'"):
         __import__("aiokv.observe.prometheus")
+
+
+# --- histograms -----------------------------------------------------------------------------------
+
+
+def test_a_duration_is_counted_in_the_first_bucket_whose_bound_it_does_not_exceed():
+    bounds = Histogram.bounds_seconds()
+    assert (bounds[0], bounds[-1]) == (2.0**-20, 4096.0)
+    assert bounds == [2.0**e for e in range(-20, 13)]
+    cases = [
+        (0.0, 0), (-1.0, 0), (float("nan"), 0), (1e-9, 0), (0.25, bounds.index(0.25)),
+        (0.25 + 1e-9, bounds.index(0.5)), (3.0, bounds.index(4.0)), (4096.0, len(bounds) - 1),
+        (4096.1, len(bounds)), (float("inf"), len(bounds)),
+    ]  # fmt: skip
+    for seconds, bucket in cases:
+        histogram = Histogram()
+        histogram.add(seconds)
+        expected = [0] * (len(bounds) + 1)
+        expected[bucket] = 1
+        assert histogram.counts == expected, seconds
+
+
+def test_the_sum_of_a_histogram_is_exact_to_the_nanosecond():
+    histogram = Histogram()
+    for _ in range(1000):
+        histogram.add(0.1)
+    histogram.add(1e-9)
+    assert histogram.sum_seconds == 100.000000001
+    assert DurationHistogram.of(histogram).count == 1001
+
+
+@pytest.mark.asyncio
+async def test_the_buckets_of_a_histogram_are_cumulative():
+    engine = await ran()
+    samples = parsed(exposition(engine))
+    buckets = {
+        dict(labels)["le"]: value
+        for (name, labels), value in samples.items()
+        if name == "aiokv_hold_seconds_bucket"
+    }
+    values = [buckets[bound] for bound in sorted(buckets, key=float)]
+    assert values == sorted(values)
+    assert values[-1] == buckets["+Inf"] == 4
+    assert samples["aiokv_hold_seconds_count", frozenset({("engine", "default")})] == 4
+    total = samples["aiokv_hold_seconds_sum", frozenset({("engine", "default")})]
+    assert total == engine.request_statistics().hold.sum_seconds

@@ -136,6 +136,8 @@ def test_blocks_of_a_later_source_replace_bytes_of_an_earlier_one(write, monkeyp
     monkeypatch.setenv("AIOKV_DEVICE_BLOCKS", "6")
     assert CacheConfig.load(path).device_blocks == 6
     assert CacheConfig.load(device_bytes=4096, block=1024).device_blocks == 4
+    later = Settings(write("device_blocks = 5\n"), None, {"device_bytes": 4096})
+    assert later.get("device_blocks") is None
 
 
 def test_tensors_give_the_bytes_of_a_block_and_the_number_of_blocks(write):

@@ -53,11 +53,14 @@ def test_ranks_divide_weights_heads_and_host_memory():
     assert four.host_blocks == 16 * 2048
 
 
-@pytest.mark.parametrize("tokens", [300, 2_000, 32_000])
-@pytest.mark.parametrize("config", [configs.GEMMA_3_27B, configs.GPT_OSS_20B])
-def test_pools_of_a_model_with_windows_fit_together_and_hold_the_conversations(config, tokens):
+@pytest.mark.parametrize("tokens", [100, 300, 2_000, 32_000])
+@pytest.mark.parametrize(
+    ("config", "gib"),
+    [(configs.GEMMA_3_27B, 40), (configs.GPT_OSS_20B, 40), (configs.GEMMA_3_4B, 0.4)],
+)
+def test_pools_of_a_model_with_windows_fit_together_and_hold_the_conversations(config, gib, tokens):
     shape = ModelShape.from_config(config)
-    memory = Memory(gpu_bytes=40 * GIB, host_bytes=30 * GIB, conversation_tokens=tokens)
+    memory = Memory(gpu_bytes=int(gib * GIB), host_bytes=30 * GIB, conversation_tokens=tokens)
     result = cache_sizes(shape, memory)
     (group,) = result.windows
     used = result.device_blocks * result.block_bytes + group.device_blocks * group.block_bytes
@@ -71,9 +74,10 @@ def test_pools_of_a_model_with_windows_fit_together_and_hold_the_conversations(c
     assert result.host_blocks >= result.host_conversations * blocks
 
 
-def test_a_cache_with_the_printed_windows_is_accepted():
+@pytest.mark.parametrize("gpu_bytes", [420_000_000, GIB])
+def test_a_cache_with_the_printed_windows_is_accepted(gpu_bytes):
     """The engine refuses a group that cannot hold a window and a step."""
-    settings = sizes(configs.GEMMA_3_4B, gpu_bytes=GIB, conversation_tokens=100).settings()
+    settings = sizes(configs.GEMMA_3_4B, gpu_bytes=gpu_bytes, conversation_tokens=100).settings()
     assert new_core(CacheConfig(**settings))
     group = settings["windows"]["window_1024"]
     smaller = WindowGroup(window_tokens=1024, device_blocks=192, step_tokens=2048)
@@ -157,9 +161,22 @@ def test_json_has_all_figures(model, capsys, tmp_path):
     assert capsys.readouterr().out == ""
 
 
+def test_without_gpu_memory_the_bytes_of_each_group_are_printed(model, capsys):
+    assert cli.main(["size", "--model", model]) == 0
+    printed = capsys.readouterr().out
+    assert "bytes per token: 81,920 (80.0 KiB)" in printed
+    assert "bytes per block, layers of window_1024: 6,815,744 (6.50 MiB)" in printed
+    assert "blocks:" not in printed
+    assert cli.main(["size", "--model", model, "--tensor-parallel", "2", "--json"]) == 0
+    groups = json.loads(capsys.readouterr().out)["groups"]
+    assert groups["full"] == {"token_bytes": 40_960, "block_bytes": 655_360}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--host-memory", "8GiB"], "--host-memory needs --gpu-memory"),
+        (["--weights", "8GiB"], "--weights needs --gpu-memory"),
         (["--gpu-memory", "80"], "72 bytes of GPU memory"),
         (["--gpu-memory", "80XB"], "'80XB' is not a size, such as 80GiB"),
         (["--gpu-memory", "80GiB", "--gpu-memory-utilization", "0"], "not a number above 0"),

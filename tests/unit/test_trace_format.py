@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -154,3 +157,41 @@ def test_generated_trace_shares_prefixes_and_grows_conversations():
     assert reused > 100
     times = [request.timestamp_ms for request in requests]
     assert times == sorted(times)
+
+
+def test_compressed_trace_is_read_whatever_its_name(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(gzip.compress(SMALL.read_bytes()))
+    assert read_trace(path) == read_trace(SMALL)
+    assert read_trace(path, limit=3) == read_trace(SMALL, limit=3)
+
+
+def test_compressed_trace_of_a_killed_writer_is_read_up_to_its_last_whole_line(tmp_path):
+    data = gzip.compress(SMALL.read_bytes())
+    path = tmp_path / "t.jsonl.gz"
+    path.write_bytes(data[: len(data) // 2])
+    read = read_trace(path)
+    assert 50 < len(read) < 350
+    assert read == read_trace(SMALL)[: len(read)]
+
+
+def test_damaged_compressed_trace_is_refused(tmp_path):
+    data = bytearray(gzip.compress(SMALL.read_bytes()))
+    data[len(data) // 2] ^= 0xFF
+    path = tmp_path / "t.jsonl.gz"
+    path.write_bytes(data)
+    with pytest.raises(TraceError, match=r"t\.jsonl\.gz"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_standard_input_is_read(monkeypatch, compress):
+    data = compress(SMALL.read_bytes())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    assert read_trace("-") == read_trace(SMALL)
+
+
+def test_requests_are_read_in_order_of_arrival(tmp_path):
+    lines = [with_changes(timestamp=time) for time in (7, 3, 7, 0)]
+    path = write_lines(tmp_path / "t.jsonl", *lines)
+    assert [request.timestamp_ms for request in read_trace(path)] == [0, 3, 7, 7]

@@ -268,6 +268,7 @@ class Core {
     // Changes of the two tiers, for subscribers.
     BlockEvents& events() { return events_; }
 
+    const Histogram& hold_times() const { return leases_.hold_times(); }
     CoreStatistics statistics() const;
     std::vector<std::string> violations() const;
     std::vector<BlockView> blocks() const { return index_.blocks(); }

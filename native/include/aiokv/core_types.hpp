@@ -9,6 +9,7 @@
 
 #include "aiokv/device_pool.hpp"
 #include "aiokv/direction.hpp"
+#include "aiokv/eviction_cause.hpp"
 #include "aiokv/eviction_queue.hpp"
 #include "aiokv/item_keys.hpp"
 #include "aiokv/lease.hpp"
@@ -158,6 +159,8 @@ struct CoreStatistics {
     std::uint32_t host_free, host_cached, host_in_flight;
     std::uint32_t evictable_blocks, leases, releasing_leases, nodes;
     std::uint64_t hit_device_tokens, hit_host_tokens, prompt_tokens, grants;
+    std::uint64_t computed_tokens, computed_prompt_tokens;
+    EvictionCounts evicted_device, evicted_host, dropped;
     std::uint64_t published_blocks, evicted_device_blocks, dropped_blocks, evicted_host_blocks;
     std::uint64_t onloaded_blocks, offloaded_blocks, failed_blocks, skipped_backups,
         reclaimed_host_copies;

@@ -31,9 +31,9 @@ struct HotPrefixes {
     bool complete = true;             // false: the walk was too short to see all of the tree
 };
 
-// At most `limit` stretches. A block has at most the uses of its parent, so a walk from the roots
-// that always continues at the most used block finds the hottest prefixes first. The walk reads a
-// bounded number of blocks: of a fork with very many children it sees only some.
+// At most `limit` stretches. Nearly all blocks have at most the uses of their parents, so a walk
+// from the roots that always continues at the most used block finds the hottest prefixes first. The
+// walk reads a bounded number of blocks: of a fork with very many children it sees only some.
 HotPrefixes hottest_prefixes(const Index& index, std::size_t limit);
 
 }  // namespace aiokv

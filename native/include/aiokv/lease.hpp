@@ -89,9 +89,10 @@ struct Lease {
     std::vector<TransferId> peer_transfers;  // in flight, that use blocks of the table
     std::vector<TokenRange> received;        // proven, not committed yet; in order, not adjacent
 
-    std::uint64_t version = 0;   // of the index, when path was walked
-    std::int64_t opened_ns = 0;  // by LeaseTable's clock, for listings: no decision reads it
-    std::uint64_t epoch = 0;     // of the index, when granted
+    std::uint64_t version = 0;        // of the index, when path was walked
+    std::uint64_t opened_ns = 0;      // tick_nanoseconds()
+    std::uint64_t held_since_ns = 0;  // likewise, while it computes and has blocks
+    std::uint64_t epoch = 0;          // of the index, when granted
     std::uint32_t num_tokens = 0;
     std::uint32_t computed_tokens = 0;  // as far as commit was called
     std::uint32_t device_hit = 0;       // blocks, at match or grant

@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "aiokv/histogram.hpp"
 #include "aiokv/lease.hpp"
 
 namespace aiokv {
@@ -48,6 +49,9 @@ class LeaseTable {
     std::uint32_t with_blocks() const;
     std::uint32_t computing() const { return computing_; }  // with blocks, and flags.computes
 
+    // For how long leases that compute had blocks.
+    const Histogram& hold_times() const { return hold_times_; }
+
     // Every record, those of no lease too, in a fixed order.
     const std::deque<Lease>& records() const { return leases_; }
     auto begin() { return leases_.begin(); }
@@ -63,6 +67,7 @@ class LeaseTable {
     std::vector<std::uint32_t> free_;
     std::array<std::uint32_t, kLeaseStates> counts_{};  // of open leases
     std::uint32_t computing_ = 0;
+    Histogram hold_times_;
 };
 
 const char* name_of(LeaseState state);

@@ -45,7 +45,11 @@ class Publication {
     // Other leases may wait for what this lease will publish next.
     void announce(Lease& lease);
 
-    void add_to(CoreStatistics& statistics) const { statistics.published_blocks = published_; }
+    void add_to(CoreStatistics& statistics) const {
+        statistics.published_blocks = published_;
+        statistics.computed_tokens = computed_tokens_;
+        statistics.computed_prompt_tokens = computed_prompt_tokens_;
+    }
 
   private:
     void check_commit(const Lease& lease, std::int64_t num_tokens) const;
@@ -60,6 +64,8 @@ class Publication {
     Promises& promises_;
     Uses& uses_;
     std::uint64_t published_ = 0;
+    std::uint64_t computed_tokens_ = 0;  // again after a preemption
+    std::uint64_t computed_prompt_tokens_ = 0;
 };
 
 }  // namespace aiokv

@@ -19,6 +19,7 @@
 #include "aiokv/block_events.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
+#include "aiokv/eviction_cause.hpp"
 #include "aiokv/eviction_order.hpp"
 #include "aiokv/host_copy_list.hpp"
 #include "aiokv/index.hpp"
@@ -107,7 +108,7 @@ class Residency {
 
     // -- whole tiers; see residency_tiers.cpp
     // Requires that no lease and no transfer needs a device block.
-    void forget_device() { evict(beyond_device(0)); }
+    void forget_device() { evict(beyond_device(0), EvictionCause::kSleep); }
     // Requires that no lease and no transfer needs a host block.
     void forget_host();
     // Everything becomes unmatchable.
@@ -141,18 +142,18 @@ class Residency {
 
     // eviction
     bool must_save(NodeId node) const;
-    bool evict_one_device();
-    bool evict_one_host();
-    void release_device_copy(NodeId node);
-    void drop(NodeId node);
-    void drop_subtree(NodeId top);
-    void detach(NodeId node);
+    bool evict_one_device(EvictionCause cause);
+    bool evict_one_host(EvictionCause cause);
+    void release_device_copy(NodeId node, EvictionCause cause);
+    void drop(NodeId node, EvictionCause cause);
+    void drop_subtree(NodeId top, EvictionCause cause);
+    void detach(NodeId node, EvictionCause cause);
     void free_if_unowned(NodeId node);
     // Blocks with a device id that is not below `blocks`, and all on the device below those in the
     // tree: children before parents, otherwise in order of eviction, what is not queued after that,
     // by id.
     std::vector<NodeId> beyond_device(std::int64_t blocks);
-    void evict(std::span<const NodeId> nodes);
+    void evict(std::span<const NodeId> nodes, EvictionCause cause);
 
     // host copies of clean blocks
     void list_host_copy(NodeId node);
@@ -175,10 +176,10 @@ class Residency {
     std::unordered_map<NodeId, std::uint32_t> more_holds_;  // of nodes with kMaxHolds
     std::vector<NodeId> scratch_;
 
-    std::uint64_t evicted_device_ = 0;
-    std::uint64_t evicted_host_ = 0;
+    EvictionCounts evicted_device_;
+    EvictionCounts evicted_host_;
     std::uint64_t evicted_unsaved_ = 0;  // host blocks that a save was to copy
-    std::uint64_t dropped_ = 0;
+    EvictionCounts dropped_;
     std::uint64_t onloaded_ = 0;
     std::uint64_t offloaded_ = 0;
     std::uint64_t failed_ = 0;

@@ -1,10 +1,10 @@
 #include "aiokv/lease_table.hpp"
 
 #include <algorithm>
-#include <ctime>
 #include <string>
 
 #include "aiokv/error.hpp"
+#include "aiokv/tick_clock.hpp"
 #include "report.hpp"
 
 namespace aiokv {
@@ -37,13 +37,6 @@ constexpr std::array<unsigned, kLeaseStates> kNext = {
 constexpr std::size_t kSpareLeases = 1024;
 constexpr std::size_t kSmallBytes = 256;
 
-// The coarse clock takes 5 ns, and advances every few milliseconds.
-std::int64_t coarse_ns() {
-    timespec now{};
-    clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
-    return std::int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
-}
-
 template <class T>
 void free_memory(std::vector<T>& values) {
     if (values.capacity() * sizeof(T) > kSmallBytes) std::vector<T>().swap(values);
@@ -67,7 +60,15 @@ void LeaseTable::move(Lease& lease, LeaseState to) {
     lease.state = to;
     if (lease.is_open()) ++counts_[static_cast<std::size_t>(to)];
     const bool computes = lease.has_blocks() && lease.flags.computes;
-    computing_ += static_cast<std::uint32_t>(computes) - static_cast<std::uint32_t>(computed);
+    if (computes == computed) return;
+    const std::uint64_t now = tick_nanoseconds();
+    if (computes) {
+        ++computing_;
+        lease.held_since_ns = now;
+    } else {
+        --computing_;
+        hold_times_.add(now - lease.held_since_ns);
+    }
 }
 
 bool LeaseTable::is_open(LeaseId id) const {
@@ -114,7 +115,7 @@ Lease& LeaseTable::open(std::span<const std::int32_t> tokens, std::uint32_t cont
     lease.computed_blocks = lease.device_hit = lease.host_hit = lease.known_blocks = 0;
     lease.store_hit = 0;
     lease.digests.clear();
-    lease.opened_ns = coarse_ns();
+    lease.opened_ns = tick_nanoseconds();
     move(lease, kMatched);
     return lease;
 }
@@ -154,7 +155,7 @@ std::vector<const Lease*> LeaseTable::oldest(std::size_t limit, std::size_t max_
 }
 
 double LeaseTable::age_seconds(const Lease& lease) {
-    return static_cast<double>(coarse_ns() - lease.opened_ns) * 1e-9;
+    return static_cast<double>(tick_nanoseconds() - lease.opened_ns) * 1e-9;
 }
 
 std::uint32_t LeaseTable::open_leases() const {

@@ -64,6 +64,9 @@ std::uint32_t Publication::commit(Lease& lease, std::int64_t num_tokens, Step st
     }
     lease.computed_blocks +=
         config_.blocks_for(computed) - config_.blocks_for(lease.computed_tokens);
+    computed_tokens_ += computed - lease.computed_tokens;
+    computed_prompt_tokens_ += std::min(computed, lease.prompt_tokens) -
+                               std::min(lease.computed_tokens, lease.prompt_tokens);
     lease.computed_tokens = computed;
     if (!lease.received.empty()) {
         lease.keep_received(computed, lease.num_tokens);

@@ -1,9 +1,16 @@
 // Eviction and dropping.
 #include <algorithm>
+#include <array>
 
 #include "aiokv/residency.hpp"
 
 namespace aiokv {
+
+const char* name_of(EvictionCause cause) {
+    constexpr std::array<const char*, kEvictionCauses> names = {"capacity", "request", "resize",
+                                                                "sleep",    "reset",   "failure"};
+    return names[static_cast<std::size_t>(cause)];
+}
 
 Residency::Residency(const CoreConfig& config, Index& index, StoredBlocks& stored,
                      AuxiliaryPools& auxiliary, DevicePool& device, RunPool& host,
@@ -40,7 +47,7 @@ void Residency::free_if_unowned(NodeId node) {
 }
 
 // Makes the node unmatchable; copies that no lease and no transfer owns are freed at once.
-void Residency::detach(NodeId node) {
+void Residency::detach(NodeId node, EvictionCause cause) {
     Node& n = tree_[node];
     if (n.has(kQueued | kParked)) order_.dequeue(node);
     n.parent = kNone;
@@ -50,28 +57,28 @@ void Residency::detach(NodeId node) {
     if (n.has(kHostValid)) host_copies_.remove(n.host);
     if (n.has(kHasSides)) auxiliary_.forget(node);
     tree_.forget_children(node);
-    ++dropped_;
+    dropped_.add(cause);
     free_if_unowned(node);
 }
 
-void Residency::drop_subtree(NodeId top) {
+void Residency::drop_subtree(NodeId top, EvictionCause cause) {
     scratch_.assign(1, top);
     while (!scratch_.empty()) {
         const NodeId node = scratch_.back();
         scratch_.pop_back();
         tree_.for_each_child(node, [&](NodeId child) { scratch_.push_back(child); });
-        detach(node);
+        detach(node, cause);
     }
 }
 
 // Drop a node and all below it.
-void Residency::drop(NodeId node) {
+void Residency::drop(NodeId node, EvictionCause cause) {
     const NodeId parent = tree_[node].parent;
     tree_.unlink(node);
     if (tree_[node].child == kNone) {
-        detach(node);
+        detach(node, cause);
     } else {
-        drop_subtree(node);
+        drop_subtree(node, cause);
     }
     index_.change();
     if (tree_[parent].has(kRoot)) {
@@ -81,7 +88,7 @@ void Residency::drop(NodeId node) {
     }
 }
 
-void Residency::release_device_copy(NodeId node) {
+void Residency::release_device_copy(NodeId node, EvictionCause cause) {
     Node& n = tree_[node];
     order_.dequeue(node);
     device_.give_back(n.device);
@@ -89,15 +96,15 @@ void Residency::release_device_copy(NodeId node) {
     --device_nodes_;
     lose(node, kDeviceValid);
     tree_.count_device_child(node, -1);
-    ++evicted_device_;
-    if (!n.has(kHostValid)) return drop(node);
+    evicted_device_.add(cause);
+    if (!n.has(kHostValid)) return drop(node, cause);
     host_copies_.remove(n.host);
     index_.change();
     order_.enqueue(node);
     order_.requeue_if_free(n.parent);
 }
 
-bool Residency::evict_one_device() {
+bool Residency::evict_one_device(EvictionCause cause) {
     for (NodeId node; (node = order_.device_front()) != kNone;) {
         const Node& n = tree_[node];
         if (n.pins == 0 && !tree_.has_device_child(node)) {
@@ -105,7 +112,7 @@ bool Residency::evict_one_device() {
                 stopped_at_unsaved_ = true;
                 return false;
             }
-            release_device_copy(node);
+            release_device_copy(node, cause);
             return true;
         }
         // It can go when its save has ended. Deferring it now would defer its unsaved ancestors
@@ -116,13 +123,13 @@ bool Residency::evict_one_device() {
     return false;
 }
 
-bool Residency::evict_one_host() {
+bool Residency::evict_one_host(EvictionCause cause) {
     for (NodeId node; (node = order_.host_front()) != kNone;) {
         const Node& n = tree_[node];
         if (n.pins == 0 && n.holds == 0 && n.child == kNone) {
-            ++evicted_host_;
+            evicted_host_.add(cause);
             evicted_unsaved_ += stored_.awaits_save(node);
-            drop(node);
+            drop(node, cause);
             return true;
         }
         order_.defer(node);
@@ -133,20 +140,20 @@ bool Residency::evict_one_host() {
 bool Residency::make_room(std::uint32_t blocks) {
     stopped_at_unsaved_ = false;
     while (device_.free_blocks() < blocks) {
-        if (!evict_one_device()) return false;
+        if (!evict_one_device(EvictionCause::kCapacity)) return false;
     }
     return true;
 }
 
 std::uint32_t Residency::evict_device(std::uint32_t blocks) {
     std::uint32_t evicted = 0;
-    while (evicted < blocks && evict_one_device()) ++evicted;
+    while (evicted < blocks && evict_one_device(EvictionCause::kRequest)) ++evicted;
     return evicted;
 }
 
 std::uint32_t Residency::evict_host(std::uint32_t blocks) {
     std::uint32_t evicted = 0;
-    while (evicted < blocks && evict_one_host()) ++evicted;
+    while (evicted < blocks && evict_one_host(EvictionCause::kRequest)) ++evicted;
     return evicted;
 }
 

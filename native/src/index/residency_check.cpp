@@ -9,9 +9,12 @@ void Residency::add_to(CoreStatistics& statistics) const {
     statistics.device_cooling = device_.cooling_blocks();
     statistics.host_free = host_.free_blocks();
     statistics.evictable_blocks = evictable();
-    statistics.evicted_device_blocks = evicted_device_;
-    statistics.evicted_host_blocks = evicted_host_;
-    statistics.dropped_blocks = dropped_;
+    statistics.evicted_device_blocks = evicted_device_.total();
+    statistics.evicted_host_blocks = evicted_host_.total();
+    statistics.dropped_blocks = dropped_.total();
+    statistics.evicted_device = evicted_device_;
+    statistics.evicted_host = evicted_host_;
+    statistics.dropped = dropped_;
     statistics.onloaded_blocks = onloaded_;
     statistics.offloaded_blocks = offloaded_;
     statistics.failed_blocks = failed_;

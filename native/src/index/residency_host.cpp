@@ -77,7 +77,7 @@ bool Residency::could_make_host_room(std::size_t blocks) const {
 }
 
 void Residency::evict_host_until_free(std::size_t blocks) {
-    while (host_.free_blocks() < blocks && evict_one_host()) {
+    while (host_.free_blocks() < blocks && evict_one_host(EvictionCause::kCapacity)) {
     }
 }
 

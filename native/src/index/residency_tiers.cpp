@@ -40,16 +40,24 @@ std::vector<NodeId> Residency::beyond_device(std::int64_t blocks) {
     return found;
 }
 
-void Residency::evict(std::span<const NodeId> nodes) {
-    for (const NodeId node : nodes) release_device_copy(node);
+void Residency::evict(std::span<const NodeId> nodes, EvictionCause cause) {
+    for (const NodeId node : nodes) release_device_copy(node, cause);
 }
 
 void Residency::forget_host() {
+    const auto is_on_host_alone = [this](NodeId node) {
+        return tree_.is_live(node) && !tree_[node].has(kRoot | kDetached | kDeviceResident);
+    };
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
-        const Node& n = tree_[node];
-        if (!tree_.is_live(node) || n.has(kRoot | kDetached | kDeviceResident)) continue;
-        ++evicted_host_;
-        drop(node);
+        if (!tree_.is_live(node) || !tree_[node].has(kHostValid)) continue;
+        evicted_unsaved_ += stored_.awaits_save(node);
+        stored_.clear(node, kSaveQueued);
+    }
+    for (NodeId node = 0; node < tree_.end_id(); ++node) {
+        if (is_on_host_alone(node)) evicted_host_.add(EvictionCause::kSleep);
+    }
+    for (NodeId node = 0; node < tree_.end_id(); ++node) {
+        if (is_on_host_alone(node)) drop(node, EvictionCause::kSleep);  // and all below it
     }
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
         Node& n = tree_[node];
@@ -70,7 +78,7 @@ void Residency::detach_all() {
         if (tree_[node].has(kRoot)) {
             tree_.forget_children(node);
         } else {
-            detach(node);
+            detach(node, EvictionCause::kReset);
         }
     }
 }
@@ -96,7 +104,7 @@ void Residency::resize_device(std::uint32_t blocks) {
             throw resize_refused(device_.capacity(), blocks, block, "being copied");
         }
     }
-    evict(leaving);
+    evict(leaving, EvictionCause::kResize);
     device_.resize(blocks);
     order_.resize_device(blocks);
 }

@@ -38,7 +38,9 @@ void Residency::finish_onload(const Transfer& transfer, std::uint32_t good) {
     }
     onloaded_ += good;
     failed_ += nodes.size() - good;
-    if (good < nodes.size() && !tree_[nodes[good]].has(kDetached)) drop(nodes[good]);
+    if (good < nodes.size() && !tree_[nodes[good]].has(kDetached)) {
+        drop(nodes[good], EvictionCause::kFailure);
+    }
     for (std::size_t i = nodes.size(); i-- > 0;) {
         const Node& n = tree_[nodes[i]];
         if (i >= good && !tree_.is_live(nodes[i])) continue;  // dropped and freed
@@ -64,7 +66,7 @@ void Residency::cancel_onload(const Transfer& transfer) {
         // A lease that computed the same block meanwhile has put its refs, and perhaps a child,
         // on this copy. Without it the path would have a hole; that lease publishes its own.
         if (n.refs > 0 || tree_.has_device_child(node)) {
-            drop(node);
+            drop(node, EvictionCause::kFailure);
             continue;
         }
         device_.give_back(n.device);

@@ -1,5 +1,6 @@
 // The scheduler's core. Ids travel as int32 bytes or arrays, one call a request.
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
@@ -178,6 +179,15 @@ std::vector<BlockTuple> blocks(const Core& core) {
     return tuples;
 }
 
+std::map<std::string, std::uint64_t> by_cause(const EvictionCounts& counts) {
+    std::map<std::string, std::uint64_t> named;
+    for (std::size_t i = 0; i < kEvictionCauses; ++i) {
+        const auto cause = static_cast<EvictionCause>(i);
+        named[name_of(cause)] = counts.of(cause);
+    }
+    return named;
+}
+
 using HotPrefixTuple =
     nb::typed<nb::tuple, std::int64_t, std::uint32_t, std::string, std::uint32_t, std::uint32_t,
               std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
@@ -225,6 +235,12 @@ void bind_statistics(nb::module_& m) {
         .def_ro("hit_host_tokens", &S::hit_host_tokens)
         .def_ro("prompt_tokens", &S::prompt_tokens)
         .def_ro("grants", &S::grants)
+        .def_ro("computed_tokens", &S::computed_tokens)
+        .def_ro("computed_prompt_tokens", &S::computed_prompt_tokens)
+        .def_prop_ro("evicted_device_by_cause",
+                     [](const S& s) { return by_cause(s.evicted_device); })
+        .def_prop_ro("evicted_host_by_cause", [](const S& s) { return by_cause(s.evicted_host); })
+        .def_prop_ro("dropped_by_cause", [](const S& s) { return by_cause(s.dropped); })
         .def_ro("published_blocks", &S::published_blocks)
         .def_ro("evicted_device_blocks", &S::evicted_device_blocks)
         .def_ro("evicted_host_blocks", &S::evicted_host_blocks)
@@ -443,6 +459,8 @@ void bind_core(nb::module_& m) {
                                       window.onloaded, window.host->evicted());
             },
             "group"_a, "(free, cached, saved, onloaded, evicted) blocks in host memory.")
+        .def_prop_ro("hold_times", &Core::hold_times, nb::rv_policy::reference_internal,
+                     "Times for which leases that compute had blocks; those that ended.")
         .def(
             "block_tables",
             [](Core& core, const std::vector<LeaseId>& ids, TableArray out, std::int32_t fill,

@@ -13,6 +13,7 @@ void bind_cuda(nanobind::module_& m);
 void bind_digest(nanobind::module_& m);
 void bind_errors(nanobind::module_& m);
 void bind_events(nanobind::module_& m);
+void bind_histogram(nanobind::module_& m);
 void bind_store(nanobind::module_& m);
 void bind_io(nanobind::module_& m);
 void bind_repack(nanobind::module_& m);

@@ -1,0 +1,62 @@
+"""RequestCounts: waits of requests, and how those ended, over all leases of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from aiokv._native import Histogram
+from aiokv.errors import AllocateTimeout, RequestTooLarge
+from aiokv.types import DurationHistogram, RequestStatistics
+
+if TYPE_CHECKING:
+    from aiokv.scheduler.reader import CacheReader
+
+
+class RequestCounts:
+    """Counters and histograms of :class:`RequestStatistics`.
+
+    Args:
+        read: has the times for which leases had blocks.
+
+    Attributes:
+        capacity_wait: as in :class:`RequestStatistics`, and so are the others.
+    """
+
+    def __init__(self, read: CacheReader) -> None:
+        self._read = read
+        self.capacity_wait = Histogram()
+        self.pending_wait = Histogram()
+        self.store_wait = Histogram()
+        self.peer_wait = Histogram()
+        self.onload = Histogram()
+        self._timed_out_waits = 0
+        self._cancelled_waits = 0
+        self._refused_waits = 0
+        self._too_large_requests = 0
+
+    def note_error(self, error: BaseException) -> None:
+        """Count an ``allocate`` that raises."""
+        if isinstance(error, RequestTooLarge):
+            self._too_large_requests += 1
+        elif isinstance(error, AllocateTimeout):
+            self._timed_out_waits += 1
+        elif isinstance(error, asyncio.CancelledError):
+            self._cancelled_waits += 1
+        else:
+            self._refused_waits += 1
+
+    def statistics(self) -> RequestStatistics:
+        """Return the counts so far."""
+        return RequestStatistics(
+            capacity_wait=DurationHistogram.of(self.capacity_wait),
+            pending_wait=DurationHistogram.of(self.pending_wait),
+            store_wait=DurationHistogram.of(self.store_wait),
+            peer_wait=DurationHistogram.of(self.peer_wait),
+            onload=DurationHistogram.of(self.onload),
+            hold=self._read.hold_times(),
+            timed_out_waits=self._timed_out_waits,
+            cancelled_waits=self._cancelled_waits,
+            refused_waits=self._refused_waits,
+            too_large_requests=self._too_large_requests,
+        )

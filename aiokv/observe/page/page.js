@@ -1,0 +1,451 @@
+// The live page: asks its server once per second while it is visible, and draws what it gets.
+// Texts of the server are only ever set as textContent.
+
+const PERIOD_MS = 1000;
+const SPAN_SECONDS = 30;      // of the timeline
+const HISTORY = 120;          // samples, for the lines of hit rates
+const RATE_SECONDS = 10;      // over which rates are averaged
+
+const byId = id => document.getElementById(id);
+const state = { name: "", after: -1, histories: new Map(), timer: 0, busy: false, hits: [] };
+
+// ---- numbers -----------------------------------------------------------------------------------
+
+const number = value => Math.round(value).toLocaleString("en-US");
+const percent = share => share === null ? "–" : `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
+
+function short(value) {
+  const units = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]];
+  for (const [size, unit] of units) {
+    if (value >= size) return `${(value / (unit === "k" ? 1e3 : size)).toPrecision(3)} ${unit}`;
+  }
+  return number(value);
+}
+
+function bytes(value) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  while (value >= 1024 && unit < units.length - 1) { value /= 1024; unit++; }
+  return `${unit ? value.toFixed(value < 10 ? 2 : value < 100 ? 1 : 0) : Math.round(value)} ${units[unit]}`;
+}
+
+function seconds(value) {
+  if (!value) return "–";
+  if (value < 1e-3) return `${(value * 1e6).toFixed(0)} µs`;
+  if (value < 1) return `${(value * 1e3).toFixed(value < 0.01 ? 1 : 0)} ms`;
+  if (value < 100) return `${value.toFixed(1)} s`;
+  if (value < 6000) return `${(value / 60).toFixed(0)} min`;
+  return `${(value / 3600).toFixed(1)} h`;
+}
+
+// ---- elements ----------------------------------------------------------------------------------
+
+function element(tag, className = "", ...children) {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  made.append(...children);
+  return made;
+}
+
+function replace(id, children, whenEmpty = "") {
+  const target = byId(id);
+  if (children.length) return target.replaceChildren(...children);
+  const cell = element(target.tagName === "TBODY" ? "td" : "div", "empty", whenEmpty);
+  if (cell.tagName === "TD") cell.colSpan = 20;
+  target.replaceChildren(target.tagName === "TBODY" ? element("tr", "", cell) : cell);
+}
+
+// A bar of [class name, amount, title] parts, on a scale that ends at `total`.
+function bar(parts, total) {
+  const made = element("div", "bar");
+  for (const [name, amount, title] of parts) {
+    if (amount <= 0) continue;
+    const part = element("i", name);
+    part.style.width = `${100 * amount / Math.max(total, 1)}%`;
+    if (title) part.title = title;
+    made.append(part);
+  }
+  return made;
+}
+
+// ---- history and rates -------------------------------------------------------------------------
+
+const COUNTERS = ["prompt_tokens", "hit_device_tokens", "hit_host_tokens", "hit_store_tokens", "grants"];
+
+function remember(name, engine, time) {
+  let history = state.histories.get(name);
+  const sample = { time, bytes: 0 };
+  for (const counter of COUNTERS) sample[counter] = engine.statistics[counter];
+  for (const lane of Object.values(engine.worker)) sample.bytes += lane.moved_bytes || 0;
+  const last = history && history.samples[history.samples.length - 1];
+  if (!history || sample.prompt_tokens < last.prompt_tokens) {
+    history = { samples: [], lines: { device: [], host: [], store: [] }, transfers: new Map() };
+    state.histories.set(name, history);
+  }
+  history.samples.push(sample);
+  if (history.samples.length > HISTORY) history.samples.shift();
+  const shares = hitShares(history);
+  for (const tier of Object.keys(history.lines)) {
+    history.lines[tier].push(shares[tier]);
+    if (history.lines[tier].length > HISTORY) history.lines[tier].shift();
+  }
+  for (const transfer of engine.transfers) history.transfers.set(transfer.transfer_id, transfer);
+  for (const [id, transfer] of history.transfers) {
+    const isOver = transfer.outcome === "open"
+      ? !engine.transfers.some(other => other.transfer_id === id)
+      : transfer.ended_seconds < time - SPAN_SECONDS - 1;
+    if (isOver) history.transfers.delete(id);
+  }
+  return history;
+}
+
+// The newest sample, and the one of RATE_SECONDS ago.
+function ends(history) {
+  const { samples } = history;
+  const newest = samples[samples.length - 1];
+  const first = samples.find(sample => sample.time >= newest.time - RATE_SECONDS - 0.5);
+  return [first, newest];
+}
+
+function perSecond(history, counter) {
+  const [first, newest] = ends(history);
+  const elapsed = newest.time - first.time;
+  return elapsed > 0 ? (newest[counter] - first[counter]) / elapsed : null;
+}
+
+// hit_store_tokens is a part of the hits of device and host: fetched blocks arrive in host memory.
+function hitShares(history) {
+  const [first, newest] = ends(history);
+  const gained = counter => newest[counter] - first[counter];
+  const prompt = gained("prompt_tokens");
+  if (!prompt) return { device: null, host: null, store: null, all: null };
+  const store = gained("hit_store_tokens"), host = gained("hit_host_tokens");
+  const device = gained("hit_device_tokens");
+  return {
+    device: (device - Math.max(store - host, 0)) / prompt,
+    host: Math.max(host - store, 0) / prompt,
+    store: store / prompt,
+    all: (device + host) / prompt,
+  };
+}
+
+// ---- parts of the page -------------------------------------------------------------------------
+
+function drawTiles(engine, history) {
+  const s = engine.statistics;
+  const tokens = perSecond(history, "prompt_tokens"), moved = perSecond(history, "bytes");
+  const tiles = [
+    [percent(hitShares(history).all), `hit rate; ${percent(s.prompt_tokens ? (s.hit_device_tokens + s.hit_host_tokens) / s.prompt_tokens : null)} since start`],
+    [tokens === null ? "–" : short(tokens), "prompt tokens/s"],
+    [number(s.leases), `leases; ${number(s.grants)} grants`],
+    [number(engine.waiting.length), "waiting leases"],
+    [moved === null ? "–" : `${bytes(moved)}/s`, "moved between tiers"],
+    [seconds(engine.poller.latency_p50_seconds), `wake-up p50; p99 ${seconds(engine.poller.latency_p99_seconds)}`],
+  ];
+  replace("tiles", tiles.map(([value, label]) =>
+    element("div", "tile", element("b", "", value), element("span", "", label))));
+}
+
+function tier(name, total, parts, note) {
+  const legend = element("div", "legend");
+  for (const [className, amount, label] of parts) {
+    legend.append(element("i", className), `${label} ${number(amount)}`);
+  }
+  if (note) legend.append(` · ${note}`);
+  const titled = parts.map(([className, amount, label]) => [className, amount, `${label}: ${number(amount)} blocks`]);
+  return element("div", "tier", element("span", "", name), bar(titled, total), legend);
+}
+
+function drawTiers(engine) {
+  const s = engine.statistics, asleep = engine.health.asleep;
+  const tiers = [tier("device", s.device_blocks, [
+    ["cached-device", s.device_cached, "cached"], ["leased", s.device_leased, "leased"],
+    ["flight", s.device_in_flight, "in flight"], ["free", s.device_free, "free"],
+  ], asleep.includes("device") ? "asleep" : `${number(s.evicted_device_blocks)} evicted since start`)];
+  if (s.host_blocks) {
+    tiers.push(tier("host", s.host_blocks, [
+      ["cached-host", s.host_cached, "cached"], ["flight", s.host_in_flight, "in flight"],
+      ["free", s.host_free, "free"],
+    ], asleep.includes("host") ? "asleep" : `${number(s.evicted_host_blocks)} evicted since start`));
+  }
+  for (const [name, w] of Object.entries(s.windows)) {
+    tiers.push(tier(name, w.device_blocks, [
+      ["cached-device", w.device_cached, "cached"], ["leased", w.device_blocks - w.device_free - w.device_cached, "leased"],
+      ["free", w.device_free, "free"],
+    ], "sliding window, device"));
+  }
+  if (s.state_slots) {
+    tiers.push(tier("state", s.state_slots, [
+      ["cached-device", s.state_snapshots, "snapshots"], ["leased", s.state_slots - s.state_free - s.state_snapshots, "leased"],
+      ["free", s.state_free, "free"],
+    ], "slots of recurrent state"));
+  }
+  replace("tiers", tiers);
+  byId("tiers-note").textContent = `blocks of ${engine.config.block_tokens} tokens; ${number(s.nodes)} blocks in the index`;
+}
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function line(values, color) {
+  const svg = document.createElementNS(SVG, "svg");
+  svg.setAttribute("viewBox", `0 0 ${HISTORY - 1} 100`);
+  svg.setAttribute("preserveAspectRatio", "none");
+  const ground = document.createElementNS(SVG, "line");
+  for (const [name, value] of [["x1", 0], ["x2", HISTORY - 1], ["y1", 99], ["y2", 99]]) ground.setAttribute(name, value);
+  const shift = HISTORY - values.length;
+  const points = values.map((value, i) => value === null ? "" : `${i + shift},${98 - 96 * value}`);
+  const path = document.createElementNS(SVG, "polyline");
+  path.setAttribute("points", points.join(" "));
+  path.style.stroke = `var(--${color})`;
+  svg.append(ground, path);
+  return svg;
+}
+
+function drawHits(engine, history) {
+  const shown = ["device"];
+  if (engine.statistics.host_blocks) shown.push("host");
+  if (engine.stores.length) shown.push("store");
+  replace("hits", shown.map(name => {
+    const values = history.lines[name];
+    return element("div", "hit", element("span", "", name), line(values, name),
+      element("b", "", percent(values[values.length - 1])));
+  }));
+}
+
+const FAMILY = route => /fetch|save/.test(route) ? "--store" : /offload/.test(route) ? "--host"
+  : /onload/.test(route) ? "--device" : "--flight";
+
+// The routes of blocks first, from the device downwards; then those of states and windows.
+const ROUTES = ["onload", "offload", "fetch", "save", "receive", "send"];
+const inOrder = (a, b) => (ROUTES.indexOf(a) + 1 || 99) - (ROUTES.indexOf(b) + 1 || 99) || (a < b ? -1 : 1);
+
+function drawTimeline(history, time) {
+  const canvas = byId("timeline"), transfers = [...history.transfers.values()];
+  const routes = [...new Set(transfers.map(transfer => transfer.route))].sort(inOrder);
+  const rowHeight = 20, left = 92, bottom = 18;
+  const width = canvas.clientWidth, height = Math.max(routes.length, 1) * rowHeight + bottom;
+  const scale = window.devicePixelRatio || 1;
+  canvas.width = width * scale;
+  canvas.height = height * scale;
+  canvas.style.height = `${height}px`;
+  const style = getComputedStyle(document.documentElement);
+  const color = name => style.getPropertyValue(name);
+  const draw = canvas.getContext("2d");
+  draw.scale(scale, scale);
+  draw.font = "12px system-ui, sans-serif";
+  const x = at => left + (width - left) * (1 - (time - at) / SPAN_SECONDS);
+  draw.textBaseline = "middle";
+  for (let ago = SPAN_SECONDS; ago >= 0; ago -= 5) {
+    draw.fillStyle = color("--line");
+    draw.fillRect(Math.min(x(time - ago), width - 1), 0, 1, height - bottom);
+    draw.fillStyle = color("--soft");
+    draw.textAlign = ago === SPAN_SECONDS ? "left" : ago ? "center" : "right";
+    draw.fillText(ago ? `−${ago} s` : "now", x(time - ago), height - bottom / 2);
+  }
+  draw.textAlign = "left";
+  state.hits = [];
+  routes.forEach((route, row) => {
+    draw.fillStyle = color("--soft");
+    draw.fillText(route.replace("_", " "), 0, row * rowHeight + rowHeight / 2);
+  });
+  for (const transfer of transfers) {
+    const row = routes.indexOf(transfer.route), top = row * rowHeight + 3;
+    const end = transfer.outcome === "open" ? time : transfer.ended_seconds;
+    const begin = transfer.started_seconds ?? transfer.queued_seconds;
+    const from = Math.max(x(begin), left), queued = Math.max(x(transfer.queued_seconds), left);
+    const until = Math.min(Math.max(x(end), from + 2), width);
+    if (until <= left) continue;
+    draw.fillStyle = color(transfer.outcome === "failed" ? "--bad" : FAMILY(transfer.route));
+    draw.globalAlpha = 0.3;
+    draw.fillRect(queued, top + 5, Math.max(from - queued, 0), rowHeight - 16);
+    draw.globalAlpha = transfer.outcome === "cancelled" ? 0.35 : 0.85;
+    draw.fillRect(from, top, until - from, rowHeight - 6);
+    draw.globalAlpha = 1;
+    state.hits.push({ from: Math.min(queued, from) - 2, until: until + 2, row, transfer });
+  }
+  if (!routes.length) {
+    draw.fillStyle = color("--soft");
+    draw.fillText("no transfers", 0, rowHeight / 2);
+  }
+  state.rowHeight = rowHeight;
+  const failed = transfers.filter(transfer => transfer.outcome === "failed").length;
+  byId("transfers-note").textContent =
+    `last ${SPAN_SECONDS} s; ${number(transfers.length)} transfers${failed ? `, ${failed} failed` : ""}`;
+}
+
+function showTip(event) {
+  const tip = byId("tip"), box = byId("timeline").getBoundingClientRect();
+  const x = event.clientX - box.left, row = Math.floor((event.clientY - box.top) / state.rowHeight);
+  const hit = state.hits.findLast(hit => hit.row === row && hit.from <= x && x <= hit.until);
+  tip.hidden = !hit;
+  if (!hit) return;
+  const t = hit.transfer, begin = t.started_seconds ?? t.queued_seconds;
+  tip.textContent = `${t.route} ${t.transfer_id}: ${t.outcome === "open" ? "in flight" : t.outcome}\n`
+    + `${number(t.blocks)} blocks, ${bytes(t.num_bytes)}\n`
+    + `queued ${seconds(begin - t.queued_seconds)}, moved ${seconds(t.ended_seconds - begin)}`
+    + (t.reason ? `\n${t.reason}` : "");
+  tip.style.left = `${Math.min(event.clientX + 12, window.innerWidth - 260)}px`;
+  tip.style.top = `${event.clientY + 14}px`;
+}
+
+function drawLeases(engine) {
+  replace("leases", engine.leases.map(lease => {
+    const positions = Math.max(lease.num_tokens, lease.prompt_tokens);
+    const cached = Math.min(lease.cached_tokens, positions);
+    const own = Math.max(lease.computed_tokens - cached, 0);
+    const progress = bar([
+      ["cached-device", cached, `cached: ${number(cached)} tokens`],
+      ["leased", own, `computed: ${number(own)} tokens`],
+    ], positions);
+    const cells = [
+      ["", lease.owner], [`state-${lease.state}`, lease.state], ["waits", lease.waits_for],
+      ["num", number(lease.prompt_tokens)], ["", progress], ["num", number(lease.blocks)],
+      ["num", seconds(lease.age_seconds)],
+    ];
+    const row = element("tr", "", ...cells.map(([name, content]) => element("td", name, content)));
+    row.firstChild.title = lease.owner;
+    return row;
+  }), "no leases");
+  const total = engine.statistics.leases, listed = engine.leases.length;
+  byId("leases-note").textContent = `${number(total)}, of which ${number(engine.waiting.length)} wait in line`
+    + (listed < total ? `; ${number(listed)} listed: the waiting ones, then the oldest` : "");
+}
+
+function drawPrefixes(engine) {
+  const { prefixes } = engine;
+  const most = Math.max(...prefixes.map(prefix => prefix.uses), 1);
+  const depth = [], children = new Map([[null, []]]);
+  prefixes.forEach((prefix, place) => {
+    children.set(place, []);
+    children.get(prefix.parent).push(place);
+    depth[place] = prefix.parent === null ? 0 : depth[prefix.parent] + 1;
+  });
+  const rows = [];
+  const visit = place => {
+    const prefix = prefixes[place];
+    const last = prefix.first_token + prefix.num_tokens;
+    const names = [prefix.salt && `salt ${prefix.salt}`, prefix.adapter && `adapter ${prefix.adapter}`];
+    const name = element("span", "name", `${number(prefix.first_token)}–${number(last)}`);
+    if (prefix.parent === null) name.append(...names.filter(Boolean).map(text => ` · ${text}`));
+    const more = prefix.branches - children.get(place).length;
+    const details = [prefix.leases && `${prefix.leases} in use`, more > 0 && `+${number(more)} more`];
+    name.append(element("small", "", ...details.filter(Boolean).map(text => ` · ${text}`)));
+    name.style.paddingLeft = `${12 * depth[place]}px`;
+    name.title = `tokens ${prefix.first_token} to ${last}, ${prefix.blocks} blocks: `
+      + `${prefix.device_blocks} on the device, ${prefix.host_blocks} in host memory; block #${prefix.prefix_id}`;
+    const both = prefix.blocks - prefix.device_blocks;
+    const share = prefix.uses / most / prefix.blocks;
+    const split = bar([
+      ["cached-device", prefix.device_blocks * share, "on the device"],
+      ["cached-host", both * share, "in host memory only"],
+    ], 1);
+    rows.push(element("div", "prefix", name, split,
+      element("span", "num", prefix.uses === 255 ? "255+" : number(prefix.uses))));
+    children.get(place).forEach(visit);
+  };
+  children.get(null).forEach(visit);
+  replace("prefixes", rows, "nothing is cached");
+  byId("prefixes-note").textContent = "token positions, and uses"
+    + (engine.prefixes_complete ? "" : "; searched in part");
+}
+
+function drawStores(engine) {
+  const card = byId("stores-card");
+  card.hidden = !engine.stores.length;
+  replace("stores", engine.stores.map(store => {
+    const where = store.pool === "host" ? store.url : `${store.url} (${store.pool})`;
+    const name = store.rank === null ? where : `rank ${store.rank}: ${where}`;
+    const failures = store.failed_blocks + store.wrong_blocks + store.timeouts;
+    const cells = [
+      ["", name], [`dot ${store.reading}`, store.reading], [`dot ${store.saving}`, store.saving],
+      ["num", store.lookup_keys ? percent(store.found_keys / store.lookup_keys) : "–"],
+      ["num", `${number(store.loaded_blocks)} · ${bytes(store.loaded_bytes)}`],
+      ["num", `${number(store.saved_blocks)} · ${bytes(store.saved_bytes)}`],
+      ["num", number(failures)], ["num", seconds(store.lookup_seconds)],
+      ["num", store.load_bytes_per_second ? `${bytes(store.load_bytes_per_second)}/s` : seconds(store.load_seconds)],
+      ["num", store.save_bytes_per_second ? `${bytes(store.save_bytes_per_second)}/s` : seconds(store.save_seconds)],
+    ];
+    return element("tr", "", ...cells.map(([cls, text]) => element("td", cls, text)));
+  }));
+  const open = engine.stores.filter(store => store.reading !== "closed" && store.reading !== "off").length;
+  byId("stores-note").textContent = "dots: state of the breaker" + (open ? `; ${open} unavailable` : "");
+}
+
+function drawHeader(data) {
+  const names = Object.keys(data.engines);
+  if (!names.includes(state.name)) state.name = names[0] ?? "";
+  const nav = byId("engines");
+  nav.hidden = names.length < 2;
+  nav.replaceChildren(...names.map(name => {
+    const button = element("button", "", name);
+    button.setAttribute("aria-current", name === state.name);
+    button.addEventListener("click", () => { state.name = name; ask(); });
+    return button;
+  }));
+  const engine = data.engines[state.name], pill = byId("ready");
+  const failed = Object.values(data.failed[state.name] ?? { engine: "no engine" });
+  const paused = engine && engine.health.is_paused ? ", paused" : "";
+  pill.textContent = failed.length ? failed.join("; ") : `ready${paused}`;
+  pill.className = `pill ${failed.length ? "bad" : "good"}`;
+  byId("clock").textContent = new Date(1000 * data.time_seconds).toLocaleTimeString();
+  return engine;
+}
+
+function draw(data) {
+  document.body.classList.remove("stale");
+  const engine = drawHeader(data);
+  let shown = null;
+  for (const [name, each] of Object.entries(data.engines)) {
+    const history = remember(name, each, data.time_seconds);
+    if (name === state.name) shown = history;
+  }
+  if (!engine) return;
+  drawTiles(engine, shown);
+  drawTiers(engine);
+  drawHits(engine, shown);
+  drawTimeline(shown, data.time_seconds);
+  drawLeases(engine);
+  drawPrefixes(engine);
+  drawStores(engine);
+}
+
+// ---- the loop ----------------------------------------------------------------------------------
+
+function showLost(reason) {
+  document.body.classList.add("stale");
+  const pill = byId("ready");
+  pill.textContent = reason;
+  pill.className = "pill bad";
+}
+
+async function ask() {
+  if (state.busy) return;
+  state.busy = true;
+  try {
+    const answer = await fetch(`live?after=${state.after}`, { signal: AbortSignal.timeout(5000) });
+    if (answer.ok) {
+      const data = await answer.json();
+      state.after = data.after;
+      draw(data);
+    } else {
+      showLost((await answer.text()).trim());
+    }
+  } catch (error) {
+    if (!(error instanceof TypeError) && error.name !== "TimeoutError" && error.name !== "AbortError") throw error;
+    showLost("no answer from the server");
+  } finally {
+    state.busy = false;
+  }
+}
+
+function run() {
+  clearInterval(state.timer);
+  if (document.visibilityState !== "visible") return;
+  ask();
+  state.timer = setInterval(ask, PERIOD_MS);
+}
+
+document.addEventListener("visibilitychange", run);
+byId("timeline").addEventListener("mousemove", showTip);
+byId("timeline").addEventListener("mouseleave", () => { byId("tip").hidden = true; });
+run();

@@ -1,0 +1,62 @@
+"""A stand-in for an engine, each number of whose statistics is used nowhere else."""
+
+from __future__ import annotations
+
+from itertools import count
+from types import SimpleNamespace
+from typing import Any, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from aiokv import CacheConfig
+from aiokv.peers.statistics import PeerStatistics
+from aiokv.stores.guard_statistics import GuardStatistics
+from aiokv.types import DurationHistogram, RequestStatistics, Statistics
+from aiokv.worker.base import RankStatistics
+from aiokv.worker.lanes import WorkerStatistics
+from aiokv.worker.poller import PollerStatistics
+
+_numbers = count(1_000)
+
+
+def filled(kind: Any) -> Any:
+    """Return a value of a type, each of whose numbers is used nowhere else."""
+    if kind is DurationHistogram:
+        first = next(_numbers)
+        return DurationHistogram([first, next(_numbers)], next(_numbers) + 0.5, [2.0**-first])
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        hints = get_type_hints(kind)
+        return kind(**{name: filled(hints[name]) for name in kind.__struct_fields__})
+    if get_origin(kind) is dict:
+        return {"a": filled(get_args(kind)[1])}
+    if get_origin(kind) is list:
+        return [filled(get_args(kind)[0])]
+    if kind in (bool, str):
+        return "open" if kind is str else True
+    assert kind in (int, float) or int in get_args(kind), kind
+    return next(_numbers) + (0.5 if kind is float else 0)
+
+
+def filled_records() -> dict[str, Any]:
+    """Return filled statistics by the name of the method of an engine that returns such."""
+    return {
+        "statistics": filled(Statistics),
+        "request_statistics": filled(RequestStatistics),
+        "worker_statistics": filled(WorkerStatistics),
+        "poller_statistics": filled(PollerStatistics),
+        "rank_statistics": [filled(RankStatistics)],
+        "peer_statistics": filled(PeerStatistics),
+        "store_statistics": [filled(GuardStatistics)],
+    }
+
+
+def engine_with(records: dict[str, Any]) -> Any:
+    """Return an object that shows these statistics as an engine does, and has a quota."""
+    quota = SimpleNamespace(quota_by_salt=lambda: {"tenant": 3})
+    return SimpleNamespace(
+        config=CacheConfig(device_blocks=8, salt_quota_blocks=8),
+        worker=SimpleNamespace(failure=None),
+        asleep=frozenset(),
+        scheduler=SimpleNamespace(read=quota),
+        **{name: lambda value=value: value for name, value in records.items()},
+    )

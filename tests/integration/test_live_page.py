@@ -1,0 +1,270 @@
+"""The live page in a headless Chromium: of the running demo, and of an engine in a known state."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import uvicorn
+
+from aiokv import CacheConfig, CacheEngine, WindowGroup
+from aiokv.observe.asgi import asgi
+from aiokv.testing import ScriptedStore
+from tests.harness.served import Served, begin
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from playwright.async_api import Browser, Page
+
+playwright = pytest.importorskip("playwright.async_api", reason="needs playwright")
+CHROMIUM = shutil.which("chromium")
+ROOT = Path(__file__).parents[2]
+LAPTOP = {"width": 1366, "height": 768}
+# Where `AIOKV_PICTURE=docs/live-page.png pytest tests/integration/test_live_page.py` writes a
+# picture of the page.
+PICTURE = os.environ.get("AIOKV_PICTURE", "")
+
+pytestmark = [
+    pytest.mark.asyncio,
+    pytest.mark.loop("asyncio"),
+    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: make services"),
+]
+
+TOKENS = list(range(7))
+
+
+@asynccontextmanager
+async def browser() -> AsyncIterator[Browser]:
+    async with playwright.async_playwright() as tools:
+        made = await tools.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        try:
+            yield made
+        finally:
+            await made.close()
+
+
+class Watched:
+    """A page whose complaints and requests are recorded."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.complaints: list[str] = []
+        self.asked: list[str] = []
+        page.on("console", lambda message: self.complaints.append(message.text))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("requestfailed", lambda request: self.complaints.append(request.url))
+        page.on("request", lambda request: self.asked.append(request.url))
+
+    async def becomes(self, condition: str) -> None:
+        """Wait until a condition holds; the page's policy forbids ``wait_for_function``."""
+        async with asyncio.timeout(30):
+            while not await self.page.evaluate(condition):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    async def text(self, selector: str) -> str:
+        text: str = await self.page.inner_text(selector)
+        return text
+
+
+@asynccontextmanager
+async def opened(url: str, **options: Any) -> AsyncIterator[Watched]:
+    """Open a page; check that it has complained about nothing in the end."""
+    async with browser() as chromium:
+        page = await chromium.new_page(**{"viewport": LAPTOP, **options})
+        watched = Watched(page)
+        await page.goto(url)
+        yield watched
+        assert watched.complaints == []
+        origin = url.split("/")[2]
+        assert {asked.split("/")[2] for asked in watched.asked if "://" in asked} == {origin}
+
+
+@asynccontextmanager
+async def demo(*options: str) -> AsyncIterator[str]:
+    """Run ``aiokv demo --live``; yield the URL that it prints."""
+    command = [sys.executable, "-m", "aiokv", "demo", "--live", "0", *options]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=ROOT
+    )
+    try:
+        assert process.stdout is not None
+        line = (await process.stdout.readline()).decode()
+        found = re.search(r"http://127\.0\.0\.1:\d+/", line)
+        assert found, line + (await process.communicate())[1].decode()
+        yield found.group(0)
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGINT)
+        _, errors = await process.communicate()
+    assert process.returncode == 130, errors.decode()
+    assert errors.decode() == "aiokv: interrupted\n"
+
+
+@asynccontextmanager
+async def served_page(engines: CacheEngine | dict[str, CacheEngine]) -> AsyncIterator[str]:
+    """Serve the page of engines on this loop, as below a prefix; yield its URL."""
+    config = uvicorn.Config(asgi(engines), port=0, log_config=None, root_path="/ops")
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110  (uvicorn has no event for it)
+        await asyncio.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}/"
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def test_the_page_follows_the_running_demo(tmp_path: Path):
+    store = Path("/tmp/kv") if PICTURE else tmp_path
+    options = ("--pressure-blocks", "116", "--store", f"disk:{store}?bytes=64MiB")
+    async with demo(*options) as url, opened(url) as watched:
+        page = watched.page
+        await watched.becomes("document.querySelector('#ready').textContent === 'ready'")
+        before = [await watched.text(f".tile:nth-child({n})") for n in (1, 2, 3)]
+        for number, text in enumerate(before, 1):
+            await watched.becomes(
+                f"document.querySelector('.tile:nth-child({number})').innerText !== {text!r}"
+            )
+        await watched.becomes("document.querySelectorAll('#leases tr').length > 4")
+        await watched.becomes("document.querySelectorAll('#prefixes .prefix').length > 4")
+        await watched.becomes("document.querySelector('#leases .waits:not(:empty)') !== null")
+        assert await page.locator("#tiers .tier").count() == 2
+        assert await page.locator("#hits .hit").count() == 3
+        assert await page.locator("#stores tr").count() == 1
+        assert await watched.text("#stores .dot.closed >> nth=0") == "closed"
+        await watched.becomes(
+            "[...document.querySelector('#timeline').getContext('2d')"
+            ".getImageData(100, 0, 900, 40).data].filter(value => value).length > 1000"
+        )
+        await watched.becomes("/[1-9]\\d* transfers/.test(document.body.innerText)")
+        await page.mouse.move(0, 0)
+        width = await page.evaluate("document.scrollingElement.scrollWidth")
+        assert width == LAPTOP["width"]
+        if PICTURE:
+            await page.wait_for_timeout(45_000)  # until the lines and the timeline are full
+            await page.screenshot(path=ROOT / PICTURE, full_page=True)
+
+
+async def test_the_page_shows_leases_and_their_owners_as_text():
+    name = "<img src=x onerror=alert(1)>"
+    async with Served(device_blocks=8) as served, served_page(served.engine) as url:
+        await served.to_host(TOKENS)
+        loading = await served.engine.match(TOKENS, owner="loading").allocate(7)
+        large = served.engine.match(range(100, 114), owner=name)
+        task = await begin(served, large.allocate(14))
+        async with opened(url) as watched:
+            await watched.becomes("document.querySelectorAll('#leases tr').length === 2")
+            rows = await watched.page.locator("#leases tr").all_inner_texts()
+            assert rows[0].split("\t")[:3] == [name, "waiting", "capacity"]
+            assert rows[1].split("\t")[:3] == ["loading", "granted", "onload"]
+            assert "2, of which 1 wait in line" in await watched.text("#leases-note")
+            assert "1 transfers" in await watched.text("#transfers-note")
+            assert await watched.text("#prefixes .prefix .name") == "0\N{EN DASH}6 · 1 in use"
+            assert not await watched.page.locator("#stores-card").is_visible()
+            box = await watched.page.locator("#timeline").bounding_box()
+            assert box is not None
+            await watched.page.mouse.move(box["x"] + box["width"] - 1, box["y"] + 10)
+            assert "in flight\n3 blocks" in await watched.text("#tip")
+            task.cancel()
+            await asyncio.wait([task])
+            served.device.complete_all()
+            await served.settle()
+            loading.release()
+            large.release()
+            await watched.becomes("document.querySelector('#leases').innerText === 'no leases'")
+
+
+async def test_the_page_names_failed_checks_and_unavailable_stores():
+    store = ScriptedStore()
+    async with Served(stores=[store], manual=False) as served, served_page(served.engine) as url:
+        await served.engine.sleep(["device"])
+        store.fail("lookup")
+        async with opened(url, color_scheme="dark") as watched:
+            await watched.becomes("document.querySelector('#ready').textContent.includes('asleep')")
+            color = "getComputedStyle(document.body).backgroundColor"
+            assert await watched.page.evaluate(color) == "rgb(18, 21, 24)"
+            await served.engine.wake_up(regions=served.memory.regions)
+            for _ in range(3):
+                async with served.engine.match(TOKENS) as lease:
+                    await lease.allocate(7, wait_store=1)
+            await watched.becomes("document.querySelector('#stores .dot.open') !== null")
+            assert "unavailable" in await watched.text("#ready")
+
+
+async def test_the_page_shows_several_engines_with_all_their_pools():
+    window = WindowGroup(window_tokens=4, device_blocks=16)
+    hybrid = CacheConfig(device_blocks=32, host_blocks=8, state_slots=8, windows={"local": window})
+    async with Served() as served, CacheEngine(hybrid) as other:
+        engines = {"chat": served.engine, "hybrid": other}
+        async with served_page(engines) as url, opened(url) as watched:
+            await watched.becomes("document.querySelectorAll('#tiers .tier').length === 2")
+            assert await watched.page.locator("#engines button").all_inner_texts() == [*engines]
+            lease = await other.match(TOKENS).allocate(7)
+            await watched.page.click("#engines button >> nth=1")
+            await watched.becomes("document.querySelectorAll('#tiers .tier').length === 4")
+            await watched.becomes("document.querySelectorAll('#leases tr').length === 1")
+            tiers = await watched.page.locator("#tiers .tier").all_inner_texts()
+            assert [text.split()[0] for text in tiers] == ["device", "host", "local", "state"]
+            assert "leased 1" in tiers[3]
+            lease.release()
+
+
+async def test_a_hidden_page_asks_nothing():
+    async with (
+        Served() as served,
+        served_page(served.engine) as url,
+        browser() as chromium,
+    ):
+        page = await chromium.new_page()
+        await page.clock.install()
+        watched = Watched(page)
+        await page.goto(url)
+        await watched.becomes("document.querySelector('#ready').textContent === 'ready'")
+
+        def questions() -> int:
+            return sum("/live?" in asked for asked in watched.asked)
+
+        async def show(state: str) -> None:
+            await page.evaluate(
+                "state => { Object.defineProperty(document, 'visibilityState', "
+                "{ value: state, configurable: true }); "
+                "document.dispatchEvent(new Event('visibilitychange')); }",
+                state,
+            )
+
+        assert questions() == 1
+        async with page.expect_response("**/live?*"):
+            await page.clock.run_for(1000)
+        assert questions() == 2
+        await show("hidden")
+        await page.clock.run_for(60_000)
+        assert questions() == 2
+        async with page.expect_response("**/live?*"):
+            await show("visible")
+        assert questions() == 3
+        assert watched.complaints == []
+
+
+async def test_a_page_without_its_server_says_so_and_recovers():
+    async with Served() as served, served_page(served.engine) as url, browser() as chromium:
+        page = await chromium.new_page()
+        watched = Watched(page)
+        await page.goto(url)
+        await watched.becomes("document.querySelector('#ready').textContent === 'ready'")
+        await page.context.set_offline(True)
+        await watched.becomes("document.querySelector('#ready').textContent.includes('no answer')")
+        assert await page.locator("body.stale").count() == 1
+        await page.context.set_offline(False)
+        await watched.becomes("document.querySelector('#ready').textContent === 'ready'")
+        assert await page.locator("body.stale").count() == 0
