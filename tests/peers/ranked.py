@@ -173,10 +173,12 @@ class RankedSide(Side):
 
     def step(self) -> None:
         """Close the open step on all ranks."""
+        if not self._runners:
+            return
+        number = self.engine.step()  # raises for a rank that was lost
         for _, writer in self._runners.values():
-            writer.write(f"{self.engine.open_step}\n".encode())
-        if self._runners:
-            self.engine.step()
+            if not writer.is_closing():
+                writer.write(f"{number}\n".encode())
 
     async def at_rest(self, *, empty: bool = False) -> None:
         """Wait until nothing moves; check that neither a lease nor a rank holds anything."""
