@@ -37,7 +37,16 @@ class Placing:
 
 def parcel(num_bytes: int, place: Callable[[], object]) -> Parcel:
     mapping: Any = Placing(place)
-    return Parcel(bytes(16), 0, 0, 0, num_bytes, bytes(32), mapping)
+    return Parcel(
+        ticket_id=bytes(16),
+        sender_rank=0,
+        sender_block=0,
+        group=0,
+        slot=0,
+        num_bytes=num_bytes,
+        key=bytes(32),
+        mapping=mapping,
+    )
 
 
 @asynccontextmanager

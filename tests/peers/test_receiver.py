@@ -64,7 +64,8 @@ def test_repeated_verification_does_not_lose_a_parcel_that_came_meanwhile():
 
 def test_block_that_is_not_in_the_ticket_ends_the_ticket():
     """Otherwise a sender could let the receiver remember any number of blocks."""
-    for block, is_inside in ((0, False), (1, True), (2, True), (3, False), (1 << 30, False)):
+    blocks = {(0, 0): False, (0, 1): True, (0, 2): True, (0, 3): False, (0, 1 << 30): False}
+    for (group, block), is_inside in {**blocks, (1, 1): False}.items():
         world = World(0, landing=4)
         sender = world.senders[0]
         ticket = world.expect(3, first=1)
@@ -75,6 +76,7 @@ def test_block_that_is_not_in_the_ticket_ends_the_ticket():
         ((_, (credit,)),) = ring.grant()
         landed = Landed(
             ticket_id=ticket.ticket_id,
+            group=group,
             sender_block=block,
             slot=credit.slot,
             slot_generation=credit.generation,
