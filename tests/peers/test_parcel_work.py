@@ -1,4 +1,4 @@
-"""Work on slots: few bytes on the loop, many in a thread; what is in progress, errors, interrupts."""
+"""Work on slots: few bytes on the loop, many in a thread; errors, and interrupts."""
 
 from __future__ import annotations
 
