@@ -15,7 +15,7 @@
 
 namespace aiokv {
 
-using LeaseId = std::uint64_t;  // generation << 32 | index; 0 is no lease
+using LeaseId = std::uint64_t;                  // generation << 32 | index; 0 is no lease
 using TicketId = std::array<std::uint8_t, 16>;  // names what a peer sends, or receives
 using TransferId = std::uint32_t;
 
