@@ -49,7 +49,9 @@ class Peers:
             ``{"device_list": "mlx5_0"}``; for ``"mooncake"``, ``"protocol"`` (``"tcp"``, the
             default, or ``"rdma"``) and ``"devices"`` (names of RDMA devices, separated by commas).
         ring_bytes: host memory in which received blocks arrive, such as ``"256MiB"``; an int once
-            the object is made. At least one block must fit. Unused by an engine that only sends.
+            the object is made. At least one block must fit; with recurrent state, each slot of this
+            memory is as large as a state slot, if that is larger than a block. Unused by an engine
+            that only sends.
         outgoing_bytes: host memory from which blocks are sent; likewise.
         chunk_blocks: most blocks of one transfer. A received chunk is cached when all of it has
             arrived.

@@ -471,7 +471,8 @@ async def test_state_is_sent_after_exactly_the_positions_of_the_ticket(model):
             lease.receive(18) as receiving,
             p.engine.send(source, receiving.ticket) as sending,
         ):
-            p.compute(source, tokens, 0, 18)
+            assert sending.num_tokens == 18
+            p.compute(source, tokens, 0, sending.num_tokens)
             assert await receiving.wait() == 18
             await run_until_idle(
                 lambda: sending.failure is None and not p.engine.peer_statistics().sending
