@@ -21,6 +21,7 @@ from aiokv.events.schema import (
     BlockStored,
     KVEventBatch,
 )
+from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from aiokv.engine.parts import Parts
     from aiokv.events.schema import BlockHash, HashKind, KVEvent
     from aiokv.scheduler.events import BlockEvents, BlockRun
+
+log = Log(__name__)
 
 BATCH_BLOCKS: Final = 1024
 MIN_QUEUED_BLOCKS: Final = 1024
@@ -62,7 +65,7 @@ class KVEvents:
         self._ended = False  # the last batch was taken, or `async with` has ended
         self._iterates = False
         self._dropped_blocks = 0  # when the subscription has ended
-        self._restarts = 0
+        self._restarts = 0  # that were logged
 
     async def __aenter__(self) -> Self:
         self._lifetime.check_open()
@@ -129,6 +132,9 @@ class KVEvents:
         if not self._lifetime.is_running:
             self._end()
             return self._batch([AllBlocksCleared()])
+        if stream.restarts != self._restarts:
+            self._restarts = stream.restarts
+            log.warning("events.dropped", dropped_blocks=stream.dropped_blocks)
         events: list[KVEvent] = []
         while stream.is_due and not events:
             events = [self._event(run) for run in stream.take(BATCH_BLOCKS)]
