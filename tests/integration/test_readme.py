@@ -1,10 +1,9 @@
-"""The README's code blocks run unchanged."""
+"""The README's code blocks run unchanged, and so do those of the guides that it links to."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-import secrets
 import subprocess
 import sys
 import textwrap
@@ -13,14 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import aiokv
 from aiokv import CacheConfig, CacheEngine, Regions
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+GUIDE = ROOT / "docs" / "guide"
 
 
-def code_blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def code_blocks(page: Path = README) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 def test_the_first_program_hits_all_but_the_last_block_of_the_second_request(tmp_path):
@@ -60,47 +60,46 @@ async def test_decoding_in_the_order_of_the_readme_indexes_generated_blocks():
 
 
 @pytest.mark.asyncio
-async def test_the_stores_of_the_readme_bring_blocks_to_the_next_engine(tmp_path, capsys):
-    (stores,) = [block for block in code_blocks() if "DiskStore" in block]
-    shared = ', RedisStore("redis://10.0.0.5:6379")'  # no test may leave the machine
-    assert shared in stores
-    stores = stores.replace(shared, "").replace("/nvme/kv", str(tmp_path)).replace("GiB", "MiB")
-    stores = stores.replace("wait_store=0.5", "wait_store=float('inf')")  # on any machine
-    prompt = np.arange(100)
-    for is_second in (False, True):
-        regions = Regions(num_layers=1)
-        regions.add("kv", layers=[np.zeros((8192, 16, 2), np.float32)])
-        code = textwrap.indent(stores, "    ")
-        code += textwrap.indent("lease.commit(len(prompt))\nengine.step()\n", " " * 12)
-        code += textwrap.indent("await engine.drain()\n", " " * 8)
-        names: dict[str, object] = {"aiokv": aiokv}
-        exec(f"async def serve(prompt, regions):\n{code}", names)
-        await names["serve"](prompt, regions)
-        assert capsys.readouterr().out == ("96 96\n" if is_second else "0 0\n")
+async def test_the_stores_of_the_guide_bring_blocks_to_the_next_engine(tmp_path, monkeypatch):
+    (stores,) = [block for block in code_blocks(GUIDE / "stores.md") if "DiskStore" in block]
+    definitions, separator, _ = stores.partition("\nprint(await serve()")
+    assert separator
+    limit = "wait_store=5.0"
+    assert limit in definitions
+    definitions = definitions.replace(limit, "wait_store=float('inf')")  # on any machine
+    definitions = definitions.replace(
+        "return lease.usage", "hit = engine.statistics().hit_store_tokens; return hit, lease.usage"
+    )
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(definitions, names)
+    assert await names["serve"]() == (0, 0)
+    assert await names["serve"]() == (96, 96)
 
 
 @pytest.mark.asyncio
-async def test_the_engines_of_the_readme_move_a_prompt():
-    (peers,) = [block for block in code_blocks() if "aiokv.Peers(" in block]
-    names: dict[str, object] = {"aiokv": aiokv, "asyncio": asyncio, "np": np, "secrets": secrets}
-    computing = "...  # compute the positions from `first` on, and decode"
-    assert computing in peers
-    exec(peers.replace(computing, "result.append(first)"), names)
-    names["result"] = result = []
+async def test_the_engines_of_the_guide_move_a_prompt(capsys):
+    (peers,) = [block for block in code_blocks(GUIDE / "peers.md") if "aiokv.Peers(" in block]
+    definitions, separator, _ = peers.partition("\n# In production")
+    assert separator
+    delivered = "return sending.delivered_tokens"
+    assert delivered in definitions
+    names: dict[str, object] = {}
+    exec(definitions.replace(delivered, f"{delivered}, sending.failure"), names)
     tokens = np.arange(500)
     async with names["new_engine"]("127.0.0.1") as d, names["new_engine"](None) as p:
-        sent = []
 
         async def prefill_server(tokens, ticket):
-            sent.append(await names["prefill"](p, tokens, ticket))
+            return await names["prefill"](p, tokens, ticket)
 
         await names["decode"](d, tokens, prefill_server)
-        assert (result, sent) == ([500], [(500, None)])
+        assert capsys.readouterr().out == "sent: (500, None) first position to compute: 500\n"
         assert d.would_hit(tokens).total == 496
 
 
-def test_every_method_that_the_readme_names_exists():
-    text = README.read_text()
+def test_every_method_that_the_readme_and_the_documentation_name_exists():
+    pages = [README, *(ROOT / "docs").rglob("*.md")]
+    text = "\n".join(page.read_text() for page in pages)
     for owner, cls in (("engine", CacheEngine), ("lease", None), ("regions", Regions)):
         names = set(re.findall(rf"`(?:await |async with )?{owner}\.(\w+)", text))
         target = cls
