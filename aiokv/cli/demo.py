@@ -206,8 +206,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         nargs="?",
         const=LIVE_PORT,
         metavar="PORT",
-        help="serve the conversations again and again, until Ctrl-C, with the live page of the "
-        f"cache on this port of 127.0.0.1 (default: {LIVE_PORT}; 0 for any)",
+        help="serve the conversations in a loop until Ctrl-C, with the live page of the cache on "
+        f"this port of 127.0.0.1 (default: {LIVE_PORT}; 0 for any free port)",
     )
 
 
@@ -284,7 +284,7 @@ def _run_live(args: argparse.Namespace) -> int:
     except OSError as error:
         raise UsageError(
             f"--live: port {args.live} of 127.0.0.1 cannot be bound: {error.strerror}",
-            hint="choose another port, such as --live 0 for any",
+            hint="choose another port; --live 0 takes any free port",
         ) from None
     with listener:
         port = listener.getsockname()[1]

@@ -1,4 +1,4 @@
-"""An OpenAI-like HTTP server over one CacheEngine: a file to copy, and to put your model into.
+"""OpenAI-like HTTP server over one CacheEngine: an example to copy and adapt to your model.
 
 A task per request waits for capacity; one loop computes the steps of all granted requests::
 
@@ -124,8 +124,8 @@ class Server:
     ) -> AsyncIterator[Running]:
         """Wait for capacity, and compute the request until the block ends.
 
-        When the client leaves, the block is cancelled and the lease released, at once. Blocks that
-        a step still computes with return to the pool behind it, because ``computing`` names them.
+        When the client disconnects, the block is cancelled and the lease is released at once.
+        Blocks that a step still computes with return to the pool after the step.
         """
         match = self._engine.match(np.array(prompt, np.int32), salt=body.cache_salt, owner=name)
         async with self._slots, match as lease:
@@ -174,7 +174,7 @@ class Server:
                 chosen.append((prompts[0], min(prompts[0].pending, PROMPT_CHUNK)))
             try:
                 await self._step(chosen)
-            except Exception as error:  # of the model: these requests fail, and the others go on
+            except Exception as error:  # of the model: only the requests of this step fail
                 for running, _ in chosen:
                     self._end(running, error)
             finally:
