@@ -302,6 +302,11 @@ class CacheEngine(Unique):
         the ticket; an exception cancels the send. The failure of the other engine raises nothing
         after the entry: see ``Sending.failure``.
 
+        Recurrent state and windows are sent when exactly ``Sending.num_tokens`` positions are
+        committed, and no batch computes with the lease: let a step end there. Until they are
+        acknowledged, the lease can neither compute nor commit. A commit of further positions in the
+        same step ends the send, because the state of the ticket does not exist any more.
+
         ``preempt`` and ``release`` end the send, and so does ``truncate`` into the positions of the
         ticket; so do ``reset`` and ``updating_weights``.
 

@@ -559,9 +559,9 @@ class Leases:
             return
         self._lifetime.check_loop()
         used_in = 0 if after is None else self._steps.close(after)
+        if self.recordings.active:  # before the lease loses its id: an interrupt loses no blocks
+            self.recordings.releases(lease.id)
         lease_id, lease.id = lease.id, 0
-        if self.recordings.active:
-            self.recordings.releases(lease_id)
         self._apply(self._scheduler.release(lease_id, used_in))
         if self._observers.active:
             self._observers.released(lease_id)

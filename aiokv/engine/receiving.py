@@ -94,7 +94,7 @@ class Receiving(Unique):
 
         Returns:
             The first position that is not there; the ``num_tokens`` of the ticket when all have
-            arrived, 0 when the lease has given its blocks back.
+            arrived, 0 when the lease has given its blocks back, or has failed.
 
         Raises:
             UsageError: ``position`` is not an integer, or is not within the positions of the

@@ -211,7 +211,8 @@ class Application:
     # --- answers --------------------------------------------------------------------------------
 
     def _metrics(self, scope: Scope) -> Response:
-        return Response(200, METRICS_TYPE, exposition(self._engines).encode())
+        text = exposition(self._engines, salt_label=self._name_of)
+        return Response(200, METRICS_TYPE, text.encode())
 
     def _dump(self, scope: Scope) -> Response:
         dumps = {

@@ -258,10 +258,8 @@ class _Incoming(Generic[C]):
         end = -(-self.ticket.num_tokens // source.block_tokens)
         if group == 0:
             return first <= block < end
-        # The state is named by the number of its positions.
-        return group < len(source.mappings) and (
-            first <= block < end or block == self.ticket.num_tokens
-        )
+        # The state is one block, with the number 0.
+        return group < len(source.mappings) and (first <= block < end or block == 0)
 
 
 class ReceiverCounts(msgspec.Struct, kw_only=True):

@@ -11,8 +11,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 HEAD = """\
 # Metrics
 
-Each metric also has the label `engine`. Metrics of stores, peers, ranks, window groups and salts exist
-only for engines that have these. [Metrics](../operate/metrics.md) describes how to read them;
+Each metric also has the label `engine`. Metrics of stores, peers, ranks, window groups and salts
+exist only for engines that have these. [Metrics](../operate/metrics.md) describes how to read them;
 `python -m tests.docs.metrics_reference` generates this page.
 
 | metric | kind | labels | meaning |

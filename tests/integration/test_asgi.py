@@ -287,7 +287,9 @@ async def test_neither_tokens_nor_secrets_nor_salts_are_shown():
     store.url = f"memory://user:{SECRET}@host/0"
     async with Served(manual=False) as served:
         engine = CacheEngine(
-            CacheConfig(device_blocks=8, host_blocks=8, block_tokens=2, model="m"),
+            CacheConfig(
+                device_blocks=8, host_blocks=8, block_tokens=2, model="m", salt_quota_blocks=8
+            ),
             served.memory.regions,
             stores=[store],
             peers=peers,
@@ -301,6 +303,9 @@ async def test_neither_tokens_nor_secrets_nor_salts_are_shown():
             text = (await ask(app, path)).body.decode()
             for hidden_text in (SECRET, "tenant-7", "adapter-7", *map(str, TOKENS)):
                 assert hidden_text not in text, path
+        for shown_by, label in ((app, hidden("tenant-7")), (open_app, "tenant-7")):
+            metrics = (await ask(shown_by, "/metrics")).body.decode()
+            assert f'aiokv_salt_blocks{{engine="default",salt="{label}"}} 4' in metrics
         shown = (await ask(open_app, "/dump")).json()["engines"]["default"]["prefixes"]
         assert [(prefix["salt"], prefix["adapter"]) for prefix in shown] == [
             ("tenant-7", "adapter-7")

@@ -154,6 +154,23 @@ async def test_prompt_may_be_changed_after_match(tmp_path: Path):
 
 
 @pytest.mark.asyncio
+async def test_interrupted_release_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupt(writer: TraceWriter, entry: object) -> None:
+        raise KeyboardInterrupt
+
+    async with CacheEngine(config()) as engine, engine.record_trace(tmp_path / "trace.jsonl"):
+        lease = engine.match(prompt(1))
+        await lease.allocate(513)
+        lease.commit(513)
+        with monkeypatch.context() as patch:
+            patch.setattr(TraceWriter, "put", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                lease.release()
+        lease.release()
+        assert engine.leases() == []
+
+
+@pytest.mark.asyncio
 async def test_collected_lease_is_recorded(tmp_path: Path):
     path = tmp_path / "trace.jsonl"
     async with CacheEngine(config()) as engine, engine.record_trace(path):

@@ -19,7 +19,14 @@ from aiokv import (
 )
 from aiokv.plan import RECEIVE, SEND, STATE_RECEIVE, WINDOW_RECEIVE
 from aiokv.plan import STATE as STATE_ROUTE
-from aiokv.testing import ManualDevice, run_until_idle, running_clock, spin
+from aiokv.testing import (
+    ManualDevice,
+    record,
+    replay_transitions,
+    run_until_idle,
+    running_clock,
+    spin,
+)
 from tests.harness.closing import complete_during
 
 from .engines import SECRET, Side, prompt, two_engines
@@ -464,7 +471,8 @@ async def test_state_is_sent_after_exactly_the_positions_of_the_ticket(model):
             lease.receive(18) as receiving,
             p.engine.send(source, receiving.ticket) as sending,
         ):
-            p.compute(source, tokens, 0, 18)
+            assert sending.num_tokens == 18
+            p.compute(source, tokens, 0, sending.num_tokens)
             assert await receiving.wait() == 18
             await run_until_idle(
                 lambda: sending.failure is None and not p.engine.peer_statistics().sending
@@ -600,3 +608,28 @@ async def test_state_that_was_written_in_part_is_lost_also_by_a_cancelled_receiv
         assert lease.state == "failed"
         await compute_rest(d, lease, tokens, 0)
         lease.release()
+
+
+@MODELS
+async def test_decisions_of_both_engines_replay(model):
+    tokens = prompt(60)
+    p, d = sides(model)
+    with record(p.engine) as sent, record(d.engine) as received:
+        async with two_engines(p, d):
+            await cache(d, tokens, 44)
+            async with await granted(d, tokens) as lease, lease.receive() as receiving:
+                await p.prefill(tokens, receiving.ticket)
+                assert await receiving.wait() == 60
+            lost = prompt(30, seed=2)
+            async with await granted(d, lost) as lease, lease.receive() as receiving:
+                prefill = asyncio.create_task(p.prefill(lost, receiving.ticket))
+                await run_until_idle(lambda: d.engine.statistics().received_blocks > 8)
+                receiving.cancel()
+                await prefill
+    for recording, verb in ((sent, "send"), (received, "receive")):
+        log = recording.log
+        assert replay_transitions(log) == len(log.transitions)
+        names = {transition.name for transition in log.transitions}
+        sides_of = {"state_slots": f"{verb}_state", "windows": f"{verb}_window"}
+        assert {verb, "end_peer" if verb == "receive" else verb} <= names
+        assert {sides_of[name] for name in model} <= names

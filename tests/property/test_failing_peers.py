@@ -318,6 +318,7 @@ class Part:
         """Give the blocks back, and take others; return the first position to compute."""
         await self.lease.preempt()
         await self.lease.allocate(len(self.tokens), timeout=5.0)
+        self.weights = self.side.memory.weights  # they may have been updated meanwhile
         return await self.cached()
 
     async def compute(self, first: int, end: int) -> None:
