@@ -205,8 +205,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         nargs="?",
         const=LIVE_PORT,
         metavar="PORT",
-        help="serve the conversations again and again, until Ctrl-C, with the live page of the "
-        f"cache on this port of 127.0.0.1 (default: {LIVE_PORT}; 0 for any)",
+        help="serve the conversations in a loop until Ctrl-C, with the live page of the cache on "
+        f"this port of 127.0.0.1 (default: {LIVE_PORT}; 0 for any free port)",
     )
 
 

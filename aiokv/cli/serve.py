@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 EPILOG = """\
 The model has random weights, so its text has no meaning; a token is a byte. The source to copy is
 aiokv/demo/http_server.py. /aiokv/ on the same port is the live page of the cache, /aiokv/metrics
-is for Prometheus, and /aiokv/readyz for probes.
+is for Prometheus, and /aiokv/readyz is for readiness probes.
 
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "hello", "stream": true}'
 
-SIGTERM and Ctrl-C refuse new connections and wait for the answers in flight, at most --grace.
+After SIGTERM or Ctrl-C, the server refuses new connections and waits at most --grace seconds for
+the answers in flight.
 
 exit status: 0 after SIGTERM, 130 after Ctrl-C, 1 the engine could not be opened, 2 bad usage
 """
@@ -40,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to bind (default: %(default)s)"
     )
-    add_count(parser, "--port", 8000, "port to bind; 0 for any", minimum=0)
+    add_count(parser, "--port", 8000, "port to bind; 0 for any free port", minimum=0)
     add_count(parser, "--block-tokens", 16, "tokens per block")
     add_count(parser, "--device-blocks", 1024, "blocks of the device tier")
     add_count(parser, "--host-blocks", 4096, "blocks of the host tier; 0 for none", minimum=0)

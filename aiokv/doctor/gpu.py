@@ -87,7 +87,7 @@ def check_gpus(machine: Machine, *, measure: bool = True) -> Iterator[Finding]:
     text = f"{found[1]}, " if found else ""
     yield from _check_driver(machine, f"{text}CUDA {format_cuda(gpus.cuda)}", gpus.cuda)
     if not gpus.gpus:
-        yield missing("GPU", "the process can use none", "see CUDA_VISIBLE_DEVICES")
+        yield missing("GPU", "the process can use none", "check CUDA_VISIBLE_DEVICES")
     for gpu in gpus.gpus:
         yield from _check_gpu(machine, gpu)
         if measure:

@@ -3,7 +3,7 @@
 The format is the JSON of Chrome's trace events. Complete events on one track must not overlap, so
 records that overlap are spread over lanes: tracks of the same name with a number.
 
-    transfers   a track per route: from the begin on the device, store or peer to the end
+    transfers   a track per route: from the start on the device, store or peer to the end
     leases      a track per lease: its waits, and the times during which it held blocks
     arrivals    onloads, and waits for other engines, which overlap the grants of their leases
     batches     batches of the model
@@ -57,7 +57,7 @@ def timeline_of(
 
     Args:
         records: records that have ended, or are in progress.
-        began_at: ``time.monotonic()`` of the begin of the trace, where earlier records are cut.
+        began_at: ``time.monotonic()`` of the start of the trace; earlier records are cut there.
         facts: shown with the trace.
     """
     return {
@@ -214,7 +214,7 @@ class _Trace:
     # --- events ---------------------------------------------------------------------------------
 
     def _at(self, seconds: float) -> float:
-        """Return a time in microseconds since the begin of the trace, to the nanosecond."""
+        """Return a time in microseconds since the start of the trace, to the nanosecond."""
         return round(max(seconds - self._began_at, 0.0) * 1e6, 3)
 
     def _complete(

@@ -58,10 +58,11 @@ class ZmqPublisher:
             ...
 
     A message has three frames: the topic, the sequence number of the batch (8 bytes, big-endian,
-    from 0 on), and the batch in MessagePack. A receiver that misses a number asks the replay socket
-    for the batches from a number on: it sends an empty frame and 8 bytes, and gets an empty frame,
-    the number and the payload of each, then the number -1 with an empty payload. ZeroMQ drops
-    messages to a receiver that is too slow, without an error: the receiver sees the gap.
+    from 0 on), and the batch in MessagePack. A receiver that misses a number requests the batches
+    from that number on from the replay socket: it sends an empty frame and the number (8 bytes). It
+    gets an empty frame, the number and the payload per batch, then the number -1 with an empty
+    payload. ZeroMQ drops messages to a slow receiver without an error; the receiver detects the
+    gap in the numbers.
 
     The sockets have no authentication or encryption, and the messages contain the token ids, salts
     and adapters of prompts: bind them to a network that only the routers reach.

@@ -1,4 +1,4 @@
-"""Metrics of an engine for Prometheus, read from its statistics when they are asked for.
+"""Metrics of an engine for Prometheus, read from its statistics at each scrape.
 
 ::
 
@@ -38,7 +38,7 @@ DEFAULT_ENGINE: Final = "default"
 """Name of an engine that is given without one."""
 
 MAX_SALTS: Final = 20
-"""Salts with a metric of their own, those with the most blocks; the others are one ``"other"``."""
+"""Number of salts that are labels, those with the most blocks; the others are ``"other"``."""
 
 OTHER_SALTS: Final = "other"
 BREAKER_STATES: Final = ("closed", "open", "probing", "off")
@@ -95,7 +95,7 @@ def _families(engine: CacheEngine, salt_label: Callable[[str], str]) -> Iterator
     yield _one("aiokv_block_tokens", "Tokens per block.", engine.config.block_tokens)
     yield _one(
         "aiokv_failed",
-        "1 after a failure of the device or of a rank, when no request is granted; else 0.",
+        "1 after the device or a rank has failed, so that no request is granted; else 0.",
         int(engine.worker.failure is not None),
     )
     yield Family(

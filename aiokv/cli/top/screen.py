@@ -31,7 +31,7 @@ def screen(
         title: first line.
         engines: figures by engine; empty before the first answer.
         max_leases: leases to show per engine.
-        problem: reason why the figures are old; empty if they are not.
+        problem: reason why the figures are old; empty if they are current.
     """
     parts: list[RenderableType] = [Text(title, style="bold", no_wrap=True, overflow="ellipsis")]
     if problem:

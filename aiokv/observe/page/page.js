@@ -346,7 +346,7 @@ function drawPrefixes(engine) {
   children.get(null).forEach(visit);
   replace("prefixes", rows, "nothing is cached");
   byId("prefixes-note").textContent = "token positions, and uses"
-    + (engine.prefixes_complete ? "" : "; searched in part");
+    + (engine.prefixes_complete ? "" : "; partial search");
 }
 
 function drawStores(engine) {
