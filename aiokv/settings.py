@@ -422,9 +422,15 @@ def _size(name: str, value: object, setting: Setting) -> int:
 
 
 def _bytes_hint(name: str, value: object) -> str:
-    """Return a hint for sizes such as ``device_blocks = "40GiB"``."""
+    """Return a hint for sizes such as ``device_blocks = "40GiB"``; empty for other values."""
     in_bytes = {blocks: size for size, blocks in BLOCKS_OF.items()}.get(name)
-    return f"{in_bytes} = {value!r} gives a size in bytes" if in_bytes is not None else ""
+    if in_bytes is None or not isinstance(value, str):
+        return ""
+    try:
+        parse_bytes(value)
+    except ValueError:
+        return ""
+    return f"{in_bytes} = {value!r} gives a size in bytes"
 
 
 def _kind(name: str) -> Any:

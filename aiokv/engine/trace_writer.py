@@ -211,8 +211,9 @@ class TraceWriter:
         self._dropped = 0
         self._failed = 0
         self._files = 0
-        self._file: TraceFile | None = None  # of the thread; so are the next three
+        self._file: TraceFile | None = None  # of the thread; so are the next four
         self._unflushed = 0  # entries
+        self._flush_at = 0.0
         self._retry_at = 0.0
         self._has_logged = False
         self._thread = threading.Thread(target=self._run, name="aiokv trace", daemon=True)
@@ -271,6 +272,8 @@ class TraceWriter:
     def _run(self) -> None:
         while (entry := self._next()) is not None:
             self._write(entry)
+            if self._unflushed and time.monotonic() >= self._flush_at:
+                self._flush()
         self._flush()
         try:
             if self._file is not None:
@@ -310,6 +313,8 @@ class TraceWriter:
                     self._count_failed(1)
                     return
                 self._file = self._new_file()
+            if not self._unflushed:
+                self._flush_at = time.monotonic() + FLUSH_SECONDS
             self._unflushed += 1
             self._file.write(entry)
             if self._file.is_full(self._max_file_bytes, self._max_ids):

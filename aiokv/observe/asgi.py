@@ -97,7 +97,7 @@ def asgi(
             for digests of them.
 
     Raises:
-        ConfigError: ``engines`` is neither an engine nor a mapping.
+        ConfigError: ``engines`` is neither an engine nor a mapping of names to engines.
     """
     return Application(engines, show_salts=show_salts)
 
@@ -115,6 +115,12 @@ class Application:
                 f"engines is {engines!r}; it must be a CacheEngine or a mapping of names to engines"
             )
         self._engines = named_engines(engines)
+        given: Mapping[Any, Any] = self._engines
+        for name, engine in given.items():
+            if not isinstance(name, str) or not isinstance(engine, CacheEngine):
+                raise ConfigError(
+                    f"engines has {name!r}: {engine!r}; it must map str to CacheEngine"
+                )
         self._show_salts = show_salts
         self._watching: dict[str, Watching] = {}  # while a page is open
         self._name_of = str if show_salts else hidden

@@ -164,6 +164,9 @@ async def test_lifespan_and_other_scopes():
 
 
 async def test_bad_arguments_are_refused():
+    for wrong in ({"a": 3}, {1: CacheEngine(CacheConfig(device_blocks=1))}):
+        with pytest.raises(ConfigError, match=r"engines has .*; it must map str to CacheEngine"):
+            asgi(wrong)
     with pytest.raises(ConfigError, match="engines is 3"):
         asgi(3)  # type: ignore[arg-type]
 

@@ -397,3 +397,22 @@ async def test_requests_of_a_deleted_file_count_as_failed(tmp_path: Path):
             path.unlink()
         assert recording.statistics().recorded_requests == 0
         assert recording.statistics().failed_requests == 1
+
+
+def test_entries_are_flushed_while_further_ones_are_queued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(trace_writer, "FLUSH_SECONDS", 0.0)
+    writer = TraceWriter(tmp_path / "trace.jsonl", max_file_bytes=1 << 20, max_files=1)
+    recorded, write = [], TraceFile.write
+
+    def counted(file: TraceFile, entry: trace_writer.TraceEntry) -> None:
+        recorded.append(writer.statistics().recorded_requests)
+        write(file, entry)
+
+    monkeypatch.setattr(TraceFile, "write", counted)
+    for _ in range(3):
+        writer.put(trace_writer.TraceEntry(0.0, prompt(1), 1, "", ()))
+    writer.start()
+    writer.close()
+    assert recorded == [0, 1, 2]
