@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import socket
 import sys
 from functools import partial
 from pathlib import Path
@@ -260,14 +259,13 @@ def _run_live(args: argparse.Namespace) -> int:
         ConfigError: uvicorn is not installed.
         UsageError: an option contradicts ``--live``, or the port is out of range or in use.
     """
+    from aiokv.cli.listening import listen
     from aiokv.cli.running import run_async
     from aiokv.errors import ConfigError, UsageError
 
     for option in ("split", "corrupt", "json"):
         if getattr(args, option):
             raise UsageError(f"--live and --{option} cannot be used together")
-    if not 0 <= args.live < 2**16:
-        raise UsageError(f"--live is {args.live}; it must be a port, from 0 to 65535")
     try:
         from aiokv.demo.live import run_live
     except ImportError as error:
@@ -279,14 +277,7 @@ def _run_live(args: argparse.Namespace) -> int:
     if args.trace is None:
         args.conversations *= LIVE_CONVERSATIONS
     scenario = _scenario(args)
-    try:
-        listener = socket.create_server(("127.0.0.1", args.live))
-    except OSError as error:
-        raise UsageError(
-            f"--live: port {args.live} of 127.0.0.1 cannot be bound: {error.strerror}",
-            hint="choose another port; --live 0 takes any free port",
-        ) from None
-    with listener:
+    with listen("--live", "127.0.0.1", args.live) as listener:
         port = listener.getsockname()[1]
         print(f"the live page is http://127.0.0.1:{port}/; press Ctrl-C to stop", flush=True)
         run_async(run_live(scenario, _config(args), clients=clients, listener=listener))

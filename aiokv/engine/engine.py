@@ -1075,7 +1075,8 @@ class CacheEngine(Unique):
 
         Args:
             path: the newest file; compressed if the name ends in ``.gz``. A file that exists there
-                is kept as an older one.
+                is kept as an older one; a folder, a link or a device is refused, and a file that
+                another recording writes.
             max_file_bytes: size at which the next file begins, at least 64 KiB.
             max_files: files to keep; the oldest are deleted.
 

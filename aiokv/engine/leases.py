@@ -312,13 +312,13 @@ class Leases:
                 return  # the grant came just before the deadline
             reason, hint = self.read.explain_wait(lease.salt, num_tokens, self._open_step.explain())
             self._stop_waiting(lease, lease_id)
-            timed_out = AllocateTimeout(
+            self._requests.note_timeout()
+            # No variable has the error: with its traceback, it would keep the lease alive.
+            raise AllocateTimeout(
                 f"allocate timed out after {timeout} s: no room for {num_tokens} positions: "
                 f"{reason}",
                 hint=hint,
-            )
-            self._requests.note_error(timed_out)
-            raise timed_out from None
+            ) from None
         except BaseException as error:
             self._stop_waiting(lease, lease_id)
             self._requests.note_error(error)

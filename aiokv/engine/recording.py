@@ -141,6 +141,9 @@ def writer_for(path: str | os.PathLike[str], max_file_bytes: int, max_files: int
     """Return a writer; see ``CacheEngine.record_trace``."""
     if not isinstance(path, str | os.PathLike):
         raise UsageError(f"record_trace: path is {checks.shown(path)}; it must be a path")
+    text = checks.text("path", os.fspath(path)) if isinstance(path, str) else os.fspath(path)
+    if not Path(path).name or "\0" in text:
+        raise UsageError(f"record_trace: path is {checks.shown(path)}; it must name a file")
     return TraceWriter(
         Path(path),
         max_file_bytes=checks.integer("max_file_bytes", max_file_bytes, minimum=MIN_FILE_BYTES),

@@ -43,7 +43,7 @@ def by(name: str, label: str, help: str, **fields: str) -> Metric:  # noqa: A002
 
 
 LOCAL_ROUTES: Final = tuple(
-    name for name in ROUTE_NAMES if not name.endswith("fetch") and name not in ("receive", "send")
+    name for name in ROUTE_NAMES if not name.endswith(("fetch", "receive", "send"))
 )
 """Routes whose failures are failures: a store and another engine may lack a block."""
 

@@ -1,4 +1,7 @@
-"""The README's code blocks run unchanged, and so do those of the guides that it links to."""
+"""The README's code blocks run unchanged, and so do those of the guides that it links to.
+
+The program for GPUs is run by ``tests/gpu/test_readme.py``.
+"""
 
 from __future__ import annotations
 
@@ -108,3 +111,9 @@ def test_every_method_that_the_readme_and_the_documentation_name_exists():
         missing = {name for name in names if not hasattr(target, name)}
         assert names
         assert not missing, f"{owner}: {missing}"
+
+
+def test_links_of_the_readme_lead_to_files():
+    links = re.findall(r"\]\(([^)#:]+)\)", README.read_text())
+    assert len(links) > 10
+    assert [link for link in links if not (README.parent / link).exists()] == []

@@ -69,6 +69,12 @@ async def test_state_and_windows_arrive_behind_the_prompt(model, length, step):
         d.check_sides(lease, tokens)
         assert lease.usage.received_tokens == length
         assert lease.usage.computed_blocks == 0
+        for side, verb in ((p, "send"), (d, "receive")):
+            lanes = side.engine.worker_statistics()
+            state, window = (getattr(lanes, f"{name}_{verb}") for name in ("state", "window"))
+            assert state.done == ("state_slots" in model)
+            assert window.done == len(model.get("windows", {}))
+            assert bool(state.moved_bytes) == bool(state.done)
         # The lease decodes on from there: each position checks the state and the windows before it.
         longer = prompt(length + 30)
         d.engine.extend([lease], 30)
