@@ -20,6 +20,7 @@ import msgspec
 
 from aiokv.errors import ClosedError, PeerError, UsageError
 from aiokv.peers.layout import BlockLayout
+from aiokv.peers.listener import listen
 from aiokv.peers.mappings import Mappings
 from aiokv.peers.messages import MAX_REASON_CHARACTERS, Landed, split_key
 from aiokv.peers.receiver import Parcel as Received
@@ -31,7 +32,6 @@ from aiokv.peers.slots import ArenaSlots
 from aiokv.peers.ticket import Endpoint, decode, ticket_key
 from aiokv.peers.transport import Outgoing, PeerMemory
 from aiokv.peers.transports import make_transport
-from aiokv.peers.wire import Connection, listen
 from aiokv.plan import PEER_ROUTES, RECEIVE_ROUTES, TransferReport
 from aiokv.worker.accepted import AcceptedConnections, abort_for
 from aiokv.worker.call_guard import CallGuard
@@ -44,10 +44,11 @@ from aiokv.worker.ticket_opener import TicketOpener
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from aiokv.peers.listener import Listener
     from aiokv.peers.messages import Message
     from aiokv.peers.options import Peers
     from aiokv.peers.transport import Transport
-    from aiokv.peers.wire import Listener
+    from aiokv.peers.wire import Connection
     from aiokv.plan import Route, TransferPlan
     from aiokv.stores.identity import StoreIdentity
     from aiokv.worker.base import Cancelled

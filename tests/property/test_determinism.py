@@ -10,7 +10,7 @@ from aiokv._native import Core, EventStream
 from aiokv.errors import AiokvError
 from tests.property.test_core_walks import walk
 
-# Digests kept by the core for subscribers: a flag of a block, and memory. No decision uses them.
+# Digests that the core keeps for subscribers; no decision depends on them.
 HAS_DIGEST = 1 << 9
 OF_DIGESTS = {"index_bytes"}
 
