@@ -28,5 +28,5 @@ def listen(option: str, host: str, port: int) -> socket.socket:
     except OSError as error:
         raise UsageError(
             f"{option}: port {port} of {host} cannot be bound: {error.strerror or error}",
-            hint=f"choose another port, such as {option} 0 for any",
+            hint=f"choose another port; {option} 0 takes any free port",
         ) from None

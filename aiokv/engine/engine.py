@@ -1070,7 +1070,7 @@ class CacheEngine(Unique):
         released, if it has computed a block; the lines are in that order. Forks are left out.
 
         A thread writes. When it cannot keep up, or the disk is full, requests are left out and
-        counted, and the engine goes on. Full files are kept beside ``path`` as
+        counted, and no request waits. Full files are kept beside ``path`` as
         ``trace.000001.jsonl.gz`` and so on; each is a trace of its own.
 
         Args:

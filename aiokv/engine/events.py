@@ -231,7 +231,7 @@ class Events:
 
 
 def _extra_keys(run: BlockRun, salt: str, adapter: str) -> list[tuple[object, ...] | None] | None:
-    """Return what distinguishes each block beside its tokens; None if nothing does."""
+    """Return the parts of the key of each block other than its tokens; None if no block has any."""
     if not (salt or adapter or run.items):
         return None
     num_blocks = len(run.digests) // _DIGEST_BYTES

@@ -2,9 +2,9 @@
 
     hooks of the engine's parts ─► record ─► (end of the pass of the loop) ─► observers
 
-Each hook is behind ``Observers.active``: without an observer, an engine tests that boolean, and
-allocates nothing. Records reach the observers in a callback of the loop, outside all transitions,
-so an observer cannot affect the call that it observes.
+Callers of a hook test ``Observers.active`` first: without an observer, an engine tests that boolean
+and allocates nothing. Records reach the observers in a callback of the loop, outside all
+transitions, so an observer cannot affect the call that it observes.
 """
 
 from __future__ import annotations

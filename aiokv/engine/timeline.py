@@ -8,7 +8,7 @@ records that overlap are spread over lanes: tracks of the same name with a numbe
     arrivals    onloads, and waits for other engines, which overlap the grants of their leases
     batches     batches of the model
 
-Counter tracks show how many transfers of each route are queued, and how many leases wait for what.
+Counter tracks show the queued transfers by route, and the waiting leases by reason.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _Trace:
         self._events: list[dict[str, Any]] = []
 
     def events(self, records: Iterable[Record]) -> list[dict[str, Any]]:
-        """Return the events of all records in order of time, behind the names of the tracks."""
+        """Return the names of the tracks, then the events of all records in order of time."""
         transfers: dict[str, list[TransferSpan]] = defaultdict(list)
         leases: dict[int, list[LeasePhase]] = defaultdict(list)
         arrivals: dict[str, list[LeasePhase]] = defaultdict(list)

@@ -86,7 +86,7 @@ STATISTICS: Final[Table] = (
     by(
         "waiting_leases",
         "reason",
-        "Leases that wait, by what they wait for.",
+        "Leases that wait, by reason.",
         waiting="capacity",
         waiting_for_quota="quota",
         waiting_for_store="store",
