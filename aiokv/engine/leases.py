@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -290,6 +289,7 @@ class Leases:
         """
         lease_id = lease.live_id()
         began = time.monotonic()
+        outcome: End = "done"
         is_shown = False
         if self._observers.active and store_wait is None:
             self._observers.begin_wait(lease_id, lease.owner, "capacity", began)
@@ -311,6 +311,7 @@ class Leases:
             if is_shown and lease.id and self.read.is_granted(lease_id):
                 return  # the grant came just before the deadline
             reason, hint = self.read.explain_wait(lease.salt, num_tokens, self._open_step.explain())
+            outcome = "timeout"
             self._stop_waiting(lease, lease_id)
             self._requests.note_timeout()
             # No variable has the error: with its traceback, it would keep the lease alive.
@@ -320,6 +321,7 @@ class Leases:
                 hint=hint,
             ) from None
         except BaseException as error:
+            outcome = outcome_of(error)
             self._stop_waiting(lease, lease_id)
             self._requests.note_error(error)
             raise
@@ -330,11 +332,11 @@ class Leases:
             lease.note_capacity_wait(seconds)
             self._requests.capacity_wait.add(seconds)
             if store_wait is None:
-                self._note_wait(lease, lease_id, "capacity", began)
+                self._note_wait(lease, lease_id, "capacity", began, outcome)
             elif store_wait.ended is None:
-                store_wait.end(outcome_of(sys.exception()))
+                store_wait.end(outcome)
             else:
-                self._note_wait(lease, lease_id, "capacity", store_wait.ended)
+                self._note_wait(lease, lease_id, "capacity", store_wait.ended, outcome)
 
     def _stop_waiting(self, lease: Lease, lease_id: int) -> None:
         self._apply(self._scheduler.stop_waiting(lease_id))
@@ -355,7 +357,7 @@ class Leases:
         if not self._apply(self._scheduler.wait_pending(lease_id)):
             return
         began = time.monotonic()
-        outcome: End | None = None
+        outcome: End = "done"
         if self._observers.active:
             self._observers.begin_wait(lease_id, lease.owner, "pending", began)
         try:
@@ -366,6 +368,9 @@ class Leases:
                         return
         except TimeoutError:
             outcome = "timeout"  # this lease computes the blocks again
+        except BaseException as error:
+            outcome = outcome_of(error)
+            raise
         finally:
             self._apply(self._scheduler.stop_wait_pending(lease_id))
             seconds = time.monotonic() - began
@@ -379,10 +384,9 @@ class Leases:
         lease_id: int,
         name: WaitName,
         began: float,
-        outcome: End | None = None,
+        outcome: End,
     ) -> None:
-        """Tell log and observers the end of a wait; called while its exception is handled."""
-        outcome = outcome or outcome_of(sys.exception())
+        """Tell log and observers the end of a wait."""
         if self._observers.active:
             self._observers.end_wait(lease_id, lease.owner, name, began, outcome)
         if log.is_on(DEBUG):

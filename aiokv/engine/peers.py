@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import sys
 import time
 from collections import deque
 from functools import partial
@@ -24,7 +23,6 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aiokv.engine.observers import outcome_of
 from aiokv.errors import LeaseError, PeerError, UsageError
 from aiokv.observe.logs import Log
 from aiokv.peers import ticket as tickets
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
 
     from aiokv.config import WindowGroup
     from aiokv.engine.flow import Flow, Side
+    from aiokv.engine.observers import End
     from aiokv.engine.parts import Parts
     from aiokv.lease import Lease
     from aiokv.plan import TransferReport
@@ -286,7 +285,7 @@ class Exchange:
         self.counts.received_tokens += tokens
         lease.note_received(tokens)
 
-    def note_wait(self, flow: Flow, seconds: float) -> None:
+    def note_wait(self, flow: Flow, seconds: float, outcome: End) -> None:
         """Add the time of one call of ``Receiving.wait``, which ends now."""
         self.counts.receive_wait_seconds += seconds
         self._peer_wait.add(seconds)
@@ -297,7 +296,7 @@ class Exchange:
                 flow.lease.owner,
                 "peer",
                 time.monotonic() - seconds,
-                outcome_of(sys.exception()),
+                outcome,
             )
 
     # --- sends ----------------------------------------------------------------------------------

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Self
 from aiokv import checks
 from aiokv.checks import Unique
 from aiokv.engine.flow import Flow, check_not_entered, entered
+from aiokv.engine.observers import outcome_of
 from aiokv.peers.statistics import ReceivingStatistics
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from aiokv.engine.observers import End
     from aiokv.engine.peers import Exchange
     from aiokv.lease import Lease
 
@@ -109,12 +111,16 @@ class Receiving(Unique):
         if position is not None:
             target = checks.integer("position", position, minimum=0, maximum=limit)
         began = self._exchange.loop.time()
+        outcome: End = "done"
         try:
             await flow.wait_for(lambda: self._has_arrived(flow, target))
+        except BaseException as error:
+            outcome = outcome_of(error)
+            raise
         finally:
             seconds = self._exchange.loop.time() - began
             self._wait_seconds += seconds
-            self._exchange.note_wait(flow, seconds)
+            self._exchange.note_wait(flow, seconds, outcome)
         return self._position
 
     def cancel(self) -> None:

@@ -662,11 +662,6 @@ class Receiver(Generic[C]):
             incoming.in_hand[parcel.place] = parcel
             self._port.verify([parcel])
 
-    def lost_parcel(self, message: Landed) -> None:
-        """Note that the bytes of a parcel did not arrive: its connection has ended."""
-        self._ring.landed(message.slot)
-        self._drop(message.slot)
-
     def _is_useful(self, incoming: _Incoming[C], rank: int, block: int) -> bool:
         """Return True for a block without a parcel that a plan waits for, or may wait for."""
         if (rank, block) in incoming.in_hand or block in incoming.parked:

@@ -24,6 +24,7 @@ from aiokv import (
     TransferSpan,
     UnreleasedLeaseWarning,
     UsageError,
+    WouldBlock,
 )
 from aiokv.testing import ScriptedDevice, ScriptedStore, running_clock, spin
 from tests.harness.cache import BLOCK_TOKENS, Cache
@@ -197,6 +198,30 @@ async def test_a_wait_for_capacity_says_how_it_ended(end):
         assert ("waiter", "granted", "released") in phases(seen) or end != "done"
         assert seen.unfinished() == []
         check_times(seen)
+
+
+@pytest.mark.parametrize("wait", ["capacity", "pending"])
+async def test_a_wait_is_no_failure_because_its_caller_handles_another_error(wait):
+    """A server that has no room often preempts a lease in an ``except`` block, and allocates."""
+
+    async def allocate_after_an_error(waiter, **more):
+        try:
+            raise WouldBlock("no room")
+        except WouldBlock:
+            await waiter.allocate(7, **more)
+
+    async with Served(device_blocks=4 if wait == "capacity" else 8) as served:
+        with served.engine.observing() as seen:
+            holder = served.engine.match(A)
+            await holder.allocate(7)
+            waiter = served.engine.match(B if wait == "capacity" else A)
+            more = {} if wait == "capacity" else {"wait_pending": 100.0}
+            task = asyncio.ensure_future(allocate_after_an_error(waiter, **more))
+            await spin(2)
+            holder.release()
+            await task
+            waiter.release()
+        assert [phase.outcome for phase in seen.phases if phase.phase == wait] == ["done"]
 
 
 async def test_a_grant_in_the_pass_of_its_cancellation_ends_at_once():
