@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import msgspec
 
-from aiokv.errors import UsageError
+from aiokv.errors import AiokvError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
@@ -55,7 +56,7 @@ class Answer(msgspec.Struct, Generic[T], eq=False):
         try:
             self._value = self.function(*self.args)
         except BaseException as error:  # also SystemExit: it belongs to the caller
-            self.error = without_frame(error)
+            self.error = without_frames(error)
         self.done = True
 
     def fail(self, error: BaseException) -> None:
@@ -73,15 +74,24 @@ class ReturnAnswer(Answer[None]):
     """Answer of a call that gives something back: without an engine, that is done already."""
 
     def fail(self, error: BaseException) -> None:
-        """Note that the engine, which has ended, holds nothing any more."""
+        """Give back what the caller's objects still name: the engine holds nothing any more."""
+        with suppress(AiokvError):
+            self.function(*self.args)
         self.done = True
 
 
-def without_frame(error: E) -> E:
-    """Drop the calling frame from the traceback of an error that it has caught.
+def first_error(answers: Sequence[Answer[Any]]) -> BaseException | None:
+    """Return the error of the first call that has one; None without errors."""
+    for answer in answers:
+        if answer.error is not None:
+            return answer.error
+    return None
 
-    That frame refers to the object that keeps the error: the cycle would keep leases until the
-    garbage collector runs.
+
+def without_frames(error: E) -> E:
+    """Drop the traceback of an error of aiokv, whose message says what to do.
+
+    Its frames refer, also through their callers, to the object that keeps the error: the cycle
+    would keep leases until the garbage collector finds it. Errors of other code keep theirs.
     """
-    trace = error.__traceback__
-    return error.with_traceback(None if trace is None else trace.tb_next)
+    return error.with_traceback(None) if isinstance(error, AiokvError) else error

@@ -9,7 +9,7 @@ from aiokv import checks
 from aiokv.checks import Unique
 from aiokv.errors import UsageError
 from aiokv.sync import verbs
-from aiokv.sync.answers import Answer, ReturnAnswer
+from aiokv.sync.answers import Answer, ReturnAnswer, first_error
 from aiokv.sync.computing import SyncComputing
 from aiokv.sync.crossing import Crossing
 from aiokv.sync.futures import EngineFuture
@@ -75,27 +75,29 @@ class Calls(Unique):
 
         Raises:
             Exception: the first error of a call. ``BrokenEngineError`` when the engine's thread has
-                failed, ``ClosedError`` when the engine is closed: such calls have no effect, except
-                that ``release`` is done then.
-            ClosedError: this process is a fork of the process of the engine.
-            UsageError: the engine is not open; or ``run`` was called in another thread before.
+                failed; ``ClosedError`` when the engine is closed, or belongs to the parent of this
+                process. ``release`` and ``end_computing`` are done then, and have no error.
+            UsageError: the engine is not open.
             KeyboardInterrupt: the engine makes all calls nevertheless, unless the interrupt came
                 before they were sent. Call ``run`` again: it waits for the same answers, and makes
                 no call twice.
         """
         crossing = self._crossing
         if crossing is None:
-            self._add = self._refuse
+            self._add = _refuse  # no method: that would make a cycle of references
             crossing = self._crossing = Crossing(self._port.thread, self._answers)
             for future in self._futures:
                 future.note_sent()
-        if self._answers:
+        answers = self._answers
+        if answers:
             crossing.wait()
-        if raise_errors:
-            for answer in self._answers:
-                if answer.error is not None:
-                    answer.value  # noqa: B018  raises
-        return self._answers
+        error = first_error(answers) if raise_errors else None
+        if error is None:
+            return answers
+        try:
+            raise error
+        finally:
+            del self, crossing, answers, error  # the traceback has this frame: break the cycle
 
     def __enter__(self) -> Self:
         return self
@@ -342,12 +344,6 @@ class Calls(Unique):
         self._add(Answer(verbs.begin, (future, function, args)))
         return future
 
-    def _refuse(self, answer: Answer[Any]) -> None:
-        raise UsageError(
-            "these calls were run already; no call can be added",
-            hint="make a new object with engine.calls()",
-        )
-
     def _new_future(self) -> EngineFuture[Any]:
         future: EngineFuture[Any] = EngineFuture(self._port.thread)
         self._futures.append(future)
@@ -364,3 +360,10 @@ def _checked(function: Callable[..., T], args: tuple[Any, ...]) -> T:
         value.close()
         raise UsageError(f"{function!r} returned a coroutine", hint="use begin() instead of add()")
     return value
+
+
+def _refuse(answer: Answer[Any]) -> None:
+    raise UsageError(
+        "these calls were run already; no call can be added",
+        hint="make a new object with engine.calls()",
+    )

@@ -38,7 +38,6 @@ class Crossing:
         """Send the calls, and block the calling thread without the GIL until they are answered.
 
         Raises:
-            ClosedError: this process is a fork of the process of the engine.
             UsageError: the engine is not open.
             KeyboardInterrupt: the calls are made all the same; ``wait`` may be called again.
         """
@@ -63,7 +62,7 @@ class Crossing:
             self._finish()
 
     def fail(self, new_error: Callable[[], BaseException]) -> None:
-        """Answer all calls with an error: the thread has ended. Idempotent. Any thread."""
+        """Answer all calls with an error: no loop makes them. Idempotent. Any thread."""
         if self._take():
             for answer in self._answers:
                 answer.fail(new_error())

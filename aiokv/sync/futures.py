@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiokv.errors import UsageError
-from aiokv.sync.answers import without_frame
+from aiokv.sync.answers import without_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -35,9 +35,10 @@ class EngineFuture(Future[T]):
         """Cancel the wait, unless it has ended.
 
         Returns:
-            True when the wait is cancelled: what it waited for has not happened, and does not
-            happen later. Calls that the same thread makes afterwards come after the cancellation.
-            False when the future has its value or error.
+            True when the wait is cancelled. A lease that waited for capacity gets no blocks, and
+            has left its place in line before any call that the same thread makes afterwards. Other
+            coroutines end soon: ``concurrent.futures.wait`` returns when they have. False when the
+            future has its value or error.
 
         Raises:
             ClosedError: this process is a fork of the process of the engine.
@@ -64,7 +65,10 @@ class EngineFuture(Future[T]):
             KeyboardInterrupt: the wait in the engine goes on; call ``cancel`` to end it.
         """
         self._check_wait()
-        return super().result(timeout)
+        try:
+            return super().result(timeout)
+        finally:
+            del self  # the traceback of the error has this frame: break the cycle
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end, and return the error of the wait; None without one.
@@ -97,6 +101,8 @@ class EngineFuture(Future[T]):
         except BaseException:
             self.cancel()  # without effect when the future has its end
             raise
+        finally:
+            del self
 
     def note_sent(self) -> None:
         """Note that the call is on its way: waiting for it will end."""
@@ -130,7 +136,8 @@ class EngineFuture(Future[T]):
         except asyncio.CancelledError:
             self.fail(self._engine_thread.new_error())  # unless it was cancelled by its owner
         except BaseException as error:  # also SystemExit: it belongs to the caller
-            self.fail(without_frame(error))
+            has_failed = self._engine_thread.has_failed  # then the engine was closed for that
+            self.fail(self._engine_thread.new_error() if has_failed else without_frames(error))
         else:
             if not self.settle(value) and undo is not None:
                 undo()

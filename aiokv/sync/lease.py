@@ -120,17 +120,16 @@ class SyncLease(Unique):
             A future of this lease, granted; it is done already when the device has room. After
             ``cancel()`` the lease holds no blocks, as after ``match``.
         """
-        calls = self._port.new_calls()
-        future = calls.allocate(
-            self,
-            num_tokens,
-            priority=priority,
-            timeout=timeout,
-            wait_pending=wait_pending,
-            wait_store=wait_store,
+        return self._port.start(
+            lambda calls: calls.allocate(
+                self,
+                num_tokens,
+                priority=priority,
+                timeout=timeout,
+                wait_pending=wait_pending,
+                wait_store=wait_store,
+            )
         )
-        calls.run()
-        return future
 
     def preempt(self) -> None:
         """Give the device blocks back; ``allocate`` takes blocks again."""
@@ -143,10 +142,7 @@ class SyncLease(Unique):
             A future that ends with the copy. A swap that has begun completes in the background
             after ``cancel()``.
         """
-        calls = self._port.new_calls()
-        future = calls.swap_out(self)
-        calls.run()
-        return future
+        return self._port.start(lambda calls: calls.swap_out(self))
 
     def fork(self, *, owner: str = "", stream: object = None) -> SyncLease:
         """Return a second lease on the same positions, as ``Lease.fork``."""

@@ -42,12 +42,27 @@ class Port:
         """Make the one call that ``record`` records, and return its value or raise its error."""
         calls = Calls(self)
         answer = record(calls)
-        calls.run()
-        return answer.value
+        try:
+            calls.run()
+            return answer.value
+        finally:
+            del calls, answer  # the traceback of an error has this frame: break the cycle
+
+    def start(self, record: Callable[[Calls], EngineFuture[T]]) -> EngineFuture[T]:
+        """Make the one call that ``record`` records, and return its future.
+
+        Raises:
+            KeyboardInterrupt: the future was cancelled.
+        """
+        calls = Calls(self)
+        future = record(calls)
+        try:
+            calls.run()
+        except BaseException:
+            future.cancel()  # no caller gets it
+            raise
+        return future
 
     def begin(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> EngineFuture[T]:
         """Await ``function(*args)`` on the loop; return the future of its value."""
-        calls = Calls(self)
-        future = calls.begin(function, *args)
-        calls.run()
-        return future
+        return self.start(lambda calls: calls.begin(function, *args))

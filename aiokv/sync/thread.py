@@ -126,7 +126,7 @@ class EngineThread:
 
     def close_at_exit(self) -> None:
         """Close without waiting for leases; leave a loop that does not react behind."""
-        if self._is_abandoned or self._has_ended:
+        if self._is_abandoned or self._thread is None:
             return
         self.post(self._begin_closing, 0.0)
         if not self._over.wait(EXIT_SECONDS):
@@ -136,6 +136,7 @@ class EngineThread:
     def abandon(self) -> None:
         """Refuse all calls: this process is a fork of the process of the thread."""
         self._is_abandoned = True
+        self._ident = 0
         _native.keep_forever(self)  # so that no destructor closes what the parent uses
 
     def _begin_closing(self, drain_timeout: float | None) -> None:
@@ -158,6 +159,7 @@ class EngineThread:
                 except BaseException as error:  # a callback of the loop has raised SystemExit
                     self._failure = error
                     log.error("sync.thread_failed", reason=repr(error))
+                    self._has_ended = True  # of calls that come now; those that came are made
                     runner.run(self.cache.aclose(0.0))
         except BaseException as error:
             self._failure = self._failure or error
@@ -176,11 +178,11 @@ class EngineThread:
     def _end(self) -> None:
         """Answer all that waits: no callback of the loop runs any more."""
         self._has_ended = True
-        self._ident = 0
         for crossing in list(self._unanswered):
             crossing.fail(self.new_error)
         for wait in list(self._waits):
             wait.fail(self.new_error())
+        self._ident = 0
         self._over.set()
 
     # --- calls of other threads -------------------------------------------------------------------
@@ -192,8 +194,13 @@ class EngineThread:
 
     @property
     def has_ended(self) -> bool:
-        """True when the loop runs no more."""
+        """True when the loop makes no more calls."""
         return self._has_ended
+
+    @property
+    def has_failed(self) -> bool:
+        """True when an exception has ended the loop."""
+        return self._failure is not None
 
     @property
     def has_ending_waits(self) -> bool:
@@ -205,13 +212,15 @@ class EngineThread:
         ClosedError: this process is a fork of the process of the engine.
         """
         if self._is_abandoned:
-            raise ClosedError(
+            raise self.new_error()
+
+    def new_error(self) -> AiokvError:
+        """Return the error of calls that the loop does not make any more."""
+        if self._is_abandoned:
+            return ClosedError(
                 "the engine belongs to the parent process, which opened it before os.fork()",
                 hint="open a SyncEngine in the child",
             )
-
-    def new_error(self) -> AiokvError:
-        """Return the error of calls that come after the end of the loop."""
         if self._failure is None:
             return ClosedError("the engine is closed")
         error = BrokenEngineError(f"the thread of the engine has failed: {self._failure!r}")
@@ -222,18 +231,22 @@ class EngineThread:
         """Make the calls of a crossing on the loop; at once if this is the loop's thread.
 
         Raises:
-            ClosedError: this process is a fork of the process of the engine.
             UsageError: the engine is not open.
         """
-        self.check_process()
         if self.is_current:
             crossing.execute()
             return
         if self._loop is None and not self._has_ended:
             raise UsageError("the SyncEngine is not open", hint="use 'with', or call open()")
         self._unanswered.add(crossing)
-        self.post(crossing.run)
+        if self._is_abandoned:
+            crossing.fail(self.new_error)
+            return
+        if not self._has_ended:
+            self.post(crossing.run)
         if self._has_ended:  # `_end` may not have seen the crossing
+            if self._thread is not None:
+                self._over.wait()
             crossing.fail(self.new_error)
 
     def forget(self, crossing: Crossing) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiokv import checks
 from aiokv.errors import AiokvError, InternalError
-from aiokv.sync.answers import without_frame
+from aiokv.sync.answers import without_frames
 from aiokv.sync.layers import SyncLayers
 from aiokv.sync.lease import inner_of, inners_of
 from aiokv.types import as_priority
@@ -90,7 +90,7 @@ def allocate(
                 give_back(inner)
             return
     except AiokvError as error:
-        future.fail(without_frame(error))
+        future.fail(without_frames(error))
         return
 
     async def wait() -> SyncLease:
@@ -136,7 +136,11 @@ def release(lease: SyncLease, after: Event | None) -> None:
 
 
 def commit(lease: SyncLease, num_tokens: int, ready: Event | None) -> int:
-    return inner_of(lease).commit(num_tokens, ready)
+    try:  # without a call of `inner_of`: a step has many commits
+        inner = lease.inner
+    except AttributeError:
+        inner = inner_of(lease)  # raises
+    return inner.commit(num_tokens, ready)
 
 
 def commit_many(cache: CacheEngine, leases: Sequence[SyncLease], num_tokens: Sequence[int]) -> int:
@@ -189,7 +193,7 @@ def begin(
     try:
         coroutine = function(*args)
     except BaseException as error:
-        future.fail(without_frame(error))
+        future.fail(without_frames(error))
         return
     future.start(coroutine)
 
