@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
 import msgspec
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
+PENDING: Final = object()  # stands for the value before the call
+
 
 class Answer(msgspec.Struct, Generic[T], eq=False):
     """Value or error of a recorded call; only :class:`Calls` makes answers.
@@ -24,15 +26,19 @@ class Answer(msgspec.Struct, Generic[T], eq=False):
     Attributes:
         function: what the call runs on the engine's loop.
         args: its arguments.
-        done: True when the call has been made: it has a value or an error.
         error: the exception of the call; None without one, and before the call.
+        returned: what the call has returned; for the caller, ``value`` checks it.
     """
 
     function: Callable[..., T]
     args: tuple[Any, ...]
-    done: bool = False
     error: BaseException | None = None
-    _value: T | None = None
+    returned: object = PENDING
+
+    @property
+    def done(self) -> bool:
+        """True when the call has been made: it has a value or an error."""
+        return self.returned is not PENDING or self.error is not None
 
     @property
     def value(self) -> T:
@@ -43,26 +49,17 @@ class Answer(msgspec.Struct, Generic[T], eq=False):
             Exception: the error of the call.
         """
         if self.error is None:
-            if self.done:
-                return cast("T", self._value)
+            if self.returned is not PENDING:
+                return cast("T", self.returned)
             raise UsageError(f"{self!r} has no value yet", hint="call run() first")
         try:
             raise self.error
         finally:
             del self  # the traceback of the error has this frame: break the cycle
 
-    def execute(self) -> None:
-        """Make the call. On the engine's loop."""
-        try:
-            self._value = self.function(*self.args)
-        except BaseException as error:  # also SystemExit: it belongs to the caller
-            self.error = without_frames(error)
-        self.done = True
-
     def fail(self, error: BaseException) -> None:
         """Note that the call cannot be made any more: the engine's thread has ended."""
         self.error = error
-        self.done = True
 
     def __repr__(self) -> str:
         name = getattr(self.function, "__name__", repr(self.function)).lstrip("_")
@@ -77,15 +74,25 @@ class ReturnAnswer(Answer[None]):
         """Give back what the caller's objects still name: the engine holds nothing any more."""
         with suppress(AiokvError):
             self.function(*self.args)
-        self.done = True
+        self.returned = None
 
 
-def first_error(answers: Sequence[Answer[Any]]) -> BaseException | None:
-    """Return the error of the first call that has one; None without errors."""
+def make_calls(answers: Sequence[Answer[Any]]) -> BaseException | None:
+    """Make calls, in order, and note their values and errors. On the engine's loop.
+
+    One loop without a call of its own per answer: it runs while a scheduler waits.
+
+    Returns:
+        The first error; None without errors.
+    """
+    first: BaseException | None = None
     for answer in answers:
-        if answer.error is not None:
-            return answer.error
-    return None
+        try:
+            answer.returned = answer.function(*answer.args)
+        except BaseException as error:  # also SystemExit: it belongs to the caller
+            answer.error = without_frames(error)
+            first = first or answer.error
+    return first
 
 
 def without_frames(error: E) -> E:

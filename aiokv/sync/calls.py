@@ -9,7 +9,7 @@ from aiokv import checks
 from aiokv.checks import Unique
 from aiokv.errors import UsageError
 from aiokv.sync import verbs
-from aiokv.sync.answers import Answer, ReturnAnswer, first_error
+from aiokv.sync.answers import Answer, ReturnAnswer
 from aiokv.sync.computing import SyncComputing
 from aiokv.sync.crossing import Crossing
 from aiokv.sync.futures import EngineFuture
@@ -91,7 +91,7 @@ class Calls(Unique):
         answers = self._answers
         if answers:
             crossing.wait()
-        error = first_error(answers) if raise_errors else None
+        error = crossing.first_error if raise_errors else None
         if error is None:
             return answers
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from aiokv.sync.answers import make_calls
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -20,9 +22,10 @@ class Crossing:
 
     Attributes:
         done: True when all calls have their answers.
+        first_error: of the calls in their order; None without errors.
     """
 
-    __slots__ = ("_answered", "_answers", "_claim", "_thread", "done")
+    __slots__ = ("_answered", "_answers", "_claim", "_thread", "done", "first_error")
 
     def __init__(self, thread: EngineThread, answers: Sequence[Answer[object]]) -> None:
         self._thread = thread
@@ -33,6 +36,7 @@ class Crossing:
         self._answered = threading.Lock()
         self._answered.acquire()
         self.done = False
+        self.first_error: BaseException | None = None
 
     def wait(self) -> None:
         """Send the calls, and block the calling thread without the GIL until they are answered.
@@ -57,8 +61,7 @@ class Crossing:
     def execute(self) -> None:
         """Make the calls now. Idempotent."""
         if self._take():
-            for answer in self._answers:
-                answer.execute()
+            self.first_error = make_calls(self._answers)
             self._finish()
 
     def fail(self, new_error: Callable[[], BaseException]) -> None:
@@ -66,6 +69,7 @@ class Crossing:
         if self._take():
             for answer in self._answers:
                 answer.fail(new_error())
+                self.first_error = self.first_error or answer.error
             self._finish()
 
     def _take(self) -> bool:

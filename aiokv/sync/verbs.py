@@ -136,11 +136,7 @@ def release(lease: SyncLease, after: Event | None) -> None:
 
 
 def commit(lease: SyncLease, num_tokens: int, ready: Event | None) -> int:
-    try:  # without a call of `inner_of`: a step has many commits
-        inner = lease.inner
-    except AttributeError:
-        inner = inner_of(lease)  # raises
-    return inner.commit(num_tokens, ready)
+    return inner_of(lease).commit(num_tokens, ready)
 
 
 def commit_many(cache: CacheEngine, leases: Sequence[SyncLease], num_tokens: Sequence[int]) -> int:
