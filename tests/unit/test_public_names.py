@@ -18,7 +18,6 @@ import aiokv.model_shape
 import aiokv.ranks
 import aiokv.sizing
 import aiokv.stores
-import aiokv.sync
 import aiokv.testing
 from aiokv import (
     CacheConfig,
@@ -48,7 +47,7 @@ from tests.unit import model_configs
 
 PUBLIC = {
     name: getattr(module, name)
-    for module in (aiokv, aiokv.events, aiokv.ranks, aiokv.sync)
+    for module in (aiokv, aiokv.events, aiokv.ranks)
     for name in module.__all__
 }
 
