@@ -186,6 +186,9 @@ class Calls(Unique):
     ) -> EngineFuture[SyncLease]:
         """Wait for capacity, then take blocks; see ``SyncLease.allocate``.
 
+        A lease that has to wait gets its place in line after the calls of this ``run``, and before
+        all later ones.
+
         Returns:
             A future of the lease, which has the errors of ``Lease.allocate``: ``run`` does not
             raise them, and does not wait for the future.

@@ -37,6 +37,7 @@ def test_a_wait_ends_with_the_release_of_another_lease(engine, full):
     with engine.match([2]) as lease:
         future = lease.allocate(ALL)
         assert not future.done()
+        engine.health()  # a later call: the lease is in line
         assert engine.statistics().waiting == 1
         full.release()
         assert concurrent.futures.wait([future], timeout=30).done == {future}
