@@ -8,7 +8,7 @@ CXX_FILES := $(filter %.cpp %.hpp %.cu %.cuh,$(NATIVE))
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs test test-all test-native test-paddle services lint type fmt stubs sanitize bench soak profile test-gpu bench-gpu mutate clean
+.PHONY: help setup demo docs test test-all test-native test-paddle services lint type fmt stubs sanitize bench soak profile test-gpu bench-gpu mutate wheel test-wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -97,5 +97,15 @@ mutate: $(STAMP) ## change one place of the code at a time and see that a test f
 profile: $(STAMP) ## cProfile of the replay loop, written to profile.pstats
 	$(BIN)/python -m bench.profile $(ARGS)
 
+$(VENV)/.wheel: $(VENV)/.tools
+	@$(PIP) install --group wheel
+	@touch $@
+
+wheel: $(VENV)/.wheel ## manylinux wheels and an sdist in dist/; ARGS=--help
+	$(BIN)/python native/wheels.py $(ARGS)
+
+test-wheel: wheel $(STAMP) ## install the wheels outside the repository, on each Python, and run the demo
+	$(BIN)/python -m pytest -m wheel tests/wheels
+
 clean: ## remove what the targets made
-	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

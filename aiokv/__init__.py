@@ -5,11 +5,14 @@
 
 from aiokv.config import CacheConfig, WindowGroup
 from aiokv.engine import CacheEngine, ComputeBatch
+from aiokv.engine.events import KVEvents
 from aiokv.engine.observation import Observation
 from aiokv.engine.observers import BatchSpan, LeasePhase, TransferSpan
 from aiokv.engine.pins import Pin
 from aiokv.engine.receiving import Receiving
+from aiokv.engine.recording import TraceRecording
 from aiokv.engine.sending import Sending
+from aiokv.engine.trace_writer import RecordingStatistics
 from aiokv.errors import (
     AiokvError,
     AllocateTimeout,
@@ -84,6 +87,7 @@ __all__ = [
     "HotPrefixes",
     "InternalError",
     "Item",
+    "KVEvents",
     "LaneStatistics",
     "LayerView",
     "LayoutError",
@@ -102,6 +106,7 @@ __all__ = [
     "RankLost",
     "Receiving",
     "ReceivingStatistics",
+    "RecordingStatistics",
     "Regions",
     "RequestStatistics",
     "RequestTooLarge",
@@ -109,6 +114,7 @@ __all__ = [
     "Statistics",
     "StoreError",
     "Stream",
+    "TraceRecording",
     "TransferError",
     "TransferSpan",
     "UnreleasedLeaseWarning",

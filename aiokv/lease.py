@@ -558,6 +558,11 @@ class Lease(Unique):
         no position behind those that have arrived. Leaving the block cancels what is missing, and
         waits until nothing writes the blocks of the lease any more.
 
+        With recurrent state or windows, no position is there before all of them have arrived: the
+        windows and the state behind the last position come last. When they are lost on the way,
+        ``state`` may be ``"failed"``: then ``preempt`` the lease, ``allocate`` again, and compute
+        from ``cached_tokens`` on.
+
         ``preempt``, ``release`` and ``truncate`` end the receive; so do ``CacheEngine.reset`` and
         ``updating_weights``. Onloads of the lease go first: the other engine may compute meanwhile.
 

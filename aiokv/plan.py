@@ -129,6 +129,7 @@ WINDOW_SEND: Final = Route("window", "peer")
 RECEIVE_ROUTES: Final = frozenset((RECEIVE, STATE_RECEIVE, WINDOW_RECEIVE))
 SEND_ROUTES: Final = frozenset((SEND, STATE_SEND, WINDOW_SEND))
 PEER_ROUTES: Final = RECEIVE_ROUTES | SEND_ROUTES
+WINDOW_PEER_ROUTES: Final = frozenset((WINDOW_RECEIVE, WINDOW_SEND))  # plans may have no block
 STATE_FETCH: Final = Route("store", "host_state")
 STATE_SAVE: Final = Route("host_state", "store")
 WINDOW_FETCH: Final = Route("store", "host_window")

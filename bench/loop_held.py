@@ -34,6 +34,7 @@ import numpy as np
 
 from aiokv import CacheConfig, CacheEngine
 from aiokv.errors import AllocateTimeout, InternalError
+from aiokv.observe.snapshot import snapshot
 from aiokv.testing.manual import ManualDevice, ManualEvent
 
 if TYPE_CHECKING:
@@ -315,6 +316,10 @@ class _Bench:
             await _passes()
         for _ in range(calls):
             watch.call("statistics", engine.statistics)
+            watch.call("health", engine.health)
+            watch.call("leases", engine.leases, 200)
+            watch.call("hottest_prefixes", engine.hottest_prefixes)
+            watch.call("snapshot", snapshot, engine)
 
     def _batches(self, leases: list[Lease]) -> None:
         """Open batches of 256 leases, which stay granted or are released during the batch."""

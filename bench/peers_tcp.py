@@ -28,6 +28,7 @@ import numpy as np
 import uvloop
 
 from aiokv._native import seal_blocks, verify_blocks
+from aiokv.peers.listener import listen
 from aiokv.peers.messages import (
     MAX_LISTED,
     Credit,
@@ -41,7 +42,7 @@ from aiokv.peers.messages import (
 from aiokv.peers.ring import LandingRing
 from aiokv.peers.tcp import TcpLink, TcpTransport
 from aiokv.peers.transport import Outgoing, PeerMemory
-from aiokv.peers.wire import Connection, listen
+from aiokv.peers.wire import Connection
 from aiokv.stores.base import TRAILER_BYTES
 from aiokv.worker.arena import HostArena
 

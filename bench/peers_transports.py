@@ -32,6 +32,7 @@ import uvloop
 
 from aiokv._native import seal_blocks, verify_blocks
 from aiokv.errors import ConfigError
+from aiokv.peers.listener import listen
 from aiokv.peers.messages import (
     MAX_LISTED,
     PROTOCOL_VERSION,
@@ -50,7 +51,7 @@ from aiokv.peers.nixl import NixlBackend
 from aiokv.peers.one_sided import OneSidedTransport, Piece
 from aiokv.peers.ring import LandingRing
 from aiokv.peers.transport import Outgoing, PeerMemory
-from aiokv.peers.wire import Connection, listen
+from aiokv.peers.wire import Connection
 from aiokv.stores.base import TRAILER_BYTES
 from aiokv.worker.arena import HostArena
 

@@ -1,4 +1,4 @@
-"""An OpenAI-like HTTP server over one CacheEngine: a file to copy, and to put your model into.
+"""OpenAI-like HTTP server over one CacheEngine: an example to copy and adapt to your model.
 
 A task per request waits for capacity; one loop computes the steps of all granted requests::
 
@@ -27,7 +27,7 @@ from starlette.routing import Mount, Route
 
 import aiokv
 from aiokv.demo.batch import Batch, Part
-from aiokv.demo.disconnects import body_of, cancelled_on_disconnect
+from aiokv.demo.disconnects import BodyTooLarge, body_of, cancelled_on_disconnect
 from aiokv.observe.asgi import asgi
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from aiokv.worker.views import LayerView
 
 PROMPT_CHUNK = 64  # prompt tokens per step, so that a long prompt does not stop other requests
-MAX_RUNNING = 64  # requests per step
-EVENTS = "text/event-stream"
+MAX_RUNNING = 64  # requests per step; further ones wait before they are matched
 CAPACITY_WAIT_SECONDS = 30.0  # afterwards the client gets status 503
 
 
@@ -90,11 +89,10 @@ class Server:
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         """Open the engine, and compute steps until the server stops."""
-        async with self._engine:
-            steps = asyncio.create_task(self._step_forever())
+        async with self._engine, asyncio.TaskGroup() as tasks:
+            steps = tasks.create_task(self._step_forever())
             yield
             steps.cancel()
-            await asyncio.wait([steps])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer ``POST /v1/completions``."""
@@ -104,14 +102,16 @@ class Server:
             prompt = list(body.prompt.encode() if isinstance(body.prompt, str) else body.prompt)
             if not prompt or len(prompt) + body.max_tokens > most:
                 raise msgspec.ValidationError(f"prompt and max_tokens: 1 to {most} tokens in total")
-        except msgspec.DecodeError as error:
-            return await _refusal(400, error)(scope, receive, send)
-        name = f"cmpl-{uuid4().hex}"
-        async with cancelled_on_disconnect(receive):
+        except (msgspec.DecodeError, ValueError) as error:  # no JSON, no UTF-8, too long
+            status = 413 if isinstance(error, BodyTooLarge) else 400
+            return await _refusal(status, error)(scope, receive, send)
+        async with cancelled_on_disconnect(receive, send) as send, self._slots:
             try:
-                async with self._admission(prompt, body, name) as running:
+                async with self._admission(prompt, body) as running:
                     if body.stream:
-                        events = StreamingResponse(self._events(running), media_type=EVENTS)
+                        events = StreamingResponse(
+                            self._events(running), media_type="text/event-stream"
+                        )
                         return await events.stream_response(send)
                     text = "".join([chr(token) async for token in self._tokens(running)])
                 await JSONResponse(_answer(running, text, ended=True))(scope, receive, send)
@@ -119,16 +119,14 @@ class Server:
                 await _refusal(503, error)(scope, receive, send)
 
     @asynccontextmanager
-    async def _admission(
-        self, prompt: list[int], body: Completion, name: str
-    ) -> AsyncIterator[Running]:
+    async def _admission(self, prompt: list[int], body: Completion) -> AsyncIterator[Running]:
         """Wait for capacity, and compute the request until the block ends.
 
-        When the client leaves, the block is cancelled and the lease released, at once. Blocks that
-        a step still computes with return to the pool behind it, because ``computing`` names them.
+        When the client disconnects, the block is cancelled and the lease is released at once.
+        Blocks that a step still computes with return to the pool after the step.
         """
-        match = self._engine.match(np.array(prompt, np.int32), salt=body.cache_salt, owner=name)
-        async with self._slots, match as lease:
+        tokens, name = np.array(prompt, np.int32), f"cmpl-{uuid4().hex}"
+        async with self._engine.match(tokens, salt=body.cache_salt, owner=name) as lease:
             await lease.allocate(len(prompt), timeout=CAPACITY_WAIT_SECONDS)
             stop, cached = len(prompt) + body.max_tokens, lease.cached_tokens
             running = Running(lease, prompt, len(prompt), stop, cached, cached, named=len(prompt))
@@ -168,17 +166,19 @@ class Server:
             if not self._running:
                 self._admitted.clear()
                 await self._admitted.wait()
-            await self._extend()
-            chosen = [(running, 1) for running in self._running if running.pending == 1]
-            if prompts := [running for running in self._running if running.pending > 1]:
-                chosen.append((prompts[0], min(prompts[0].pending, PROMPT_CHUNK)))
+            chosen = [(running, 1) for running in self._running]
             try:
-                await self._step(chosen)
-            except Exception as error:  # of the model: these requests fail, and the others go on
+                await self._extend()
+                chosen = [(running, 1) for running in self._running if running.pending == 1]
+                if prompts := [running for running in self._running if running.pending > 1]:
+                    chosen.append((prompts[0], min(prompts[0].pending, PROMPT_CHUNK)))
+                try:
+                    await self._step(chosen)
+                finally:
+                    self._engine.step()  # on a GPU: step(event), recorded behind the work
+            except Exception as error:  # these requests fail; this loop must not end
                 for running, _ in chosen:
                     self._end(running, error)
-            finally:
-                self._engine.step()  # on a GPU: step(event), recorded behind the work
 
     async def _extend(self) -> None:
         """Give each new token a position; without capacity, preempt the newest request."""
@@ -200,11 +200,12 @@ class Server:
             with self._engine.computing([running.lease for running, _ in chosen]) as batch:
                 tokens = await batch.run(self._forward, rows, layers)  # in a thread
         except aiokv.TransferError:  # a cached block did not arrive: compute it
-            for running in [running for running, _ in chosen if running in self._running]:
+            for running, _ in chosen:
                 with suppress(aiokv.TransferError):
                     await running.lease.layers.wait_all()
-                if (first := running.lease.recompute_from()) is not None:
-                    running.computed = first
+                if running in self._running:  # its client may have left during the wait
+                    first = running.lease.recompute_from()
+                    running.computed = running.computed if first is None else first
             return
         for (running, count), token in zip(chosen, tokens, strict=True):
             if running not in self._running:

@@ -21,6 +21,7 @@ from aiokv.events.schema import (
     BlockStored,
     KVEventBatch,
 )
+from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from aiokv.engine.parts import Parts
     from aiokv.events.schema import BlockHash, HashKind, KVEvent
     from aiokv.scheduler.events import BlockEvents, BlockRun
+
+log = Log(__name__)
 
 BATCH_BLOCKS: Final = 1024
 MIN_QUEUED_BLOCKS: Final = 1024
@@ -62,7 +65,7 @@ class KVEvents:
         self._ended = False  # the last batch was taken, or `async with` has ended
         self._iterates = False
         self._dropped_blocks = 0  # when the subscription has ended
-        self._restarts = 0
+        self._restarts = 0  # that were logged
 
     async def __aenter__(self) -> Self:
         self._lifetime.check_open()
@@ -129,16 +132,19 @@ class KVEvents:
         if not self._lifetime.is_running:
             self._end()
             return self._batch([AllBlocksCleared()])
+        if stream.restarts != self._restarts:
+            self._restarts = stream.restarts
+            log.warning("events.dropped", dropped_blocks=stream.dropped_blocks)
         events: list[KVEvent] = []
         while stream.is_due and not events:
             events = [self._event(run) for run in stream.take(BATCH_BLOCKS)]
         return self._batch(events) if events else None
 
     def repeat(self) -> None:
-        """Report the blocks that the tiers hold once more, for receivers that have joined later.
+        """Report all blocks of the tiers again, for receivers that joined later.
 
-        The changes of blocks go on meanwhile. A receiver that has all blocks already gets them a
-        second time.
+        Changes of blocks are reported meanwhile, too. A receiver that has all blocks already gets
+        them a second time.
 
         Raises:
             UsageError: the subscription is not entered.
@@ -155,7 +161,7 @@ class KVEvents:
 
     @property
     def dropped_blocks(self) -> int:
-        """Blocks whose changes were dropped, because the subscriber took them too slowly.
+        """Number of blocks whose changes were dropped, because the subscriber was too slow.
 
         After a drop, the next batch begins with ``AllBlocksCleared``, and the blocks that the tiers
         hold follow.
@@ -225,7 +231,7 @@ class Events:
 
 
 def _extra_keys(run: BlockRun, salt: str, adapter: str) -> list[tuple[object, ...] | None] | None:
-    """Return what distinguishes each block beside its tokens; None if nothing does."""
+    """Return the parts of the key of each block other than its tokens; None if no block has any."""
     if not (salt or adapter or run.items):
         return None
     num_blocks = len(run.digests) // _DIGEST_BYTES

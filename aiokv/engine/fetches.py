@@ -11,7 +11,6 @@ A fetch belongs to no lease: blocks that arrive after a lease has stopped waitin
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from aiokv.engine.observers import End
     from aiokv.engine.parts import Parts
     from aiokv.stores.store_set import Found
 
@@ -35,32 +35,36 @@ class StoreWait:
     """Wait of a lease that stands in line while its blocks are fetched from the stores.
 
     Args:
-        on_end: called once, when the wait has ended.
+        on_end: called once with the outcome, when the wait has ended.
 
     Attributes:
         began: ``time.monotonic()`` at the begin of the wait.
-        task: brings the blocks; None once the wait has ended.
+        ended: the same at its end; None before.
+        task: brings the blocks.
+        is_stopped: the lease no longer stands in line.
     """
 
-    def __init__(self, on_end: Callable[[StoreWait], None]) -> None:
+    def __init__(self, on_end: Callable[[StoreWait, End], None]) -> None:
         self._on_end = on_end
         self.began = time.monotonic()
-        self._ended: float | None = None
+        self.ended: float | None = None
         self.task: asyncio.Task[None] | None = None
+        self.is_stopped = False
 
     @property
     def seconds(self) -> float:
         """Time until the wait has ended; else until now."""
-        return (time.monotonic() if self._ended is None else self._ended) - self.began
+        return (time.monotonic() if self.ended is None else self.ended) - self.began
 
-    def end(self) -> None:
+    def end(self, outcome: End = "done") -> None:
         """Note that the lease no longer waits for stores. Idempotent."""
-        if self._ended is None:
-            self._ended = time.monotonic()
-            self._on_end(self)
+        if self.ended is None:
+            self.ended = time.monotonic()
+            self._on_end(self, outcome)
 
     def stop(self) -> None:
         """End the wait, and begin no more fetches; those in flight go on."""
+        self.is_stopped = True
         self.end()
         if self.task is not None:
             self.task.cancel()
@@ -104,7 +108,7 @@ class Fetches:
             The wait. The caller must call ``stop``.
         """
         owner = self._read.owner(lease_id)
-        wait = StoreWait(lambda wait: self._note_end(lease_id, owner, wait))
+        wait = StoreWait(lambda wait, outcome: self._note_end(lease_id, owner, wait, outcome))
         if self._observers.active:
             self._observers.begin_wait(lease_id, owner, "store", wait.began)
         wait.task = self._lifetime.loop.create_task(self._bring_and_serve(lease_id, timeout, wait))
@@ -112,16 +116,16 @@ class Fetches:
         wait.task.add_done_callback(self._tasks.discard)
         return wait
 
-    def _note_end(self, lease_id: int, owner: str, wait: StoreWait) -> None:
+    def _note_end(self, lease_id: int, owner: str, wait: StoreWait, outcome: End) -> None:
         if self._observers.active:
-            self._observers.end_wait(lease_id, owner, "store", wait.began, "done")
+            self._observers.end_wait(lease_id, owner, "store", wait.began, outcome, wait.ended)
 
     async def _bring_and_serve(self, lease_id: int, timeout: float | None, wait: StoreWait) -> None:
         try:
             await self.bring(lease_id, timeout, Priority.DEMAND)
         finally:
             wait.end()
-            if self._observers.active and sys.exception() is None:
+            if self._observers.active and not wait.is_stopped:
                 owner = self._read.owner(lease_id)
                 self._observers.begin_wait(lease_id, owner, "capacity", time.monotonic())
             if self._lifetime.is_running:

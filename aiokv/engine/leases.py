@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -290,6 +289,7 @@ class Leases:
         """
         lease_id = lease.live_id()
         began = time.monotonic()
+        outcome: End = "done"
         is_shown = False
         if self._observers.active and store_wait is None:
             self._observers.begin_wait(lease_id, lease.owner, "capacity", began)
@@ -311,15 +311,17 @@ class Leases:
             if is_shown and lease.id and self.read.is_granted(lease_id):
                 return  # the grant came just before the deadline
             reason, hint = self.read.explain_wait(lease.salt, num_tokens, self._open_step.explain())
+            outcome = "timeout"
             self._stop_waiting(lease, lease_id)
-            timed_out = AllocateTimeout(
+            self._requests.note_timeout()
+            # No variable has the error: with its traceback, it would keep the lease alive.
+            raise AllocateTimeout(
                 f"allocate timed out after {timeout} s: no room for {num_tokens} positions: "
                 f"{reason}",
                 hint=hint,
-            )
-            self._requests.note_error(timed_out)
-            raise timed_out from None
+            ) from None
         except BaseException as error:
+            outcome = outcome_of(error)
             self._stop_waiting(lease, lease_id)
             self._requests.note_error(error)
             raise
@@ -329,7 +331,12 @@ class Leases:
             seconds = max(time.monotonic() - began - elsewhere, 0.0)
             lease.note_capacity_wait(seconds)
             self._requests.capacity_wait.add(seconds)
-            self._note_wait(lease, lease_id, "capacity", began + elsewhere)
+            if store_wait is None:
+                self._note_wait(lease, lease_id, "capacity", began, outcome)
+            elif store_wait.ended is None:
+                store_wait.end(outcome)
+            else:
+                self._note_wait(lease, lease_id, "capacity", store_wait.ended, outcome)
 
     def _stop_waiting(self, lease: Lease, lease_id: int) -> None:
         self._apply(self._scheduler.stop_waiting(lease_id))
@@ -350,7 +357,7 @@ class Leases:
         if not self._apply(self._scheduler.wait_pending(lease_id)):
             return
         began = time.monotonic()
-        outcome: End | None = None
+        outcome: End = "done"
         if self._observers.active:
             self._observers.begin_wait(lease_id, lease.owner, "pending", began)
         try:
@@ -361,6 +368,9 @@ class Leases:
                         return
         except TimeoutError:
             outcome = "timeout"  # this lease computes the blocks again
+        except BaseException as error:
+            outcome = outcome_of(error)
+            raise
         finally:
             self._apply(self._scheduler.stop_wait_pending(lease_id))
             seconds = time.monotonic() - began
@@ -374,10 +384,9 @@ class Leases:
         lease_id: int,
         name: WaitName,
         began: float,
-        outcome: End | None = None,
+        outcome: End,
     ) -> None:
-        """Tell log and observers the end of a wait; called while its exception is handled."""
-        outcome = outcome or outcome_of(sys.exception())
+        """Tell log and observers the end of a wait."""
         if self._observers.active:
             self._observers.end_wait(lease_id, lease.owner, name, began, outcome)
         if log.is_on(DEBUG):
@@ -554,9 +563,9 @@ class Leases:
             return
         self._lifetime.check_loop()
         used_in = 0 if after is None else self._steps.close(after)
+        if self.recordings.active:  # before the lease loses its id: an interrupt loses no blocks
+            self.recordings.releases(lease.id)
         lease_id, lease.id = lease.id, 0
-        if self.recordings.active:
-            self.recordings.releases(lease_id)
         self._apply(self._scheduler.release(lease_id, used_in))
         if self._observers.active:
             self._observers.released(lease_id)

@@ -1,10 +1,10 @@
-"""Observers: records of transfers, phases of leases and batches, made while an observer listens.
+"""Observers: records of transfers, phases of leases and batches, while an observer is registered.
 
     hooks of the engine's parts ─► record ─► (end of the pass of the loop) ─► observers
 
-Each hook is behind ``Observers.active``: without an observer, an engine tests that boolean, and
-allocates nothing. Records reach the observers in a callback of the loop, outside all transitions,
-so an observer cannot disturb the call that it observes.
+Callers of a hook test ``Observers.active`` first: without an observer, an engine tests that boolean
+and allocates nothing. Records reach the observers in a callback of the loop, outside all
+transitions, so an observer cannot affect the call that it observes.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class LeasePhase(msgspec.Struct, frozen=True, kw_only=True):
             ``Receiving.wait``). ``"onload"`` is the time from a grant until the last byte of the
             lease's onloads had arrived. ``"granted"`` is the time during which the lease held
             device blocks.
-        began_at: begin of the phase. A ``"granted"`` phase that began before the observation has
-            the begin of the observation.
+        began_at: start of the phase. A ``"granted"`` phase that began before the observation has
+            the start of the observation.
         ended_at: end of the phase; now while ``outcome`` is ``"open"``.
         outcome: of a wait and of an onload ``"done"``, ``"timeout"``, ``"cancelled"`` or
             ``"failed"``. Of a ``"granted"`` phase ``"released"``, ``"preempted"``, ``"swapped"``,
@@ -118,7 +118,7 @@ class BatchSpan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         batch_id: number of the batch in its engine.
         leases: number of leases that the model computed with.
-        began_at: begin of the ``with`` block, in seconds of ``time.monotonic()``.
+        began_at: start of the ``with`` block, in seconds of ``time.monotonic()``.
         ended_at: end of the block, and of all its work and events; now while ``is_open``.
         is_open: the batch has not ended.
     """
@@ -294,13 +294,20 @@ class Observers:
         self._waits[lease_id, name] = (owner, began_at)
 
     def end_wait(
-        self, lease_id: int, owner: str, name: WaitName, began_at: float, outcome: End
+        self,
+        lease_id: int,
+        owner: str,
+        name: WaitName,
+        began_at: float,
+        outcome: End,
+        ended_at: float | None = None,
     ) -> None:
-        """Record a wait that ends now; also one whose begin was not noted."""
+        """Record a wait that ends now or ended at ``ended_at``; its begin need not be noted."""
         self._waits.pop((lease_id, name), None)
-        ended_at = time.monotonic()
         if name == "capacity" and outcome == "done" and lease_id in self._grants:
             ended_at = self._grants[lease_id].began_at  # the task runs some passes later
+        if ended_at is None:
+            ended_at = time.monotonic()
         phase = _wait(lease_id, owner, name, began_at, ended_at, outcome)
         self._post(phase, self._contexts.get(lease_id))
 
@@ -384,7 +391,7 @@ class Observers:
         )
 
     def batch_began(self, batch_id: int, leases: int) -> None:
-        """Note the begin of a batch."""
+        """Note the start of a batch."""
         self._batches[batch_id] = (leases, time.monotonic())
 
     def batch_ended(self, batch_id: int) -> None:

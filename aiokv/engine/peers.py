@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import sys
 import time
 from collections import deque
 from functools import partial
@@ -24,7 +23,6 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aiokv.engine.observers import outcome_of
 from aiokv.errors import LeaseError, PeerError, UsageError
 from aiokv.observe.logs import Log
 from aiokv.peers import ticket as tickets
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
 
     from aiokv.config import WindowGroup
     from aiokv.engine.flow import Flow, Side
+    from aiokv.engine.observers import End
     from aiokv.engine.parts import Parts
     from aiokv.lease import Lease
     from aiokv.plan import TransferReport
@@ -265,6 +264,10 @@ class Exchange:
             return True
         # The end of the transfer commits the positions.
         flow.begin_side(_STATE, partial(self._receive_state, num_tokens))
+        return self.is_committed(flow)
+
+    def is_committed(self, flow: Flow) -> bool:
+        """Return True when the end of the receive of a state has committed all positions."""
         return _STATE in flow.moved_sides
 
     def _receive_window(
@@ -282,7 +285,7 @@ class Exchange:
         self.counts.received_tokens += tokens
         lease.note_received(tokens)
 
-    def note_wait(self, flow: Flow, seconds: float) -> None:
+    def note_wait(self, flow: Flow, seconds: float, outcome: End) -> None:
         """Add the time of one call of ``Receiving.wait``, which ends now."""
         self.counts.receive_wait_seconds += seconds
         self._peer_wait.add(seconds)
@@ -293,7 +296,7 @@ class Exchange:
                 flow.lease.owner,
                 "peer",
                 time.monotonic() - seconds,
-                outcome_of(sys.exception()),
+                outcome,
             )
 
     # --- sends ----------------------------------------------------------------------------------

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Self
 from aiokv import checks
 from aiokv.checks import Unique
 from aiokv.engine.flow import Flow, check_not_entered, entered
+from aiokv.engine.observers import outcome_of
 from aiokv.peers.statistics import ReceivingStatistics
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from aiokv.engine.observers import End
     from aiokv.engine.peers import Exchange
     from aiokv.lease import Lease
 
@@ -94,7 +96,7 @@ class Receiving(Unique):
 
         Returns:
             The first position that is not there; the ``num_tokens`` of the ticket when all have
-            arrived, 0 when the lease has given its blocks back.
+            arrived, 0 when the lease has given its blocks back, or has failed.
 
         Raises:
             UsageError: ``position`` is not an integer, or is not within the positions of the
@@ -109,12 +111,16 @@ class Receiving(Unique):
         if position is not None:
             target = checks.integer("position", position, minimum=0, maximum=limit)
         began = self._exchange.loop.time()
+        outcome: End = "done"
         try:
             await flow.wait_for(lambda: self._has_arrived(flow, target))
+        except BaseException as error:
+            outcome = outcome_of(error)
+            raise
         finally:
             seconds = self._exchange.loop.time() - began
             self._wait_seconds += seconds
-            self._exchange.note_wait(flow, seconds)
+            self._exchange.note_wait(flow, seconds, outcome)
         return self._position
 
     def cancel(self) -> None:
@@ -161,7 +167,10 @@ class Receiving(Unique):
 
     @property
     def _position(self) -> int:
-        return min(self._committed, self._entered().kept_tokens)
+        flow = self._entered()
+        if self._exchange.is_committed(flow):  # the receive of a state, maybe after the flow's end
+            self._note_committed(flow, flow.ticket.num_tokens)
+        return min(self._committed, flow.kept_tokens)
 
     def _entered(self) -> Flow:
         return entered(self._flow, self._exchange, self)
@@ -172,10 +181,15 @@ class Receiving(Unique):
         exchange.begin_receive(flow)
         arrived = min(flow.moved_block * exchange.block_tokens, flow.ticket.num_tokens)
         if arrived > self._committed and exchange.commit_arrived(flow, arrived):
-            self._first_at = self._first_at or exchange.loop.time()
-            new_tokens, self._committed = arrived - self._committed, arrived
-            exchange.note_received(flow.lease, new_tokens)
+            self._note_committed(flow, arrived)
         return self._committed == flow.ticket.num_tokens
+
+    def _note_committed(self, flow: Flow, num_tokens: int) -> None:
+        """Note that the first positions are committed. Idempotent."""
+        new_tokens, self._committed = num_tokens - self._committed, num_tokens
+        if new_tokens:
+            self._first_at = self._first_at or self._exchange.loop.time()
+            self._exchange.note_received(flow.lease, new_tokens)
 
     def __repr__(self) -> str:
         if self._flow is None:

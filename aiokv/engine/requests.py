@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from aiokv._native import Histogram
-from aiokv.errors import AllocateTimeout, RequestTooLarge
+from aiokv.errors import RequestTooLarge
 from aiokv.types import DurationHistogram, RequestStatistics
 
 if TYPE_CHECKING:
@@ -35,12 +35,14 @@ class RequestCounts:
         self._refused_waits = 0
         self._too_large_requests = 0
 
+    def note_timeout(self) -> None:
+        """Count an ``allocate`` whose timeout has passed."""
+        self._timed_out_waits += 1
+
     def note_error(self, error: BaseException) -> None:
-        """Count an ``allocate`` that raises."""
+        """Count an ``allocate`` that raises another error."""
         if isinstance(error, RequestTooLarge):
             self._too_large_requests += 1
-        elif isinstance(error, AllocateTimeout):
-            self._timed_out_waits += 1
         elif isinstance(error, asyncio.CancelledError):
             self._cancelled_waits += 1
         else:

@@ -30,7 +30,9 @@ class Sending(Unique):
         Raises:
             UsageError: the ticket is malformed, is for another prompt, or is being sent already; or
                 the engine has no peers. Nothing changed.
-            LeaseError: the lease is not granted, or belongs to another engine. Nothing changed.
+            LeaseError: the lease is not granted, or belongs to another engine; or it has recurrent
+                state or windows, and has computed positions behind those of the ticket. Nothing
+                changed.
             LayoutError: the blocks of the two engines cannot be mapped. Nothing changed.
             PeerError: the other engine has another model, version of the weights or transport,
                 cannot be reached, or refuses the ticket. Nothing changed.
@@ -84,6 +86,11 @@ class Sending(Unique):
                 thread.
         """
         self._entered().cancel("cancel() was called")
+
+    @property
+    def num_tokens(self) -> int:
+        """Position after the last that the receiver waits for, where its state is needed."""
+        return self._entered().ticket.num_tokens
 
     @property
     def delivered_tokens(self) -> int:

@@ -63,12 +63,13 @@ def merged(families: Iterable[Family]) -> list[Family]:
 def labelled(families: Iterable[Family], labels: Mapping[str, str]) -> list[Family]:
     """Return the families with further labels on each sample."""
     return [
-        family._replace(
-            samples=[
-                sample._replace(labels={**labels, **sample.labels}) for sample in family.samples
-            ]
+        Family(
+            name,
+            kind,
+            text,
+            [Sample(suffix, {**labels, **own}, value) for suffix, own, value in samples],
         )
-        for family in families
+        for name, kind, text, samples in families
     ]
 
 
@@ -82,8 +83,9 @@ def _family_text(family: Family) -> str:
 
 
 def _sample_text(name: str, sample: Sample) -> str:
-    labels = ",".join(f'{label}="{_quoted(value)}"' for label, value in sample.labels.items())
-    return f"{name}{sample.suffix}{'{' + labels + '}' if labels else ''} {sample.value!r}"
+    suffix, labels, value = sample
+    pairs = ",".join([f'{label}="{_quoted(text)}"' for label, text in labels.items()])
+    return f"{name}{suffix}{{{pairs}}} {value!r}" if pairs else f"{name}{suffix} {value!r}"
 
 
 def _escaped(text: str) -> str:
@@ -91,4 +93,6 @@ def _escaped(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
+    if text.isidentifier():  # most labels: a scrape has thousands
+        return text
     return _escaped(text).replace('"', '\\"')

@@ -1,4 +1,4 @@
-"""Metrics of an engine for Prometheus, read from its statistics when they are asked for.
+"""Metrics of an engine for Prometheus, read from its statistics at each scrape.
 
 ::
 
@@ -23,7 +23,7 @@ from aiokv.types import DurationHistogram
 from aiokv.worker.lanes import ROUTE_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from aiokv.engine import CacheEngine
     from aiokv.observe.exposition import Kind
@@ -38,19 +38,22 @@ DEFAULT_ENGINE: Final = "default"
 """Name of an engine that is given without one."""
 
 MAX_SALTS: Final = 20
-"""Salts with a metric of their own, those with the most blocks; the others are one ``"other"``."""
+"""Number of salts that are labels, those with the most blocks; the others are ``"other"``."""
 
 OTHER_SALTS: Final = "other"
 BREAKER_STATES: Final = ("closed", "open", "probing", "off")
 UNKNOWN: Final = -1  # a size that a store does not know
 
 
-def exposition(engines: CacheEngine | Mapping[str, CacheEngine]) -> str:
+def exposition(
+    engines: CacheEngine | Mapping[str, CacheEngine], *, salt_label: Callable[[str], str] = str
+) -> str:
     """Return the metrics of one or several engines as Prometheus text, format 0.0.4.
 
     Args:
         engines: an engine, or engines by name, on whose loops the call is made. The name is the
             label ``engine``.
+        salt_label: returns the label of a salt, which may name a tenant.
 
     Raises:
         UsageError: the call is made in another thread than that of an engine's loop.
@@ -59,7 +62,7 @@ def exposition(engines: CacheEngine | Mapping[str, CacheEngine]) -> str:
         merged(
             family
             for name, engine in named_engines(engines).items()
-            for family in labelled(families(engine), {"engine": name})
+            for family in labelled(families(engine, salt_label=salt_label), {"engine": name})
         )
     )
 
@@ -71,16 +74,20 @@ def named_engines(
     return engines if isinstance(engines, Mapping) else {DEFAULT_ENGINE: engines}
 
 
-def families(engine: CacheEngine) -> list[Family]:
+def families(engine: CacheEngine, *, salt_label: Callable[[str], str] = str) -> list[Family]:
     """Return all metrics of an engine, without the label ``engine``.
+
+    Args:
+        engine: the engine.
+        salt_label: as for ``exposition``.
 
     Raises:
         UsageError: the call is made in another thread than that of the engine's loop.
     """
-    return merged(_families(engine))
+    return merged(_families(engine, salt_label))
 
 
-def _families(engine: CacheEngine) -> Iterator[Family]:
+def _families(engine: CacheEngine, salt_label: Callable[[str], str]) -> Iterator[Family]:
     statistics = engine.statistics()
     peers = engine.peer_statistics()
     worker = engine.worker_statistics()
@@ -88,7 +95,7 @@ def _families(engine: CacheEngine) -> Iterator[Family]:
     yield _one("aiokv_block_tokens", "Tokens per block.", engine.config.block_tokens)
     yield _one(
         "aiokv_failed",
-        "1 after a failure of the device or of a rank, when no request is granted; else 0.",
+        "1 after the device or a rank has failed, so that no request is granted; else 0.",
         int(engine.worker.failure is not None),
     )
     yield Family(
@@ -99,7 +106,7 @@ def _families(engine: CacheEngine) -> Iterator[Family]:
     )
     yield from _rows(tables.STATISTICS, statistics)
     yield from _rows(tables.REQUESTS, engine.request_statistics())
-    yield from _quota_families(engine)
+    yield from _quota_families(engine, salt_label)
     for group, window in statistics.windows.items():
         yield from _rows(tables.WINDOW, window, group=group)
     yield from _rows(tables.WORKER, worker)
@@ -145,7 +152,7 @@ def _failures(
     return Family("aiokv_failures_total", "counter", "Failures by kind.", samples)
 
 
-def _quota_families(engine: CacheEngine) -> Iterator[Family]:
+def _quota_families(engine: CacheEngine, salt_label: Callable[[str], str]) -> Iterator[Family]:
     """Yield the blocks of the largest salts, and the sum of the others."""
     if engine.config.salt_quota_blocks is None:
         return
@@ -165,7 +172,7 @@ def _quota_families(engine: CacheEngine) -> Iterator[Family]:
         f"Device blocks that the leases of a salt hold; beyond the {MAX_SALTS} largest salts, the "
         f"sum is {OTHER_SALTS}.",
         [
-            *(Sample("", {"salt": salt}, held[salt]) for salt in largest),
+            *(Sample("", {"salt": salt_label(salt)}, held[salt]) for salt in largest),
             Sample("", {"salt": OTHER_SALTS}, others),
         ],
     )

@@ -29,8 +29,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from aiokv import BatchSpan, TransferSpan
 from aiokv.checks import Unique, flag
-from aiokv.engine.observers import BatchSpan, TransferSpan
 from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,14 +40,13 @@ if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
     from aiokv import CacheEngine, LeasePhase
-    from aiokv.engine.observers import Record
 
 _WAITS: Final = ("pending", "store", "capacity", "peer")
 _ERRORS: Final = ("timeout", "failed", "lost")
 
 
 class EngineTracer(Unique):
-    """Makes spans of what an engine does for leases, from ``with`` or ``start`` on.
+    """Makes spans of the waits, grants and transfers of leases, from ``with`` or ``start`` on.
 
     Args:
         engine: engine to observe; its loop calls the tracer.
@@ -105,7 +104,7 @@ class EngineTracer(Unique):
     ) -> None:
         self.stop()
 
-    def _note(self, record: Record, context: Context | None) -> None:
+    def _note(self, record: TransferSpan | LeasePhase | BatchSpan, context: Context | None) -> None:
         if isinstance(record, BatchSpan):
             return  # a batch belongs to the requests of all its leases
         parent = self._no_context if context is None else context.run(self._current)
@@ -148,7 +147,7 @@ class EngineTracer(Unique):
         attributes: dict[str, Any],
     ) -> None:
         """Make a span that has ended."""
-        to_unix = time.time_ns() - time.monotonic_ns()
+        to_unix = _unix_offset_ns()
         span = self._tracer.start_span(
             name,
             parent,
@@ -162,3 +161,15 @@ class EngineTracer(Unique):
             status, code = self._trace.Status, self._trace.StatusCode.ERROR
             span.set_status(status(code, reason or record.outcome))
         span.end(end_time=to_unix + round(record.ended_at * 1e9))
+
+
+def _unix_offset_ns() -> int:
+    """Return Unix time minus ``time.monotonic()``, now, in nanoseconds.
+
+    Of three readings, the one counts whose two clocks were read within the shortest time.
+    """
+    readings = []
+    for _ in range(3):
+        before, unix, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        readings.append((after - before, unix - (before + after) // 2))
+    return min(readings)[1]

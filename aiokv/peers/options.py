@@ -52,7 +52,8 @@ class Peers:
             default, or ``"rdma"``) and ``"devices"`` (names of RDMA devices, separated by commas).
         ring_bytes: host memory in which received blocks arrive, such as ``"256MiB"``, or memory of
             the GPU with ``"cuda_ipc"``; an int once the object is made. At least one block must
-            fit. Unused by an engine that only sends.
+            fit; with recurrent state, each slot of this memory is as large as a state slot, if that
+            is larger than a block. Unused by an engine that only sends.
         outgoing_bytes: memory from which blocks are sent; likewise.
         chunk_blocks: most blocks of one transfer. A received chunk is cached when all of it has
             arrived.

@@ -258,10 +258,8 @@ class _Incoming(Generic[C]):
         end = -(-self.ticket.num_tokens // source.block_tokens)
         if group == 0:
             return first <= block < end
-        # The state is named by the number of its positions.
-        return group < len(source.mappings) and (
-            first <= block < end or block == self.ticket.num_tokens
-        )
+        # The state is one block, with the number 0.
+        return group < len(source.mappings) and (first <= block < end or block == 0)
 
 
 class ReceiverCounts(msgspec.Struct, kw_only=True):
@@ -663,11 +661,6 @@ class Receiver(Generic[C]):
                 return
             incoming.in_hand[parcel.place] = parcel
             self._port.verify([parcel])
-
-    def lost_parcel(self, message: Landed) -> None:
-        """Note that the bytes of a parcel did not arrive: its connection has ended."""
-        self._ring.landed(message.slot)
-        self._drop(message.slot)
 
     def _is_useful(self, incoming: _Incoming[C], rank: int, block: int) -> bool:
         """Return True for a block without a parcel that a plan waits for, or may wait for."""

@@ -1,7 +1,8 @@
 """Connection: the control connection of a sending and a receiving rank, over TCP.
 
 A connection exists only after both sides have proven that they know the secret. Each end has one
-owner, a :class:`Handler`, which gets the messages in callbacks of the loop.
+owner, a :class:`Handler`, which gets the messages in callbacks of the loop. ``Connection.open``
+makes the end of the client, a :class:`~aiokv.peers.listener.Listener` that of the server.
 
 The socket is read and written in callbacks of the loop, without a task per connection and without
 asyncio's transports: bytes of parcels go from the outgoing slot to the kernel, and from the kernel
@@ -16,49 +17,29 @@ read. Intervals are counted, so that a loop that was blocked cuts no connection.
 from __future__ import annotations
 
 import asyncio
-import errno
-import ipaddress
 import socket
-from collections import deque
-from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
 import msgspec
 
-from aiokv.checks import Unique, integer, positive, shown, text
+from aiokv.checks import Unique, integer, positive
 from aiokv.errors import ConfigError, InternalError, PeerError
-from aiokv.observe.logs import Log
-from aiokv.peers.frames import READ_BYTES, FrameError, FrameReader, FrameWriter
-from aiokv.peers.handshake import (
-    GREETING_BYTES,
-    PROOF_BYTES,
-    Handshake,
-    HandshakeError,
-    SessionKeys,
-    check_secret,
-)
-from aiokv.peers.messages import Landed, Ping, Pong
+from aiokv.peers.frames import READ_BYTES, FrameError, FrameReader
+from aiokv.peers.handshake import Handshake, HandshakeError
+from aiokv.peers.messages import Ping, Pong
+from aiokv.peers.sockets import connected_socket, deadline, place, prove_as_client
+from aiokv.peers.write_queue import ParcelWrites, WriteQueue
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
-    from aiokv.peers.messages import Message
+    from aiokv.peers.handshake import SessionKeys
+    from aiokv.peers.messages import Landed, Message
 
-log = Log(__name__)
-
-WRITE_BYTES: Final = 1 << 20  # of one system call, which holds the loop while it copies
 CALL_BYTES: Final = 16 << 10  # that a system call and its frames count as, in READ_BYTES
 WAKE_BYTES: Final = 512 << 10  # of a parcel: fewer wake the loop more often than they help
 MAX_QUEUED: Final = 1 << 16  # messages that wait for the peer to read
-BACKLOG: Final = 128
-_MAX_BUFFERS: Final = 64  # of one sendmsg
-_REFUSAL_LOG_SECONDS: Final = 10.0
-_ACCEPT_RETRY_SECONDS: Final = 1.0  # after the process ran out of descriptors
-_CLOSED: Final = (
-    "the other side closed the connection during the handshake: it has another secret, or too many "
-    "connections"
-)
-_NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class WireLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,71 +101,10 @@ class Handler(Protocol):
         """
 
 
-class ParcelWrites:
-    """Parcels that were given to a connection in one call.
-
-    Attributes:
-        ended: result None when all parcels that were not withdrawn are written, and the error when
-            the connection ended before; the connection does not read their memory then.
-    """
-
-    def __init__(self, parcels: Sequence[Landed]) -> None:
-        self.ended: asyncio.Future[PeerError | None] = asyncio.get_running_loop().create_future()
-        self._waiting = deque(parcels)  # their writes have not begun, in order
-        self._unwritten = len(self._waiting)
-        self.withdrawn = False
-        self._end_if_written()
-
-    def withdraw(self) -> list[Landed]:
-        """Do not begin further writes; return the parcels that will not be written. Idempotent."""
-        self.withdrawn = True
-        unsent = list(self._waiting)
-        self._waiting.clear()
-        self._unwritten -= len(unsent)
-        self._end_if_written()
-        return unsent
-
-    # --- for the connection -----------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """Note that the write of the next parcel begins."""
-        self._waiting.popleft()
-
-    def note_written(self) -> None:
-        """Note that the connection no longer reads a parcel whose write had begun."""
-        self._unwritten -= 1
-        self._end_if_written()
-
-    def fail(self, reason: str) -> None:
-        """Note that the connection ended."""
-        if not self.ended.done():
-            self.ended.set_result(PeerError(reason))
-
-    def _end_if_written(self) -> None:
-        if not self._unwritten and not self.ended.done():
-            self.ended.set_result(None)
-
-
-class _Queued:
-    """A message, with or without a parcel, that has no frame yet."""
-
-    __slots__ = ("message", "parcel", "writes")
-
-    def __init__(
-        self,
-        message: Message,
-        parcel: memoryview | None = None,
-        writes: ParcelWrites | None = None,
-    ) -> None:
-        self.message = message
-        self.parcel = parcel
-        self.writes = writes
-
-
 class Connection(Unique):
     """One end of an authenticated connection. Used on one loop.
 
-    ``open`` and :func:`listen` make connections. Nothing is read before ``start``.
+    ``open`` and a ``Listener`` make connections. Nothing is read before ``start``.
 
     Attributes:
         remote: host and port of the other end, for messages.
@@ -202,10 +122,7 @@ class Connection(Unique):
         self._keys = keys
         self._handler: Handler | None = None
         self._reader: FrameReader | None = None
-        self._writer = FrameWriter(keys.sending)
-        self._queue: deque[_Queued] = deque()
-        self._active: deque[tuple[memoryview, ParcelWrites | None]] = deque()  # frames, parcels
-        self._active_bytes = 0
+        self._queue = WriteQueue(keys.sending)
         self._flush_scheduled = False
         self._writer_armed = False
         self._closing = False
@@ -255,10 +172,10 @@ class Connection(Unique):
         handshake = Handshake(secret, "client")
         remote = place(host, port)
         try:
-            async with _deadline(timeout):
-                connected = await _connected(host, port)
+            async with deadline(timeout):
+                connected = await connected_socket(host, port)
                 try:
-                    await _authenticate_client(connected, handshake)
+                    await prove_as_client(connected, handshake)
                 except BaseException:
                     connected.close()
                     raise
@@ -295,7 +212,7 @@ class Connection(Unique):
         """
         if self.reason or self._closing:
             return
-        self._queue.append(_Queued(message))
+        self._queue.add(message)
         self._queue_changed()
 
     def write(self, parcels: Iterable[tuple[Landed, memoryview]]) -> ParcelWrites:
@@ -313,7 +230,7 @@ class Connection(Unique):
         if self.reason or self._closing:
             writes.fail(self.reason or "the connection is being closed")
             return writes
-        self._queue.extend(_Queued(landed, parcel, writes) for landed, parcel in batch)
+        self._queue.add_parcels(batch, writes)
         self._queue_changed()
         return writes
 
@@ -354,14 +271,7 @@ class Connection(Unique):
         self._loop.remove_writer(self._socket)
         if not self._holds:
             self._close_socket()
-        for _, writes in self._active:
-            if writes is not None:
-                writes.fail(self.reason)
-        for queued in self._queue:
-            if queued.writes is not None:
-                queued.writes.fail(self.reason)
-        self._active.clear()
-        self._queue.clear()
+        self._queue.fail(self.reason)
         if not self._closed.done():
             self._closed.set_result(self.reason)
 
@@ -475,7 +385,7 @@ class Connection(Unique):
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, Ping):
-            self._queue.appendleft(_Queued(Pong()))  # not behind parcels
+            self._queue.add_first(Pong())  # not behind parcels
             self._queue_changed()
         elif not isinstance(message, Pong) and self._handler is not None:
             self._handler.on_message(message)
@@ -484,7 +394,7 @@ class Connection(Unique):
 
     def _queue_changed(self) -> None:
         """Write in the next pass of the loop, together with what is queued until then."""
-        if len(self._queue) > MAX_QUEUED:
+        if self._queue.waiting > MAX_QUEUED:
             self.abort(f"the peer did not read {MAX_QUEUED} messages")
         elif not self._writer_armed and not self._flush_scheduled:
             self._flush_scheduled = True
@@ -502,12 +412,11 @@ class Connection(Unique):
         if self.reason:
             return
         try:
-            self._fill()
-            if self._active:
-                sent = self._socket.sendmsg(_first_bytes(self._active, WRITE_BYTES))
+            if buffers := self._queue.buffers():
+                sent = self._socket.sendmsg(buffers)
                 self._sent = True
                 self.sent_bytes += sent
-                self._drop_sent(sent)
+                self._queue.drop_sent(sent)
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
@@ -519,7 +428,7 @@ class Connection(Unique):
         self._surely(self._after_write)
 
     def _after_write(self) -> None:
-        self._arm(bool(self._active or self._queue))
+        self._arm(bool(self._queue))
         self._end_if_sent()
 
     def _surely(self, action: Callable[[], None]) -> None:
@@ -540,38 +449,8 @@ class Connection(Unique):
         else:
             self._loop.remove_writer(self._socket)
 
-    def _fill(self) -> None:
-        """Make frames of queued messages, for as many bytes as one call sends."""
-        while self._queue and self._active_bytes < WRITE_BYTES:
-            queued = self._queue[0]
-            writes = queued.writes
-            if writes is None or queued.parcel is None:
-                self._activate(memoryview(self._writer.frame(queued.message)), None)
-            elif not writes.withdrawn:
-                writes.begin()
-                frame = self._writer.frame(queued.message, has_parcel=True)
-                self._activate(memoryview(frame), None)
-                self._activate(queued.parcel, writes)
-            self._queue.popleft()  # at the end: an interrupt before it fails the write
-
-    def _activate(self, buffer: memoryview, writes: ParcelWrites | None) -> None:
-        self._active.append((buffer, writes))
-        self._active_bytes += len(buffer)
-
-    def _drop_sent(self, sent: int) -> None:
-        self._active_bytes -= sent
-        while sent:
-            buffer, writes = self._active[0]
-            if sent < len(buffer):
-                self._active[0] = (buffer[sent:], writes)
-                return
-            sent -= len(buffer)
-            if writes is not None:
-                writes.note_written()
-            self._active.popleft()  # at the end: an interrupt before it fails the write
-
     def _end_if_sent(self) -> None:
-        if self._closing and not self._active and not self._queue:
+        if self._closing and not self._queue:
             self.abort("closed")
 
     # --- liveness ---------------------------------------------------------------------------------
@@ -586,9 +465,9 @@ class Connection(Unique):
             if self.reason:
                 return
         self._timer = self._loop.call_later(self._limits.ping_seconds, self._check)
-        if self._queue and not self._writer_armed:
+        if self._queue.waiting and not self._writer_armed:
             self._write_queue()  # an interrupt may have kept it from being written
-        waits = bool(self._active or self._queue)
+        waits = bool(self._queue)
         self._stuck = self._stuck + 1 if waits and not self._sent else 0
         # A peer that reads parcels runs: a Ping may be queued behind them in its kernel.
         is_alive = self._received or (waits and self._sent)
@@ -601,305 +480,5 @@ class Connection(Unique):
         elif self._stuck >= limit:
             self.abort(f"the peer read nothing for {seconds} s")
         elif self._silent and not waits and not self._closing:
-            self._queue.appendleft(_Queued(Ping()))
+            self._queue.add_first(Ping())
             self._queue_changed()
-
-
-class Listener(Unique):
-    """A listening socket; :func:`listen` makes it.
-
-    Attributes:
-        host: address that it is bound to.
-        port: TCP port that it is bound to.
-        refused: sockets that did not become a connection.
-    """
-
-    def __init__(
-        self,
-        listening: socket.socket,
-        secret: bytes,
-        on_connection: Callable[[Connection], None],
-        limits: WireLimits,
-    ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._socket = listening
-        self._secret = secret
-        self._on_connection = on_connection
-        self._limits = limits
-        self._handshakes: dict[asyncio.Task[None], None] = {}  # oldest first; none is cancelled
-        self._tasks: set[asyncio.Task[None]] = set()  # these, and the cancelled ones
-        self._connections: set[Connection] = set()
-        self._proven: set[Handshake] = set()  # of clients that become connections
-        self._retry: asyncio.TimerHandle | None = None
-        self._log_after = 0.0
-        self._closed = False
-        self.host, self.port = listening.getsockname()[:2]
-        self.refused = 0
-        self._loop.add_reader(self._socket, self._on_acceptable)
-
-    @property
-    def connections(self) -> int:
-        """Number of authenticated connections that are open."""
-        self._connections = {c for c in self._connections if not c.reason}
-        return len(self._connections)
-
-    @property
-    def handshakes(self) -> int:
-        """Number of sockets that are not authenticated yet."""
-        return len(self._handshakes)
-
-    async def aclose(self) -> None:
-        """Stop listening, and end all handshakes. Idempotent.
-
-        Connections that were given to ``on_connection`` are not affected.
-
-        Cancellation: call it again.
-        """
-        if not self._closed:
-            self._closed = True
-            if self._retry is not None:
-                self._retry.cancel()
-            self._loop.remove_reader(self._socket)
-            self._loop.call_soon(self._socket.close)
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(set(self._tasks))
-        await asyncio.sleep(0)  # the socket is closed
-
-    def _on_acceptable(self) -> None:
-        for _ in range(BACKLOG):
-            try:
-                accepted, address = self._socket.accept()
-            except (BlockingIOError, InterruptedError, ConnectionError):
-                return
-            except OSError as error:
-                if error.errno not in _NO_DESCRIPTORS:
-                    raise
-                log.error("peer.accept_failed", port=self.port, reason=str(error))
-                self._loop.remove_reader(self._socket)
-                self._retry = self._loop.call_later(_ACCEPT_RETRY_SECONDS, self._resume)
-                return
-            self._begin_handshake(accepted, place(address[0], address[1]))
-
-    def _resume(self) -> None:
-        self._loop.add_reader(self._socket, self._on_acceptable)
-
-    def _begin_handshake(self, accepted: socket.socket, remote: str) -> None:
-        accepted.setblocking(False)
-        if len(self._handshakes) >= self._limits.max_unauthenticated:
-            oldest = next(iter(self._handshakes))
-            del self._handshakes[oldest]
-            oldest.cancel()
-        task = self._loop.create_task(self._admit(accepted, remote))
-        self._handshakes[task] = None
-        self._tasks.add(task)
-        task.add_done_callback(self._on_handshake_done)
-
-    def _on_handshake_done(self, task: asyncio.Task[None]) -> None:
-        self._handshakes.pop(task, None)
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.result()  # an error of on_connection goes to the loop
-
-    async def _admit(self, accepted: socket.socket, remote: str) -> None:
-        handshake = Handshake(self._secret, "server")
-        seconds = self._limits.handshake_seconds
-        try:
-            async with _deadline(seconds):
-                await self._authenticate(accepted, handshake)
-        except BaseException as error:
-            accepted.close()
-            self.refused += 1
-            if isinstance(error, TimeoutError):
-                self._log_refusal(remote, f"the handshake did not end within {seconds} s")
-            elif isinstance(error, HandshakeError | OSError):
-                self._log_refusal(remote, str(error))
-            else:
-                raise
-            return
-        connection = Connection(accepted, remote, handshake.keys(), self._limits)
-        self._connections.add(connection)
-        try:
-            self._on_connection(connection)
-        except BaseException as error:
-            connection.abort(f"an internal error: {error!r}")
-            raise
-
-    async def _authenticate(self, accepted: socket.socket, handshake: Handshake) -> None:
-        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        handshake.read_greeting(await _received(accepted, GREETING_BYTES))
-        await self._loop.sock_sendall(accepted, handshake.greeting)
-        handshake.check_proof(await _received(accepted, PROOF_BYTES))
-        limit = self._limits.max_connections
-        if self.connections + len(self._proven) >= limit:
-            raise HandshakeError(f"there are {limit} connections already")
-        self._proven.add(handshake)
-        try:
-            await self._loop.sock_sendall(accepted, handshake.proof())
-        finally:
-            self._proven.discard(handshake)
-
-    def _log_refusal(self, remote: str, reason: str) -> None:
-        """Log a refused socket, but not each one of a flood."""
-        if self._loop.time() >= self._log_after:
-            self._log_after = self._loop.time() + _REFUSAL_LOG_SECONDS
-            log.warning("peer.refused", remote=remote, reason=reason, refused=self.refused)
-
-
-async def listen(
-    host: str,
-    port: int,
-    secret: bytes,
-    on_connection: Callable[[Connection], None],
-    *,
-    limits: WireLimits = WireLimits(),  # noqa: B008  (frozen)
-    any_address: bool = False,
-) -> Listener:
-    """Listen at one address.
-
-    Args:
-        host: name or address of this machine.
-        port: TCP port; 0 for one that the system chooses.
-        secret: of both sides.
-        on_connection: gets each authenticated connection, and calls its ``start`` at once.
-        limits: of the listener and of its connections.
-        any_address: allow an address such as ``0.0.0.0``, which means all addresses.
-
-    Raises:
-        ConfigError: the secret is too short, the host is empty or cannot be resolved or means all
-            addresses, or the port is in use. Nothing is left behind.
-
-    Cancellation: nothing is left behind.
-    """
-    check_secret(secret)
-    if not text("host", host, ConfigError):
-        raise ConfigError(f"host is {shown(host)}; it must be a name or an address")
-    integer("port", port, minimum=0, maximum=65535, error=ConfigError)
-    try:
-        family, address = (await _resolved(host, port))[0]
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"cannot listen at {place(host, port)}: {error}") from error
-    if not any_address and _means_any(address[0]):
-        raise ConfigError(
-            f"cannot listen at {place(host, port)}: {address[0]} means all addresses",
-            hint="name the address that the other engines connect to",
-        )
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listening.setblocking(False)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(BACKLOG)
-        return Listener(listening, secret, on_connection, limits)
-    except OSError as error:
-        listening.close()
-        raise ConfigError(
-            f"cannot listen at {place(host, port)}: {error}",
-            hint="choose another port, or port 0",
-        ) from error
-
-
-@asynccontextmanager
-async def _deadline(seconds: float) -> AsyncIterator[None]:
-    """Raise ``TimeoutError`` after ``seconds``.
-
-    In two halves: between the halves, a loop that was blocked reads its sockets.
-    """
-    loop = asyncio.get_running_loop()
-    async with asyncio.timeout(None) as timeout:
-        half = loop.call_later(seconds / 2, lambda: timeout.reschedule(loop.time() + seconds / 2))
-        try:
-            yield
-        finally:
-            half.cancel()
-
-
-def place(host: str, port: int) -> str:
-    """Return host and port as text."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _means_any(address: str) -> bool:
-    """Return True if a socket that is bound to the address accepts on all addresses."""
-    parsed = ipaddress.ip_address(address)
-    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
-    return (mapped or parsed).is_unspecified
-
-
-async def _resolved(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
-    """Return families and addresses of a host; an address is its own, without a thread.
-
-    Raises:
-        OSError: the name is unknown.
-    """
-    try:
-        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    except socket.gaierror:
-        infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [(family, address) for family, _, _, _, address in infos]
-
-
-async def _connected(host: str, port: int) -> socket.socket:
-    """Return a connected socket to the first address of a host that accepts.
-
-    Raises:
-        OSError: no address accepts.
-    """
-    loop = asyncio.get_running_loop()
-    failure: OSError = OSError(f"{host} has no address")
-    for family, address in await _resolved(host, port):
-        connecting = socket.socket(family, socket.SOCK_STREAM)
-        connecting.setblocking(False)
-        try:
-            await loop.sock_connect(connecting, address)
-        except OSError as error:
-            connecting.close()
-            failure = error
-        except BaseException:
-            connecting.close()
-            raise
-        else:
-            return connecting
-    raise failure
-
-
-async def _authenticate_client(connected: socket.socket, handshake: Handshake) -> None:
-    loop = asyncio.get_running_loop()
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    try:
-        await loop.sock_sendall(connected, handshake.greeting)
-        handshake.read_greeting(await _received(connected, GREETING_BYTES))
-        await loop.sock_sendall(connected, handshake.proof())
-        handshake.check_proof(await _received(connected, PROOF_BYTES))
-    except ConnectionError:
-        raise HandshakeError(_CLOSED) from None
-
-
-async def _received(connected: socket.socket, num_bytes: int) -> bytes:
-    """Return the next ``num_bytes``, and read no more than these.
-
-    Raises:
-        HandshakeError: the other side closed the connection before.
-    """
-    loop = asyncio.get_running_loop()
-    received = b""
-    while len(received) < num_bytes:
-        part = await loop.sock_recv(connected, num_bytes - len(received))
-        if not part:
-            raise HandshakeError(_CLOSED)
-        received += part
-    return received
-
-
-def _first_bytes(
-    buffers: Iterable[tuple[memoryview, ParcelWrites | None]], most: int
-) -> list[memoryview]:
-    """Return the first ``most`` bytes of all buffers, not copied."""
-    first: list[memoryview] = []
-    for buffer, _ in buffers:
-        first.append(buffer[:most])
-        most -= len(first[-1])
-        if not most or len(first) == _MAX_BUFFERS:
-            break
-    return first

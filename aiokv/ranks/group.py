@@ -18,7 +18,7 @@ import msgspec
 from aiokv.checks import Unique, arguments, flag, integer
 from aiokv.errors import ClosedError, ConfigError, UsageError
 from aiokv.observe.logs import Log
-from aiokv.plan import PEER_ROUTES
+from aiokv.plan import PEER_ROUTES, WINDOW_PEER_ROUTES
 from aiokv.ranks.broadcast import ROUTES, STORE_ROUTES, TransferBroadcast
 from aiokv.ranks.channel import checked_path, frame_of
 from aiokv.ranks.control_requests import ControlRequests
@@ -148,7 +148,7 @@ class RankGroup(Unique):
         self._lookups = GroupLookups(self.timeouts)
         self._clock = clock
         self._host_blocks = 0
-        self._windows: dict[str, WindowGroup] = {}  # those with host blocks
+        self._windows: dict[str, WindowGroup] = {}  # those with host blocks; with peers, all
         self._failure: RankLost | None = None
         self._closed_step = 0
         self._reported_step = 0
@@ -221,7 +221,9 @@ class RankGroup(Unique):
         self._on_step, self._on_lost = on_step, on_lost
         self._host_blocks = host_blocks
         self._windows = {
-            name: group for name, group in (windows or {}).items() if group.host_blocks
+            name: group
+            for name, group in (windows or {}).items()
+            if group.host_blocks or self.capabilities.peers
         }
         if identity is not None:
             self._identity = msgspec.structs.replace(identity, num_ranks=self.num_ranks)
@@ -377,10 +379,12 @@ class RankGroup(Unique):
             group = self._windows.get(plan.group)
             num_blocks = {
                 "store": UNLIMITED_BLOCKS,
+                "peer": UNLIMITED_BLOCKS,
                 "window": 0 if group is None else group.device_blocks,
                 "host_window": 0 if group is None else group.host_blocks,
             }
-        check_ids(plan, num_blocks)
+        if plan.num_blocks or plan.route not in WINDOW_PEER_ROUTES:
+            check_ids(plan, num_blocks)
         return self._transfers.submit(plan, layout, self._failure)
 
     def counter(self, transfer_id: int) -> LayerDoneCounter | None:

@@ -888,7 +888,8 @@ class CacheScheduler:
 
         The end of the transfer commits these positions, as ``commit_received`` does for models
         without state. When it fails, the state of the lease is lost: the lease fails as after a
-        failed onload. When it is cancelled, the lease still has the state that it had before.
+        failed onload. When it is cancelled, the lease still has the state that it had before,
+        unless it has received windows: then it fails, too.
         Until the transfer has ended, the lease cannot compute, commit, grow a snapshot or a fork,
         be truncated or swapped.
 
@@ -984,6 +985,9 @@ class CacheScheduler:
 
     def end_peer(self, lease_id: int, ticket_id: bytes) -> Done:
         """Cancel the transfers of a ticket that are in flight. Idempotent.
+
+        A lease that has received windows of the ticket, or receives them, and has not committed the
+        positions before them, fails as after a failed onload: it must be preempted.
 
         ``Effects.moved`` still names each of them when it has ended. The release and the preemption
         of a lease, and ``reset``, cancel the transfers, too.

@@ -10,6 +10,7 @@ import numpy as np
 
 from aiokv.errors import InternalError
 from aiokv.stores.base import Result
+from aiokv.worker.slot_work import SlotWork, report_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,93 +20,68 @@ if TYPE_CHECKING:
     from aiokv.peers.transport import PeerMemory
     from aiokv.worker.device.base import DeviceSlots, Verification
     from aiokv.worker.poller import EventPoller
+    from aiokv.worker.slot_work import Sealed, Verified
 
 
-class DeviceParcelWork:
-    """As :class:`ParcelWork`, for slots in the memory of a device.
+class DeviceParcelWork(SlotWork):
+    """Work on slots in the memory of a device.
 
-    The copies from device blocks seal the slots, and those to device blocks verify them again:
-    ``keys`` returns what they need.
+    The copies from device blocks seal the slots, and those to device blocks verify them again, with
+    the keys that this object returns.
 
     Args:
         slots: of the device; allocated until ``finish`` has returned.
-        poller: open; calls the continuations, again after an interrupt.
+        poller: see :class:`SlotWork`.
     """
 
     def __init__(self, slots: DeviceSlots, poller: EventPoller) -> None:
+        super().__init__(poller)
         self._slots = slots
-        self._poller = poller
         self._keys: dict[int, bytes] = {}  # of the parcel that was verified last, by landing slot
-        self._unverified: list[Received] = []
-        self._verifying: set[asyncio.Future[None]] = set()
-        self._unfinished: set[object] = set()  # work whose continuation has not returned
 
-    @property
-    def is_idle(self) -> bool:
-        """True when nothing is in progress, and no continuation is left to be called."""
-        return not self._verifying and not self._unfinished and not self._unverified
-
-    async def finish(self) -> None:
-        """Wait until no verification accesses a slot.
-
-        Cancellation: stops waiting.
-        """
-        if self._verifying:
-            await asyncio.wait(list(self._verifying))
-
-    def close(self) -> None:
-        """Do nothing: there are no threads."""
-
-    def keys(self, slots: Sequence[int]) -> bytes:
-        """Return the keys of verified landing slots, 32 bytes each."""
+    def landing_keys(self, slots: Sequence[int]) -> bytes:
+        """See :meth:`SlotWork.landing_keys`."""
         return b"".join(self._keys[slot] for slot in slots)
 
-    def verify(
-        self,
-        memory: PeerMemory,
-        parcels: Sequence[Received],
-        then: Callable[[list[Received], list[bool]], None],
+    def outgoing_keys(self, parcels: Sequence[Sent[Any]]) -> bytes:
+        """See :meth:`SlotWork.outgoing_keys`."""
+        return b"".join(parcel.key for parcel in parcels)
+
+    def _begin_verification(
+        self, memory: PeerMemory, parcels: list[Received], then: Verified
     ) -> None:
-        """Verify parcels, together with the others of this pass of the loop.
-
-        Args:
-            memory: landing slots, the first ones of the device's slots.
-            parcels: of the layout of this rank.
-            then: gets parcels, and for each True if its bytes are right.
-        """
-        if not self._unverified:
-            self._soon(partial(self._verify_all, then))
-        self._unverified += parcels
-
-    def _verify_all(self, then: Callable[[list[Received], list[bool]], None]) -> None:
-        parcels, self._unverified = self._unverified, []
-        if not parcels:
-            return
-        ids = np.array([parcel.slot for parcel in parcels], np.int32)
+        slots = [parcel.slot for parcel in parcels]
         self._keys |= {parcel.slot: parcel.key for parcel in parcels}
-        verification = self._slots.verify(ids, self.keys(ids.tolist()))
+        told = partial(then, parcels)
+        try:
+            verification = self._slots.verify(np.array(slots, np.int32), self.landing_keys(slots))
+        except Exception as error:
+            report_error(error)
+            self._continue_soon(told, [False] * len(parcels))
+            return
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._verifying.add(end)
-        event = verification.layer_events[-1]
+        self._running.add(end)
         self._poller.watch(
-            event, "peer verify", partial(self._verified, end, verification, parcels, then)
+            verification.layer_events[-1],
+            "peer verify",
+            partial(self._verified, end, verification, len(parcels), self._expect(told)),
         )
 
     def _verified(
         self,
         end: asyncio.Future[None],
         verification: Verification,
-        parcels: list[Received],
-        then: Callable[[list[Received], list[bool]], None],
+        num_parcels: int,
+        then: Callable[[list[bool]], None],
         error: BaseException | None,
     ) -> None:
         """Note the end of a verification. Idempotent, as ``then``."""
         results = b"" if error is not None else verification.results
-        are_right = [result == Result.DONE for result in results] or [False] * len(parcels)
-        self._verifying.discard(end)
+        are_right = [result == Result.DONE for result in results] or [False] * num_parcels
+        self._running.discard(end)
         if not end.done():
             end.set_result(None)
-        then(parcels, are_right)
+        then(are_right)
 
     def place(
         self,
@@ -119,26 +95,6 @@ class DeviceParcelWork:
         """
         raise InternalError("slots in the memory of a device have parcels of one layout only")
 
-    def seal(
-        self,
-        memory: PeerMemory,
-        parcels: Sequence[Sent[Any]],
-        then: Callable[[list[Sent[Any]], bool], None],
-    ) -> None:
+    def seal(self, memory: PeerMemory, parcels: Sequence[Sent[Any]], then: Sealed) -> None:
         """Call ``then``: the copy to the slots has sealed them."""
-        token = object()
-        self._unfinished.add(token)
-        self._soon(partial(self._sealed, token, list(parcels), then))
-
-    def _sealed(
-        self,
-        token: object,
-        parcels: list[Sent[Any]],
-        then: Callable[[list[Sent[Any]], bool], None],
-    ) -> None:
-        then(parcels, True)
-        self._unfinished.discard(token)
-
-    def _soon(self, action: Callable[[], object]) -> None:
-        if not self._poller.closed:
-            self._poller.soon(action)
+        self._continue_soon(partial(then, list(parcels)), True)

@@ -6,23 +6,6 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aiokv.plan import (
-    FETCH,
-    OFFLOAD,
-    ONLOAD,
-    RECEIVE,
-    SAVE,
-    SEND,
-    STATE,
-    STATE_FETCH,
-    STATE_OFFLOAD,
-    STATE_ONLOAD,
-    STATE_SAVE,
-    WINDOW_FETCH,
-    WINDOW_OFFLOAD,
-    WINDOW_ONLOAD,
-    WINDOW_SAVE,
-)
 from aiokv.worker.transfers import TransferQueue
 
 if TYPE_CHECKING:
@@ -81,6 +64,10 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
         send: device to peers; ``done`` when the receiver has acknowledged all blocks of the plan.
         state_fetch: slots of recurrent state, stores to host.
         state_save: slots of recurrent state, host to stores.
+        window_onload: blocks of sliding windows, host to device; likewise the other routes of
+            windows.
+        state_receive: slots of recurrent state, peers to device.
+        state_send: slots of recurrent state, device to peers.
     """
 
     held: int
@@ -100,6 +87,10 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     send: LaneStatistics
     window_fetch: LaneStatistics
     window_save: LaneStatistics
+    state_receive: LaneStatistics
+    state_send: LaneStatistics
+    window_receive: LaneStatistics
+    window_send: LaneStatistics
 
 
 ROUTE_NAMES: Final = tuple(
@@ -124,24 +115,13 @@ def worker_statistics(
     held: int, routes: Mapping[Route, LaneStatistics], corrupt: int = 0
 ) -> WorkerStatistics:
     """Return the statistics of a worker; a route that it lacks has moved nothing."""
+    by_name: dict[str, LaneStatistics] = {
+        route.direction: statistics for route, statistics in routes.items()
+    }
     return WorkerStatistics(
         held=held,
         corrupt=corrupt,
-        onload=routes.get(ONLOAD, _IDLE_LANE),
-        offload=routes.get(OFFLOAD, _IDLE_LANE),
-        state=routes.get(STATE, _IDLE_LANE),
-        fetch=routes.get(FETCH, _IDLE_LANE),
-        save=routes.get(SAVE, _IDLE_LANE),
-        state_onload=routes.get(STATE_ONLOAD, _IDLE_LANE),
-        state_offload=routes.get(STATE_OFFLOAD, _IDLE_LANE),
-        state_fetch=routes.get(STATE_FETCH, _IDLE_LANE),
-        state_save=routes.get(STATE_SAVE, _IDLE_LANE),
-        window_onload=routes.get(WINDOW_ONLOAD, _IDLE_LANE),
-        window_offload=routes.get(WINDOW_OFFLOAD, _IDLE_LANE),
-        receive=routes.get(RECEIVE, _IDLE_LANE),
-        send=routes.get(SEND, _IDLE_LANE),
-        window_fetch=routes.get(WINDOW_FETCH, _IDLE_LANE),
-        window_save=routes.get(WINDOW_SAVE, _IDLE_LANE),
+        **{name: by_name.get(name, _IDLE_LANE) for name in ROUTE_NAMES},
     )
 
 

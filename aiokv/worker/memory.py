@@ -10,9 +10,8 @@ from aiokv.plan import (
     FETCH_ROUTES,
     PEER_ROUTES,
     SAVE_ROUTES,
-    WINDOW_RECEIVE,
+    WINDOW_PEER_ROUTES,
     WINDOW_ROUTES,
-    WINDOW_SEND,
     store_pool,
 )
 from aiokv.stores.base import KEY_BYTES, StoreMemory, store_pitch_bytes
@@ -211,7 +210,7 @@ class WorkerMemory:
             )
         if plan.route in WINDOW_ROUTES:
             return self._check_window(plan)
-        if plan.route in (WINDOW_RECEIVE, WINDOW_SEND):
+        if plan.route in WINDOW_PEER_ROUTES:
             return self._check_peer_window(plan)
         check_ids(plan, self._num_blocks)
         if "state" in (plan.route.source, plan.route.target):

@@ -12,6 +12,7 @@ import numpy as np
 
 from aiokv import _native
 from aiokv.stores.base import TRAILER_BYTES, Result
+from aiokv.worker.slot_work import SlotWork, report_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,62 +21,29 @@ if TYPE_CHECKING:
     from aiokv.peers.sender import Parcel as Sent
     from aiokv.peers.transport import PeerMemory
     from aiokv.worker.poller import EventPoller
+    from aiokv.worker.slot_work import Sealed, Verified
 
 INLINE_BYTES: Final = 256 << 10  # fewer bytes are read on the loop, which is faster than a thread
 
 
-class ParcelWork:
-    """Verifies and places received parcels, cuts and seals parcels to be sent.
+class ParcelWork(SlotWork):
+    """Work on slots in host memory.
 
     Args:
-        poller: open; calls the continuations, again after an interrupt.
+        poller: see :class:`SlotWork`.
     """
 
     def __init__(self, poller: EventPoller) -> None:
-        self._poller = poller
+        super().__init__(poller)
         self._executor = ThreadPoolExecutor(2, thread_name_prefix="aiokv-peers")
-        self._threads: set[asyncio.Future[Any]] = set()
-        self._unfinished: set[object] = set()  # work whose continuation has not returned
-        self._unverified: list[Received] = []
-
-    @property
-    def is_idle(self) -> bool:
-        """True when nothing is in progress, and no continuation is left to be called."""
-        return not self._threads and not self._unfinished and not self._unverified
-
-    async def finish(self) -> None:
-        """Wait until no thread accesses a slot.
-
-        Cancellation: stops waiting.
-        """
-        if self._threads:
-            await asyncio.wait(list(self._threads))
 
     def close(self) -> None:
-        """Wait until no thread accesses a slot, and end the threads. Idempotent."""
+        """See :meth:`SlotWork.close`."""
         self._executor.shutdown()
 
-    def verify(
-        self,
-        memory: PeerMemory,
-        parcels: Sequence[Received],
-        then: Callable[[list[Received], list[bool]], None],
+    def _begin_verification(
+        self, memory: PeerMemory, parcels: list[Received], then: Verified
     ) -> None:
-        """Verify parcels, together with the others of this pass of the loop.
-
-        Args:
-            memory: landing slots.
-            parcels: of any layouts.
-            then: gets parcels, and for each True if its bytes are right.
-        """
-        if not self._unverified:
-            self._soon(partial(self._verify_all, memory, then))
-        self._unverified += parcels
-
-    def _verify_all(
-        self, memory: PeerMemory, then: Callable[[list[Received], list[bool]], None]
-    ) -> None:
-        parcels, self._unverified = self._unverified, []
         for num_bytes in {parcel.num_bytes for parcel in parcels}:
             equal = [parcel for parcel in parcels if parcel.num_bytes == num_bytes]
             slots, keys = [p.slot for p in equal], [p.key for p in equal]
@@ -92,14 +60,7 @@ class ParcelWork:
         addresses: Sequence[dict[int, int]],
         then: Callable[[bool], None],
     ) -> None:
-        """Place parcels in host blocks.
-
-        Args:
-            memory: landing slots.
-            parcels: of other layouts.
-            addresses: of the host blocks of each parcel, by block.
-            then: gets False if an error has left blocks incomplete.
-        """
+        """See :meth:`SlotWork.place`."""
         calls = []
         for parcel, targets in zip(parcels, addresses, strict=True):
             mapping: Any = parcel.mapping
@@ -108,19 +69,8 @@ class ParcelWork:
         num_bytes = sum(parcel.num_bytes for parcel in parcels)
         self._run(partial(_call_all, calls), num_bytes, lambda done: then(bool(done)))
 
-    def seal(
-        self,
-        memory: PeerMemory,
-        parcels: Sequence[Sent[Any]],
-        then: Callable[[list[Sent[Any]], bool], None],
-    ) -> None:
-        """Cut parcels out of their ``block_slot``, if they have one, and write their trailers.
-
-        Args:
-            memory: outgoing slots.
-            parcels: for any receivers.
-            then: gets parcels, and False if an error has left them without trailers.
-        """
+    def seal(self, memory: PeerMemory, parcels: Sequence[Sent[Any]], then: Sealed) -> None:
+        """See :meth:`SlotWork.seal`."""
         for mapping in {parcel.mapping for parcel in parcels}:
             equal = [parcel for parcel in parcels if parcel.mapping is mapping]
             slots = [-1 if parcel.slot is None else parcel.slot for parcel in equal]
@@ -135,35 +85,26 @@ class ParcelWork:
 
     def _run(self, call: Callable[[], Any], num_bytes: int, then: Callable[[Any], None]) -> None:
         """Call ``then`` with the result of ``call``, None if it raised, and never in this call."""
-        token = object()
-        self._unfinished.add(token)
         if num_bytes < INLINE_BYTES:
-            self._soon(partial(self._continue, token, then, call()))
+            self._continue_soon(then, _result_of(call))
             return
         thread = asyncio.get_running_loop().run_in_executor(self._executor, call)
-        self._threads.add(thread)
-        thread.add_done_callback(partial(self._thread_done, token, then))
+        self._running.add(thread)
+        thread.add_done_callback(partial(self._thread_done, self._expect(then)))
 
-    def _thread_done(
-        self, token: object, then: Callable[[Any], None], thread: asyncio.Future[Any]
-    ) -> None:
-        self._threads.discard(thread)
-        result = None
-        if not thread.cancelled() and (error := thread.exception()) is not None:
-            asyncio.get_running_loop().call_exception_handler(
-                {"message": "aiokv: a thread of the peers raised", "exception": error}
-            )
-        elif not thread.cancelled():
-            result = thread.result()
-        self._poller.surely(partial(self._continue, token, then, result))
+    def _thread_done(self, then: Callable[[Any], None], thread: asyncio.Future[Any]) -> None:
+        self._running.discard(thread)
+        result = None if thread.cancelled() else _result_of(thread.result)
+        self._poller.surely(partial(then, result))
 
-    def _continue(self, token: object, then: Callable[[Any], None], result: Any) -> None:
-        then(result)
-        self._unfinished.discard(token)
 
-    def _soon(self, action: Callable[[], object]) -> None:
-        if not self._poller.closed:
-            self._poller.soon(action)
+def _result_of(call: Callable[[], Any]) -> Any:
+    """Return the result of ``call``; None if it raises, which the loop is told."""
+    try:
+        return call()
+    except Exception as error:
+        report_error(error)
+        return None
 
 
 def _verify(memory: PeerMemory, slots: list[int], keys: list[bytes], num_bytes: int) -> list[bool]:
@@ -210,15 +151,9 @@ def _call_all(calls: Sequence[Callable[[], object]]) -> bool:
     return True
 
 
-def _tell_verified(
-    then: Callable[[list[Received], list[bool]], None],
-    parcels: list[Received],
-    results: list[bool] | None,
-) -> None:
+def _tell_verified(then: Verified, parcels: list[Received], results: list[bool] | None) -> None:
     then(parcels, [False] * len(parcels) if results is None else results)
 
 
-def _tell_sealed(
-    then: Callable[[list[Sent[Any]], bool], None], parcels: list[Sent[Any]], is_done: bool | None
-) -> None:
+def _tell_sealed(then: Sealed, parcels: list[Sent[Any]], is_done: bool | None) -> None:
     then(parcels, bool(is_done))

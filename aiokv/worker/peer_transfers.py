@@ -20,6 +20,7 @@ import msgspec
 
 from aiokv.errors import ClosedError, PeerError, UsageError
 from aiokv.peers.layout import BlockLayout
+from aiokv.peers.listener import listen
 from aiokv.peers.mappings import Mappings
 from aiokv.peers.messages import MAX_REASON_CHARACTERS, Landed, split_key
 from aiokv.peers.receiver import Parcel as Received
@@ -31,7 +32,6 @@ from aiokv.peers.slots import ArenaSlots
 from aiokv.peers.ticket import Endpoint, decode, ticket_key
 from aiokv.peers.transport import Outgoing, PeerMemory
 from aiokv.peers.transports import make_transport
-from aiokv.peers.wire import Connection, listen
 from aiokv.plan import PEER_ROUTES, RECEIVE_ROUTES, TransferReport
 from aiokv.worker.accepted import AcceptedConnections, abort_for
 from aiokv.worker.call_guard import CallGuard
@@ -44,10 +44,11 @@ from aiokv.worker.ticket_opener import TicketOpener
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from aiokv.peers.listener import Listener
     from aiokv.peers.messages import Message
     from aiokv.peers.options import Peers
     from aiokv.peers.transport import Transport
-    from aiokv.peers.wire import Listener
+    from aiokv.peers.wire import Connection
     from aiokv.plan import Route, TransferPlan
     from aiokv.stores.identity import StoreIdentity
     from aiokv.worker.base import Cancelled
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from aiokv.worker.memory import WorkerMemory
     from aiokv.worker.poller import EventPoller
     from aiokv.worker.regions import Regions
+    from aiokv.worker.slot_work import SlotWork
 
 SPARE_SECONDS: Final = 1.0
 LAST_MESSAGES_SECONDS: Final = 0.5  # for the last messages to be sent, when the worker closes
@@ -163,7 +165,7 @@ class PeerTransfers:
         self._blocks_per_slot = 1  # of the landing ring
         self._landing: PeerMemory | None = None
         self._outgoing: PeerMemory | None = None
-        self._work: ParcelWork | DeviceParcelWork | None = None
+        self._work: SlotWork | None = None
         self._writes: set[asyncio.Task[None]] = set()
         self._timers: list[asyncio.TimerHandle] = []
         self._closing = False
@@ -588,7 +590,9 @@ class PeerTransfers:
     def _begin_copy(self, copy: SlotCopy) -> None:
         """Begin a copy, unless it has begun. Idempotent."""
         receiver, arena, work = self._receiver, self._slots, self._work
-        if receiver is None or arena is None or copy.is_begun or not receiver.admit(copy):
+        if receiver is None or arena is None or work is None:
+            return
+        if copy.is_begun or not receiver.admit(copy):
             return
         first, pitch = 0, self._blocks_per_slot
         if copy.is_assembled:
@@ -603,7 +607,7 @@ class PeerTransfers:
             copy.device_ids,
             plan.after_step,
             lambda failure: self._guard.guarded(partial(receiver.copied, copy, failure)),
-            work.keys(copy.slots) if isinstance(work, DeviceParcelWork) else b"",
+            work.landing_keys(copy.slots),
         )
         copy.is_begun = True
         self._plans.note_start(copy.receive.plan.transfer_id)
@@ -618,10 +622,11 @@ class PeerTransfers:
 
     def _begin_fill(self, fill: SlotFill) -> None:
         """Begin a copy, unless it has begun. Idempotent."""
-        sender, arena = self._sender, self._slots
-        if sender is None or arena is None or fill.is_begun or not sender.admit(fill):
+        sender, arena, work = self._sender, self._slots, self._work
+        if sender is None or arena is None or work is None:
             return
-        is_sealed = isinstance(self._work, DeviceParcelWork)
+        if fill.is_begun or not sender.admit(fill):
+            return
         fill.copy_id = fill.copy_id or self._copies.new_copy_id()
         plan = fill.send.plan
         self._copies.copy(
@@ -632,7 +637,7 @@ class PeerTransfers:
             [arena.first_outgoing + slot for slot in fill.slots],
             plan.after_step,
             lambda failure: self._guard.guarded(partial(sender.filled, fill, failure)),
-            b"".join(parcel.key for parcel in fill.parcels) if is_sealed else b"",
+            work.outgoing_keys(fill.parcels),
         )
         fill.is_begun = True
         self._plans.note_start(fill.send.plan.transfer_id)

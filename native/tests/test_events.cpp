@@ -128,6 +128,35 @@ TEST(a_stream_begins_with_what_is_there_and_reports_each_change) {
     CHECK_EQ(view.on(Medium::kDevice), 0u);
 }
 
+TEST(blocks_are_removed_from_each_tier_that_they_leave) {
+    Cache cache(16, 8);
+    View view(cache);
+    cache.serve(prompt_of(0, 7));
+    cache.back_up();
+    cache.core.evict_device(3);
+    view.take_all();
+    CHECK_EQ(view.on(Medium::kDevice), 0u);
+    CHECK_EQ(view.on(Medium::kHost), 3u);
+    cache.core.evict_host(2);
+    view.take_all();
+    CHECK_EQ(view.on(Medium::kHost), 1u);
+}
+
+TEST(blocks_below_a_failed_onload_are_removed) {
+    Cache cache(16, 8);
+    View view(cache);
+    cache.serve(prompt_of(0, 9));
+    cache.back_up();
+    cache.core.evict_device(4);
+    const LeaseId id = cache.core.match(prompt_of(0, 9), "salt").lease;
+    CHECK(cache.core.allocate(id, 9) == Grant::kLoading);
+    cache.core.complete(cache.core.lease(id).onloads.front(), Outcome::kFailed, 1);
+    view.take_all();
+    CHECK_EQ(view.on(Medium::kDevice), 1u);
+    CHECK_EQ(view.on(Medium::kHost), 1u);
+    cache.core.release(id, 0);
+}
+
 TEST(a_block_that_comes_and_goes_during_a_sweep_is_reported_as_it_is) {
     Cache cache(64, 0);
     for (int i = 0; i < 20; ++i) cache.serve(prompt_of(100 * i, 5));

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import aiokv
 from tests.docs.run_page import SEPARATOR, Block, blocks_of
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +67,23 @@ def test_the_python_of_a_page_runs_and_prints_what_the_page_says(page, tmp_path)
 def test_the_other_blocks_of_a_page_are_valid(page, tmp_path):
     for block in blocks_of(page):
         check_block(block, tmp_path, f"{page.name}, line {block.line}")
+
+
+@pytest.mark.parametrize(
+    ("owner", "cls"),
+    [
+        ("engine", aiokv.CacheEngine),
+        ("lease", aiokv.Lease),
+        ("regions", aiokv.Regions),
+        ("receiving", aiokv.Receiving),
+        ("sending", aiokv.Sending),
+    ],
+)
+def test_each_method_that_the_documentation_names_exists(owner, cls):
+    text = "".join(page.read_text() for page in [*PAGES, ROOT / "README.md"])
+    names = set(re.findall(rf"`(?:await |async with |with )?{owner}\.(\w+)", text))
+    assert names
+    assert [name for name in sorted(names) if not hasattr(cls, name)] == []
 
 
 def check_block(block: Block, folder: Path, place: str) -> None:

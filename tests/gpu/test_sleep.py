@@ -37,6 +37,7 @@ async def test_host_blocks_are_onloaded_into_new_tensors_after_device_sleep():
     async with engine:
         await compute(engine, tensors, prompt(), 7, stream)
         pinned = device.wait_pinned() and device.pinned_bytes
+        assert engine.health().unpinned_bytes == 0
         pool = cupy.get_default_memory_pool()
         held = sum(tensor.nbytes for layers in tensors.values() for tensor in layers)
         used = pool.used_bytes()

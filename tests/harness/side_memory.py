@@ -37,6 +37,7 @@ class SideMemory(Memory):
     ) -> None:
         self._state_slots = state_slots
         self._groups = dict(windows)
+        self.windows: dict[str, np.ndarray] = {}
         super().__init__(device_blocks, block_tokens, axes=("tokens", "dim"))
 
     def take(self, device_blocks: int) -> None:

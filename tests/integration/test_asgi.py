@@ -12,13 +12,21 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from aiokv import CacheConfig, CacheEngine, ConfigError, DeviceError, Peers, TransferError
+from aiokv import (
+    CacheConfig,
+    CacheEngine,
+    ConfigError,
+    DeviceError,
+    Peers,
+    TransferError,
+)
 from aiokv.observe.asgi import asgi, failed_checks
 from aiokv.observe.snapshot import hidden, snapshot, without_credentials
-from aiokv.testing import ManualDevice, ScriptedStore, running_clock, spin
+from aiokv.testing import ManualDevice, ScriptedStore, run_until_idle, running_clock, spin
 from tests.harness.served import Served, begin
 
 pytestmark = pytest.mark.asyncio
@@ -156,6 +164,9 @@ async def test_lifespan_and_other_scopes():
 
 
 async def test_bad_arguments_are_refused():
+    for wrong in ({"a": 3}, {1: CacheEngine(CacheConfig(device_blocks=1))}):
+        with pytest.raises(ConfigError, match=r"engines has .*; it must map str to CacheEngine"):
+            asgi(wrong)
     with pytest.raises(ConfigError, match="engines is 3"):
         asgi(3)  # type: ignore[arg-type]
 
@@ -279,7 +290,9 @@ async def test_neither_tokens_nor_secrets_nor_salts_are_shown():
     store.url = f"memory://user:{SECRET}@host/0"
     async with Served(manual=False) as served:
         engine = CacheEngine(
-            CacheConfig(device_blocks=8, host_blocks=8, block_tokens=2, model="m"),
+            CacheConfig(
+                device_blocks=8, host_blocks=8, block_tokens=2, model="m", salt_quota_blocks=8
+            ),
             served.memory.regions,
             stores=[store],
             peers=peers,
@@ -293,6 +306,9 @@ async def test_neither_tokens_nor_secrets_nor_salts_are_shown():
             text = (await ask(app, path)).body.decode()
             for hidden_text in (SECRET, "tenant-7", "adapter-7", *map(str, TOKENS)):
                 assert hidden_text not in text, path
+        for shown_by, label in ((app, hidden("tenant-7")), (open_app, "tenant-7")):
+            metrics = (await ask(shown_by, "/metrics")).body.decode()
+            assert f'aiokv_salt_blocks{{engine="default",salt="{label}"}} 4' in metrics
         shown = (await ask(open_app, "/dump")).json()["engines"]["default"]["prefixes"]
         assert [(prefix["salt"], prefix["adapter"]) for prefix in shown] == [
             ("tenant-7", "adapter-7")
@@ -320,7 +336,20 @@ async def test_urls_are_shown_without_credentials(url: str, shown: str):
 
 
 @pytest.mark.clock
-async def test_an_engine_has_an_observer_only_while_a_page_asks():
+async def test_an_engine_has_an_observer_only_while_a_page_asks(monkeypatch):
+    records: list[object] = []
+    add_observer = CacheEngine.add_observer
+
+    def add_noted(engine: CacheEngine, observer: Any) -> None:
+        def noted(record: Any, context: Any) -> None:
+            records.append(record)
+            observer(record, context)
+
+        monkeypatch.setattr(engine, "remove_observer", lambda _: remove_observer(engine, noted))
+        add_observer(engine, noted)
+
+    remove_observer = CacheEngine.remove_observer
+    monkeypatch.setattr(CacheEngine, "add_observer", add_noted)
     async with Served() as served:
         app = asgi(served.engine)
 
@@ -340,9 +369,11 @@ async def test_an_engine_has_an_observer_only_while_a_page_asks():
         assert (first["route"], first["outcome"]) == ("offload", "done")
         await running_clock().advance(4)
         assert len(await transfers()) == 1  # still observed
-        await running_clock().advance(6)
+        await running_clock().advance(6)  # no page asks for longer than five seconds
+        seen = len(records)
         await save(3)
-        assert await transfers() == []  # nobody asked for longer than five seconds
+        assert len(records) == seen > 0
+        assert await transfers() == []
         assert running_clock().timers == 1
         await running_clock().advance(6)
         assert running_clock().timers == 0
@@ -419,7 +450,7 @@ async def test_a_snapshot_of_many_leases_is_bounded():
     async with new_engine(write_policy="none") as engine:
         leases = [engine.match([i, i + 1, i + 2]) for i in range(1000)]
         shown = snapshot(engine)
-        assert (len(shown["leases"]), shown["statistics"]["leases"]) == (200, 1000)
+        assert (len(shown["leases"]), shown["statistics"]["leases"]) == (128, 1000)
         for lease in leases:
             lease.release()
 
@@ -559,3 +590,21 @@ async def test_the_engine_of_a_stream_is_named_in_the_query():
         assert (head.started["status"], head.parts) == (200, [b""])
     assert (await ask(app, "/events", query=b"engine=chat")).status == 503
     assert (await ask(app, "/events", "POST", query=b"engine=chat")).status == 405
+
+
+async def test_a_real_server_streams_events_and_notices_that_the_client_leaves():
+    async with Served(write_policy="none") as served:
+        server = uvicorn.Server(uvicorn.Config(asgi(served.engine), port=0, log_config=None))
+        task = asyncio.create_task(server.serve())
+        while not server.started:  # noqa: ASYNC110  (uvicorn has no event for it)
+            await asyncio.sleep(0.005)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /events HTTP/1.1\r\nHost: test\r\n\r\n")
+        await served.serve(TOKENS)
+        await reader.readuntil(b"event: batch\ndata: ")
+        assert len(server.server_state.tasks) == 1
+        writer.close()
+        await run_until_idle(lambda: not server.server_state.tasks)
+        server.should_exit = True
+        await task

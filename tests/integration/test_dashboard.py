@@ -165,7 +165,7 @@ class Scraped:
     """A page of metrics, and a Prometheus server that scrapes it each second."""
 
     def __init__(self, engines: dict[str, CacheEngine], folder: Path) -> None:
-        self._engines = engines
+        self.engines = engines
         self._folder = folder
         self._scraped = asyncio.Event()
         self._client = httpx.AsyncClient(timeout=60)
@@ -215,7 +215,7 @@ class Scraped:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        body = exposition(self._engines).encode()
+        body = exposition(self.engines).encode()
         head = f"HTTP/1.1 200 OK\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(body)}\r\n"
         writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
         await writer.drain()
@@ -263,12 +263,20 @@ async def test_each_expression_has_a_finite_result(tmp_path: Path):
                 if not values or not all(map(math.isfinite, values)):
                     bad[name] = (expression, values)
             assert bad == {}
+            assert await asyncio.to_thread(lint, exposition(scraped.engines)) == ""
             groups = (await scraped.get("rules", type="alert"))["groups"]
             rules = [rule for group in groups for rule in group["rules"]]
             assert {rule["name"] for rule in rules} == set(alerts())
             assert [
                 (rule["name"], rule.get("lastError")) for rule in rules if rule["health"] != "ok"
             ] == []
+
+
+def lint(text: str) -> str:
+    """Return what promtool finds wrong with an exposition."""
+    command = ["promtool", "check", "metrics"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
 
 
 # --- the files ------------------------------------------------------------------------------------

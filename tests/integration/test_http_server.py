@@ -7,6 +7,7 @@ import json
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import asynccontextmanager, suppress
@@ -19,10 +20,12 @@ import pytest
 import uvicorn
 
 import aiokv
-from aiokv.demo import http_server
+from aiokv.cli import main
+from aiokv.demo import disconnects, http_server
 from aiokv.demo.batch import Batch, Part
 from aiokv.demo.transformer import NumpyTransformer
 from aiokv.demo.weights import GroupedConfig, random_weights
+from aiokv.worker.views import LayerView
 
 SIZES = GroupedConfig(vocab=256, hidden=32, layers=2, heads=2, kv_heads=1, ffn=64)
 BLOCK_TOKENS = 8
@@ -52,7 +55,7 @@ async def serving(model):
     async with httpx.AsyncClient(
         base_url=f"http://127.0.0.1:{port}", timeout=60, limits=limits
     ) as client:
-        yield SimpleNamespace(engine=engine, client=client)
+        yield SimpleNamespace(engine=engine, client=client, app=app)
     server.should_exit = True
     await task
     assert engine.statistics().leases == 0
@@ -179,6 +182,7 @@ async def test_requests_of_another_salt_share_nothing(model):
     ("body", "message"),
     [
         ("{", "truncated"),
+        (b'{"prompt": "\xff"}', "invalid start byte"),
         ('{"prompt": [256]}', "<= 255"),
         ('{"prompt": "a", "max_tokens": 0}', ">= 1"),
         ('{"prompt": ""}', "1 to 512 tokens in total"),
@@ -236,6 +240,87 @@ async def test_an_error_of_the_model_fails_the_requests_of_its_step_only(model, 
         assert await complete(served.client, "hello", 4) == expected
 
 
+@pytest.mark.asyncio
+async def test_a_failure_outside_the_model_does_not_end_the_loop_of_steps(model, monkeypatch):
+    async with serving(model) as served:
+
+        def fail(*args):
+            raise aiokv.BrokenEngineError("a failure of the engine")
+
+        for name in ("extend", "step"):
+            with monkeypatch.context() as patch:
+                patch.setattr(served.engine, name, fail)
+                body = {"prompt": "hello", "max_tokens": 4}
+                response = await served.client.post("/v1/completions", json=body)
+            assert response.status_code == 500
+        expected = answer_without_cache(model, b"hello", 4)
+        assert await complete(served.client, "hello", 4) == expected
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_leaves_after_a_failed_onload_fails_no_other_request(
+    model, monkeypatch
+):
+    async with serving(model) as served:
+        forward, wait_all = NumpyTransformer.forward, LayerView.wait_all
+        failed, left = [], []
+
+        def fail_once(self, rows, *args):
+            if len(rows.spans) == 2 and not failed:
+                failed.append(True)
+                raise aiokv.TransferError("an onload failed")
+            return forward(self, rows, *args)
+
+        async def leave_during_the_wait(self):
+            if not left:
+                left.append(leaving.cancel())
+                await until(lambda: served.engine.statistics().leases == 1)
+            await wait_all(self)
+
+        monkeypatch.setattr(NumpyTransformer, "forward", fail_once)
+        monkeypatch.setattr(LayerView, "wait_all", leave_during_the_wait)
+        leaving = asyncio.create_task(complete(served.client, "hello", 400))
+        await until(lambda: served.engine.statistics().leases == 1)
+        answer = await complete(served.client, "world", 8)
+        assert left
+        assert answer == answer_without_cache(model, b"world", 8)
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_does_not_read_gives_its_blocks_back(model, monkeypatch):
+    monkeypatch.setattr(disconnects, "SEND_SECONDS", 0.05)
+    async with serving(model) as served:
+        app = served.app
+        sent = []
+
+        async def send(message):
+            sent.append(message["type"])
+            if len(sent) == 3:
+                await asyncio.Event().wait()
+
+        bodies = [b'{"prompt": "hello", "max_tokens": 16, "stream": true}']
+
+        async def receive():
+            if bodies:
+                return {"type": "http.request", "body": bodies.pop()}
+            return await asyncio.Event().wait()
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        async with asyncio.timeout(10):
+            await app(scope, receive, send)
+        assert sent == ["http.response.start", "http.response.body", "http.response.body"]
+        assert served.engine.statistics().leases == 0
+
+
+@pytest.mark.asyncio
+async def test_a_body_that_is_too_large_gets_status_413(model, monkeypatch):
+    monkeypatch.setattr(disconnects, "MAX_BODY_BYTES", 1000)
+    async with serving(model) as served:
+        response = await served.client.post("/v1/completions", content=b" " * 1001)
+        assert response.status_code == 413
+        assert response.json()["error"]["message"] == "the body has more than 1,000 bytes"
+
+
 def test_sigterm_waits_for_the_answers_in_flight():
     command = [sys.executable, "-m", "aiokv", "serve", "--port", "0", "--device-blocks", "128"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -257,6 +342,25 @@ def test_sigterm_waits_for_the_answers_in_flight():
             assert process.wait(timeout=30) == 0
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--port", "70000"], "--port is 70000; it must be a port, from 0 to 65535"),
+        (["--host", "192.0.2.1"], "port 0 of 192.0.2.1 cannot be bound"),
+    ],
+)
+def test_serve_refuses_an_address_that_it_cannot_bind(flags, message, capsys):
+    assert main(["serve", "--port", "0", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_serve_refuses_a_port_in_use(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = used.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 2
+    assert f"--port: port {port} of 127.0.0.1 cannot be bound" in capsys.readouterr().err
 
 
 def test_the_file_to_copy_is_short():

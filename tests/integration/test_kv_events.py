@@ -251,7 +251,7 @@ async def test_one_batch_per_pass_has_the_changes_of_all_leases():
 
 
 @pytest.mark.asyncio
-async def test_slow_subscriber_gets_all_blocks_again_and_counts_what_was_dropped():
+async def test_slow_subscriber_gets_all_blocks_again_and_counts_what_was_dropped(caplog):
     view = View()
     async with CacheEngine(config(device_blocks=1500, host_blocks=0)) as engine:
         async with engine.kv_events(max_queued_blocks=1024) as events:
@@ -261,6 +261,9 @@ async def test_slow_subscriber_gets_all_blocks_again_and_counts_what_was_dropped
             await compute(engine, prompt(3, 100))
             assert (events.dropped_blocks, events.restarts) == (1025, 1)
             assert names(take_all(events, view))[0] == "AllBlocksCleared"
+            assert [record.getMessage() for record in caplog.records] == [
+                "events.dropped dropped_blocks=1025"
+            ]
             assert view.contents() == index_of(engine.scheduler.read)
             assert len(view.media["GPU"]) == 1100
         assert (events.dropped_blocks, events.restarts) == (1025, 1)
@@ -269,12 +272,12 @@ async def test_slow_subscriber_gets_all_blocks_again_and_counts_what_was_dropped
 @pytest.mark.asyncio
 async def test_prompt_longer_than_the_queue_is_reported():
     view = View()
-    engine = CacheEngine(config(device_blocks=6000, host_blocks=0))
+    engine = CacheEngine(config(device_blocks=2000, host_blocks=0))
     async with engine, engine.kv_events(max_queued_blocks=1024) as events:
-        await compute(engine, prompt(1, 5000))
+        await compute(engine, prompt(1, 1500))
         take_all(events, view)
-        assert len(view.media["GPU"]) == 5000
-        await compute(engine, prompt(1, 5001))
+        assert len(view.media["GPU"]) == 1500
+        await compute(engine, prompt(1, 1501))
         take_all(events, view)
         assert view.contents() == index_of(engine.scheduler.read)
         assert events.restarts == 0

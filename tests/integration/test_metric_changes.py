@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from aiokv import AllocateTimeout, CacheConfig, CacheEngine, ClosedError, RequestTooLarge
 from aiokv.observe.metrics import families
-from aiokv.testing import spin
+from aiokv.testing import ScriptedStore, run_until_idle, spin
 from tests.harness.served import Served
+from tests.peers.engines import prompt, two_engines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,6 +62,7 @@ class Changes:
 
     def take(self) -> dict[str, float]:
         last, self._last = self._last, counters(self._engine)
+        assert {name for name in last if self._last[name] < last[name]} == set()
         return {
             name: value - last[name]
             for name, value in self._last.items()
@@ -384,9 +387,9 @@ async def test_the_time_in_the_queue_ends_when_the_device_has_the_transfer():
     """A transfer that waits behind two others waits until the first of those has ended."""
     async with Served(device_blocks=16) as served:
         prompts = [[10 * n + i for i in range(7)] for n in range(3)]
-        for prompt in prompts:
-            await served.to_host(prompt)
-        leases = [served.engine.match(prompt) for prompt in prompts]
+        for tokens in prompts:
+            await served.to_host(tokens)
+        leases = [served.engine.match(tokens) for tokens in prompts]
         for lease in leases:
             await lease.allocate(7)
         lane = served.engine.worker_statistics().onload
@@ -402,3 +405,68 @@ async def test_the_time_in_the_queue_ends_when_the_device_has_the_transfer():
         assert after.queue_seconds > before > 0
         for lease in leases:
             lease.release()
+
+
+async def test_a_cancelled_onload_has_no_time_in_the_queue():
+    async with Served(device_blocks=16) as served:
+        prompts = [[10 * n + i for i in range(7)] for n in range(3)]
+        for tokens in prompts:
+            await served.to_host(tokens)
+        leases = [served.engine.match(tokens) for tokens in prompts]
+        for lease in leases:
+            await lease.allocate(7)
+        leases[2].release()  # its onload is queued behind the two others
+        await spin(5)
+        lane = served.engine.worker_statistics().onload
+        assert (lane.cancelled, lane.queue_seconds) == (1, 0.0)
+        served.device.complete_all()
+        await served.settle()
+        for lease in leases:
+            lease.release()
+
+
+async def test_a_wait_for_a_store():
+    store = ScriptedStore()
+    async with Served(manual=False, stores=[store]) as served:
+        engine = served.engine
+        await served.serve(PROMPT)
+        await engine.drain()
+        await run_until_idle(lambda: engine.statistics().saved_blocks == 3)
+        await engine.evict(8)
+        await engine.evict(16, tier="host")
+        gate = store.hold("load")
+        changes = Changes(engine)
+        async with engine.match(PROMPT) as lease:
+            task = asyncio.ensure_future(lease.allocate(7, wait_store=math.inf))
+            await run_until_idle(lambda: store.calls["load"] == 1)
+            statistics = engine.statistics()
+            assert (statistics.waiting_for_store, statistics.waiting_for_quota) == (1, 0)
+            gate.open()
+            await task
+            await lease.layers.wait_all()
+            changed = changes.take()
+            assert changed["wait_seconds store"] == 1
+            assert changed["hit_store_tokens"] == 6
+            assert changed["fetch_blocks fetched"] == 3
+            labels = f"{store.url} scripted host "
+            assert changed[f"store_blocks {labels} loaded"] == 3
+            assert changed[f"store_asked_blocks {labels}"] == 3
+            assert changed[f"store_found_blocks {labels}"] == 3
+        assert engine.statistics().waiting_for_store == 0
+
+
+async def test_a_wait_for_another_engine():
+    tokens = prompt(20)
+    async with two_engines() as (p, d):
+        changes = Changes(d.engine)
+        lease = await d.granted(tokens)
+        async with lease.receive(timeout=60) as receiving:
+            await asyncio.gather(p.prefill(tokens, receiving.ticket), receiving.wait())
+        lease.release()
+        changed = changes.take()
+        assert changed["wait_seconds peer"] == 1
+        assert changed["peer_received_tokens"] == 20
+        assert changed["peer_wanted_tokens"] == 20
+        assert changed["peer_complete_tickets receive"] == 1
+        assert changed["peer_blocks receive"] == 5
+        assert "computed_tokens" not in changed

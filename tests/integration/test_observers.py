@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import random
 from collections import Counter
 from contextvars import ContextVar
 from typing import Any
@@ -16,14 +17,16 @@ from aiokv import (
     BatchSpan,
     CacheConfig,
     CacheEngine,
+    CapacityError,
     ClosedError,
     LeasePhase,
     TransferError,
     TransferSpan,
     UnreleasedLeaseWarning,
     UsageError,
+    WouldBlock,
 )
-from aiokv.testing import ScriptedDevice, ScriptedStore, spin
+from aiokv.testing import ScriptedDevice, ScriptedStore, running_clock, spin
 from tests.harness.cache import BLOCK_TOKENS, Cache
 from tests.harness.cache import prompt as tokens_of
 from tests.harness.served import Served, computed, resumed, swapped_out
@@ -82,7 +85,8 @@ async def test_an_onload_is_a_transfer_of_its_lease_and_two_phases():
                 await lease.allocate(7)
                 lease_id = lease.id
                 (open_onload,) = [r for r in seen.unfinished() if isinstance(r, TransferSpan)]
-                assert [span.transfer_id for span in seen.in_flight()] == [open_onload.transfer_id]
+                (listed,) = served.engine.in_flight()
+                assert listed.transfer_id == open_onload.transfer_id
                 assert (open_onload.outcome, open_onload.lease_id) == ("open", lease_id)
                 served.device.complete_all()
                 await lease.layers.wait_all()
@@ -194,6 +198,30 @@ async def test_a_wait_for_capacity_says_how_it_ended(end):
         assert ("waiter", "granted", "released") in phases(seen) or end != "done"
         assert seen.unfinished() == []
         check_times(seen)
+
+
+@pytest.mark.parametrize("wait", ["capacity", "pending"])
+async def test_a_wait_is_no_failure_because_its_caller_handles_another_error(wait):
+    """A server that has no room often preempts a lease in an ``except`` block, and allocates."""
+
+    async def allocate_after_an_error(waiter, **more):
+        try:
+            raise WouldBlock("no room")
+        except WouldBlock:
+            await waiter.allocate(7, **more)
+
+    async with Served(device_blocks=4 if wait == "capacity" else 8) as served:
+        with served.engine.observing() as seen:
+            holder = served.engine.match(A)
+            await holder.allocate(7)
+            waiter = served.engine.match(B if wait == "capacity" else A)
+            more = {} if wait == "capacity" else {"wait_pending": 100.0}
+            task = asyncio.ensure_future(allocate_after_an_error(waiter, **more))
+            await spin(2)
+            holder.release()
+            await task
+            waiter.release()
+        assert [phase.outcome for phase in seen.phases if phase.phase == wait] == ["done"]
 
 
 async def test_a_grant_in_the_pass_of_its_cancellation_ends_at_once():
@@ -463,6 +491,35 @@ async def test_fetches_belong_to_the_lease_that_waits_for_the_store():
         check_times(seen)
 
 
+@pytest.mark.clock
+@pytest.mark.parametrize("end", ["timeout", "cancelled"])
+async def test_a_wait_for_a_store_that_ends_early_is_no_wait_for_capacity(end):
+    tokens = tokens_of(1, 4)
+    store = ScriptedStore()
+    async with Cache(device=ScriptedDevice(), stores=[store]) as c:
+        await c.fill(tokens)
+    later = ScriptedStore(objects=store.objects)
+    async with Cache(device=ScriptedDevice(), stores=[later]) as c:
+        later.hold("load")
+        with c.engine.observing() as seen:
+            lease = c.engine.match(tokens, owner="r1")
+            task = asyncio.ensure_future(
+                lease.allocate(len(tokens), wait_store=math.inf, timeout=5.0)
+            )
+            await spin(10)
+            (wait,) = [r for r in seen.unfinished() if isinstance(r, LeasePhase)]
+            assert wait.phase == "store"
+            if end == "timeout":
+                await running_clock().advance(6.0)
+            else:
+                task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            lease.release()
+            later.end_script()
+        assert phases(seen) == [("r1", "store", end)]
+        check_times(seen)
+
+
 async def test_receives_and_sends_belong_to_their_leases():
     tokens = prompt(30)
     async with two_engines() as (p, d), await d.granted(tokens) as lease:
@@ -504,3 +561,59 @@ async def test_records_are_plain():
             await spin(3)
         for record in [*seen.transfers, *seen.phases]:
             assert msgspec.convert(msgspec.to_builtins(record), type(record)) == record
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_each_grant_ends_once_under_random_cancellations(seed):
+    """Requests that are cancelled, time out, are preempted or forked leave nothing behind."""
+    rng = random.Random(seed)
+    async with Served(device_blocks=6, host_blocks=8, manual=False) as served:
+        engine = served.engine
+
+        async def request(i: int) -> None:
+            tokens = [rng.randrange(3) for _ in range(rng.randint(1, 7))]
+            lease = engine.match(tokens, owner=str(i))
+            try:
+                timeout = rng.choice([None, None, 0.0])
+                wait = rng.choice([0.0, math.inf])
+                await lease.allocate(len(tokens), timeout=timeout, wait_pending=wait)
+                await lease.layers.wait_all()
+                served.compute(lease, tokens, lease.cached_tokens)
+                lease.commit(len(tokens))
+                await spin(rng.randint(0, 3))
+                for _ in range(rng.randint(0, 2)):
+                    await lease.preempt(swap=rng.random() < 0.5)
+                    await lease.resume(len(tokens))
+                    await lease.layers.wait_all()
+                    served.compute(lease, tokens, lease.cached_tokens)
+                    lease.commit(len(tokens))
+                if rng.random() < 0.2:
+                    lease.fork().release()
+            except (CapacityError, TransferError):
+                pass
+            finally:
+                lease.release()
+
+        with engine.observing() as seen:
+            tasks = []
+            for i in range(120):
+                tasks.append(asyncio.ensure_future(request(i)))
+                await spin(rng.randint(0, 2))
+                if rng.random() < 0.3:
+                    rng.choice(tasks).cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            await engine.drain()
+            await spin(3)
+            assert seen.unfinished() == []
+            observers = engine._observers
+            held = [getattr(observers, name) for name in observers.__slots__]
+            assert [value for value in held if isinstance(value, dict) and value] == []
+        errors = [e for e in results if isinstance(e, Exception)]
+        assert errors == []
+        check_times(seen)
+        grants = Counter(p.lease_id for p in seen.phases if p.phase == "granted")
+        assert len(grants) > 30
+        moved = engine.worker_statistics()
+        ends = Counter((span.route, span.outcome) for span in seen.transfers)
+        assert ends["onload", "done"] == moved.onload.done
+        assert ends["offload", "done"] == moved.offload.done

@@ -23,7 +23,8 @@ from aiokv.ranks import Rank, RankGroup
 from aiokv.stores.base import TRAILER_BYTES
 from aiokv.testing import run_until_idle
 from tests.harness.closing import close
-from tests.harness.memory import WORDS, Memory
+from tests.harness.memory import WORDS
+from tests.harness.side_memory import SideMemory
 from tests.peers.engines import SECRET, Side
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ HEADS = 4
 AXES = ("heads", "tokens", "dim")
 
 
-class HeadsMemory(Memory):
+class HeadsMemory(SideMemory):
     """Tensors ``[device_blocks, heads, block_tokens, 3]`` in files of a directory.
 
     Args:
@@ -49,7 +50,7 @@ class HeadsMemory(Memory):
     ) -> None:
         self._directory = directory
         self._heads = heads
-        super().__init__(device_blocks, block_tokens)
+        super().__init__(device_blocks, block_tokens, windows={})
 
     def take(self, device_blocks: int) -> None:
         """Map the files."""
@@ -172,10 +173,12 @@ class RankedSide(Side):
 
     def step(self) -> None:
         """Close the open step on all ranks."""
+        if not self._runners:
+            return
+        number = self.engine.step()  # raises for a rank that was lost
         for _, writer in self._runners.values():
-            writer.write(f"{self.engine.open_step}\n".encode())
-        if self._runners:
-            self.engine.step()
+            if not writer.is_closing():
+                writer.write(f"{number}\n".encode())
 
     async def at_rest(self, *, empty: bool = False) -> None:
         """Wait until nothing moves; check that neither a lease nor a rank holds anything."""

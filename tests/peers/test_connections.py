@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from typing import TYPE_CHECKING
 
 import pytest
 
 from aiokv import ClosedError, PeerError
 from aiokv.peers.connections import Connections
 from aiokv.peers.handshake import GREETING_BYTES
-from aiokv.peers.wire import Connection, Listener, listen
+from aiokv.peers.listener import Listener, listen
 from aiokv.testing import running_clock, spin
 from aiokv.testing.loops import run_until_idle
 from tests.peers.wires import HOST, SECRET, RawSocket, Recorder
+
+if TYPE_CHECKING:
+    from aiokv.peers.wire import Connection
 
 
 class Server:

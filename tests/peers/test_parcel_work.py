@@ -1,4 +1,4 @@
-"""ParcelWork: few bytes on the loop, many in a thread; what is in progress, and errors."""
+"""Work on slots: few bytes on the loop, many in a thread; errors, and interrupts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from aiokv.errors import DeviceError
 from aiokv.peers.receiver import Parcel
 from aiokv.peers.transport import PeerMemory
 from aiokv.testing import run_until_idle, spin
+from aiokv.worker.device_parcels import DeviceParcelWork
 from aiokv.worker.parcel_work import INLINE_BYTES, ParcelWork
 from aiokv.worker.poller import EventPoller
 
@@ -37,7 +39,16 @@ class Placing:
 
 def parcel(num_bytes: int, place: Callable[[], object]) -> Parcel:
     mapping: Any = Placing(place)
-    return Parcel(bytes(16), 0, 0, 0, num_bytes, bytes(32), mapping)
+    return Parcel(
+        ticket_id=bytes(16),
+        sender_rank=0,
+        sender_block=0,
+        group=0,
+        slot=0,
+        num_bytes=num_bytes,
+        key=bytes(32),
+        mapping=mapping,
+    )
 
 
 @asynccontextmanager
@@ -98,3 +109,78 @@ async def test_error_of_a_thread_reaches_the_loop_and_its_continuation(loop_erro
         work.place(MEMORY, [parcel(INLINE_BYTES, lambda: None)], [{}], ends.append)
         await run_until_idle(lambda: work.is_idle)
         assert ends == [False, True]
+
+
+async def test_error_on_the_loop_reaches_the_loop_and_its_continuation(loop_errors):
+    ends: list[bool] = []
+
+    def fail() -> None:
+        raise ValueError("no room")
+
+    async with working() as work:
+        work.place(MEMORY, [parcel(1, fail)], [{}], ends.append)
+        await run_until_idle(lambda: work.is_idle)
+        assert ends == [False]
+        (error,) = loop_errors
+        assert str(error["exception"]) == "no room"
+        loop_errors.clear()
+
+
+class Callbacks:
+    """Poller whose callbacks the test calls."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], object]] = []
+
+    def soon(self, callback: Callable[[], object]) -> None:
+        self.waiting.append(callback)
+
+
+async def test_interrupted_verification_is_repeated(monkeypatch):
+    """Otherwise its slots would be lost, and the work would never be idle again."""
+    results = [KeyboardInterrupt(), [True, True]]
+
+    def verify(*args: Any) -> Any:
+        result = results.pop(0)
+        if isinstance(result, KeyboardInterrupt):
+            raise result
+        return result
+
+    monkeypatch.setattr("aiokv.worker.parcel_work._verify", verify)
+    callbacks: Any = Callbacks()
+    work = ParcelWork(callbacks)
+    told: list[tuple[list[Parcel], list[bool]]] = []
+    first, second = parcel(1, print), parcel(1, print)._replace(slot=1)
+    work.verify(MEMORY, [first], lambda *arguments: told.append(arguments))
+    (verify_all,) = callbacks.waiting
+    with pytest.raises(KeyboardInterrupt):
+        verify_all()
+    work.verify(MEMORY, [second], lambda *arguments: told.append(arguments))
+    assert not work.is_idle
+    verify_all()
+    _, then = callbacks.waiting
+    then()
+    assert told == [([first, second], [True, True])]
+    assert work.is_idle
+    work.close()
+
+
+async def test_device_that_cannot_verify_leaves_no_parcel_waiting(loop_errors):
+    class Broken:
+        def verify(self, slots: Any, keys: bytes) -> Any:
+            raise DeviceError("the GPU is lost")
+
+    slots: Any = Broken()
+    poller = EventPoller()
+    poller.open(asyncio.get_running_loop())
+    work = DeviceParcelWork(slots, poller)
+    told: list[tuple[list[Parcel], list[bool]]] = []
+    received = parcel(1, print)
+    work.verify(MEMORY, [received], lambda *arguments: told.append(arguments))
+    await run_until_idle(lambda: work.is_idle)
+    assert told == [([received], [False])]
+    assert [str(error["exception"]) for error in loop_errors] == ["the GPU is lost"]
+    loop_errors.clear()
+    poller.close()

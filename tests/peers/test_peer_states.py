@@ -11,7 +11,7 @@ from aiokv.peers.messages import Want
 from aiokv.peers.sender import Target
 from aiokv.plan import RECEIVE
 
-from .world import EQUAL, SPLIT, World
+from .world import EQUAL, GROUPS, SPLIT, World
 
 
 def walk(
@@ -38,6 +38,8 @@ def walk(
             for part in (range(cut), range(cut, num_blocks)):
                 if part and choose.random() < 0.9:
                     world.receive(ticket, part)
+                    if choose.random() < 0.3:  # a window
+                        world.receive(ticket, [part[-1]], group=choose.randrange(1, GROUPS))
                 elif part:
                     open_ranges.append((ticket, list(part)))
             for each in [sender] if mapping is EQUAL else world.senders:
@@ -55,8 +57,10 @@ def walk(
             blocks = range(first, choose.randint(first + 1, num_blocks))
             if mapping is SPLIT and choose.random() < 0.8:
                 blocks = range(num_blocks)  # more than half of them would never be whole
+            group = choose.choice([0, 0, 0, *range(GROUPS)])
             for each in [sender] if mapping is EQUAL else world.senders:
-                world.send(each, ticket, blocks, after_step=choose.choice([0, 0, 1]))
+                step = choose.choice([0, 0, 1])
+                world.send(each, ticket, blocks, after_step=step, group=group)
         elif action == 5 and open_ranges:
             ticket, part = open_ranges.pop()
             world.receive(ticket, part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aiokv.peers.messages import Done, Landed, Refused
-from tests.peers.world import PARCEL_BYTES, SPLIT, World
+from tests.peers.world import GROUPS, PARCEL_BYTES, SPLIT, World
 
 
 def incoming(world, ticket):
@@ -64,7 +64,9 @@ def test_repeated_verification_does_not_lose_a_parcel_that_came_meanwhile():
 
 def test_block_that_is_not_in_the_ticket_ends_the_ticket():
     """Otherwise a sender could let the receiver remember any number of blocks."""
-    for block, is_inside in ((0, False), (1, True), (2, True), (3, False), (1 << 30, False)):
+    blocks = {(0, 0): False, (0, 1): True, (0, 2): True, (0, 3): False, (0, 1 << 30): False}
+    blocks |= {(1, 0): True, (1, 2): True, (1, 3): False, (1, 12): False}  # 0: a state
+    for (group, block), is_inside in {**blocks, (GROUPS, 1): False}.items():
         world = World(0, landing=4)
         sender = world.senders[0]
         ticket = world.expect(3, first=1)
@@ -75,6 +77,7 @@ def test_block_that_is_not_in_the_ticket_ends_the_ticket():
         ((_, (credit,)),) = ring.grant()
         landed = Landed(
             ticket_id=ticket.ticket_id,
+            group=group,
             sender_block=block,
             slot=credit.slot,
             slot_generation=credit.generation,
@@ -84,3 +87,46 @@ def test_block_that_is_not_in_the_ticket_ends_the_ticket():
         receiver.end_parcel(sender.wire, landed)
         assert bool(receiver.counts().tickets) == is_inside
         assert receiver.free_slots == 4
+
+
+def test_parked_parcels_outlast_the_end_of_their_sender():
+    """A plan may ask for them later: a window is planned when all blocks have arrived."""
+    world = World(0, landing=8)
+    sender = world.senders[0]
+    ticket = world.expect(2)
+    received = world.receive(ticket, [0, 1])
+    world.open(sender, ticket)
+    world.run()
+    sent = [world.send(sender, ticket, [0, 1]), world.send(sender, ticket, [1], group=2)]
+    world.run()
+    sender.logic.close_ticket(ticket.ticket_id, "all was sent")
+    world.run()
+    assert [world.reports[transfer_id] for transfer_id in sent] == [(2, None), (1, None)]
+    assert world.reports[received] == (2, None)
+    assert world.receiver.logic.counts().tickets == 1
+
+    window = world.receive(ticket, [1], group=2)
+    world.run()
+    assert world.reports[window] == (1, None)
+    assert world.receiver.logic.counts().tickets == 0  # nothing more can come
+    late = world.receive(ticket, [1], group=1)
+    world.run()
+    assert world.reports[late][1].reason.startswith("the ticket has ended")
+    world.finish()
+
+
+def test_plan_behind_the_end_of_the_sender_fails_at_once():
+    world = World(0, landing=8)
+    sender = world.senders[0]
+    ticket = world.expect(2)
+    world.open(sender, ticket)
+    world.run()
+    world.send(sender, ticket, [0])
+    world.run()
+    sender.logic.close_ticket(ticket.ticket_id, "the lease was released")
+    world.run()
+    received = world.receive(ticket, [0, 1])  # block 0 is parked
+    world.run()
+    leading, failure = world.reports[received]
+    assert (leading, failure.reason) == (1, "the sender ended: the lease was released")
+    world.finish()

@@ -19,7 +19,14 @@ from aiokv import (
 )
 from aiokv.plan import RECEIVE, SEND, STATE_RECEIVE, WINDOW_RECEIVE
 from aiokv.plan import STATE as STATE_ROUTE
-from aiokv.testing import ManualDevice, run_until_idle, running_clock, spin
+from aiokv.testing import (
+    ManualDevice,
+    record,
+    replay_transitions,
+    run_until_idle,
+    running_clock,
+    spin,
+)
 from tests.harness.closing import complete_during
 
 from .engines import SECRET, Side, prompt, two_engines
@@ -62,6 +69,12 @@ async def test_state_and_windows_arrive_behind_the_prompt(model, length, step):
         d.check_sides(lease, tokens)
         assert lease.usage.received_tokens == length
         assert lease.usage.computed_blocks == 0
+        for side, verb in ((p, "send"), (d, "receive")):
+            lanes = side.engine.worker_statistics()
+            state, window = (getattr(lanes, f"{name}_{verb}") for name in ("state", "window"))
+            assert state.done == ("state_slots" in model)
+            assert window.done == len(model.get("windows", {}))
+            assert bool(state.moved_bytes) == bool(state.done)
         # The lease decodes on from there: each position checks the state and the windows before it.
         longer = prompt(length + 30)
         d.engine.extend([lease], 30)
@@ -168,6 +181,82 @@ async def test_only_positions_with_state_and_windows_are_there(model):
         await complete(device, until=waiting.done)
         assert await waiting == 40
         d.check_sides(lease, tokens)
+
+
+async def cache(side: Side, tokens: np.ndarray, length: int) -> None:
+    """Let prompts hit behind the first positions of a prompt."""
+    async with await granted(side, tokens[: length + 1]) as lease:
+        side.compute(lease, tokens, 0, length)
+        if len(side.memory.state):
+            assert lease.snapshot(length)
+
+
+@MODELS
+@pytest.mark.parametrize("blocks", [(4, 4), (8, 4)])
+async def test_state_and_windows_arrive_behind_a_prefix_that_the_receiver_has(model, blocks):
+    tokens = prompt(60)
+    p = Side(listen=None, block_tokens=blocks[0], **model)
+    d = Side(block_tokens=blocks[1], ring_blocks=24, **model)
+    async with two_engines(p, d):
+        await cache(d, tokens, 44)
+        async with await granted(d, tokens) as lease:
+            assert lease.cached_tokens == 44
+            d.check_sides(lease, tokens[:44])
+            async with lease.receive() as receiving:
+                assert await p.prefill(tokens, receiving.ticket) == (16, None)
+                assert await receiving.wait() == 60
+            d.check(lease, tokens)
+            d.check_sides(lease, tokens)
+
+
+@MODELS
+async def test_lost_state_and_windows_leave_what_was_cached(model):
+    """The lease gives up its positions, but prompts still hit the blocks that were cached."""
+    tokens = prompt(60)
+    device = ManualDevice()
+    async with two_engines(Side(listen=None, **model), Side(device, **model)) as (p, d):
+        await cache(d, tokens, 44)
+        lease = await granted(d, tokens)
+        assert lease.cached_tokens == 44
+        async with lease.receive() as receiving:
+            prefill = asyncio.create_task(p.prefill(tokens, receiving.ticket))
+            routes = [WINDOW_RECEIVE] if "windows" in model else []
+            routes += [STATE_RECEIVE] if "state_slots" in model else []
+            failing = routes.pop()
+            await complete(device, RECEIVE, *routes, until=has_copies(device, failing))
+            for copy in [copy for copy in device.copies if copy.route == failing]:
+                copy.fail_all()
+            await complete(device, until=prefill.done)
+            assert await receiving.wait() == 0
+        await compute_rest(d, lease, tokens, 0)
+        assert lease.cached_tokens == 44
+        lease.release()
+
+
+@pytest.mark.parametrize("model", [WINDOWS, STATE | WINDOWS], ids=["windows", "both"])
+async def test_receive_that_is_cancelled_before_it_is_told_of_its_windows(model, monkeypatch):
+    """The windows have arrived, and nothing is in flight: the lease has lost its positions."""
+    tokens = prompt(60)
+    async with two_engines(*sides(model)) as (p, d):
+        await cache(d, tokens, 44)
+        lease = await granted(d, tokens)
+        async with lease.receive() as receiving:
+            exchange: Any = d.engine._exchange
+            tell = exchange._tell_flow
+
+            def cancel_and_tell(moved: Any) -> None:
+                has_windows = d.engine.statistics().received_window_blocks > 0
+                if has_windows and not exchange._read.peer_transfers(lease.id):
+                    receiving.cancel()
+                tell(moved)
+
+            monkeypatch.setattr(exchange, "_tell_flow", cancel_and_tell)
+            prefill = asyncio.create_task(p.prefill(tokens, receiving.ticket))
+            assert await receiving.wait() == 0
+            await prefill
+        assert lease.state == "failed"
+        await compute_rest(d, lease, tokens, 0)
+        lease.release()
 
 
 # --- failures at each stage ---------------------------------------------------------------------
@@ -388,7 +477,8 @@ async def test_state_is_sent_after_exactly_the_positions_of_the_ticket(model):
             lease.receive(18) as receiving,
             p.engine.send(source, receiving.ticket) as sending,
         ):
-            p.compute(source, tokens, 0, 18)
+            assert sending.num_tokens == 18
+            p.compute(source, tokens, 0, sending.num_tokens)
             assert await receiving.wait() == 18
             await run_until_idle(
                 lambda: sending.failure is None and not p.engine.peer_statistics().sending
@@ -459,3 +549,93 @@ async def test_many_prompts_share_a_ring_of_two_slots(model):
                 d.check_sides(lease, tokens)
 
         await asyncio.gather(*map(decode, prompts))
+
+
+@pytest.mark.parametrize("model", [STATE, STATE | WINDOWS], ids=["state", "both"])
+async def test_state_that_arrives_behind_the_end_of_the_receive_is_there(model):
+    """The end of its transfer commits the positions: the lease must not compute them again."""
+    tokens = prompt(40)
+    device = ManualDevice()
+    async with two_engines(Side(listen=None, **model), Side(device, **model)) as (p, d):
+        lease = await granted(d, tokens)
+        async with lease.receive() as receiving:
+            prefill = asyncio.create_task(p.prefill(tokens, receiving.ticket))
+            routes = (RECEIVE, WINDOW_RECEIVE)
+            await complete(device, *routes, until=has_copies(device, STATE_RECEIVE))
+            receiving.cancel()
+            waiting = asyncio.create_task(receiving.wait())
+            await spin(5)
+            assert not waiting.done()
+            await complete(device, until=waiting.done)
+            assert await waiting == 40
+            assert receiving.received_tokens == lease.usage.received_tokens == 40
+            await prefill
+        d.check_sides(lease, tokens)
+        lease.release()
+
+
+@pytest.mark.parametrize("model", [WINDOWS, STATE | WINDOWS], ids=["windows", "both"])
+async def test_windows_that_arrive_behind_the_end_of_the_receive_are_lost(model):
+    """The window tables are those behind positions that are not committed: no batch may begin."""
+    tokens = prompt(40)
+    device = ManualDevice()
+    async with two_engines(Side(listen=None, **model), Side(device, **model)) as (p, d):
+        lease = await granted(d, tokens)
+        async with lease.receive() as receiving:
+            prefill = asyncio.create_task(p.prefill(tokens, receiving.ticket))
+            await complete(device, RECEIVE, until=has_copies(device, WINDOW_RECEIVE))
+            receiving.cancel()
+            waiting = asyncio.create_task(receiving.wait())
+            await spin(5)
+            await complete(device, until=waiting.done)
+            assert await waiting == 0
+            await prefill
+        assert lease.state == "failed"
+        await compute_rest(d, lease, tokens, await receiving.wait())
+        lease.release()
+
+
+async def test_state_that_was_written_in_part_is_lost_also_by_a_cancelled_receive():
+    """A cancelled receive leaves the state before, unless the device has written the slot."""
+    tokens = prompt(40)
+    device = ManualDevice()
+    async with two_engines(Side(listen=None, **STATE), Side(device, **STATE)) as (p, d):
+        lease = await granted(d, tokens)
+        async with lease.receive() as receiving:
+            prefill = asyncio.create_task(p.prefill(tokens, receiving.ticket))
+            await complete(device, RECEIVE, until=has_copies(device, STATE_RECEIVE))
+            receiving.cancel()
+            waiting = asyncio.create_task(receiving.wait())
+            await spin(5)
+            (copy,) = [copy for copy in device.copies if copy.route == STATE_RECEIVE]
+            copy.fail_all()
+            assert await waiting == 0
+            await prefill
+        assert lease.state == "failed"
+        await compute_rest(d, lease, tokens, 0)
+        lease.release()
+
+
+@MODELS
+async def test_decisions_of_both_engines_replay(model):
+    tokens = prompt(60)
+    p, d = sides(model)
+    with record(p.engine) as sent, record(d.engine) as received:
+        async with two_engines(p, d):
+            await cache(d, tokens, 44)
+            async with await granted(d, tokens) as lease, lease.receive() as receiving:
+                await p.prefill(tokens, receiving.ticket)
+                assert await receiving.wait() == 60
+            lost = prompt(30, seed=2)
+            async with await granted(d, lost) as lease, lease.receive() as receiving:
+                prefill = asyncio.create_task(p.prefill(lost, receiving.ticket))
+                await run_until_idle(lambda: d.engine.statistics().received_blocks > 8)
+                receiving.cancel()
+                await prefill
+    for recording, verb in ((sent, "send"), (received, "receive")):
+        log = recording.log
+        assert replay_transitions(log) == len(log.transitions)
+        names = {transition.name for transition in log.transitions}
+        sides_of = {"state_slots": f"{verb}_state", "windows": f"{verb}_window"}
+        assert {verb, "end_peer" if verb == "receive" else verb} <= names
+        assert {sides_of[name] for name in model} <= names

@@ -15,14 +15,10 @@ import pytest
 from aiokv import ConfigError, InternalError, PeerError, UsageError
 from aiokv.peers.frames import FrameWriter
 from aiokv.peers.handshake import GREETING_BYTES, MAGIC, PROOF_BYTES, Handshake
+from aiokv.peers.listener import Listener, listen
 from aiokv.peers.messages import Cancel, Done, Ping, Pong, Want
-from aiokv.peers.wire import (
-    Connection,
-    Listener,
-    WireLimits,
-    listen,
-    place,
-)
+from aiokv.peers.sockets import place
+from aiokv.peers.wire import Connection, WireLimits
 from aiokv.testing import running_clock, spin
 from aiokv.testing.loops import run_until_idle
 from tests.peers.wires import HOST, SECRET, TICKET, RawSocket, Recorder, connected, landed

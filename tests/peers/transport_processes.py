@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
-from aiokv.peers.wire import listen
+from aiokv.peers.listener import listen
 from aiokv.testing import spin
 from aiokv.testing.loops import run_until_idle
 from tests.peers.transport_child import (

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from aiokv.peers.frames import FrameWriter
 from aiokv.peers.handshake import GREETING_BYTES, PROOF_BYTES, Handshake
+from aiokv.peers.listener import Listener, listen
 from aiokv.peers.messages import Landed
-from aiokv.peers.wire import Connection, Listener, WireLimits, listen
+from aiokv.peers.wire import Connection, WireLimits
 from aiokv.testing.loops import run_until_idle
 
 if TYPE_CHECKING:

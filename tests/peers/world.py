@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from aiokv.peers.messages import PROTOCOL_VERSION, Accepted, Landed, Open, Refused
+from aiokv.peers.messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    Landed,
+    Open,
+    Refused,
+    block_key,
+    split_key,
+)
 from aiokv.peers.receiver import Receiver, Source
 from aiokv.peers.ring import LandingRing
 from aiokv.peers.sender import Sender, Target
@@ -69,6 +77,14 @@ class Contents(NamedTuple):
     is_right: bool = True
 
 
+GROUPS = 3  # of blocks, such as those of the prompt, of the state and of a window
+
+
+def group_of(plan: TransferPlan) -> int:
+    """Return the group that a plan of the world names."""
+    return int(plan.group)
+
+
 class Wire:
     """A connection: queues of messages in both directions; parcels take two deliveries."""
 
@@ -108,8 +124,9 @@ class ReceiverSide(Side):
             LandingRing(num_slots),
             rank=0,
             slot_bytes=PARCEL_BYTES,
-            source=lambda message: Source((world.mapping,), message.sender_rank, 4),
+            source=lambda message: Source((world.mapping,) * GROUPS, message.sender_rank, 4),
             covers=lambda ranks: world.mapping is EQUAL or set(ranks) == {0, 1},
+            group=group_of,
             num_assembly=num_slots,
         )
 
@@ -179,7 +196,9 @@ class SenderSide(Side):
         self.wire: Wire | None = None
         self.filling = 0
         self.closed_step = 0
-        self.logic: Sender[Wire] = Sender(self, num_slots=num_slots, rank=rank, block_tokens=4)
+        self.logic: Sender[Wire] = Sender(
+            self, num_slots=num_slots, rank=rank, block_tokens=4, group=group_of
+        )
 
     def value(self, ticket_id: bytes, block: int) -> Any:
         """Return the value of a block that this rank sends."""
@@ -231,10 +250,11 @@ class SenderSide(Side):
                     contents = contents._replace(value="corrupt", is_right=False)
                 landed = Landed(
                     ticket_id=parcel.send.plan.peer,
-                    sender_block=parcel.block,
+                    sender_block=split_key(parcel.block)[1],
                     slot=credit.slot,
                     slot_generation=credit.generation,
                     parcel_bytes=PARCEL_BYTES,
+                    group=parcel.send.group,
                 )
                 if not connection.is_cut:
                     connection.to_receiver.append((landed, contents))
@@ -296,15 +316,18 @@ class World:
         self.report(plan.transfer_id, receive.leading_blocks, receive.failure)
         blocks, targets = plan.source_ids.tolist(), plan.target_ids.tolist()
         for block, target in list(zip(blocks, targets, strict=True))[: receive.leading_blocks]:
-            assert self.memory[target] == self.expected(plan.peer, block), "I4: wrong bytes"
+            expected = self.expected(plan.peer, block, receive.group)
+            assert self.memory[target] == expected, "I4: wrong bytes"
         self.others |= {target: self.memory.get(target) for target in targets}
 
-    def expected(self, ticket_id: bytes, block: int) -> Any:
+    def expected(self, ticket_id: bytes, block: int, group: int) -> Any:
         """Return the value of a block of the receiver."""
         if self.mapping is EQUAL:
-            return (ticket_id, block)
+            return (ticket_id, block_key(group, block))
         return {
-            (rank, half): (ticket_id, rank, 2 * block + half) for rank in (0, 1) for half in (0, 1)
+            (rank, half): (ticket_id, rank, block_key(group, 2 * block + half))
+            for rank in (0, 1)
+            for half in (0, 1)
         }
 
     # --- what users do --------------------------------------------------------------------------
@@ -332,20 +355,26 @@ class World:
         """Positions per block of the receiver; the senders have 4."""
         return 4 if self.mapping is EQUAL else 8
 
-    def receive(self, ticket: Ticket, blocks: Sequence[int]) -> int:
+    def receive(self, ticket: Ticket, blocks: Sequence[int], group: int = 0) -> int:
         plan = TransferPlan(
             transfer_id=next(self._ids),
             route=RECEIVE,
             source_blocks=id_bytes(list(blocks)),
             target_blocks=id_bytes([next(self._blocks) for _ in blocks]),
             peer=ticket.ticket_id,
+            group=str(group),
         )
         self.plans[plan.transfer_id] = plan
         self.receiver.logic.submit(plan)
         return plan.transfer_id
 
     def send(
-        self, sender: SenderSide, ticket: Ticket, blocks: Sequence[int], after_step: int = 0
+        self,
+        sender: SenderSide,
+        ticket: Ticket,
+        blocks: Sequence[int],
+        after_step: int = 0,
+        group: int = 0,
     ) -> int:
         plan = TransferPlan(
             transfer_id=next(self._ids),
@@ -354,6 +383,7 @@ class World:
             target_blocks=id_bytes(list(blocks)),
             peer=ticket.ticket_id,
             after_step=after_step,
+            group=str(group),
         )
         self.plans[plan.transfer_id] = plan
         sender.logic.submit(plan)
@@ -450,7 +480,7 @@ class World:
         sender = next(s for s in self.senders if wire.name.startswith(s.name + "."))
         if isinstance(message, Accepted):
             ticket = self.tickets[message.ticket_id]
-            target = Target(wire, (self.mapping,))
+            target = Target(wire, (self.mapping,) * GROUPS)
             sender.logic.add_ticket(ticket, self.now + ticket.timeout_seconds, {0: target})
         elif not isinstance(message, Refused):
             sender.logic.on_message(wire, message)

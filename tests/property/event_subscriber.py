@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tests.models.cached_blocks import Block
 
 DIGEST_BYTES = 32
+MAX_EVENT_BLOCKS = 1 << 20  # of a stream that is never full
 
 
 class Subscriber:
@@ -34,6 +35,7 @@ class Subscriber:
         self.events = BlockEvents(core, max_blocks)
         self.block_tokens = block_tokens
         self.tiers: dict[str, set[bytes]] = {"device": set(), "host": set()}
+        self.contexts: dict[bytes, str] = {}  # by digest
         self.stored = 0
         self.removed = 0
 
@@ -62,6 +64,7 @@ class Subscriber:
             assert len(run.tokens) == 4 * self.block_tokens * len(digests)
             assert len(run.items) in (0, len(digests))
             self.tiers[run.tier] |= digests
+            self.contexts |= dict.fromkeys(digests, run.context)
             self.stored += len(digests)
 
     def check(self, blocks: Iterable[Block]) -> None:
@@ -70,6 +73,7 @@ class Subscriber:
         for block in blocks:
             context, tokens, items = block.key
             digest = block_digests(self.block_tokens, context, tokens, items)[-1]
+            assert self.contexts.get(digest, context) == context
             for tier, valid in (("device", block.device_valid), ("host", block.host_valid)):
                 if valid:
                     expected[tier].add(digest)

@@ -3,7 +3,8 @@
 Each engine receives and sends. Between them, proxies cut, change, repeat, reorder and hold back
 what is on its way; leases are released, preempted, forked, truncated and cancelled during
 transfers; engines are reset, put to sleep, get other weights, and are restarted on the same port.
-Every position that is cached or was received is compared with the bytes of its prompt.
+Every position that is cached or was received is compared with the bytes of its prompt, and so are
+the recurrent state and the windows before each position that is computed.
 """
 
 from __future__ import annotations
@@ -11,13 +12,21 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from contextlib import AsyncExitStack, suppress
-from typing import TYPE_CHECKING
+from contextlib import AsyncExitStack, ExitStack, suppress
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from aiokv import AllocateTimeout, ClosedError, LeaseError, PeerError, TransferError, UsageError
+from aiokv import (
+    AllocateTimeout,
+    ClosedError,
+    LeaseError,
+    PeerError,
+    TransferError,
+    UsageError,
+    WindowGroup,
+)
 from aiokv.errors import WouldBlock
 from aiokv.testing import running_clock, spin
 from aiokv.testing.flaky import ChaosDevice
@@ -36,6 +45,13 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.clock]
 STEPS = 120
 SALTS = ("", "tenant")
 SEEDS = range(200 if os.environ.get("AIOKV_DEEP") else 6)
+STATE: dict[str, Any] = {"state_slots": 8}
+WINDOWS: dict[str, Any] = {
+    "windows": {
+        "near": WindowGroup(window_tokens=6, device_blocks=40, step_tokens=8),
+        "far": WindowGroup(window_tokens=15, device_blocks=60, step_tokens=8, sink_tokens=3),
+    }
+}
 
 
 class Engine:
@@ -43,6 +59,7 @@ class Engine:
 
     Args:
         rng: of the load.
+        model: recurrent state and window groups, as for ``Side``.
 
     Attributes:
         side: the engine that runs on the port now.
@@ -50,8 +67,9 @@ class Engine:
         restarts: number of engines that were closed while they were used.
     """
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, model: dict[str, Any]) -> None:
         self.rng = rng
+        self.model = model
         self.weights = 0
         self.side = self._new_side("127.0.0.1")
         self.restarts = 0
@@ -67,6 +85,7 @@ class Engine:
             host_blocks=32,
             write_policy=rng.choice(("none", "write_through", "write_back")),
             weights_version=str(self.weights),
+            **self.model,
         )
         side.memory.weights = self.weights
         return side
@@ -286,21 +305,47 @@ class Part:
         while True:
             try:
                 self.lease.recompute_from()
-            except LeaseError:  # another transfer still accesses blocks of the lease
+            except LeaseError as error:  # another transfer still accesses blocks of the lease
                 if self.lease.state == "released":
                     raise
+                if "preempt" in str(error):  # its state, or its windows, are lost
+                    return await self.begin_again()
                 await asyncio.sleep(0)
             else:
                 return self.lease.cached_tokens
 
+    async def begin_again(self) -> int:
+        """Give the blocks back, and take others; return the first position to compute."""
+        await self.lease.preempt()
+        await self.lease.allocate(len(self.tokens), timeout=5.0)
+        self.weights = self.side.memory.weights  # they may have been updated meanwhile
+        return await self.cached()
+
     async def compute(self, first: int, end: int) -> None:
         """Write positions, and check all before them."""
         end = min(end, self.lease.num_tokens)
-        places, words = self._places(self.lease, first, end)
-        with self.side.engine.computing([self.lease]):
-            self.side.memory.write(places, words)
-            self.lease.commit(end)
+        with ExitStack() as stack:
+            await self._enter_batch(stack)
+            while first < end:
+                stop = min(end, self.lease.reach_tokens)
+                places, words = self._places(self.lease, 0, stop)
+                self.side.memory.write((places[0][first:], places[1][first:]), words[first:])
+                self.side.memory.compute_sides(self.lease, words, first, stop)
+                self.lease.commit(stop)
+                first = stop
         self.check(end)
+
+    async def _enter_batch(self, stack: ExitStack) -> None:
+        """Begin a batch of the lease, when its state is not being sent any more."""
+        while True:
+            try:
+                stack.enter_context(self.side.engine.computing([self.lease]))
+            except LeaseError as error:
+                if "being sent" not in str(error):
+                    raise
+                await asyncio.sleep(0)
+            else:
+                return
 
     async def preempt(self, *, swap: bool) -> None:
         try:
@@ -310,6 +355,8 @@ class Part:
 
     def fork(self) -> None:
         """Fork, check the computed positions of the child, and release it."""
+        if self.side.memory.windows:  # a lease with windows cannot be forked
+            return
         done = self.lease.cached_tokens
         try:
             child = self.lease.fork()
@@ -322,9 +369,9 @@ class Part:
 class Load:
     """Requests, faults and control operations in a random order."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, model: dict[str, Any] | None = None) -> None:
         self.rng = random.Random(seed)
-        self.engines = [Engine(self.rng), Engine(self.rng)]
+        self.engines = [Engine(self.rng, model or {}), Engine(self.rng, model or {})]
         self.proxies: list[Proxy] = []
         self.requests: set[asyncio.Task[None]] = set()
         self.control: set[asyncio.Task[None]] = set()
@@ -463,4 +510,13 @@ class Load:
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_no_fault_of_a_peer_yields_a_wrong_byte(seed):
     load = Load(seed)
+    await load.run()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "model", [STATE, WINDOWS, STATE | WINDOWS], ids=["state", "windows", "both"]
+)
+async def test_no_fault_of_a_peer_yields_a_wrong_state_or_window(seed, model):
+    load = Load(seed, model)
     await load.run()

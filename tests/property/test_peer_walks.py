@@ -31,6 +31,7 @@ from aiokv.plan import (
 from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.scheduler.scheduler import CacheScheduler
 from aiokv.testing.transitions import Recording, replay_transitions
+from tests.property.event_subscriber import MAX_EVENT_BLOCKS
 
 if TYPE_CHECKING:
     from aiokv.plan import TransferPlan
@@ -75,6 +76,8 @@ class PeerWalk:
             windows=self.windows,
         )
         self.scheduler = CacheScheduler(config)
+        self.events = self.scheduler.read.block_events(MAX_EVENT_BLOCKS)  # compared by violations()
+        self.events.take(1)
         self.read = self.scheduler.read
         self.recording = Recording(self.scheduler, config, None)
         self.memory: dict[str, list[list[int]]] = {

@@ -22,6 +22,7 @@ from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.scheduler.scheduler import CacheScheduler
 from aiokv.stores.base import Result
 from aiokv.testing.transitions import Recording, replay_transitions
+from tests.property.event_subscriber import MAX_EVENT_BLOCKS
 
 if TYPE_CHECKING:
     from aiokv.plan import TransferPlan
@@ -72,6 +73,8 @@ class Walk:
             )
         self.has_state = has_state
         self.scheduler = CacheScheduler(config, has_stores)
+        self.events = self.scheduler.read.block_events(MAX_EVENT_BLOCKS)  # compared by violations()
+        self.events.take(1)
         self.recording = Recording(self.scheduler, config, None)
         self.tracked = random.random() < 0.5
         self.tokens: dict[int, np.ndarray] = {}  # of the leases with a handle

@@ -17,9 +17,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aiokv._native import Core, MoveRoute, Outcome, WritePolicy
+from aiokv._native import Core, EventStream, MoveRoute, Outcome, WritePolicy
 from aiokv.errors import LeaseError, RequestTooLarge
 from aiokv.plan import ID_DTYPE
+from tests.property.event_subscriber import MAX_EVENT_BLOCKS
 
 GARBAGE = ("garbage",)
 MAX_LEASES = 5
@@ -86,6 +87,8 @@ class StateMachine(RuleBasedStateMachine):
         self.bt = sizes["block_tokens"]
         self.leave = sizes["leave_tokens"]
         self.core = Core(write_policy=policy, **sizes)
+        self.events = EventStream(self.core, MAX_EVENT_BLOCKS)  # violations() compares it
+        self.events.drain(1)
         self.saves_all = policy == WritePolicy.WRITE_THROUGH and sizes["host_state_slots"] > 0
         self.device = Tier(sizes["state_slots"])
         self.host = Tier(sizes["host_state_slots"])

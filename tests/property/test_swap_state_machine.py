@@ -13,8 +13,9 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aiokv._native import Core, Outcome, WritePolicy
+from aiokv._native import Core, EventStream, Outcome, WritePolicy
 from aiokv.errors import LeaseError, RequestTooLarge
+from tests.property.event_subscriber import MAX_EVENT_BLOCKS
 
 GARBAGE = ("garbage",)
 MAX_LEASES = 5
@@ -50,6 +51,8 @@ class SwapMachine(RuleBasedStateMachine):
         self.bt: int = sizes["block_tokens"]
         self.host_blocks: int = sizes["host_blocks"]
         self.core = Core(write_policy=sizes.pop("policy"), **sizes)
+        self.events = EventStream(self.core, MAX_EVENT_BLOCKS)  # violations() compares it
+        self.events.drain(1)
         self.callers: list[Caller] = []
         self.moving: dict[int, Moving] = {}
         self.device: dict[int, Any] = {}

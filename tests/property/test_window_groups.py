@@ -19,9 +19,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aiokv._native import Core, MoveRoute, Outcome, WritePolicy
+from aiokv._native import Core, EventStream, MoveRoute, Outcome, WritePolicy
 from aiokv.errors import ConfigError, LeaseError, RequestTooLarge, UsageError
 from aiokv.plan import ID_DTYPE
+from tests.property.event_subscriber import MAX_EVENT_BLOCKS
 
 MAX_LEASES = 4
 POLICIES = [
@@ -118,6 +119,8 @@ class WindowMachine(RuleBasedStateMachine):
                 zip(sizes, self.windows, self.steps, self.sinks, self.on_host, strict=True)
             ),
         )
+        self.events = EventStream(self.core, MAX_EVENT_BLOCKS)  # violations() compares it
+        self.events.drain(1)
         self.bytes: list[dict[tuple[int, int], Any]] = [{} for _ in groups]
         self.host_bytes: list[dict[tuple[int, int], Any]] = [{} for _ in groups]
         self.moves: dict[int, WindowMove] = {}  # of window blocks, in flight

@@ -58,6 +58,20 @@ async def test_the_manager_shows_queues_and_pollers_of_its_ranks(tmp_path):
         assert samples(ranked, "aiokv_rank_connected") == {"0": 1, "1": 1}
 
 
+@pytest.mark.asyncio
+async def test_leases_that_lost_their_blocks_with_a_rank_are_counted(tmp_path):
+    async with Ranked(tmp_path) as ranked:
+        lease = ranked.engine.match(A)
+        await lease.allocate(7)
+        assert ranked.engine.statistics().lost_leases == 0
+        await ranked.lose(1)
+        assert ranked.engine.statistics().lost_leases == 1
+        assert ranked.engine.statistics().preemptions == 0
+        await ranked.restart(1)
+        assert ranked.engine.statistics().lost_leases == 1
+        lease.release()
+
+
 def test_the_time_in_queues_does_not_fall_when_a_rank_starts_again():
     state = RankState(0)
     for seconds, total in ((2.0, 2.0), (5.0, 5.0), (5.0, 5.0), (1.0, 6.0), (3.0, 8.0)):

@@ -41,6 +41,7 @@ from tests.harness.memory import Memory, WrongBytes
 from tests.soak.events import RoundEvents
 from tests.soak.load import LATE_PASSES, Load, Violation
 from tests.soak.peers import Prefill, receiving_peers
+from tests.soak.records import RoundRecords
 from tests.soak.stores import RoundStores
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ class Round:
             stores=self.stores.new(),
             peers=receiving_peers(self.memory, self.rng) if self.peers else None,
         )
-        with record(engine, log):
+        with record(engine, log), RoundRecords(engine, self.rng):
             async with (
                 prefill or nullcontext(),
                 engine,

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import random
+from typing import Any
 
 import numpy as np
 import pytest
 
+from aiokv import CacheConfig, CacheEngine, LeasePhase, TransferSpan
 from aiokv.scheduler.events import BlockEvents
 from aiokv.stores import proof
 from aiokv.testing import TransitionLog, replay_transitions
 from aiokv.testing.flaky import ChaosDevice
 from aiokv.worker.checksums import Checksums
 from tests.soak import __main__ as soak
-from tests.soak.load import Load
+from tests.soak.load import Load, Violation
 from tests.soak.peers import Prefill
+from tests.soak.records import RoundRecords
 from tests.soak.stores import RoundStores
 
 
@@ -211,3 +215,36 @@ def test_wrong_blocks_of_another_engine_are_detected(monkeypatch, capsys, tmp_pa
     log = tmp_path / "transitions.jsonl"
     assert soak.main(["--seconds", "20", "--seed", "3", "--log", str(log)]) == 1
     assert "VIOLATION" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("problem", ["ended twice", "not in order", "overlap", "records of onload"])
+def test_wrong_records_are_found(problem):
+    engine = CacheEngine(CacheConfig(device_blocks=8))
+    times: dict[str, Any] = {"queued_at": 1.0, "started_at": 2.0, "ended_at": 3.0}
+    span: dict[str, Any] = {
+        "transfer_id": 1,
+        "route": "offload",
+        "blocks": 1,
+        "num_bytes": 1,
+        "outcome": "failed",
+    }
+    phase: dict[str, Any] = {
+        "lease_id": 1,
+        "owner": "r1",
+        "phase": "granted",
+        "outcome": "released",
+    }
+    records = {
+        "ended twice": [TransferSpan(**span, **times)] * 2,
+        "not in order": [TransferSpan(**span, **times | {"started_at": 4.0})],
+        "overlap": [LeasePhase(**phase, began_at=t, ended_at=t + 2.0) for t in (1.0, 2.0)],
+        "records of onload": [
+            TransferSpan(**span | {"route": "onload", "outcome": "done"}, **times)
+        ],
+    }
+    checker = RoundRecords(engine, random.Random(1))  # random() < 0.5
+    checker.__enter__()
+    for record in records[problem]:
+        checker._note(record, None)
+    with pytest.raises(Violation, match=problem):
+        checker.__exit__(None, None, None)

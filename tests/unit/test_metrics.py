@@ -54,6 +54,7 @@ def parsed(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 
 def test_each_field_of_each_record_of_statistics_is_in_a_metric():
     records = filled_records()
+    assert set(records) == {name for name in dir(CacheEngine) if name.endswith("statistics")}
     samples = parsed(exposition(engine_with(records)))
     shown = set(samples.values()) | {
         float(rank) for _, labels in samples for name, rank in labels if name == "rank" and rank

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -1066,3 +1067,56 @@ def test_state_is_received_behind_all_windows_only():
     cache.end(receive_state(cache, lease_id, 26))
     assert cache.read.computed_tokens(lease_id) == 26
     cache.apply(cache.scheduler.begin_batch([lease_id]))
+
+
+@pytest.mark.parametrize("ended", ["before", "between", "after"])
+def test_lease_whose_ticket_ends_before_its_windows_are_committed_must_be_preempted(ended: str):
+    cache, lease_id = windowed()
+    cache.end(cache.receive(lease_id, 0, 7))
+    transfers = [receive_window(cache, lease_id, group, 26) for group in WINDOWS]
+    for number, transfer_id in enumerate(transfers):
+        if number == {"before": 0, "between": 1}.get(ended):
+            cache.apply(cache.scheduler.end_peer(lease_id, TICKET))
+        cache.end(transfer_id)
+    assert cache.read.state(lease_id) == (
+        LeaseState.GRANTED if ended == "after" else LeaseState.FAILED
+    )
+    cache.apply(cache.scheduler.end_peer(lease_id, OTHER_TICKET))
+    assert (cache.read.state(lease_id) == LeaseState.FAILED) == (ended != "after")
+    cache.apply(cache.scheduler.end_peer(lease_id, TICKET))
+
+    assert cache.read.state(lease_id) == LeaseState.FAILED
+    with suppress(LeaseError):
+        cache.commit_received(lease_id, 26)
+    assert cache.read.computed_tokens(lease_id) == 0
+    assert cache.read.cached_blocks() == []
+    cache.apply(cache.scheduler.preempt(lease_id))
+    assert cache.apply(cache.scheduler.try_allocate(lease_id, 26)) is not None
+
+
+def test_end_of_a_ticket_leaves_windows_that_are_committed():
+    cache, lease_id = windowed()
+    cache.end(cache.receive(lease_id, 0, 7))
+    for group in WINDOWS:
+        cache.end(receive_window(cache, lease_id, group, 26))
+    cache.commit_received(lease_id, 26)
+    cache.apply(cache.scheduler.end_peer(lease_id, TICKET))
+    assert cache.read.state(lease_id) == LeaseState.GRANTED
+    cache.apply(cache.scheduler.begin_batch([lease_id]))
+
+
+def test_cancelled_state_behind_received_windows_fails_the_lease():
+    cache = Cache(16, windows=WINDOWS, state_slots=2)
+    lease_id = cache.granted(26)
+    for transfer_id in cache.read.onloads(lease_id):
+        cache.plans[transfer_id] = None
+        cache.end(transfer_id)
+    cache.end(cache.receive(lease_id, 0, 7))
+    for group in WINDOWS:
+        cache.end(receive_window(cache, lease_id, group, 26))
+    state = receive_state(cache, lease_id, 26)
+    cache.apply(cache.scheduler.end_peer(lease_id, TICKET))
+    assert cache.read.state(lease_id) == LeaseState.GRANTED  # its end will tell
+    cache.end(state, "cancelled")
+    assert cache.read.state(lease_id) == LeaseState.FAILED
+    assert cache.read.computed_tokens(lease_id) == 0

@@ -74,7 +74,7 @@ class BlockEvents {
     // Reports everything that is there, then each change. At most `max_blocks` events of blocks
     // wait in its queue.
     EventStreamId open(std::size_t max_blocks);
-    void close(EventStreamId id) { streams_.erase(id); }
+    void close(EventStreamId id);
     // Reports everything that is there once more, after the sweep under way: for subscribers that
     // have joined later.
     void repeat(EventStreamId id);
@@ -109,6 +109,7 @@ class BlockEvents {
         void clear();
     };
 
+    NodeId note_root(NodeId node);
     Stream& stream(EventStreamId id);
     const Stream& stream(EventStreamId id) const;
     std::uint8_t visible(NodeId node) const;
@@ -127,6 +128,7 @@ class BlockEvents {
     StoredBlocks& stored_;
     std::unordered_map<EventStreamId, Stream> streams_;
     EventStreamId last_id_ = 0;
+    std::vector<NodeId> roots_;    // of nodes that a stream has reported
     std::vector<NodeId> unswept_;  // scratch
 };
 

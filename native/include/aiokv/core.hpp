@@ -204,8 +204,10 @@ class Core {
                            std::int64_t num_tokens) {
         return peers_.send_window(leases_.at(id), ticket, group, num_tokens);
     }
+    // A lease that has windows of the ticket behind positions that are not committed fails.
     void end_ticket(LeaseId id, const TicketId& ticket) {
-        peers_.end_ticket(leases_.at(id), ticket);
+        Lease& lease = leases_.at(id);
+        if (peers_.end_ticket(lease, ticket)) completions_.lose_sides(lease);
     }
     // With recurrent state, the end of receive_state() commits. All windows have arrived.
     std::uint32_t commit_received(LeaseId id, std::int64_t num_tokens);
@@ -280,7 +282,7 @@ class Core {
     }
 
   private:
-    static constexpr std::size_t kMaxListed = 8192;  // records of leases: takes less than 1 ms
+    static constexpr std::size_t kMaxListed = 4096;  // records of leases: takes less than 1 ms
 
     void finish_state(Lease& lease, std::uint32_t num_tokens);
 

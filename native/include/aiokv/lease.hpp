@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -14,7 +15,8 @@
 
 namespace aiokv {
 
-using LeaseId = std::uint64_t;  // generation << 32 | index; 0 is no lease
+using LeaseId = std::uint64_t;                  // generation << 32 | index; 0 is no lease
+using TicketId = std::array<std::uint8_t, 16>;  // names what a peer sends, or receives
 using TransferId = std::uint32_t;
 
 // LeaseTable::move() lists the allowed transitions.
@@ -60,7 +62,8 @@ struct WindowTable {
     std::uint32_t reserved = 0;  // of the group's ids, set aside for the lease
     // Received from a peer: the table is the one after these positions, which are not computed.
     std::uint32_t received_tokens = 0;
-    bool has_arrived = false;  // all of its blocks
+    TicketId received_ticket{};  // of this receive
+    bool has_arrived = false;    // all of its blocks
 };
 
 // Positions of a lease.

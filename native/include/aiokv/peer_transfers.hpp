@@ -18,7 +18,6 @@
 // whose handle is told of the end; it has none when the handle gave its blocks back.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -34,8 +33,6 @@
 #include "aiokv/transfer_ledger.hpp"
 
 namespace aiokv {
-
-using TicketId = std::array<std::uint8_t, 16>;
 
 enum class PeerRoute : std::uint8_t {
     kReceive,
@@ -118,8 +115,9 @@ class PeerTransfers {
     // received; or those that it has computed.
     TransferId receive_state(Lease& lease, const TicketId& ticket, std::int64_t num_tokens);
     TransferId send_state(Lease& lease, const TicketId& ticket, std::int64_t num_tokens);
-    // No caller waits for the transfers of this ticket: those in flight are abandoned.
-    void end_ticket(const Lease& lease, const TicketId& ticket);
+    // No caller waits for the transfers of this ticket: those in flight are abandoned. Returns
+    // true when the lease has windows of the ticket behind positions that will not be committed.
+    bool end_ticket(const Lease& lease, const TicketId& ticket);
     // Likewise for all transfers: the cached bytes are no longer valid.
     void end_all();
 

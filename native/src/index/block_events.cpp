@@ -44,6 +44,11 @@ EventStreamId BlockEvents::open(std::size_t max_blocks) {
     return last_id_;
 }
 
+void BlockEvents::close(EventStreamId id) {
+    streams_.erase(id);
+    if (streams_.empty()) std::vector<NodeId>().swap(roots_);
+}
+
 void BlockEvents::repeat(EventStreamId id) {
     Stream& one = stream(id);
     if (one.sweeps) {
@@ -102,6 +107,14 @@ void BlockEvents::report_change(NodeId node) {
     }
 }
 
+// The blocks before it have been reported: walking up a long prompt would cost time per block.
+NodeId BlockEvents::note_root(NodeId node) {
+    const NodeId parent = tree_[node].parent;
+    if (node >= roots_.size()) roots_.resize(std::size_t{node} * 5 / 4 + 64, kNone);
+    roots_[node] = tree_[parent].has(kRoot) ? parent : roots_[parent];
+    return roots_[node];
+}
+
 // With the blocks before it that the sweep has not reached.
 void BlockEvents::report_stored(Stream& stream, NodeId node) {
     unswept_.clear();
@@ -133,6 +146,7 @@ void BlockEvents::add_stored(Stream& stream, NodeId node, std::uint8_t media) {
     const Digest digest = stored_.digest(node);
     const NodeId parent = tree_[node].parent;
     const bool has_parent = !tree_[parent].has(kRoot);
+    const NodeId root = note_root(node);
     const ItemKey key = tree_.items(node);
     const std::int32_t* tokens = tree_.tokens(node);
     for (const Medium medium : kMedia) {
@@ -145,8 +159,6 @@ void BlockEvents::add_stored(Stream& stream, NodeId node, std::uint8_t media) {
             run->medium = medium;
             run->has_parent = has_parent;
             if (has_parent) run->parent = stored_.digest(parent);
-            NodeId root = parent;
-            while (!tree_[root].has(kRoot)) root = tree_[root].parent;
             run->context = index_.context_of_root(root);
         }
         run->digests.push_back(digest);

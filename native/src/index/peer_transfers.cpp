@@ -269,6 +269,7 @@ TransferId PeerTransfers::receive_window(Lease& lease, const TicketId& ticket, s
             .of(lease.id());
     }
     if (window.received_tokens == 0) windows_.move_to(lease, tokens, lease.last_use(step));
+    for (WindowTable& table : lease.windows) table.received_ticket = ticket;
     return begin_window(lease, PeerRoute::kReceiveWindow, ticket, group,
                         windows_.missing_blocks(lease, group, tokens));
 }
@@ -335,11 +336,15 @@ void PeerTransfers::give_up(TransferId id, PeerTransfer& transfer) {
     abandoned_.push_back(id);
 }
 
-void PeerTransfers::end_ticket(const Lease& lease, const TicketId& ticket) {
+bool PeerTransfers::end_ticket(const Lease& lease, const TicketId& ticket) {
+    bool is_receiving = false;  // state or windows, whose ends will tell
     for (const TransferId id : lease.peer_transfers) {
         PeerTransfer& transfer = in_flight_.at(id);
         if (transfer.ticket == ticket) give_up(id, transfer);
+        is_receiving = is_receiving || (transfer.receives() && !transfer.moves_blocks());
     }
+    return !is_receiving && is_waiting_for_windows(lease) &&
+           lease.windows.front().received_ticket == ticket;
 }
 
 void PeerTransfers::end_all() {
@@ -370,13 +375,14 @@ PeerRelease PeerTransfers::complete(TransferId id, Outcome outcome, std::uint32_
         good = std::min(good, transfer.kept_blocks);
         note_received(leases_.at(transfer.lease), transfer, good);
     }
-    // A state that was cancelled is still the one before.
-    if (transfer.route == PeerRoute::kReceiveState && outcome != Outcome::kCancelled) {
+    // A state that was cancelled is still the one before, but windows are those behind it.
+    if (transfer.route == PeerRoute::kReceiveState &&
+        (outcome != Outcome::kCancelled || is_waiting_for_windows(leases_.at(transfer.lease)))) {
         released.lease = transfer.lease;
         released.state_tokens = good > 0 ? transfer.end_token : 0;
     }
     if (transfer.route == PeerRoute::kReceiveWindow) {
-        const bool has_arrived = good == transfer.size();
+        const bool has_arrived = good == transfer.size() && !transfer.cancelling;
         leases_.at(transfer.lease).windows[transfer.group].has_arrived = has_arrived;
         if (!has_arrived) released.lease = transfer.lease;
     }

@@ -1,0 +1,171 @@
+"""WriteQueue: messages and parcels that one end of a connection is to write."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from aiokv.errors import PeerError
+from aiokv.peers.frames import FrameWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from aiokv.peers.messages import Landed, Message
+
+WRITE_BYTES: Final = 1 << 20  # of one system call, which holds the loop while it copies
+_MAX_BUFFERS: Final = 64  # of one sendmsg
+
+
+class ParcelWrites:
+    """Parcels that were given to a connection in one call.
+
+    Attributes:
+        ended: result None when all parcels that were not withdrawn are written, and the error when
+            the connection ended before; the connection does not read their memory then.
+    """
+
+    def __init__(self, parcels: Sequence[Landed]) -> None:
+        self.ended: asyncio.Future[PeerError | None] = asyncio.get_running_loop().create_future()
+        self._waiting = deque(parcels)  # their writes have not begun, in order
+        self._unwritten = len(self._waiting)
+        self.withdrawn = False
+        self._end_if_written()
+
+    def withdraw(self) -> list[Landed]:
+        """Do not begin further writes; return the parcels that will not be written. Idempotent."""
+        self.withdrawn = True
+        unsent = list(self._waiting)
+        self._waiting.clear()
+        self._unwritten -= len(unsent)
+        self._end_if_written()
+        return unsent
+
+    # --- for the connection -----------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Note that the write of the next parcel begins."""
+        self._waiting.popleft()
+
+    def note_written(self) -> None:
+        """Note that the connection no longer reads a parcel whose write had begun."""
+        self._unwritten -= 1
+        self._end_if_written()
+
+    def fail(self, reason: str) -> None:
+        """Note that the connection ended."""
+        if not self.ended.done():
+            self.ended.set_result(PeerError(reason))
+
+    def _end_if_written(self) -> None:
+        if not self._unwritten and not self.ended.done():
+            self.ended.set_result(None)
+
+
+class _Queued:
+    """A message, with or without a parcel, that has no frame yet."""
+
+    __slots__ = ("message", "parcel", "writes")
+
+    def __init__(
+        self,
+        message: Message,
+        parcel: memoryview | None = None,
+        writes: ParcelWrites | None = None,
+    ) -> None:
+        self.message = message
+        self.parcel = parcel
+        self.writes = writes
+
+
+class WriteQueue:
+    """What one end of a connection is to write, in order.
+
+    Args:
+        key: of the frames.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._writer = FrameWriter(key)
+        self._queue: deque[_Queued] = deque()  # without a frame
+        self._active: deque[tuple[memoryview, ParcelWrites | None]] = deque()  # frames, parcels
+        self._active_bytes = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._active or self._queue)
+
+    @property
+    def waiting(self) -> int:
+        """Number of messages and parcels that have no frame yet."""
+        return len(self._queue)
+
+    def add(self, message: Message) -> None:
+        """Queue a message."""
+        self._queue.append(_Queued(message))
+
+    def add_first(self, message: Message) -> None:
+        """Queue a message before those that have no frame yet."""
+        self._queue.appendleft(_Queued(message))
+
+    def add_parcels(
+        self, parcels: Sequence[tuple[Landed, memoryview]], writes: ParcelWrites
+    ) -> None:
+        """Queue parcels, each behind its ``Landed``."""
+        self._queue.extend(_Queued(landed, parcel, writes) for landed, parcel in parcels)
+
+    def buffers(self) -> list[memoryview]:
+        """Return the next bytes to write, at most ``WRITE_BYTES``, not copied."""
+        while self._queue and self._active_bytes < WRITE_BYTES:
+            queued = self._queue[0]
+            writes = queued.writes
+            if writes is None or queued.parcel is None:
+                self._activate(memoryview(self._writer.frame(queued.message)), None)
+            elif not writes.withdrawn:
+                writes.begin()
+                frame = self._writer.frame(queued.message, has_parcel=True)
+                self._activate(memoryview(frame), None)
+                self._activate(queued.parcel, writes)
+            self._queue.popleft()  # at the end: an interrupt before it fails the write
+        return _first_bytes(self._active, WRITE_BYTES)
+
+    def _activate(self, buffer: memoryview, writes: ParcelWrites | None) -> None:
+        self._active.append((buffer, writes))
+        self._active_bytes += len(buffer)
+
+    def drop_sent(self, sent: int) -> None:
+        """Forget the first ``sent`` bytes: the kernel has them."""
+        self._active_bytes -= sent
+        while sent:
+            buffer, writes = self._active[0]
+            if sent < len(buffer):
+                self._active[0] = (buffer[sent:], writes)
+                return
+            sent -= len(buffer)
+            if writes is not None:
+                writes.note_written()
+            self._active.popleft()  # at the end: an interrupt before it fails the write
+
+    def fail(self, reason: str) -> None:
+        """Drop everything: the connection has ended. Idempotent."""
+        for _, writes in self._active:
+            if writes is not None:
+                writes.fail(reason)
+        for queued in self._queue:
+            if queued.writes is not None:
+                queued.writes.fail(reason)
+        self._active.clear()
+        self._queue.clear()
+
+
+def _first_bytes(
+    buffers: Iterable[tuple[memoryview, ParcelWrites | None]], most: int
+) -> list[memoryview]:
+    """Return the first ``most`` bytes of all buffers, not copied."""
+    first: list[memoryview] = []
+    for buffer, _ in buffers:
+        first.append(buffer[:most])
+        most -= len(first[-1])
+        if not most or len(first) == _MAX_BUFFERS:
+            break
+    return first

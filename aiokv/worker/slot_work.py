@@ -1,0 +1,143 @@
+"""SlotWork: access to the bytes of parcels in their slots, in threads, kernels or on the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from aiokv.peers.receiver import Parcel as Received
+    from aiokv.peers.sender import Parcel as Sent
+    from aiokv.peers.transport import PeerMemory
+    from aiokv.worker.poller import EventPoller
+
+    Verified: TypeAlias = Callable[[list[Received], list[bool]], None]
+    Sealed: TypeAlias = Callable[[list[Sent[Any]], bool], None]
+
+
+class SlotWork(ABC):
+    """Verifies and places received parcels, cuts and seals parcels to be sent.
+
+    Each call returns at once. Its continuation ``then`` is called in a later callback of the loop,
+    again when an interrupt kept it from returning, so it is idempotent.
+
+    Args:
+        poller: open; calls the continuations.
+    """
+
+    def __init__(self, poller: EventPoller) -> None:
+        self._poller = poller
+        self._running: set[asyncio.Future[Any]] = set()  # work that accesses slots
+        self._unfinished: set[object] = set()  # work whose continuation has not returned
+        self._unverified: list[Received] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """True when nothing is in progress, and no continuation is left to be called."""
+        return not self._running and not self._unfinished and not self._unverified
+
+    async def finish(self) -> None:
+        """Wait until no work accesses a slot.
+
+        Cancellation: stops waiting.
+        """
+        if self._running:
+            await asyncio.wait(list(self._running))
+
+    def close(self) -> None:  # noqa: B027 - most work needs no end
+        """Wait until no thread accesses a slot, and end the threads. Idempotent."""
+
+    def landing_keys(self, slots: Sequence[int]) -> bytes:
+        """Return what a copy from verified landing slots must find, 32 bytes each.
+
+        Empty when the copy need not verify the slots again.
+        """
+        return b""
+
+    def outgoing_keys(self, parcels: Sequence[Sent[Any]]) -> bytes:
+        """Return the keys with which a copy to outgoing slots seals these, 32 bytes each.
+
+        Empty when ``seal`` does.
+        """
+        return b""
+
+    def verify(self, memory: PeerMemory, parcels: Sequence[Received], then: Verified) -> None:
+        """Verify parcels, together with the others of this pass of the loop.
+
+        Args:
+            memory: landing slots.
+            parcels: of any layouts.
+            then: gets parcels, and for each True if its bytes are right.
+        """
+        if not self._unverified:
+            self._soon(partial(self._verify_all, memory, then))
+        self._unverified += parcels
+
+    def _verify_all(self, memory: PeerMemory, then: Verified) -> None:
+        """Begin to verify all parcels. Idempotent, as ``then``."""
+        if self._unverified:
+            self._begin_verification(memory, list(self._unverified), then)
+            self._unverified.clear()  # at the end: an interrupt before it loses none
+
+    @abstractmethod
+    def _begin_verification(
+        self, memory: PeerMemory, parcels: list[Received], then: Verified
+    ) -> None:
+        """Begin to verify parcels."""
+
+    @abstractmethod
+    def place(
+        self,
+        memory: PeerMemory,
+        parcels: Sequence[Received],
+        addresses: Sequence[dict[int, int]],
+        then: Callable[[bool], None],
+    ) -> None:
+        """Place parcels in host blocks.
+
+        Args:
+            memory: landing slots.
+            parcels: of other layouts.
+            addresses: of the host blocks of each parcel, by block.
+            then: gets False if an error has left blocks incomplete.
+        """
+
+    @abstractmethod
+    def seal(self, memory: PeerMemory, parcels: Sequence[Sent[Any]], then: Sealed) -> None:
+        """Cut parcels out of their ``block_slot``, if they have one, and write their trailers.
+
+        Args:
+            memory: outgoing slots.
+            parcels: for any receivers.
+            then: gets parcels, and False if an error has left them without trailers.
+        """
+
+    # --- continuations ----------------------------------------------------------------------------
+
+    def _expect(self, then: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return ``then`` as a continuation; the work is in progress until it has returned."""
+        token = object()
+        self._unfinished.add(token)
+        return partial(self._continue, token, then)
+
+    def _continue(self, token: object, then: Callable[[Any], None], result: Any) -> None:
+        then(result)
+        self._unfinished.discard(token)
+
+    def _continue_soon(self, then: Callable[[Any], None], result: Any) -> None:
+        self._soon(partial(self._expect(then), result))
+
+    def _soon(self, action: Callable[[], object]) -> None:
+        if not self._poller.closed:
+            self._poller.soon(action)
+
+
+def report_error(error: BaseException) -> None:
+    """Give an error in the access to slots to the loop's exception handler."""
+    asyncio.get_running_loop().call_exception_handler(
+        {"message": "aiokv: work on the parcels of peers raised", "exception": error}
+    )
