@@ -9,8 +9,8 @@ and the end of the step.
   of threads and of the GIL, and the calls themselves.
 * ``crossing_us.calls_1``: the same for one ``commit``.
 * ``same_calls_on_the_loop_us``: the 64 calls, made by code that runs on the engine's own loop.
-* ``crossing_us.beside_python``: the 64 calls while another thread runs Python code without a break,
-  which gives the GIL up only after ``sys.getswitchinterval()``.
+* ``crossing_us.beside_python``: the 64 calls, after a pause, while another thread runs Python code
+  without a break, which gives the GIL up only after ``sys.getswitchinterval()``.
 """
 
 from __future__ import annotations
@@ -120,16 +120,20 @@ def _beside_python(function: Callable[[], None], repeats: int) -> dict[str, floa
     thread = threading.Thread(target=compute)
     thread.start()
     try:
-        return _measure(function, repeats)
+        return _measure(function, repeats, pause_seconds=0.002)
     finally:
         ended.set()
         thread.join()
 
 
-def _measure(function: Callable[[], object], repeats: int) -> dict[str, float]:
-    """Return percentiles of the microseconds of ``function``."""
+def _measure(
+    function: Callable[[], object], repeats: int, pause_seconds: float = 0.0
+) -> dict[str, float]:
+    """Return percentiles of the microseconds of ``function``, without the pauses before it."""
     samples = []
     for _ in range(repeats):
+        if pause_seconds:
+            time.sleep(pause_seconds)
         begin = time.perf_counter_ns()
         function()
         samples.append((time.perf_counter_ns() - begin) / 1e3)

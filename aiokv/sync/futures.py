@@ -134,7 +134,10 @@ class EngineFuture(Future[T]):
         try:
             value = await coroutine
         except asyncio.CancelledError:
-            self.fail(self._engine_thread.new_error())  # unless it was cancelled by its owner
+            if self._engine_thread.is_ending:
+                self.fail(self._engine_thread.new_error())  # unless its owner has cancelled it
+            else:
+                self._note_end_by_cancellation()
         except BaseException as error:  # also SystemExit: it belongs to the caller
             has_failed = self._engine_thread.has_failed  # then the engine was closed for that
             self.fail(self._engine_thread.new_error() if has_failed else without_frames(error))
@@ -155,6 +158,12 @@ class EngineFuture(Future[T]):
         self._engine_thread.end_wait(self)
         if self.set_running_or_notify_cancel():
             self.set_exception(error)
+
+    def _note_end_by_cancellation(self) -> None:
+        """Note the end of a coroutine that its owner, or the coroutine itself, has cancelled."""
+        self._engine_thread.end_wait(self)
+        super().cancel()
+        self.set_running_or_notify_cancel()
 
     def _cancel_task(self) -> None:
         if self._task is not None:

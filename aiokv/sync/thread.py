@@ -198,6 +198,11 @@ class EngineThread:
         return self._has_ended
 
     @property
+    def is_ending(self) -> bool:
+        """True when the engine was asked to close, or has failed: tasks are cancelled for that."""
+        return self.has_failed or (self._closing is not None and self._closing.done())
+
+    @property
     def has_failed(self) -> bool:
         """True when an exception has ended the loop."""
         return self._failure is not None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
+import uvloop
 
 from aiokv import CacheConfig
 from aiokv.sync import SyncEngine
@@ -21,9 +23,9 @@ def config() -> CacheConfig:
     return CacheConfig(block_tokens=TOKENS, device_blocks=BLOCKS, drain_timeout_seconds=0.0)
 
 
-@pytest.fixture
-def engine(config: CacheConfig) -> Iterator[SyncEngine]:
-    """Check the invariants at the end, and that no lease has kept a block."""
-    with SyncEngine(config) as engine:
+@pytest.fixture(params=[uvloop.new_event_loop, asyncio.new_event_loop], ids=["uvloop", "asyncio"])
+def engine(request: pytest.FixtureRequest, config: CacheConfig) -> Iterator[SyncEngine]:
+    """An engine on a loop of each kind; its invariants are checked at the end."""
+    with SyncEngine(config, loop_factory=request.param) as engine:
         yield engine
         assert engine.call(engine.cache.check_invariants) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import gc
 import signal
@@ -167,6 +168,15 @@ def test_submit_awaits_and_cancel_ends_the_coroutine(engine, full):
     engine.call(engine.cache.quiesce, timeout=30)
     engine.call(engine.cache.resume)
     assert not engine.health().is_paused
+
+
+def test_a_coroutine_that_cancels_itself_cancels_its_future(engine):
+    async def give_up():
+        raise asyncio.CancelledError
+
+    with pytest.raises(concurrent.futures.CancelledError):
+        engine.call(give_up)
+    assert concurrent.futures.wait([engine.submit(give_up)], timeout=30).not_done == set()
 
 
 def test_an_error_of_a_submitted_function_is_raised(engine):
