@@ -827,7 +827,7 @@ class CacheEngine(Unique):
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
         """Event loop that the engine was entered on; None before. Any thread."""
-        return self._lifetime.loop if self.has_begun else None
+        return self._lifetime.entered_loop
 
     @property
     def has_begun(self) -> bool:
