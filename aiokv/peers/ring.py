@@ -237,21 +237,23 @@ class LandingRing(Generic[C]):
     # --- the end of a connection ------------------------------------------------------------------
 
     def revoke(self, connection: C, *, may_write: bool) -> list[int]:
-        """End all credits and wishes of a connection that has ended.
+        """End all credits and wishes of a connection that has ended. Idempotent.
 
         Args:
             may_write: the peer may still write the slots, as with a one-sided transport: they
                 are quarantined until ``confirm``.
 
         Returns:
-            The quarantined slots of the connection; empty when it may not write.
+            The quarantined slots of the connection, also those of an earlier call.
         """
         self._demands.pop(connection, None)
         quarantined = []
         for index, slot in enumerate(self._slots):
-            if slot.owner != connection or slot.state is SlotState.QUARANTINED:
+            if slot.owner != connection:
                 continue
-            if may_write:
+            if slot.state is SlotState.QUARANTINED:  # by an earlier call
+                quarantined.append(index)
+            elif may_write:
                 self._change(slot, SlotState.QUARANTINED)
                 quarantined.append(index)
             else:

@@ -69,7 +69,7 @@ class AcceptedConnections:
         self._waiting: dict[Connection, list[Message]] = {}  # messages behind the first Open
         self._metadata: dict[Connection, bytes] = {}  # of one-sided transports
         self._accepts: set[asyncio.Task[None]] = set()
-        self._fences: set[asyncio.Task[None]] = set()
+        self._fences: dict[Connection, asyncio.Task[None]] = {}
 
     @property
     def connections(self) -> list[Connection]:
@@ -116,10 +116,10 @@ class AcceptedConnections:
 
         Cancellation: call it again.
         """
-        for fence in self._fences:
+        for fence in self._fences.values():
             fence.cancel()  # the transport closes what they wait for
         if self._fences:
-            await asyncio.wait(list(self._fences))
+            await asyncio.wait(list(self._fences.values()))
 
     # --- messages ---------------------------------------------------------------------------------
 
@@ -220,11 +220,15 @@ class AcceptedConnections:
             self._begin_fence(connection, may_write=may_write)
 
     def _begin_fence(self, connection: Connection, *, may_write: bool) -> None:
-        """Free the slots of a connection that has ended when its sender cannot write any more."""
-        del self._metadata[connection]
-        fence = asyncio.get_running_loop().create_task(self._fence(connection, may_write))
-        self._fences.add(fence)
-        fence.add_done_callback(self._fences.discard)
+        """Free the slots of a connection that has ended when its sender cannot write any more.
+
+        Idempotent.
+        """
+        if connection not in self._fences:
+            fence = asyncio.get_running_loop().create_task(self._fence(connection, may_write))
+            self._fences[connection] = fence
+            fence.add_done_callback(lambda _: self._fences.pop(connection, None))
+        self._metadata.pop(connection, None)  # at the end: an interrupt before it loses no slot
 
     async def _fence(self, connection: Connection, may_write: bool) -> None:
         receiver = self._receiver

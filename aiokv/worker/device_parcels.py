@@ -10,7 +10,7 @@ import numpy as np
 
 from aiokv.errors import InternalError
 from aiokv.stores.base import Result
-from aiokv.worker.slot_work import SlotWork, report_error
+from aiokv.worker.slot_access import SlotAccess, report_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from aiokv.peers.transport import PeerMemory
     from aiokv.worker.device.base import DeviceSlots, Verification
     from aiokv.worker.poller import EventPoller
-    from aiokv.worker.slot_work import Sealed, Verified
+    from aiokv.worker.slot_access import Sealed, Verified
 
 
-class DeviceParcelWork(SlotWork):
+class DeviceParcelWork(SlotAccess):
     """Work on slots in the memory of a device.
 
     The copies from device blocks seal the slots, and those to device blocks verify them again, with
@@ -31,7 +31,7 @@ class DeviceParcelWork(SlotWork):
 
     Args:
         slots: of the device; allocated until ``finish`` has returned.
-        poller: see :class:`SlotWork`.
+        poller: see :class:`SlotAccess`.
     """
 
     def __init__(self, slots: DeviceSlots, poller: EventPoller) -> None:
@@ -40,11 +40,11 @@ class DeviceParcelWork(SlotWork):
         self._keys: dict[int, bytes] = {}  # of the parcel that was verified last, by landing slot
 
     def landing_keys(self, slots: Sequence[int]) -> bytes:
-        """See :meth:`SlotWork.landing_keys`."""
+        """See :meth:`SlotAccess.landing_keys`."""
         return b"".join(self._keys[slot] for slot in slots)
 
     def outgoing_keys(self, parcels: Sequence[Sent[Any]]) -> bytes:
-        """See :meth:`SlotWork.outgoing_keys`."""
+        """See :meth:`SlotAccess.outgoing_keys`."""
         return b"".join(parcel.key for parcel in parcels)
 
     def _begin_verification(

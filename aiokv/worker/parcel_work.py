@@ -12,7 +12,7 @@ import numpy as np
 
 from aiokv import _native
 from aiokv.stores.base import TRAILER_BYTES, Result
-from aiokv.worker.slot_work import SlotWork, report_error
+from aiokv.worker.slot_access import SlotAccess, report_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from aiokv.peers.sender import Parcel as Sent
     from aiokv.peers.transport import PeerMemory
     from aiokv.worker.poller import EventPoller
-    from aiokv.worker.slot_work import Sealed, Verified
+    from aiokv.worker.slot_access import Sealed, Verified
 
 INLINE_BYTES: Final = 256 << 10  # fewer bytes are read on the loop, which is faster than a thread
 
 
-class ParcelWork(SlotWork):
+class ParcelWork(SlotAccess):
     """Work on slots in host memory.
 
     Args:
-        poller: see :class:`SlotWork`.
+        poller: see :class:`SlotAccess`.
     """
 
     def __init__(self, poller: EventPoller) -> None:
@@ -38,7 +38,7 @@ class ParcelWork(SlotWork):
         self._executor = ThreadPoolExecutor(2, thread_name_prefix="aiokv-peers")
 
     def close(self) -> None:
-        """See :meth:`SlotWork.close`."""
+        """See :meth:`SlotAccess.close`."""
         self._executor.shutdown()
 
     def _begin_verification(
@@ -60,7 +60,7 @@ class ParcelWork(SlotWork):
         addresses: Sequence[dict[int, int]],
         then: Callable[[bool], None],
     ) -> None:
-        """See :meth:`SlotWork.place`."""
+        """See :meth:`SlotAccess.place`."""
         calls = []
         for parcel, targets in zip(parcels, addresses, strict=True):
             mapping: Any = parcel.mapping
@@ -70,7 +70,7 @@ class ParcelWork(SlotWork):
         self._run(partial(_call_all, calls), num_bytes, lambda done: then(bool(done)))
 
     def seal(self, memory: PeerMemory, parcels: Sequence[Sent[Any]], then: Sealed) -> None:
-        """See :meth:`SlotWork.seal`."""
+        """See :meth:`SlotAccess.seal`."""
         for mapping in {parcel.mapping for parcel in parcels}:
             equal = [parcel for parcel in parcels if parcel.mapping is mapping]
             slots = [-1 if parcel.slot is None else parcel.slot for parcel in equal]

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from aiokv.worker.memory import WorkerMemory
     from aiokv.worker.poller import EventPoller
     from aiokv.worker.regions import Regions
-    from aiokv.worker.slot_work import SlotWork
+    from aiokv.worker.slot_access import SlotAccess
 
 SPARE_SECONDS: Final = 1.0
 LAST_MESSAGES_SECONDS: Final = 0.5  # for the last messages to be sent, when the worker closes
@@ -165,7 +165,7 @@ class PeerTransfers:
         self._blocks_per_slot = 1  # of the landing ring
         self._landing: PeerMemory | None = None
         self._outgoing: PeerMemory | None = None
-        self._work: SlotWork | None = None
+        self._work: SlotAccess | None = None
         self._writes: set[asyncio.Task[None]] = set()
         self._timers: list[asyncio.TimerHandle] = []
         self._closing = False

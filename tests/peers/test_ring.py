@@ -123,6 +123,18 @@ def test_late_parcel_of_an_earlier_generation_is_stale():
     assert not ring.land("a", early)
 
 
+def test_revoke_that_an_interrupt_repeats_returns_the_same_slots():
+    """The caller must learn that the peer may still write."""
+    ring = LandingRing(3)
+    ring.want("a", 2)
+    ring.grant()
+    assert ring.revoke("a", may_write=True) == [0, 1]
+    assert ring.revoke("a", may_write=True) == [0, 1]
+    assert ring.confirm("a") == 2
+    assert ring.violations() == []
+    assert ring.is_idle
+
+
 def test_slot_whose_parcel_is_being_copied_is_not_granted_and_not_revoked():
     ring = LandingRing(1)
     credit = landed(ring, "a")

@@ -1,4 +1,4 @@
-"""SlotWork: access to the bytes of parcels in their slots, in threads, kernels or on the loop."""
+"""SlotAccess: access to the bytes of parcels in their slots, in threads, kernels or on the loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Sealed: TypeAlias = Callable[[list[Sent[Any]], bool], None]
 
 
-class SlotWork(ABC):
+class SlotAccess(ABC):
     """Verifies and places received parcels, cuts and seals parcels to be sent.
 
     Each call returns at once. Its continuation ``then`` is called in a later callback of the loop,
