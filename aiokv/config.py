@@ -251,19 +251,19 @@ class CacheConfig:
     ) -> Self:
         """Return a configuration from keywords, environment variables, a TOML file and defaults.
 
-        A keyword goes before the variable ``AIOKV_`` and the name of the field in capitals, a
-        variable before the file, the file before the default of the field. Each source may have
-        ``device_bytes`` and ``host_bytes`` in place of ``device_blocks`` and ``host_blocks``: a
-        number of bytes, or a text such as ``"40GiB"``. ``"none"`` stands for None where a field
-        accepts it; a variable that is empty counts as not set. ``AIOKV_WINDOWS`` holds JSON.
+        Each setting comes from the first of these sources that has it: the keywords; the variable
+        ``AIOKV_`` and the name of the field in capitals; the file; the default. Each source may
+        have ``device_bytes`` and ``host_bytes`` in place of ``device_blocks`` and ``host_blocks``:
+        a number of bytes, or a text such as ``"40GiB"``. ``"none"`` is None where a field accepts
+        it; an empty variable counts as not set. ``AIOKV_WINDOWS`` is JSON.
 
         Args:
             file: path of a TOML file, whose keys are the fields; a window group is a table
                 ``[windows.NAME]``. None for the file that ``AIOKV_CONFIG`` names, if any.
             env: False to read no environment variable.
             block: bytes of one block, or the tensors, for sizes in bytes. With tensors,
-                ``device_blocks`` is by default the number of their blocks, and at most that for
-                ``device_bytes``.
+                ``device_blocks`` defaults to the number of their blocks, which also limits the
+                blocks of ``device_bytes``.
             with_stores: True if the engine gets stores: its host blocks are larger then.
             overrides: fields, ``device_bytes`` and ``host_bytes``.
 

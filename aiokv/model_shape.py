@@ -101,7 +101,7 @@ class StateShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What a model stores, by layer.
+    """KV and recurrent state that a model stores, by layer.
 
     Attributes:
         name: ``model_type`` of the configuration.
@@ -110,7 +110,7 @@ class ModelShape:
         states: recurrent state of each layer that has some, with the number of equal layers.
         query_heads: query heads per layer.
         max_tokens: longest sequence of the model; None if the configuration does not say.
-        kv_dtype: dtype of KV that the configuration asks for; None for that of the model.
+        kv_dtype: dtype of KV that the configuration specifies; None for that of the model.
         notes: assumptions that the configuration made necessary.
     """
 

@@ -1,7 +1,7 @@
 """Settings of a cache from keywords, environment variables, a TOML file and defaults.
 
-Keywords go before ``AIOKV_*`` variables, variables before the file, the file before the defaults. A
-setting keeps its source, so that an error names the line of the file, or the variable.
+Keywords take precedence over ``AIOKV_*`` variables, variables over the file, and the file over the
+defaults. A setting keeps its source, so that an error names the line of the file or the variable.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _Config = TypeVar("_Config", bound=CacheConfig)
 
 
 class Rank(IntEnum):
-    """Kinds of sources; the source with the larger number goes before the others."""
+    """Kinds of sources; a source with a larger number takes precedence."""
 
     DEFAULT = 0
     REGIONS = 1
@@ -369,7 +369,7 @@ def _check_name(name: str, known: Iterable[str], source: str, *, prefix: str = "
 
 
 def _parsed(name: str, text: str, setting: Setting) -> Any:
-    """Return the value that the text of a variable stands for."""
+    """Return the value of the text of a variable."""
     if name in BLOCKS_OF or _kind(name) in (str, Literal):
         return _typed(name, text, setting)
     value: object = _UNSET
@@ -422,9 +422,15 @@ def _size(name: str, value: object, setting: Setting) -> int:
 
 
 def _bytes_hint(name: str, value: object) -> str:
-    """Return a hint for sizes such as ``device_blocks = "40GiB"``."""
+    """Return a hint for sizes such as ``device_blocks = "40GiB"``; empty for other values."""
     in_bytes = {blocks: size for size, blocks in BLOCKS_OF.items()}.get(name)
-    return f"{in_bytes} = {value!r} gives a size in bytes" if in_bytes is not None else ""
+    if in_bytes is None or not isinstance(value, str):
+        return ""
+    try:
+        parse_bytes(value)
+    except ValueError:
+        return ""
+    return f"{in_bytes} = {value!r} gives a size in bytes"
 
 
 def _kind(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The capacities that memory of a given size has for a model, and the conversations that fit."""
+"""Sizing: the blocks and conversations of a model that fit in memory of a given size."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         kv_dtype: one of ``aiokv.model_shape.KV_DTYPES``.
         block_tokens: token positions per block.
         conversation_tokens: tokens of one conversation.
-        step_tokens: the most that one step computes of a sequence; only models with sliding
-            windows need blocks for it.
+        step_tokens: maximum number of tokens that one step computes of a sequence; only models
+            with sliding windows need blocks for it.
         with_stores: True if the engine has stores, whose host blocks are larger.
     """
 
@@ -113,7 +113,7 @@ class CacheSizes(msgspec.Struct, frozen=True, kw_only=True):
         device_conversations: conversations whose KV fits in GPU memory.
         host_conversations: conversations whose KV fits in host memory.
         windows: the window groups.
-        memory: the memory that was asked about.
+        memory: the memory that the sizes were computed for.
         notes: assumptions about the model.
     """
 

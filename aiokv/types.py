@@ -310,8 +310,8 @@ class PrefixInfo(msgspec.Struct, frozen=True, kw_only=True):
         num_tokens: tokens of the stretch.
         blocks: blocks of the stretch, of which ``device_blocks`` have a copy on the device, and
             ``host_blocks`` one in host memory.
-        uses: how often a lease has computed the stretch, or found it on the device; with stores,
-            also in host memory. Since the stretch was cached, up to 255.
+        uses: number of times that a lease has computed the stretch or found it on the device (with
+            stores, also in host memory) since the stretch was cached, up to 255.
         leases: leases that hold its first block now.
         branches: stretches that follow.
     """

@@ -30,6 +30,7 @@ BENCHES = (
     "shutdown",
     "ranks",
     "loop_held",
+    "sync",
     "peer_layouts",
     "peers_transports",
     "disk_io",

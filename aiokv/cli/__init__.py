@@ -54,12 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     parser = _make_parser()
-    args = parser.parse_args(argv)
-    if args.run is None:
-        parser.print_help()
-        sys.stdout.flush()
-        return 0
     try:
+        args = parser.parse_args(argv)
+        if args.run is None:
+            parser.print_help()
+            sys.stdout.flush()
+            return 0
         _configure_logs(args.log_level)
         status: int = args.run(args)
         sys.stdout.flush()
@@ -91,7 +91,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version
 
-        print(f"aiokv {version('aiokv')}")
+        print(f"aiokv {version('aiokv')}", flush=True)
         parser.exit()
 
 

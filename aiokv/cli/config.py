@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from aiokv.settings import Setting, Settings
 
 EPILOG = """\
-A setting comes from the first of these places that has it: the variable AIOKV_ and its name in
+A setting comes from the first of these sources that has it: the variable AIOKV_ and its name in
 capitals, such as AIOKV_HOST_BYTES=40GiB; the TOML file of --file, else of AIOKV_CONFIG; its
-default. The output is a TOML file with the source of each setting behind it.
+default. The output is a TOML file with the source of each setting in a comment.
 
-exit status: 0 the settings are valid, 2 they are not; the message names the line or the variable
+exit status: 0 the settings are valid, 2 they are invalid; the message names the line or variable
 """
 
 
@@ -26,7 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the ``config`` command."""
     parser = subparsers.add_parser(
         "config",
-        help="print the settings of a cache and where they come from",
+        help="print the settings of a cache and their sources",
         description="Print the settings that CacheConfig.load finds, and the source of each.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import socket
 import sys
 from functools import partial
 from pathlib import Path
@@ -206,8 +205,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         nargs="?",
         const=LIVE_PORT,
         metavar="PORT",
-        help="serve the conversations again and again, until Ctrl-C, with the live page of the "
-        f"cache on this port of 127.0.0.1 (default: {LIVE_PORT}; 0 for any)",
+        help="serve the conversations in a loop until Ctrl-C, with the live page of the cache on "
+        f"this port of 127.0.0.1 (default: {LIVE_PORT}; 0 for any free port)",
     )
 
 
@@ -260,14 +259,13 @@ def _run_live(args: argparse.Namespace) -> int:
         ConfigError: uvicorn is not installed.
         UsageError: an option contradicts ``--live``, or the port is out of range or in use.
     """
+    from aiokv.cli.listening import listen
     from aiokv.cli.running import run_async
     from aiokv.errors import ConfigError, UsageError
 
     for option in ("split", "corrupt", "json"):
         if getattr(args, option):
             raise UsageError(f"--live and --{option} cannot be used together")
-    if not 0 <= args.live < 2**16:
-        raise UsageError(f"--live is {args.live}; it must be a port, from 0 to 65535")
     try:
         from aiokv.demo.live import run_live
     except ImportError as error:
@@ -279,14 +277,7 @@ def _run_live(args: argparse.Namespace) -> int:
     if args.trace is None:
         args.conversations *= LIVE_CONVERSATIONS
     scenario = _scenario(args)
-    try:
-        listener = socket.create_server(("127.0.0.1", args.live))
-    except OSError as error:
-        raise UsageError(
-            f"--live: port {args.live} of 127.0.0.1 cannot be bound: {error.strerror}",
-            hint="choose another port, such as --live 0 for any",
-        ) from None
-    with listener:
+    with listen("--live", "127.0.0.1", args.live) as listener:
         port = listener.getsockname()[1]
         print(f"the live page is http://127.0.0.1:{port}/; press Ctrl-C to stop", flush=True)
         run_async(run_live(scenario, _config(args), clients=clients, listener=listener))

@@ -1,4 +1,4 @@
-"""``aiokv doctor [--json]``: what this machine has that aiokv needs, and what makes it slow."""
+"""``aiokv doctor [--json]``: checks of what aiokv needs on this machine and what makes it slow."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ EXIT_GOOD: Final = 0
 EXIT_MISSING: Final = 1
 
 EPILOG = """\
-Each line is ok, slow (works, but slower than it could) or missing, and says what to do. GPUs are
-not required, except with --gpu. The copies to and from each GPU take about a second; --no-measure
-leaves them out.
+Each line starts with ok, slow (works, but slower than it could) or missing, and says what to do.
+GPUs are required only with --gpu. The copies to and from each GPU take about a second;
+--no-measure skips them.
 
-exit status: 0 nothing that is required is missing, 1 something is, 2 bad usage
+exit status: 0 nothing required is missing, 1 something required is missing, 2 bad usage
 """
 
 _STYLES: Final = {"ok": "green", "slow": "yellow", "missing": "red"}
@@ -32,11 +32,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "doctor",
         help="check this machine: GPU, PCIe link, limits, kernel, build",
-        description="Check what this machine has that aiokv needs, and what makes aiokv slow.",
+        description="Check what aiokv needs on this machine, and what makes aiokv slow.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--gpu", action="store_true", help="a GPU and what it needs are required")
+    parser.add_argument("--gpu", action="store_true", help="require a GPU and its software")
     parser.add_argument(
         "--no-measure", dest="measure", action="store_false", help="do not measure copies"
     )
@@ -92,4 +92,4 @@ def _summary(report: Report) -> str:
         sum(finding.status == status for finding in report.findings)
         for status in ("slow", "missing")
     )
-    return f"aiokv works here; lines that are slow: {slow}, missing and not required: {missing}"
+    return f"aiokv works here; slow: {slow}, missing but not required: {missing}"

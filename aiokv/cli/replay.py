@@ -73,7 +73,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=DISK_POLICIES[0],
         help="when to save blocks on the simulated disk",
     )
-    add_count(parser, "--disk-uses", 2, "the n of --disk-policy at_nth_use")
+    add_count(
+        parser, "--disk-uses", 2, "with --disk-policy at_nth_use: uses after which a block is saved"
+    )
     add(
         "--disk-admission",
         choices=DISK_ADMISSIONS,
@@ -102,8 +104,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--router",
         choices=(*ROUTERS, "all"),
         default="all",
-        help="with --engines: prefix sends a prompt where its first token would come soonest; "
-        "all: compare the routers",
+        help="with --engines: prefix chooses the engine with the shortest expected time to first "
+        "token; all: compare the routers",
     )
     add(
         "--tokens-per-second",
@@ -255,7 +257,7 @@ def _check_sweep(options: ReplayOptions, sweep: Sweep) -> None:
 
 
 def _trace_path(trace: str) -> str:
-    """Return the path of a trace; a file named ``example`` goes before that of the package."""
+    """Return the path of a trace; a file ``example`` takes precedence over that of the package."""
     if trace != EXAMPLE or Path(trace).exists():
         return trace
     from aiokv.trace.example import EXAMPLE as example

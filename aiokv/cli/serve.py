@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from aiokv.cli.arguments import add_count
+from aiokv.cli.listening import listen
 from aiokv.cli.running import Terminated
 from aiokv.errors import ConfigError
 
@@ -16,13 +18,14 @@ if TYPE_CHECKING:
 EPILOG = """\
 The model has random weights, so its text has no meaning; a token is a byte. The source to copy is
 aiokv/demo/http_server.py. /aiokv/ on the same port is the live page of the cache, /aiokv/metrics
-is for Prometheus, and /aiokv/readyz for probes.
+is for Prometheus, and /aiokv/readyz is for readiness probes.
 
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "hello", "stream": true}'
 
-SIGTERM and Ctrl-C refuse new connections and wait for the answers in flight, at most --grace.
+After SIGTERM or Ctrl-C, the server refuses new connections and waits at most --grace seconds for
+the answers in flight.
 
-exit status: 0 after SIGTERM, 130 after Ctrl-C, 2 bad usage
+exit status: 0 after SIGTERM, 130 after Ctrl-C, 1 the engine could not be opened, 2 bad usage
 """
 
 
@@ -38,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to bind (default: %(default)s)"
     )
-    add_count(parser, "--port", 8000, "port to bind; 0 for any", minimum=0)
+    add_count(parser, "--port", 8000, "port to bind; 0 for any free port", minimum=0)
     add_count(parser, "--block-tokens", 16, "tokens per block")
     add_count(parser, "--device-blocks", 1024, "blocks of the device tier")
     add_count(parser, "--host-blocks", 4096, "blocks of the host tier; 0 for none", minimum=0)
@@ -50,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: starlette or uvicorn is not installed, or a value is out of range.
+        UsageError: the address cannot be bound.
     """
     try:
         import uvicorn
@@ -60,16 +64,17 @@ def run(args: argparse.Namespace) -> int:
             f"aiokv serve needs the package {error.name}", hint="pip install 'aiokv[serve]'"
         ) from None
     level = "info" if args.log_level == "warning" else args.log_level
-    with suppress(Terminated):  # uvicorn raises the signal again when it has shut down
-        uvicorn.run(
-            app,
-            host=args.host,
-            port=args.port,
-            loop="uvloop",
-            log_level=level,
-            timeout_graceful_shutdown=args.grace,
-        )
-    return 0
+    config = uvicorn.Config(
+        app, loop="uvloop", log_level=level, timeout_graceful_shutdown=args.grace
+    )
+    server = uvicorn.Server(config)
+    with listen("--port", args.host, args.port) as listener:
+        host = f"[{args.host}]" if ":" in args.host else args.host
+        address = f"http://{host}:{listener.getsockname()[1]}"
+        print(f"aiokv: running on {address} (Ctrl-C stops)", file=sys.stderr, flush=True)
+        with suppress(Terminated):  # uvicorn raises the signal again when it has shut down
+            server.run(sockets=[listener])
+    return 0 if server.started else 1  # uvicorn has logged why the engine could not be opened
 
 
 def _make_app(args: argparse.Namespace) -> Starlette:

@@ -31,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "size",
         help="compute the blocks and conversations that fit in memory",
-        description="Compute the bytes per token and block of a model, and what fits in memory.",
+        description="Compute the bytes per token and per block, and the blocks that fit in memory.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -48,7 +48,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=positive_share,
         default=0.9,
         metavar="X",
-        help="share of it for weights and KV; the rest is for activations (default: %(default)s)",
+        help="share of the GPU memory for weights and KV; the rest is for activations "
+        "(default: %(default)s)",
     )
     add("--weights", type=size_bytes, metavar="SIZE", help="bytes of the weights of all ranks")
     add(

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="PATH",
         help="config.json, its folder, or ORG/NAME in the local cache of Hugging Face: the model "
-        "whose bytes per block the sizes are made of",
+        "that determines the bytes per block",
     )
     size.add_argument(
         "--bytes-per-token", type=size_bytes, metavar="SIZE", help="KV bytes per token of a rank"

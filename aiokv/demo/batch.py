@@ -39,7 +39,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a step computes of one sequence.
+    """Positions of one sequence that a step computes.
 
     Attributes:
         tokens: of the sequence, from its beginning.

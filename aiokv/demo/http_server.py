@@ -1,4 +1,4 @@
-"""An OpenAI-like HTTP server over one CacheEngine: a file to copy, and to put your model into.
+"""OpenAI-like HTTP server over one CacheEngine: an example to copy and adapt to your model.
 
 A task per request waits for capacity; one loop computes the steps of all granted requests::
 
@@ -122,8 +122,8 @@ class Server:
     async def _admission(self, prompt: list[int], body: Completion) -> AsyncIterator[Running]:
         """Wait for capacity, and compute the request until the block ends.
 
-        When the client leaves, the block is cancelled and the lease released, at once. Blocks that
-        a step still computes with return to the pool behind it, because ``computing`` names them.
+        When the client disconnects, the block is cancelled and the lease is released at once.
+        Blocks that a step still computes with return to the pool after the step.
         """
         tokens, name = np.array(prompt, np.int32), f"cmpl-{uuid4().hex}"
         async with self._engine.match(tokens, salt=body.cache_salt, owner=name) as lease:

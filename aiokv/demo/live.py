@@ -39,7 +39,7 @@ async def run_live(
     Args:
         scenario: the model, and the conversations to choose from.
         config: sizes of the cache and of the batch.
-        clients: clients that talk at a time; all requests stand in line for blocks at once.
+        clients: number of concurrent clients.
         listener: bound socket of the page; the caller closes it.
 
     Raises:
@@ -79,7 +79,7 @@ async def run_live(
 
 
 async def _talk(server: Server, scenario: Scenario, chosen: random.Random) -> None:
-    """Hold one conversation after the other."""
+    """Serve one conversation after the other."""
     conversations = scenario.workload.conversations
     while True:
         await asyncio.sleep(chosen.expovariate(1 / PAUSE_SECONDS))

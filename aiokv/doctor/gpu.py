@@ -23,7 +23,7 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 LIST_SECONDS: Final = 30.0  # the driver starts the GPUs, which takes seconds without persistence
 COPY_SECONDS: Final = 60.0
 
-# Bytes per second of one lane, in one direction, behind the line code.
+# Payload of one lane in bytes per second, in one direction, without the line code.
 LANE_BYTES: Final = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 _GENERATIONS: Final = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
 EXPECTED_SHARE: Final = 0.75  # of the link; packet headers take the rest
@@ -87,7 +87,7 @@ def check_gpus(machine: Machine, *, measure: bool = True) -> Iterator[Finding]:
     text = f"{found[1]}, " if found else ""
     yield from _check_driver(machine, f"{text}CUDA {format_cuda(gpus.cuda)}", gpus.cuda)
     if not gpus.gpus:
-        yield missing("GPU", "the process can use none", "see CUDA_VISIBLE_DEVICES")
+        yield missing("GPU", "the process can use none", "check CUDA_VISIBLE_DEVICES")
     for gpu in gpus.gpus:
         yield from _check_gpu(machine, gpu)
         if measure:

@@ -1,7 +1,7 @@
-"""What the CUDA driver says of its GPUs, and the speed of copies, printed as JSON.
+"""GPU probe: prints the GPUs that the CUDA driver reports, or the speed of copies, as JSON.
 
-A process of its own: one that waits for the driver can be killed, and the CUDA context ends with
-it. It uses the libraries of the driver, and no other module of aiokv.
+The probe runs in a separate process, which can be killed while it waits for the driver and whose
+end frees the CUDA context. It uses the libraries of the driver, and no other module of aiokv.
 
 ``python gpu_probe.py list`` and ``python gpu_probe.py copy ORDINAL``.
 """

@@ -84,7 +84,7 @@ def _clock_seconds() -> float:
 
 @dataclass(slots=True, kw_only=True)
 class Machine:
-    """What checks look at; tests replace the parts.
+    """Inputs of the checks; tests replace them.
 
     Attributes:
         root: folder whose ``proc`` and ``sys`` are read.

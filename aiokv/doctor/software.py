@@ -99,7 +99,7 @@ def check_eventfd(machine: Machine) -> Iterator[Finding]:
 
 
 def check_io_uring(machine: Machine) -> Iterator[Finding]:
-    """Without io_uring, threads read and write the files of stores."""
+    """Check io_uring, without which threads read and write the files of stores."""
     try:
         queue = machine.native.IoQueue(1, "auto")
     except OSError as error:

@@ -61,7 +61,7 @@ def check_memory(machine: Machine) -> Iterator[Finding]:
 
 
 def check_huge_pages(machine: Machine) -> Iterator[Finding]:
-    """Huge pages make pinning and copies of host memory faster; the arena asks for them."""
+    """Check huge pages, with which pinning and copies of host memory are faster."""
     text = machine.read("sys/kernel/mm/transparent_hugepage/enabled")
     advice = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, as root"
     if text is None:
@@ -76,7 +76,7 @@ def check_huge_pages(machine: Machine) -> Iterator[Finding]:
 
 
 def check_locked_memory(machine: Machine) -> Iterator[Finding]:
-    """io_uring counts host memory that it keeps mapped against the limit of locked memory."""
+    """Check the limit of locked memory, which includes host memory that io_uring keeps mapped."""
     limit = machine.soft_limit(resource.RLIMIT_MEMLOCK)
     status = machine.read("proc/self/status") or ""
     found = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
@@ -107,7 +107,7 @@ def check_open_files(machine: Machine) -> Iterator[Finding]:
 
 
 def check_numa(machine: Machine) -> Iterator[Finding]:
-    """Each CPU of another node than the GPU's copies at a lower speed."""
+    """Check the NUMA nodes: CPUs of another node than that of the GPU copy at a lower speed."""
     nodes = numa_nodes(machine)
     if len(nodes) < 2:
         yield ok("NUMA", "one node")
@@ -123,7 +123,7 @@ def check_numa(machine: Machine) -> Iterator[Finding]:
 
 
 def check_clock(machine: Machine) -> Iterator[Finding]:
-    """Reading a slow clock enters the kernel; each transition and transfer reads it."""
+    """Check the clock: each transition and transfer reads it, and a slow one enters the kernel."""
     folder = "sys/devices/system/clocksource/clocksource0"
     name = machine.read(f"{folder}/current_clocksource")
     if name is None:
@@ -134,14 +134,14 @@ def check_clock(machine: Machine) -> Iterator[Finding]:
         if seconds <= MAX_CLOCK_SECONDS:
             yield ok("clock", text)
         else:
-            yield slow("clock", text, "a sandbox or hypervisor intercepts the clock: avoid it")
+            yield slow("clock", text, "run without the sandbox or hypervisor that intercepts it")
     else:
         available = (machine.read(f"{folder}/available_clocksource") or "").split()
         better = [clock for clock in FAST_CLOCKS if clock in available]
         advice = "boot with tsc=reliable if the processor has a constant TSC"
         if better:
             advice = f"echo {better[0]} > /{folder}/current_clocksource, as root"
-        yield slow("clock", f"{name}, which each reading enters the kernel for", advice)
+        yield slow("clock", f"{name}: each reading enters the kernel", advice)
 
 
 def numa_nodes(machine: Machine) -> dict[int, frozenset[int]]:

@@ -827,7 +827,7 @@ class CacheEngine(Unique):
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
         """Event loop that the engine was entered on; None before. Any thread."""
-        return self._lifetime.loop if self.has_begun else None
+        return self._lifetime.entered_loop
 
     @property
     def has_begun(self) -> bool:
@@ -915,8 +915,8 @@ class CacheEngine(Unique):
         The engine calls it on its loop at the end of a pass, with a ``TransferSpan``,
         ``LeasePhase`` or ``BatchSpan`` that has ended, and the context variables of the task that
         called ``match`` for the lease of the record. The context is None for records without a
-        lease, and for leases that were matched before any observer was added. The last records come
-        while the engine closes.
+        lease, and for leases that were matched before any observer was added. The engine delivers
+        the last records while it closes.
 
         When an observer raises an exception, the loop's exception handler gets it, and the observer
         is removed.
@@ -933,7 +933,7 @@ class CacheEngine(Unique):
         self._observers.add(observer)
 
     def remove_observer(self, observer: Observer) -> None:
-        """Give an observer the records up to now, and call it no more. Idempotent.
+        """Call an observer with the records up to now, then remove it. Idempotent.
 
         Raises:
             UsageError: the call is made in another thread. Nothing changed.
@@ -944,8 +944,8 @@ class CacheEngine(Unique):
     def leases(self, limit: int = 1000) -> list[LeaseInfo]:
         """List leases: first those that wait, in the order of their lines, then the oldest ones.
 
-        Leases of pins and prefetches are included. The call takes about 2 µs per listed lease; of
-        more than 4,096 leases it sees only a part.
+        Leases of pins and prefetches are included. The call takes about 2 µs per listed lease; it
+        examines at most 4,096 leases.
 
         Args:
             limit: most leases to list, from 0.
@@ -959,8 +959,8 @@ class CacheEngine(Unique):
     def hottest_prefixes(self, limit: int = 32) -> HotPrefixes:
         """Return the cached prefixes that were used most, as a tree.
 
-        The call takes at most about 1 ms, however large the cache is: it follows the most used
-        blocks first, and reads at most 4,096 of them.
+        The call takes at most about 1 ms for a cache of any size: it follows the most used blocks
+        first, and reads at most 4,096 blocks.
 
         Args:
             limit: most stretches of blocks to return, from 0.
@@ -983,7 +983,7 @@ class CacheEngine(Unique):
         return self._observers.in_flight()
 
     def health(self) -> Health:
-        """Return whether the engine can serve, for health checks. Takes a few microseconds.
+        """Return the state of the engine, for health checks. Takes a few microseconds.
 
         Raises:
             UsageError: the call is made in another thread.
@@ -991,7 +991,7 @@ class CacheEngine(Unique):
         return self._inspection.health()
 
     async def timeline(self, seconds: float, path: Path | str | None = None) -> dict[str, Any]:
-        """Record what happens for some seconds, as a trace for ui.perfetto.dev.
+        """Record transfers, leases and batches for some seconds, as a trace for ui.perfetto.dev.
 
         The trace has a track per route with its transfers, a track per lease with its waits and
         the time during which it holds blocks, the batches of the model, and counters of queues.
@@ -1021,7 +1021,7 @@ class CacheEngine(Unique):
         max_queued_blocks: int = 65_536,
         data_parallel_rank: int | None = None,
     ) -> KVEvents:
-        """Subscribe to what the tiers hold, in the schema of vLLM.
+        """Subscribe to the changes of the blocks in the tiers, in the schema of vLLM.
 
         ::
 
@@ -1070,18 +1070,19 @@ class CacheEngine(Unique):
         released, if it has computed a block; the lines are in that order. Forks are left out.
 
         A thread writes. When it cannot keep up, or the disk is full, requests are left out and
-        counted, and the engine goes on. Full files are kept beside ``path`` as
+        counted, and no request waits. Full files are kept beside ``path`` as
         ``trace.000001.jsonl.gz`` and so on; each is a trace of its own.
 
         Args:
             path: the newest file; compressed if the name ends in ``.gz``. A file that exists there
-                is kept as an older one.
+                is kept as an older one; a folder, a link or a device is refused, and a file that
+                another recording writes.
             max_file_bytes: size at which the next file begins, at least 64 KiB.
             max_files: files to keep; the oldest are deleted.
 
         Raises:
             UsageError: an argument is out of range. ``async with`` raises it when the file cannot
-                be written or another recording is under way, and ``ClosedError`` when the engine
+                be written or another recording is in progress, and ``ClosedError`` when the engine
                 is closed.
         """
         writer = writer_for(path, max_file_bytes, max_files)

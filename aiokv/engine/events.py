@@ -141,10 +141,10 @@ class KVEvents:
         return self._batch(events) if events else None
 
     def repeat(self) -> None:
-        """Report the blocks that the tiers hold once more, for receivers that have joined later.
+        """Report all blocks of the tiers again, for receivers that joined later.
 
-        The changes of blocks go on meanwhile. A receiver that has all blocks already gets them a
-        second time.
+        Changes of blocks are reported meanwhile, too. A receiver that has all blocks already gets
+        them a second time.
 
         Raises:
             UsageError: the subscription is not entered.
@@ -161,7 +161,7 @@ class KVEvents:
 
     @property
     def dropped_blocks(self) -> int:
-        """Blocks whose changes were dropped, because the subscriber took them too slowly.
+        """Number of blocks whose changes were dropped, because the subscriber was too slow.
 
         After a drop, the next batch begins with ``AllBlocksCleared``, and the blocks that the tiers
         hold follow.
@@ -231,7 +231,7 @@ class Events:
 
 
 def _extra_keys(run: BlockRun, salt: str, adapter: str) -> list[tuple[object, ...] | None] | None:
-    """Return what distinguishes each block beside its tokens; None if nothing does."""
+    """Return the parts of the key of each block other than its tokens; None if no block has any."""
     if not (salt or adapter or run.items):
         return None
     num_blocks = len(run.digests) // _DIGEST_BYTES

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MAX_IN_FLIGHT: Final = 64  # transfers of one flow: a long prompt must not block the loop
 
 Side: TypeAlias = tuple[Literal["state", "window"], str]
-"""The recurrent state, or a window group and its name: what belongs to the last position only."""
+"""The recurrent state, or a window group and its name: parts of the last position only."""
 
 
 class _Part:

@@ -63,6 +63,11 @@ class Lifetime:
         return self._loop
 
     @property
+    def entered_loop(self) -> asyncio.AbstractEventLoop | None:
+        """Event loop that the engine was entered on; None if it was not entered."""
+        return self._loop
+
+    @property
     def phase_name(self) -> PhaseName:
         """Name of the phase, for records."""
         return _NAMES[self.phase]

@@ -31,7 +31,7 @@ class Observation(Unique):
         transfers: transfers that have ended, in order of their ends.
         phases: phases of leases that have ended, in order of their ends.
         batches: batches that have ended, in order of their ends.
-        seen: number of records so far, including those that newer ones have displaced.
+        seen: number of records so far, including those that are no longer kept.
     """
 
     def __init__(self, observers: Observers, limit: int) -> None:
@@ -81,8 +81,8 @@ class Observation(Unique):
         be done in a thread.
 
         Returns:
-            A dict in the format of Chrome's trace events. Times are microseconds since the begin
-            of the block, where records that began earlier are cut.
+            A dict in the format of Chrome's trace events. Times are microseconds since the start
+            of the block; records that began earlier are shown from there.
         """
         kept = len(self.transfers) + len(self.phases) + len(self.batches)
         return timeline_of(

@@ -2,9 +2,9 @@
 
     hooks of the engine's parts ─► record ─► (end of the pass of the loop) ─► observers
 
-Each hook is behind ``Observers.active``: without an observer, an engine tests that boolean, and
-allocates nothing. Records reach the observers in a callback of the loop, outside all transitions,
-so an observer cannot disturb the call that it observes.
+Callers of a hook test ``Observers.active`` first: without an observer, an engine tests that boolean
+and allocates nothing. Records reach the observers in a callback of the loop, outside all
+transitions, so an observer cannot affect the call that it observes.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class LeasePhase(msgspec.Struct, frozen=True, kw_only=True):
             ``Receiving.wait``). ``"onload"`` is the time from a grant until the last byte of the
             lease's onloads had arrived. ``"granted"`` is the time during which the lease held
             device blocks.
-        began_at: begin of the phase. A ``"granted"`` phase that began before the observation has
-            the begin of the observation.
+        began_at: start of the phase. A ``"granted"`` phase that began before the observation has
+            the start of the observation.
         ended_at: end of the phase; now while ``outcome`` is ``"open"``.
         outcome: of a wait and of an onload ``"done"``, ``"timeout"``, ``"cancelled"`` or
             ``"failed"``. Of a ``"granted"`` phase ``"released"``, ``"preempted"``, ``"swapped"``,
@@ -118,7 +118,7 @@ class BatchSpan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         batch_id: number of the batch in its engine.
         leases: number of leases that the model computed with.
-        began_at: begin of the ``with`` block, in seconds of ``time.monotonic()``.
+        began_at: start of the ``with`` block, in seconds of ``time.monotonic()``.
         ended_at: end of the block, and of all its work and events; now while ``is_open``.
         is_open: the batch has not ended.
     """
@@ -391,7 +391,7 @@ class Observers:
         )
 
     def batch_began(self, batch_id: int, leases: int) -> None:
-        """Note the begin of a batch."""
+        """Note the start of a batch."""
         self._batches[batch_id] = (leases, time.monotonic())
 
     def batch_ended(self, batch_id: int) -> None:

@@ -36,7 +36,7 @@ class _Prompt(NamedTuple):
 
 
 class Recordings:
-    """The recording under way, and the prompts of the leases that it will write.
+    """The recording in progress, and the prompts of the leases that it will write.
 
     Attributes:
         active: True while there is a recording; each hook is behind this boolean.
@@ -87,7 +87,7 @@ class Recordings:
         """
         if self._writer is not None:
             raise UsageError(
-                "record_trace: another recording of this engine is under way",
+                "record_trace: another recording of this engine is in progress",
                 hint="end its `async with` block first",
             )
         writer.start()
@@ -126,7 +126,7 @@ class TraceRecording:
     ) -> None:
         """End the recording.
 
-        Cancellation: the writer goes on in its thread, and closes the file.
+        Cancellation: the writer continues in its thread, and closes the file.
         """
         if self._lifetime.is_running:
             self._recordings.end()
@@ -141,6 +141,9 @@ def writer_for(path: str | os.PathLike[str], max_file_bytes: int, max_files: int
     """Return a writer; see ``CacheEngine.record_trace``."""
     if not isinstance(path, str | os.PathLike):
         raise UsageError(f"record_trace: path is {checks.shown(path)}; it must be a path")
+    text = checks.text("path", os.fspath(path)) if isinstance(path, str) else os.fspath(path)
+    if not Path(path).name or "\0" in text:
+        raise UsageError(f"record_trace: path is {checks.shown(path)}; it must name a file")
     return TraceWriter(
         Path(path),
         max_file_bytes=checks.integer("max_file_bytes", max_file_bytes, minimum=MIN_FILE_BYTES),

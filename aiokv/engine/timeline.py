@@ -3,12 +3,12 @@
 The format is the JSON of Chrome's trace events. Complete events on one track must not overlap, so
 records that overlap are spread over lanes: tracks of the same name with a number.
 
-    transfers   a track per route: from the begin on the device, store or peer to the end
+    transfers   a track per route: from the start on the device, store or peer to the end
     leases      a track per lease: its waits, and the times during which it held blocks
     arrivals    onloads, and waits for other engines, which overlap the grants of their leases
     batches     batches of the model
 
-Counter tracks show how many transfers of each route are queued, and how many leases wait for what.
+Counter tracks show the queued transfers by route, and the waiting leases by reason.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def timeline_of(
 
     Args:
         records: records that have ended, or are in progress.
-        began_at: ``time.monotonic()`` of the begin of the trace, where earlier records are cut.
+        began_at: ``time.monotonic()`` of the start of the trace; earlier records are cut there.
         facts: shown with the trace.
     """
     return {
@@ -115,7 +115,7 @@ class _Trace:
         self._events: list[dict[str, Any]] = []
 
     def events(self, records: Iterable[Record]) -> list[dict[str, Any]]:
-        """Return the events of all records in order of time, behind the names of the tracks."""
+        """Return the names of the tracks, then the events of all records in order of time."""
         transfers: dict[str, list[TransferSpan]] = defaultdict(list)
         leases: dict[int, list[LeasePhase]] = defaultdict(list)
         arrivals: dict[str, list[LeasePhase]] = defaultdict(list)
@@ -214,7 +214,7 @@ class _Trace:
     # --- events ---------------------------------------------------------------------------------
 
     def _at(self, seconds: float) -> float:
-        """Return a time in microseconds since the begin of the trace, to the nanosecond."""
+        """Return a time in microseconds since the start of the trace, to the nanosecond."""
         return round(max(seconds - self._began_at, 0.0) * 1e6, 3)
 
     def _complete(

@@ -8,11 +8,14 @@ the tokens, not even to a reader who guesses a prompt.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gzip
 import hashlib
 import os
 import re
 import secrets
+import stat
 import struct
 import threading
 import time
@@ -127,6 +130,9 @@ class TraceFile:
 
     def __init__(self, path: Path) -> None:
         self._raw = path.open("xb")
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.flock(self._raw, fcntl.LOCK_EX | fcntl.LOCK_NB)  # see _refuse_unless_trace
+        self._stat = os.fstat(self._raw.fileno())
         self._file: IO[bytes] | gzip.GzipFile = self._raw
         if path.suffix == ".gz":
             self._file = gzip.GzipFile(fileobj=self._raw, mode="wb")
@@ -146,9 +152,15 @@ class TraceFile:
         self._file.write(self._encode(line) + b"\n")
 
     def flush(self) -> None:
-        """Write what is buffered."""
+        """Write what is buffered.
+
+        Raises:
+            OSError: the file cannot be written, or was deleted.
+        """
         self._file.flush()
         self._raw.flush()
+        if os.fstat(self._raw.fileno()).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "the file was deleted")
         self._flushed_bytes = self._raw.tell()
 
     def is_full(self, max_bytes: int, max_ids: int) -> bool:
@@ -167,7 +179,8 @@ class TraceFile:
         with suppress(OSError):
             self.close()
         with suppress(OSError):
-            os.truncate(self._raw.name, self._flushed_bytes)
+            if os.path.samestat(os.stat(self._raw.name), self._stat):
+                os.truncate(self._raw.name, self._flushed_bytes)
 
 
 class TraceWriter:
@@ -198,8 +211,9 @@ class TraceWriter:
         self._dropped = 0
         self._failed = 0
         self._files = 0
-        self._file: TraceFile | None = None  # of the thread; so are the next three
+        self._file: TraceFile | None = None  # of the thread; so are the next four
         self._unflushed = 0  # entries
+        self._flush_at = 0.0
         self._retry_at = 0.0
         self._has_logged = False
         self._thread = threading.Thread(target=self._run, name="aiokv trace", daemon=True)
@@ -208,9 +222,16 @@ class TraceWriter:
         """Open the first file, and start the thread.
 
         Raises:
-            UsageError: the file cannot be written.
+            UsageError: the writer was started before; the file cannot be written, is no regular
+                file, or is written by another recording. Nothing changed.
         """
+        if self._thread.ident is not None:
+            raise UsageError(
+                "record_trace: this recording was entered before; it can be entered once",
+                hint="call record_trace again",
+            )
         try:
+            _refuse_unless_trace(self._path)
             self._file = self._new_file()
         except OSError as error:
             raise UsageError(
@@ -251,10 +272,12 @@ class TraceWriter:
     def _run(self) -> None:
         while (entry := self._next()) is not None:
             self._write(entry)
+            if self._unflushed and time.monotonic() >= self._flush_at:
+                self._flush()
+        self._flush()
         try:
             if self._file is not None:
                 self._file.close()
-                self._count_flushed()
         except OSError as error:
             self._give_up(error)
 
@@ -290,6 +313,8 @@ class TraceWriter:
                     self._count_failed(1)
                     return
                 self._file = self._new_file()
+            if not self._unflushed:
+                self._flush_at = time.monotonic() + FLUSH_SECONDS
             self._unflushed += 1
             self._file.write(entry)
             if self._file.is_full(self._max_file_bytes, self._max_ids):
@@ -332,6 +357,29 @@ class TraceWriter:
     def _count_failed(self, requests: int) -> None:
         with self._changed:
             self._failed += requests
+
+
+def _refuse_unless_trace(path: Path) -> None:
+    """Raise if ``path`` exists and may not be renamed.
+
+    Raises:
+        OSError: it is a folder, a device or a pipe, or another recording writes it.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return
+    try:
+        if path.is_symlink() or not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "it exists and is not a regular file")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(errno.EBUSY, "another recording writes it") from None
+        except OSError:
+            return  # some file systems have no locks
+    finally:
+        os.close(file)
 
 
 def _retire(path: Path, num_kept: int) -> None:

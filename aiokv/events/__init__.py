@@ -1,7 +1,7 @@
-"""KV events: what the tiers of an engine hold, in the schema of vLLM.
+"""KV events: changes of the blocks in the tiers of an engine, in the schema of vLLM.
 
-``CacheEngine.kv_events`` gives them in the process; :class:`ZmqPublisher` publishes them to routers
-that read vLLM's events.
+``CacheEngine.kv_events`` yields them in the process; :class:`ZmqPublisher` publishes them to
+routers that read vLLM's events.
 """
 
 from aiokv.events.publisher import PublisherStatistics, ZmqPublisher

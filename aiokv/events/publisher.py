@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 END_SEQUENCE: Final = (-1).to_bytes(8, "big", signed=True)
+MAX_PORT: Final = 2**16 - 1
 _LINGER_MS: Final = 1000  # for the last batch, when the publisher is closed
 _SENDS_PER_PASS: Final = 64  # of a replay
 _SUBSCRIBES: Final = 1  # first byte of an XPUB message
@@ -58,10 +59,11 @@ class ZmqPublisher:
             ...
 
     A message has three frames: the topic, the sequence number of the batch (8 bytes, big-endian,
-    from 0 on), and the batch in MessagePack. A receiver that misses a number asks the replay socket
-    for the batches from a number on: it sends an empty frame and 8 bytes, and gets an empty frame,
-    the number and the payload of each, then the number -1 with an empty payload. ZeroMQ drops
-    messages to a receiver that is too slow, without an error: the receiver sees the gap.
+    from 0 on), and the batch in MessagePack. A receiver that misses a number requests the batches
+    from that number on from the replay socket: it sends an empty frame and the number (8 bytes). It
+    gets an empty frame, the number and the payload per batch, then the number -1 with an empty
+    payload. ZeroMQ drops messages to a slow receiver without an error; the receiver detects the
+    gap in the numbers.
 
     The sockets have no authentication or encryption, and the messages contain the token ids, salts
     and adapters of prompts: bind them to a network that only the routers reach.
@@ -99,13 +101,15 @@ class ZmqPublisher:
         high_water_mark: int = 100_000,
     ) -> None:
         self._zmq = _import_zmq()
+        if not callable(getattr(engine, "kv_events", None)):
+            raise UsageError(f"engine is {checks.shown(engine)}; it must be a CacheEngine")
         checks.choice("layout", layout, LAYOUTS)
         maximum = checks.MAX_INT32
         buffer_batches = checks.integer(
             "buffer_batches", buffer_batches, minimum=1, maximum=maximum
         )
-        self._bind = checks.text("bind", bind)
-        self._bind_replay = None if replay is None else checks.text("replay", replay)
+        self._bind = _address("bind", bind)
+        self._bind_replay = None if replay is None else _address("replay", replay)
         self._topic = checks.text("topic", topic).encode()
         self._high_water_mark = checks.integer(
             "high_water_mark", high_water_mark, minimum=1, maximum=maximum
@@ -287,6 +291,19 @@ class ZmqPublisher:
             if number % _SENDS_PER_PASS == 0:
                 await asyncio.sleep(0)
         await self._replays.send_multipart((receiver, b"", END_SEQUENCE, b""))
+
+
+def _address(name: str, value: object) -> str:
+    """Return an address, whose port ZeroMQ would take modulo 65536.
+
+    Raises:
+        UsageError: it is not a str, or its port is out of range.
+    """
+    address = checks.text(name, value)
+    scheme, port = address.partition("://")[0], address.rpartition(":")[2]
+    if scheme == "tcp" and port.isdecimal() and int(port) > MAX_PORT:
+        raise UsageError(f"{name} is {address!r}; its port must be between 0 and {MAX_PORT}")
+    return address
 
 
 def _import_zmq() -> Any:

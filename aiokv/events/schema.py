@@ -29,16 +29,16 @@ class BlockStored(
         block_hashes: digest of each block: the last 8 bytes as an unsigned big-endian integer, or
             all 32 bytes. A digest depends on the tokens of the block and of all blocks before it,
             on salt, adapter and multimodal items, and is equal in all processes.
-        parent_block_hash: digest of the block before the first block; None at the begin of a
+        parent_block_hash: digest of the block before the first block; None at the beginning of a
             prompt.
         token_ids: ``block_size`` tokens per block.
         block_size: tokens per block (``CacheConfig.block_tokens``).
         lora_id: always None: vLLM has replaced it with ``lora_name``.
         medium: ``"GPU"`` for the device tier, ``"CPU"`` for the host tier.
         lora_name: the ``adapter`` of the prompt; None without one.
-        extra_keys: per block, what distinguishes it beside its tokens, or None: the adapter, the
-            (content hash in hex, offset in the block) of each multimodal item, and for the first
-            block of a prompt its salt. None when no block has any.
+        extra_keys: per block, a tuple of the parts of its key other than tokens, or None: the
+            adapter, the (content hash in hex, offset in the block) of each multimodal item, and for
+            the first block of a prompt its salt. None when no block has any.
     """
 
     block_hashes: list[BlockHash]

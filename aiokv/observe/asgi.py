@@ -14,20 +14,20 @@
 | ``/healthz`` | 200 while the loop answers and no engine is broken, else 503 |
 | ``/readyz`` | 200 while the engines can serve, else 503; JSON names the failed checks |
 | ``/events`` | KV events as server-sent events, without token ids; ``?engine=NAME`` of several |
-| ``/live`` | what the live page asks for once per second while it is visible; may change |
+| ``/live`` | data of the live page, read once per second while the page is visible; may change |
 
-The app answers ``GET`` and ``HEAD``, and changes nothing. It sends no CORS headers and checks no
-passwords: serve it where only operators reach it. A reader sees the owners of leases and the URLs
-of stores, but no tokens and no secrets, and of salts and adapters only digests.
+The app answers ``GET`` and ``HEAD``, and changes nothing. It sends no CORS headers and has no
+authentication: serve it where only operators reach it. Answers contain the owners of leases and the
+URLs of stores, but no tokens and no secrets, and of salts and adapters only digests.
 
 An engine spends no time on the app between two requests: five seconds after the last request of a
-live page, the engine has no observer any more. A stream of ``/events`` ends with its client or with
-the engine. A server that waits for all connections when it stops needs a limit, such as
-``timeout_graceful_shutdown`` of uvicorn.
+live page, the app stops observing the engine. A stream of ``/events`` ends when its client
+disconnects or the engine closes. A server that waits for all connections when it stops needs a
+limit, such as ``timeout_graceful_shutdown`` of uvicorn.
 
-An engine may be used on its event loop only, so the server of the app has to run on that loop, as
+An engine may be used on its event loop only, so the server of the app must run on that loop, as
 it does when one process serves requests and this app. On another loop, all paths but the page
-itself answer 503. When the engine's loop runs in a thread of its own, run the server there, too:
+itself answer 503. If the engine's loop runs in a separate thread, run the server there, too:
 ``asyncio.run_coroutine_threadsafe(uvicorn.Server(config).serve(), engine.loop)``.
 """
 
@@ -69,7 +69,7 @@ PAGE: Final = {  # path -> file in the package, content type
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
-# The page loads its own two files and asks its own server; no script of another origin runs in it.
+# The page loads only files of this app and connects only to it; no script of another origin runs.
 PAGE_POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'"
@@ -97,7 +97,7 @@ def asgi(
             for digests of them.
 
     Raises:
-        ConfigError: ``engines`` is neither an engine nor a mapping.
+        ConfigError: ``engines`` is neither an engine nor a mapping of names to engines.
     """
     return Application(engines, show_salts=show_salts)
 
@@ -115,8 +115,14 @@ class Application:
                 f"engines is {engines!r}; it must be a CacheEngine or a mapping of names to engines"
             )
         self._engines = named_engines(engines)
+        given: Mapping[Any, Any] = self._engines
+        for name, engine in given.items():
+            if not isinstance(name, str) or not isinstance(engine, CacheEngine):
+                raise ConfigError(
+                    f"engines has {name!r}: {engine!r}; it must map str to CacheEngine"
+                )
         self._show_salts = show_salts
-        self._watching: dict[str, Watching] = {}  # while a page asks
+        self._watching: dict[str, Watching] = {}  # while a page is open
         self._name_of = str if show_salts else hidden
         self._answers: dict[str, Callable[[Scope], Response | CacheEngine]] = {
             "/metrics": self._metrics,
@@ -158,7 +164,9 @@ class Application:
             return _page(path)
         if strange := self._on_other_loops():
             return _text(
-                503, f"the event loop of this server is not that of the engines {strange}; see asgi"
+                503,
+                f"engines {strange} belong to another event loop; serve this app on their loop, "
+                "see aiokv.observe.asgi",
             )
         try:
             return self._answers[path](scope)
@@ -254,7 +262,7 @@ class Application:
 
 
 def failed_checks(engine: CacheEngine) -> dict[str, str]:
-    """Return why an engine cannot serve now: the failed checks, and a sentence about each.
+    """Return the checks that an engine fails now, each with a sentence about the reason.
 
     The checks are ``open``, ``working`` (the device and all ranks), ``awake``, ``pinned`` (the
     device has page-locked the host memory), and ``stores`` (no store that the engine uses is

@@ -53,7 +53,7 @@ def log_fields(**fields: object) -> Iterator[None]:
     use ``structlog.contextvars`` need not call this.
 
     Args:
-        fields: names and values; a field of the event itself wins over one of the context.
+        fields: names and values; a field of the event itself overrides one of the context.
 
     Raises:
         UsageError: a name is an attribute of ``logging.LogRecord``.
@@ -76,8 +76,7 @@ class Log:
     def __init__(self, name: str) -> None:
         self._name = name
         self._logger = logging.getLogger(name)
-        # With structlog: the wrapper class of its configuration, and what tells which levels it
-        # shows.
+        # With structlog: the wrapper class of its configuration, and its check of a level.
         self._wrapper: object = None
         self._shows: Callable[[int], bool] | None = None
 

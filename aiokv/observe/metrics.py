@@ -1,4 +1,4 @@
-"""Metrics of an engine for Prometheus, read from its statistics when they are asked for.
+"""Metrics of an engine for Prometheus, read from its statistics at each scrape.
 
 ::
 
@@ -12,6 +12,7 @@ tokens, requests or owners, and salts beyond the largest ones are summed up as `
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
@@ -38,7 +39,7 @@ DEFAULT_ENGINE: Final = "default"
 """Name of an engine that is given without one."""
 
 MAX_SALTS: Final = 20
-"""Salts with a metric of their own, those with the most blocks; the others are one ``"other"``."""
+"""Number of salts that are labels, those with the most blocks; the others are ``"other"``."""
 
 OTHER_SALTS: Final = "other"
 BREAKER_STATES: Final = ("closed", "open", "probing", "off")
@@ -95,7 +96,7 @@ def _families(engine: CacheEngine, salt_label: Callable[[str], str]) -> Iterator
     yield _one("aiokv_block_tokens", "Tokens per block.", engine.config.block_tokens)
     yield _one(
         "aiokv_failed",
-        "1 after a failure of the device or of a rank, when no request is granted; else 0.",
+        "1 after the device or a rank has failed, so that no request is granted; else 0.",
         int(engine.worker.failure is not None),
     )
     yield Family(
@@ -117,8 +118,8 @@ def _families(engine: CacheEngine, salt_label: Callable[[str], str]) -> Iterator
         yield from _rows(tables.RANK, rank, rank=str(rank.rank))
         yield from _rows(tables.POLLER, rank.poller, rank=str(rank.rank))
     stores = engine.store_statistics()
-    for store in stores:
-        yield from _store_families(store)
+    for store, name in zip(stores, _store_names(stores), strict=True):
+        yield from _store_families(store, name)
     yield from _rows(tables.PEERS, peers)
     for use in peers.ranks:
         number = _rank(use.rank)
@@ -178,9 +179,21 @@ def _quota_families(engine: CacheEngine, salt_label: Callable[[str], str]) -> It
     )
 
 
-def _store_families(statistics: GuardStatistics) -> Iterator[Family]:
+def _store_names(stores: list[GuardStatistics]) -> Iterator[str]:
+    """Yield the URL of each store, with ``#2`` and so on behind one that occurs again.
+
+    A scrape with two samples of equal labels is invalid.
+    """
+    seen: Counter[tuple[object, ...]] = Counter()
+    for store in stores:
+        place = (store.url, store.kind, store.pool, store.rank)
+        seen[place] += 1
+        yield store.url if seen[place] == 1 else f"{store.url}#{seen[place]}"
+
+
+def _store_families(statistics: GuardStatistics, name: str) -> Iterator[Family]:
     labels = {
-        "store": statistics.url,
+        "store": name,
         "kind": statistics.kind,
         "pool": statistics.pool,
         "rank": _rank(statistics.rank),

@@ -2,8 +2,8 @@
 
 A snapshot has no tokens, no secrets and no credentials: of a prefix it has lengths and counts, of a
 store its URL without user, password and query. Salts and adapters are often names of tenants; a
-snapshot has a digest in place of each, with a key that the process draws at random, unless the
-caller asks for the names. Owners are shown: they name the requests.
+snapshot has a digest in place of each, under a random key of the process, unless ``show_salts`` is
+True. Owners are shown: they name the requests.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ STATISTICS: Final[Table] = (
     by(
         "waiting_leases",
         "reason",
-        "Leases that wait, by what they wait for.",
+        "Leases that wait, by reason.",
         waiting="capacity",
         waiting_for_quota="quota",
         waiting_for_store="store",
@@ -215,7 +215,7 @@ STATISTICS: Final[Table] = (
     by(
         "save_blocks_total",
         "outcome",
-        "Blocks to be saved to stores, by what became of them.",
+        "Blocks to be saved to stores, by outcome.",
         saved_blocks="saved",
         dropped_saves="dropped",
         rejected_saves="rejected",
@@ -419,7 +419,7 @@ GUARD: Final[Table] = (
     by(
         "store_blocks_total",
         "outcome",
-        "Blocks of loads and saves, by what became of them.",
+        "Blocks of loads and saves, by outcome.",
         loaded_blocks="loaded",
         saved_blocks="saved",
         missing_blocks="missing",
@@ -509,7 +509,7 @@ PEERS: Final[Table] = (
         "refused_sends",
         "Tickets that could not be sent: wrong, expired, or refused by the receiver.",
     ),
-    one("peer_wanted_tokens_total", "wanted_tokens", "Positions that the tickets asked for."),
+    one("peer_wanted_tokens_total", "wanted_tokens", "Positions that the tickets requested."),
     one("peer_received_tokens_total", "received_tokens", "Positions that have arrived."),
     one(
         "peer_delivered_tokens_total",

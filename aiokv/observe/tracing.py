@@ -46,7 +46,7 @@ _ERRORS: Final = ("timeout", "failed", "lost")
 
 
 class EngineTracer(Unique):
-    """Makes spans of what an engine does for leases, from ``with`` or ``start`` on.
+    """Makes spans of the waits, grants and transfers of leases, from ``with`` or ``start`` on.
 
     Args:
         engine: engine to observe; its loop calls the tracer.

@@ -1,4 +1,4 @@
-"""Watching: what the live page sees of the transfers of an engine, while a page is open."""
+"""Watching: the transfers of an engine, recorded while a live page is open."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
     from aiokv.engine import CacheEngine
 
-IDLE_SECONDS: Final = 5.0  # a page asks once per second
+IDLE_SECONDS: Final = 5.0  # a page sends one request per second
 
 
 class Watching:
-    """Observes an engine from the first question of a page until some seconds after the last one.
+    """Observes an engine from the first request of a page until ``IDLE_SECONDS`` after the last.
 
     Without a page, the engine has no observer and makes no records.
 
     Args:
         engine: the engine.
-        on_stop: called once, when no page asks any more.
+        on_stop: called once, when no page sends requests any more.
     """
 
     def __init__(self, engine: CacheEngine, on_stop: Callable[[], object]) -> None:

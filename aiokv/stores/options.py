@@ -38,7 +38,7 @@ def parse_bytes(value: int | str) -> int:
     Raises:
         ConfigError: the text is not a number with a known unit, or is not positive.
     """
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
+    found = re.fullmatch(r"\s*([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([A-Za-z]*)\s*", str(value))
     unit = found and _UNITS.get(found[2].upper())
     size = round(float(found[1]) * unit) if found and unit else 0
     if size < 1:

@@ -21,11 +21,14 @@ import numpy as np
 
 from aiokv.engine.trace_writer import HASH_BLOCK_TOKENS as HASH_BLOCK_TOKENS
 from aiokv.errors import UsageError
+from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
+
+log = Log(__name__)
 
 STDIN: Final = "-"
 TOKEN_BYTES = 4  # bytes per expanded token (int32)
@@ -91,17 +94,20 @@ def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> list[T
 def _read(path: str | os.PathLike[str], file: BinaryIO, limit: int | None) -> list[TraceRequest]:
     source = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)  # type: ignore[type-var]
     is_compressed = source.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)
-    lines = _unpacked(source) if is_compressed else source
+    lines = _unpacked(path, source) if is_compressed else source
     return sorted(_decode_lines(path, lines, limit), key=attrgetter("timestamp_ms"))
 
 
-def _unpacked(file: BinaryIO | io.BufferedReader[Any]) -> Iterator[bytes]:
+def _unpacked(
+    path: str | os.PathLike[str], file: BinaryIO | io.BufferedReader[Any]
+) -> Iterator[bytes]:
     """Yield the lines of a compressed file; if its end is missing, its whole lines."""
     with gzip.GzipFile(fileobj=file) as unpacked:
         while True:
             try:
                 line = unpacked.readline()
             except EOFError:
+                log.warning("trace.end_missing", path=os.fspath(path))
                 return
             if not line:
                 return

@@ -21,6 +21,7 @@ from bench import harness, redis_store
         "shutdown",
         "ranks",
         "loop_held",
+        "sync",
         "peers_transports",
         "disk_io",
         "disk",

@@ -11,11 +11,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 HEAD = """\
 # Metrics
 
-`python -m tests.docs.metrics_reference` writes this page. Each metric has the label `engine`,
-too. Metrics of stores, peers, ranks, window groups and salts exist where the engine has such.
-[Metrics](../operate/metrics.md) tells how to get them.
+Each metric also has the label `engine`. Metrics of stores, peers, ranks, window groups and salts
+exist only for engines that have these. [Metrics](../operate/metrics.md) describes how to read them;
+`python -m tests.docs.metrics_reference` generates this page.
 
-| metric | kind | labels | what it is |
+| metric | kind | labels | meaning |
 |---|---|---|---|
 """
 

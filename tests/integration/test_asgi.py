@@ -163,7 +163,18 @@ async def test_lifespan_and_other_scopes():
         await app({"type": "mqtt"}, receive, send)
 
 
+async def test_an_engine_that_was_closed_before_it_was_opened_is_not_ready():
+    engine = CacheEngine(CacheConfig(device_blocks=1))
+    await engine.aclose()
+    assert engine.loop is None
+    for path, status in (("/readyz", 503), ("/healthz", 200), ("/metrics", 200), ("/live", 200)):
+        assert (await ask(asgi(engine), path)).status == status
+
+
 async def test_bad_arguments_are_refused():
+    for wrong in ({"a": 3}, {1: CacheEngine(CacheConfig(device_blocks=1))}):
+        with pytest.raises(ConfigError, match=r"engines has .*; it must map str to CacheEngine"):
+            asgi(wrong)
     with pytest.raises(ConfigError, match="engines is 3"):
         asgi(3)  # type: ignore[arg-type]
 

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import asynccontextmanager, suppress
@@ -19,6 +20,7 @@ import pytest
 import uvicorn
 
 import aiokv
+from aiokv.cli import main
 from aiokv.demo import disconnects, http_server
 from aiokv.demo.batch import Batch, Part
 from aiokv.demo.transformer import NumpyTransformer
@@ -340,6 +342,25 @@ def test_sigterm_waits_for_the_answers_in_flight():
             assert process.wait(timeout=30) == 0
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--port", "70000"], "--port is 70000; it must be a port, from 0 to 65535"),
+        (["--host", "192.0.2.1"], "port 0 of 192.0.2.1 cannot be bound"),
+    ],
+)
+def test_serve_refuses_an_address_that_it_cannot_bind(flags, message, capsys):
+    assert main(["serve", "--port", "0", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_serve_refuses_a_port_in_use(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = used.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 2
+    assert f"--port: port {port} of 127.0.0.1 cannot be bound" in capsys.readouterr().err
 
 
 def test_the_file_to_copy_is_short():

@@ -12,11 +12,13 @@ import pytest
 from aiokv import AllocateTimeout, CacheConfig, CacheEngine, ClosedError, RequestTooLarge
 from aiokv.observe.metrics import families
 from aiokv.testing import ScriptedStore, run_until_idle, spin
+from tests.harness.memory import Memory
 from tests.harness.served import Served
 from tests.peers.engines import prompt, two_engines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.asyncio
 
@@ -470,3 +472,17 @@ async def test_a_wait_for_another_engine():
         assert changed["peer_complete_tickets receive"] == 1
         assert changed["peer_blocks receive"] == 5
         assert "computed_tokens" not in changed
+
+
+@pytest.mark.asyncio
+async def test_two_stores_of_one_url_have_different_labels(tmp_path: Path):
+    memory = Memory(16, 4, axes=("tokens", "dim"))
+    config = CacheConfig(model="m", block_tokens=4, device_blocks=16, host_blocks=16)
+    url = f"directory:{tmp_path}"
+    async with CacheEngine(config, memory.regions, stores=[url, url]) as engine:
+        found = families(engine)
+    for family in found:
+        labels = [(s.suffix, frozenset(s.labels.items())) for s in family.samples]
+        assert len(labels) == len(set(labels)), family.name
+    stores = {s.labels["store"] for f in found for s in f.samples if "store" in s.labels}
+    assert stores == {url, f"{url}#2"}

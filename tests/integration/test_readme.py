@@ -5,10 +5,17 @@ The program for GPUs is run by ``tests/gpu/test_readme.py``.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aiokv import CacheConfig, CacheEngine, Regions
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -27,6 +34,30 @@ def test_the_first_program_hits_all_but_the_last_block_of_the_second_request(tmp
         "Hit(device_tokens=0, host_tokens=0) [0 1 2 3 4 5 6]",
         "Hit(device_tokens=96, host_tokens=0) [0 1 2 3 4 5 6]",
     ]
+
+
+@pytest.mark.asyncio
+async def test_decoding_in_the_order_of_the_readme_indexes_generated_blocks():
+    (decoding,) = [block for block in code_blocks() if "decode_step" in block]
+    names: dict[str, object] = {}
+    exec(
+        f"async def decode(engine, lease, decode_step):\n{textwrap.indent(decoding, '    ')}", names
+    )
+    kv = np.zeros((8, 4, 2), np.float32)
+    regions = Regions(num_layers=1)
+    regions.add("kv", layers=[kv])
+    prompt = list(range(5))
+    async with CacheEngine(CacheConfig(block_tokens=4, device_blocks=8), regions) as engine:
+        async with engine.match(prompt) as lease:
+            await lease.allocate(len(prompt) + 1)
+            lease.commit(len(prompt))
+            lease.append([100])
+            for token in (101, 102, 103):
+                await names["decode"](engine, lease, lambda table, token=token: token)
+            assert lease.num_tokens == 9
+        with_generated = [*prompt, 100, 101, 102, 103]
+        assert engine.match(with_generated).hit.total == 8
+        await asyncio.sleep(0)
 
 
 def test_links_of_the_readme_lead_to_files():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import os
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -335,3 +336,83 @@ async def test_engine_may_be_closed_first(tmp_path: Path):
         await serve(engine, prompt(1))
     await recording.__aexit__(None, None, None)
     assert len(read_trace(tmp_path / "t.jsonl")) == 1
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
+@pytest.mark.asyncio
+async def test_a_path_that_is_no_regular_file_is_refused_and_stays(tmp_path: Path, kind: str):
+    path = tmp_path / "trace.jsonl"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(os.devnull)
+    async with CacheEngine(config()) as engine:
+        with pytest.raises(UsageError, match="not a regular file"):
+            await engine.record_trace(path).__aenter__()
+    assert os.listdir(tmp_path) == [path.name]
+
+
+@pytest.mark.asyncio
+async def test_a_file_that_another_recording_writes_is_refused(tmp_path: Path):
+    path = tmp_path / "trace.jsonl"
+    async with (
+        CacheEngine(config()) as engine,
+        CacheEngine(config()) as other,
+        engine.record_trace(path) as recording,
+    ):
+        with pytest.raises(UsageError, match="another recording writes it"):
+            await other.record_trace(path).__aenter__()
+        await serve(engine, prompt(1))
+    assert recording.statistics().recorded_requests == len(read_trace(path)) == 1
+    async with CacheEngine(config()) as engine, engine.record_trace(path):
+        pass  # it can be recorded again
+
+
+@pytest.mark.asyncio
+async def test_a_recording_is_entered_once(tmp_path: Path):
+    async with CacheEngine(config()) as engine:
+        async with engine.record_trace(tmp_path / "trace.jsonl") as recording:
+            await serve(engine, prompt(1))
+        with pytest.raises(UsageError, match="entered before"):
+            await recording.__aenter__()
+    assert len(read_trace(tmp_path / "trace.jsonl")) == 1
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "/"])
+@pytest.mark.asyncio
+async def test_a_path_without_a_file_name_is_refused(path: str):
+    async with CacheEngine(config()) as engine:
+        with pytest.raises(UsageError, match="it must name a file"):
+            engine.record_trace(path)
+
+
+@pytest.mark.asyncio
+async def test_requests_of_a_deleted_file_count_as_failed(tmp_path: Path):
+    path = tmp_path / "trace.jsonl"
+    async with CacheEngine(config()) as engine:
+        async with engine.record_trace(path) as recording:
+            await serve(engine, prompt(1))
+            path.unlink()
+        assert recording.statistics().recorded_requests == 0
+        assert recording.statistics().failed_requests == 1
+
+
+def test_entries_are_flushed_while_further_ones_are_queued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(trace_writer, "FLUSH_SECONDS", 0.0)
+    writer = TraceWriter(tmp_path / "trace.jsonl", max_file_bytes=1 << 20, max_files=1)
+    recorded, write = [], TraceFile.write
+
+    def counted(file: TraceFile, entry: trace_writer.TraceEntry) -> None:
+        recorded.append(writer.statistics().recorded_requests)
+        write(file, entry)
+
+    monkeypatch.setattr(TraceFile, "write", counted)
+    for _ in range(3):
+        writer.put(trace_writer.TraceEntry(0.0, prompt(1), 1, "", ()))
+    writer.start()
+    writer.close()
+    assert recorded == [0, 1, 2]

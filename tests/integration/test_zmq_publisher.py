@@ -200,6 +200,8 @@ async def test_bad_addresses_and_options_are_refused():
         for wrong, message in (
             ({"bind": "tcp://nowhere"}, "bind is 'tcp://nowhere', which cannot be bound"),
             ({"bind": publisher.address}, "cannot be bound: Address already in use"),
+            ({"bind": "tcp://127.0.0.1:65536"}, "its port must be between 0 and 65535"),
+            ({"bind": "tcp://*:0", "replay": "tcp://*:99999"}, "replay .* between 0 and 65535"),
             ({"replay": "udp://x"}, "replay is 'udp://x'"),
         ):
             with pytest.raises(UsageError, match=message):
@@ -210,6 +212,8 @@ async def test_bad_addresses_and_options_are_refused():
         ):  # fmt: skip
             with pytest.raises(UsageError, match=next(iter(option))):
                 publisher_of(engine, **option)
+        with pytest.raises(UsageError, match="engine is 3; it must be a CacheEngine"):
+            ZmqPublisher(3, bind="tcp://127.0.0.1:0")
         with pytest.raises(UsageError, match="entered once"):
             await publisher.__aenter__()
 

@@ -196,6 +196,15 @@ def test_a_full_disk_has_no_traceback():
     assert ended.stderr == b"aiokv: error: [Errno 28] No space left on device\n"
 
 
+@pytest.mark.parametrize("flag", ["--version", "config"])
+def test_output_to_a_full_disk_has_no_traceback(flag):
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "aiokv", flag]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == b"aiokv: error: [Errno 28] No space left on device\n"
+
+
 def test_no_memory_has_no_traceback(fake_command, capsys):
     def run(args):
         raise MemoryError("364 PiB")

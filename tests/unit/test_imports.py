@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "aiokv"
 DECIDES = ("aiokv.types", "aiokv.errors", "aiokv.config", "aiokv.plan", "aiokv._native")
 LEAVES = ("aiokv.cli", "aiokv.trace", "aiokv.testing", "aiokv.demo", "aiokv.doctor")
-ABOVE_THE_ENGINE = (*LEAVES, "aiokv.connectors", "aiokv.observe")
+ABOVE_THE_ENGINE = (*LEAVES, "aiokv.connectors", "aiokv.observe", "aiokv.sync")
 ANYWHERE = ("logs", "units", "percentiles")  # modules of observe/ that any module may import
 
 

@@ -22,6 +22,7 @@ PUBLIC = (
     "_SubParsersAction",
     "_get_running_loop",
     "_getframe",
+    "_register_atexit",
 )
 
 

@@ -371,3 +371,15 @@ def test_settings_of_a_group_can_be_objects():
     )
     assert setting is not None
     assert setting.value == {"a": group}
+
+
+def test_only_a_size_in_place_of_blocks_is_hinted_at():
+    for text, hint in (("40GiB", "device_bytes = '40GiB' gives a size in bytes"), ("abc", "")):
+        with pytest.raises(ConfigError, match="must be an integer") as caught:
+            Settings(environ={"AIOKV_DEVICE_BLOCKS": text})
+        assert caught.value.hint == hint
+
+
+def test_a_size_of_hundreds_of_digits_is_refused():
+    with pytest.raises(ConfigError, match="it must be a size in bytes"):
+        Settings(environ={"AIOKV_DEVICE_BYTES": "9" * 400})

@@ -419,3 +419,14 @@ def test_ctrl_c_leaves_the_terminal_clean():
             process.wait()
             os.close(parent)
             os.close(child)
+
+
+def test_control_codes_of_the_server_do_not_reach_the_terminal(dumps):
+    state = json.loads(SECOND)
+    (engine,) = state["engines"].values()
+    engine["leases"] = [{"lease_id": 1, "owner": "[red]\x1b[2Jo\n", "waits_for": "\x1b]0;x\x07"}]
+    state["engines"] = {"\x1b[31mname": engine}
+    text = rendered(msgspec.json.decode(json.dumps(state), type=Dump))
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert "[red]\ufffd[2Jo\ufffd" in text

@@ -166,13 +166,14 @@ def test_compressed_trace_is_read_whatever_its_name(tmp_path):
     assert read_trace(path, limit=3) == read_trace(SMALL, limit=3)
 
 
-def test_compressed_trace_of_a_killed_writer_is_read_up_to_its_last_whole_line(tmp_path):
+def test_compressed_trace_of_a_killed_writer_is_read_up_to_its_last_whole_line(tmp_path, caplog):
     data = gzip.compress(SMALL.read_bytes())
     path = tmp_path / "t.jsonl.gz"
     path.write_bytes(data[: len(data) // 2])
     read = read_trace(path)
     assert 50 < len(read) < 350
     assert read == read_trace(SMALL)[: len(read)]
+    assert f"trace.end_missing path={str(path)!r}" in caplog.text
 
 
 def test_damaged_compressed_trace_is_refused(tmp_path):

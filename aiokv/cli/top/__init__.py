@@ -22,13 +22,12 @@ PLAIN_LEASES: Final = 40
 
 EPILOG = """\
 URL is where the ASGI app of aiokv.observe.asgi is mounted, such as http://localhost:8000/aiokv. The
-first answer must be the state of an engine; later, top tries again until the server answers.
-Ctrl-C ends it.
+first request must succeed; later, top tries again until the server answers. Ctrl-C ends it.
 
 Without a terminal, or with --once, top prints the state once; with --json, one line of JSON per
 answer, with rates from the second one on.
 
-exit status: 0 ended by Ctrl-C or done, 2 the URL cannot be reached or is no server with aiokv
+exit status: 0 done, or ended by Ctrl-C; 2 the URL cannot be reached or is not the app of aiokv
 """
 
 
@@ -48,20 +47,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=positive_float,
         default=1.0,
         metavar="SECONDS",
-        help="time between two answers (default: %(default)s)",
+        help="time between two requests (default: %(default)s)",
     )
     add(
         "--timeout",
         type=positive_float,
         default=5.0,
         metavar="SECONDS",
-        help="deadline of one answer (default: %(default)s)",
+        help="deadline of one request (default: %(default)s)",
     )
     add("--once", action="store_true", help="print the state once")
     add("--json", action="store_true", help="print a line of JSON per answer")
-    add_count(
-        parser, "--leases", PLAIN_LEASES, "leases to show, as far as there is room", minimum=0
-    )
+    add_count(parser, "--leases", PLAIN_LEASES, "maximum number of leases to show", minimum=0)
 
 
 def run(args: argparse.Namespace) -> int:

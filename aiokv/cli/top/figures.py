@@ -1,4 +1,4 @@
-"""What is shown of an engine: its state, and rates since the dump before."""
+"""Figures of an engine that are shown: its state, and rates since the previous dump."""
 
 from __future__ import annotations
 

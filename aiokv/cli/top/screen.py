@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from rich.console import Group
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -31,11 +30,11 @@ def screen(
         title: first line.
         engines: figures by engine; empty before the first answer.
         max_leases: leases to show per engine.
-        problem: reason why the figures are old; empty if they are not.
+        problem: reason why the figures are old; empty if they are current.
     """
     parts: list[RenderableType] = [Text(title, style="bold", no_wrap=True, overflow="ellipsis")]
     if problem:
-        parts.append(Text(problem, style="bold red"))
+        parts.append(_plain(problem, "bold red"))
     if not engines and not problem:
         parts.append(Text("the server has no engines"))
     for name, figures in engines.items():
@@ -54,7 +53,7 @@ def fixed_lines(engines: Mapping[str, EngineFigures]) -> int:
 
 
 def _engine(name: str, figures: EngineFigures, max_leases: int) -> Iterator[RenderableType]:
-    yield Text(f"engine {name}", style="bold")
+    yield _plain(f"engine {name}", "bold")
     yield Text(_hits("since the start", figures.total))
     if figures.recent is not None and figures.seconds is not None:
         recent = _hits(f"last {format_seconds(figures.seconds)}", figures.recent)
@@ -108,7 +107,7 @@ def _routes(figures: EngineFigures) -> Table:
         if route.bytes_per_second is not None:
             speed = f"{format_bytes(round(route.bytes_per_second))}/s"
         table.add_row(
-            route.name.replace("_", " "),
+            _plain(route.name.replace("_", " ")),
             f"{route.queued:,}",
             f"{route.submitted:,}",
             f"{route.done:,}",
@@ -126,8 +125,8 @@ def _stores(figures: EngineFigures) -> Table:
     )
     for store in figures.stores:
         table.add_row(
-            escape(store.url),
-            escape(store.pool),
+            _plain(store.url),
+            _plain(store.pool),
             _breaker(store.reading),
             _breaker(store.saving),
             _share(store.found_share),
@@ -143,22 +142,27 @@ def _breaker(state: str) -> Text:
     """Return the state of a breaker: closed lets operations pass."""
     words = {"closed": ("up", "green"), "open": ("down", "red"), "probing": ("probing", "yellow")}
     word, style = words.get(state, (state, ""))
-    return Text(word, style=style)
+    return _plain(word, style)
 
 
 def _leases(figures: EngineFigures, max_leases: int) -> Table:
     table = _table("lease", "state", "waits for", "prompt", "cached", "blocks", "age", left=3)
     for lease in figures.leases[:max_leases]:
         table.add_row(
-            escape(lease.owner),
-            lease.state,
-            Text(lease.waits_for, style="yellow"),
+            _plain(lease.owner),
+            _plain(lease.state),
+            _plain(lease.waits_for, "yellow"),
             f"{lease.prompt_tokens:,}",
             f"{lease.cached_tokens:,}",
             f"{lease.blocks:,}",
             format_seconds(lease.age_seconds),
         )
     return table
+
+
+def _plain(text: str, style: str = "") -> Text:
+    """Return text of the server without markup, and without the control codes of terminals."""
+    return Text("".join(c if c.isprintable() else "\ufffd" for c in text), style=style)
 
 
 def _table(*columns: str, left: int = 4) -> Table:

@@ -1,4 +1,4 @@
-// The live page: asks its server once per second while it is visible, and draws what it gets.
+// The live page: requests the state once per second while it is visible, and draws it.
 // Texts of the server are only ever set as textContent.
 
 const PERIOD_MS = 1000;
@@ -346,7 +346,7 @@ function drawPrefixes(engine) {
   children.get(null).forEach(visit);
   replace("prefixes", rows, "nothing is cached");
   byId("prefixes-note").textContent = "token positions, and uses"
-    + (engine.prefixes_complete ? "" : "; searched in part");
+    + (engine.prefixes_complete ? "" : "; partial search");
 }
 
 function drawStores(engine) {

@@ -1,0 +1,26 @@
+"""aiokv.sync: an engine in a thread of its own, for servers whose schedulers are plain threads.
+
+``SyncEngine`` runs a :class:`aiokv.CacheEngine` on an event loop in a thread. The calls of one
+scheduler step cross to that thread together (:class:`Calls`), and what may wait returns a future.
+"""
+
+from aiokv.sync.answers import Answer
+from aiokv.sync.calls import Calls
+from aiokv.sync.computing import SyncComputing
+from aiokv.sync.engine import SyncEngine
+from aiokv.sync.futures import EngineFuture
+from aiokv.sync.layers import SyncLayers
+from aiokv.sync.lease import SyncLease
+from aiokv.sync.transfers import SyncReceiving, SyncSending
+
+__all__ = [
+    "Answer",
+    "Calls",
+    "EngineFuture",
+    "SyncComputing",
+    "SyncEngine",
+    "SyncLayers",
+    "SyncLease",
+    "SyncReceiving",
+    "SyncSending",
+]

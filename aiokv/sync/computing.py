@@ -1,0 +1,82 @@
+"""SyncComputing: leases whose blocks the model computes with, named from a thread."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+from aiokv.checks import Unique
+from aiokv.errors import UsageError
+from aiokv.sync.lease import inners_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from aiokv.engine import ComputeBatch
+    from aiokv.sync.lease import SyncLease
+    from aiokv.sync.port import Port
+
+
+class SyncComputing(Unique):
+    """Batch of leases that the model computes with; see ``CacheEngine.computing``.
+
+    ::
+
+        with engine.computing(leases):
+            run_model(...)
+
+    ``Calls.begin_computing`` and ``Calls.end_computing`` do the same in crossings that the
+    scheduler makes anyway.
+    """
+
+    __slots__ = ("_batch", "_leases", "_port")
+
+    def __init__(self, port: Port, leases: Sequence[SyncLease]) -> None:
+        self._port = port
+        self._leases: Sequence[SyncLease] | None = leases
+        self._batch: ComputeBatch | None = None
+
+    def __enter__(self) -> Self:
+        self._port.call(lambda calls: calls.add(self.begin))
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._port.call(lambda calls: calls.end_computing(self))
+
+    def ends_with(self, work: Any) -> None:
+        """Let the batch end no earlier than ``work``, as ``ComputeBatch.ends_with``.
+
+        Args:
+            work: an event that was recorded on the compute stream after the work of the batch, or a
+                ``concurrent.futures.Future``.
+        """
+        self._port.call(lambda calls: calls.add(lambda: self._entered().ends_with(work)))
+
+    # --- for the engine's thread --------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin the batch. On the loop."""
+        if self._leases is None:
+            raise UsageError("this SyncComputing was entered already; it can be entered once")
+        batch = self._port.cache.computing(inners_of(self._leases))
+        batch.__enter__()
+        self._batch, self._leases = batch, None
+
+    def end(self, *work: Any) -> None:
+        """End the batch, no earlier than ``work``. On the loop."""
+        batch = self._entered()
+        try:
+            for one in work:
+                batch.ends_with(one)
+        finally:
+            batch.__exit__(None, None, None)
+
+    def _entered(self) -> ComputeBatch:
+        if self._batch is None:
+            raise UsageError("this SyncComputing has not begun")
+        return self._batch

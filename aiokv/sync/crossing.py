@@ -1,0 +1,85 @@
+"""Crossing: recorded calls on their way to the engine's thread, and the wait for their answers."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from aiokv.sync.answers import make_calls
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from aiokv.sync.answers import Answer
+    from aiokv.sync.thread import EngineThread
+
+
+class Crossing:
+    """Calls that the loop makes one after the other in one callback.
+
+    The caller waits for a lock that the loop releases. That takes one wake-up of the loop and one
+    of the caller, and the GIL passes from thread to thread only when its owner begins to wait.
+
+    Attributes:
+        done: True when all calls have their answers.
+        first_error: of the calls in their order; None without errors.
+    """
+
+    __slots__ = ("_answered", "_answers", "_claim", "_thread", "done", "first_error")
+
+    def __init__(self, thread: EngineThread, answers: Sequence[Answer[object]]) -> None:
+        self._thread = thread
+        self._answers = answers
+        # `pop` is atomic: the calls are made once, though the crossing may be sent again after an
+        # interrupt, and though the thread may end meanwhile.
+        self._claim = [None]
+        self._answered = threading.Lock()
+        self._answered.acquire()
+        self.done = False
+        self.first_error: BaseException | None = None
+
+    def wait(self) -> None:
+        """Send the calls, and block the calling thread without the GIL until they are answered.
+
+        Raises:
+            UsageError: the engine is not open.
+            KeyboardInterrupt: the calls are made all the same; ``wait`` may be called again.
+        """
+        if self.done:
+            return
+        self._thread.send(self)
+        if not self.done:
+            self._answered.acquire()
+
+    def run(self) -> None:
+        """Make the calls, on the loop, as soon as all cancelled waits have ended. Idempotent."""
+        if self._thread.has_ending_waits:
+            self._thread.post(self.run)
+        else:
+            self.execute()
+
+    def execute(self) -> None:
+        """Make the calls now. Idempotent."""
+        if self._take():
+            self.first_error = make_calls(self._answers)
+            self._finish()
+
+    def fail(self, new_error: Callable[[], BaseException]) -> None:
+        """Answer all calls with an error: no loop makes them. Idempotent. Any thread."""
+        if self._take():
+            for answer in self._answers:
+                answer.fail(new_error())
+                self.first_error = self.first_error or answer.error
+            self._finish()
+
+    def _take(self) -> bool:
+        try:
+            self._claim.pop()
+        except IndexError:
+            return False
+        return True
+
+    def _finish(self) -> None:
+        self.done = True
+        self._thread.forget(self)
+        self._answered.release()

@@ -1,0 +1,292 @@
+"""SyncEngine: an engine for ordinary threads, on a loop of its own in a thread."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Self, TypeVar, final
+
+import uvloop
+
+from aiokv.checks import Unique, arguments
+from aiokv.engine import CacheEngine
+from aiokv.sync.computing import SyncComputing
+from aiokv.sync.port import Port
+from aiokv.sync.thread import EngineThread
+from aiokv.sync.transfers import SyncSending
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from types import TracebackType
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from aiokv.config import CacheConfig
+    from aiokv.peers.options import Peers
+    from aiokv.ranks.group import RankGroup
+    from aiokv.stores.base import Store
+    from aiokv.stores.use import StoreUse
+    from aiokv.sync.calls import Calls
+    from aiokv.sync.futures import EngineFuture
+    from aiokv.sync.layers import SyncLayers
+    from aiokv.sync.lease import SyncLease
+    from aiokv.types import Health, Hit, Item, Statistics, TokenIds
+    from aiokv.worker.device.base import Device, Event
+    from aiokv.worker.regions import Regions
+
+T = TypeVar("T")
+
+
+@final
+@arguments()
+class SyncEngine(Unique):
+    """A :class:`aiokv.CacheEngine` for threads: it runs on an event loop in a thread of its own.
+
+    ::
+
+        with aiokv.sync.SyncEngine(config, regions, device="cuda") as engine:
+            while requests:
+                calls = engine.calls()  # one step of the scheduler: one crossing
+                ...
+
+    Any thread may call any method. A call *crosses* to the engine's thread and blocks its caller,
+    without the GIL, until the answer is there. ``calls`` makes many calls in one crossing. Calls of
+    several threads are made in the order in which they arrive. What may wait returns an
+    :class:`EngineFuture`.
+
+    Args:
+        config: as for :class:`aiokv.CacheEngine`, and so are the others.
+        regions: the device tensors.
+        device: the device of the tensors.
+        ranks: the processes that own the tensors.
+        stores: stores below the host tier.
+        peers: how the engine exchanges blocks with engines on other servers.
+        loop_factory: returns the event loop of the engine.
+
+    After ``os.fork``, every method raises ``ClosedError`` in the child, except ``close``, which has
+    no effect there. An engine that is still open when the main thread ends is closed then, without
+    waiting for leases: let the main thread end last.
+
+    When the engine's thread fails, calls and futures that wait get ``BrokenEngineError``, and so
+    does every later call.
+
+    Raises:
+        ConfigError, UsageError: as for :class:`aiokv.CacheEngine`.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        regions: Regions | None = None,
+        device: Device | str | None = None,
+        *,
+        ranks: RankGroup | None = None,
+        stores: Sequence[Store | StoreUse | str] = (),
+        peers: Peers | None = None,
+        loop_factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop,
+    ) -> None:
+        cache = CacheEngine(config, regions, device, ranks=ranks, stores=stores, peers=peers)
+        self._cache = cache
+        self._thread = EngineThread(cache, loop_factory)
+        self._port = Port(self._thread)
+
+    # --- opening and closing ----------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Start the thread and open the engine, as ``with`` does.
+
+        Raises:
+            UsageError: the engine was opened or closed before.
+            AiokvError: the engine could not be opened, as ``async with CacheEngine``. The thread
+                has ended.
+            KeyboardInterrupt: the thread has ended, and the engine cannot be opened again.
+        """
+        self._thread.open()
+
+    def close(self, drain_timeout: float | None = None) -> None:
+        """Close the engine and end its thread; see ``CacheEngine.aclose``. Idempotent.
+
+        From the call on, new work is refused with ``ClosedError``; leases can be committed and
+        released until the engine is closed. Futures and calls that wait end with ``ClosedError``.
+
+        Args:
+            drain_timeout: seconds to wait for leases that are still held; None for
+                ``CacheConfig.drain_timeout_seconds``. A call while the engine is closing only waits
+                for the end.
+
+        Raises:
+            UsageError: ``drain_timeout`` is not a number; or the call is made in the engine's own
+                thread. Nothing changed.
+            KeyboardInterrupt: the engine goes on closing; call ``close`` again to wait for the end.
+        """
+        self._thread.close(drain_timeout)
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # After an exception, no other code may release the leases: do not wait.
+        self.close(0.0 if exc_type is not None else None)
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def calls(self) -> Calls:
+        """Return an empty list of calls, which cross together."""
+        return self._port.new_calls()
+
+    def match(
+        self,
+        tokens: TokenIds,
+        *,
+        salt: str = "",
+        adapter: str = "",
+        items: Sequence[Item] = (),
+        owner: str = "",
+        read: bool = True,
+        write: bool = True,
+    ) -> SyncLease:
+        """Look up the cached prefix of a prompt; see ``CacheEngine.match``."""
+        calls = self.calls()
+        lease = calls.match(
+            tokens, salt=salt, adapter=adapter, items=items, owner=owner, read=read, write=write
+        )
+        calls.run()
+        return lease
+
+    def would_hit(
+        self,
+        tokens: TokenIds,
+        *,
+        salt: str = "",
+        adapter: str = "",
+        items: Sequence[Item] = (),
+    ) -> Hit:
+        """Return the cached prefix that ``match`` would find; see ``CacheEngine.would_hit``."""
+        return self._port.call(
+            lambda calls: calls.would_hit(tokens, salt=salt, adapter=adapter, items=items)
+        )
+
+    def extend(self, leases: Iterable[SyncLease], num_tokens: int) -> None:
+        """Add positions to each lease, or to none; see ``CacheEngine.extend``."""
+        self._port.call(lambda calls: calls.extend(leases, num_tokens))
+
+    def commit_many(self, leases: Iterable[SyncLease], num_tokens: Iterable[int]) -> int:
+        """Call ``commit`` for each lease; see ``CacheEngine.commit_many``."""
+        return self._port.call(lambda calls: calls.commit_many(leases, num_tokens))
+
+    def release_many(self, leases: Iterable[SyncLease]) -> None:
+        """Call ``release`` for each lease. Idempotent."""
+        calls = self.calls()
+        for lease in leases:
+            calls.release(lease)
+        calls.run()
+
+    def computing(self, leases: Sequence[SyncLease]) -> SyncComputing:
+        """Protect the blocks of leases while the model computes; see ``CacheEngine.computing``."""
+        return SyncComputing(self._port, leases)
+
+    def step(self, event: Event | None = None) -> int:
+        """Close the open step, whose work finishes with ``event``; see ``CacheEngine.step``."""
+        return self._port.call(lambda calls: calls.step(event))
+
+    def block_tables(
+        self,
+        leases: Iterable[SyncLease],
+        out: NDArray[np.int32] | None = None,
+        fill: int = -1,
+        group: str | None = None,
+    ) -> NDArray[np.int32]:
+        """Return the block tables as rows; see ``CacheEngine.block_tables``."""
+        return self._port.call(lambda calls: calls.block_tables(leases, out, fill, group))
+
+    def layers(self, leases: Iterable[SyncLease]) -> SyncLayers:
+        """Return one layer counter for a batch; see ``CacheEngine.layers``."""
+        return self._port.call(lambda calls: calls.layers(leases))
+
+    def send(self, lease: SyncLease, ticket: bytes) -> SyncSending:
+        """Send the blocks of a lease to the engine that has made a ticket.
+
+        ::
+
+            with engine.send(lease, ticket):
+                for n in chunks_of_the_prompt:
+                    ...  # compute the positions up to n
+                    lease.commit(n)
+
+        Args:
+            lease: as for ``CacheEngine.send``; so is ``ticket``.
+            ticket: ``ticket`` of the receiving engine.
+
+        Returns:
+            A context manager that can be entered once; nothing crosses before.
+        """
+        return SyncSending(self._port, lambda: self._cache.send(lease.inner, ticket))
+
+    # --- everything else --------------------------------------------------------------------------
+
+    @property
+    def cache(self) -> CacheEngine:
+        """The engine, for ``call`` and ``submit``, and for its methods that any thread may call."""
+        return self._cache
+
+    @property
+    def config(self) -> CacheConfig:
+        """Sizes and policies of the cache."""
+        return self._cache.config
+
+    def call(self, function: Callable[..., Awaitable[T] | T], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function on the engine's loop, and await its value if that can be awaited.
+
+        ::
+
+            engine.call(engine.cache.reset, timeout=5.0)
+            pin = engine.call(engine.cache.pin, system_prompt)
+            engine.call(pin.release)
+
+        Args:
+            function: a method of ``engine.cache``, or any other function or coroutine function.
+            args: positional arguments of the function.
+            kwargs: keyword arguments of the function.
+
+        Returns:
+            The value.
+
+        Raises:
+            Exception: the error of the function.
+            ClosedError, BrokenEngineError: the engine is closed, or its thread has failed.
+            KeyboardInterrupt: the coroutine was cancelled.
+        """
+        return self.submit(function, *args, **kwargs).wait()
+
+    def submit(
+        self, function: Callable[..., Awaitable[T] | T], /, *args: Any, **kwargs: Any
+    ) -> EngineFuture[Any]:
+        """Do as ``call``, but do not wait for the value.
+
+        Returns:
+            A future of the value. ``cancel()`` cancels the coroutine.
+        """
+
+        async def run() -> Any:
+            value = function(*args, **kwargs)
+            return await value if inspect.isawaitable(value) else value
+
+        return self._port.begin(run)
+
+    def health(self) -> Health:
+        """Return whether the engine can serve; see ``CacheEngine.health``."""
+        return self._port.call(lambda calls: calls.add(self._cache.health))
+
+    def statistics(self) -> Statistics:
+        """Return counters and the current state of the pools. Does not cross."""
+        return self._cache.statistics()
+
+    def __repr__(self) -> str:
+        return f"<Sync{repr(self._cache)[1:]}"

@@ -1,0 +1,90 @@
+"""SyncLayers: waits of runner threads for the layers of a transfer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from aiokv.checks import Unique
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from aiokv.sync.port import Port
+    from aiokv.worker.views import LayerView
+
+
+class SyncLayers(Unique):
+    """Layers that a lease or a batch waits for: an :class:`aiokv.LayerView` for threads.
+
+    A lease whose cached blocks are all on the device waits for no transfer: its methods return
+    without a crossing.
+    """
+
+    __slots__ = ("_port", "_view")
+
+    def __init__(self, port: Port, view: LayerView) -> None:
+        self._port = port
+        self._view = view
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return self._view.num_layers
+
+    @property
+    def is_done(self) -> bool:
+        """True when no byte of the transfers moves any more. Does not cross."""
+        return self._view.is_done
+
+    @property
+    def transfer_ids(self) -> tuple[int, ...]:
+        """Ids that a rank's runner passes to ``Rank.layers``. Does not cross."""
+        return self._view.transfer_ids
+
+    def wait(self, layer: int, timeout: float | None = None) -> None:
+        """Block the calling thread, without the GIL, until a layer has arrived.
+
+        Args:
+            layer: from 0.
+            timeout: seconds; None for no limit.
+
+        Raises:
+            TransferError: the transfer failed; ``first_bad_token`` is the first position to compute
+                again.
+            TimeoutError: the layer has not arrived in time. The transfer goes on.
+            UsageError: there is no such layer.
+            ClosedError, BrokenEngineError: the engine was closed, or its thread has failed.
+            KeyboardInterrupt: the transfer goes on.
+        """
+        self._wait(self._view.wait, layer, timeout)
+
+    def wait_all(self, timeout: float | None = None) -> None:
+        """Block the calling thread until all layers have arrived; see ``wait``."""
+        self._wait(self._view.wait_all, timeout)
+
+    def _wait(self, function: Any, *args: Any) -> None:
+        if self._view.transfer_ids:
+            self._port.begin(function, *args).wait()
+
+    def __iter__(self) -> Iterator[int]:
+        """Layers in ascending order, each when it has arrived."""
+        for layer in range(self.num_layers):
+            self.wait(layer)
+            yield layer
+
+    def gpu_wait(self, layer: int, stream: Any) -> None:
+        """Let ``stream`` wait for the layer, as ``LayerView.gpu_wait``. Does not cross."""
+        self._view.gpu_wait(layer, stream)
+
+    def gpu_wait_all(self, stream: Any) -> None:
+        """Let ``stream`` wait for every layer, as ``LayerView.gpu_wait_all``. Does not cross."""
+        self._view.gpu_wait_all(stream)
+
+    def raise_for_error(self) -> None:
+        """Raise the failure of the transfers, if there is one.
+
+        Raises:
+            TransferError: as for ``wait``.
+        """
+        if self._view.transfer_ids:
+            self._port.call(lambda calls: calls.add(self._view.raise_for_error))

@@ -1,0 +1,68 @@
+"""Port: how the handles of an engine in a thread make their calls."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from aiokv.sync.calls import Calls
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from aiokv.engine import CacheEngine
+    from aiokv.sync.answers import Answer
+    from aiokv.sync.futures import EngineFuture
+    from aiokv.sync.thread import EngineThread
+
+T = TypeVar("T")
+
+
+class Port:
+    """The way to one engine, which all its leases share.
+
+    Args:
+        thread: runs the engine.
+
+    Attributes:
+        cache: the engine.
+        thread: as given.
+    """
+
+    __slots__ = ("cache", "thread")
+
+    def __init__(self, thread: EngineThread) -> None:
+        self.cache: CacheEngine = thread.cache
+        self.thread = thread
+
+    def new_calls(self) -> Calls:
+        """Return an empty list of calls."""
+        return Calls(self)
+
+    def call(self, record: Callable[[Calls], Answer[T]]) -> T:
+        """Make the one call that ``record`` records, and return its value or raise its error."""
+        calls = Calls(self)
+        answer = record(calls)
+        try:
+            calls.run()
+            return answer.value
+        finally:
+            del calls, answer  # the traceback of an error has this frame: break the cycle
+
+    def start(self, record: Callable[[Calls], EngineFuture[T]]) -> EngineFuture[T]:
+        """Make the one call that ``record`` records, and return its future.
+
+        Raises:
+            KeyboardInterrupt: the future was cancelled.
+        """
+        calls = Calls(self)
+        future = record(calls)
+        try:
+            calls.run()
+        except BaseException:
+            future.cancel()  # no caller gets it
+            raise
+        return future
+
+    def begin(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> EngineFuture[T]:
+        """Await ``function(*args)`` on the loop; return the future of its value."""
+        return self.start(lambda calls: calls.begin(function, *args))

@@ -1,0 +1,287 @@
+"""EngineThread: the thread and the event loop of an engine, from opening to the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from concurrent.futures import Future
+from contextlib import suppress
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Final
+
+from aiokv import _native, checks
+from aiokv.errors import AiokvError, BrokenEngineError, ClosedError, UsageError
+from aiokv.observe.logs import Log
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiokv.engine import CacheEngine
+    from aiokv.sync.crossing import Crossing
+    from aiokv.sync.futures import EngineFuture
+
+log = Log(__name__)
+
+EXIT_SECONDS: Final = 30.0  # for transfers in flight, when the interpreter exits
+
+_threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+
+
+def _abandon_in_child() -> None:
+    """Refuse all calls after ``os.fork``: the child has no thread with a loop."""
+    for thread in list(_threads):
+        thread.abandon()
+
+
+def _close_at_exit() -> None:
+    """Close the engines that are open when the main thread ends."""
+    for thread in list(_threads):
+        thread.close_at_exit()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_in_child)
+# Not atexit: stores use executors, which the interpreter shuts down before it calls atexit, and
+# before it joins the threads that wait for an engine.
+threading._register_atexit(_close_at_exit)  # type: ignore[attr-defined]
+
+
+class EngineThread:
+    """Runs an engine on a loop of its own, and makes the calls of other threads there.
+
+    Args:
+        cache: the engine, which is not entered yet.
+        loop_factory: returns the event loop.
+    """
+
+    def __init__(
+        self, cache: CacheEngine, loop_factory: Callable[[], asyncio.AbstractEventLoop]
+    ) -> None:
+        self.cache = cache
+        self._loop_factory = loop_factory
+        self._opening = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._ident = 0  # of the thread, while it runs
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closing: asyncio.Future[float | None] | None = None  # gets the drain timeout
+        self._has_ended = False
+        self._over = threading.Event()
+        self._failure: BaseException | None = None  # that ended the loop
+        self._is_abandoned = False
+        # Single operations of these sets are atomic, so no lock is held across a switch of threads.
+        self._unanswered: set[Crossing] = set()
+        self._waits: set[EngineFuture[Any]] = set()
+        self._ending: set[asyncio.Task[None]] = set()  # cancelled waits that have not ended
+
+    # --- opening and closing ----------------------------------------------------------------------
+
+    def open(self) -> None:
+        """See ``SyncEngine.open``."""
+        self.check_process()
+        opened: Future[None] = Future()
+        with self._opening:
+            if self._loop is not None or self._has_ended:
+                raise UsageError(
+                    "this SyncEngine was opened or closed before; it can be opened once",
+                    hint="make a new SyncEngine",
+                )
+            loop = self._loop = self._loop_factory()
+            self._closing = loop.create_future()
+            self._thread = threading.Thread(
+                target=self._run, args=(loop, self._closing, opened), name="aiokv-engine",
+                daemon=True,
+            )  # fmt: skip
+        _threads.add(self)
+        try:
+            self._thread.start()
+            opened.result()
+        except BaseException:
+            self.close(0.0)
+            raise
+
+    def close(self, drain_timeout: float | None) -> None:
+        """See ``SyncEngine.close``."""
+        checks.timeout(drain_timeout, "drain_timeout")
+        if self._is_abandoned:
+            return
+        if self.is_current:
+            raise UsageError(
+                "close() was called in the engine's own thread, for which it waits",
+                hint="call close() in another thread",
+            )
+        with self._opening:
+            thread, loop = self._thread, self._loop
+            if thread is None or loop is None:
+                self._has_ended = True
+                return
+        if thread.ident is None:  # an interrupt came before the thread began
+            self._has_ended = True
+            loop.close()
+            return
+        self.post(self._begin_closing, drain_timeout)
+        self._over.wait()
+        thread.join()
+
+    def close_at_exit(self) -> None:
+        """Close without waiting for leases; leave a loop that does not react behind."""
+        if self._is_abandoned or self._thread is None:
+            return
+        self.post(self._begin_closing, 0.0)
+        if not self._over.wait(EXIT_SECONDS):
+            _native.keep_forever(self)
+            log.error("sync.exit_timeout", waited_seconds=EXIT_SECONDS)
+
+    def abandon(self) -> None:
+        """Refuse all calls: this process is a fork of the process of the thread."""
+        self._is_abandoned = True
+        self._ident = 0
+        _native.keep_forever(self)  # so that no destructor closes what the parent uses
+
+    def _begin_closing(self, drain_timeout: float | None) -> None:
+        if self._closing is not None and not self._closing.done():
+            self._closing.set_result(drain_timeout)
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        closing: asyncio.Future[float | None],
+        opened: Future[None],
+    ) -> None:
+        self._ident = get_ident()
+        try:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                try:
+                    runner.run(self._serve(closing, opened))
+                except BaseException as error:  # a callback of the loop has raised SystemExit
+                    self._failure = error
+                    log.error("sync.thread_failed", reason=repr(error))
+                    self._has_ended = True  # of calls that come now; those that came are made
+                    runner.run(self.cache.aclose(0.0))
+        except BaseException as error:
+            self._failure = self._failure or error
+        finally:
+            self._end()
+
+    async def _serve(self, closing: asyncio.Future[float | None], opened: Future[None]) -> None:
+        try:
+            await self.cache.__aenter__()
+        except BaseException as error:
+            opened.set_exception(error)
+            return
+        opened.set_result(None)
+        await self.cache.aclose(await closing)
+
+    def _end(self) -> None:
+        """Answer all that waits: no callback of the loop runs any more."""
+        self._has_ended = True
+        for crossing in list(self._unanswered):
+            crossing.fail(self.new_error)
+        for wait in list(self._waits):
+            wait.fail(self.new_error())
+        self._ident = 0
+        self._over.set()
+
+    # --- calls of other threads -------------------------------------------------------------------
+
+    @property
+    def is_current(self) -> bool:
+        """True in the thread of the loop."""
+        return get_ident() == self._ident
+
+    @property
+    def has_ended(self) -> bool:
+        """True when the loop makes no more calls."""
+        return self._has_ended
+
+    @property
+    def is_ending(self) -> bool:
+        """True when the engine was asked to close, or has failed: tasks are cancelled for that."""
+        return self.has_failed or (self._closing is not None and self._closing.done())
+
+    @property
+    def has_failed(self) -> bool:
+        """True when an exception has ended the loop."""
+        return self._failure is not None
+
+    @property
+    def has_ending_waits(self) -> bool:
+        """True while a cancelled wait for capacity has not given its place in line back."""
+        return bool(self._ending)
+
+    def check_process(self) -> None:
+        """Raises:
+        ClosedError: this process is a fork of the process of the engine.
+        """
+        if self._is_abandoned:
+            raise self.new_error()
+
+    def new_error(self) -> AiokvError:
+        """Return the error of calls that the loop does not make any more."""
+        if self._is_abandoned:
+            return ClosedError(
+                "the engine belongs to the parent process, which opened it before os.fork()",
+                hint="open a SyncEngine in the child",
+            )
+        if self._failure is None:
+            return ClosedError("the engine is closed")
+        error = BrokenEngineError(f"the thread of the engine has failed: {self._failure!r}")
+        error.__cause__ = self._failure
+        return error
+
+    def send(self, crossing: Crossing) -> None:
+        """Make the calls of a crossing on the loop; at once if this is the loop's thread.
+
+        Raises:
+            UsageError: the engine is not open.
+        """
+        if self.is_current:
+            crossing.execute()
+            return
+        if self._loop is None and not self._has_ended:
+            raise UsageError("the SyncEngine is not open", hint="use 'with', or call open()")
+        self._unanswered.add(crossing)
+        if self._is_abandoned:
+            crossing.fail(self.new_error)
+            return
+        if not self._has_ended:
+            self.post(crossing.run)
+        if self._has_ended:  # `_end` may not have seen the crossing
+            if self._thread is not None:
+                self._over.wait()
+            crossing.fail(self.new_error)
+
+    def forget(self, crossing: Crossing) -> None:
+        """Note that a crossing has its answers."""
+        self._unanswered.discard(crossing)
+
+    def post(self, function: Callable[..., object], *args: Any) -> None:
+        """Call ``function(*args)`` on the loop; without effect when the loop is closed."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(function, *args)
+
+    # --- waits, on the loop -----------------------------------------------------------------------
+
+    def begin_wait(self, wait: EngineFuture[Any]) -> None:
+        """Note a future that the loop has to settle."""
+        self._waits.add(wait)
+
+    def end_wait(self, wait: EngineFuture[Any]) -> None:
+        """Note that a future was settled."""
+        self._waits.discard(wait)
+
+    def cancel_task(self, task: asyncio.Task[None], *, first: bool) -> None:
+        """Cancel the task of a wait.
+
+        Args:
+            task: the task.
+            first: True if crossings wait until the task has ended, which takes a few passes.
+        """
+        if first and not task.done():
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+        task.cancel()

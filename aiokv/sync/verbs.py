@@ -1,0 +1,209 @@
+"""The verbs of leases, as functions that run on the engine's loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from aiokv import checks
+from aiokv.errors import AiokvError, InternalError
+from aiokv.sync.answers import without_frames
+from aiokv.sync.layers import SyncLayers
+from aiokv.sync.lease import inner_of, inners_of
+from aiokv.types import as_priority
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from aiokv.engine import CacheEngine
+    from aiokv.lease import Lease
+    from aiokv.sync.futures import EngineFuture
+    from aiokv.sync.lease import SyncLease
+    from aiokv.sync.port import Port
+    from aiokv.types import Hit, Item, TokenIds
+    from aiokv.worker.device.base import Event
+
+T = TypeVar("T")
+
+
+def match(
+    lease: SyncLease,
+    cache: CacheEngine,
+    tokens: TokenIds,
+    salt: str,
+    adapter: str,
+    items: Sequence[Item],
+    owner: str,
+    read: bool,
+    write: bool,
+) -> SyncLease:
+    """Match, and let ``lease`` stand for the result."""
+    try:
+        found = cache.match(
+            tokens, salt=salt, adapter=adapter, items=items, owner=owner, read=read, write=write
+        )
+    except BaseException as error:
+        lease.note_no_match(error)
+        raise
+    lease.note_match(found)
+    return lease
+
+
+def would_hit(
+    cache: CacheEngine, tokens: TokenIds, salt: str, adapter: str, items: Sequence[Item]
+) -> Hit:
+    return cache.would_hit(tokens, salt=salt, adapter=adapter, items=items)
+
+
+def try_allocate(lease: SyncLease, num_tokens: int) -> bool:
+    inner = inner_of(lease)
+    if not inner.try_allocate(num_tokens):
+        return False
+    lease.note_grant(inner)
+    return True
+
+
+def can_allocate(lease: SyncLease, num_tokens: int) -> bool:
+    return inner_of(lease).can_allocate(num_tokens)
+
+
+def allocate(
+    future: EngineFuture[SyncLease],
+    lease: SyncLease,
+    num_tokens: int,
+    priority: int,
+    timeout: float | None,
+    waits: tuple[float, float],
+) -> None:
+    """Grant now, or begin to wait: without a task where the device has room."""
+    if future.cancelled():
+        future.note_cancelled()
+        return
+    try:
+        inner = inner_of(lease)
+        checks.timeout(timeout)
+        as_priority(priority)
+        if waits == (0.0, 0.0) and try_allocate(lease, num_tokens):
+            if not future.settle(lease):
+                give_back(inner)
+            return
+    except AiokvError as error:
+        future.fail(without_frames(error))
+        return
+
+    async def wait() -> SyncLease:
+        await inner.allocate(
+            num_tokens,
+            priority=priority,
+            timeout=timeout,
+            wait_pending=waits[0],
+            wait_store=waits[1],
+        )
+        lease.note_grant(inner)
+        return lease
+
+    future.start(wait(), undo=lambda: give_back(inner))
+
+
+def give_back(lease: Lease) -> None:
+    """Take back a grant whose future was cancelled in the same moment."""
+    if lease.id:
+        at_once(lease.preempt())
+
+
+def extend(cache: CacheEngine, leases: Sequence[SyncLease], num_tokens: int) -> None:
+    cache.extend(inners_of(leases), num_tokens)
+
+
+def preempt(lease: SyncLease) -> None:
+    at_once(inner_of(lease).preempt())
+
+
+def swap_out(future: EngineFuture[None], lease: SyncLease) -> None:
+    begin(future, lambda: inner_of(lease).preempt(swap=True), ())
+
+
+def fork(child: SyncLease, lease: SyncLease, owner: str, stream: object) -> SyncLease:
+    child.note_fork(inner_of(lease).fork(owner=owner, stream=stream))
+    return child
+
+
+def release(lease: SyncLease, after: Event | None) -> None:
+    if not getattr(lease, "is_unmatched", False):  # else there is nothing to release
+        inner_of(lease).release(after)
+
+
+def commit(lease: SyncLease, num_tokens: int, ready: Event | None) -> int:
+    return inner_of(lease).commit(num_tokens, ready)
+
+
+def commit_many(cache: CacheEngine, leases: Sequence[SyncLease], num_tokens: Sequence[int]) -> int:
+    return cache.commit_many(inners_of(leases), num_tokens)
+
+
+def append(lease: SyncLease, tokens: TokenIds) -> None:
+    inner_of(lease).append(tokens)
+
+
+def truncate(lease: SyncLease, num_tokens: int) -> None:
+    inner_of(lease).truncate(num_tokens)
+
+
+def snapshot(lease: SyncLease, num_tokens: int, stream: object) -> bool:
+    return inner_of(lease).snapshot(num_tokens, stream)
+
+
+def recompute_from(lease: SyncLease) -> int | None:
+    inner = inner_of(lease)
+    position = inner.recompute_from()
+    if position is not None:
+        lease.note_grant(inner)
+    return position
+
+
+def block_tables(
+    cache: CacheEngine,
+    leases: Sequence[SyncLease],
+    out: NDArray[np.int32] | None,
+    fill: int,
+    group: str | None,
+) -> NDArray[np.int32]:
+    return cache.block_tables(inners_of(leases), out, fill, group)
+
+
+def layers(port: Port, leases: Sequence[SyncLease]) -> SyncLayers:
+    return SyncLayers(port, port.cache.layers(inners_of(leases)))
+
+
+def begin(
+    future: EngineFuture[T],
+    function: Callable[..., Coroutine[Any, Any, T]],
+    args: tuple[Any, ...],
+) -> None:
+    """Await ``function(*args)`` in a task."""
+    if future.cancelled():
+        future.note_cancelled()
+        return
+    try:
+        coroutine = function(*args)
+    except BaseException as error:
+        future.fail(without_frames(error))
+        return
+    future.start(coroutine)
+
+
+def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that does not suspend.
+
+    Raises:
+        InternalError: it does.
+    """
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        value: T = end.value
+        return value
+    coroutine.close()
+    raise InternalError(f"{coroutine!r} has suspended")

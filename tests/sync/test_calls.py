@@ -1,0 +1,243 @@
+"""Calls that cross together: their order, their answers and their errors."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from aiokv import CacheEngine, ClosedError, Lease, LeaseError, LeaseState, UsageError, WouldBlock
+from aiokv.sync import Calls, SyncEngine, SyncLease
+
+PROMPT = list(range(16))
+
+
+def test_calls_are_made_in_order_and_use_leases_of_the_same_crossing(engine):
+    calls = engine.calls()
+    lease = calls.match(PROMPT, owner="first")
+    granted = calls.try_allocate(lease, 16)
+    published = calls.commit(lease, 16)
+    calls.release(lease)
+    again = calls.match(PROMPT)
+    answers = calls.run()
+    assert granted.value is True
+    assert published.value == 4
+    assert lease.hit.total == 0
+    assert again.hit.total == 12
+    assert len(answers) == len(calls) == 5
+    assert all(answer.done and answer.error is None for answer in answers)
+    again.release()
+
+
+def test_nothing_happens_before_run(engine):
+    calls = engine.calls()
+    lease = calls.match(PROMPT)
+    granted = calls.try_allocate(lease, 16)
+    future = calls.allocate(lease, 16)
+    assert engine.statistics().leases == 0
+    for early in (lambda: granted.value, lambda: lease.hit, lease.commit, lambda: lease.inner):
+        with pytest.raises((UsageError, TypeError)):
+            early()
+    with pytest.raises(UsageError, match="not sent yet"):
+        future.result()
+    assert "not called yet" in repr(granted)
+    assert "not matched yet" in repr(lease)
+
+
+def test_no_event_of_the_loop_comes_between_two_calls(engine):
+    seen = []
+    loop = engine.cache.loop
+    calls = engine.calls()
+    calls.add(loop.call_soon, seen.append, "event")
+    calls.add(seen.append, "call")
+    calls.run()
+    engine.call(lambda: None)
+    assert seen == ["call", "event"]
+
+
+def test_the_error_of_a_call_hides_no_other_answer(engine):
+    calls = engine.calls()
+    first = calls.match(PROMPT)
+    refused = calls.commit(first, 16)  # it is not granted
+    granted = calls.try_allocate(first, 32)
+    full = calls.match([7] * 8)
+    grown = calls.extend([first], 4)
+    with pytest.raises(LeaseError, match="commit"):
+        calls.run()
+    assert isinstance(refused.error, LeaseError)
+    assert isinstance(grown.error, WouldBlock)
+    assert granted.value is True
+    assert full.hit.total == 0
+    with pytest.raises(WouldBlock):
+        grown.value  # noqa: B018
+    engine.release_many([first, full])
+
+
+def test_errors_are_not_raised_when_they_are_not_asked_for(engine):
+    calls = engine.calls()
+    calls.match([])
+    assert [type(answer.error) for answer in calls.run(raise_errors=False)] == [UsageError]
+
+
+def test_calls_on_a_lease_whose_match_has_failed_name_the_reason(engine):
+    calls = engine.calls()
+    lease = calls.match([])
+    granted = calls.try_allocate(lease, 4)
+    released = calls.release(lease)
+    with pytest.raises(UsageError, match="tokens"):
+        calls.run()
+    assert isinstance(granted.error, LeaseError)
+    assert isinstance(granted.error.__cause__, UsageError)
+    assert released.value is None
+    with pytest.raises(LeaseError, match="tokens"):
+        lease.hit  # noqa: B018
+    assert repr(lease) == "<SyncLease, not matched>"
+
+
+def test_run_makes_calls_once_and_then_takes_no_more(engine):
+    calls = engine.calls()
+    count = calls.add([].append, 1)
+    made = []
+    calls.add(made.append, 1)
+    assert calls.run() is calls.run()
+    assert made == [1]
+    assert count.done
+    with pytest.raises(UsageError, match="run already"):
+        calls.step()
+    assert engine.calls().run() == []
+
+
+def test_a_with_block_runs_the_calls_unless_it_fails(engine):
+    with engine.calls() as calls:
+        step = calls.step()
+    assert step.value == engine.cache.open_step - 1
+    with suppress(KeyError), engine.calls() as calls:
+        step = calls.step()
+        raise KeyError
+    assert not step.done
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        lambda calls, lease: calls.commit("no lease", 4),
+        lambda calls, lease: calls.release("no lease"),
+        lambda calls, lease: calls.extend([lease, "no lease"], 4),
+        lambda calls, lease: calls.try_allocate(lease, "four"),
+        lambda calls, lease: calls.begin_computing(["no lease"]),
+        lambda calls, lease: calls.end_computing(calls.begin_computing([]), "no event"),
+        lambda calls, lease: calls.add(calls.begin, "no function"),
+    ],
+)
+def test_a_wrong_argument_is_a_typed_error_of_its_call(engine, record):
+    with engine.match(PROMPT) as lease:
+        calls = engine.calls()
+        record(calls, lease)
+        step = calls.step()
+        with pytest.raises(UsageError):
+            calls.run()
+        assert step.error is None
+
+
+def test_add_refuses_coroutine_functions(engine):
+    calls = engine.calls()
+    calls.add(engine.cache.reset)
+    with pytest.raises(UsageError, match="coroutine"):
+        calls.run()
+
+
+def test_a_lease_of_another_engine_is_refused(engine, config):
+    with SyncEngine(config) as other, engine.match(PROMPT) as lease:
+        calls = other.calls()
+        calls.commit(lease, 4)
+        with pytest.raises(UsageError):
+            calls.run()
+
+
+def test_each_verb_has_a_direct_form(engine):
+    with engine.match(PROMPT) as lease:
+        assert engine.would_hit(PROMPT).total == 0
+        assert lease.can_allocate(16)
+        assert lease.try_allocate(16)
+        assert lease.cached_tokens == 0
+        assert lease.num_tokens == 16
+        assert lease.pending_tokens == 0
+        assert lease.commit(14) == 3
+        lease.truncate(14)
+        engine.extend([lease], 1)
+        lease.append([50])
+        assert engine.commit_many([lease], [15]) == 0
+        with engine.computing([lease]):
+            assert lease.state is LeaseState.GRANTED
+        engine.step()
+        assert lease.usage.prompt_tokens == 16
+        assert lease.recompute_from() is None
+        assert engine.block_tables([lease]).shape == (1, 4)
+        assert np.array_equal(engine.block_tables([lease])[0], lease.block_table)
+        fork = lease.fork(owner="second")
+        assert fork.num_tokens == 15
+        fork.release()
+        lease.preempt()
+        assert lease.state is LeaseState.MATCHED
+        lease.allocate(16).result()
+        assert lease.cached_tokens == 12
+        engine.layers([lease]).wait_all()
+        assert engine.health().phase == "open"
+    lease.release()  # idempotent
+    with pytest.raises(LeaseError):
+        lease.commit(4)
+
+
+def test_swap_out_keeps_the_table(config):
+    config = type(config)(block_tokens=4, device_blocks=8, host_blocks=8)
+    with SyncEngine(config) as engine, engine.match(PROMPT) as lease:
+        lease.allocate(16).result()
+        lease.commit(15)
+        engine.step()
+        lease.swap_out().result()
+        assert lease.state is LeaseState.SWAPPED
+        lease.allocate(16).result()
+        assert lease.cached_tokens == 15
+
+
+def public(cls: type) -> set[str]:
+    return {name for name, _ in inspect.getmembers(cls) if not name.startswith("_")}
+
+
+def test_threads_have_every_method_of_a_lease():
+    elsewhere = {"resume", "snapshot_points", "reach_tokens", "state_slot", "id", "owner", "salt"}
+    for_the_engine = {
+        "held_id", "live_id", "leases", "leave_layers", "note_capacity_wait", "note_pending_wait",
+        "note_peer_wait", "note_received", "note_store_wait",
+    }  # fmt: skip
+    assert public(Lease) - public(SyncLease) == elsewhere | for_the_engine
+
+
+def test_calls_have_the_methods_of_the_engine_that_never_wait():
+    crossing = {"match", "would_hit", "extend", "commit_many", "step", "block_tables", "layers"}
+    assert crossing <= public(Calls) & public(SyncEngine) & public(CacheEngine)
+
+
+def test_calls_after_close_are_refused_and_release_has_nothing_to_do(config):
+    with SyncEngine(config) as engine:
+        lease = engine.match(PROMPT)
+    calls = engine.calls()
+    calls.match(PROMPT)
+    released = calls.release(lease)
+    with pytest.raises(ClosedError):
+        calls.run()
+    assert released.error is None
+    lease.release()
+    with pytest.raises(ClosedError):
+        engine.call(engine.cache.reset)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_lease_that_is_released_after_close_is_not_reported(config):
+    with SyncEngine(config) as engine:
+        lease = engine.match(PROMPT)
+        lease.allocate(16).result()
+    lease.release()
+    assert not lease.inner.id
