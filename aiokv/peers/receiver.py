@@ -325,6 +325,11 @@ class Receiver(Generic[C]):
             self._check_room(source)
         except LayoutError as error:
             return Refused(ticket_id=message.ticket_id, kind="layout", reason=str(error)[:1024])
+        known = [] if incoming is None else [*incoming.sources.values()]
+        if known and any(each.is_identity for each in (*known, source)):
+            # One of them has whole blocks, so that no rank of its engine has to add a part.
+            reason = "a sender of another engine has, or had, the ticket"
+            return Refused(ticket_id=message.ticket_id, kind="ticket", reason=reason)
         return source
 
     def _check_room(self, source: Source) -> None:

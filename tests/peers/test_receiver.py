@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from aiokv.peers.arrivals import Source
 from aiokv.peers.messages import Done, Landed, Refused
-from tests.peers.world import GROUPS, PARCEL_BYTES, SPLIT, World
+from tests.peers.world import EQUAL, GROUPS, PARCEL_BYTES, SPLIT, World
 
 
 def incoming(world, ticket):
@@ -130,3 +133,25 @@ def test_plan_behind_the_end_of_the_sender_fails_at_once():
     leading, failure = world.reports[received]
     assert (leading, failure.reason) == (1, "the sender ended: the lease was released")
     world.finish()
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0), (2, 0)])
+def test_engines_of_different_layouts_do_not_share_a_ticket(ranks):
+    """The blocks of one are whole, those of the other are put together: some would be lost."""
+    world = World(0, landing=8, senders=3, mapping=SPLIT)
+    receiver = world.receiver.logic
+    layouts = {0: EQUAL, 1: SPLIT, 2: EQUAL}
+    receiver._source = lambda message: Source(
+        (layouts[message.sender_rank],) * GROUPS, message.sender_rank, 4
+    )
+    ticket = world.expect(1)
+    for rank in ranks:
+        sender = world.senders[rank]
+        world.open(sender, ticket)
+        opening, _ = sender.wire.to_receiver.pop()
+        receiver.on_message(sender.wire, opening)
+    first, second = (world.senders[rank].wire.to_sender.pop() for rank in ranks)
+    assert not isinstance(first, Refused)
+    assert isinstance(second, Refused)
+    assert "of another engine" in second.reason
+    assert receiver.counts().tickets == 1
