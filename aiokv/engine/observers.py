@@ -165,6 +165,7 @@ class Observers:
         "_closed",
         "_contexts",
         "_grants",
+        "_is_delivering",
         "_joined",
         "_observers",
         "_poller",
@@ -181,6 +182,7 @@ class Observers:
         self._poller = poller
         self._observers: tuple[Observer, ...] = ()
         self._closed = False
+        self._is_delivering = False
         self._queue: deque[tuple[Record, Context | None]] = deque()  # not delivered yet
         self._contexts: dict[int, Context] = {}  # of the tasks that called match, by lease id
         self._waits: dict[tuple[int, WaitName], tuple[str, float]] = {}  # owner, begin
@@ -250,15 +252,28 @@ class Observers:
             self._poller.soon(self.flush)
 
     def flush(self) -> None:
-        """Deliver the queued records. Idempotent; an exception drops the observer that raised."""
-        while self._queue:
-            record, context = self._queue.popleft()
-            for observer in self._observers:
-                try:
-                    observer(record, context)
-                except Exception as error:
-                    self._drop(observer)
-                    _report(observer, error)
+        """Deliver the queued records. Idempotent; an exception drops the observer that raised.
+
+        Returns at once when an observer calls it: the records follow behind the one that it has.
+        """
+        if self._is_delivering:
+            return
+        self._is_delivering = True
+        try:
+            while self._queue:
+                self._deliver(*self._queue.popleft())
+        finally:
+            self._is_delivering = False
+
+    def _deliver(self, record: Record, context: Context | None) -> None:
+        for observer in self._observers:
+            if observer not in self._observers:
+                continue  # another observer has removed it
+            try:
+                observer(record, context)
+            except Exception as error:
+                self._drop(observer)
+                _report(observer, error)
 
     def in_flight(self) -> list[TransferSpan]:
         """Return the transfers in progress, as records that end now."""

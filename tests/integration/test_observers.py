@@ -150,6 +150,32 @@ async def test_a_released_lease_leaves_its_onload():
         check_times(seen)
 
 
+async def test_observer_may_remove_itself_and_others():
+    async with Served() as served:
+        calls: list[str] = []
+
+        def first(record, context):
+            calls.append("first")
+            served.engine.remove_observer(second)
+            served.engine.remove_observer(first)
+
+        def second(record, context):
+            calls.append("second")
+
+        def third(record, context):
+            calls.append("third")
+
+        for observer in (first, second, third):
+            served.engine.add_observer(observer)
+        for _ in range(3):  # records of one pass of the loop
+            lease = served.engine.match(A)
+            assert lease.try_allocate(7)
+            lease.release()
+        await spin(2)
+        assert calls == ["first", "third", "third", "third"]
+        served.engine.remove_observer(third)
+
+
 async def test_a_queued_transfer_that_is_cancelled_is_recorded():
     async with Served(device_blocks=16, host_blocks=32) as served:
         prompts = [[100 * i + j for j in range(3)] for i in range(3)]
