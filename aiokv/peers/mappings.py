@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from aiokv.errors import LayoutError, UsageError
+from aiokv.peers.arrivals import Source
 from aiokv.peers.block_layout import STATE, window_pool
 from aiokv.peers.layout import BlockLayout, Mapping, covers, sources
-from aiokv.peers.receiver import Source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,11 +20,13 @@ first: an interrupt may lose a slot, until ``reclaim``, but never frees one twic
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
 from aiokv.errors import LayoutError
+from aiokv.peers.arrivals import Parcel, Receive, SlotCopy, Source
+from aiokv.peers.incoming import Assembly, Incoming, OpenSender
 from aiokv.peers.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -46,7 +48,6 @@ from aiokv.peers.messages import (
     split_key,
 )
 from aiokv.stores.base import TRAILER_BYTES
-from aiokv.worker.device.base import CopyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -55,111 +56,12 @@ if TYPE_CHECKING:
     from aiokv.peers.ring import LandingRing
     from aiokv.peers.ticket import Ticket
     from aiokv.plan import TransferPlan
+    from aiokv.worker.device.base import CopyError
 
 C = TypeVar("C", bound="Hashable")  # a connection
 D = TypeVar("D", bound="Hashable", contravariant=True)  # likewise
 
 MAX_WRONG: Final = 3  # wrong parcels of one block, before the ticket is given up
-
-
-class Parcel(NamedTuple):
-    """A parcel in a landing slot, which belongs to it.
-
-    Attributes:
-        ticket_id: of its ticket.
-        sender_rank: rank that sent it.
-        sender_block: its block, in blocks of the sender.
-        group: of the block.
-        slot: landing slot.
-        num_bytes: payload and trailer.
-        key: that its trailer must have.
-        mapping: to the blocks of this rank; None if the slot is the block.
-    """
-
-    ticket_id: bytes
-    sender_rank: int
-    sender_block: int
-    group: int
-    slot: int
-    num_bytes: int
-    key: bytes
-    mapping: Mapping | None = None
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Rank of the sender, and its block among those of all groups."""
-        return self.sender_rank, block_key(self.group, self.sender_block)
-
-
-class Receive:
-    """A plan in flight that receives blocks of one group.
-
-    Attributes:
-        plan: its blocks belong to it until ``ReceiverPort.received``.
-        group: of its blocks.
-        positions: index in the plan of each of its blocks, by ``block_key``.
-        missing: its blocks that are not in the device.
-        copies: copies into its blocks that are in flight.
-        failure: set when it was given up: no further copy begins.
-        is_touched: a copy may have written its blocks.
-    """
-
-    def __init__(self, plan: TransferPlan, group: int) -> None:
-        self.plan = plan
-        self.group = group
-        blocks = plan.source_ids.tolist()
-        self.positions = {block_key(group, block): i for i, block in enumerate(blocks)}
-        self.device_ids: list[int] = plan.target_ids.tolist()
-        self.missing = set(self.positions)
-        self.copies: set[SlotCopy] = set()
-        self.failure: CopyError | None = None
-        self.is_touched = False
-
-    @property
-    def leading_blocks(self) -> int:
-        """Number of leading blocks of the plan that are in the device."""
-        return min((self.positions[block] for block in self.missing), default=len(self.positions))
-
-    def give_up(self, reason: str) -> None:
-        """Let no further copy begin. The first reason is kept."""
-        if self.failure is None and self.missing:
-            self.failure = CopyError(0, reason)
-
-    @property
-    def at_rest(self) -> bool:
-        """True when nothing accesses its blocks any more, and nothing will."""
-        return not self.copies and (self.failure is not None or not self.missing)
-
-
-class SlotCopy:
-    """A copy from slots to device blocks of a plan.
-
-    Attributes:
-        receive: the plan.
-        blocks: by ``block_key``.
-        slots: slots that are read; taken when they are freed.
-        is_assembled: they are assembly slots, and no landing slots.
-        is_taken_back: it was cancelled before the device had it.
-        copy_id: for the port.
-        is_begun: likewise.
-    """
-
-    def __init__(
-        self, receive: Receive, blocks: list[int], slots: list[int], *, is_assembled: bool = False
-    ) -> None:
-        self.receive = receive
-        self.blocks = blocks
-        self.slots = slots
-        self.is_assembled = is_assembled
-        self.is_taken_back = False
-        self.copy_id = 0
-        self.is_begun = False
-
-    @property
-    def device_ids(self) -> list[int]:
-        """Device block of each slot."""
-        receive = self.receive
-        return [receive.device_ids[receive.positions[block]] for block in self.blocks]
 
 
 class ReceiverPort(Protocol[D]):
@@ -187,81 +89,6 @@ class ReceiverPort(Protocol[D]):
         """Report a plan; nothing accesses its blocks. Idempotent."""
 
 
-class _Sender(Generic[C]):
-    """A sender rank that has opened a ticket."""
-
-    def __init__(self, rank: int, connection: C, source: Source) -> None:
-        self.rank = rank
-        self.connection = connection
-        self.source = source
-
-
-class _Assembly:
-    """A block that parcels are being placed in.
-
-    Attributes:
-        slot: assembly slot.
-        placed: parcels that it has, by rank and block of the sender.
-        placing: parcels that a thread is writing to it.
-        is_dropped: its plan was given up; the slot is freed when no thread writes it.
-    """
-
-    def __init__(self, slot: int) -> None:
-        self.slot = slot
-        self.placed: set[tuple[int, int]] = set()
-        self.placing = 0
-        self.is_dropped = False
-
-
-class _Incoming(Generic[C]):
-    """A ticket that senders may open. Blocks are named by ``block_key``.
-
-    Attributes:
-        deadline: by the clock of the receiver.
-        senders: by rank; those that have ended are removed.
-        sources: blocks of all ranks that have opened it; each has a part of each block.
-        done: reason why a sender, which has sent all that it had, sends nothing more.
-        waiting: block -> plan, of blocks without a parcel.
-        in_hand: parcels that are being verified, by rank and block of the sender.
-        parked: verified slots of blocks that no plan has asked for yet, by block.
-        planned: blocks that a plan has, or had.
-        planned_groups: groups that have, or had, a plan. Those of state and windows have one plan.
-        assemblies: blocks of ``waiting`` that parcels are being placed in.
-        placing: parcels that are being placed, with the assemblies that they are written to.
-        deferred: parcels that the senders keep for want of room here, by rank and block of the
-            sender, in order.
-        is_covered: the senders together have all heads of this rank.
-    """
-
-    def __init__(self, ticket: Ticket, deadline: float) -> None:
-        self.ticket = ticket
-        self.deadline = deadline
-        self.senders: dict[int, _Sender[C]] = {}
-        self.sources: dict[int, Source] = {}
-        self.done = ""
-        self.receives: dict[int, Receive] = {}
-        self.waiting: dict[int, Receive] = {}
-        self.in_hand: dict[tuple[int, int], Parcel] = {}
-        self.parked: dict[int, int] = {}
-        self.planned: set[int] = set()
-        self.planned_groups: set[int] = set()
-        self.wrong: dict[int, int] = {}
-        self.assemblies: dict[int, _Assembly] = {}
-        self.placing: dict[Parcel, dict[int, _Assembly]] = {}
-        self.deferred: dict[tuple[int, int], None] = {}
-        self.is_covered = False
-        self.closed = ""
-
-    def has(self, source: Source, group: int, block: int) -> bool:
-        """Return True for a block that has positions of the ticket, or the state behind them."""
-        first = self.ticket.first_position // source.block_tokens
-        end = -(-self.ticket.num_tokens // source.block_tokens)
-        if group == 0:
-            return first <= block < end
-        # The state is one block, with the number 0.
-        return group < len(source.mappings) and (first <= block < end or block == 0)
-
-
 class ReceiverCounts(msgspec.Struct, kw_only=True):
     """Counts of a receiver since it was made.
 
@@ -286,51 +113,6 @@ class ReceiverCounts(msgspec.Struct, kw_only=True):
     wrong: int = 0
     stale: int = 0
     dropped: int = 0
-
-
-class Mapping(Protocol):
-    """Mapping of one sender rank's parcels to blocks of this rank; see ``aiokv.peers.layout``."""
-
-    is_identity: bool
-    parcel_bytes: int
-
-    def receiver_blocks(self, sender_block: int) -> range:
-        """Return the blocks of the receiver that have tokens of a block of the sender."""
-
-    def sender_blocks(self, receiver_block: int) -> range:
-        """Return the blocks of the sender that have tokens of a block of the receiver."""
-
-
-class Source(NamedTuple):
-    """The blocks of a sender rank.
-
-    Attributes:
-        mappings: to the blocks of this rank, by group.
-        layout: for ``Receiver``'s ``covers``.
-        block_tokens: positions per block of the sender.
-    """
-
-    mappings: Sequence[Mapping]
-    layout: Any
-    block_tokens: int
-
-    @property
-    def is_identity(self) -> bool:
-        """True when the parcels of all groups are blocks of the receiver as they are.
-
-        Otherwise several ranks may have parts of a block, or all of it, of any group.
-        """
-        return all(mapping.is_identity for mapping in self.mappings)
-
-    def parcel_bytes(self, group: int) -> int:
-        """Return the bytes of a parcel of a group with its trailer."""
-        return max(self.mappings[group].parcel_bytes, TRAILER_BYTES) + TRAILER_BYTES
-
-
-def _receiver_keys(mapping: Mapping, sender_key: int) -> list[int]:
-    """Return the blocks of the receiver that have tokens of a block of the sender."""
-    group, block = split_key(sender_key)
-    return [block_key(group, index) for index in mapping.receiver_blocks(block)]
 
 
 Disposal = Literal["land", "discard"]
@@ -383,9 +165,9 @@ class Receiver(Generic[C]):
         self._transport = transport
         self._metadata = metadata
         self._one_sided = one_sided
-        self._tickets: dict[bytes, _Incoming[C]] = {}
+        self._tickets: dict[bytes, Incoming[C]] = {}
         self._receives: dict[int, Receive] = {}
-        self._parking: dict[_Incoming[C], None] = {}  # all tickets with parked parcels, and others
+        self._parking: dict[Incoming[C], None] = {}  # all tickets with parked parcels, and others
         self._deferring: dict[bytes, None] = {}  # tickets with deferred parcels, in order
         self._counts = ReceiverCounts()
 
@@ -393,7 +175,7 @@ class Receiver(Generic[C]):
 
     def expect(self, ticket: Ticket, deadline: float) -> None:
         """Let senders open a ticket until the deadline; a ticket that is known is not changed."""
-        self._tickets.setdefault(ticket.ticket_id, _Incoming(ticket, deadline))
+        self._tickets.setdefault(ticket.ticket_id, Incoming(ticket, deadline))
 
     def submit(self, plan: TransferPlan) -> Receive:
         """Take a RECEIVE plan that was checked.
@@ -506,7 +288,7 @@ class Receiver(Generic[C]):
             return
         incoming = self._tickets[message.ticket_id]
         self._counts.opened += not incoming.sources
-        sender = _Sender(message.sender_rank, connection, source)
+        sender = OpenSender(message.sender_rank, connection, source)
         incoming.senders[message.sender_rank] = sender
         incoming.sources[sender.rank] = source
         incoming.is_covered = self._covers([each.layout for each in incoming.sources.values()])
@@ -662,7 +444,7 @@ class Receiver(Generic[C]):
             incoming.in_hand[parcel.place] = parcel
             self._port.verify([parcel])
 
-    def _is_useful(self, incoming: _Incoming[C], rank: int, block: int) -> bool:
+    def _is_useful(self, incoming: Incoming[C], rank: int, block: int) -> bool:
         """Return True for a block without a parcel that a plan waits for, or may wait for."""
         if (rank, block) in incoming.in_hand or block in incoming.parked:
             return False
@@ -721,18 +503,18 @@ class Receiver(Generic[C]):
     # --- parcels of other layouts -----------------------------------------------------------------
 
     def _assembly_slots(
-        self, incoming: _Incoming[C], sender: _Sender[C] | None, parcel: Parcel
+        self, incoming: Incoming[C], sender: OpenSender[C] | None, parcel: Parcel
     ) -> dict[int, int]:
         """Return the assembly slots of the blocks that a parcel has tokens of.
 
         Blocks for which there is no room are left out: the parcel comes again for them. Without any
         block, the parcel is dropped, and nothing is returned.
         """
-        waiting = self._waiting_blocks(incoming, parcel.mapping, parcel.place)
+        waiting = incoming.waiting_blocks(parcel.mapping, parcel.place)
         targets = []
         for block in waiting if incoming.is_covered and not incoming.closed else ():
             if block not in incoming.assemblies and self._free_assembly:
-                incoming.assemblies[block] = _Assembly(self._free_assembly.pop())
+                incoming.assemblies[block] = Assembly(self._free_assembly.pop())
             if block in incoming.assemblies:
                 targets.append(block)
         if not targets:
@@ -745,45 +527,21 @@ class Receiver(Generic[C]):
         incoming.placing[parcel] = assemblies
         return {block: assembly.slot for block, assembly in assemblies.items()}
 
-    def _waiting_blocks(
-        self, incoming: _Incoming[C], mapping: Mapping | None, place: tuple[int, int]
-    ) -> list[int]:
-        """Return the blocks that wait for a parcel of this rank and block of the sender."""
-        blocks = [] if mapping is None else _receiver_keys(mapping, place[1])
-        return [
-            block
-            for block in blocks
-            if block in incoming.waiting
-            and (block not in incoming.assemblies or place not in incoming.assemblies[block].placed)
-        ]
-
-    def _may_be_planned(self, incoming: _Incoming[C], mapping: Mapping, sender_block: int) -> bool:
-        """Return True if a parcel has tokens of a block that has no plan yet."""
-        ticket, group = incoming.ticket, split_key(sender_block)[0]
-        if group:
-            return group not in incoming.planned_groups
-        return any(
-            ticket.first_position < (block + 1) * ticket.block_tokens
-            and block * ticket.block_tokens < ticket.num_tokens
-            and block not in incoming.planned
-            for block in mapping.receiver_blocks(sender_block)
-        )
-
     def _answer_unplaced(
-        self, incoming: _Incoming[C], sender: _Sender[C] | None, parcel: Parcel
+        self, incoming: Incoming[C], sender: OpenSender[C] | None, parcel: Parcel
     ) -> None:
         """Answer a parcel that was not placed, or not in all blocks that wait for it."""
         mapping = parcel.mapping
         if sender is None or mapping is None or incoming.closed:
             return
-        if self._waiting_blocks(incoming, mapping, parcel.place) or self._may_be_planned(
-            incoming, mapping, parcel.place[1]
+        if incoming.waiting_blocks(mapping, parcel.place) or incoming.may_be_planned(
+            mapping, parcel.place[1]
         ):
             self._defer(incoming, sender, parcel.place[1])
         else:
             self._prove(sender, parcel)  # nothing waits for it any more
 
-    def _prove(self, sender: _Sender[C], parcel: Parcel) -> None:
+    def _prove(self, sender: OpenSender[C], parcel: Parcel) -> None:
         self._tell(sender.connection, Proven, parcel.ticket_id, [parcel.place[1]])
 
     def _tell(
@@ -798,7 +556,7 @@ class Receiver(Generic[C]):
                 connection, kind(ticket_id=ticket_id, sender_blocks=blocks, group=group)
             )
 
-    def _defer(self, incoming: _Incoming[C], sender: _Sender[C], block: int) -> None:
+    def _defer(self, incoming: Incoming[C], sender: OpenSender[C], block: int) -> None:
         """Let the sender keep a parcel until there is room for it."""
         ticket_id = incoming.ticket.ticket_id
         incoming.deferred[sender.rank, block] = None
@@ -836,20 +594,20 @@ class Receiver(Generic[C]):
                 self._tell(sender.connection, Again, ticket_id, [place[1]])
 
     def _room_needed(
-        self, incoming: _Incoming[C], sender: _Sender[C], place: tuple[int, int]
+        self, incoming: Incoming[C], sender: OpenSender[C], place: tuple[int, int]
     ) -> int | None:
         """Return the assembly slots that a deferred parcel needs at least; None if it must wait."""
         if sender.source.is_identity:
             return 0 if place[1] in incoming.planned else None
         mapping = sender.source.mappings[split_key(place[1])[0]]
-        blocks = self._waiting_blocks(incoming, mapping, place)
+        blocks = incoming.waiting_blocks(mapping, place)
         if not incoming.is_covered:
             return None
         if any(block in incoming.assemblies for block in blocks):
             return 0
         if blocks:
             return 1
-        return None if self._may_be_planned(incoming, mapping, place[1]) else 0
+        return None if incoming.may_be_planned(mapping, place[1]) else 0
 
     def placed(self, parcels: Sequence[Parcel]) -> None:
         """Note that parcels were placed; copy the blocks that are complete. Idempotent."""
@@ -867,7 +625,7 @@ class Receiver(Generic[C]):
                 assembly.placed.add(parcel.place)
                 if assembly.is_dropped:
                     self._free_assembly_slot(assembly)
-                elif not assembly.placing and self._is_complete(incoming, block, assembly):
+                elif not assembly.placing and incoming.is_complete(block, assembly):
                     receive = incoming.waiting.pop(block)
                     del incoming.assemblies[block]
                     entry = ready.setdefault(receive.plan.transfer_id, (receive, [], []))
@@ -882,18 +640,7 @@ class Receiver(Generic[C]):
         self._ask_again()
         self._grant()
 
-    def _is_complete(self, incoming: _Incoming[C], block: int, assembly: _Assembly) -> bool:
-        """Return True when a block has the parcels of all ranks that have opened the ticket."""
-        end = incoming.ticket.num_tokens
-        group, index = split_key(block)
-        return all(
-            (rank, block_key(group, sent)) in assembly.placed
-            for rank, source in incoming.sources.items()
-            for sent in source.mappings[group].sender_blocks(index)
-            if sent * source.block_tokens < end
-        )
-
-    def _free_assembly_slot(self, assembly: _Assembly) -> None:
+    def _free_assembly_slot(self, assembly: Assembly) -> None:
         """Free the slot of a dropped assembly, when no thread writes it. Idempotent."""
         assembly.is_dropped = True
         if not assembly.placing and assembly.slot >= 0:
@@ -959,7 +706,7 @@ class Receiver(Generic[C]):
                         self._free_assembly_slot(assembly)
         self._settle(receive)
 
-    def _end_ticket(self, incoming: _Incoming[C], reason: str) -> None:
+    def _end_ticket(self, incoming: Incoming[C], reason: str) -> None:
         """Give up what a ticket misses; its parcels in hand are dropped when they are verified."""
         if not incoming.closed:
             incoming.closed = reason
@@ -1002,7 +749,7 @@ class Receiver(Generic[C]):
             self._forget(incoming)
         del self._receives[transfer_id]
 
-    def _forget(self, incoming: _Incoming[C]) -> None:
+    def _forget(self, incoming: Incoming[C]) -> None:
         """Forget a ticket that has ended, when it has neither a plan nor a parcel any more."""
         busy = incoming.receives or incoming.in_hand or incoming.placing
         if incoming.closed and not busy:
@@ -1013,7 +760,7 @@ class Receiver(Generic[C]):
         self._ring.free(slot)
 
     def _reject(
-        self, incoming: _Incoming[C], sender: _Sender[C] | None, slot: int, block: int, why: str
+        self, incoming: Incoming[C], sender: OpenSender[C] | None, slot: int, block: int, why: str
     ) -> None:
         """Drop a wrong parcel; after ``MAX_WRONG`` of one block the ticket ends."""
         self._counts.wrong += 1
@@ -1043,7 +790,7 @@ class Receiver(Generic[C]):
                 ),
             )
 
-    def _sender(self, connection: C, ticket_id: bytes) -> _Sender[C] | None:
+    def _sender(self, connection: C, ticket_id: bytes) -> OpenSender[C] | None:
         """Return the sender of a ticket on a connection; None if it has not opened the ticket."""
         incoming = self._tickets.get(ticket_id)
         if incoming is None:

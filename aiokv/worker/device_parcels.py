@@ -15,7 +15,7 @@ from aiokv.worker.slot_access import SlotAccess, report_error
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aiokv.peers.receiver import Parcel as Received
+    from aiokv.peers.arrivals import Parcel as Received
     from aiokv.peers.sender import Parcel as Sent
     from aiokv.peers.transport import PeerMemory
     from aiokv.worker.device.base import DeviceSlots, Verification

@@ -23,8 +23,7 @@ from aiokv.peers.layout import BlockLayout
 from aiokv.peers.listener import listen
 from aiokv.peers.mappings import Mappings
 from aiokv.peers.messages import MAX_REASON_CHARACTERS, Landed, split_key
-from aiokv.peers.receiver import Parcel as Received
-from aiokv.peers.receiver import Receive, Receiver, ReceiverCounts, SlotCopy
+from aiokv.peers.receiver import Receiver, ReceiverCounts
 from aiokv.peers.ring import LandingRing
 from aiokv.peers.sender import Parcel as Sent
 from aiokv.peers.sender import Send, Sender, SenderCounts, SlotFill
@@ -44,6 +43,8 @@ from aiokv.worker.ticket_opener import TicketOpener
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from aiokv.peers.arrivals import Parcel as Received
+    from aiokv.peers.arrivals import Receive, SlotCopy
     from aiokv.peers.listener import Listener
     from aiokv.peers.messages import Message
     from aiokv.peers.options import Peers

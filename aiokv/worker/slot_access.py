@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aiokv.peers.receiver import Parcel as Received
+    from aiokv.peers.arrivals import Parcel as Received
     from aiokv.peers.sender import Parcel as Sent
     from aiokv.peers.transport import PeerMemory
     from aiokv.worker.poller import EventPoller

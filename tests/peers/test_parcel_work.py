@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from aiokv.errors import DeviceError
-from aiokv.peers.receiver import Parcel
+from aiokv.peers.arrivals import Parcel
 from aiokv.peers.transport import PeerMemory
 from aiokv.testing import run_until_idle, spin
 from aiokv.worker.device_parcels import DeviceParcelWork

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from aiokv.peers.arrivals import Source
 from aiokv.peers.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -24,7 +25,7 @@ from aiokv.peers.messages import (
     block_key,
     split_key,
 )
-from aiokv.peers.receiver import Receiver, Source
+from aiokv.peers.receiver import Receiver
 from aiokv.peers.ring import LandingRing
 from aiokv.peers.sender import Sender, Target
 from aiokv.peers.ticket import Endpoint, Ticket

@@ -1,0 +1,153 @@
+"""Arrivals: parcels, the blocks that they become, and the plans that wait for these. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from aiokv.peers.messages import block_key
+from aiokv.stores.base import TRAILER_BYTES
+from aiokv.worker.device.base import CopyError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiokv.plan import TransferPlan
+
+
+class Mapping(Protocol):
+    """Mapping of one sender rank's parcels to blocks of this rank; see ``aiokv.peers.layout``."""
+
+    is_identity: bool
+    parcel_bytes: int
+
+    def receiver_blocks(self, sender_block: int) -> range:
+        """Return the blocks of the receiver that have tokens of a block of the sender."""
+
+    def sender_blocks(self, receiver_block: int) -> range:
+        """Return the blocks of the sender that have tokens of a block of the receiver."""
+
+
+class Source(NamedTuple):
+    """The blocks of a sender rank.
+
+    Attributes:
+        mappings: to the blocks of this rank, by group.
+        layout: for ``Receiver``'s ``covers``.
+        block_tokens: positions per block of the sender.
+    """
+
+    mappings: Sequence[Mapping]
+    layout: Any
+    block_tokens: int
+
+    @property
+    def is_identity(self) -> bool:
+        """True when the parcels of all groups are blocks of the receiver as they are.
+
+        Otherwise several ranks may have parts of a block, or all of it, of any group.
+        """
+        return all(mapping.is_identity for mapping in self.mappings)
+
+    def parcel_bytes(self, group: int) -> int:
+        """Return the bytes of a parcel of a group with its trailer."""
+        return max(self.mappings[group].parcel_bytes, TRAILER_BYTES) + TRAILER_BYTES
+
+
+class Parcel(NamedTuple):
+    """A parcel in a landing slot, which belongs to it.
+
+    Attributes:
+        ticket_id: of its ticket.
+        sender_rank: rank that sent it.
+        sender_block: its block, in blocks of the sender.
+        group: of the block.
+        slot: landing slot.
+        num_bytes: payload and trailer.
+        key: that its trailer must have.
+        mapping: to the blocks of this rank; None if the slot is the block.
+    """
+
+    ticket_id: bytes
+    sender_rank: int
+    sender_block: int
+    group: int
+    slot: int
+    num_bytes: int
+    key: bytes
+    mapping: Mapping | None = None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Rank of the sender, and its block among those of all groups."""
+        return self.sender_rank, block_key(self.group, self.sender_block)
+
+
+class Receive:
+    """A plan in flight that receives blocks of one group.
+
+    Attributes:
+        plan: its blocks belong to it until ``ReceiverPort.received``.
+        group: of its blocks.
+        positions: index in the plan of each of its blocks, by ``block_key``.
+        missing: its blocks that are not in the device.
+        copies: copies into its blocks that are in flight.
+        failure: set when it was given up: no further copy begins.
+        is_touched: a copy may have written its blocks.
+    """
+
+    def __init__(self, plan: TransferPlan, group: int) -> None:
+        self.plan = plan
+        self.group = group
+        blocks = plan.source_ids.tolist()
+        self.positions = {block_key(group, block): i for i, block in enumerate(blocks)}
+        self.device_ids: list[int] = plan.target_ids.tolist()
+        self.missing = set(self.positions)
+        self.copies: set[SlotCopy] = set()
+        self.failure: CopyError | None = None
+        self.is_touched = False
+
+    @property
+    def leading_blocks(self) -> int:
+        """Number of leading blocks of the plan that are in the device."""
+        return min((self.positions[block] for block in self.missing), default=len(self.positions))
+
+    def give_up(self, reason: str) -> None:
+        """Let no further copy begin. The first reason is kept."""
+        if self.failure is None and self.missing:
+            self.failure = CopyError(0, reason)
+
+    @property
+    def at_rest(self) -> bool:
+        """True when nothing accesses its blocks any more, and nothing will."""
+        return not self.copies and (self.failure is not None or not self.missing)
+
+
+class SlotCopy:
+    """A copy from slots to device blocks of a plan.
+
+    Attributes:
+        receive: the plan.
+        blocks: by ``block_key``.
+        slots: slots that are read; taken when they are freed.
+        is_assembled: they are assembly slots, and no landing slots.
+        is_taken_back: it was cancelled before the device had it.
+        copy_id: for the port.
+        is_begun: likewise.
+    """
+
+    def __init__(
+        self, receive: Receive, blocks: list[int], slots: list[int], *, is_assembled: bool = False
+    ) -> None:
+        self.receive = receive
+        self.blocks = blocks
+        self.slots = slots
+        self.is_assembled = is_assembled
+        self.is_taken_back = False
+        self.copy_id = 0
+        self.is_begun = False
+
+    @property
+    def device_ids(self) -> list[int]:
+        """Device block of each slot."""
+        receive = self.receive
+        return [receive.device_ids[receive.positions[block]] for block in self.blocks]

@@ -1,0 +1,129 @@
+"""Incoming: a ticket that senders may open, and what has arrived for it. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from aiokv.peers.messages import block_key, split_key
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from aiokv.peers.arrivals import Mapping, Parcel, Receive, Source
+    from aiokv.peers.ticket import Ticket
+
+C = TypeVar("C", bound="Hashable")  # a connection
+
+
+class OpenSender(Generic[C]):
+    """A sender rank that has opened a ticket."""
+
+    def __init__(self, rank: int, connection: C, source: Source) -> None:
+        self.rank = rank
+        self.connection = connection
+        self.source = source
+
+
+class Assembly:
+    """A block that parcels are being placed in.
+
+    Attributes:
+        slot: assembly slot.
+        placed: parcels that it has, by rank and block of the sender.
+        placing: parcels that a thread is writing to it.
+        is_dropped: its plan was given up; the slot is freed when no thread writes it.
+    """
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+        self.placed: set[tuple[int, int]] = set()
+        self.placing = 0
+        self.is_dropped = False
+
+
+class Incoming(Generic[C]):
+    """A ticket that senders may open. Blocks are named by ``block_key``.
+
+    Attributes:
+        deadline: by the clock of the receiver.
+        senders: by rank; those that have ended are removed.
+        sources: blocks of all ranks that have opened it; each has a part of each block.
+        done: reason why a sender, which has sent all that it had, sends nothing more.
+        waiting: block -> plan, of blocks without a parcel.
+        in_hand: parcels that are being verified, by rank and block of the sender.
+        parked: verified slots of blocks that no plan has asked for yet, by block.
+        planned: blocks that a plan has, or had.
+        planned_groups: groups that have, or had, a plan. Those of state and windows have one plan.
+        assemblies: blocks of ``waiting`` that parcels are being placed in.
+        placing: parcels that are being placed, with the assemblies that they are written to.
+        deferred: parcels that the senders keep for want of room here, by rank and block of the
+            sender, in order.
+        is_covered: the senders together have all heads of this rank.
+    """
+
+    def __init__(self, ticket: Ticket, deadline: float) -> None:
+        self.ticket = ticket
+        self.deadline = deadline
+        self.senders: dict[int, OpenSender[C]] = {}
+        self.sources: dict[int, Source] = {}
+        self.done = ""
+        self.receives: dict[int, Receive] = {}
+        self.waiting: dict[int, Receive] = {}
+        self.in_hand: dict[tuple[int, int], Parcel] = {}
+        self.parked: dict[int, int] = {}
+        self.planned: set[int] = set()
+        self.planned_groups: set[int] = set()
+        self.wrong: dict[int, int] = {}
+        self.assemblies: dict[int, Assembly] = {}
+        self.placing: dict[Parcel, dict[int, Assembly]] = {}
+        self.deferred: dict[tuple[int, int], None] = {}
+        self.is_covered = False
+        self.closed = ""
+
+    def has(self, source: Source, group: int, block: int) -> bool:
+        """Return True for a block that has positions of the ticket, or the state behind them."""
+        first = self.ticket.first_position // source.block_tokens
+        end = -(-self.ticket.num_tokens // source.block_tokens)
+        if group == 0:
+            return first <= block < end
+        # The state is one block, with the number 0.
+        return group < len(source.mappings) and (first <= block < end or block == 0)
+
+    def waiting_blocks(self, mapping: Mapping | None, place: tuple[int, int]) -> list[int]:
+        """Return the blocks that wait for a parcel of this rank and block of the sender."""
+        blocks = [] if mapping is None else receiver_keys(mapping, place[1])
+        return [
+            block
+            for block in blocks
+            if block in self.waiting
+            and (block not in self.assemblies or place not in self.assemblies[block].placed)
+        ]
+
+    def may_be_planned(self, mapping: Mapping, sender_block: int) -> bool:
+        """Return True if a parcel has tokens of a block that has no plan yet."""
+        ticket, group = self.ticket, split_key(sender_block)[0]
+        if group:
+            return group not in self.planned_groups
+        return any(
+            ticket.first_position < (block + 1) * ticket.block_tokens
+            and block * ticket.block_tokens < ticket.num_tokens
+            and block not in self.planned
+            for block in mapping.receiver_blocks(sender_block)
+        )
+
+    def is_complete(self, block: int, assembly: Assembly) -> bool:
+        """Return True when a block has the parcels of all ranks that have opened the ticket."""
+        end = self.ticket.num_tokens
+        group, index = split_key(block)
+        return all(
+            (rank, block_key(group, sent)) in assembly.placed
+            for rank, source in self.sources.items()
+            for sent in source.mappings[group].sender_blocks(index)
+            if sent * source.block_tokens < end
+        )
+
+
+def receiver_keys(mapping: Mapping, sender_key: int) -> list[int]:
+    """Return the blocks of the receiver that have tokens of a block of the sender."""
+    group, block = split_key(sender_key)
+    return [block_key(group, index) for index in mapping.receiver_blocks(block)]
