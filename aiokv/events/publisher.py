@@ -202,7 +202,7 @@ class ZmqPublisher:
             if tasks:
                 await asyncio.wait(tasks)
             if self._publisher is not None and self._buffer:
-                self._send(KVEventBatch(time.time(), [AllBlocksCleared()], self._rank))
+                self._send_cleared()
         finally:
             await self._events.__aexit__(None, None, None)
             for socket in (self._publisher, self._replays):
@@ -252,8 +252,15 @@ class ZmqPublisher:
     # --- tasks ----------------------------------------------------------------------------------
 
     async def _publish(self) -> None:
-        async for batch in self._events:
-            await self._send(batch)
+        try:
+            async for batch in self._events:
+                await self._send(batch)
+        except Exception:
+            self._send_cleared()  # a router must not go on with what it knows
+            raise
+
+    def _send_cleared(self) -> None:
+        self._send(KVEventBatch(time.time(), [AllBlocksCleared()], self._rank))
 
     def _send(self, batch: KVEventBatch) -> Any:
         """Send a batch, and keep it for replay; the socket never blocks."""

@@ -155,6 +155,30 @@ async def test_closed_publisher_reports_that_nothing_is_left():
 
 
 @pytest.mark.asyncio
+async def test_failed_publisher_reports_that_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def fail(batch: object) -> bytes:
+        monkeypatch.undo()
+        raise ValueError("cannot be encoded")
+
+    async with (
+        CacheEngine(config(host_blocks=0)) as engine,
+        publisher_of(engine) as publisher,
+        receiving(publisher) as receiver,
+    ):
+        await compute(engine, 1)
+        await receiver.catch_up(engine.scheduler.read)
+        monkeypatch.setattr(publisher, "_encode", fail)
+        await compute(engine, 2)
+        while not receiver.view.clears:
+            receiver.apply(*await receiver.message())
+        assert not any(receiver.view.contents().values())
+    (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "events.publisher_failed" in line.getMessage()
+
+
+@pytest.mark.asyncio
 async def test_engine_that_is_closed_first_ends_the_events():
     engine = CacheEngine(config())
     publisher = publisher_of(engine)
