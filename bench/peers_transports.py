@@ -69,6 +69,7 @@ TRANSPORTS: dict[str, tuple[str, dict[str, str]]] = {  # name and environment of
     "mooncake_tcp": ("mooncake", {"MC_TCP_BIND_ADDRESS": HOST}),
 }
 TOTAL_BYTES = 512 << 20  # per round
+TRANSFER_SECONDS = 120.0  # afterwards the sender counts as lost
 MEMORY_BYTES = 64 << 20  # of the slots of each side
 INLINE_BYTES = 256 << 10  # fewer are read on the loop, which is faster than a thread
 SECRET = b"a secret of the bench of peers"
@@ -254,14 +255,23 @@ async def _receive(way: str, library: str, parcel_bytes: int, count: int) -> flo
     options = json.dumps([way, library, listener.port, parcel_bytes, count])
     command = [sys.executable, "-m", "bench.peers_transports", "send", options]
     with subprocess.Popen(command) as sender:  # noqa: ASYNC220
-        seconds = await receiver.seconds
-        await receiver.closed
-        await transport.aclose()
-        if sender.wait(30):
-            raise RuntimeError(f"peers_transports: the sender exited with {sender.returncode}")
+        try:
+            async with asyncio.timeout(TRANSFER_SECONDS):
+                ends = [receiver.seconds, receiver.closed]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if not receiver.seconds.done():
+                    reason = receiver.closed.result()
+                    raise RuntimeError(f"peers_transports: the sender ended: {reason}")
+                await receiver.closed
+            await transport.aclose()
+            if sender.wait(30):
+                raise RuntimeError(f"peers_transports: the sender exited with {sender.returncode}")
+        except BaseException:
+            sender.kill()
+            raise
     await listener.aclose()
     slots.threads.shutdown()
-    return seconds
+    return receiver.seconds.result()
 
 
 # --- sender, in another process -----------------------------------------------------------------
@@ -327,6 +337,7 @@ class _ObservedBackend:
         self._backend = backend
         self.name = backend.name
         self.is_reused = backend.is_reused
+        self.write_bytes = backend.write_bytes
         self.load = backend.load
         self.endpoint: Any = None
 
