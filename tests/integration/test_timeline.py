@@ -275,7 +275,8 @@ def test_replay_writes_the_timeline_of_its_engine(tmp_path, capsys, flags, categ
     trace = json.loads(path.read_bytes())
     check(trace)
     events = [e for e in trace["traceEvents"] if e["ph"] == "X"]
-    assert {e["cat"] for e in events} == categories
+    # With copies in flight, a request may wait for capacity.
+    assert {e["cat"] for e in events} - {"capacity"} == categories
     granted = [e for e in events if e["cat"] == "granted"]
     assert len(granted) == 400 - trace["otherData"]["displaced_records"]
     assert sum(e["args"]["cached_tokens"] for e in granted) > 0

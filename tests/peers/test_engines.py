@@ -374,7 +374,7 @@ async def test_cancelled_send_shortens_the_received_prefix():
 async def test_cancelled_receive_keeps_what_has_arrived_and_logs_no_warning(caplog):
     tokens = prompt(40)
     async with two_engines() as (p, d), await d.granted(tokens) as lease:
-        async with lease.receive() as receiving:
+        async with lease.receive(timeout=2.0) as receiving:
             async with (
                 await p.granted(tokens) as source,
                 p.engine.send(source, receiving.ticket) as sending,

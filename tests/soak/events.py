@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from typing import TYPE_CHECKING, Self
 
 from aiokv.events import ZmqPublisher
@@ -13,6 +13,7 @@ from tests.models.kv_events import View, decode, index_of
 from tests.soak.load import Violation
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from random import Random
 
     from aiokv import CacheEngine
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
 ANY_PORT = "tcp://127.0.0.1:0"
 LOSE_SHARE = 0.1  # of the messages that the receiver does not see
 ROUND_SECONDS = 20.0
+
+
+@contextmanager
+def _violations_of_views() -> Iterator[None]:
+    """Raise a :class:`Violation` when a view cannot apply an event."""
+    try:
+        yield
+    except (AssertionError, KeyError) as error:
+        raise Violation(f"events: {error!r}") from error
 
 
 class RoundEvents:
@@ -74,10 +84,8 @@ class RoundEvents:
     def _take(self) -> bool:
         if (batch := self._events.take()) is None:
             return False
-        try:
+        with _violations_of_views():
             self._view.apply(decode(self._encode(batch)))
-        except (AssertionError, KeyError) as error:
-            raise Violation(f"events: {error!r} of {batch}") from error
         return True
 
     def violations(self) -> list[str]:
@@ -94,7 +102,8 @@ class RoundEvents:
             if self._rng.random() < LOSE_SHARE:
                 await self._receiver.message()
             else:
-                await self._receiver.receive()
+                with _violations_of_views():
+                    await self._receiver.receive()
 
     async def remote_violations(self) -> list[str]:
         """Receive what is under way, and compare the view of the receiver with the index.
@@ -103,10 +112,11 @@ class RoundEvents:
         """
         receiver = self._receiver
         assert receiver is not None
-        async with asyncio.timeout(ROUND_SECONDS):
-            await receiver.replay()  # what was lost last
-            while _differences(receiver.view, self._engine):
-                await receiver.receive()
+        with _violations_of_views():
+            async with asyncio.timeout(ROUND_SECONDS):
+                await receiver.replay()  # what was lost last
+                while _differences(receiver.view, self._engine):
+                    await receiver.receive()
         return _differences(receiver.view, self._engine)
 
 
