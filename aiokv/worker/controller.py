@@ -106,6 +106,9 @@ class CacheController:
         self._report_waiters = ReportWaiters()
         self._closing = False
         self._closed = False
+        self._turn = (
+            asyncio.Lock()
+        )  # of sleep, wake_up and aclose, which suspend between their parts
         self._corrupt = 0
         self.memory = WorkerMemory(
             regions,
@@ -526,28 +529,34 @@ class CacheController:
 
         Cancellation: call it again, or ``wake_up``.
         """
-        if in_flight := self._in_flight():
-            raise UsageError(
-                f"sleep: {len(in_flight)} transfers are in flight", hint="drain() first"
-            )
-        if self._stores.exist and "host" in tiers:
-            # Before an await that may be interrupted: `wake_up` must bind the new tensors.
-            self.memory.sleep(tiers - {"host"})
-            await self._stores.sleep()
-        if tiers:
-            await self._peers.sleep()
-        self.memory.sleep(tiers)
+        async with self._turn:
+            if in_flight := self._in_flight():
+                raise UsageError(
+                    f"sleep: {len(in_flight)} transfers are in flight", hint="drain() first"
+                )
+            if self._closing:
+                return
+            if self._stores.exist and "host" in tiers:
+                # Before an await that may be interrupted: `wake_up` must bind the new tensors.
+                self.memory.sleep(tiers - {"host"})
+                await self._stores.sleep()
+            if tiers:
+                await self._peers.sleep()
+            self.memory.sleep(tiers)
 
     async def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
         """Reallocate the memory, and open the stores again; see :meth:`WorkerMemory.wake_up`.
 
-        Does not suspend without stores.
+        Does nothing once ``aclose`` was called. Does not suspend without stores.
 
         Cancellation: call it again, or ``sleep``.
         """
-        self.memory.wake_up(tiers, regions)
-        await self._stores.wake_up()
-        await self._peers.wake_up()
+        async with self._turn:
+            if self._closing:
+                return
+            self.memory.wake_up(tiers, regions)
+            await self._stores.wake_up()
+            await self._peers.wake_up()
 
     # --- end --------------------------------------------------------------------------------
 
@@ -583,17 +592,19 @@ class CacheController:
     async def aclose(self) -> None:
         """Cancel waiting plans, wait for moving ones, join the device's threads, free the arena.
 
-        Memory is never freed under a copy. Idempotent.
+        A ``wake_up`` under way ends first: otherwise it would open stores behind their end. Memory
+        is never freed under a copy. Idempotent.
 
         Cancellation: memory is kept; call it again.
         """
         self._closing = True
-        await self._stores.aclose()
-        await self.abandon()
-        await self._peers.aclose()
-        if not self._closed:
-            self.memory.close()
-            self._closed = True
+        async with self._turn:
+            await self._stores.aclose()
+            await self.abandon()
+            await self._peers.aclose()
+            if not self._closed:
+                self.memory.close()
+                self._closed = True
 
     def close_without_loop(self) -> None:
         """As aclose(), after the loop was closed: the device finishes its transfers, and nothing

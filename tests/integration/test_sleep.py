@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -19,9 +20,12 @@ from aiokv import (
     Regions,
     UsageError,
 )
-from aiokv.testing import running_clock, spin
+from aiokv.testing import ScriptedStore, running_clock, spin
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 from tests.harness.memory import Memory
+
+if TYPE_CHECKING:
+    from aiokv.stores.base import StoreMemory
 
 A, B, C = (prompt(seed, 2) for seed in range(1, 4))
 BOTH = ("device", "host")
@@ -342,3 +346,55 @@ async def test_device_that_refuses_the_new_memory_leaves_the_engine_asleep():
         assert cache.engine.asleep == set(BOTH)
         await cache.engine.wake_up(regions=regions)
         (await cache.serve(A)).release()
+
+
+class SlowStore(ScriptedStore):
+    """A store that opens when the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_open = asyncio.Event()
+        self.may_open.set()
+
+    async def open(self, memory: StoreMemory) -> None:
+        await self.may_open.wait()
+        await super().open(memory)
+
+
+def engine_with(store: ScriptedStore) -> CacheEngine:
+    regions = Regions(num_layers=1)
+    regions.add("kv", layers=[np.zeros((8, BLOCK_TOKENS, 2), np.float32)])
+    config = CacheConfig(block_tokens=BLOCK_TOKENS, device_blocks=8, host_blocks=8, model="m")
+    return CacheEngine(config, regions, stores=[store])
+
+
+async def test_close_during_a_wake_up_leaves_no_store_open():
+    """A store that opened behind the end of the engine would keep memory that is freed."""
+    store = SlowStore()
+    engine = engine_with(store)
+    async with engine:
+        await engine.sleep(["host"])
+        assert not store.is_open
+        store.may_open.clear()
+        waking = asyncio.create_task(engine.wake_up(["host"]))
+        await spin(5)
+        closing = asyncio.create_task(engine.aclose(0.0))
+        await spin(5)
+        assert not closing.done()
+        store.may_open.set()
+        await closing
+        with pytest.raises(ClosedError):
+            await waking
+    assert not store.is_open
+
+
+async def test_a_wake_up_that_waits_for_a_close_opens_nothing():
+    store = SlowStore()
+    engine = engine_with(store)
+    async with engine:
+        await engine.sleep(["host"])
+        opened = store.opened
+        await engine.worker.aclose()
+        await engine.worker.wake_up(frozenset({"host"}))
+        assert store.opened == opened
+    assert not store.is_open
