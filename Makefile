@@ -31,8 +31,8 @@ setup: $(STAMP) ## make the virtual environment and build aiokv in it
 demo: $(STAMP) ## run the main job: a serving loop with a real transformer on the cpu device
 	$(BIN)/aiokv demo $(ARGS)
 
-test: $(STAMP) test-native ## native and Python tests
-	$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP) test-native ## native and Python tests, on all cores
+	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 test-native: $(VENV)/.tools ## native unit tests (ctest)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" native/tests/run.sh build/native Release

@@ -69,7 +69,7 @@ RECORDS = [
 MORE_RECORDS = [
     value
     for module in (aiokv.stores, aiokv.testing)
-    for value in map(module.__getattribute__, set(module.__all__) & set(vars(module)))
+    for value in map(module.__getattribute__, sorted(set(module.__all__) & set(vars(module))))
     if is_record(value)
 ] + [
     value
