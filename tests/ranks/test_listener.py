@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,13 +18,20 @@ from aiokv.ranks.channel import claimed, listen
 from aiokv.ranks.listener import PREFIX, Listener, remove_abandoned
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
 
 def abandoned(path: Path) -> None:
     """Make a socket file without a listener."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as killed:
         killed.bind(str(path))
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """Yield a directory whose sockets have a path of less than 108 bytes, as Linux wants."""
+    with tempfile.TemporaryDirectory(prefix="aiokv-") as name:
+        yield Path(name)
 
 
 def test_a_second_owner_between_probe_and_bind_is_refused(tmp_path, monkeypatch):
@@ -97,17 +105,17 @@ async def test_closing_leaves_the_socket_of_another_owner(tmp_path):
 
 
 @pytest.mark.asyncio
-async def test_a_private_socket_is_in_a_new_directory_per_opening(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / f"{PREFIX}of_a_killed_manager").mkdir(mode=0o700)
-    abandoned(tmp_path / f"{PREFIX}of_a_killed_manager" / "ranks")
+async def test_a_private_socket_is_in_a_new_directory_per_opening(short_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    (short_path / f"{PREFIX}of_a_killed_manager").mkdir(mode=0o700)
+    abandoned(short_path / f"{PREFIX}of_a_killed_manager" / "ranks")
     listener = Listener(None)
     paths = []
     for _ in range(2):
         paths.append(await listener.open(lambda: pytest.fail("unexpected connection")))
         assert stat.S_IMODE(paths[-1].parent.stat().st_mode) == 0o700
         listener.close()
-        assert list(tmp_path.iterdir()) == []
+        assert list(short_path.iterdir()) == []
     assert paths[0] != paths[1]
 
 
