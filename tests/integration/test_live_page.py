@@ -88,12 +88,21 @@ async def opened(url: str, **options: Any) -> AsyncIterator[Watched]:
         assert {asked.split("/")[2] for asked in watched.asked if "://" in asked} == {origin}
 
 
+def _default_interrupt() -> None:
+    """Undo that a shell lets its background processes, such as these tests, ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @asynccontextmanager
 async def demo(*options: str) -> AsyncIterator[str]:
     """Run ``aiokv demo --live``; yield the URL that it prints."""
     command = [sys.executable, "-m", "aiokv", "demo", "--live", "0", *options]
     process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=ROOT
+        *command,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=ROOT,
+        preexec_fn=_default_interrupt,
     )
     try:
         assert process.stdout is not None
