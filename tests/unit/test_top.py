@@ -10,6 +10,7 @@ import json
 import os
 import pty
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -394,6 +395,12 @@ def read_until(terminal: int, wanted: bytes, seen: bytes = b"") -> bytes:
     return seen
 
 
+def _take_terminal() -> None:
+    """Let Ctrl-C of the terminal reach this process, even if a shell ignores it for the tests."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_leaves_the_terminal_clean():
     parent, child = pty.openpty()
     with Answers(FIRST, SECOND) as server:
@@ -404,7 +411,7 @@ def test_ctrl_c_leaves_the_terminal_clean():
             stdout=child,
             stderr=child,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_take_terminal,
             env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"},
         )
         try:
