@@ -104,6 +104,8 @@ class Channel:
 
     def send(self, message: Message) -> None:
         """Send a message; to a process that has ended, do nothing."""
+        if self._writer.is_closing():
+            return  # uvloop raises RuntimeError here
         blob = _encode(message)
         self._writer.write(len(blob).to_bytes(_LENGTH_BYTES) + blob)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 from typing import TYPE_CHECKING
 
 import pytest
+import uvloop
 
 from aiokv.cli import main
 from aiokv.demo.ledger import Ledger
+from aiokv.demo.split_messages import Channel, NotPrefilled
 from tests.integration.test_demo import SMALL
 
 if TYPE_CHECKING:
@@ -127,3 +131,16 @@ def test_blocks_of_another_server_are_right_once_its_ledger_is_added() -> None:
     decode.add(prefill)
     assert [str(read) for read in decode.wrong_blocks] == ["b, block 1"]
     assert decode.unequal_twins == [("a", 3)]
+
+
+def test_message_to_a_process_that_has_ended_is_dropped():
+    async def send_late() -> None:
+        ours, theirs = socket.socketpair()
+        channel = Channel(*await asyncio.open_unix_connection(sock=ours))
+        theirs.close()
+        async for message in channel:
+            pytest.fail(f"unexpected {message}")
+        await channel.aclose()
+        channel.send(NotPrefilled("request"))
+
+    uvloop.run(send_late())
