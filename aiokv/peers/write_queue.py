@@ -80,7 +80,7 @@ class _Queued:
 
 
 class WriteQueue:
-    """What one end of a connection is to write, in order.
+    """Queue of what one end of a connection writes, in order.
 
     Args:
         key: of the frames.
