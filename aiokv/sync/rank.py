@@ -311,7 +311,7 @@ class RankThread(Unique):
         """
         if not self._await_group(deadline):
             raise TransferTimeout(
-                f"rank {self.number}: the group has not begun within {deadline.timeout} s, so there "
+                f"rank {self.number}: the group has not begun within {deadline.timeout} s: there "
                 "are no transfers",
                 hint="open the engine, and start all its ranks",
             )
