@@ -94,7 +94,7 @@ def check_block(block: Block, folder: Path, place: str) -> None:
         case "python" | "text":
             pass
         case "console":
-            for line in block.text.splitlines():
+            for line in block.text.replace("\\\n", " ").splitlines():
                 if line.startswith("$ "):
                     check_command(line.removeprefix("$ "), folder, place)
         case "toml":
