@@ -1,0 +1,1 @@
+"""Connectors: aiokv inside other servers, loaded by their plugin settings."""
