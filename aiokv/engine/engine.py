@@ -532,6 +532,16 @@ class CacheEngine(Unique):
         """
         return self._scheduler.read.next_step
 
+    @property
+    def sentinel_state_slot(self) -> int | None:
+        """Row of the state tensors for the padded rows of CUDA graphs. Any thread.
+
+        No lease or snapshot gets this row, and no transfer reads or writes it, so its bytes have no
+        meaning. None without ``CacheConfig.sentinel_state_slot``.
+        """
+        config = self.config
+        return config.state_slots if config.sentinel_state_slot else None
+
     # --- tiers ------------------------------------------------------------------------------------
 
     async def evict(self, num_blocks: int, tier: Tier = "device") -> int:

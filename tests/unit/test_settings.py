@@ -74,6 +74,7 @@ SAMPLES = {
     "verify": "checksum",
     "state_slots": 4,
     "host_state_slots": 2,
+    "sentinel_state_slot": True,
     "windows": {"local": WindowGroup(window_tokens=5, device_blocks=4, host_blocks=1)},
     "salt_quota_blocks": 9,
     "model": 'a "model"\n',
