@@ -83,6 +83,7 @@ SAMPLES = {
     "store_admission": "reused",
     "store_queue_blocks": 5,
     "prefill_tokens_per_second": 1e4,
+    "foreign_device": True,
 }
 
 
