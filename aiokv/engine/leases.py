@@ -446,6 +446,8 @@ class Leases:
         except BaseException:  # without its layers, the lease must not count as granted
             self._apply(self._scheduler.stop_waiting(lease_id))
             raise
+        if self._timers:
+            self._expiries.stop(lease.id)
 
     def is_idle(self, lease_id: int) -> bool:
         """See ``Lease.is_idle``."""
