@@ -1,0 +1,5 @@
+"""aiokv.connectors: aiokv behind the cache interfaces of other servers.
+
+Each connector is a package of its own, and imports neither the server nor its framework when it is
+imported.
+"""
