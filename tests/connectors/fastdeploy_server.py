@@ -272,6 +272,9 @@ class Scheduler:
                     self.waiting.popleft()
                     self.finished.append(request)
                     continue
+                if len(request.output_token_ids) >= request.max_outputs:
+                    self.waiting.popleft()  # preempted after its last token; `finish` comes
+                    continue
                 request.need_prefill_tokens = request.num_total_tokens
                 if self.config.cache_config.enable_prefix_caching:
                     self.manager.match_prefix(request, True)
@@ -376,10 +379,15 @@ class Scheduler:
 class Server:
     """Manager, worker and scheduler of one process, on the cpu device."""
 
-    def __init__(self, device_blocks: int, host_blocks: int = 0, **options) -> None:
+    def __init__(self, device_blocks: int, host_blocks: int = 0, device=None, **options) -> None:
         self.config = fd_config(device_blocks, host_blocks, **options)
         layers = tensors(device_blocks)
-        self.manager = CacheManager(self.config, regions=regions_of(layers), verify="checksum")
+        self.manager = CacheManager(
+            self.config,
+            regions=regions_of(layers),
+            device=device,
+            verify="off" if device else "checksum",
+        )
         self.worker = Worker(layers, CacheController(LAYERS, self.manager))
         self.scheduler = Scheduler(self.manager, self.worker)
 

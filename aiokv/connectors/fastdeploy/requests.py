@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
-from aiokv import Item
+from aiokv import Item, UsageError
+from aiokv.types import as_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,10 +41,16 @@ class Request(Protocol):
 
 
 def tokens_of(request: Request) -> NDArray[np.int32]:
-    """Return the prompt and the tokens that were generated so far."""
-    prompt = np.asarray(request.prompt_token_ids, dtype=np.int32)
+    """Return the prompt and the tokens that were generated so far.
+
+    Raises:
+        UsageError: the prompt is empty, or not a flat sequence of int32.
+    """
+    prompt = as_tokens(request.prompt_token_ids)
+    if not prompt.size:
+        raise UsageError(f"request {request.request_id!r} has no prompt_token_ids")
     outputs = list(request.output_token_ids)  # another thread appends to it
-    return np.concatenate((prompt, np.asarray(outputs, dtype=np.int32))) if outputs else prompt
+    return np.concatenate((prompt, as_tokens(outputs))) if outputs else prompt
 
 
 def prompt_length(request: Request) -> int:

@@ -85,9 +85,11 @@ class LayerDoneCounter:
                 f"layer_idx is {layer_idx}; it must be between 0 and {self._num_layers - 1}"
             )
         began = time.monotonic()
-        self._wait(f"layer {layer_idx}", timeout, lambda part, left: part.wait(layer_idx, left))
-        waited = time.monotonic() - began
-        self._wait_seconds[layer_idx] = self._wait_seconds.get(layer_idx, 0.0) + waited
+        try:
+            self._wait(f"layer {layer_idx}", timeout, lambda part, left: part.wait(layer_idx, left))
+        finally:
+            waited = time.monotonic() - began
+            self._wait_seconds[layer_idx] = self._wait_seconds.get(layer_idx, 0.0) + waited
         return True
 
     def wait_all(self, timeout: float | None = 300.0) -> bool:
