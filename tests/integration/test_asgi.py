@@ -548,6 +548,21 @@ async def test_a_stream_ends_with_the_engine():
     assert client.events == [{"type": "AllBlocksCleared"}]
 
 
+async def test_streams_end_when_the_server_shuts_down():
+    async with Served(write_policy="none") as served:
+        app = asgi(served.engine)
+        clients = [Client(app), Client(app)]
+        await spin(5)
+        app.end_streams()
+        for client in clients:
+            await client.task
+            assert client.ended
+        await served.serve(TOKENS)
+        await spin(5)
+        assert clients[0].events == []
+        app.end_streams()
+
+
 async def test_a_stream_ends_when_its_client_cannot_be_reached():
     async with Served(write_policy="none") as served:
         client = Client(asgi(served.engine))
