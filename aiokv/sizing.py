@@ -196,8 +196,8 @@ def cache_sizes(shape: ModelShape, memory: Memory) -> CacheSizes:
     if device_blocks < 1:
         needed = device.block_bytes + device.side_bytes(1)
         raise ConfigError(
-            f"gpu_bytes is {memory.gpu_bytes}: {format_bytes(tier_bytes[0])} of GPU memory are left "
-            "for KV; one block, with the windows and the state of one conversation, takes "
+            f"gpu_bytes is {memory.gpu_bytes}: {format_bytes(tier_bytes[0])} of GPU memory are "
+            "left for KV; one block, with the windows and the state of one conversation, takes "
             f"{format_bytes(needed)}",
             hint=_hint(
                 memory, "use more GPU memory, more ranks, a smaller kv_dtype or fewer step_tokens"
