@@ -234,7 +234,7 @@ async def test_a_broken_engine_is_neither_healthy_nor_ready():
         assert (health.status, list(health.json()["broken"])) == (503, ["default"])
         assert "the GPU is gone" in health.json()["broken"]["default"]
         assert "working" in (await ask(app, "/readyz")).json()["failed"]["default"]
-        assert "aiokv_failed" in (await ask(app, "/metrics")).body.decode()
+        assert 'aiokv_failed{engine="default"} 1\n' in (await ask(app, "/metrics")).body.decode()
         lease.release()
 
 
