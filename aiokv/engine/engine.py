@@ -892,6 +892,13 @@ class CacheEngine(Unique):
         """Return the waiting times of requests, and how many waits failed. Any thread."""
         return self._requests.statistics()
 
+    def salt_statistics(self) -> dict[str, int]:
+        """Return the number of device blocks that the leases of each salt hold. Any thread.
+
+        Salts that hold none are absent; without ``salt_quota_blocks``, the dict is empty.
+        """
+        return self._scheduler.read.quota_by_salt()
+
     def worker_statistics(self) -> WorkerStatistics:
         """Return counters of the transfers; zeros before ``async with``. Any thread."""
         return self._worker.statistics()

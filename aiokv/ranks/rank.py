@@ -48,6 +48,7 @@ from aiokv.ranks.messages import (
     encode,
     layout_of,
 )
+from aiokv.ranks.openings import Openings
 from aiokv.ranks.outbox import Outbox
 from aiokv.ranks.rank_state import MAX_RANKS, check_positive
 from aiokv.stores.pools import StorePools
@@ -136,7 +137,7 @@ class Rank(Unique):
         self._device = named_device(device)
         self._stores = stores_from(stores)
         self._peers = peers
-        self._openings: dict[bytes, asyncio.Task[None]] = {}  # of tickets, by their ids
+        self._openings = Openings()
         self._controller = self._new_controller()
         self._poller = EventPoller()
         self._outbox = Outbox(self._send)
@@ -434,8 +435,7 @@ class Rank(Unique):
         except AiokvError as error:  # this rank has another secret than rank 0
             self._refuse_ticket(message.number, error)
             return
-        task = self._openings[ticket_id] = self._spawn(self._open_at_receivers(message))
-        task.add_done_callback(lambda _: self._openings.pop(ticket_id, None))
+        self._openings.add(ticket_id, self._spawn(self._open_at_receivers(message)))
 
     async def _open_at_receivers(self, message: OpenTicket) -> None:
         try:
@@ -450,9 +450,7 @@ class Rank(Unique):
         self._send(TicketReply(number=number, error=_reason_of(error), kind=kind))
 
     def _close_ticket(self, ticket_id: bytes, reason: str) -> None:
-        opening = self._openings.get(ticket_id)
-        if opening is not None:
-            opening.cancel()
+        self._openings.cancel(ticket_id)
         self._controller.close_ticket(ticket_id, reason)
 
     async def _look_up(self, lookup: Lookup) -> None:

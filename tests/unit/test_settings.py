@@ -370,6 +370,12 @@ def test_config_converts_bytes_when_it_knows_the_size_of_a_block(write, capsys):
     assert printed["low_watermark_blocks"] == {"value": None, "source": "default"}
 
 
+def test_config_refuses_blocks_without_bytes(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["config", "--block-bytes", "0"])
+    assert "--block-bytes: '0' is not a size above 0, such as" in capsys.readouterr().err
+
+
 def test_config_without_settings_says_what_is_missing(monkeypatch, capsys):
     assert cli.main(["config"]) == 0
     printed = capsys.readouterr().out
