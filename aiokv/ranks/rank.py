@@ -56,6 +56,7 @@ from aiokv.stores.urls import stores_from
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.base import CopyError, as_event
 from aiokv.worker.device.names import named_device
+from aiokv.worker.layer_marks import split_layer_mark
 from aiokv.worker.layers import ALL, LayerDoneCounter
 from aiokv.worker.poller import EventPoller
 from aiokv.worker.regions import Regions
@@ -334,6 +335,22 @@ class Rank(Unique):
         self._entered_controller().close_step(number, as_event("event", event))
         self._closed_step = number
 
+    def layers_done(self, mark: bytes, event: Event | None = None) -> None:
+        """Let the layers that ``Sending.layers_done`` has named be sent by this rank.
+
+        Without this call, they are sent when the step is closed.
+
+        Args:
+            mark: what ``Sending.layers_done`` has returned. Without effect when its send has ended.
+            event: recorded behind the work that computes the layers; None when it has finished.
+
+        Raises:
+            UsageError: ``mark`` is nothing of the kind, the device cannot wait for such an event,
+                or the rank was not entered. Nothing changed.
+        """
+        ticket_id, number = split_layer_mark(mark)
+        self._entered_controller().layers_done(ticket_id, number, as_event("event", event))
+
     def statistics(self) -> WorkerStatistics:
         """Return the counts of this rank's transfers.
 
@@ -499,6 +516,7 @@ class Rank(Unique):
                 endpoints=controller.endpoints,
                 peer_layout=controller.peer_layout,
                 ticket_key=controller.ticket_key,
+                layer_ends=controller.layer_ends,
                 unpinned_bytes=controller.unpinned_bytes,
             )
         )
