@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from bench.vllm.workload import Workload
 
 WEIGHTS_SEED = 1
-# Blocks whose KV is made wrong to show that the comparison of outputs notices: a pair of each 32.
+# One block of 32 gets wrong KV, to show that the comparison of outputs notices it.
 _DAMAGE_EVERY = 32
 _RESET_TIMEOUT_SECONDS = 30.0
 
@@ -118,7 +118,7 @@ class _Bench:
         figures["reloaded"] = await self._load("reloaded", prompts, clients=1)
         if self._cell.server == "none":
             figures["device_hits"] = await self._load("device hits", prompts, clients=1)
-            await self._engine.collective_rpc("exchange_blocks", args=(_DAMAGE_EVERY,))
+            await self._engine.collective_rpc("damage_blocks", args=(_DAMAGE_EVERY,))
             figures["damaged"] = await self._load("damaged", prompts, clients=1)
         return figures
 

@@ -142,6 +142,8 @@ def environment(settings: Settings) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONHASHSEED": "0",
         "VLLM_NO_USAGE_STATS": "1",
+        # Kernels for FP8, which a bfloat16 model does not use.
+        "VLLM_USE_DEEP_GEMM": "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
     if settings.batch_invariant:

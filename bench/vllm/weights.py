@@ -39,20 +39,16 @@ class BenchWorker:
                         head_dim = weight.shape[0] // (heads + config.num_key_value_heads)
                         weight[: heads * head_dim].mul_(math.sqrt(_SCORE_DEVIATION))
 
-    def exchange_blocks(self, every: int) -> int:
-        """Exchange the KV of each ``every``-th device block with that of its successor.
+    def damage_blocks(self, every: int) -> None:
+        """Overwrite the KV of each ``every``-th device block with that of its successor.
 
-        Returns:
-            number of blocks whose KV is wrong afterwards.
+        Args:
+            every: distance of the damaged blocks. (Exchanged blocks would change nothing:
+                attention does not depend on the order of keys that carry their positions.)
         """
-        changed = 0
         with torch.no_grad():
             for cache in self.model_runner.kv_caches:
                 # [2, blocks, ...] or [blocks, 2, ...]
-                blocks = cache if cache.shape[0] != 2 else cache.transpose(0, 1)
-                first = torch.arange(1, blocks.shape[0] - 1, every, device=cache.device)
-                kept = blocks[first].clone()
-                blocks[first] = blocks[first + 1]
-                blocks[first + 1] = kept
-                changed = 2 * len(first)
-        return changed
+                blocks = cache.transpose(0, 1) if cache.shape[0] == 2 else cache
+                damaged = torch.arange(1, blocks.shape[0] - 1, every, device=cache.device)
+                blocks[damaged] = blocks[damaged + 1]
