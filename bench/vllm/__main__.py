@@ -82,6 +82,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device-blocks", type=int, default=4_096, help="default: %(default)s")
     parser.add_argument("--host-gib", type=float, default=36.0, help="default: %(default)s")
     parser.add_argument("--small-host-gib", type=float, default=12.0, help="default: %(default)s")
+    parser.add_argument("--disk-gib", type=int, default=40, help="default: %(default)s")
     parser.add_argument("--clients", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--output-tokens", type=int, default=16, help="default: %(default)s")
     parser.add_argument("--limit", type=int, help="prompts of each load; default: all")
@@ -135,6 +136,7 @@ def _cell(args: argparse.Namespace, server: str, kind: str, workload: Path, scra
             host_gib=min(8.0, args.host_gib) if equality else args.host_gib,
             small_host_gib=min(1.0, args.small_host_gib) if equality else args.small_host_gib,
             disk=str(disk),
+            disk_gib=args.disk_gib,
             max_model_tokens=max_prompt_tokens + args.output_tokens,
             gpu_share=min(0.9, 0.9 / args.at_once) if equality else 0.9,
             batch_invariant=equality,

@@ -23,6 +23,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         host_gib: size of the host tier.
         small_host_gib: size of the host tier where a disk follows it.
         disk: directory of the disk store.
+        disk_gib: its quota.
         max_model_tokens: longest prompt and its output.
         gpu_share: part of the GPU's memory that must be free at the start.
         batch_invariant: equal outputs whatever runs beside a request, at a lower speed.
@@ -35,6 +36,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     host_gib: float
     small_host_gib: float
     disk: str
+    disk_gib: int
     max_model_tokens: int
     gpu_share: float = 0.9
     batch_invariant: bool = False
@@ -78,7 +80,8 @@ def _aiokv_layers(settings: Settings) -> dict[str, Any]:
 
 
 def _aiokv_disk(settings: Settings) -> dict[str, Any]:
-    return _aiokv_connector(host_gib=settings.small_host_gib, stores=[f"disk:{settings.disk}"])
+    store = f"disk:{settings.disk}?bytes={settings.disk_gib}GiB"
+    return _aiokv_connector(host_gib=settings.small_host_gib, stores=[store])
 
 
 def _aiokv_connector(**options: Any) -> dict[str, Any]:
