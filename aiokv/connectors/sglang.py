@@ -135,15 +135,24 @@ class HiCacheAiokv(HiCacheStorage):  # type: ignore[misc]  # the checker does no
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
     def _stores_of_this_rank(self) -> list[StoreUse]:
+        config, urls = self._config, self._settings.stores
         ranks = {"dp": "dp_rank", "pp": "pp_rank", "cp": "attn_cp_rank", "tp": "tp_rank"}
-        rank = "-".join(f"{kind}{getattr(self._config, name, 0)}" for kind, name in ranks.items())
-        stores = stores_from([url.replace("{rank}", rank) for url in self._settings.stores])
-        for use in stores:
-            if self._config.is_mla_model and self._config.tp_size > 1 and use.store.kind == "disk":
+        rank = "-".join(f"{kind}{getattr(config, name, 0)}" for kind, name in ranks.items())
+        stores = stores_from([url.replace("{rank}", rank) for url in urls])
+        for url, use in zip(urls, stores, strict=True):
+            if use.store.kind != "disk":
+                continue
+            if config.is_mla_model and config.tp_size > 1:
                 raise ConfigError(
                     f"{use.store.url}: a disk store belongs to one rank, and tp_size is "
-                    f"{self._config.tp_size}; with MLA, all ranks load what one rank saves",
+                    f"{config.tp_size}; with MLA, all ranks load what one rank saves",
                     hint="use a store that all ranks reach: directory:, redis:, mooncake: or s3:",
+                )
+            if config.tp_size * config.pp_size > 1 and "{rank}" not in url:
+                raise ConfigError(
+                    f"{use.store.url}: a disk store belongs to one rank, and there are "
+                    f"{config.tp_size * config.pp_size} ranks",
+                    hint="give each rank a path of its own: disk:/nvme/kv/{rank}?bytes=...",
                 )
         return stores
 
