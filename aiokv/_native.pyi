@@ -431,7 +431,7 @@ class LeaseState(enum.Enum):
 class Core:
     """Prefix index, block pools, leases and eviction; not thread-safe."""
 
-    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU, state_slots: int = 0, windows: Sequence[tuple[int, int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None, host_state_slots: int = 0) -> None: ...
+    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU, state_slots: int = 0, windows: Sequence[tuple[int, int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None, host_state_slots: int = 0, foreign_device: bool = False) -> None: ...
 
     def match(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str = '', reads: bool = True, writes: bool = True) -> tuple[int, int, int]:
         """
@@ -492,6 +492,33 @@ class Core:
         """Return what retract() returns."""
 
     def extend(self, leases: Sequence[int], num_tokens: int) -> bool: ...
+
+    def assign(self, lease: int, ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], computed_tokens: int = 0) -> None:
+        """Append device ids of a server to the table of a lease."""
+
+    def is_idle(self, lease: int) -> bool:
+        """
+        Return whether no transfer uses ids that the lease, which may have ended, has named.
+        """
+
+    def take_idle(self) -> list[int]:
+        """Return leases that have become idle."""
+
+    def take_advanced(self) -> list[int]:
+        """Return leases of which foreign saves have made blocks matchable."""
+
+    def take_queued_ids(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
+        """
+        Return the device ids of the foreign saves that were queued since the last call.
+        """
+
+    def give_up_saves(self) -> None:
+        """Save nothing of what foreign saves have queued."""
+
+    def end_saved(self) -> list[int]:
+        """
+        Return the released leases that waited for foreign saves only, and end them.
+        """
 
     def release(self, lease: int, step: int = 0, used_in: int = 0) -> bool:
         """

@@ -23,6 +23,7 @@ from aiokv.scheduler.admission import Admission, Request, already_waits
 from aiokv.scheduler.clock import StepClock
 from aiokv.scheduler.effects import Effects, Fork, Grant, Outbox
 from aiokv.scheduler.fetches import Fetches
+from aiokv.scheduler.foreign import ForeignBlocks
 from aiokv.scheduler.gate import Gate
 from aiokv.scheduler.granting import Granting
 from aiokv.scheduler.peers import Peers
@@ -63,6 +64,7 @@ TRANSITIONS: Final = (
     "wait_pending",
     "stop_wait_pending",
     "release",
+    "assign",
     "append",
     "commit",
     "commit_received",
@@ -196,6 +198,16 @@ class CacheScheduler:
             pending=self._pending,
             lost=self._granting.lost,
         )
+        self._foreign: ForeignBlocks | None = None
+        if config.foreign_device:
+            self._foreign = ForeignBlocks(
+                core,
+                self._outbox,
+                self._granting,
+                self._pending,
+                self._releases,
+                records_checksums=self._records_checksums,
+            )
         self._requests = self._admission.requests
         self._waiters = self._pending.waiters
         self._advances = False  # True when an effect has requested `advance`
@@ -227,6 +239,8 @@ class CacheScheduler:
 
     def _settle(self) -> Effects:
         """End a transition that may have freed blocks: serve the leases that wait for them."""
+        if self._foreign is not None:
+            self._foreign.settle()
         if self._pins.num_until_used:
             self._release_used_pins()
         if self._granting.onloads:
@@ -495,6 +509,33 @@ class CacheScheduler:
     # --- granted leases -------------------------------------------------------------------------
 
     @_naming_owner
+    def assign(
+        self,
+        lease_id: int,
+        block_ids: NDArray[np.int32],
+        computed_tokens: int = 0,
+        onload_priority: Priority = Priority.DEMAND,
+    ) -> tuple[Grant, Effects]:
+        """Append device blocks of the server to the table of a lease; see ``Lease.assign``.
+
+        Returns:
+            The lease, and the onloads of it that are in flight: the first call begins one.
+
+        Raises:
+            LeaseError: the lease is not granted; or its cached blocks were dropped after the grant,
+                or are more than the blocks of the first call.
+            UsageError: the server has no such block, the lease has it already, a transfer in flight
+                uses it, ``computed_tokens`` is out of range, or the engine owns the device blocks.
+        """
+        if self._foreign is None:
+            raise UsageError(
+                "assign: CacheConfig.foreign_device is False, so allocate names the device blocks",
+                hint="CacheConfig(foreign_device=True, ...) for device blocks of a server",
+            )
+        grant = self._foreign.assign(lease_id, block_ids, computed_tokens, onload_priority)
+        return grant, self._settle()
+
+    @_naming_owner
     def append(self, lease_id: int, tokens: NDArray[np.int32]) -> Done:
         """Set the tokens of the next positions, so that they can be indexed.
 
@@ -523,7 +564,10 @@ class CacheScheduler:
         try:
             core = self._core
             step = self._clock.next if closes_step else self._clock.open
-            if self._records_checksums:
+            if self._foreign is not None:
+                published = core.commit(lease_id, num_tokens, step)
+                self._foreign.settle()
+            elif self._records_checksums:
                 first = core.computed_tokens(lease_id) // self._block_tokens
                 published = core.commit(lease_id, num_tokens, step)
                 computed = core.block_table(lease_id)[first : num_tokens // self._block_tokens]
@@ -746,7 +790,7 @@ class CacheScheduler:
         """Close the open step and return its number; its committed blocks can be saved now."""
         step = self._clock.close()
         self._core.close_step(step)
-        self._saver.collect()
+        self._collect_backups()
         return step, self._outbox.pending
 
     def finish_step(self, step: int) -> Done:
@@ -759,7 +803,13 @@ class CacheScheduler:
 
     def collect_backups(self) -> tuple[bool, Effects]:
         """Begin the backups of the write policy; return False if there are none."""
-        return self._saver.collect(), self._outbox.pending
+        return self._collect_backups(), self._outbox.pending
+
+    def _collect_backups(self) -> bool:
+        begun = self._saver.collect()
+        if self._foreign is not None:  # blocks for which the host has no room are given up
+            self._foreign.settle()
+        return begun
 
     def fetch(self, lease_id: int, num_blocks: int, priority: Priority) -> tuple[int, Effects]:
         """Begin to fetch up to ``num_blocks`` blocks that follow the cached prefix of a lease.
@@ -1087,9 +1137,17 @@ class CacheScheduler:
         Returns:
             (evicted blocks, transfer): more blocks can be evicted when the transfer has ended; the
             transfer is 0 if there is none.
+
+        Raises:
+            UsageError: ``tier`` is ``"device"``, whose blocks a server owns.
         """
         if tier == "host":
             return (self._core.evict_host(num_blocks), 0), self._settle()
+        if self._foreign is not None:
+            raise UsageError(
+                "evict: with CacheConfig.foreign_device, the engine has no device blocks",
+                hint="evict host blocks with tier='host'",
+            )
         evicted = self._core.evict_device(num_blocks)
         saving = 0
         if evicted < num_blocks:
@@ -1104,7 +1162,13 @@ class CacheScheduler:
         return None, self._settle()
 
     def resize(self, device_blocks: int) -> tuple[bool, Effects]:
-        """Change the capacity of the device tier; return False if blocks beyond it are in use."""
+        """Change the capacity of the device tier; return False if blocks beyond it are in use.
+
+        Raises:
+            UsageError: a server owns the device blocks.
+        """
+        if self._foreign is not None:
+            self._core.resize_device(device_blocks)  # raises
         try:
             self._core.resize_device(device_blocks)
         except UsageError:
@@ -1127,6 +1191,9 @@ class CacheScheduler:
 
     def _stop_offloads(self, stopped: bool) -> None:
         self._saver.stopped = self._store_saver.stopped = stopped
+        if stopped and self._foreign is not None:
+            self._saver.collect()  # gives up what is queued
+            self._foreign.settle()
 
     def close(self) -> Done:
         """End all waits and pins: the engine closes."""

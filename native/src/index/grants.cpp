@@ -64,6 +64,10 @@ Grant Grants::allocate(Lease& lease, std::int64_t num_tokens) {
     if (total == 0) return Grant::kNone;
     // Refs first: what the lease hits must not be evicted to make room for the rest of it.
     const std::uint32_t needed = total - residency_.ref(lease.path);
+    if (config_.foreign_device) {  // the server has the device blocks, and names them later
+        take_blocks(lease, 0);
+        return Grant::kReady;
+    }
     // An attempt without success takes nothing from swapped leases.
     if (needed + reserve_for(total) > residency_.device_room() ||
         !swaps_.make_auxiliary_room(lease, total) || !residency_.make_room(needed) ||
@@ -133,7 +137,9 @@ void Grants::take_blocks(Lease& lease, std::uint32_t total_blocks) {
     hit_host_tokens_ += std::uint64_t{lease.host_hit} * config_.block_tokens;
     prompt_tokens_ += lease.tokens.size();
     ++grants_;
-    if (resident < hits || !lease.tail_host.empty()) start_onload(lease, resident);
+    lease.save_failed = false;
+    const bool has_host_blocks = resident < hits || !lease.tail_host.empty();
+    if (has_host_blocks && !config_.foreign_device) start_onload(lease, resident);
     auxiliary_.take(lease);
     if (resumes) residency_.unhold(lease.path);
     publication_.announce(lease);
@@ -166,6 +172,7 @@ bool Grants::can_allocate(Lease& lease, std::int64_t num_tokens, bool saves) {
     check_request(lease, num_tokens);
     const std::uint32_t total = choose_path(lease, num_tokens);
     if (total == 0) return false;
+    if (config_.foreign_device) return true;
     const PrefixTree& tree = index_.tree();
     const auto is_resident = [&tree](NodeId node) { return tree[node].has(kDeviceResident); };
     const std::uint32_t needed = total - static_cast<std::uint32_t>(std::count_if(

@@ -345,7 +345,7 @@ void bind_core(nb::module_& m) {
                std::uint32_t low_watermark_blocks, std::uint32_t min_onload_blocks,
                EvictionKind eviction, std::uint32_t state_slots,
                const std::vector<WindowTuple>& windows, std::uint32_t max_leases,
-               const StoreConfig* stores, std::uint32_t host_state_slots) {
+               const StoreConfig* stores, std::uint32_t host_state_slots, bool foreign_device) {
                 std::vector<WindowConfig> groups;
                 for (const auto& [blocks, window, step, sink, host] : windows)
                     groups.push_back({blocks, window, step, sink, host});
@@ -353,14 +353,14 @@ void bind_core(nb::module_& m) {
                     block_tokens, device_blocks, host_blocks, leave_tokens, reserve_blocks,
                     write_policy, write_through_threshold, low_watermark_blocks, min_onload_blocks,
                     eviction, state_slots, std::move(groups), max_leases,
-                    stores != nullptr ? *stores : StoreConfig{}, host_state_slots});
+                    stores != nullptr ? *stores : StoreConfig{}, host_state_slots, foreign_device});
             },
             nb::kw_only(), "block_tokens"_a, "device_blocks"_a, "host_blocks"_a = 0,
             "leave_tokens"_a = 1, "reserve_blocks"_a = 0, "write_policy"_a = WritePolicy::kNone,
             "write_through_threshold"_a = 2, "low_watermark_blocks"_a = 0,
             "min_onload_blocks"_a = 0, "eviction"_a = EvictionKind::kLru, "state_slots"_a = 0,
             "windows"_a = std::vector<WindowTuple>(), "max_leases"_a = kMaxLeases,
-            "stores"_a.none() = nb::none(), "host_state_slots"_a = 0)
+            "stores"_a.none() = nb::none(), "host_state_slots"_a = 0, "foreign_device"_a = false)
         .def("match", &match, "tokens"_a, "context"_a = "", "reads"_a = true, "writes"_a = true,
              "Open a lease: (lease, device_blocks, host_blocks) of the longest cached prefix.")
         .def("match_items", &match_items, "tokens"_a, "items"_a, "context"_a = "", "reads"_a = true,
@@ -416,6 +416,25 @@ void bind_core(nb::module_& m) {
                 return core.extend(ids, num_tokens);
             },
             "leases"_a, "num_tokens"_a)
+        .def(
+            "assign",
+            [](Core& core, LeaseId id, TokenArray ids, std::int64_t computed_tokens) {
+                core.assign(id, view(ids), computed_tokens);
+            },
+            "lease"_a, "ids"_a, "computed_tokens"_a = 0,
+            "Append device ids of a server to the table of a lease.")
+        .def("is_idle", &Core::is_idle, "lease"_a,
+             "Return whether no transfer uses ids that the lease, which may have ended, has named.")
+        .def("take_idle", &Core::take_idle, "Return leases that have become idle.")
+        .def("take_advanced", &Core::take_advanced,
+             "Return leases of which foreign saves have made blocks matchable.")
+        .def(
+            "take_queued_ids", [](Core& core) { return copy_ids(core.take_queued_ids()); },
+            "Return the device ids of the foreign saves that were queued since the last call.")
+        .def("give_up_saves", &Core::give_up_saves,
+             "Save nothing of what foreign saves have queued.")
+        .def("end_saved", &Core::end_saved,
+             "Return the released leases that waited for foreign saves only, and end them.")
         .def("release", &Core::release, "lease"_a, "step"_a = 0, "used_in"_a = 0,
              "Return False when batches or transfers of peers in flight keep the blocks until they "
              "have ended.")
