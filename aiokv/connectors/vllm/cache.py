@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from aiokv.connectors.vllm.tensors_here import Tensors
     from aiokv.sync import Answer, Calls, SyncEngine, SyncLayers, SyncLease
     from aiokv.types import Statistics
+    from aiokv.worker.device.base import Event
 
 log = Log(__name__)
 
@@ -56,6 +57,15 @@ class HostCache:
     def num_errors(self) -> int:
         """Number of calls that have failed."""
         return self._num_errors
+
+    @property
+    def closes_steps_on_ranks(self) -> bool:
+        """True if ranks close steps by their numbers, so that no number may be left out."""
+        return self._tensors is None
+
+    def take_event(self, step: int) -> Event | None:
+        """Return the event behind the work of a step of a worker in this process."""
+        return None if self._tensors is None else self._tensors.take_event(step)
 
     def calls(self) -> Calls:
         """Return an empty list of calls."""

@@ -276,14 +276,16 @@ class SchedulerHalf:
                 # The last token was not computed with; drafts behind it were rejected.
                 cached.computed = max(cached.computed, min(end, cached.request.num_tokens - 1))
                 ended[cached.request_id] = cached
-        self._commit(ended.values())
+        self._commit(step, ended.values())
         self._freed.note_ended(step)
         for cached in self._finishing:
             self._leave_lease(cached)
         self._finishing.clear()
 
-    def _commit(self, requests: Iterable[CachedRequest]) -> None:
-        """Commit the full blocks that are computed, in one crossing."""
+    def _commit(self, step: int, requests: Iterable[CachedRequest]) -> None:
+        """Commit the full blocks that are computed, and close the step, in one crossing."""
+        if not self._cache.is_usable:
+            return
         calls = self._cache.calls()
         committed = []
         for cached in requests:
@@ -291,8 +293,9 @@ class SchedulerHalf:
             if blocks > cached.committed and cached.lease is not None:
                 answers = self._add_commit(calls, cached.lease, cached, blocks)
                 committed.append((cached, blocks, answers))
-        if not committed:
+        if not committed and not self._cache.closes_steps_on_ranks:
             return
+        calls.step(self._cache.take_event(step))  # transfers of the blocks wait for this event
         self._cache.run(calls)
         for cached, blocks, answers in committed:
             if self._cache.succeeded(answers, f"commit of request {cached.request_id}"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aiokv.connectors.vllm.worker import stream_of
 from aiokv.errors import ClosedError, TransferError
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from aiokv.sync import SyncLayers
     from aiokv.sync.rank import RankThread
     from aiokv.sync.rank_layers import RankLayers
+    from aiokv.worker.device.base import Event
 
 
 class EngineSource:
@@ -29,6 +30,10 @@ class EngineSource:
         return _EngineTransfers(
             self._tensors.take_load(load.transfer_ids), self._tensors.layers.device
         )
+
+    def close_step(self, step: int, event: Event | None) -> None:
+        """Note the event; the scheduler half closes the step with it."""
+        self._tensors.note_event(step, event)
 
     def close(self) -> None:
         """Do nothing: the scheduler half closes the engine."""
@@ -51,7 +56,11 @@ class _EngineTransfers:
         return set()
 
     def wait_layer(self, layer: int, timeout: float) -> None:
-        _wait_layer(self._layers, layer, stream_of(self._device), timeout)
+        stream = stream_of(self._device)
+        if stream is None:
+            self._layers.wait(layer, timeout)
+        else:
+            self._layers.gpu_wait(layer, stream)
 
     def wait_all(self, timeout: float) -> None:
         self._layers.wait_all(timeout)
@@ -67,6 +76,11 @@ class RankSource:
     def transfers(self, load: Load) -> Transfers:
         """Return the transfers of a load that has begun."""
         return _RankTransfers(self._rank, load.transfer_ids, self._device)
+
+    def close_step(self, step: int, event: Event | None) -> None:
+        """Close the step on this rank."""
+        if self._rank.is_ready:
+            self._rank.step(step, event)
 
     def close(self) -> None:
         """Disconnect, and end the thread of the rank."""
@@ -89,16 +103,11 @@ class _RankTransfers:
         return {block for failure in self._layers.failures() for block in failure.block_ids}
 
     def wait_layer(self, layer: int, timeout: float) -> None:
-        _wait_layer(self._layers, layer, stream_of(self._device), timeout)
+        stream = stream_of(self._device)
+        if stream is None:
+            self._layers.wait(layer, timeout)
+        else:
+            self._layers.gpu_wait(layer, stream, timeout)
 
     def wait_all(self, timeout: float) -> None:
         self._layers.wait_all(timeout)
-
-
-def _wait_layer(
-    layers: SyncLayers | RankLayers, layer: int, stream: Any, timeout: float
-) -> None:
-    if stream is None:
-        layers.wait(layer, timeout)
-    else:
-        layers.gpu_wait(layer, stream, timeout)

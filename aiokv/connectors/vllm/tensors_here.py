@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from aiokv.connectors.vllm.tensors import LayerTensors
     from aiokv.sync import SyncLayers
+    from aiokv.worker.device.base import Event
 
 _tensors: dict[str, Tensors] = {}  # by engine_id of vLLM
 
@@ -27,6 +28,7 @@ class Tensors:
         self.layers = layers
         self.is_taken = False
         self._loads: dict[tuple[int, ...], SyncLayers] = {}  # by transfer ids
+        self._events: dict[int, Event | None] = {}  # by step
 
     def note_load(self, layers: SyncLayers) -> None:
         """Note a load that has begun."""
@@ -35,6 +37,16 @@ class Tensors:
     def take_load(self, transfer_ids: tuple[int, ...]) -> SyncLayers:
         """Return a load, and forget it."""
         return self._loads.pop(transfer_ids)
+
+    def note_event(self, step: int, event: Event | None) -> None:
+        """Note the event behind the work of a step; None when the work has finished."""
+        self._events[step] = event
+
+    def take_event(self, step: int) -> Event | None:
+        """Return the event of a step, and forget it and those of earlier steps."""
+        event = self._events.get(step)
+        self._events = {number: e for number, e in self._events.items() if number > step}
+        return event
 
 
 def offer(engine_id: str, layers: LayerTensors) -> Tensors:

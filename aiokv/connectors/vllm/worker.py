@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
-from aiokv.errors import ClosedError, TransferError, TransferTimeout
+from aiokv.errors import ClosedError, TransferError
 from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
     from aiokv.connectors.vllm.messages import Load, StepMetadata
     from aiokv.connectors.vllm.tensors import LayerTensors
+    from aiokv.worker.device.base import Event
 
 log = Log(__name__)
+
+_CUDA: Final = "cuda"
 
 
 class Transfers(Protocol):
@@ -54,6 +57,10 @@ class Source(Protocol):
         """Return the transfers of a load that has begun."""
         ...
 
+    def close_step(self, step: int, event: Event | None) -> None:
+        """Note that the work of a step was submitted, before an event that was recorded."""
+        ...
+
     def close(self) -> None:
         """End the threads of this worker."""
         ...
@@ -76,6 +83,7 @@ class WorkerHalf:
         self._in_step: list[tuple[Load, Transfers]] = []
         self._layers_left: set[int] = set()  # of the loads of this step
         self._failed: set[int] = set()
+        self._step = 0
         self._counts = {"loaded_blocks": 0, "failed_blocks": 0}
 
     def begin(self, message: StepMetadata, *, layers_are_hooked: bool) -> None:
@@ -86,6 +94,7 @@ class WorkerHalf:
             layers_are_hooked: False if vLLM replays a graph of the whole model, in which it does
                 not call ``wait_layer``: all layers are waited for here.
         """
+        self._step = message.step
         for load in message.loads:
             transfers = self._source.transfers(load) if load.transfer_ids else None
             if load.failed:
@@ -106,14 +115,13 @@ class WorkerHalf:
             self._wait(self._tensors.layer_of[layer_name])
 
     def _wait(self, layer: int) -> None:
+        # A timeout ends the server: bytes may still move, so the blocks cannot be computed again.
         if layer not in self._layers_left:
             return
         self._layers_left.discard(layer)
         for load, transfers in self._in_step:
             try:
                 transfers.wait_layer(layer, self._timeout)
-            except TransferTimeout:
-                raise  # bytes may still move: nothing can be computed with these blocks
             except (TransferError, ClosedError) as error:
                 log.warning("vllm_load_failed", request=load.request_id, error=str(error))
 
@@ -122,8 +130,6 @@ class WorkerHalf:
         for load, transfers in self._in_step:
             try:
                 transfers.wait_all(self._timeout)
-            except TransferTimeout:
-                raise
             except (TransferError, ClosedError):
                 pass  # noted below
             self._note_end(load, transfers)
@@ -138,6 +144,7 @@ class WorkerHalf:
     def take_loaded(self) -> set[str]:
         """Return the requests whose loads have ended since the last call."""
         self.end_step()
+        self._source.close_step(self._step, _record_event(self._tensors.device))
         loaded = set()
         for request_id, (load, transfers) in list(self._loading.items()):
             if transfers is None or transfers.is_done:
@@ -174,4 +181,10 @@ def stream_of(device: str) -> Any:
     return torch.cuda.current_stream() if device.startswith(_CUDA) else None
 
 
-_CUDA: Final = "cuda"
+def _record_event(device: str) -> Event | None:
+    """Return an event behind the work that was submitted so far; None on the cpu."""
+    if not device.startswith(_CUDA):
+        return None
+    event: Event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream())
+    return event

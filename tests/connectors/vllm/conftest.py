@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 
 import pytest
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
+else:
+    with warnings.catch_warnings():  # of the libraries that vLLM imports
+        warnings.simplefilter("ignore")
+        import vllm.lora.request
+        import vllm.v1.core.sched.async_scheduler  # noqa: F401
 
 
 def pytest_report_header() -> str | None:

@@ -164,6 +164,7 @@ class Server:
         self.aggregator = KVOutputAggregator(len(self.runners))
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self.outputs: dict[str, list[int]] = {}
+        self._loaded: dict[str, int] = {}
         self.errors: set[str] = set()
         self._in_flight: list[tuple[Any, list[Launched]]] = []
         self.num_steps = 0
@@ -198,6 +199,10 @@ class Server:
         self.scheduler.add_request(request)
         return request
 
+    def loaded(self, request: Request) -> int:
+        """Return the tokens of a request that the connector has loaded at its first prefill."""
+        return self._loaded[request.request_id]
+
     def abort(self, name: str) -> None:
         """Abort a request, between two steps."""
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
@@ -228,6 +233,8 @@ class Server:
         for outputs in self.scheduler.update_from_output(output, result).values():
             for one in outputs.outputs:
                 self.outputs[one.request_id] += one.new_token_ids
+                if one.prefill_stats is not None:
+                    self._loaded[one.request_id] = one.prefill_stats.num_external_cached_tokens
                 if one.finish_reason is not None and str(one.finish_reason) == "error":
                     self.errors.add(one.request_id)
         if self.runners[0].drafts:
