@@ -15,7 +15,7 @@ from aiokv.connectors.vllm.worker import WorkerHalf
 from aiokv.errors import ConfigError
 from aiokv.ranks import RankGroup
 from aiokv.stores.base import store_pitch_bytes
-from aiokv.sync import SyncEngine
+from aiokv.sync import RankThread, SyncEngine
 
 if TYPE_CHECKING:
     import torch
@@ -140,8 +140,6 @@ def worker_half(
     if options.in_process and num_ranks == 1 and not _has_worker_process(vllm_config):
         source = EngineSource(tensors_here.offer(engine_id, layers))
     else:
-        from aiokv.sync import RankThread
-
         thread = RankThread(
             options.socket_path(engine_id),
             rank,

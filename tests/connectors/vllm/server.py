@@ -165,6 +165,7 @@ class Server:
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self.outputs: dict[str, list[int]] = {}
         self._loaded: dict[str, int] = {}
+        self.num_loaded = 0  # tokens
         self.errors: set[str] = set()
         self._in_flight: list[tuple[Any, list[Launched]]] = []
         self.num_steps = 0
@@ -235,6 +236,7 @@ class Server:
                 self.outputs[one.request_id] += one.new_token_ids
                 if one.prefill_stats is not None:
                     self._loaded[one.request_id] = one.prefill_stats.num_external_cached_tokens
+                    self.num_loaded += one.prefill_stats.num_external_cached_tokens
                 if one.finish_reason is not None and str(one.finish_reason) == "error":
                     self.errors.add(one.request_id)
         if self.runners[0].drafts:
