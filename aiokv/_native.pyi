@@ -446,9 +446,9 @@ class Core:
         (device_blocks, host_blocks) that match would find; opens no lease, and refreshes no recency.
         """
 
-    def allocate(self, lease: int, num_tokens: int) -> int:
+    def allocate(self, lease: int, num_tokens: int, reserve_blocks: int | None = None) -> int:
         """
-        Take refs and all blocks. 0: no room, nothing taken; 1: all there; 2: some load.
+        Take refs and all blocks. 0: no room, nothing taken; 1: all there; 2: some load. `reserve_blocks`: None for the configured number.
         """
 
     def pending(self, lease: int) -> tuple[int, int]:
@@ -456,15 +456,20 @@ class Core:
         (lease, blocks): the lease that will compute what follows the match; (0, 0): none.
         """
 
-    def can_allocate(self, lease: int, num_tokens: int, saves: bool = False) -> bool:
+    def can_allocate(self, lease: int, num_tokens: int, saves: bool = False, reserve_blocks: int | None = None) -> bool:
         """
         Return whether allocate would grant now; `saves`: after take_write_backs found nothing.
+        """
+
+    def extendable_blocks(self, limit: int, saves: bool = False) -> int:
+        """
+        Device blocks that extend could take now, up to `limit`; `saves` as for can_allocate.
         """
 
     def indexed_blocks(self, lease: int) -> int:
         """Blocks of the lease that are in the index, from the first on."""
 
-    def check_request(self, lease: int, num_tokens: int) -> None:
+    def check_request(self, lease: int, num_tokens: int, reserve_blocks: int | None = None) -> None:
         """Raise what allocate would for a request that can never be granted."""
 
     def retract(self, lease: int, step: int = 0) -> int:
@@ -479,6 +484,9 @@ class Core:
 
     def hit(self, lease: int) -> tuple[int, int]:
         """(device_blocks, host_blocks) as matched, or as granted."""
+
+    def hit_blocks(self, lease: int) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
+        """Device ids of the hit: of a match made now, or of the grant."""
 
     def onloads(self, lease: int) -> list[int]:
         """Unfinished transfers that write blocks of the lease."""

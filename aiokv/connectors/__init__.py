@@ -1,4 +1,1 @@
-"""Connectors: aiokv inside other servers, loaded by their own plugin settings.
-
-A connector imports the server that it serves, so nothing here is imported by the rest of aiokv.
-"""
+"""Connectors: aiokv inside other servers, loaded by their plugin settings."""

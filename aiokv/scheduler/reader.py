@@ -142,6 +142,10 @@ class CacheReader:
         block_tokens = self._config.block_tokens
         return Hit(device_blocks * block_tokens, host_blocks * block_tokens)
 
+    def hit_blocks(self, lease_id: int) -> NDArray[np.int32]:
+        """Return the device ids of the hit: of a match made now, or of the grant."""
+        return self._core.hit_blocks(lease_id)
+
     def pending_tokens(self, lease_id: int) -> int:
         """Return the number of tokens after the hit that another lease is computing."""
         return self._core.pending(lease_id)[1] * self._config.block_tokens

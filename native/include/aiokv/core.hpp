@@ -69,14 +69,17 @@ class Core {
     // What match() would return, without a lease; changes nothing, not even recency.
     Hit would_hit(Tokens tokens, std::string_view context, std::span<const Item> items = {}) const;
     Pending pending(LeaseId id) { return matching_.pending(leases_.at(id), promises_); }
-    void check_request(LeaseId id, std::int64_t num_tokens) const {
-        grants_.check_request(leases_.at(id), num_tokens);
+    void check_request(LeaseId id, std::int64_t num_tokens, Reserve reserve = {}) const {
+        grants_.check_request(leases_.at(id), num_tokens, reserve);
     }
-    Grant allocate(LeaseId id, std::int64_t num_tokens) {
-        return grants_.allocate(leases_.at(id), num_tokens);
+    Grant allocate(LeaseId id, std::int64_t num_tokens, Reserve reserve = {}) {
+        return grants_.allocate(leases_.at(id), num_tokens, reserve);
     }
-    bool can_allocate(LeaseId id, std::int64_t num_tokens, bool saves) {
-        return grants_.can_allocate(leases_.at(id), num_tokens, saves);
+    bool can_allocate(LeaseId id, std::int64_t num_tokens, bool saves, Reserve reserve = {}) {
+        return grants_.can_allocate(leases_.at(id), num_tokens, saves, reserve);
+    }
+    std::uint32_t extendable_blocks(std::uint32_t limit, bool saves) {
+        return grants_.extendable_blocks(limit, saves);
     }
     bool extend(std::span<const LeaseId> ids, std::int64_t num_tokens) {
         foreign_.refuse("extend", "name the blocks of new positions with assign");
@@ -121,6 +124,9 @@ class Core {
     void compute_nothing(LeaseId id, bool whole = false);
 
     const Lease& lease(LeaseId id) const { return leases_.at(id); }
+    // The device blocks of the hit: of a new match as long as the lease is matched, later of the
+    // grant; none while the lease is swapped.
+    std::vector<BlockId> hit_blocks(LeaseId id);
     Usage usage(LeaseId id) const;
     // Has blocks, and its hit can still be matched: no reset and no failed copy came between.
     bool is_current(LeaseId id) const;

@@ -35,6 +35,7 @@ class TransferLedger {
     void mark_cancelling(TransferId id);
     bool is_cancelling(TransferId id) const { return transfers_.at(id).cancelling; }
     bool is_saving() const;
+    const std::unordered_map<TransferId, Transfer>& all() const { return transfers_; }
     std::uint32_t onloading_blocks() const;    // indexed ones that are being written on the device
     TransferId offload_of(NodeId node) const;  // 0: none
 

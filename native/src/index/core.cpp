@@ -1,6 +1,7 @@
 #include "aiokv/core.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 
 #include "aiokv/error.hpp"
@@ -123,6 +124,21 @@ Hit Core::would_hit(Tokens tokens, std::string_view context, std::span<const Ite
     index_.find_items(probe, items);
     matching_.walk(probe);
     return {0, probe.device_hit, probe.host_hit};
+}
+
+std::vector<BlockId> Core::hit_blocks(LeaseId id) {
+    Lease& lease = leases_.at(id);
+    if (lease.has_blocks()) {
+        const auto hit = std::min<std::size_t>(lease.device_hit, lease.table.size());
+        return {lease.table.begin(), lease.table.begin() + static_cast<std::ptrdiff_t>(hit)};
+    }
+    std::vector<BlockId> blocks;
+    if (!lease.is(LeaseState::kMatched)) return blocks;
+    matching_.refresh(lease);
+    const auto hit = static_cast<std::ptrdiff_t>(lease.device_hit);
+    std::transform(lease.path.begin(), lease.path.begin() + hit, std::back_inserter(blocks),
+                   [this](NodeId node) { return index_.tree()[node].device; });
+    return blocks;
 }
 
 void Core::compute_nothing(LeaseId id, bool whole) {

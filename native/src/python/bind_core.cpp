@@ -1,6 +1,7 @@
 // The scheduler's core. Ids travel as int32 bytes or arrays, one call a request.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
@@ -370,11 +371,12 @@ void bind_core(nb::module_& m) {
              "recency.")
         .def(
             "allocate",
-            [](Core& core, LeaseId id, std::int64_t num_tokens) {
-                return static_cast<int>(core.allocate(id, num_tokens));
+            [](Core& core, LeaseId id, std::int64_t num_tokens, Reserve reserve) {
+                return static_cast<int>(core.allocate(id, num_tokens, reserve));
             },
-            "lease"_a, "num_tokens"_a,
-            "Take refs and all blocks. 0: no room, nothing taken; 1: all there; 2: some load.")
+            "lease"_a, "num_tokens"_a, "reserve_blocks"_a = nb::none(),
+            "Take refs and all blocks. 0: no room, nothing taken; 1: all there; 2: some load. "
+            "`reserve_blocks`: None for the configured number.")
         .def(
             "pending",
             [](Core& core, LeaseId id) -> PendingTuple {
@@ -384,13 +386,18 @@ void bind_core(nb::module_& m) {
             "lease"_a,
             "(lease, blocks): the lease that will compute what follows the match; (0, 0): none.")
         .def("can_allocate", &Core::can_allocate, "lease"_a, "num_tokens"_a, "saves"_a = false,
+             "reserve_blocks"_a = nb::none(),
              "Return whether allocate would grant now; `saves`: after take_write_backs found "
              "nothing.")
+        .def("extendable_blocks", &Core::extendable_blocks, "limit"_a, "saves"_a = false,
+             "Device blocks that extend could take now, up to `limit`; `saves` as for "
+             "can_allocate.")
         .def(
             "indexed_blocks",
             [](const Core& core, LeaseId id) { return core.lease(id).path.size(); }, "lease"_a,
             "Blocks of the lease that are in the index, from the first on.")
         .def("check_request", &Core::check_request, "lease"_a, "num_tokens"_a,
+             "reserve_blocks"_a = nb::none(),
              "Raise what allocate would for a request that can never be granted.")
         .def("retract", &Core::retract, "lease"_a, "step"_a = 0,
              "Undo allocate; the lease stays matched. Return the lease that keeps the blocks for "
@@ -399,6 +406,9 @@ void bind_core(nb::module_& m) {
             "lease_state", [](const Core& core, LeaseId id) { return core.lease(id).state; },
             "lease"_a, "Return the state of the lease; a lease that has ended raises LeaseError.")
         .def("hit", &hit, "lease"_a, "(device_blocks, host_blocks) as matched, or as granted.")
+        .def(
+            "hit_blocks", [](Core& core, LeaseId id) { return copy_ids(core.hit_blocks(id)); },
+            "lease"_a, "Device ids of the hit: of a match made now, or of the grant.")
         .def(
             "onloads", [](const Core& core, LeaseId id) { return core.lease(id).onloads; },
             "lease"_a, "Unfinished transfers that write blocks of the lease.")
