@@ -83,7 +83,7 @@ class RunningRequest:
     tokens: list[int]
     table: list[int]
     adapter: int
-    num_prompt: int = 0
+    num_prompt: int
 
 
 @dataclass
@@ -168,7 +168,10 @@ class Runner:
         for new in output.scheduled_new_reqs:
             adapter = 0 if new.lora_request is None else new.lora_request.lora_int_id
             self.requests[new.req_id] = RunningRequest(
-                list(new.prompt_token_ids or []), list(new.block_ids[0]), adapter
+                list(new.prompt_token_ids or []),
+                list(new.block_ids[0]),
+                adapter,
+                len(new.prompt_token_ids or []),
             )
             self._computed[new.req_id] = new.num_computed_tokens
         running = output.scheduled_cached_reqs
@@ -178,8 +181,10 @@ class Runner:
             if request_id in running.resumed_req_ids:
                 request.table = list(blocks[0])
                 request.tokens = list(running.all_token_ids[request_id])
-            elif blocks is not None:
-                request.table += blocks[0]
+            else:
+                # vLLM drops the token of a step whose load has failed.
+                del request.tokens[request.num_prompt + running.num_output_tokens[i] :]
+                request.table += [] if blocks is None else blocks[0]
             self._computed[request_id] = running.num_computed_tokens[i]
 
     def compute(self, launched: Launched) -> ModelRunnerOutput:
