@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
 from aiokv.connectors.vllm import opening
 from aiokv.connectors.vllm.messages import StepMetadata, StepOutcome
 from aiokv.connectors.vllm.options import Options
+from aiokv.connectors.vllm.scheduler import SchedulerHalf
 from aiokv.connectors.vllm.statistics import ConnectorStatistics, EngineCounts, PromMetrics
 from aiokv.errors import ConfigError
 
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from aiokv.connectors.vllm.scheduler import SchedulerHalf
     from aiokv.connectors.vllm.worker import WorkerHalf
 
 REPORT_SECONDS: Final = 1.0  # between two reports of statistics without a load
@@ -62,7 +63,12 @@ class AiokvConnector(KVConnectorBase_V1):
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._cache = opening.open_cache(vllm_config, kv_cache_config, self._options)
-            self._scheduler = opening.scheduler_half(self._cache, self._options, kv_cache_config)
+            self._scheduler = SchedulerHalf(
+                self._cache,
+                self._options,
+                block_tokens=opening.block_tokens_of(kv_cache_config),
+                evict=self._evict_from_prefix_cache,
+            )
             self._counts = EngineCounts()
         self._reported = 0.0
 
@@ -115,6 +121,13 @@ class AiokvConnector(KVConnectorBase_V1):
         return message
 
     # --- scheduler half ---------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Note vLLM's blocks, whose prefix cache a failed load has to leave."""
+        self._block_pool = gpu_block_pool
+
+    def _evict_from_prefix_cache(self, block_ids: set[int]) -> None:
+        self._block_pool.evict_blocks(block_ids)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

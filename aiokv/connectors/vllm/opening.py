@@ -8,7 +8,6 @@ from aiokv.config import CacheConfig
 from aiokv.connectors.vllm import tensors_here
 from aiokv.connectors.vllm.cache import HostCache
 from aiokv.connectors.vllm.events import EventCollector
-from aiokv.connectors.vllm.scheduler import SchedulerHalf
 from aiokv.connectors.vllm.sources import EngineSource, RankSource
 from aiokv.connectors.vllm.tensors import LayerTensors, page_bytes_of
 from aiokv.connectors.vllm.worker import WorkerHalf
@@ -104,13 +103,6 @@ def _model_name(vllm_config: VllmConfig) -> str:
     model = vllm_config.model_config
     parts = (model.model, model.revision, model.dtype, vllm_config.cache_config.cache_dtype)
     return " ".join(str(part) for part in parts)
-
-
-def scheduler_half(
-    cache: HostCache, options: Options, kv_cache_config: KVCacheConfig
-) -> SchedulerHalf:
-    """Return the scheduler half over an open engine."""
-    return SchedulerHalf(cache, options, block_tokens=block_tokens_of(kv_cache_config))
 
 
 def worker_half(

@@ -36,16 +36,16 @@ class Onload:
 
 @dataclass(slots=True, eq=False)
 class CachedRequest:
-    """A request with a lease, from its match until it finishes or is preempted.
+    """A request from its match until it finishes or is preempted.
 
     Attributes:
         request: vLLM's request.
-        lease: the lease; None after an error, when the request is computed without the cache.
-        granting: the wait for blocks of the stores; None when the lease is granted.
         local: positions that vLLM's own cache had at the last match.
         preemptions: the request's count at the match.
-        onload: the load that the request waits for or has waited for.
+        lease: the lease; None if the request is computed without the cache.
         known_tokens: tokens that the lease knows.
+        granting: the wait for blocks of the stores; None when the lease is granted.
+        onload: the load that the request waits for or has waited for.
         table: vLLM's blocks of the request.
         assigned: leading blocks of the table that the lease knows.
         committed: leading blocks of the table that were committed.
@@ -55,10 +55,10 @@ class CachedRequest:
     """
 
     request: Request
-    lease: SyncLease | None
     local: int
     preemptions: int
-    known_tokens: int
+    lease: SyncLease | None = None
+    known_tokens: int = 0
     granting: EngineFuture[Any] | None = None
     onload: Onload | None = None
     table: list[int] = field(default_factory=list)

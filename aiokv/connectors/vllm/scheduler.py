@@ -34,7 +34,7 @@ from aiokv.connectors.vllm.requests import (
 from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from concurrent.futures import Future
 
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -54,10 +54,19 @@ class SchedulerHalf:
         cache: the engine.
         options: settings of the connector.
         block_tokens: positions per block of vLLM.
+        evict: removes blocks from vLLM's prefix cache.
     """
 
-    def __init__(self, cache: HostCache, options: Options, *, block_tokens: int) -> None:
+    def __init__(
+        self,
+        cache: HostCache,
+        options: Options,
+        *,
+        block_tokens: int,
+        evict: Callable[[set[int]], None],
+    ) -> None:
         self._cache = cache
+        self._evict = evict
         self._block_tokens = block_tokens
         self._in_step = options.load == "layerwise"
         self._wait_store = options.store_wait_seconds if options.stores else 0.0
@@ -83,8 +92,7 @@ class SchedulerHalf:
             cached = None
         if cached is None:
             cached = self._match(request, local)
-            if cached is None:
-                return 0
+            self._requests[request.request_id] = cached
         self._matched.append(cached)
         cached.local = local
         if cached.granting is not None:
@@ -93,9 +101,11 @@ class SchedulerHalf:
             cached.granting = None
         return self._loadable(cached)
 
-    def _match(self, request: Request, local: int) -> CachedRequest | None:
+    def _match(self, request: Request, local: int) -> CachedRequest:
+        """Return a request with a lease, or without one if it is computed without the cache."""
+        cached = CachedRequest(request, local=local, preemptions=request.num_preemptions)
         if not self._cache.is_usable or not is_cacheable(request):
-            return None
+            return cached
         tokens = prompt_of(request)
         read = not request.skip_reading_prefix_cache
         calls = self._cache.calls()
@@ -106,18 +116,11 @@ class SchedulerHalf:
         else:
             calls.try_allocate(lease, len(tokens))
         answers = self._cache.run(calls)
-        if not self._cache.succeeded(answers, f"match of request {request.request_id}"):
+        if self._cache.succeeded(answers, f"match of request {request.request_id}"):
+            cached.lease, cached.granting = lease, future
+            cached.known_tokens = len(tokens)
+        else:
             self._cache.release_and_watch(lease)
-            return None
-        cached = CachedRequest(
-            request=request,
-            lease=lease,
-            local=local,
-            preemptions=request.num_preemptions,
-            known_tokens=len(tokens),
-            granting=future,
-        )
-        self._requests[request.request_id] = cached
         return cached
 
     def _loadable(self, cached: CachedRequest) -> int:
@@ -321,10 +324,22 @@ class SchedulerHalf:
         return answers
 
     def _note_failures(self, failed_blocks: set[int]) -> None:
-        """Give the leases up whose loads have failed; their blocks are computed without saves."""
-        for cached in self._requests.values():
-            if cached.onload is not None and not failed_blocks.isdisjoint(cached.table):
-                self._leave_lease(cached)
+        """Give up what was computed with blocks whose loads have failed.
+
+        The leases of the loads are released: their requests go on without saves. vLLM has put the
+        blocks of a load into its prefix cache when the step was scheduled, and leaves them there,
+        to be computed again in place. If it preempts the request first, nothing computes them: so
+        they leave its cache here.
+        """
+        computed_with = set(failed_blocks)
+        for cached in [*self._requests.values(), *self._finishing]:
+            first = next((i for i, block in enumerate(cached.table) if block in failed_blocks), None)
+            if first is not None:
+                computed_with.update(cached.table[first:])
+                if cached.onload is not None:
+                    self._leave_lease(cached)
+        if self._in_step:
+            self._evict(computed_with)
 
     # --- ends of requests -------------------------------------------------------------------------
 
