@@ -57,9 +57,7 @@ class FreedBlocks:
         return [
             use.idle
             for use in self._uses
-            if use.idle is not None
-            and not use.idle.done()
-            and not use.block_ids.isdisjoint(wanted)
+            if use.idle is not None and not use.idle.done() and not use.block_ids.isdisjoint(wanted)
         ]
 
     def are_used(self, block_ids: Iterable[int]) -> bool:

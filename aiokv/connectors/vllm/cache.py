@@ -9,7 +9,7 @@ from aiokv.errors import AiokvError, BrokenEngineError, ClosedError, DeviceError
 from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from concurrent.futures import Future
 
     from vllm.distributed.kv_events import KVCacheEvent
@@ -139,7 +139,8 @@ class HostCache:
     def reset(self, timeout: float) -> bool:
         """Forget all blocks; return False if transfers did not end in time."""
         try:
-            self._engine.call(self._engine.cache.reset, timeout=timeout)
+            reset: Callable[..., Any] = self._engine.cache.reset
+            self._engine.call(reset, timeout=timeout)
         except AiokvError as error:
             log.warning("vllm_reset_failed", error=str(error))
             return False

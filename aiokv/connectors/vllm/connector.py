@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 REPORT_SECONDS: Final = 1.0  # between two reports of statistics without a load
 
 
-class AiokvConnector(KVConnectorBase_V1):
+class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Host memory and stores of aiokv as further tiers below vLLM's KV cache.
 
     vLLM makes one object per role; the scheduler half decides, the worker halves copy. Settings:
@@ -217,9 +217,7 @@ class AiokvConnector(KVConnectorBase_V1):
             self._cache.close()
 
 
-def check_config(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options
-) -> None:
+def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options) -> None:
     """Refuse what the connector does not serve.
 
     Raises:
@@ -238,8 +236,8 @@ def check_config(
             )
     if vllm_config.model_config.enable_sleep_mode:
         raise ConfigError(
-            "enable_sleep_mode is set; vLLM unmaps the KV cache without telling its connector, which "
-            "may be copying blocks",
+            "enable_sleep_mode is set; vLLM unmaps the KV cache without telling its connector, "
+            "which may be copying blocks",
             hint="drop --enable-sleep-mode, or kv_transfer_config",
         )
     groups = kv_cache_config.kv_cache_groups
@@ -266,5 +264,3 @@ def check_config(
             "the step before, and a failed load would be noticed a step too late",
             hint='pass --no-async-scheduling, or set "load": "async"',
         )
-
-

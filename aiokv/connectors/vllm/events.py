@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import kv_events as vllm_events
 
 from aiokv.events import schema
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aiokv.events.schema import KVEvent
     from aiokv.sync import SyncEngine
 
@@ -24,7 +26,8 @@ class EventCollector:
     def __init__(self, engine: SyncEngine) -> None:
         self._engine = engine
         self._events: deque[KVEvent] = deque()
-        self._task = engine.submit(self._collect)
+        collect: Callable[[], Any] = self._collect
+        self._task = engine.submit(collect)
 
     async def _collect(self) -> None:
         async with self._engine.cache.kv_events() as events:
@@ -56,7 +59,5 @@ def _record_of(event: KVEvent) -> vllm_events.KVCacheEvent:
             extra_keys=event.extra_keys,
         )
     if isinstance(event, schema.BlockRemoved):
-        return vllm_events.BlockRemoved(
-            block_hashes=list(event.block_hashes), medium=event.medium
-        )
+        return vllm_events.BlockRemoved(block_hashes=list(event.block_hashes), medium=event.medium)
     return vllm_events.AllBlocksCleared()

@@ -31,7 +31,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class StepMetadata(KVConnectorMetadata):
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Message to the workers.
 
     Attributes:
@@ -44,7 +44,7 @@ class StepMetadata(KVConnectorMetadata):
 
 
 @dataclass(slots=True)
-class StepOutcome(KVConnectorWorkerMetadata):
+class StepOutcome(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Message from the workers: they have computed a step.
 
     Attributes:

@@ -173,5 +173,5 @@ def block_tokens_of(kv_cache_config: KVCacheConfig) -> int:
 def engine_id_of(vllm_config: VllmConfig) -> str:
     """Return the id that scheduler and workers of one engine of vLLM share."""
     config = vllm_config.kv_transfer_config
-    assert config is not None and config.engine_id is not None
-    return config.engine_id
+    assert config is not None
+    return str(config.engine_id)

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
 from aiokv import checks
-from aiokv.config import EvictionPolicy, StoreAdmission, StorePolicy, Verify
 from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from aiokv.config import EvictionPolicy, StoreAdmission, StorePolicy, Verify
 
 Load = Literal["async", "layerwise"]
 SavePolicy = Literal["write_through", "write_through_selective", "none"]
@@ -40,7 +41,7 @@ class Options:
         min_load_tokens: shorter hits in host memory are computed again.
         verify: ``"checksum"`` verifies each loaded block; with one GPU only.
         stores: URLs of stores below host memory, such as ``"disk:/var/cache/aiokv?bytes=200GiB"``;
-            ``{rank}`` stands for the number of the rank, whose disk stores need folders of their own.
+            ``{rank}`` stands for the number of the rank; each rank's disk store needs a folder.
         store_policy: as ``CacheConfig.store_policy``.
         store_admission: as ``CacheConfig.store_admission``.
         store_wait_seconds: the longest that a request waits for blocks of the stores; 0 never asks
@@ -117,9 +118,7 @@ class Options:
         if self.host_gib is not None:
             checks.positive("host_gib", self.host_gib, ConfigError)
         else:
-            checks.integer(
-                "cpu_bytes_to_use", self.cpu_bytes_to_use, minimum=1, error=ConfigError
-            )
+            checks.integer("cpu_bytes_to_use", self.cpu_bytes_to_use, minimum=1, error=ConfigError)
 
     @property
     def host_bytes(self) -> int:
@@ -129,7 +128,7 @@ class Options:
         return int((self.host_gib or 0.0) * GIB)
 
     def socket_path(self, engine_id: str) -> str:
-        """Return the path of the socket of one engine of vLLM; scheduler and workers agree on it."""
+        """Return the path of the socket of one engine, on which scheduler and workers agree."""
         if self.socket is not None:
             return self.socket
         name = hashlib.sha256(engine_id.encode()).hexdigest()[:16]

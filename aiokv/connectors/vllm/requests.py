@@ -70,7 +70,7 @@ class CachedRequest:
 
     @property
     def request_id(self) -> str:
-        return self.request.request_id
+        return str(self.request.request_id)
 
     @property
     def was_preempted(self) -> bool:

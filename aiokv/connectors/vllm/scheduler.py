@@ -10,9 +10,9 @@ A step of vLLM, and the calls that it makes here:
                           step_ended()       commits: blocks are saved only when the step that has
                                              computed them, and all loads it used, have ended well
 
-So a save never reads a block before it is computed, and nothing that was computed with a failed load
-is saved. vLLM frees blocks at once: :class:`FreedBlocks` keeps a load, or a step, from writing to a
-block that something still uses.
+So a save never reads a block before it is computed, and nothing that was computed with a failed
+load is saved. vLLM frees blocks at once: :class:`FreedBlocks` keeps a load, or a step, from writing
+to a block that something still uses.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from aiokv.connectors.vllm.requests import (
     names_of,
     prompt_of,
 )
-
 from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ class SchedulerHalf:
         # vLLM computes at least the last position, for its logits.
         last = (cached.request.num_tokens - 1) // size * size
         end = min(lease.cached_tokens // size * size, last)
-        return max(end - cached.local, 0)
+        return int(max(end - cached.local, 0))
 
     @property
     def waits_between_steps(self) -> bool:
@@ -333,7 +332,9 @@ class SchedulerHalf:
         """
         computed_with = set(failed_blocks)
         for cached in [*self._requests.values(), *self._finishing]:
-            first = next((i for i, block in enumerate(cached.table) if block in failed_blocks), None)
+            first = next(
+                (i for i, block in enumerate(cached.table) if block in failed_blocks), None
+            )
             if first is not None:
                 computed_with.update(cached.table[first:])
                 if cached.onload is not None:
@@ -384,5 +385,3 @@ class SchedulerHalf:
     def num_requests(self) -> int:
         """Number of requests that are followed."""
         return len(self._requests)
-
-

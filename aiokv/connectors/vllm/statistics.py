@@ -39,7 +39,7 @@ class ConnectorStatistics(KVConnectorStats):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Set all counts to 0."""
-        self.data = {}
+        self.data: dict[str, int] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add the counts of another report, and take its state."""

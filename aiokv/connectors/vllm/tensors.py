@@ -2,9 +2,9 @@
 
 A backend chooses the axes of its tensors and their order in memory: ``[2, blocks, ...]``
 (FlashAttention), ``[blocks, 2, ...]`` (FlashInfer, Triton), ``[blocks, tokens, dim]`` (MLA), each
-with tokens or heads first, and with kernel blocks that are smaller than those of the scheduler. What
-they share: the bytes of a block are one run of a layer's memory, or one run for K and one for V. Their
-distance is the size of a page, so strides are enough to find the runs.
+with tokens or heads first, and with kernel blocks that are smaller than those of the scheduler.
+What they share: the bytes of a block are one run of a layer's memory, or one run for K and one for
+V. The distance of the runs is the size of a page, so strides are enough to find them.
 """
 
 from __future__ import annotations

@@ -10,12 +10,14 @@ A step of vLLM's model runner, and the calls that it makes here:
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
 from aiokv.errors import ClosedError, TransferError
 from aiokv.observe.logs import Log
+from aiokv.worker.device.base import as_event
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -128,10 +130,8 @@ class WorkerHalf:
     def end_step(self) -> None:
         """Wait for the ends of the loads of this step, and note their failures."""
         for load, transfers in self._in_step:
-            try:
+            with contextlib.suppress(TransferError, ClosedError):  # noted below
                 transfers.wait_all(self._timeout)
-            except (TransferError, ClosedError):
-                pass  # noted below
             self._note_end(load, transfers)
             if self._layers_left:
                 # A layer was computed without waiting: compute again what used its blocks.
@@ -185,6 +185,6 @@ def _record_event(device: str) -> Event | None:
     """Return an event behind the work that was submitted so far; None on the cpu."""
     if not device.startswith(_CUDA):
         return None
-    event: Event = torch.cuda.Event()
+    event = torch.cuda.Event()
     event.record(torch.cuda.current_stream())
-    return event
+    return as_event("event", event)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.connectors.vllm.model import VOCABULARY, generate
 from tests.connectors.vllm.runner import LAYOUTS
-from tests.connectors.vllm.server import BLOCK_TOKENS, Server, vllm_config
+from tests.connectors.vllm.server import Server, vllm_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
