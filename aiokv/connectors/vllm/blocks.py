@@ -9,6 +9,27 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from concurrent.futures import Future
 
+    from vllm.v1.core.block_pool import BlockPool
+
+
+class VllmBlocks:
+    """vLLM's pool of blocks, which the scheduler binds after it has made the connector.
+
+    Attributes:
+        pool: the pool.
+    """
+
+    pool: BlockPool
+
+    @property
+    def num_free(self) -> int:
+        """Number of blocks that vLLM can give to requests."""
+        return int(self.pool.get_num_free_blocks())
+
+    def evict(self, block_ids: set[int]) -> None:
+        """Remove blocks from vLLM's prefix cache."""
+        self.pool.evict_blocks(block_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class _Use:

@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from aiokv.connectors.vllm import opening
+from aiokv.connectors.vllm.blocks import VllmBlocks
 from aiokv.connectors.vllm.messages import StepMetadata, StepOutcome
 from aiokv.connectors.vllm.options import Options
 from aiokv.connectors.vllm.scheduler import SchedulerHalf
@@ -63,11 +64,12 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._cache = opening.open_cache(vllm_config, kv_cache_config, self._options)
+            self._pool = VllmBlocks()
             self._scheduler = SchedulerHalf(
                 self._cache,
                 self._options,
                 block_tokens=opening.block_tokens_of(kv_cache_config),
-                evict=self._evict_from_prefix_cache,
+                pool=self._pool,
             )
             self._counts = EngineCounts()
         self._reported = 0.0
@@ -82,8 +84,15 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Note the loads of this step."""
-        mode = getattr(forward_context, "cudagraph_runtime_mode", CUDAGraphMode.NONE)
-        self._half_of_worker.begin(self._message, layers_are_hooked=mode != CUDAGraphMode.FULL)
+        self._half_of_worker.begin(
+            self._message,
+            # vLLM calls wait_for_layer_load between the pieces of a graph only, and a batch in two
+            # halves has a stream per half. A runner may call this method before it chooses a graph;
+            # it has no attention metadata then.
+            layers_are_hooked=forward_context.attn_metadata is not None
+            and forward_context.cudagraph_runtime_mode != CUDAGraphMode.FULL
+            and forward_context.ubatch_slices is None,
+        )
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Let the stream wait for a layer of the loads of this step."""
@@ -123,11 +132,8 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # --- scheduler half ---------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Note vLLM's blocks, whose prefix cache a failed load has to leave."""
-        self._block_pool = gpu_block_pool
-
-    def _evict_from_prefix_cache(self, block_ids: set[int]) -> None:
-        self._block_pool.evict_blocks(block_ids)
+        """Note vLLM's pool of blocks."""
+        self._pool.pool = gpu_block_pool
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

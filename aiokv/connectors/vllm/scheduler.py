@@ -33,12 +33,13 @@ from aiokv.connectors.vllm.requests import (
 from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
     from concurrent.futures import Future
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from aiokv.connectors.vllm.blocks import VllmBlocks
     from aiokv.connectors.vllm.cache import HostCache
     from aiokv.connectors.vllm.options import Options
     from aiokv.sync import Answer, Calls, SyncLease
@@ -53,7 +54,7 @@ class SchedulerHalf:
         cache: the engine.
         options: settings of the connector.
         block_tokens: positions per block of vLLM.
-        evict: removes blocks from vLLM's prefix cache.
+        pool: vLLM's blocks.
     """
 
     def __init__(
@@ -62,10 +63,10 @@ class SchedulerHalf:
         options: Options,
         *,
         block_tokens: int,
-        evict: Callable[[set[int]], None],
+        pool: VllmBlocks,
     ) -> None:
         self._cache = cache
-        self._evict = evict
+        self._pool = pool
         self._block_tokens = block_tokens
         self._in_step = options.load == "layerwise"
         self._wait_store = options.store_wait_seconds if options.stores else 0.0
@@ -77,6 +78,7 @@ class SchedulerHalf:
         self._finishing: list[CachedRequest] = []  # in the step whose output is being processed
         self._loads: list[Load] = []  # for the next message
         self._swept = False  # since the last step was built
+        self._has_no_room = False  # for a load in the step that is being scheduled
         self._records: dict[int, list[tuple[CachedRequest, int]]] = {}  # by step: computed up to
         self._freed = FreedBlocks()
 
@@ -84,6 +86,8 @@ class SchedulerHalf:
 
     def matched(self, request: Request, local: int) -> int | None:
         """Return how many positions behind vLLM's own hit can be loaded; None: ask again later."""
+        if self._has_no_room:
+            return None
         self._sweep()
         cached = self._requests.get(request.request_id)
         if cached is not None and cached.granting is None:
@@ -98,7 +102,11 @@ class SchedulerHalf:
             if not cached.granting.done():
                 return None
             cached.granting = None
-        return self._loadable(cached)
+        found = self._loadable(cached)
+        if found and not self._has_room(cached):
+            self._has_no_room = True  # requests behind it do not overtake it
+            return None
+        return found
 
     def _match(self, request: Request, local: int) -> CachedRequest:
         """Return a request with a lease, or without one if it is computed without the cache."""
@@ -131,6 +139,28 @@ class SchedulerHalf:
         last = (cached.request.num_tokens - 1) // size * size
         end = min(lease.cached_tokens // size * size, last)
         return int(max(end - cached.local, 0))
+
+    def _has_room(self, cached: CachedRequest) -> bool:
+        """Return False if requests that hold loaded blocks might wait for one another.
+
+        vLLM gives a load its blocks without those that the request needs next, and preempts no
+        request that waits. So a load begins only when vLLM's free blocks are enough for the prompt
+        of each request that waits with loaded blocks, and for this one.
+        """
+        if self._in_step:
+            return True
+        waiting = [
+            other
+            for other in self._requests.values()
+            if other.onload is not None and not other.last_step
+        ]
+        if not waiting:
+            return True  # vLLM's own check is enough
+        needed = sum(self._blocks_of(other) - len(other.table) for other in waiting)
+        return needed + self._blocks_of(cached) <= self._pool.num_free
+
+    def _blocks_of(self, cached: CachedRequest) -> int:
+        return int(-(-(cached.request.num_tokens + 1) // self._block_tokens))
 
     @property
     def waits_between_steps(self) -> bool:
@@ -204,6 +234,7 @@ class SchedulerHalf:
         message = StepMetadata(self._step, self._loads)
         self._loads = []
         self._swept = False
+        self._has_no_room = False
         return message
 
     def _record(self, output: SchedulerOutput) -> list[int]:
@@ -340,7 +371,7 @@ class SchedulerHalf:
                 if cached.onload is not None:
                     self._leave_lease(cached)
         if self._in_step:
-            self._evict(computed_with)
+            self._pool.evict(computed_with)
 
     # --- ends of requests -------------------------------------------------------------------------
 

@@ -138,7 +138,13 @@ class Runner:
             message = output.kv_connector_metadata
             connector.handle_preemptions(message)
             connector.bind_connector_metadata(message)
-            connector.start_load_kv(SimpleNamespace(cudagraph_runtime_mode=self.graph_mode))
+            connector.start_load_kv(
+                SimpleNamespace(
+                    attn_metadata={} if output.total_num_scheduled_tokens else None,
+                    cudagraph_runtime_mode=self.graph_mode,
+                    ubatch_slices=None,
+                )
+            )
         for request_id, count in output.num_scheduled_tokens.items():
             request = self.requests[request_id]
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
