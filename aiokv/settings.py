@@ -48,6 +48,7 @@ NAMES: Final = (*FIELDS, *BLOCKS_OF)
 WINDOWS: Final = "windows"
 
 _UNSET: Final = object()
+_FLAGS: Final = {"true": True, "1": True, "false": False, "0": False}
 _Config = TypeVar("_Config", bound=CacheConfig)
 
 
@@ -373,6 +374,8 @@ def _parsed(name: str, text: str, setting: Setting) -> Any:
     if name in BLOCKS_OF or _kind(name) in (str, Literal):
         return _typed(name, text, setting)
     value: object = _UNSET
+    if _kind(name) is bool:
+        return _typed(name, _FLAGS.get(text.lower(), text), setting)
     try:
         value = int(text) if _kind(name) is int else float(text)
     except ValueError:
@@ -400,6 +403,8 @@ def _typed(name: str, value: Any, setting: Setting) -> Any:
             f"{name} is {checks.shown(value)}; it must be an integer",
             hint=_bytes_hint(name, value),
         )
+    if kind is bool and not isinstance(value, bool):
+        raise _error(setting, f"{name} is {checks.shown(value)}; it must be true or false")
     if kind is float and not is_number:
         raise _error(setting, f"{name} is {checks.shown(value)}; it must be a number")
     if kind in (str, Literal) and not isinstance(value, str):
@@ -434,7 +439,7 @@ def _bytes_hint(name: str, value: object) -> str:
 
 
 def _kind(name: str) -> Any:
-    """Return the type of a field, without None: int, float, str or Literal."""
+    """Return the type of a field, without None: int, float, bool, str or Literal."""
     hint = _hints().get(name, int)  # sizes in bytes are no fields
     parts = [part for part in typing.get_args(hint) if part is not type(None)]
     if typing.get_origin(hint) is Literal:
