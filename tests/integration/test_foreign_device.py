@@ -445,7 +445,7 @@ async def test_assign_needs_a_grant_and_later_calls_only_append():
         with pytest.raises(LeaseError, match="the lease is matched and takes no blocks"):
             lease.assign([0])
         await lease.allocate(13)
-        with pytest.raises(LeaseError, match="commit: num_tokens is 4; .* 0 allocated"):
+        with pytest.raises(LeaseError, match=r"commit: num_tokens is 4; .* 0 allocated"):
             lease.commit(4)
         lease.assign([])
         lease.assign([4, 5])
@@ -767,7 +767,7 @@ async def test_options_that_need_a_device_pool_are_refused(fields, message):
 
 async def test_peers_are_refused():
     config = CacheConfig(device_blocks=8, host_blocks=8, foreign_device=True, model="m")
-    with pytest.raises(ConfigError, match="peers are given, and CacheConfig.foreign_device"):
+    with pytest.raises(ConfigError, match=r"peers are given, and CacheConfig.foreign_device"):
         CacheEngine(config, peers=Peers(listen="127.0.0.1", secret="s" * 32))
 
 

@@ -109,7 +109,7 @@ def test_a_flag_can_be_set_in_a_file_and_by_a_variable(write, monkeypatch):
         assert CacheConfig.load(path).foreign_device is value
     monkeypatch.setenv("AIOKV_FOREIGN_DEVICE", "yes")
     with pytest.raises(
-        ConfigError, match="AIOKV_FOREIGN_DEVICE: .*'yes'; it must be true or false"
+        ConfigError, match=r"AIOKV_FOREIGN_DEVICE: .*'yes'; it must be true or false"
     ):
         CacheConfig.load(path)
 
