@@ -153,6 +153,7 @@ class Lifecycle:
         self._expiries.close()
         self._exchange.lose_all("the engine was closed")
         self._observers.close()
+        self._dispatcher.end_idle_waits()
         self._dispatcher.conditions.test()
         log.info(
             "engine.closed",
@@ -180,6 +181,12 @@ class Lifecycle:
     async def _wait_for_leases(self, timeout: float | None) -> None:
         read = self._scheduler.read
         conditions = self._dispatcher.conditions
+        if self._config.foreign_device:
+            began = time.monotonic()
+            if await conditions.wait_for(lambda: not read.has_handles, timeout) and read.open_step:
+                self._steps.close(None)  # saves of released leases wait for it
+            if timeout is not None:
+                timeout = max(timeout - (time.monotonic() - began), 0.0)
         if not await conditions.wait_for(lambda: not read.has_leases, timeout):
             log.warning("engine.leases_held", owners=read.owners(), waited_seconds=timeout)
 
