@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from aiokv.worker.base import RankStatistics, Worker
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.lanes import WorkerStatistics
+    from aiokv.worker.layer_waits import LayerWaitStatistics
     from aiokv.worker.poller import PollerStatistics
     from aiokv.worker.views import LayerView
 
@@ -139,6 +140,7 @@ class CacheEngine(Unique):
         self._scheduler = parts.scheduler
         self._worker = parts.worker
         self._poller = parts.poller
+        self._transfers = parts.transfers
         self._requests = parts.requests
         self._observers = parts.observers
         self._steps = Steps(parts)
@@ -944,6 +946,14 @@ class CacheEngine(Unique):
             UsageError: the call is made in another thread.
         """
         return self._exchange.statistics()
+
+    def layer_wait_statistics(self) -> LayerWaitStatistics:
+        """Return how long callers have waited for the layers of onloads. Any thread.
+
+        With ranks these are the waits in this process; see ``RankThread.layer_wait_statistics`` for
+        those of a rank.
+        """
+        return self._transfers.layer_waits.statistics()
 
     def poller_statistics(self) -> PollerStatistics:
         """Return counters and latencies of the event poller; zeros before ``async with``.
