@@ -378,6 +378,52 @@ class CacheEngine(Unique):
         """
         self._batches.extend(leases, num_tokens)
 
+    def allocatable_blocks(
+        self, *, salt: str = "", reserve_blocks: int | None = None, limit: int | None = None
+    ) -> int:
+        """Return the number of blocks of the largest request that could be granted now.
+
+        ``try_allocate`` of a prompt of which nothing is cached succeeds up to that number of
+        blocks, and not beyond; the call changes nothing. It is 0 while another lease waits for
+        capacity, and while granting is paused. Ask ``Lease.can_allocate`` for a prompt with a hit,
+        whose cached blocks need no room; and for models with recurrent state or sliding windows,
+        which need state slots or window blocks too.
+
+        The number is exact, unlike ``device_free + evictable_blocks`` of the statistics, which
+        includes blocks that are being copied, or that ``"write_back"`` has to save before they can
+        be evicted.
+
+        Args:
+            salt: salt of the request, whose quota counts the blocks.
+            reserve_blocks: as for ``Lease.allocate``.
+            limit: the result is at most this number, from 0; None for no limit. Under
+                ``"write_back"``, the call costs as much as evicting the blocks that it counts.
+
+        Raises:
+            UsageError: ``salt`` is not a string, or a number is not an integer or is negative.
+            ClosedError: the engine is closed or closing.
+            BrokenEngineError: the device failed, or a rank was lost.
+        """
+        return self._leases.allocatable_blocks(salt, reserve_blocks, limit)
+
+    def extendable_blocks(self, *, limit: int | None = None) -> int:
+        """Return the number of device blocks that ``extend`` could take now.
+
+        ``extend`` succeeds when all its leases together need at most that number of further blocks,
+        and raises ``WouldBlock`` otherwise; the call changes nothing. Reserve, quota, pauses and
+        leases that wait do not count, because they do not stop ``extend``. A lease needs
+        ``ceil(n / block_tokens)`` blocks for ``n`` positions, of which ``len(block_table)`` are
+        there. Models with sliding windows need window blocks, too.
+
+        Args:
+            limit: as for ``allocatable_blocks``.
+
+        Raises:
+            UsageError: ``limit`` is not an integer or is negative.
+            ClosedError: the engine is closed.
+        """
+        return self._leases.extendable_blocks(limit)
+
     def commit_many(self, leases: Sequence[Lease], num_tokens: Sequence[int]) -> int:
         """Call ``commit`` for each lease.
 

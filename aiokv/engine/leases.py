@@ -27,7 +27,7 @@ from aiokv.peers.ticket import MAX_TIMEOUT_SECONDS
 from aiokv.plan import CLONE, STATE, Priority, clone_plan
 from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.scheduler.granting import READY
-from aiokv.types import LeaseState, as_items, as_tokens
+from aiokv.types import LeaseState, as_block_ids, as_items, as_tokens
 from aiokv.worker.views import done_view
 
 if TYPE_CHECKING:
@@ -47,6 +47,12 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 NO_NAME: Final = ""  # compared by identity: the default needs no check
+
+
+def _as_limit(value: object) -> int:
+    if value is None:
+        return checks.MAX_INT32
+    return checks.integer("limit", value, minimum=0, maximum=checks.MAX_INT32)
 
 
 class Leases:
@@ -175,7 +181,9 @@ class Leases:
 
     # --- capacity -------------------------------------------------------------------------------
 
-    def allocate(self, lease: Lease, num_tokens: int, priority: int) -> bool:
+    def allocate(
+        self, lease: Lease, num_tokens: int, priority: int, reserve_blocks: int | None
+    ) -> bool:
         """Grant now, or let the lease wait for capacity; see ``Lease.allocate`` for the errors.
 
         Returns:
@@ -183,7 +191,9 @@ class Leases:
         """
         self._lifetime.check_open()
         try:
-            result = self._scheduler.allocate(lease.id or lease.live_id(), num_tokens, priority)
+            result = self._scheduler.allocate(
+                lease.id or lease.live_id(), num_tokens, priority, False, reserve_blocks
+            )
         except RequestTooLarge as error:
             self._requests.note_error(error)
             raise
@@ -201,6 +211,7 @@ class Leases:
         priority: int,
         timeout: float | None,
         wait_store: float | None,
+        reserve_blocks: int | None,
     ) -> None:
         """Allocate after the missing blocks were fetched from the stores; see ``Lease.allocate``.
 
@@ -209,11 +220,11 @@ class Leases:
         self._lifetime.check_open()
         lease_id = lease.live_id()
         if not self._fetches.has_stores or not self._fetches.is_incomplete(lease_id):
-            if not self.allocate(lease, num_tokens, priority):
+            if not self.allocate(lease, num_tokens, priority, reserve_blocks):
                 await self.wait_granted(lease, num_tokens, timeout)
             return
         try:
-            result = self._scheduler.allocate(lease_id, num_tokens, priority, waits_for_store=True)
+            result = self._scheduler.allocate(lease_id, num_tokens, priority, True, reserve_blocks)
         except RequestTooLarge as error:
             self._requests.note_error(error)
             raise
@@ -231,13 +242,17 @@ class Leases:
             self._requests.store_wait.add(wait.seconds)
 
     def try_allocate(
-        self, lease: Lease, num_tokens: int, onload_priority: Priority = Priority.DEMAND
+        self,
+        lease: Lease,
+        num_tokens: int,
+        onload_priority: Priority = Priority.DEMAND,
+        reserve_blocks: int | None = None,
     ) -> bool:
         """Grant now, or return False."""
         self._lifetime.check_open()
         try:
             result = self._scheduler.try_allocate(
-                lease.live_id(), num_tokens, None, onload_priority
+                lease.live_id(), num_tokens, None, onload_priority, reserve_blocks
             )
         except RequestTooLarge as error:
             self._requests.note_error(error)
@@ -262,10 +277,23 @@ class Leases:
         if self._observers.active:
             self._observers.granted(lease)
 
-    def can_allocate(self, lease: Lease, num_tokens: int) -> bool:
+    def can_allocate(self, lease: Lease, num_tokens: int, reserve_blocks: int | None) -> bool:
         """See ``Lease.can_allocate``."""
         self._lifetime.check_open()
-        return self._scheduler.can_allocate(lease.live_id(), num_tokens)
+        return self._scheduler.can_allocate(lease.live_id(), num_tokens, reserve_blocks)
+
+    def allocatable_blocks(self, salt: str, reserve_blocks: int | None, limit: int | None) -> int:
+        """See ``CacheEngine.allocatable_blocks``."""
+        self._lifetime.check_open()
+        checks.text("salt", salt)
+        if reserve_blocks is not None:
+            reserve_blocks = checks.reserve_blocks(reserve_blocks)
+        return self._scheduler.allocatable_blocks(salt, reserve_blocks, _as_limit(limit))
+
+    def extendable_blocks(self, limit: int | None) -> int:
+        """See ``CacheEngine.extendable_blocks``."""
+        self._lifetime.check_loop()
+        return self._scheduler.extendable_blocks(_as_limit(limit))
 
     async def wait_granted(
         self,
@@ -400,6 +428,29 @@ class Leases:
             )
 
     # --- granted leases -------------------------------------------------------------------------
+
+    def assign(self, lease: Lease, block_ids: TokenIds, computed_tokens: int) -> None:
+        """See ``Lease.assign``."""
+        self._lifetime.check_loop()
+        lease_id = lease.held_id()
+        result = self._scheduler.assign(lease_id, as_block_ids(block_ids), computed_tokens)
+        try:
+            grant = self._apply(result)
+            if grant.onloads and not lease.layers.transfer_ids:
+                lease.layers = self._transfers.view(lease_id, grant.onloads, lease.owner)
+        except BaseException:  # without its layers, the lease must not count as granted
+            self._apply(self._scheduler.stop_waiting(lease_id))
+            raise
+
+    def is_idle(self, lease_id: int) -> bool:
+        """See ``Lease.is_idle``."""
+        self._lifetime.check_thread()
+        return self.read.is_idle(lease_id)
+
+    async def idle(self, lease_id: int) -> None:
+        """See ``Lease.idle``."""
+        self._lifetime.check_thread()
+        await self._dispatcher.idle(lease_id)
 
     def append(self, lease: Lease, tokens: TokenIds) -> None:
         """See ``Lease.append``."""

@@ -142,6 +142,10 @@ class CacheReader:
         block_tokens = self._config.block_tokens
         return Hit(device_blocks * block_tokens, host_blocks * block_tokens)
 
+    def hit_blocks(self, lease_id: int) -> NDArray[np.int32]:
+        """Return the device ids of the hit: of a match made now, or of the grant."""
+        return self._core.hit_blocks(lease_id)
+
     def pending_tokens(self, lease_id: int) -> int:
         """Return the number of tokens after the hit that another lease is computing."""
         return self._core.pending(lease_id)[1] * self._config.block_tokens
@@ -249,6 +253,13 @@ class CacheReader:
     def onloads(self, lease_id: int) -> list[int]:
         """Return the transfers in flight that write blocks of the lease."""
         return self._core.onloads(lease_id)
+
+    def is_idle(self, lease_id: int) -> bool:
+        """Return True if no transfer uses device blocks that the lease has named.
+
+        The lease may have been released. Always True where the engine owns the device blocks.
+        """
+        return self._core.is_idle(lease_id)
 
     def saving(self, lease_id: int) -> int:
         """Return a backup in flight that a swap of the lease must wait for; 0 for none."""

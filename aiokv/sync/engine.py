@@ -175,6 +175,23 @@ class SyncEngine(Unique):
         """Add positions to each lease, or to none; see ``CacheEngine.extend``."""
         self._port.call(lambda calls: calls.extend(leases, num_tokens))
 
+    def allocatable_blocks(
+        self, *, salt: str = "", reserve_blocks: int | None = None, limit: int | None = None
+    ) -> int:
+        """Return the blocks of the largest request that could be granted now.
+
+        See ``CacheEngine.allocatable_blocks``.
+        """
+        return self._port.call(
+            lambda calls: calls.allocatable_blocks(
+                salt=salt, reserve_blocks=reserve_blocks, limit=limit
+            )
+        )
+
+    def extendable_blocks(self, *, limit: int | None = None) -> int:
+        """Return the blocks that ``extend`` could take; see ``CacheEngine.extendable_blocks``."""
+        return self._port.call(lambda calls: calls.extendable_blocks(limit=limit))
+
     def commit_many(self, leases: Iterable[SyncLease], num_tokens: Iterable[int]) -> int:
         """Call ``commit`` for each lease; see ``CacheEngine.commit_many``."""
         return self._port.call(lambda calls: calls.commit_many(leases, num_tokens))

@@ -241,3 +241,28 @@ def test_a_lease_that_is_released_after_close_is_not_reported(config):
         lease.allocate(16).result()
     lease.release()
     assert not lease.inner.id
+
+
+def test_hit_blocks_and_numbers_of_blocks_come_in_the_crossing_of_the_match(engine):
+    with engine.match(PROMPT) as first:
+        assert first.try_allocate(16)
+        first.commit(16)
+        calls = engine.calls()
+        lease = calls.match(PROMPT)
+        ids = calls.hit_blocks(lease)
+        grants = calls.allocatable_blocks(reserve_blocks=1)
+        grown = calls.extendable_blocks(limit=3)
+        refused = calls.can_allocate(lease, 28, reserve_blocks=2)
+        calls.run(raise_errors=False)
+        assert ids.value.tolist() == first.block_table[:3].tolist()
+        assert (grants.value, grown.value) == (3, 3)
+        assert "of which reserve_blocks keeps 2" in str(refused.error)
+        assert engine.allocatable_blocks() == engine.extendable_blocks() == 4
+        assert lease.hit_blocks.tolist() == ids.value.tolist()
+        assert not lease.try_allocate(20, reserve_blocks=3)
+        assert lease.can_allocate(20, reserve_blocks=2)
+        waiting = lease.allocate(20, reserve_blocks=3)
+        assert not waiting.done()
+        first.release()
+        assert waiting.result() is lease
+        lease.release()
