@@ -153,7 +153,6 @@ class RequestBlocks:
         self._room = 0  # blocks that can be taken for sure
         self._promised = 0  # blocks that a caller was told it can take
         self.last_step = 0  # number of the step that was closed last
-        self._probe = engine.match([0], read=False, write=False, owner="FastDeploy")
 
     def close(self) -> None:
         """Release everything that is held."""
@@ -161,7 +160,6 @@ class RequestBlocks:
             calls = self.engine.calls()
             for holding in self._holdings.values():
                 _release(calls, holding)
-            calls.release(self._probe)
             self._holdings.clear()
             calls.run()
 
@@ -294,15 +292,13 @@ class RequestBlocks:
             blocks = self._sizes.decode_blocks
             leases = [holding.lease for holding in ahead if holding.lease is not None]
             extended = calls.extend(leases, blocks * self._block_tokens)
-            room = self._sizes.step_blocks(len(self._holdings))
-            can_allocate = calls.can_allocate(self._probe, room * self._block_tokens)
+            room = self._record_room(calls, 0)
             self._record_step(calls)
             calls.run(raise_errors=False)
             if extended.error is None:
                 for holding in ahead:
                     self._update_table(holding)
-            has_room = can_allocate.error is None and can_allocate.value
-            self._room = room if has_room else self.engine.statistics().device_free
+            self._room = room.value
             self._promised = 0
             for holding in self._holdings.values():
                 holding.scheduled_tokens = max(
@@ -474,30 +470,38 @@ class RequestBlocks:
         statistics = self.engine.statistics()
         if statistics.device_free + statistics.evictable_blocks < num_blocks:
             return False
-        future = self._probe.allocate(
-            num_blocks * self._block_tokens, timeout=self._save_wait_seconds
+        return self._wait_for_saves(num_blocks)
+
+    def _wait_for_saves(self, num_blocks: int) -> bool:
+        """Evict blocks that have to be saved first, or are being saved."""
+        lease = self.engine.match([0], read=False, write=False, owner="FastDeploy")
+        future = lease.allocate(
+            num_blocks * self._block_tokens, timeout=self._save_wait_seconds, reserve_blocks=0
         )
+        has_room = True
         try:
             future.result()
         except (AllocateTimeout, RequestTooLarge):
-            return False
+            has_room = False
         calls = self.engine.calls()
-        calls.preempt(self._probe)
+        calls.release(lease)
         self._record_step(calls)
         calls.run()
-        self._room = num_blocks
-        return True
+        return has_room and self._has_room(num_blocks)
 
     def _has_room(self, num_blocks: int) -> bool:
         if num_blocks <= 0:
             return True
-        answer = self.engine.calls()
-        can_allocate = answer.can_allocate(self._probe, num_blocks * self._block_tokens)
-        answer.run(raise_errors=False)
-        if isinstance(can_allocate.error, RequestTooLarge) or not can_allocate.value:
-            return False
-        self._room = num_blocks
-        return True
+        calls = self.engine.calls()
+        room = self._record_room(calls, num_blocks)
+        calls.run()
+        self._room = room.value
+        return self._room >= num_blocks
+
+    def _record_room(self, calls: Calls, num_blocks: int) -> Answer[int]:
+        """Ask how many blocks can be taken: at least ``num_blocks``, or those of a step."""
+        limit = max(self._sizes.step_blocks(len(self._holdings)), num_blocks)
+        return calls.allocatable_blocks(reserve_blocks=0, limit=limit)
 
 
 def _release(calls: Calls, holding: Holding) -> None:
