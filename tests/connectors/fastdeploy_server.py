@@ -18,7 +18,12 @@ from typing import Self
 import numpy as np
 
 from aiokv import Regions
-from aiokv.connectors.fastdeploy import BatchRequest, CacheController, CacheManager
+from aiokv.connectors.fastdeploy import (
+    BatchRequest,
+    CacheController,
+    CacheManager,
+    PrefixCacheManager,
+)
 
 BLOCK = 4  # positions per block
 LAYERS = 2
@@ -54,6 +59,7 @@ class Request:
     cache_evict_metadata: list = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    num_cached_blocks: int = 0
     prefill_start_index: int = 0
     prefill_end_index: int = 0
     need_prefill_tokens: int = 0
@@ -277,10 +283,7 @@ class Scheduler:
                     continue
                 request.need_prefill_tokens = request.num_total_tokens
                 if self.config.cache_config.enable_prefix_caching:
-                    self.manager.match_prefix(request, True)
-                    found = request.match_result
-                    request.block_tables = found.device_block_ids
-                    request.num_computed_tokens = found.total_matched_blocks * BLOCK
+                    request.block_tables, request.num_computed_tokens = self._match(request)
                     request.num_cached_tokens = request.num_computed_tokens
                 chunk = min(request.need_prefill_tokens - request.num_computed_tokens, budget)
                 num_blocks = self._new_blocks(request, chunk)
@@ -297,14 +300,21 @@ class Scheduler:
             metadata = self.manager.issue_pending_backup_to_batch_request()
             if metadata is not None:
                 batch.append_evict_metadata([metadata])
-            self.manager.check_and_add_pending_backup()
             return batch
 
     def _new_blocks(self, request: Request, chunk: int) -> int:
         return -(-(request.num_computed_tokens + chunk) // BLOCK) - len(request.block_tables)
 
+    def _match(self, request: Request) -> tuple[list[int], int]:
+        self.manager.match_prefix(request, True)
+        found = request.match_result
+        return found.device_block_ids, found.total_matched_blocks * BLOCK
+
+    def _allocate(self, request: Request, num_blocks: int) -> list[int]:
+        return self.manager.allocate_gpu_blocks(request, num_blocks)
+
     def _take(self, request: Request, num_blocks: int) -> None:
-        ids = self.manager.allocate_gpu_blocks(request, num_blocks)
+        ids = self._allocate(request, num_blocks)
         assert len(ids) == num_blocks, f"{request.request_id}: {len(ids)} of {num_blocks} blocks"
         request.block_tables.extend(ids)
 
@@ -376,18 +386,56 @@ class Scheduler:
         raise AssertionError(f"not idle after {max_steps} steps: {self.waiting} {self.running}")
 
 
+class OldScheduler(Scheduler):
+    """The same scheduler without cache manager v1: it calls ``PrefixCacheManager``."""
+
+    manager: PrefixCacheManager
+
+    def __init__(self, manager: PrefixCacheManager, worker: Worker) -> None:
+        super().__init__(manager.cache, worker)
+        self.manager = manager
+
+    def _match(self, request: Request) -> tuple[list[int], int]:
+        ids, num_tokens, figures = self.manager.request_match_blocks(request, BLOCK)
+        assert len(ids) * BLOCK == num_tokens
+        assert ids == figures["match_gpu_block_ids"] + figures["gpu_recv_block_ids"]
+        return ids, num_tokens
+
+    def _allocate(self, request: Request, num_blocks: int) -> list[int]:
+        return self.manager.allocate_gpu_blocks(num_blocks, request.request_id)
+
+    def _prefill(self, request: Request, chunk: int, batch: BatchRequest) -> None:
+        super()._prefill(request, chunk, batch)
+        self.manager.update_cache_blocks(request, BLOCK, request.num_computed_tokens)
+
+    def _free(self, request: Request) -> None:
+        self.manager.release_block_ids(request)
+        self.manager.recycle_gpu_blocks(
+            request.block_tables[request.num_cached_blocks :], request.request_id
+        )
+        request.block_tables = []
+
+
 class Server:
     """Manager, worker and scheduler of one process, on the cpu device."""
 
-    def __init__(self, device_blocks: int, host_blocks: int = 0, device=None, **options) -> None:
+    def __init__(
+        self, device_blocks: int, host_blocks: int = 0, device=None, kind="v1", **options
+    ) -> None:
         self.config = fd_config(device_blocks, host_blocks, **options)
         layers = tensors(device_blocks)
-        self.manager = CacheManager(
-            self.config,
-            regions=regions_of(layers),
-            device=device,
-            verify="off" if device else "checksum",
-        )
+        parts = {
+            "regions": regions_of(layers),
+            "device": device,
+            "verify": "off" if device else "checksum",
+        }
+        self.manager = CacheManager(self.config, **parts) if kind == "v1" else None
+        if self.manager is None:
+            prefix = PrefixCacheManager(self.config, **parts)
+            self.manager = prefix.cache
+            self.worker = Worker(layers, CacheController(LAYERS, prefix.cache))
+            self.scheduler = OldScheduler(prefix, self.worker)
+            return
         self.worker = Worker(layers, CacheController(LAYERS, self.manager))
         self.scheduler = Scheduler(self.manager, self.worker)
 

@@ -48,11 +48,12 @@ def test_second_turn_hits_prompt_and_outputs():
         assert second.output_token_ids == outputs_of(second)
 
 
+@pytest.mark.parametrize("kind", ["v1", "v0"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_random_requests_get_their_outputs(policy):
+def test_random_requests_get_their_outputs(policy, kind):
     """Chunks, shared prefixes, decoding, preemption, resume and abort, with a small device."""
     choose = random.Random(policy)
-    with Server(14, 40, write_policy=policy, batch_tokens=16) as server:
+    with Server(14, 40, kind=kind, write_policy=policy, batch_tokens=16) as server:
         requests = []
         for i in range(60):
             length = choose.randint(1, 24)

@@ -8,6 +8,7 @@ from aiokv.connectors.fastdeploy.metadata import (
     MatchResult,
 )
 from aiokv.connectors.fastdeploy.metrics import CacheMetrics
+from aiokv.connectors.fastdeploy.prefix import PrefixCacheManager
 from aiokv.connectors.fastdeploy.worker import (
     CacheController,
     LayerDoneCounter,
@@ -24,4 +25,5 @@ __all__ = [
     "LayerDoneCounter",
     "LayerSwapTimeoutError",
     "MatchResult",
+    "PrefixCacheManager",
 ]

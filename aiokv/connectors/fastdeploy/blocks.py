@@ -17,7 +17,12 @@ from aiokv import (
     UsageError,
     WouldBlock,
 )
-from aiokv.connectors.fastdeploy.requests import items_of, prompt_length, tokens_of
+from aiokv.connectors.fastdeploy.requests import (
+    UnknownRequest,
+    items_of,
+    prompt_length,
+    tokens_of,
+)
 from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
@@ -182,11 +187,15 @@ class RequestBlocks:
 
     # --- verbs of requests ------------------------------------------------------------------------
 
-    def match(self, request: Request) -> Holding:
+    def match(self, request: Request, *, onload: bool = True) -> Holding:
         """Match the tokens of a request, and grant the cached prefix, in one crossing.
 
         Onloads of blocks in host memory begin. Without room for these, only the prefix on the
         device is granted. What the request held before is given back.
+
+        Args:
+            request: the scheduler's object.
+            onload: False to grant only the prefix on the device.
         """
         tokens = tokens_of(request)
         with self._lock:
@@ -198,7 +207,7 @@ class RequestBlocks:
                 calls.run(raise_errors=False)
                 return holding
             holding.lease = self._match(calls, holding, tokens, read=True)
-            granted = calls.add(_grant_hit, holding.lease)
+            granted = calls.add(_grant_hit, holding.lease, onload)
             calls.run(raise_errors=False)
             if granted.error is None:
                 holding.hit, holding.table = granted.value
@@ -256,14 +265,61 @@ class RequestBlocks:
             self._promised = max(self._promised - num_blocks, 0)
             return holding.table[first : holding.given]
 
-    def end(self, request: Request) -> None:
+    def allocate_unshared(self, request_id: str, num_blocks: int) -> list[int]:
+        """Take blocks for a request whose tokens are not known; see ``allocate``."""
+        with self._lock:
+            holding = self._holdings.get(request_id)
+            if holding is None:
+                request = UnknownRequest(request_id)
+                holding = Holding(request, 1, shares_blocks=False)
+                self._holdings[request_id] = holding
+            return self.allocate(holding.request, num_blocks)
+
+    def give_back(self, request_id: str, block_ids: list[int]) -> None:
+        """Give the last blocks of a request back, or all of them.
+
+        Raises:
+            UsageError: the ids are not the last blocks of the request. Nothing changed.
+        """
+        with self._lock:
+            holding = self._holdings.get(request_id)
+            if holding is None or not block_ids:
+                return  # `end` has given them back
+            kept = holding.given - len(block_ids)
+            given = holding.table[: holding.given]
+            if sorted(given[max(kept, 0) :]) != sorted(block_ids):
+                raise UsageError(
+                    f"request {request_id!r} cannot give blocks {block_ids} back: its blocks are "
+                    f"{given}",
+                    hint="give back its last blocks, or all of them",
+                )
+            if not kept:
+                self.end(request_id)
+                return
+            calls = self.engine.calls()
+            if holding.lease is not None:
+                calls.truncate(holding.lease, kept * self._block_tokens)
+            self._record_step(calls)
+            calls.run()
+            holding.given = kept
+            self._update_table(holding)
+
+    def holder(self, block_id: int) -> str | None:
+        """Return the id of a request that has taken a block; None without one."""
+        with self._lock:
+            for request_id, holding in self._holdings.items():
+                if block_id in holding.table[: holding.given]:
+                    return request_id
+            return None
+
+    def end(self, request_id: str) -> None:
         """Commit what is computed, and give all blocks back. Idempotent.
 
         Full blocks of known tokens stay cached.
         """
         with self._lock:
             calls = self.engine.calls()
-            if self._record_end(calls, request.request_id):
+            if self._record_end(calls, request_id):
                 calls.run(raise_errors=False)
 
     def end_all(self) -> None:
@@ -509,11 +565,11 @@ def _release(calls: Calls, holding: Holding) -> None:
         calls.release(holding.lease)
 
 
-def _grant_hit(lease: SyncLease) -> tuple[Hit, list[int]]:
+def _grant_hit(lease: SyncLease, onload: bool) -> tuple[Hit, list[int]]:
     """Take the cached prefix, or the part on the device if the rest has no room. On the loop."""
     inner: Lease = lease.inner
     found = inner.hit
-    for num_tokens in (found.total, found.device_tokens):
+    for num_tokens in (found.total if onload else 0, found.device_tokens):
         if num_tokens and inner.try_allocate(num_tokens):
             if inner.cached_tokens != num_tokens:
                 raise UsageError(f"{inner!r} was granted {inner.cached_tokens} cached tokens")

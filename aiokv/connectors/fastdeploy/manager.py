@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aiokv import Device, Regions
-    from aiokv.connectors.fastdeploy.blocks import Holding
+    from aiokv.connectors.fastdeploy.blocks import Holding, RequestBlocks
     from aiokv.connectors.fastdeploy.metadata import CacheSwapMetadata
     from aiokv.connectors.fastdeploy.requests import Request
     from aiokv.ranks import RankGroup
@@ -102,6 +102,11 @@ class CacheManager:
     def engine(self) -> SyncEngine:
         """The engine, for everything else that aiokv offers. Opens it."""
         return self._host.blocks.engine
+
+    @property
+    def blocks(self) -> RequestBlocks:
+        """Leases of the requests. Opens the engine."""
+        return self._host.blocks
 
     @property
     def num_gpu_blocks(self) -> int:
@@ -193,8 +198,16 @@ class CacheManager:
         )
         request._match_result = result  # type: ignore[attr-defined]
         self._announce_onloads(request, holding)
+        self.note_match(holding)
+
+    def note_match(self, holding: Holding) -> None:
+        """Count a match in ``metrics``."""
         with self._lock:
             self.metrics.note(holding.prefill_tokens, *holding.hit)
+
+    def note_scheduled(self) -> None:
+        """Note that the next batch uses, or gives back, blocks."""
+        self._has_scheduled = True
 
     def _announce_onloads(self, request: Any, holding: Holding) -> None:
         """Tell the workers, through the request, which transfers its batch waits for."""
@@ -233,7 +246,7 @@ class CacheManager:
             WouldBlock: ``can_allocate_device_blocks`` has just promised the blocks, and saves of
                 the meantime took the room. Nothing changed.
         """
-        self._has_scheduled = True
+        self.note_scheduled()
         return self._host.blocks.allocate(request, num_blocks)
 
     def request_finish(self, request: Request) -> None:
@@ -245,10 +258,10 @@ class CacheManager:
         if holding is None:
             return
         if holding.is_scheduled:
-            self._has_scheduled = True
+            self.note_scheduled()
         else:
             request.cache_swap_metadata = []  # type: ignore[attr-defined]
-        self._host.blocks.end(request)
+        self._host.blocks.end(request.request_id)
 
     def cache_output_blocks(self, request: Request, block_size: int) -> None:
         """Share the blocks of the tokens that have been generated so far.
