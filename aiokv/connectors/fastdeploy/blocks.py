@@ -157,6 +157,7 @@ class RequestBlocks:
         self._holdings: dict[str, Holding] = {}
         self._room = 0  # blocks that can be taken for sure
         self._promised = 0  # blocks that a caller was told it can take
+        self._has_committed = False  # since the last batch was scheduled
         self.last_step = 0  # number of the step that was closed last
 
     def close(self) -> None:
@@ -201,7 +202,8 @@ class RequestBlocks:
         with self._lock:
             calls = self.engine.calls()
             self._record_end(calls, request.request_id)
-            self._record_commits(calls)
+            if not self._has_committed:  # once per `schedule()`
+                self._record_commits(calls)
             holding = self._hold(request, len(tokens))
             if not holding.shares_blocks:
                 calls.run(raise_errors=False)
@@ -356,6 +358,7 @@ class RequestBlocks:
                     self._update_table(holding)
             self._room = room.value
             self._promised = 0
+            self._has_committed = False
             for holding in self._holdings.values():
                 holding.scheduled_tokens = max(
                     holding.scheduled_tokens,
@@ -409,6 +412,7 @@ class RequestBlocks:
         )
 
     def _record_commits(self, calls: Calls) -> None:
+        self._has_committed = True
         for holding in self._holdings.values():
             self._record_commit(calls, holding)
 
