@@ -289,6 +289,35 @@ class Rank(Unique):
             counters = [await self._counters.get(transfer_id) for transfer_id in wanted]
         return LayerView(counters) if counters else done_view(self.regions.num_layers)
 
+    def find_transfer(self, transfer_id: int) -> tuple[TransferPlan, LayerDoneCounter] | None:
+        """Return the plan and the layer counter of a transfer, of any route. Any thread.
+
+        Returns:
+            None before the plan has arrived, and when the transfer was forgotten.
+        """
+        return self._counters.find(transfer_id)
+
+    def is_at_rest(self, transfer_id: int) -> bool:
+        """Return True when no byte of a transfer moves any more on this rank. Any thread.
+
+        Returns:
+            True after the end of the transfer, also of one that failed or was forgotten. False
+            before its plan has arrived.
+        """
+        found = self._counters.find(transfer_id)
+        if found is not None:
+            return found[1].at_rest
+        return self._counters.is_forgotten(transfer_id)
+
+    def give_up_waits(self) -> None:
+        """Release the threads that wait for transfers: the loop has ended, and reports no end.
+
+        Threads get a ``TransferError``. Without effect after ``aclose``, which ends all transfers.
+        """
+        for counter in self._counters:
+            if not counter.at_rest:
+                counter.abandon(CopyError(0, "the loop of the rank has ended"))
+
     def step(self, step: int, event: Event | None = None) -> None:
         """Close the steps up to ``step`` on this rank, which has submitted all their work.
 
@@ -539,13 +568,13 @@ class Rank(Unique):
                 self.regions.num_layers, transfer_id=transfer_id, direction=plan.direction
             )
             refused.finish(CopyError(0, str(error)))
-            self._counters.add(transfer_id, refused)
+            self._counters.add(plan, refused)
             self._on_report(
                 TransferReport(transfer_id=transfer_id, outcome="failed", reason=str(error))
             )
             return
         counter.add_callback(lambda layer: self._outbox.note_layer(transfer_id, layer))
-        self._counters.add(transfer_id, counter)
+        self._counters.add(plan, counter)
         if plan.route in FETCH_ROUTES:
             self._spawn(self._report_if_overdue(counter))
 

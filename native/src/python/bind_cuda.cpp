@@ -97,7 +97,8 @@ void bind_transfer(nb::module_& m) {
         .def_prop_ro("num_layers", &Transfer::num_layers)
         .def_prop_ro("started", &Transfer::started)
         .def("layer_done", &Transfer::layer_done, "layer"_a, ReleaseGil())
-        .def("wait_submitted", &Transfer::wait_submitted, "layer"_a, ReleaseGil())
+        .def("wait_submitted", &Transfer::wait_submitted, "layer"_a, "seconds"_a = nb::none(),
+             ReleaseGil())
         .def("synchronize", &Transfer::synchronize, "layer"_a, ReleaseGil())
         .def(
             "stream_wait",
