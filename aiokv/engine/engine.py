@@ -19,6 +19,7 @@ from aiokv.engine.batches import Batches
 from aiokv.engine.computing import Computing
 from aiokv.engine.control import Control
 from aiokv.engine.events import Events
+from aiokv.engine.expiries import Expiries
 from aiokv.engine.fetches import Fetches
 from aiokv.engine.inspection import Inspection
 from aiokv.engine.leases import NO_NAME, Leases
@@ -143,15 +144,18 @@ class CacheEngine(Unique):
         self._steps = Steps(parts)
         exchange = Exchange(parts)
         self._recovery = Recovery(parts, self._steps, exchange)
-        computing = Computing(parts, on_failure=self._recovery.fail, on_end=exchange.after_batch)
+        expiries = Expiries(parts.lifetime)
+        computing = Computing(
+            parts, expiries, on_failure=self._recovery.fail, on_end=exchange.after_batch
+        )
         fetches = Fetches(parts)
-        self._leases = Leases(parts, self._steps, computing, fetches, exchange)
-        self._batches = Batches(parts, self._leases, computing)
+        self._leases = Leases(parts, self._steps, computing, fetches, exchange, expiries)
+        self._batches = Batches(parts, self._leases, computing, expiries)
         self._pins = Pins(parts, self._leases, fetches)
         self._control = Control(parts, exchange)
         self._sleep = Sleep(parts, regions, self._control)
         self._lifecycle = Lifecycle(
-            parts, self._steps, computing, self._leases, self._recovery, exchange
+            parts, self._steps, computing, self._leases, self._recovery, exchange, expiries
         )
         self._exchange = exchange
         self._inspection = Inspection(parts, self._sleep)

@@ -65,6 +65,7 @@ TRANSITIONS: Final = (
     "stop_wait_pending",
     "release",
     "assign",
+    "expire",
     "append",
     "commit",
     "commit_received",
@@ -225,6 +226,7 @@ class CacheScheduler:
             pins=self._pins,
             pending=self._pending,
             preemption=self._preemption,
+            releases=self._releases,
         )
 
     # --- effects --------------------------------------------------------------------------------
@@ -556,6 +558,11 @@ class CacheScheduler:
                 return None, self._outbox.pending
         self._releases.release(lease_id, used_in)
         return None, self._settle()
+
+    def expire(self, lease_id: int) -> Done:
+        """Release a lease that was not used in time."""
+        self._releases.expired_leases += 1
+        return self.release(lease_id)
 
     # --- granted leases -------------------------------------------------------------------------
 
