@@ -1,5 +1,7 @@
 """aiokv.connectors.fastdeploy: aiokv behind FastDeploy's cache managers."""
 
+from aiokv.connectors.fastdeploy.controller import CacheController
+from aiokv.connectors.fastdeploy.layers import LayerDoneCounter, LayerSwapTimeoutError
 from aiokv.connectors.fastdeploy.manager import CacheManager
 from aiokv.connectors.fastdeploy.metadata import (
     BatchRequest,
@@ -9,11 +11,6 @@ from aiokv.connectors.fastdeploy.metadata import (
 )
 from aiokv.connectors.fastdeploy.metrics import CacheMetrics
 from aiokv.connectors.fastdeploy.prefix import PrefixCacheManager
-from aiokv.connectors.fastdeploy.worker import (
-    CacheController,
-    LayerDoneCounter,
-    LayerSwapTimeoutError,
-)
 
 __all__ = [
     "BatchRequest",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-SAVE_WAIT_SECONDS: Final = 0.02  # for saves in flight, before blocks count as missing
+WAIT_SECONDS: Final = 0.02  # for copies in flight, before blocks count as missing
 
 
 class Holding:
@@ -104,6 +105,11 @@ class Holding:
         """Number of blocks that the scheduler has not taken yet."""
         return len(self.table) - self.given
 
+    @property
+    def has_arrived(self) -> bool:
+        """True when no onload of the request is in flight. Does not cross."""
+        return self.lease is None or not self.table or self.lease.layers.is_done
+
     def check_alignment(self) -> None:
         """Find out if the scheduler uses its blocks in another order than the lease.
 
@@ -138,7 +144,7 @@ class RequestBlocks:
         sizes: settings of the scheduler.
         step_event: returns an event behind all work that the runner has submitted, or None when all
             of it has finished; None with ranks, which close steps themselves.
-        save_wait_seconds: how long an allocation waits for blocks that are being saved.
+        wait_seconds: how long an allocation waits for blocks that are being copied.
     """
 
     def __init__(
@@ -146,15 +152,16 @@ class RequestBlocks:
         engine: SyncEngine,
         sizes: Sizes,
         step_event: Callable[[], Any] | None = None,
-        save_wait_seconds: float = SAVE_WAIT_SECONDS,
+        wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         self.engine = engine
         self._sizes = sizes
         self._block_tokens = sizes.block_tokens
         self._step_event = step_event
-        self._save_wait_seconds = save_wait_seconds
+        self._wait_seconds = wait_seconds
         self._lock = threading.RLock()
         self._holdings: dict[str, Holding] = {}
+        self._leaving: list[Holding] = []  # ended, but a batch still waits for their onloads
         self._room = 0  # blocks that can be taken for sure
         self._promised = 0  # blocks that a caller was told it can take
         self._has_committed = False  # since the last batch was scheduled
@@ -164,9 +171,7 @@ class RequestBlocks:
         """Release everything that is held."""
         with self._lock:
             calls = self.engine.calls()
-            for holding in self._holdings.values():
-                _release(calls, holding)
-            self._holdings.clear()
+            self._record_release_of_all(calls)
             calls.run()
 
     # --- state ------------------------------------------------------------------------------------
@@ -212,8 +217,10 @@ class RequestBlocks:
             granted = calls.add(_grant_hit, holding.lease, onload)
             calls.run(raise_errors=False)
             if granted.error is None:
-                holding.hit, holding.table = granted.value
+                holding.hit, holding.table, holds_blocks = granted.value
                 holding.given = len(holding.table)
+                if holds_blocks and not holding.table:
+                    self._drop_lease(holding)
                 cached = holding.given * self._block_tokens
                 holding.scheduled_tokens = holding.committed_tokens = cached
                 self._room = max(self._room - holding.given, 0)
@@ -328,9 +335,7 @@ class RequestBlocks:
         """Give all blocks of all requests back; nothing that is not shared yet stays cached."""
         with self._lock:
             calls = self.engine.calls()
-            for holding in self._holdings.values():
-                _release(calls, holding)
-            self._holdings.clear()
+            self._record_release_of_all(calls)
             self._record_step(calls)
             calls.run(raise_errors=False)
 
@@ -345,6 +350,7 @@ class RequestBlocks:
         """
         with self._lock:
             calls = self.engine.calls()
+            self._record_departures(calls)
             self._record_commits(calls)
             ahead = [holding for holding in self._holdings.values() if self._needs_blocks(holding)]
             blocks = self._sizes.decode_blocks
@@ -392,6 +398,14 @@ class RequestBlocks:
             ]
 
     # --- recording of calls -----------------------------------------------------------------------
+
+    def _drop_lease(self, holding: Holding) -> None:
+        """Give back blocks of a grant that has no hit after all."""
+        calls = self.engine.calls()
+        _release(calls, holding)
+        self._record_step(calls)
+        calls.run()
+        holding.lease = None
 
     def _hold(self, request: Request, num_tokens: int) -> Holding:
         shares_blocks = self._sizes.shares_blocks and items_of(request) is not None
@@ -444,9 +458,28 @@ class RequestBlocks:
             return False
         if holding.is_scheduled:
             self._record_commit(calls, holding)
-        _release(calls, holding)
+        if holding.is_scheduled and not holding.has_arrived:
+            # A release would cancel the onload, and the workers may not have begun the batch that
+            # waits for it.
+            self._leaving.append(holding)
+        else:
+            _release(calls, holding)
         self._record_step(calls)
         return True
+
+    def _record_release_of_all(self, calls: Calls) -> None:
+        for holding in (*self._holdings.values(), *self._leaving):
+            _release(calls, holding)
+        self._holdings.clear()
+        self._leaving.clear()
+
+    def _record_departures(self, calls: Calls) -> bool:
+        """Release requests that have ended, and whose onloads have arrived since."""
+        arrived = [holding for holding in self._leaving if holding.has_arrived]
+        for holding in arrived:
+            _release(calls, holding)
+            self._leaving.remove(holding)
+        return bool(arrived)
 
     def _record_step(self, calls: Calls) -> None:
         """Close the step: transfers may write the blocks that were given back in it."""
@@ -527,16 +560,32 @@ class RequestBlocks:
                 self._update_table(holding)
             if self._has_room(num_blocks):
                 return True
+        if self._leaving and self._wait_for_departures() and self._has_room(num_blocks):
+            return True
         statistics = self.engine.statistics()
         if statistics.device_free + statistics.evictable_blocks < num_blocks:
             return False
         return self._wait_for_saves(num_blocks)
 
+    def _wait_for_departures(self) -> bool:
+        """Release ended requests when their onloads have arrived; return True if there are any."""
+        deadline = time.monotonic() + self._wait_seconds
+        for holding in self._leaving:
+            if holding.lease is not None:
+                with suppress(TransferError, TimeoutError):
+                    left = deadline - time.monotonic()
+                    holding.lease.layers.wait_all(max(left, 0.0))
+        calls = self.engine.calls()
+        has_departed = self._record_departures(calls)
+        self._record_step(calls)
+        calls.run()
+        return has_departed
+
     def _wait_for_saves(self, num_blocks: int) -> bool:
         """Evict blocks that have to be saved first, or are being saved."""
         lease = self.engine.match([0], read=False, write=False, owner="FastDeploy")
         future = lease.allocate(
-            num_blocks * self._block_tokens, timeout=self._save_wait_seconds, reserve_blocks=0
+            num_blocks * self._block_tokens, timeout=self._wait_seconds, reserve_blocks=0
         )
         has_room = True
         try:
@@ -569,17 +618,23 @@ def _release(calls: Calls, holding: Holding) -> None:
         calls.release(holding.lease)
 
 
-def _grant_hit(lease: SyncLease, onload: bool) -> tuple[Hit, list[int]]:
-    """Take the cached prefix, or the part on the device if the rest has no room. On the loop."""
+def _grant_hit(lease: SyncLease, onload: bool) -> tuple[Hit, list[int], bool]:
+    """Take the cached prefix, or as much of it as there is room for. On the loop.
+
+    Returns:
+        The prefix by tier, the ids of its blocks, and True if the lease holds blocks.
+    """
     inner: Lease = lease.inner
     found = inner.hit
     for num_tokens in (found.total if onload else 0, found.device_tokens):
         if num_tokens and inner.try_allocate(num_tokens):
-            if inner.cached_tokens != num_tokens:
-                raise UsageError(f"{inner!r} was granted {inner.cached_tokens} cached tokens")
-            hit = Hit(found.device_tokens, num_tokens - found.device_tokens)
-            return hit, inner.block_table.tolist()
-    return Hit(0, 0), []
+            cached = inner.cached_tokens  # less, when too few blocks may be written by a transfer
+            if cached < num_tokens and cached:
+                inner.truncate(cached)
+            device = min(found.device_tokens, cached)
+            table = inner.block_table.tolist() if cached else []
+            return Hit(device, cached - device), table, True
+    return Hit(0, 0), [], False
 
 
 def _is_refusal(error: BaseException) -> bool:
