@@ -83,6 +83,9 @@ class CacheController:
     def initialize_kv_cache(self, attn_backend: Any, num_gpu_blocks: int) -> list[Any]:
         """Create the cache tensors of the model's layers, and register them.
 
+        A later call replaces the tensors, such as those of a profile run, until the manager has
+        opened the engine.
+
         Args:
             attn_backend: its ``create_kv_cache`` creates the tensors of a layer by role.
             num_gpu_blocks: number of device blocks.
@@ -91,8 +94,8 @@ class CacheController:
             The tensors, layer by layer, for the model.
 
         Raises:
-            UsageError: they were created before.
-            LayoutError: they do not fit.
+            UsageError: the engine uses the tensors already. Nothing changed.
+            LayoutError: the tensors do not fit.
         """
         return self._create(attn_backend, num_gpu_blocks, range(self._num_layers))
 
@@ -114,10 +117,26 @@ class CacheController:
         """Register tensors that exist, per layer and role, in place of ``initialize_kv_cache``.
 
         Raises:
-            UsageError: tensors were registered before.
-            LayoutError: they do not fit.
+            UsageError, LayoutError: as for ``initialize_kv_cache``.
         """
         self._register(dict(enumerate(layers)))
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Block the calling thread until the manager has opened the engine.
+
+        Raises:
+            ControlTimeout: it has not done so in time.
+            ClosedError: the engine was closed, or has refused this worker.
+            UsageError: no cache tensors are registered.
+        """
+        self._connected().wait_ready(timeout)
+
+    def _connected(self) -> RankThread:
+        if self._rank is None:
+            raise UsageError(
+                "no cache tensors are registered", hint="call initialize_kv_cache first"
+            )
+        return self._rank
 
     def get_kv_caches(self) -> dict[str, Any]:
         """Return the tensors by FastDeploy's names."""
@@ -143,20 +162,22 @@ class CacheController:
         return [tensor for layer in layers for tensor in caches[layer].values()]
 
     def _register(self, caches: Mapping[int, Mapping[str, Any]]) -> None:
-        if not caches.keys().isdisjoint(self._caches):
-            raise UsageError(
-                f"cache tensors of layers {sorted(caches.keys() & self._caches.keys())} are "
-                "registered already",
-                hint="call free_gpu_cache() first",
-            )
-        self._caches.update(caches)
+        if self._rank is not None:
+            if self._rank.is_ready:
+                raise UsageError(
+                    "the engine uses the cache tensors already",
+                    hint="call free_gpu_cache() when the engine is closed",
+                )
+            self.stop()
+        known = {**self._caches, **caches}
         num_layers = self._num_layers + self._draft_layers
-        if self._path is not None and len(self._caches) == num_layers:
-            regions = regions_of([self._caches[layer] for layer in range(num_layers)])
+        if self._path is not None and known.keys() >= set(range(num_layers)):
+            regions = regions_of([known[layer] for layer in range(num_layers)])
             self._rank = RankThread(
                 self._path, self._rank_number, regions, self._device, stores=self._stores
             )
             self._rank.start()
+        self._caches = known
 
     # --- batches ----------------------------------------------------------------------------------
 
@@ -195,12 +216,7 @@ class CacheController:
     def _find(self, transfer_ids: list[int]) -> Sequence[Layers]:
         if self._source is not None:
             return self._source.layers(transfer_ids)
-        if self._rank is None:
-            raise UsageError(
-                "the batch waits for onloads, but no cache tensors are registered",
-                hint="call initialize_kv_cache first",
-            )
-        return [self._rank.layers(transfer_ids)]
+        return [self._connected().layers(transfer_ids)]
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -212,7 +228,7 @@ class CacheController:
     def free_gpu_cache(self) -> None:
         """Disconnect from the manager, and drop the references to the tensors. Idempotent."""
         self.stop()
-        self._caches.clear()
+        self._caches = {}
 
     def stop(self) -> None:
         """Finish moving transfers, and disconnect from the manager. Idempotent."""

@@ -53,8 +53,8 @@ class CacheManager:
             batch of one ``schedule()`` must have been computed when the next one begins.
         options: further fields of :class:`aiokv.CacheConfig`, such as ``model`` for stores.
 
-    The engine opens at the first verb that needs it, so that ``update_cache_config`` may come
-    first. Then ``num_gpu_blocks`` is what the profile run has measured.
+    The engine opens with ``open``, or at the first verb that needs it, so that
+    ``update_cache_config`` may come first. Numbers of blocks can be read before.
 
     Raises:
         ConfigError: a field of ``config`` is missing or out of range.
@@ -87,6 +87,15 @@ class CacheManager:
         self._layers: dict[int, SyncLayers] = {}  # by transfer, of this process
         self._sent_step = 0
         self._has_scheduled = False  # since the last batch
+
+    def open(self) -> None:
+        """Open the engine: with ranks, wait until all workers have connected. Idempotent.
+
+        Raises:
+            RankLost: not all workers have connected in time; see :class:`RankTimeouts`.
+            AiokvError: as for ``SyncEngine.open``.
+        """
+        self._host.open()
 
     def close(self) -> None:
         """Give all blocks back, and close the engine. Idempotent."""
@@ -136,12 +145,14 @@ class CacheManager:
     @property
     def num_free_device_blocks(self) -> int:
         """Number of device blocks that hold nothing. Does not cross."""
+        if not self._host.is_open:
+            return self.num_gpu_blocks
         return statistics.free_device_blocks(self._host.blocks)
 
     @property
     def num_free_host_blocks(self) -> int:
         """Number of host blocks that hold nothing. Does not cross."""
-        return self.engine.statistics().host_free
+        return self.engine.statistics().host_free if self._host.is_open else self.num_cpu_blocks
 
     @property
     def gpu_free_block_list(self) -> BlockCount:
@@ -289,6 +300,8 @@ class CacheManager:
             Metadata for ``BatchRequest.append_evict_metadata``: send the batch even if it has no
             requests. None when the workers need not be told anything, and always without ranks.
         """
+        if not self._host.is_open:
+            return None
         step = self._host.blocks.end_schedule()
         has_scheduled, self._has_scheduled = self._has_scheduled, False
         if not self._host.has_ranks or step == self._sent_step:
@@ -304,7 +317,7 @@ class CacheManager:
 
     def get_pending_backup_count(self) -> int:
         """Return the number of blocks that are being copied to host memory. Does not cross."""
-        return self.engine.statistics().host_in_flight
+        return self.engine.statistics().host_in_flight if self._host.is_open else 0
 
     # --- stores -----------------------------------------------------------------------------------
 

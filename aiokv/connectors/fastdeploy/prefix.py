@@ -62,7 +62,7 @@ class PrefixCacheManager:
 
     def launch_cache_manager(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Open the engine, in threads of this process; return no processes."""
-        self.cache.engine.health()
+        self.cache.open()
         return []
 
     # --- sizes ------------------------------------------------------------------------------------
