@@ -536,6 +536,16 @@ class CacheEngine(Unique):
         """
         return self._scheduler.read.next_step
 
+    @property
+    def sentinel_state_slot(self) -> int | None:
+        """Row of the state tensors for the padded rows of CUDA graphs. Any thread.
+
+        No lease or snapshot gets this row, and no transfer reads or writes it, so its bytes have no
+        meaning. None without ``CacheConfig.sentinel_state_slot``.
+        """
+        config = self.config
+        return config.state_slots if config.sentinel_state_slot else None
+
     # --- tiers ------------------------------------------------------------------------------------
 
     async def evict(self, num_blocks: int, tier: Tier = "device") -> int:
@@ -891,6 +901,13 @@ class CacheEngine(Unique):
     def request_statistics(self) -> RequestStatistics:
         """Return the waiting times of requests, and how many waits failed. Any thread."""
         return self._requests.statistics()
+
+    def salt_statistics(self) -> dict[str, int]:
+        """Return the number of device blocks that the leases of each salt hold. Any thread.
+
+        Salts that hold none are absent; without ``salt_quota_blocks``, the dict is empty.
+        """
+        return self._scheduler.read.quota_by_salt()
 
     def worker_statistics(self) -> WorkerStatistics:
         """Return counters of the transfers; zeros before ``async with``. Any thread."""

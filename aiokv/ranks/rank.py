@@ -48,6 +48,7 @@ from aiokv.ranks.messages import (
     encode,
     layout_of,
 )
+from aiokv.ranks.openings import Openings
 from aiokv.ranks.outbox import Outbox
 from aiokv.ranks.rank_state import MAX_RANKS, check_positive
 from aiokv.stores.pools import StorePools
@@ -55,6 +56,7 @@ from aiokv.stores.urls import stores_from
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.base import CopyError, as_event
 from aiokv.worker.device.names import named_device
+from aiokv.worker.layer_marks import split_layer_mark
 from aiokv.worker.layers import ALL, LayerDoneCounter
 from aiokv.worker.poller import EventPoller
 from aiokv.worker.regions import Regions
@@ -136,7 +138,7 @@ class Rank(Unique):
         self._device = named_device(device)
         self._stores = stores_from(stores)
         self._peers = peers
-        self._openings: dict[bytes, asyncio.Task[None]] = {}  # of tickets, by their ids
+        self._openings = Openings()
         self._controller = self._new_controller()
         self._poller = EventPoller()
         self._outbox = Outbox(self._send)
@@ -333,6 +335,22 @@ class Rank(Unique):
         self._entered_controller().close_step(number, as_event("event", event))
         self._closed_step = number
 
+    def layers_done(self, mark: bytes, event: Event | None = None) -> None:
+        """Let the layers that ``Sending.layers_done`` has named be sent by this rank.
+
+        Without this call, they are sent when the step is closed.
+
+        Args:
+            mark: what ``Sending.layers_done`` has returned. Without effect when its send has ended.
+            event: recorded behind the work that computes the layers; None when it has finished.
+
+        Raises:
+            UsageError: ``mark`` is nothing of the kind, the device cannot wait for such an event,
+                or the rank was not entered. Nothing changed.
+        """
+        ticket_id, number = split_layer_mark(mark)
+        self._entered_controller().layers_done(ticket_id, number, as_event("event", event))
+
     def statistics(self) -> WorkerStatistics:
         """Return the counts of this rank's transfers.
 
@@ -434,8 +452,7 @@ class Rank(Unique):
         except AiokvError as error:  # this rank has another secret than rank 0
             self._refuse_ticket(message.number, error)
             return
-        task = self._openings[ticket_id] = self._spawn(self._open_at_receivers(message))
-        task.add_done_callback(lambda _: self._openings.pop(ticket_id, None))
+        self._openings.add(ticket_id, self._spawn(self._open_at_receivers(message)))
 
     async def _open_at_receivers(self, message: OpenTicket) -> None:
         try:
@@ -450,9 +467,7 @@ class Rank(Unique):
         self._send(TicketReply(number=number, error=_reason_of(error), kind=kind))
 
     def _close_ticket(self, ticket_id: bytes, reason: str) -> None:
-        opening = self._openings.get(ticket_id)
-        if opening is not None:
-            opening.cancel()
+        self._openings.cancel(ticket_id)
         self._controller.close_ticket(ticket_id, reason)
 
     async def _look_up(self, lookup: Lookup) -> None:
@@ -501,6 +516,7 @@ class Rank(Unique):
                 endpoints=controller.endpoints,
                 peer_layout=controller.peer_layout,
                 ticket_key=controller.ticket_key,
+                layer_ends=controller.layer_ends,
                 unpinned_bytes=controller.unpinned_bytes,
             )
         )

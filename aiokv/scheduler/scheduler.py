@@ -89,6 +89,7 @@ TRANSITIONS: Final = (
     "save",
     "receive",
     "send",
+    "send_early",
     "receive_state",
     "send_state",
     "receive_window",
@@ -967,7 +968,13 @@ class CacheScheduler:
 
     @_naming_owner
     def send(
-        self, lease_id: int, ticket_id: bytes, first_block: int, num_blocks: int
+        self,
+        lease_id: int,
+        ticket_id: bytes,
+        first_block: int,
+        num_blocks: int,
+        first_range: int = 0,
+        end_range: int = 0,
     ) -> tuple[int, Effects]:
         """Begin to send computed blocks of a lease to a peer.
 
@@ -979,6 +986,8 @@ class CacheScheduler:
             ticket_id: 16 bytes.
             first_block: index in the table.
             num_blocks: number of blocks, at least 1; the last one may be computed in part.
+            first_range: first range of layers, as the worker numbers them.
+            end_range: end of the ranges; 0 to send each block as a whole.
 
         Returns:
             The transfer. An entry of ``Effects.moved`` names it when it has ended, unless the lease
@@ -989,7 +998,50 @@ class CacheScheduler:
                 cache was reset after the grant.
             UsageError: the table does not have these blocks, or ``ticket_id`` is not 16 bytes.
         """
-        begun = self._peers.send(lease_id, ticket_id, first_block, num_blocks)
+        begun = self._peers.send(
+            lease_id, ticket_id, first_block, num_blocks, first_range, end_range
+        )
+        return begun, self._outbox.pending
+
+    @_naming_owner
+    def send_early(
+        self,
+        lease_id: int,
+        ticket_id: bytes,
+        first_block: int,
+        num_blocks: int,
+        first_range: int,
+        end_range: int,
+        mark: int,
+    ) -> tuple[int, Effects]:
+        """Begin to send some layers of blocks that a lease is computing to a peer.
+
+        The caller never sends the last range of layers in this way, but with ``send``: so the
+        receiver completes no block before its positions are committed here. Otherwise as ``send``.
+
+        Args:
+            lease_id: a granted lease whose onloads have ended.
+            ticket_id: 16 bytes.
+            first_block: index in the table.
+            num_blocks: number of blocks, at least 1.
+            first_range: first range of layers, as the worker numbers them.
+            end_range: end of the ranges; not that of all layers.
+            mark: see ``TransferPlan.mark``.
+
+        Returns:
+            The transfer; ``Effects.moved`` as for ``send``.
+
+        Raises:
+            LeaseError: the lease is not in the state above, the blocks are being received, or the
+                cache was reset after the grant.
+            UsageError: the table does not have these blocks, there is no range, or ``ticket_id`` is
+                not 16 bytes.
+        """
+        blocks = first_block, num_blocks
+        ranges = first_range, end_range
+        begun = self._peers.send_early(
+            lease_id, ticket_id, *blocks, *ranges, mark, self._clock.open
+        )
         return begun, self._outbox.pending
 
     @_naming_owner

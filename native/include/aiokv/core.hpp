@@ -214,8 +214,15 @@ class Core {
         return peers_.receive(leases_.at(id), ticket, first_block, num_blocks);
     }
     TransferId send(LeaseId id, const TicketId& ticket, std::int64_t first_block,
-                    std::int64_t num_blocks) {
-        return peers_.send(leases_.at(id), ticket, first_block, num_blocks);
+                    std::int64_t num_blocks, LayerRanges layers = {}) {
+        return peers_.send(leases_.at(id), ticket, first_block, num_blocks, layers);
+    }
+    // `step`: the open one.
+    TransferId send_early(LeaseId id, const TicketId& ticket, std::int64_t first_block,
+                          std::int64_t num_blocks, LayerRanges layers, std::uint64_t mark,
+                          Step step) {
+        return peers_.send_early(leases_.at(id), ticket, first_block, num_blocks, layers, mark,
+                                 step);
     }
     TransferId receive_state(LeaseId id, const TicketId& ticket, std::int64_t num_tokens) {
         return peers_.receive_state(leases_.at(id), ticket, num_tokens);
