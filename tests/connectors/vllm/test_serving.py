@@ -349,6 +349,18 @@ def test_store_survives_a_restart(make_server: MakeServer, tmp_path: Path) -> No
     assert second.loaded(request) == 40
 
 
+def test_reset_hides_blocks_of_stores(make_server: MakeServer, tmp_path: Path) -> None:
+    server = make_server({"stores": [f"disk:{tmp_path}?bytes=64MiB"]})
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 1)
+    evict_all(server)
+    assert server.connector.reset_cache()
+    request = server.add("b", tokens, 2)
+    server.run()
+    assert server.loaded(request) == 0
+    assert server.outputs["b"] == generate(tokens, 0, 2)
+
+
 def test_statistics_reach_vllm(make_server: MakeServer) -> None:
     server = make_server()
     tokens = prompt(1, 41)
