@@ -96,6 +96,7 @@ class Flow:
         self._next_block = first_block
         self._advance = advance
         self._is_entered = False
+        self._ticket_end = ""  # why the worker has ended the ticket
         self.lease = lease
         self.lease_id = lease.id
         self.ticket = ticket
@@ -158,6 +159,14 @@ class Flow:
             self.end(self.reason or "a transfer was cancelled")
         elif is_complete:
             self.end()
+        elif self._ticket_end and not self.in_flight:
+            self.end(self._ticket_end)
+
+    def note_ticket_end(self, reason: str) -> None:
+        """End when no transfer is in flight: none can succeed any more. Idempotent."""
+        self._ticket_end = self._ticket_end or reason
+        if not self.in_flight:
+            self.proceed()
 
     def cancel(self, reason: str) -> None:
         """End the flow for the application; the log has no warning of it."""

@@ -589,6 +589,16 @@ class Exchange:
         self._by_transfer.pop(transfer_id, None)
         self._reasons.pop(transfer_id, None)
 
+    def note_ticket_end(self, ticket_id: bytes, reason: str) -> None:
+        """End the send of a ticket that has ended, when none of its transfers is in flight.
+
+        Its last transfers may have succeeded. Idempotent.
+        """
+        for flow in [flow for flows in self.flows.values() for flow in flows]:
+            if flow.ticket.ticket_id == ticket_id and not flow.receives:
+                flow.note_ticket_end(reason)
+                self._settle(flow)
+
     # --- changes of leases and of the engine ------------------------------------------------------
 
     def committed(self, lease_id: int) -> None:

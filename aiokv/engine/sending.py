@@ -126,6 +126,22 @@ class Sending(Unique):
         """
         self._entered().cancel("cancel() was called")
 
+    async def ended(self) -> str | None:
+        """Wait until all positions of the ticket were delivered, or the send has ended early.
+
+        Returns:
+            ``failure``: why it has ended early; None when all was delivered.
+
+        Raises:
+            UsageError: the ``async with`` block has not begun, or the call is made in another
+                thread.
+
+        Cancellation: nothing changed.
+        """
+        flow = self._entered()
+        await flow.wait_for(lambda: flow.ended)
+        return flow.failure
+
     @property
     def num_tokens(self) -> int:
         """Position after the last that the receiver waits for, where its state is needed."""

@@ -129,7 +129,7 @@ def test_random_walks_of_blocks_that_are_put_together(first, failures):
     assert received.count(None) > 5
 
 
-@pytest.mark.parametrize("failures", [0.0, 0.1])
+@pytest.mark.parametrize("failures", [0.0, 0.03])
 @pytest.mark.parametrize("mapping", [EQUAL, SPLIT], ids=["equal", "split"])
 @pytest.mark.parametrize("first", range(0, 150, 50))
 def test_random_walks_of_layers_that_may_never_be_committed(first, mapping, failures):
@@ -143,7 +143,7 @@ def test_random_walks_of_layers_that_may_never_be_committed(first, mapping, fail
         for transfer_id, (_, failure) in world.reports.items()
         if world.plans[transfer_id].route == RECEIVE
     ]
-    assert received.count(None) > 2
+    assert received.count(None) > (5 if not failures else 1)
 
 
 @pytest.mark.parametrize(("landing", "outgoing"), [(1, 1), (8, 2), (2, 8)])

@@ -224,6 +224,7 @@ class SenderSide(Side):
         self.filling = 0
         self.closed_step = 0
         self.marks: set[int] = set()  # noted
+        self.ended_tickets: dict[bytes, str] = {}
         self.logic: Sender[Wire] = Sender(
             self,
             num_slots=num_slots,
@@ -297,6 +298,9 @@ class SenderSide(Side):
 
     def sent(self, send: Any) -> None:
         self.world.report(send.plan.transfer_id, send.leading_blocks, send.failure)
+
+    def ended(self, ticket_id: bytes, reason: str) -> None:
+        self.ended_tickets[ticket_id] = reason
 
 
 class World:
@@ -585,6 +589,7 @@ class World:
         for sender in self.senders:
             assert sender.logic.is_quiet
             assert sender.logic.free_slots == len(sender.slots)
+            assert len(sender.ended_tickets) == sender.logic.counts().opened
         for wire in self.wires:
             if not wire.is_cut:
                 self.cut(wire)
