@@ -189,7 +189,10 @@ class Side:
         places = self._places(lease, positions.start, positions.stop)
         for layer in layers or range(self.memory.layers):
             self.memory.write(places, words[positions.start :], range(layer, layer + 1))
-            sending.layers_done(positions.stop, layer + 1)
+            self.note_layers(sending.layers_done(positions.stop, layer + 1))
+
+    def note_layers(self, mark: bytes) -> None:
+        """Do nothing: without ranks, ``layers_done`` has noted the mark."""
 
     def finish(self, lease: Lease, tokens: np.ndarray, first: int) -> None:
         """Check the positions before ``first``, compute the others, and check all."""
