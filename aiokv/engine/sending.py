@@ -156,6 +156,14 @@ class Sending(Unique):
         return max(delivered - ticket.first_position, 0)
 
     @property
+    def delivered_blocks(self) -> float:
+        """Number of blocks that the receiver has acknowledged.
+
+        Layers of a block that were sent before the others count as a part of the block.
+        """
+        return self._entered().moved_blocks
+
+    @property
     def failure(self) -> str | None:
         """Reason why the send has ended early; None while it runs, and when all was delivered."""
         return self._entered().failure
