@@ -330,33 +330,41 @@ async def test_layers_computed_behind_a_failed_onload_are_not_sent():
 
 async def test_end_of_an_idle_send_is_known_at_once():
     tokens = prompt(30)
-    async with two_engines(*sides(3)) as (p, d), await d.granted(tokens) as lease:
-        async with lease.receive() as receiving, await p.granted(tokens) as source:
-            async with p.engine.send(source, receiving.ticket) as sending:
-                p.compute(source, tokens, 0, 8)
-                assert await receiving.wait(8) == 8
-                ended = asyncio.create_task(sending.ended())
-                await spin(10)
-                assert not ended.done()
-                receiving.cancel()
-                assert await ended == "the receiver gave up: cancel() was called"
-                assert sending.failure == await ended
-                assert sending.delivered_blocks == sending.delivered_tokens / 4 == 2
+    async with (
+        two_engines(*sides(3)) as (p, d),
+        await d.granted(tokens) as lease,
+        lease.receive() as receiving,
+        await p.granted(tokens) as source,
+        p.engine.send(source, receiving.ticket) as sending,
+    ):
+        p.compute(source, tokens, 0, 8)
+        assert await receiving.wait(8) == 8
+        ended = asyncio.create_task(sending.ended())
+        await spin(10)
+        assert not ended.done()
+        receiving.cancel()
+        assert await ended == "the receiver gave up: cancel() was called"
+        assert sending.failure == await ended
+        assert sending.delivered_blocks == sending.delivered_tokens / 4 == 2
 
 
 async def test_end_of_a_complete_send_has_no_failure():
     tokens = prompt(30)
-    async with two_engines(*sides(3)) as (p, d), await d.granted(tokens) as lease:
-        async with lease.receive() as receiving, await p.granted(tokens) as source:
-            async with p.engine.send(source, receiving.ticket) as sending:
-                p.compute_layers(source, tokens, range(30), sending)
-                await arrival(d, 16)
-                await run_until_idle(lambda: sending.delivered_blocks > 5.3)
-                assert sending.delivered_blocks == pytest.approx(16 / 3)
-                source.commit(30)
-                assert await sending.ended() is None
-                assert sending.delivered_blocks == pytest.approx(8)
-            assert await receiving.wait() == 30
+    async with (
+        two_engines(*sides(3)) as (p, d),
+        await d.granted(tokens) as lease,
+        lease.receive() as receiving,
+        await p.granted(tokens) as source,
+    ):
+        async with p.engine.send(source, receiving.ticket) as sending:
+            p.compute_layers(source, tokens, range(30), sending)
+            await arrival(d, 16)
+            await run_until_idle(lambda: sending.delivered_blocks > 5.3)
+            assert sending.delivered_blocks == pytest.approx(16 / 3)
+            source.commit(30)
+            assert await sending.ended() is None
+            assert sending.delivered_blocks == pytest.approx(8)
+        assert await receiving.wait() == 30
 
 
 async def test_wrong_arguments_are_refused():

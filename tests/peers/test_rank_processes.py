@@ -187,10 +187,13 @@ async def test_ranks_with_other_ranges_of_layers_cannot_send(nursery, options):
         LocalServer(nursery, options("d", 1, layers=5)) as d,
     ):
         tokens = prompt(LENGTH)
-        async with await d.side.granted(tokens) as lease, await p.side.granted(tokens) as source:
-            async with lease.receive() as receiving:
-                with pytest.raises(LayoutError, match="into 2 ranges, the receiver into 1"):
-                    await p.side.engine.send(source, receiving.ticket).__aenter__()
+        async with (
+            await d.side.granted(tokens) as lease,
+            await p.side.granted(tokens) as source,
+            lease.receive() as receiving,
+        ):
+            with pytest.raises(LayoutError, match="into 2 ranges, the receiver into 1"):
+                await p.side.engine.send(source, receiving.ticket).__aenter__()
 
 
 # --- one rank is killed -------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 that a test runs in any order.
 
 Memory holds values instead of bytes. A block of a prompt has the value ``(ticket id, block)`` in
-each range of its layers. The test gives device blocks to "other leases" when their plan was reported, and any later write to one
-of them is a violation of I11.
+each range of its layers. The test gives device blocks to "other leases" when their plan was
+reported, and any later write to one of them is a violation of I11.
 """
 
 from __future__ import annotations

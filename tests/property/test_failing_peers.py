@@ -4,8 +4,8 @@ Each engine receives and sends. Between them, proxies cut, change, repeat, reord
 what is on its way; leases are released, preempted, forked, truncated and cancelled during
 transfers; engines are reset, put to sleep, get other weights, and are restarted on the same port.
 With layers, some parts of a prompt are sent layer by layer; layers that are never committed have
-wrong bytes. Every position that is cached or was received is compared with the bytes of its prompt, and so are
-the recurrent state and the windows before each position that is computed.
+wrong bytes. Every position that is cached or was received is compared with the bytes of its prompt,
+and so are the recurrent state and the windows before each position that is computed.
 """
 
 from __future__ import annotations

@@ -505,7 +505,8 @@ class PeerWalk:
     def run(self, steps: int) -> None:
         verbs = [
             *[self.match] * 4, *[self.allocate] * 5, *[self.commit] * 2, *[self.end_batch] * 5,
-            *[self.receive] * 8, *[self.send] * 6, *[self.send_early] * 3, *[self.commit_received] * 5, self.end_peer,
+            *[self.receive] * 8, *[self.send] * 6, *[self.send_early] * 3,
+            *[self.commit_received] * 5, self.end_peer,
             self.release, self.preempt, *[self.truncate] * 2, self.fork, *[self.step] * 8,
             *[self.transfer] * 16, self.control,
         ]  # fmt: skip

@@ -1122,7 +1122,7 @@ def test_cancelled_state_behind_received_windows_fails_the_lease():
     assert cache.read.computed_tokens(lease_id) == 0
 
 
-# --- layers of blocks that are being computed -------------------------------------------------------
+# --- layers of blocks that are being computed -----------------------------------------------------
 
 
 def send_early(cache: Cache, lease_id: int, first: int, num: int, ranges: Any = (0, 2)) -> int:
