@@ -90,6 +90,7 @@ class Lifecycle:
                 on_lost=self._recovery.on_lost,
                 identity=self._identity,
                 windows=self._config.windows,
+                on_ticket_end=self._exchange.note_ticket_end,
             )
         except BaseException:
             self._poller.close()
