@@ -60,7 +60,7 @@ $(VENV)-sglang/.installed: $(STAMP)
 	@touch $@
 
 test-sglang: $(VENV)-sglang/.installed ## the tests with SGLang's classes, on the CPU, which it installs
-	$(VENV)-sglang/bin/python -m pytest tests/connectors $(ARGS)
+	$(VENV)-sglang/bin/python -m pytest tests/connectors/test_sglang.py $(ARGS)
 
 $(VENV)-vllm/.installed: $(STAMP)
 	@echo "aiokv: installing vLLM and torch (cpu) in $(VENV)-vllm"
