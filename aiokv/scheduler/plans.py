@@ -96,6 +96,7 @@ def new_core(config: CacheConfig, has_stores: bool = False) -> Core:
         eviction=_EVICTION[config.eviction_policy],
         state_slots=config.state_slots,
         host_state_slots=config.host_state_slots,
+        splits_items=config.item_hits == "partial",
         windows=[
             (
                 group.device_blocks,

@@ -553,13 +553,27 @@ class CacheScheduler:
     # --- granted leases -------------------------------------------------------------------------
 
     @_naming_owner
-    def append(self, lease_id: int, tokens: NDArray[np.int32]) -> Done:
+    def append(
+        self,
+        lease_id: int,
+        tokens: NDArray[np.int32],
+        items: Sequence[tuple[bytes, int, int]] = (),
+    ) -> Done:
         """Set the tokens of the next positions, so that they can be indexed.
+
+        Args:
+            lease_id: a granted lease.
+            tokens: ``[N]`` int32.
+            items: (content hash, offset in the prompt, length) of each item among these positions.
 
         Raises:
             LeaseError: the lease has fewer positions left than ``tokens``.
+            UsageError: an item is outside these positions or out of order.
         """
-        self._core.append(lease_id, tokens)
+        if items:
+            self._core.append_items(lease_id, tokens, items)
+        else:
+            self._core.append(lease_id, tokens)
         return None, self._outbox.pending
 
     def commit(

@@ -86,7 +86,9 @@ class Core {
         peers_.check_state_copy(leases_.at(id), "fork");
         return grants_.fork(leases_.at(id), step);
     }
-    void append(LeaseId id, Tokens tokens) { publication_.append(leases_.at(id), tokens); }
+    void append(LeaseId id, Tokens tokens, std::span<const Item> items = {}) {
+        publication_.append(leases_.at(id), tokens, items);
+    }
     std::uint32_t commit(LeaseId id, std::int64_t num_tokens, Step step) {
         peers_.check_commit(leases_.at(id), num_tokens);
         return publication_.commit(leases_.at(id), num_tokens, step);

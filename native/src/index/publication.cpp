@@ -8,7 +8,7 @@
 
 namespace aiokv {
 
-void Publication::append(Lease& lease, Tokens tokens) {
+void Publication::append(Lease& lease, Tokens tokens, std::span<const Item> items) {
     if (lease.tokens.size() + tokens.size() > lease.num_tokens) {
         throw LeaseError("append: " + str(tokens.size()) + " tokens at position " +
                          str(lease.tokens.size()) + " exceed the " + str(lease.num_tokens) +
@@ -16,12 +16,16 @@ void Publication::append(Lease& lease, Tokens tokens) {
             .of(lease.id())
             .hint("call extend first");
     }
+    if (!items.empty()) {
+        check_items(items, lease.tokens.size(), lease.tokens.size() + tokens.size());
+    }
     const std::size_t block_tokens = config_.block_tokens;
     const bool names_more_blocks =
         lease.frontier != kNone &&
         lease.tokens.size() % block_tokens + tokens.size() >= block_tokens;
     if (names_more_blocks) promises_.remove(lease);
     lease.tokens.insert(lease.tokens.end(), tokens.begin(), tokens.end());
+    index_.add_items(lease, items);
     if (names_more_blocks) promises_.add(lease);
 }
 
