@@ -52,6 +52,7 @@ class Lease(Unique):
     __slots__ = (
         "__weakref__",
         "_end",
+        "_matched_id",
         "_read",
         "_waits",
         "id",
@@ -66,7 +67,7 @@ class Lease(Unique):
     ) -> None:
         self.leases = leases
         self._read = leases.read
-        self.id = lease_id
+        self.id = self._matched_id = lease_id
         self._end: tuple[CodeType, int] | str | None = None  # call that released it, or a text
         self._waits: Waits | None = None  # None until the lease has waited
         self.owner = owner
@@ -532,6 +533,70 @@ class Lease(Unique):
         """
         self.leases.check_thread()
         return self._read.snapshot_points(self.live_id())
+
+    # --- device blocks of a server ----------------------------------------------------------------
+
+    def assign(self, block_ids: TokenIds, *, computed_tokens: int = 0) -> None:
+        """Name the device blocks of the next positions, with ``CacheConfig.foreign_device``.
+
+        The first call after a grant begins the onload of the cached positions into these blocks:
+        ``layers`` waits for it. Its blocks must cover ``cached_tokens``. Later calls append blocks,
+        for further chunks of the prompt and for decoding.
+
+        Leases may share blocks that they read. The server must not free or reuse a block before
+        each lease that has named it has given it up and is idle. When a save still reads a block
+        that a lease is to compute, the save is given up, so that no other bytes are cached.
+
+        Args:
+            block_ids: one-dimensional integers, from 0 to ``device_blocks - 1``, in the order of
+                the positions.
+            computed_tokens: of the first call only: leading positions that the server's own cache
+                has in these blocks. They are not onloaded, and count as computed for ``commit``. A
+                multiple of ``block_tokens``, or a position in the last block.
+
+        Raises:
+            LeaseError: the lease is not granted; the blocks of the first call do not cover the
+                cached positions; or cached positions were dropped after the grant, by a reset or
+                because a copy was wrong: ``preempt``, then ``allocate`` again. Nothing changed.
+            UsageError: a block is out of range, is listed twice, or is a block of the lease
+                already; a transfer in flight uses a block into which cached positions would be
+                copied, or writes a block that the lease is to compute; ``computed_tokens`` is out
+                of range; or the engine owns the device blocks. Nothing changed.
+            ClosedError: the engine is closed.
+        """
+        self.leases.assign(self, block_ids, checks.integer("computed_tokens", computed_tokens))
+
+    @property
+    def transfer_ids(self) -> tuple[int, ...]:
+        """Ids of the transfers in flight that write blocks of the lease.
+
+        A rank's runner waits for their layers with ``Rank.layers(transfer_ids)``.
+        """
+        self.leases.check_thread()
+        return tuple(self._read.onloads(self.live_id()))
+
+    @property
+    def is_idle(self) -> bool:
+        """True when no transfer reads or writes device blocks that the lease has named.
+
+        Also of a lease that was preempted or released: its saves go on. Always True where the
+        engine owns the device blocks.
+        """
+        return self.leases.is_idle(self._matched_id)
+
+    async def idle(self) -> None:
+        """Wait until ``is_idle``.
+
+        Saves of blocks that were committed in an open step wait for its end: close it first, with
+        ``CacheEngine.step`` or the ``ready`` of ``commit``.
+
+        Raises:
+            UsageError: a transfer waits for the open step, which this wait keeps from ending; or
+                the call is made in another thread.
+
+        Cancellation: nothing changed.
+        """
+        await self.leases.idle(self._matched_id)
 
     # --- computed positions ---------------------------------------------------------------------
 

@@ -400,8 +400,11 @@ class CacheEngine(Unique):
         Args:
             salt: salt of the request, whose quota counts the blocks.
             reserve_blocks: as for ``Lease.allocate``.
-            limit: the result is at most this number, from 0; None for no limit. Under
-                ``"write_back"``, the call costs as much as evicting the blocks that it counts.
+            limit: the result is at most this number, from 0; None for no limit. With ``limit=n``,
+                it is n exactly when a request of n blocks would be granted: ask so for one request.
+                Under ``"write_back"``, the call costs as much as evicting the blocks that it
+                counts; and where the host tier has no room to save what a large request evicts,
+                that request drops unsaved blocks and may succeed although a smaller one waits.
 
         Raises:
             UsageError: ``salt`` is not a string, or a number is not an integer or is negative.
@@ -535,6 +538,16 @@ class CacheEngine(Unique):
         The runner of a rank passes it to ``Rank.step``.
         """
         return self._scheduler.read.next_step
+
+    @property
+    def sentinel_state_slot(self) -> int | None:
+        """Row of the state tensors for the padded rows of CUDA graphs. Any thread.
+
+        No lease or snapshot gets this row, and no transfer reads or writes it, so its bytes have no
+        meaning. None without ``CacheConfig.sentinel_state_slot``.
+        """
+        config = self.config
+        return config.state_slots if config.sentinel_state_slot else None
 
     # --- tiers ------------------------------------------------------------------------------------
 
@@ -891,6 +904,13 @@ class CacheEngine(Unique):
     def request_statistics(self) -> RequestStatistics:
         """Return the waiting times of requests, and how many waits failed. Any thread."""
         return self._requests.statistics()
+
+    def salt_statistics(self) -> dict[str, int]:
+        """Return the number of device blocks that the leases of each salt hold. Any thread.
+
+        Salts that hold none are absent; without ``salt_quota_blocks``, the dict is empty.
+        """
+        return self._scheduler.read.quota_by_salt()
 
     def worker_statistics(self) -> WorkerStatistics:
         """Return counters of the transfers; zeros before ``async with``. Any thread."""

@@ -27,7 +27,7 @@ from aiokv.peers.ticket import MAX_TIMEOUT_SECONDS
 from aiokv.plan import CLONE, STATE, Priority, clone_plan
 from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.scheduler.granting import READY
-from aiokv.types import LeaseState, as_items, as_tokens
+from aiokv.types import LeaseState, as_block_ids, as_items, as_tokens
 from aiokv.worker.views import done_view
 
 if TYPE_CHECKING:
@@ -433,6 +433,31 @@ class Leases:
             )
 
     # --- granted leases -------------------------------------------------------------------------
+
+    def assign(self, lease: Lease, block_ids: TokenIds, computed_tokens: int) -> None:
+        """See ``Lease.assign``."""
+        self._lifetime.check_loop()
+        lease_id = lease.held_id()
+        result = self._scheduler.assign(lease_id, as_block_ids(block_ids), computed_tokens)
+        try:
+            grant = self._apply(result)
+            if grant.onloads and not lease.layers.transfer_ids:
+                lease.layers = self._transfers.view(lease_id, grant.onloads, lease.owner)
+        except BaseException:  # without its layers, the lease must not count as granted
+            self._apply(self._scheduler.stop_waiting(lease_id))
+            raise
+        if self._timers:
+            self._expiries.stop(lease.id)
+
+    def is_idle(self, lease_id: int) -> bool:
+        """See ``Lease.is_idle``."""
+        self._lifetime.check_thread()
+        return self.read.is_idle(lease_id)
+
+    async def idle(self, lease_id: int) -> None:
+        """See ``Lease.idle``."""
+        self._lifetime.check_thread()
+        await self._dispatcher.idle(lease_id)
 
     def expire_after(self, lease: Lease, seconds: float) -> None:
         """See ``Lease.expire_after``."""

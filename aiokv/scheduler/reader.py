@@ -258,6 +258,13 @@ class CacheReader:
         """Return the transfers in flight that write blocks of the lease."""
         return self._core.onloads(lease_id)
 
+    def is_idle(self, lease_id: int) -> bool:
+        """Return True if no transfer uses device blocks that the lease has named.
+
+        The lease may have been released. Always True where the engine owns the device blocks.
+        """
+        return self._core.is_idle(lease_id)
+
     def saving(self, lease_id: int) -> int:
         """Return a backup in flight that a swap of the lease must wait for; 0 for none."""
         return self._core.saving(lease_id)

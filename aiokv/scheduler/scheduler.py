@@ -23,6 +23,7 @@ from aiokv.scheduler.admission import Admission, Request, already_waits
 from aiokv.scheduler.clock import StepClock
 from aiokv.scheduler.effects import Effects, Fork, Grant, Outbox
 from aiokv.scheduler.fetches import Fetches
+from aiokv.scheduler.foreign import ForeignBlocks
 from aiokv.scheduler.gate import Gate
 from aiokv.scheduler.granting import Granting
 from aiokv.scheduler.peers import Peers
@@ -63,6 +64,7 @@ TRANSITIONS: Final = (
     "wait_pending",
     "stop_wait_pending",
     "release",
+    "assign",
     "expire",
     "append",
     "commit",
@@ -87,6 +89,7 @@ TRANSITIONS: Final = (
     "save",
     "receive",
     "send",
+    "send_early",
     "receive_state",
     "send_state",
     "receive_window",
@@ -198,6 +201,16 @@ class CacheScheduler:
             pending=self._pending,
             lost=self._granting.lost,
         )
+        self._foreign: ForeignBlocks | None = None
+        if config.foreign_device:
+            self._foreign = ForeignBlocks(
+                core,
+                self._outbox,
+                self._granting,
+                self._pending,
+                self._releases,
+                records_checksums=self._records_checksums,
+            )
         self._requests = self._admission.requests
         self._waiters = self._pending.waiters
         self._advances = False  # True when an effect has requested `advance`
@@ -230,6 +243,8 @@ class CacheScheduler:
 
     def _settle(self) -> Effects:
         """End a transition that may have freed blocks: serve the leases that wait for them."""
+        if self._foreign is not None:
+            self._foreign.settle()
         if self._pins.num_until_used:
             self._release_used_pins()
         if self._granting.onloads:
@@ -410,13 +425,13 @@ class CacheScheduler:
             reserve_blocks: as for ``try_allocate``.
             limit: the result is at most this number.
         """
-        if self._gate.closed or len(self._admission):
-            return 0
         if reserve_blocks is None:
             reserve_blocks = self._reserve_blocks
         free, evictable, _ = self._core.room()
         quota = self._quota.room(salt)
         limit = min(limit, free + evictable - reserve_blocks, limit if quota is None else quota)
+        if self._gate.closed or len(self._admission):
+            limit = 0
         return self.extendable_blocks(max(limit, 0))
 
     def extendable_blocks(self, limit: int) -> int:
@@ -553,6 +568,33 @@ class CacheScheduler:
     # --- granted leases -------------------------------------------------------------------------
 
     @_naming_owner
+    def assign(
+        self,
+        lease_id: int,
+        block_ids: NDArray[np.int32],
+        computed_tokens: int = 0,
+        onload_priority: Priority = Priority.DEMAND,
+    ) -> tuple[Grant, Effects]:
+        """Append device blocks of the server to the table of a lease; see ``Lease.assign``.
+
+        Returns:
+            The lease, and the onloads of it that are in flight: the first call begins one.
+
+        Raises:
+            LeaseError: the lease is not granted; or its cached blocks were dropped after the grant,
+                or are more than the blocks of the first call.
+            UsageError: the server has no such block, the lease has it already, a transfer in flight
+                uses it, ``computed_tokens`` is out of range, or the engine owns the device blocks.
+        """
+        if self._foreign is None:
+            raise UsageError(
+                "assign: CacheConfig.foreign_device is False, so allocate names the device blocks",
+                hint="CacheConfig(foreign_device=True, ...) for device blocks of a server",
+            )
+        grant = self._foreign.assign(lease_id, block_ids, computed_tokens, onload_priority)
+        return grant, self._settle()
+
+    @_naming_owner
     def append(
         self,
         lease_id: int,
@@ -595,7 +637,10 @@ class CacheScheduler:
         try:
             core = self._core
             step = self._clock.next if closes_step else self._clock.open
-            if self._records_checksums:
+            if self._foreign is not None:
+                published = core.commit(lease_id, num_tokens, step)
+                self._foreign.settle()
+            elif self._records_checksums:
                 first = core.computed_tokens(lease_id) // self._block_tokens
                 published = core.commit(lease_id, num_tokens, step)
                 computed = core.block_table(lease_id)[first : num_tokens // self._block_tokens]
@@ -822,7 +867,7 @@ class CacheScheduler:
         """Close the open step and return its number; its committed blocks can be saved now."""
         step = self._clock.close()
         self._core.close_step(step)
-        self._saver.collect()
+        self._collect_backups()
         return step, self._outbox.pending
 
     def finish_step(self, step: int) -> Done:
@@ -835,7 +880,13 @@ class CacheScheduler:
 
     def collect_backups(self) -> tuple[bool, Effects]:
         """Begin the backups of the write policy; return False if there are none."""
-        return self._saver.collect(), self._outbox.pending
+        return self._collect_backups(), self._outbox.pending
+
+    def _collect_backups(self) -> bool:
+        begun = self._saver.collect()
+        if self._foreign is not None:  # blocks for which the host has no room are given up
+            self._foreign.settle()
+        return begun
 
     def fetch(self, lease_id: int, num_blocks: int, priority: Priority) -> tuple[int, Effects]:
         """Begin to fetch up to ``num_blocks`` blocks that follow the cached prefix of a lease.
@@ -931,7 +982,13 @@ class CacheScheduler:
 
     @_naming_owner
     def send(
-        self, lease_id: int, ticket_id: bytes, first_block: int, num_blocks: int
+        self,
+        lease_id: int,
+        ticket_id: bytes,
+        first_block: int,
+        num_blocks: int,
+        first_range: int = 0,
+        end_range: int = 0,
     ) -> tuple[int, Effects]:
         """Begin to send computed blocks of a lease to a peer.
 
@@ -943,6 +1000,8 @@ class CacheScheduler:
             ticket_id: 16 bytes.
             first_block: index in the table.
             num_blocks: number of blocks, at least 1; the last one may be computed in part.
+            first_range: first range of layers, as the worker numbers them.
+            end_range: end of the ranges; 0 to send each block as a whole.
 
         Returns:
             The transfer. An entry of ``Effects.moved`` names it when it has ended, unless the lease
@@ -953,7 +1012,50 @@ class CacheScheduler:
                 cache was reset after the grant.
             UsageError: the table does not have these blocks, or ``ticket_id`` is not 16 bytes.
         """
-        begun = self._peers.send(lease_id, ticket_id, first_block, num_blocks)
+        begun = self._peers.send(
+            lease_id, ticket_id, first_block, num_blocks, first_range, end_range
+        )
+        return begun, self._outbox.pending
+
+    @_naming_owner
+    def send_early(
+        self,
+        lease_id: int,
+        ticket_id: bytes,
+        first_block: int,
+        num_blocks: int,
+        first_range: int,
+        end_range: int,
+        mark: int,
+    ) -> tuple[int, Effects]:
+        """Begin to send some layers of blocks that a lease is computing to a peer.
+
+        The caller never sends the last range of layers in this way, but with ``send``: so the
+        receiver completes no block before its positions are committed here. Otherwise as ``send``.
+
+        Args:
+            lease_id: a granted lease whose onloads have ended.
+            ticket_id: 16 bytes.
+            first_block: index in the table.
+            num_blocks: number of blocks, at least 1.
+            first_range: first range of layers, as the worker numbers them.
+            end_range: end of the ranges; not that of all layers.
+            mark: see ``TransferPlan.mark``.
+
+        Returns:
+            The transfer; ``Effects.moved`` as for ``send``.
+
+        Raises:
+            LeaseError: the lease is not in the state above, the blocks are being received, or the
+                cache was reset after the grant.
+            UsageError: the table does not have these blocks, there is no range, or ``ticket_id`` is
+                not 16 bytes.
+        """
+        blocks = first_block, num_blocks
+        ranges = first_range, end_range
+        begun = self._peers.send_early(
+            lease_id, ticket_id, *blocks, *ranges, mark, self._clock.open
+        )
         return begun, self._outbox.pending
 
     @_naming_owner
@@ -1163,9 +1265,17 @@ class CacheScheduler:
         Returns:
             (evicted blocks, transfer): more blocks can be evicted when the transfer has ended; the
             transfer is 0 if there is none.
+
+        Raises:
+            UsageError: ``tier`` is ``"device"``, whose blocks a server owns.
         """
         if tier == "host":
             return (self._core.evict_host(num_blocks), 0), self._settle()
+        if self._foreign is not None:
+            raise UsageError(
+                "evict: with CacheConfig.foreign_device, the engine has no device blocks",
+                hint="evict host blocks with tier='host'",
+            )
         evicted = self._core.evict_device(num_blocks)
         saving = 0
         if evicted < num_blocks:
@@ -1180,7 +1290,13 @@ class CacheScheduler:
         return None, self._settle()
 
     def resize(self, device_blocks: int) -> tuple[bool, Effects]:
-        """Change the capacity of the device tier; return False if blocks beyond it are in use."""
+        """Change the capacity of the device tier; return False if blocks beyond it are in use.
+
+        Raises:
+            UsageError: a server owns the device blocks.
+        """
+        if self._foreign is not None:
+            self._core.resize_device(device_blocks)  # raises
         try:
             self._core.resize_device(device_blocks)
         except UsageError:
@@ -1203,6 +1319,9 @@ class CacheScheduler:
 
     def _stop_offloads(self, stopped: bool) -> None:
         self._saver.stopped = self._store_saver.stopped = stopped
+        if stopped and self._foreign is not None:
+            self._saver.collect()  # gives up what is queued
+            self._foreign.settle()
 
     def close(self) -> Done:
         """End all waits and pins: the engine closes."""

@@ -273,6 +273,28 @@ class Calls(Unique):
         self._add(answer)
         return answer
 
+    # --- device blocks of a server --------------------------------------------------------------
+
+    def assign(
+        self, lease: SyncLease, block_ids: TokenIds, *, computed_tokens: int = 0
+    ) -> Answer[None]:
+        """Name the device blocks of the next positions; see ``Lease.assign``."""
+        answer = Answer(verbs.assign, (lease, block_ids, computed_tokens))
+        self._add(answer)
+        return answer
+
+    def is_idle(self, lease: SyncLease) -> Answer[bool]:
+        """Ask if no transfer uses the device blocks of a lease; see ``Lease.is_idle``."""
+        answer = Answer(verbs.is_idle, (lease,))
+        self._add(answer)
+        return answer
+
+    def idle(self, lease: SyncLease) -> EngineFuture[None]:
+        """Wait until no transfer uses the device blocks of a lease; see ``Lease.idle``."""
+        future: EngineFuture[None] = self._new_future()
+        self._add(Answer(verbs.idle, (future, lease)))
+        return future
+
     def release(self, lease: SyncLease, after: Event | None = None) -> Answer[None]:
         """Release a lease; see ``Lease.release``. Idempotent."""
         answer = ReturnAnswer(verbs.release, (lease, after))

@@ -180,6 +180,26 @@ class SyncLease(Unique):
         """Release the lease and give all its blocks back. Idempotent, also after ``close``."""
         self._call(lambda calls: calls.release(self, after))
 
+    # --- device blocks of a server ----------------------------------------------------------------
+
+    def assign(self, block_ids: TokenIds, *, computed_tokens: int = 0) -> None:
+        """Name the device blocks of the next positions, as ``Lease.assign``."""
+        self._call(lambda calls: calls.assign(self, block_ids, computed_tokens=computed_tokens))
+
+    @property
+    def transfer_ids(self) -> tuple[int, ...]:
+        """Ids of the transfers in flight that write blocks of the lease."""
+        return self._ask(lambda lease: lease.transfer_ids)
+
+    @property
+    def is_idle(self) -> bool:
+        """True when no transfer uses device blocks that the lease has named; also once released."""
+        return self._call(lambda calls: calls.is_idle(self))
+
+    def idle(self) -> EngineFuture[None]:
+        """Wait until no transfer uses device blocks that the lease has named, as ``Lease.idle``."""
+        return self._port.start(lambda calls: calls.idle(self))
+
     # --- computed positions -----------------------------------------------------------------------
 
     def commit(self, num_tokens: int, ready: Event | None = None) -> int:

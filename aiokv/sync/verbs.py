@@ -159,6 +159,29 @@ def fork(child: SyncLease, lease: SyncLease, owner: str, stream: object) -> Sync
     return child
 
 
+def assign(lease: SyncLease, block_ids: TokenIds, computed_tokens: int) -> None:
+    inner_of(lease).assign(block_ids, computed_tokens=computed_tokens)
+
+
+def is_idle(lease: SyncLease) -> bool:
+    return inner_of(lease).is_idle
+
+
+def idle(future: EngineFuture[None], lease: SyncLease) -> None:
+    """Settle the future now, or begin to wait: without a task for a lease that is idle."""
+    if future.cancelled():
+        future.note_cancelled()
+        return
+    try:
+        if is_idle(lease):
+            future.settle(None)
+            return
+    except AiokvError as error:
+        future.fail(without_frames(error))
+        return
+    future.start(inner_of(lease).idle())
+
+
 def release(lease: SyncLease, after: Event | None) -> None:
     if not getattr(lease, "is_unmatched", False):  # else there is nothing to release
         inner_of(lease).release(after)

@@ -65,6 +65,10 @@ Grant Grants::allocate(Lease& lease, std::int64_t num_tokens, Reserve reserve) {
     if (total == 0) return Grant::kNone;
     // Refs first: what the lease hits must not be evicted to make room for the rest of it.
     const std::uint32_t needed = total - residency_.ref(lease.path);
+    if (config_.foreign_device) {  // the server has the device blocks, and names them later
+        take_blocks(lease, 0);
+        return Grant::kReady;
+    }
     // An attempt without success takes nothing from swapped leases.
     if (needed + reserve_for(total, reserve) > residency_.device_room() ||
         !swaps_.make_auxiliary_room(lease, total) || !residency_.make_room(needed) ||
@@ -134,7 +138,9 @@ void Grants::take_blocks(Lease& lease, std::uint32_t total_blocks) {
     hit_host_tokens_ += std::uint64_t{lease.host_hit} * config_.block_tokens;
     prompt_tokens_ += lease.tokens.size();
     ++grants_;
-    if (resident < hits || !lease.tail_host.empty()) start_onload(lease, resident);
+    lease.save_failed = false;
+    const bool has_host_blocks = resident < hits || !lease.tail_host.empty();
+    if (has_host_blocks && !config_.foreign_device) start_onload(lease, resident);
     auxiliary_.take(lease);
     if (resumes) residency_.unhold(lease.path);
     publication_.announce(lease);
@@ -167,13 +173,15 @@ bool Grants::can_allocate(Lease& lease, std::int64_t num_tokens, bool saves, Res
     check_request(lease, num_tokens, reserve);
     const std::uint32_t total = choose_path(lease, num_tokens);
     if (total == 0) return false;
+    if (config_.foreign_device) return true;
     const PrefixTree& tree = index_.tree();
     const auto is_resident = [&tree](NodeId node) { return tree[node].has(kDeviceResident); };
     const std::uint32_t needed = total - static_cast<std::uint32_t>(std::count_if(
                                              lease.path.begin(), lease.path.end(), is_resident));
     bool frees_host = false;
-    if (!swaps_.could_make_auxiliary_room(lease, total, frees_host)) return false;
-    Residency::Forecast forecast(residency_, lease.path, frees_host);
+    std::vector<NodeId> unheld;
+    if (!swaps_.could_make_auxiliary_room(lease, total, frees_host, unheld)) return false;
+    Residency::Forecast forecast(residency_, lease.path, frees_host, std::move(unheld));
     const std::uint32_t room = residency_.device_room() - forecast.evictable_path();
     if (needed + reserve_for(total, reserve) > room) return false;
     const bool has_room = will_have_room(forecast, needed, total, saves);
@@ -220,20 +228,24 @@ std::uint32_t Grants::pinned_blocks() const {
 }
 
 std::uint32_t Grants::extendable_blocks(std::uint32_t limit, bool saves) {
+    const bool is_possible = limit <= residency_.device_room();
     limit = std::min(limit, residency_.device_room());
     if (limit <= device_.free_blocks()) return limit;
     if (config_.write_policy != WritePolicy::kWriteBack) {
         return std::min(limit, residency_.device_room() - pinned_blocks());
     }
-    Residency::Forecast forecast(residency_, {}, false);
+    Residency::Forecast forecast(residency_, {});
     if (forecast.can_make_room(limit)) return limit;
     const std::uint32_t at_once = forecast.free_blocks();
     const auto can_take = [&](std::uint32_t blocks) {
-        Residency::Forecast attempt(residency_, {}, false);
+        Residency::Forecast attempt(residency_, {});
         return will_have_room(attempt, blocks, blocks, saves);
     };
-    // Further blocks are dropped unsaved, if the host has no room at all.
-    if (!saves || !can_take(at_once + 1)) return at_once;
+    // Further blocks are dropped unsaved, if the host has no room at all. It may have room for what
+    // fewer blocks need: host copies of blocks that are evicted too are not reclaimed.
+    if (!saves) return at_once;
+    if (is_possible && can_take(limit)) return limit;
+    if (!can_take(at_once + 1)) return at_once;
     std::uint32_t taken = at_once + 1;
     for (std::uint32_t beyond = limit + 1; beyond - taken > 1;) {
         const std::uint32_t middle = taken + (beyond - taken) / 2;
