@@ -14,6 +14,7 @@ def test_lease_that_joins_the_onload_of_its_swapped_table_again_loses_no_block()
     core.commit(lease, 3)  # one full block, and a tail of one position
     assert core.swap_out(lease)
     core.complete(core.swap_transfer(lease), Outcome.DONE, 2)
+    assert core.evict_device(8) == 1
     assert core.allocate(lease, 5) == 2
     (onload,) = core.onloads(lease)
     core.retract(lease)  # the onload owns the block of the tail now
