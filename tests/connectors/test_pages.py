@@ -174,6 +174,27 @@ def test_staging_blocks_of_an_overdue_operation_are_not_used_until_it_has_ended(
         assert pool.has(range(4), range(4)) == [True] * 4
 
 
+def test_staging_blocks_of_an_interrupted_caller_are_not_used_until_its_load_has_ended(monkeypatch):
+    store = LoopedStore()
+    with opened(store, staging_pages=8) as pages:
+        saved(pages, range(4))
+        gate = store.hold("load", call=0)
+        pool = HostPool()
+        with monkeypatch.context() as patch:
+            patch.setattr("concurrent.futures.Future.result", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pages.load(digests(range(2)), pool.places(range(2)))
+        assert pages.load(digests(range(2, 4)), pool.places(range(2, 4))) == 0
+        store.loop.call_soon_threadsafe(gate.open)
+        while not pages.load(digests(range(2, 4)), pool.places(range(2, 4))):
+            pass  # each call is a pass of the loop
+        assert pool.has(range(4), range(4)) == [False, False, True, True]
+
+
+def interrupted(future: object, timeout: float | None = None) -> None:
+    raise KeyboardInterrupt
+
+
 def test_threads_move_pages_at_the_same_time(tmp_path):
     with opened(f"disk:{tmp_path}?bytes=8MiB") as pages, ThreadPoolExecutor(8) as threads:
 
