@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from aiokv import ClosedError, UsageError
+from aiokv import ClosedError, TransferError, UsageError
 from aiokv.plan import ONLOAD, TransferPlan, id_bytes
 from aiokv.ranks import counters as module
 from aiokv.ranks.counters import Counters
@@ -60,8 +61,22 @@ async def test_a_restart_forgets_ended_transfers_and_keeps_those_that_move():
     with pytest.raises(ClosedError, match="restarts"):
         await waiting
     assert counters.is_forgotten(1)
-    assert list(counters) == [moving]
+    assert counters.find(2) is not None
     assert not counters.is_forgotten(2), "its bytes still move"
     end(counters, moving)
     counters.clear("the group restarts")
     assert counters.is_forgotten(2)
+
+
+async def test_threads_are_released_when_the_loop_of_the_rank_has_ended():
+    counters = Counters()
+    ended, moving = arrive(counters, 1), arrive(counters, 2)
+    end(counters, ended)
+    with ThreadPoolExecutor(2) as threads:
+        waits = [threads.submit(moving.rest), threads.submit(moving.host_wait, 0)]
+        counters.abandon("the loop has ended")
+        for wait in waits:
+            with pytest.raises(TransferError, match="the loop has ended"):
+                wait.result(30)
+    assert not moving.at_rest, "its bytes may still move"
+    ended.raise_for_error()
