@@ -380,7 +380,8 @@ class CacheEngine(Unique):
                 again. Nothing changed.
             LeaseError: a lease is released, not granted, listed twice, or belongs to another
                 engine. Nothing changed.
-            UsageError: an argument has the wrong type. Nothing changed.
+            UsageError: an argument has the wrong type; or a server owns the device blocks, and
+                names those of new positions with ``lease.assign``. Nothing changed.
         """
         self._batches.extend(leases, num_tokens)
 
@@ -584,7 +585,8 @@ class CacheEngine(Unique):
     ) -> Hit:
         """Copy the cached prefix of a prompt from the stores and host memory to the device.
 
-        Does not wait for capacity: without room, the blocks stay in host memory.
+        Does not wait for capacity: without room, the blocks stay in host memory. With
+        ``CacheConfig.foreign_device``, they are copied from the stores to host memory only.
 
         Args:
             tokens: ``[N]`` token ids of the prompt, as for ``match``.
@@ -598,7 +600,8 @@ class CacheEngine(Unique):
                 Blocks that arrive later are cached in host memory.
 
         Returns:
-            The prefix that is on the device at the end, as ``device_tokens``.
+            The prefix that is on the device at the end, as ``device_tokens``; with
+            ``CacheConfig.foreign_device``, the prefix in host memory, as ``host_tokens``.
 
         Raises:
             UsageError: ``ttl_seconds`` is negative or not a number. Nothing changed.

@@ -41,6 +41,7 @@ from aiokv.ranks.messages import (
     Ready,
     Refuse,
     Sleep,
+    TicketEnded,
     TicketReply,
     TransferBatch,
     WakeUp,
@@ -564,6 +565,9 @@ class Rank(Unique):
             on_lost=lambda lost: None,
             identity=identity,
             windows=begin.windows,
+            on_ticket_end=lambda ticket_id, reason: self._send(
+                TicketEnded(ticket_id=ticket_id, reason=reason)
+            ),
         )
         self._opened = True
 
