@@ -509,6 +509,11 @@ class Core:
         Return whether no transfer uses ids that the lease, which may have ended, has named.
         """
 
+    def idle_after_step(self, lease: int) -> int:
+        """
+        Return the newest unfinished step that the transfers of is_idle() wait for, or 0.
+        """
+
     def take_idle(self) -> list[int]:
         """Return leases that have become idle."""
 
@@ -648,9 +653,14 @@ class Core:
     def receive(self, lease: int, ticket_id: bytes, first_block: int, num_blocks: int) -> int:
         """Begin to receive blocks of the lease from a peer; return the transfer."""
 
-    def send(self, lease: int, ticket_id: bytes, first_block: int, num_blocks: int) -> int:
+    def send(self, lease: int, ticket_id: bytes, first_block: int, num_blocks: int, first_range: int = 0, end_range: int = 0) -> int:
         """
-        Begin to send computed blocks of the lease to a peer; return the transfer.
+        Begin to send computed blocks of the lease, or ranges of their layers, to a peer; return the transfer.
+        """
+
+    def send_early(self, lease: int, ticket_id: bytes, first_block: int, num_blocks: int, first_range: int, end_range: int, mark: int, step: int = 0) -> int:
+        """
+        Begin to send ranges of layers of blocks that the lease computes; return the transfer.
         """
 
     def receive_state(self, lease: int, ticket_id: bytes, num_tokens: int) -> int:
@@ -684,9 +694,9 @@ class Core:
 
     def is_peer_transfer(self, transfer: int) -> bool: ...
 
-    def peer_transfer(self, transfer: int) -> tuple[PeerRoute, bytes, int, bytes, bytes, int]:
+    def peer_transfer(self, transfer: int) -> tuple[PeerRoute, bytes, int, bytes, bytes, int, tuple[int, int], int]:
         """
-        (route, ticket_id, window group, blocks of the prompt, own blocks or the state slot, after_step).
+        (route, ticket_id, window group, blocks of the prompt, own blocks or the state slot, after_step, (first range of layers, end range), mark).
         """
 
     def peer_transfers(self, lease: int) -> list[int]:

@@ -103,6 +103,9 @@ class CacheConfig:
             bugs; it reads every byte.
         state_slots: rows of the recurrent state's tensors (:meth:`Regions.add_state`), for leases
             and snapshots; 0 for models without recurrent state.
+        sentinel_state_slot: True if the state tensors have one more row than ``state_slots``, which
+            no lease gets: :attr:`CacheEngine.sentinel_state_slot`. Padded rows of a CUDA graph
+            read and write the state there.
         host_state_slots: snapshots of recurrent state that host memory holds besides
             ``host_blocks``; 0 for none. They are saved by ``write_policy``, and a prefix can be hit
             at them after their device slots were used for something else. ``"write_back"`` saves
@@ -147,6 +150,7 @@ class CacheConfig:
     verify: Verify = "off"
     state_slots: int = 0
     host_state_slots: int = 0
+    sentinel_state_slot: bool = False
     windows: Mapping[str, WindowGroup] = field(default_factory=dict, hash=False)
     salt_quota_blocks: int | None = None
     model: str = ""
@@ -174,6 +178,13 @@ class CacheConfig:
             raise ConfigError(
                 f"reserve_blocks ({self.reserve_blocks}) must be below "
                 f"device_blocks ({self.device_blocks})"
+            )
+        checks.flag("sentinel_state_slot", self.sentinel_state_slot, ConfigError)
+        if self.sentinel_state_slot and not self.state_slots:
+            raise ConfigError(
+                "sentinel_state_slot is True, but state_slots is 0: without recurrent state there "
+                "are no rows to pad",
+                hint="set state_slots, or sentinel_state_slot=False",
             )
         if self.host_state_slots and not (self.state_slots and self.host_blocks):
             missing = "host_blocks" if self.state_slots else "state_slots"

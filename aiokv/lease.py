@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from typing import TYPE_CHECKING, Final, Self
 
@@ -50,9 +51,9 @@ class Lease(Unique):
 
     __slots__ = (
         "__weakref__",
+        "_end",
         "_matched_id",
         "_read",
-        "_released_at",
         "_waits",
         "id",
         "layers",
@@ -67,7 +68,7 @@ class Lease(Unique):
         self.leases = leases
         self._read = leases.read
         self.id = self._matched_id = lease_id
-        self._released_at: tuple[CodeType, int] | None = None
+        self._end: tuple[CodeType, int] | str | None = None  # call that released it, or a text
         self._waits: Waits | None = None  # None until the lease has waited
         self.owner = owner
         self.salt = salt
@@ -101,6 +102,7 @@ class Lease(Unique):
         wait_pending: float = _NO_WAIT,
         wait_store: float = _NO_WAIT,
         reserve_blocks: int | None = None,
+        ttl_seconds: float | None = None,
     ) -> Self:
         """Wait for capacity, then take the blocks of ``num_tokens`` positions at once.
 
@@ -126,6 +128,8 @@ class Lease(Unique):
             reserve_blocks: free or evictable device blocks that the grant leaves to ``extend``,
                 also when the lease has waited; None for ``CacheConfig.reserve_blocks``. A lease
                 that waits for a large reserve keeps the leases behind it waiting.
+            ttl_seconds: seconds after the grant at which the engine releases the lease, unless it
+                is used before: see ``expire_after``. None for no limit.
 
         Returns:
             The lease itself, granted.
@@ -137,8 +141,8 @@ class Lease(Unique):
             LeaseError: the lease is released (also while it waits), is granted already, or waits
                 in another task; or ``num_tokens`` is out of range.
             UsageError: ``num_tokens``, ``priority`` or ``reserve_blocks`` is not an integer,
-                ``reserve_blocks`` is negative, or another argument is not a number. Nothing
-                changed.
+                ``reserve_blocks`` or ``ttl_seconds`` is negative, or another argument is not a
+                number. Nothing changed.
             ClosedError: the engine is closed or closing.
             BrokenEngineError: the device failed, or a rank was lost.
 
@@ -153,6 +157,8 @@ class Lease(Unique):
             priority = as_priority(priority)
         if reserve_blocks is not None:
             reserve_blocks = checks.reserve_blocks(reserve_blocks)
+        if ttl_seconds is not None:
+            ttl_seconds = checks.seconds("ttl_seconds", ttl_seconds, minimum=0.0)
         if wait_pending is not _NO_WAIT:
             wait_pending = checks.seconds("wait_pending", wait_pending)
             if wait_pending > 0 and self.pending_tokens:
@@ -164,17 +170,28 @@ class Lease(Unique):
                 await self.leases.allocate_from_stores(
                     self, num_tokens, priority, timeout, limit, reserve_blocks
                 )
+                if ttl_seconds is not None:
+                    self.leases.expire_after(self, ttl_seconds)
                 return self
         if not self.leases.allocate(self, num_tokens, priority, reserve_blocks):
             await self.leases.wait_granted(self, num_tokens, timeout)
+        if ttl_seconds is not None:
+            self.leases.expire_after(self, ttl_seconds)
         return self
 
-    def try_allocate(self, num_tokens: int, *, reserve_blocks: int | None = None) -> bool:
+    def try_allocate(
+        self,
+        num_tokens: int,
+        *,
+        reserve_blocks: int | None = None,
+        ttl_seconds: float | None = None,
+    ) -> bool:
         """Allocate without waiting; return False if that is not possible now.
 
         Args:
             num_tokens: absolute number of positions, 1 to 2147483647.
             reserve_blocks: as for ``allocate``.
+            ttl_seconds: as for ``allocate``.
 
         Returns:
             True when the lease is granted. False, and nothing changed, when too few blocks are
@@ -186,8 +203,8 @@ class Lease(Unique):
                 request.
             LeaseError: the lease is released, or is granted already; or ``num_tokens`` is out of
                 range. Nothing changed.
-            UsageError: ``num_tokens`` or ``reserve_blocks`` is not an integer, or
-                ``reserve_blocks`` is negative. Nothing changed.
+            UsageError: ``num_tokens`` or ``reserve_blocks`` is not an integer, ``ttl_seconds`` is
+                not a number, or one of the latter two is negative. Nothing changed.
             ClosedError: the engine is closed or closing.
             BrokenEngineError: the device failed, or a rank was lost.
         """
@@ -195,7 +212,13 @@ class Lease(Unique):
             num_tokens = checks.integer("num_tokens", num_tokens)
         if reserve_blocks is not None:
             reserve_blocks = checks.reserve_blocks(reserve_blocks)
-        return self.leases.try_allocate(self, num_tokens, reserve_blocks=reserve_blocks)
+        if ttl_seconds is not None:
+            ttl_seconds = checks.seconds("ttl_seconds", ttl_seconds, minimum=0.0)
+        if not self.leases.try_allocate(self, num_tokens, reserve_blocks=reserve_blocks):
+            return False
+        if ttl_seconds is not None:
+            self.leases.expire_after(self, ttl_seconds)
+        return True
 
     def can_allocate(self, num_tokens: int, *, reserve_blocks: int | None = None) -> bool:
         """Return True if ``try_allocate(num_tokens)`` would succeed now; changes nothing.
@@ -291,6 +314,40 @@ class Lease(Unique):
             num_tokens, priority=priority, timeout=timeout, reserve_blocks=reserve_blocks
         )
 
+    def expire_after(self, seconds: float) -> None:
+        """Let the engine release the lease when ``seconds`` have passed, unless it is used before.
+
+        For blocks that are allocated ahead of work that may never come, such as the decode blocks
+        of a request whose prefill runs on another server. A use ends the limit: a successful
+        ``commit``, ``append``, ``extend``, ``truncate``, ``fork``, ``snapshot``, ``preempt`` or
+        ``CacheEngine.computing`` of the lease, a call of ``receive`` or ``send``, and ``keep``.
+        Reading ``block_table`` or other properties does not. Another ``expire_after`` replaces the
+        limit.
+
+        The engine then releases the lease as ``release`` does: blocks that a batch or a transfer
+        uses are given back when these have ended. Methods of an expired lease raise ``LeaseError``
+        with the time of the expiry; ``release`` has no effect. ``Statistics.expired_leases`` counts
+        these leases.
+
+        Args:
+            seconds: from now, on the clock of the engine's loop; ``math.inf`` for no limit.
+
+        Raises:
+            LeaseError: the lease is not granted, or is released. Nothing changed.
+            UsageError: ``seconds`` is negative or not a number. Nothing changed.
+            ClosedError: the engine is closed.
+        """
+        self.leases.expire_after(self, checks.seconds("seconds", seconds, minimum=0.0))
+
+    def keep(self) -> None:
+        """End the limit of ``expire_after`` or ``ttl_seconds``. Idempotent.
+
+        Raises:
+            LeaseError: the lease has expired, or is released.
+            ClosedError: the engine is closed.
+        """
+        self.leases.keep(self)
+
     def fork(self, *, owner: str = "", stream: object = None) -> Lease:
         """Return a second lease on the same positions, e.g. for n > 1 samples of one prompt.
 
@@ -329,7 +386,7 @@ class Lease(Unique):
         if after is not None:
             after = as_event("after", after)
         caller = sys._getframe(1)
-        self._released_at = (caller.f_code, caller.f_lineno)
+        self._end = (caller.f_code, caller.f_lineno)
         self.leases.release(self, after)
 
     def __del__(self) -> None:
@@ -705,7 +762,8 @@ class Lease(Unique):
             LeaseError: the lease is released.
         """
         if not self.id:
-            raise LeaseError(f"{self!r} cannot be used any more")
+            hint = "raise ttl_seconds, or call keep() in time" if isinstance(self._end, str) else ""
+            raise LeaseError(f"{self!r} cannot be used any more", hint=hint)
         return self.id
 
     def held_id(self) -> int:
@@ -720,6 +778,14 @@ class Lease(Unique):
                 hint="await engine.restart_ranks(), then lease.resume(num_tokens)",
             )
         return self.id or self.live_id()
+
+    def note_expired(self, seconds: float) -> int:
+        """Note that the engine releases the lease, unused for ``seconds``; return its id."""
+        now = time.time()
+        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(now))
+        self._end = f"expired at {clock}.{int(now % 1 * 1000):03d} UTC, unused for {seconds:g} s"
+        lease_id, self.id = self.id, 0
+        return lease_id
 
     def leave_layers(self, done: LayerView) -> None:
         """End the wait for layers, with the grant; ``done`` replaces ``layers``."""
@@ -755,8 +821,10 @@ class Lease(Unique):
     def __repr__(self) -> str:
         if self.id:
             state = f"id {self.id:#x}"
-        elif self._released_at is not None:
-            code, line = self._released_at
+        elif isinstance(self._end, str):
+            state = self._end
+        elif self._end is not None:
+            code, line = self._end
             state = f"released at {code.co_filename}:{line}"
         else:
             state = "ended with its engine"

@@ -163,7 +163,8 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     stores, or for blocks that another lease computes. *Computed* tokens are positions that
     ``commit`` has noted, again after a preemption; those of prompts are counted separately, too.
     *Preemptions* gave up a block table, *swaps* began to move one to host memory, and *lost* leases
-    lost theirs with a rank.
+    lost theirs with a rank. *Expired* leases were not used within their ``ttl_seconds``, and were
+    released.
 
     Blocks are *evicted* and *dropped* by cause: ``capacity`` (room for a lease, a host copy or a
     fetch), ``request`` (``CacheEngine.evict``), ``resize``, ``sleep``, ``reset`` or ``failure`` of
@@ -200,6 +201,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     swaps: int
     lost_leases: int
+    expired_leases: int
     prompt_tokens: int
     computed_tokens: int
     computed_prompt_tokens: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import time
 from collections import deque
 from importlib.metadata import PackageNotFoundError, version
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.use import StoreUse
 
+OLDEST_RELEASE: Final = (0, 5, 20)  # earlier ones leave adapters and salts out of their hashes
 FORMAT_VERSION: Final = 1  # increase when the meaning of the bytes of a page changes
 # Facts that change the order of the bytes of a page, and that no object of SGLang tells a backend.
 _LAYOUT_VARIABLES: Final = ("SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT")
@@ -67,10 +69,11 @@ class HiCacheAiokv(HiCacheStorage):  # type: ignore[misc]  # the checker does no
         options: ignored; SGLang passes an empty dict.
 
     Raises:
-        ConfigError: the configuration is incomplete or wrong.
+        ConfigError: the configuration is incomplete or wrong, or this release of SGLang is too old.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, options: object = None) -> None:
+        self._release = _release()
         extra = storage_config.extra_config or {}
         try:
             self._settings = msgspec.convert(extra.get("aiokv"), Settings)
@@ -132,15 +135,24 @@ class HiCacheAiokv(HiCacheStorage):  # type: ignore[misc]  # the checker does no
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
     def _stores_of_this_rank(self) -> list[StoreUse]:
+        config, urls = self._config, self._settings.stores
         ranks = {"dp": "dp_rank", "pp": "pp_rank", "cp": "attn_cp_rank", "tp": "tp_rank"}
-        rank = "-".join(f"{kind}{getattr(self._config, name, 0)}" for kind, name in ranks.items())
-        stores = stores_from([url.replace("{rank}", rank) for url in self._settings.stores])
-        for use in stores:
-            if self._config.is_mla_model and self._config.tp_size > 1 and use.store.kind == "disk":
+        rank = "-".join(f"{kind}{getattr(config, name, 0)}" for kind, name in ranks.items())
+        stores = stores_from([url.replace("{rank}", rank) for url in urls])
+        for url, use in zip(urls, stores, strict=True):
+            if use.store.kind != "disk":
+                continue
+            if config.is_mla_model and config.tp_size > 1:
                 raise ConfigError(
                     f"{use.store.url}: a disk store belongs to one rank, and tp_size is "
-                    f"{self._config.tp_size}; with MLA, all ranks load what one rank saves",
+                    f"{config.tp_size}; with MLA, all ranks load what one rank saves",
                     hint="use a store that all ranks reach: directory:, redis:, mooncake: or s3:",
+                )
+            if config.tp_size * config.pp_size > 1 and "{rank}" not in url:
+                raise ConfigError(
+                    f"{use.store.url}: a disk store belongs to one rank, and there are "
+                    f"{config.tp_size * config.pp_size} ranks",
+                    hint="give each rank a path of its own: disk:/nvme/kv/{rank}?bytes=...",
                 )
         return stores
 
@@ -154,7 +166,7 @@ class HiCacheAiokv(HiCacheStorage):  # type: ignore[misc]  # the checker does no
             )
         facts = {
             "format": FORMAT_VERSION,
-            "sglang": _sglang_version(),
+            "sglang": self._release,
             "model": [self._settings.model, self._settings.weights_version],
             "served": self._config.model_name,
             "dtype": [dtype, self._settings.kv_cache_dtype],
@@ -322,8 +334,22 @@ def _storage_metrics() -> Any:
     return StorageMetrics()
 
 
-def _sglang_version() -> str:
+def _release() -> str:
+    """Return the version of SGLang.
+
+    Raises:
+        ConfigError: its hashes do not tell requests of different adapters or salts apart.
+    """
     try:
-        return version("sglang")
-    except PackageNotFoundError:  # SGLang from a source tree
+        release = version("sglang")
+    except PackageNotFoundError:  # a source tree
         return "unknown"
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", release)
+    if found and (0, 0, 0) < tuple(map(int, found.groups())) < OLDEST_RELEASE:
+        raise ConfigError(
+            f"SGLang {release} hashes only the tokens of a page, so requests with different LoRA "
+            "adapters or salts would load each other's pages; the oldest release is "
+            + ".".join(map(str, OLDEST_RELEASE)),
+            hint="pip install --upgrade sglang",
+        )
+    return release

@@ -19,20 +19,35 @@ if TYPE_CHECKING:
     from aiokv.scheduler.effects import Effects
 
 MAX_IN_FLIGHT: Final = 64  # transfers of one flow: a long prompt must not block the loop
+MAX_EARLY: Final = 32  # of them, those of layers of positions that may not be committed yet
 
 Side: TypeAlias = tuple[Literal["state", "window"], str]
 """The recurrent state, or a window group and its name: parts of the last position only."""
 
 
 class _Part:
-    """A transfer of consecutive blocks."""
+    """A transfer of consecutive blocks, or of some of their layers.
 
-    __slots__ = ("first_block", "moved", "num_blocks")
+    Attributes:
+        first_block: of the lease.
+        num_blocks: number of blocks.
+        share: of the layers of each block.
+        is_last: it has the last of their layers.
+        is_early: their positions may not be committed yet.
+        moved: leading blocks that have moved, once it has ended.
+    """
 
-    def __init__(self, first_block: int, num_blocks: int) -> None:
+    __slots__ = ("first_block", "is_early", "is_last", "moved", "num_blocks", "share")
+
+    def __init__(
+        self, first_block: int, num_blocks: int, share: float, *, is_last: bool, is_early: bool
+    ) -> None:
+        self.share = share
         self.first_block = first_block
         self.num_blocks = num_blocks
-        self.moved: int | None = None  # leading blocks that have moved, once it has ended
+        self.is_last = is_last
+        self.is_early = is_early
+        self.moved: int | None = None
 
 
 class Flow:
@@ -53,6 +68,7 @@ class Flow:
         ticket: as given.
         receives: as given.
         moved_block: blocks before it, from ``first_block`` on, have moved.
+        moved_blocks: blocks that have moved; some layers of a block count as a part of it.
         moved_sides: state and windows that have moved.
         kept_tokens: positions that the lease still has.
         is_loading: the flow waits for the onloads of its lease.
@@ -85,11 +101,13 @@ class Flow:
         self._next_block = first_block
         self._advance = advance
         self._is_entered = False
+        self._ticket_end = ""  # why the worker has ended the ticket
         self.lease = lease
         self.lease_id = lease.id
         self.ticket = ticket
         self.receives = receives
         self.moved_block = first_block
+        self.moved_blocks = 0.0
         self.moved_sides: set[Side] = set()
         self.kept_tokens = checks.MAX_INT32
         self.is_loading = False
@@ -147,6 +165,14 @@ class Flow:
             self.end(self.reason or "a transfer was cancelled")
         elif is_complete:
             self.end()
+        elif self._ticket_end and not self.in_flight:
+            self.end(self._ticket_end)
+
+    def note_ticket_end(self, reason: str) -> None:
+        """End when no transfer is in flight: none can succeed any more. Idempotent."""
+        self._ticket_end = self._ticket_end or reason
+        if not self.in_flight:
+            self.proceed()
 
     def cancel(self, reason: str) -> None:
         """End the flow for the application; the log has no warning of it."""
@@ -172,14 +198,52 @@ class Flow:
         Raises:
             AiokvError: the scheduler refuses a transfer; those before it have begun.
         """
-        while self._next_block < end_block and not self.ended and self.in_flight < MAX_IN_FLIGHT:
+        while self._next_block < end_block and self.may_begin():
             num_blocks = min(chunk_blocks, end_block - self._next_block)
-            transfer_id, effects = transition(
-                self.lease_id, self.ticket.ticket_id, self._next_block, num_blocks
-            )
-            self._parts[transfer_id] = _Part(self._next_block, num_blocks)
+            self.begin_part(transition, self._next_block, num_blocks)
             self._next_block += num_blocks
-            self._exchange.submit(self, transfer_id, effects)
+
+    def may_begin(self, *, is_early: bool = False) -> bool:
+        """Return True while a further transfer of blocks may begin.
+
+        Early ones may wait for others: until the receiver has committed the blocks before them.
+        """
+        if self.ended or self.in_flight >= MAX_IN_FLIGHT:
+            return False
+        early = sum(part.is_early and part.moved is None for part in self._parts.values())
+        return not is_early or early < MAX_EARLY
+
+    def begin_part(
+        self,
+        transition: Callable[[int, bytes, int, int], tuple[int, Effects]],
+        first_block: int,
+        num_blocks: int,
+        *,
+        share: float = 1.0,
+        is_last: bool = True,
+        is_early: bool = False,
+    ) -> None:
+        """Begin a transfer of blocks.
+
+        Args:
+            transition: of the scheduler, with lease, ticket, first block and number of blocks.
+            first_block: of the lease.
+            num_blocks: number of blocks.
+            share: of the layers of each block.
+            is_last: the blocks have moved when this transfer, and those before it, have ended;
+                otherwise it moves some of their layers only.
+            is_early: the positions of the blocks may not be committed yet.
+
+        Raises:
+            AiokvError: the scheduler refuses the transfer.
+        """
+        transfer_id, effects = transition(
+            self.lease_id, self.ticket.ticket_id, first_block, num_blocks
+        )
+        self._parts[transfer_id] = _Part(
+            first_block, num_blocks, share, is_last=is_last, is_early=is_early
+        )
+        self._exchange.submit(self, transfer_id, effects)
 
     def has_begun(self, side: Side) -> bool:
         """Return True if the transfer of a state or of a window has begun."""
@@ -218,6 +282,8 @@ class Flow:
             return
         if (ended := self._parts.get(transfer_id)) is None:
             return
+        if ended.moved is None:
+            self.moved_blocks += blocks * ended.share
         ended.moved = blocks
         if blocks < ended.num_blocks:
             self.reason = self.reason or reason
@@ -225,8 +291,9 @@ class Flow:
             if part.moved is None:
                 return
             if not self.is_broken:
-                self.moved_block = part.first_block + part.moved
                 self.is_broken = part.moved < part.num_blocks
+                if part.is_last:
+                    self.moved_block = part.first_block + part.moved
             del self._parts[first]
 
     def end(self, failure: str | None = None) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from aiokv.checks import Unique, arguments, flag, integer
-from aiokv.errors import ClosedError, ConfigError, UsageError
+from aiokv.errors import ClosedError, ConfigError, PeerError, UsageError
 from aiokv.observe.logs import Log
 from aiokv.plan import PEER_ROUTES, WINDOW_PEER_ROUTES
 from aiokv.ranks.broadcast import ROUTES, STORE_ROUTES, TransferBroadcast
@@ -174,7 +174,7 @@ class RankGroup(Unique):
             on_reports=self._on_reports,
             on_reply=self._control.on_reply,
             on_lookup=self._lookups.on_reply,
-            on_ticket=lambda state, reply: self._tickets.on_reply(state, reply),
+            on_ticket=lambda state, message: self._tickets.on_message(state, message),
             has_stores=has_stores,
             has_peers=has_peers,
             on_lost=self._on_rank_lost,
@@ -195,6 +195,7 @@ class RankGroup(Unique):
         on_lost: Callable[[RankLost], None],
         identity: StoreIdentity | None = None,
         windows: Mapping[str, WindowGroup] | None = None,
+        on_ticket_end: Callable[[bytes, str], None] = lambda ticket_id, reason: None,
     ) -> None:
         """Listen, start the ranks if ``entry`` names them, and wait until all are ready.
 
@@ -207,6 +208,7 @@ class RankGroup(Unique):
             on_lost: called when a rank is lost; no transfer can succeed until ``restart``.
             identity: origin of the blocks; each rank fills in its number.
             windows: ``CacheConfig.windows``; each rank reserves memory for their ``host_blocks``.
+            on_ticket_end: called when a ticket has ended on a rank.
 
         Raises:
             UsageError: opened before.
@@ -228,6 +230,7 @@ class RankGroup(Unique):
         if identity is not None:
             self._identity = msgspec.structs.replace(identity, num_ranks=self.num_ranks)
         self._transfers.open(on_report)
+        self._tickets.on_end = on_ticket_end
         try:
             await self._membership.open(device_blocks, self._windows)
             await self._membership.begin(
@@ -527,6 +530,31 @@ class RankGroup(Unique):
         if self._opened and not self._membership.closed:
             self._transfers.flush()
             self._tickets.close(ticket_id, reason)
+
+    @property
+    def layer_ends(self) -> list[int]:
+        """Ranges of layers of all ranks; see :attr:`Worker.layer_ends`.
+
+        Raises:
+            PeerError: the ranks have different ranges.
+        """
+        ends = [state.layer_ends for state in self._membership.ranks]
+        for rank, other in enumerate(ends):
+            if other != ends[0]:
+                raise PeerError(
+                    f"rank {rank} sends blocks in {len(other) or 1} ranges of layers, rank 0 in "
+                    f"{len(ends[0]) or 1}",
+                    hint="set the same Peers(layer_ranges=...) on all ranks",
+                )
+        return ends[0]
+
+    def layers_done(self, ticket_id: bytes, mark: int, event: Event | None) -> None:
+        """Do nothing but check: each rank notes the mark; see ``Rank.layers_done``.
+
+        Raises:
+            UsageError: an event, which belongs to one rank.
+        """
+        self.check_event(event)
 
     def peer_statistics(self) -> list[RankPeerStatistics]:
         """Return the use of peers of each rank, as of its last heartbeat."""

@@ -15,6 +15,7 @@
           ◄───────────────────────── Ping
           ◄───────────────────────── Expect, OpenTicket, CloseTicket: with peers only
     TicketReply ───────────────────►                     to OpenTicket
+    TicketEnded ───────────────────►                     a ticket that the rank sends
     Pong(statistics) ──────────────►                     while nothing else is sent
           ◄───────────────────────── Close
 
@@ -43,7 +44,7 @@ from aiokv.worker.poller import PollerStatistics  # noqa: TC001
 if TYPE_CHECKING:
     from aiokv.worker.regions import Regions
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 MAX_LAYERS: Final = 1 << 16  # the manager keeps a counter per layer and transfer
 
 
@@ -104,6 +105,7 @@ class Ready(_Message, frozen=True, tag="ready"):
         endpoints: where the rank listens for senders; empty without peers, and for a rank that only
             sends.
         peer_layout: layout of its blocks, for peers; empty without peers.
+        layer_ends: end of each range of layers in which it sends blocks; empty without ranges.
         ticket_key: key of tickets, which does not reveal the secret; empty without peers.
         unpinned_bytes: host memory that the rank's device has not page-locked yet.
     """
@@ -113,6 +115,7 @@ class Ready(_Message, frozen=True, tag="ready"):
     peer_layout: bytes = b""
     ticket_key: bytes = b""
     unpinned_bytes: int = 0
+    layer_ends: list[int] = []
 
 
 class Reports(_Message, frozen=True, tag="reports"):
@@ -163,6 +166,13 @@ class TicketReply(_Message, frozen=True, tag="ticket_reply"):
     number: int
     error: str
     kind: str = ""
+
+
+class TicketEnded(_Message, frozen=True, tag="ticket_ended"):
+    """A ticket that this rank sends has ended; the reports of its plans may follow."""
+
+    ticket_id: bytes
+    reason: str
 
 
 class Pong(_Message, frozen=True, tag="pong"):
@@ -303,7 +313,9 @@ class Close(_Message, frozen=True, tag="close"):
     """Finish moving transfers, free the memory, and end the connection."""
 
 
-FromRank = Hello | Ready | Reports | ControlReply | LookupReply | TicketReply | Pong | Broken
+FromRank = (
+    Hello | Ready | Reports | ControlReply | LookupReply | TicketReply | TicketEnded | Pong | Broken
+)
 FromManager = (
     Begin
     | Refuse

@@ -41,6 +41,7 @@ from aiokv.ranks.messages import (
     Ready,
     Refuse,
     Sleep,
+    TicketEnded,
     TicketReply,
     TransferBatch,
     WakeUp,
@@ -48,6 +49,7 @@ from aiokv.ranks.messages import (
     encode,
     layout_of,
 )
+from aiokv.ranks.openings import Openings
 from aiokv.ranks.outbox import Outbox
 from aiokv.ranks.rank_state import MAX_RANKS, check_positive
 from aiokv.stores.pools import StorePools
@@ -55,6 +57,8 @@ from aiokv.stores.urls import stores_from
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.base import CopyError, as_event
 from aiokv.worker.device.names import named_device
+from aiokv.worker.layer_marks import split_layer_mark
+from aiokv.worker.layer_waits import LayerWaits
 from aiokv.worker.layers import ALL, LayerDoneCounter
 from aiokv.worker.poller import EventPoller
 from aiokv.worker.regions import Regions
@@ -106,6 +110,7 @@ class Rank(Unique):
         regions: the tensors; without memory while the device tier sleeps. Set it to new tensors of
             the same layout before ``engine.wake_up``.
         connected: True after the first connection to the group, also when it has ended.
+        layer_waits: durations of the waits of this rank's runner for layers.
     """
 
     def __init__(
@@ -136,11 +141,12 @@ class Rank(Unique):
         self._device = named_device(device)
         self._stores = stores_from(stores)
         self._peers = peers
-        self._openings: dict[bytes, asyncio.Task[None]] = {}  # of tickets, by their ids
+        self._openings = Openings()
         self._controller = self._new_controller()
         self._poller = EventPoller()
         self._outbox = Outbox(self._send)
         self._counters = Counters()
+        self.layer_waits = LayerWaits()
         self._channel = Channel(self._on_frame, self._on_closed)
         self._opened = False  # the controller
         self._closed_step = 0
@@ -287,7 +293,9 @@ class Rank(Unique):
             raise ClosedError(f"the group has ended: {self._ended.result()}")
         async with asyncio.timeout(timeout):
             counters = [await self._counters.get(transfer_id) for transfer_id in wanted]
-        return LayerView(counters) if counters else done_view(self.regions.num_layers)
+        if not counters:
+            return done_view(self.regions.num_layers)
+        return LayerView(counters, waits=self.layer_waits)
 
     def find_transfer(self, transfer_id: int) -> tuple[TransferPlan, LayerDoneCounter] | None:
         """Return the plan and the layer counter of a transfer, of any route. Any thread.
@@ -332,6 +340,22 @@ class Rank(Unique):
         number = integer("step", step, minimum=1)
         self._entered_controller().close_step(number, as_event("event", event))
         self._closed_step = number
+
+    def layers_done(self, mark: bytes, event: Event | None = None) -> None:
+        """Let the layers that ``Sending.layers_done`` has named be sent by this rank.
+
+        Without this call, they are sent when the step is closed.
+
+        Args:
+            mark: what ``Sending.layers_done`` has returned. Without effect when its send has ended.
+            event: recorded behind the work that computes the layers; None when it has finished.
+
+        Raises:
+            UsageError: ``mark`` is nothing of the kind, the device cannot wait for such an event,
+                or the rank was not entered. Nothing changed.
+        """
+        ticket_id, number = split_layer_mark(mark)
+        self._entered_controller().layers_done(ticket_id, number, as_event("event", event))
 
     def statistics(self) -> WorkerStatistics:
         """Return the counts of this rank's transfers.
@@ -434,8 +458,7 @@ class Rank(Unique):
         except AiokvError as error:  # this rank has another secret than rank 0
             self._refuse_ticket(message.number, error)
             return
-        task = self._openings[ticket_id] = self._spawn(self._open_at_receivers(message))
-        task.add_done_callback(lambda _: self._openings.pop(ticket_id, None))
+        self._openings.add(ticket_id, self._spawn(self._open_at_receivers(message)))
 
     async def _open_at_receivers(self, message: OpenTicket) -> None:
         try:
@@ -450,9 +473,7 @@ class Rank(Unique):
         self._send(TicketReply(number=number, error=_reason_of(error), kind=kind))
 
     def _close_ticket(self, ticket_id: bytes, reason: str) -> None:
-        opening = self._openings.get(ticket_id)
-        if opening is not None:
-            opening.cancel()
+        self._openings.cancel(ticket_id)
         self._controller.close_ticket(ticket_id, reason)
 
     async def _look_up(self, lookup: Lookup) -> None:
@@ -501,6 +522,7 @@ class Rank(Unique):
                 endpoints=controller.endpoints,
                 peer_layout=controller.peer_layout,
                 ticket_key=controller.ticket_key,
+                layer_ends=controller.layer_ends,
                 unpinned_bytes=controller.unpinned_bytes,
             )
         )
@@ -545,6 +567,9 @@ class Rank(Unique):
             on_lost=lambda lost: None,
             identity=identity,
             windows=begin.windows,
+            on_ticket_end=lambda ticket_id, reason: self._send(
+                TicketEnded(ticket_id=ticket_id, reason=reason)
+            ),
         )
         self._opened = True
 

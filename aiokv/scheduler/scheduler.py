@@ -65,6 +65,7 @@ TRANSITIONS: Final = (
     "stop_wait_pending",
     "release",
     "assign",
+    "expire",
     "append",
     "commit",
     "commit_received",
@@ -88,6 +89,7 @@ TRANSITIONS: Final = (
     "save",
     "receive",
     "send",
+    "send_early",
     "receive_state",
     "send_state",
     "receive_window",
@@ -225,6 +227,7 @@ class CacheScheduler:
             pins=self._pins,
             pending=self._pending,
             preemption=self._preemption,
+            releases=self._releases,
         )
 
     # --- effects --------------------------------------------------------------------------------
@@ -557,6 +560,11 @@ class CacheScheduler:
         self._releases.release(lease_id, used_in)
         return None, self._settle()
 
+    def expire(self, lease_id: int) -> Done:
+        """Release a lease that was not used in time."""
+        self._releases.expired_leases += 1
+        return self.release(lease_id)
+
     # --- granted leases -------------------------------------------------------------------------
 
     @_naming_owner
@@ -671,6 +679,7 @@ class CacheScheduler:
         """Add ``num_tokens`` positions to each lease; return False, and add none, without room.
 
         Raises:
+            UsageError: a server owns the device blocks.
             LeaseError: a lease is not granted or listed twice, or ``num_tokens`` is out of range.
         """
         try:
@@ -862,7 +871,9 @@ class CacheScheduler:
 
     def _collect_backups(self) -> bool:
         begun = self._saver.collect()
-        if self._foreign is not None:  # blocks for which the host has no room are given up
+        if self._foreign is not None:  # what cannot be saved is given up
+            if not self._saver.is_active:
+                self._core.give_up_saves()
             self._foreign.settle()
         return begun
 
@@ -960,7 +971,13 @@ class CacheScheduler:
 
     @_naming_owner
     def send(
-        self, lease_id: int, ticket_id: bytes, first_block: int, num_blocks: int
+        self,
+        lease_id: int,
+        ticket_id: bytes,
+        first_block: int,
+        num_blocks: int,
+        first_range: int = 0,
+        end_range: int = 0,
     ) -> tuple[int, Effects]:
         """Begin to send computed blocks of a lease to a peer.
 
@@ -972,6 +989,8 @@ class CacheScheduler:
             ticket_id: 16 bytes.
             first_block: index in the table.
             num_blocks: number of blocks, at least 1; the last one may be computed in part.
+            first_range: first range of layers, as the worker numbers them.
+            end_range: end of the ranges; 0 to send each block as a whole.
 
         Returns:
             The transfer. An entry of ``Effects.moved`` names it when it has ended, unless the lease
@@ -982,7 +1001,50 @@ class CacheScheduler:
                 cache was reset after the grant.
             UsageError: the table does not have these blocks, or ``ticket_id`` is not 16 bytes.
         """
-        begun = self._peers.send(lease_id, ticket_id, first_block, num_blocks)
+        begun = self._peers.send(
+            lease_id, ticket_id, first_block, num_blocks, first_range, end_range
+        )
+        return begun, self._outbox.pending
+
+    @_naming_owner
+    def send_early(
+        self,
+        lease_id: int,
+        ticket_id: bytes,
+        first_block: int,
+        num_blocks: int,
+        first_range: int,
+        end_range: int,
+        mark: int,
+    ) -> tuple[int, Effects]:
+        """Begin to send some layers of blocks that a lease is computing to a peer.
+
+        The caller never sends the last range of layers in this way, but with ``send``: so the
+        receiver completes no block before its positions are committed here. Otherwise as ``send``.
+
+        Args:
+            lease_id: a granted lease whose onloads have ended.
+            ticket_id: 16 bytes.
+            first_block: index in the table.
+            num_blocks: number of blocks, at least 1.
+            first_range: first range of layers, as the worker numbers them.
+            end_range: end of the ranges; not that of all layers.
+            mark: see ``TransferPlan.mark``.
+
+        Returns:
+            The transfer; ``Effects.moved`` as for ``send``.
+
+        Raises:
+            LeaseError: the lease is not in the state above, the blocks are being received, or the
+                cache was reset after the grant.
+            UsageError: the table does not have these blocks, there is no range, or ``ticket_id`` is
+                not 16 bytes.
+        """
+        blocks = first_block, num_blocks
+        ranges = first_range, end_range
+        begun = self._peers.send_early(
+            lease_id, ticket_id, *blocks, *ranges, mark, self._clock.open
+        )
         return begun, self._outbox.pending
 
     @_naming_owner
@@ -1246,9 +1308,8 @@ class CacheScheduler:
 
     def _stop_offloads(self, stopped: bool) -> None:
         self._saver.stopped = self._store_saver.stopped = stopped
-        if stopped and self._foreign is not None:
-            self._saver.collect()  # gives up what is queued
-            self._foreign.settle()
+        if stopped:
+            self._collect_backups()  # begins none
 
     def close(self) -> Done:
         """End all waits and pins: the engine closes."""

@@ -169,10 +169,15 @@ class Calls(Unique):
         return answer
 
     def try_allocate(
-        self, lease: SyncLease, num_tokens: int, *, reserve_blocks: int | None = None
+        self,
+        lease: SyncLease,
+        num_tokens: int,
+        *,
+        reserve_blocks: int | None = None,
+        ttl_seconds: float | None = None,
     ) -> Answer[bool]:
         """Allocate without waiting; see ``Lease.try_allocate``."""
-        answer = Answer(verbs.try_allocate, (lease, num_tokens, reserve_blocks))
+        answer = Answer(verbs.try_allocate, (lease, num_tokens, reserve_blocks, ttl_seconds))
         self._add(answer)
         return answer
 
@@ -212,6 +217,7 @@ class Calls(Unique):
         wait_pending: float = 0.0,
         wait_store: float = 0.0,
         reserve_blocks: int | None = None,
+        ttl_seconds: float | None = None,
     ) -> EngineFuture[SyncLease]:
         """Wait for capacity, then take blocks; see ``SyncLease.allocate``.
 
@@ -224,7 +230,7 @@ class Calls(Unique):
         """
         future: EngineFuture[SyncLease] = self._new_future()
         wait = (wait_pending, wait_store)
-        args = (future, lease, num_tokens, priority, timeout, wait, reserve_blocks)
+        args = (future, lease, num_tokens, priority, timeout, wait, reserve_blocks, ttl_seconds)
         self._add(Answer(verbs.allocate, args))
         return future
 
@@ -246,6 +252,18 @@ class Calls(Unique):
         future: EngineFuture[None] = self._new_future()
         self._add(Answer(verbs.swap_out, (future, lease)))
         return future
+
+    def expire_after(self, lease: SyncLease, seconds: float) -> Answer[None]:
+        """Let the lease be released unless it is used in time; see ``Lease.expire_after``."""
+        answer = Answer(verbs.expire_after, (lease, seconds))
+        self._add(answer)
+        return answer
+
+    def keep(self, lease: SyncLease) -> Answer[None]:
+        """End the limit of ``expire_after``; see ``Lease.keep``."""
+        answer = Answer(verbs.keep, (lease,))
+        self._add(answer)
+        return answer
 
     def fork(
         self, lease: SyncLease, *, owner: str = "", stream: object = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, Self, TypeVar, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 import uvloop
 
@@ -17,7 +17,7 @@ from aiokv.sync.transfers import SyncSending
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
     from types import TracebackType
 
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from aiokv.types import Health, Hit, Item, Statistics, TokenIds
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.regions import Regions
-
-T = TypeVar("T")
 
 
 @final
@@ -261,7 +259,7 @@ class SyncEngine(Unique):
         """Sizes and policies of the cache."""
         return self._cache.config
 
-    def call(self, function: Callable[..., Awaitable[T] | T], /, *args: Any, **kwargs: Any) -> Any:
+    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a function on the engine's loop, and await its value if that can be awaited.
 
         ::
@@ -286,7 +284,7 @@ class SyncEngine(Unique):
         return self.submit(function, *args, **kwargs).wait()
 
     def submit(
-        self, function: Callable[..., Awaitable[T] | T], /, *args: Any, **kwargs: Any
+        self, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> EngineFuture[Any]:
         """Do as ``call``, but do not wait for the value.
 

@@ -86,10 +86,18 @@ class SyncLease(Unique):
 
     # --- capacity ---------------------------------------------------------------------------------
 
-    def try_allocate(self, num_tokens: int, *, reserve_blocks: int | None = None) -> bool:
+    def try_allocate(
+        self,
+        num_tokens: int,
+        *,
+        reserve_blocks: int | None = None,
+        ttl_seconds: float | None = None,
+    ) -> bool:
         """Allocate without waiting; return False if that is not possible now."""
         return self._call(
-            lambda calls: calls.try_allocate(self, num_tokens, reserve_blocks=reserve_blocks)
+            lambda calls: calls.try_allocate(
+                self, num_tokens, reserve_blocks=reserve_blocks, ttl_seconds=ttl_seconds
+            )
         )
 
     def can_allocate(self, num_tokens: int, *, reserve_blocks: int | None = None) -> bool:
@@ -107,6 +115,7 @@ class SyncLease(Unique):
         wait_pending: float = 0.0,
         wait_store: float = 0.0,
         reserve_blocks: int | None = None,
+        ttl_seconds: float | None = None,
     ) -> EngineFuture[SyncLease]:
         """Wait for capacity, then take the blocks of ``num_tokens`` positions at once.
 
@@ -122,6 +131,8 @@ class SyncLease(Unique):
             wait_store: seconds to wait for blocks that a store has.
             reserve_blocks: blocks that the grant leaves to ``extend``; None for the configured
                 number.
+            ttl_seconds: seconds after the grant at which the lease is released unless it is used
+                before; None for no limit.
 
         Returns:
             A future of this lease, granted; it is done already when the device has room. After
@@ -136,6 +147,7 @@ class SyncLease(Unique):
                 wait_pending=wait_pending,
                 wait_store=wait_store,
                 reserve_blocks=reserve_blocks,
+                ttl_seconds=ttl_seconds,
             )
         )
 
@@ -151,6 +163,14 @@ class SyncLease(Unique):
             after ``cancel()``.
         """
         return self._port.start(lambda calls: calls.swap_out(self))
+
+    def expire_after(self, seconds: float) -> None:
+        """Let the engine release the lease after ``seconds``, as ``Lease.expire_after``."""
+        self._call(lambda calls: calls.expire_after(self, seconds))
+
+    def keep(self) -> None:
+        """End the limit of ``expire_after``, as ``Lease.keep``."""
+        self._call(lambda calls: calls.keep(self))
 
     def fork(self, *, owner: str = "", stream: object = None) -> SyncLease:
         """Return a second lease on the same positions, as ``Lease.fork``."""

@@ -61,9 +61,11 @@ def hit_blocks(lease: SyncLease) -> NDArray[np.int32]:
     return inner_of(lease).hit_blocks
 
 
-def try_allocate(lease: SyncLease, num_tokens: int, reserve_blocks: int | None) -> bool:
+def try_allocate(
+    lease: SyncLease, num_tokens: int, reserve_blocks: int | None, ttl_seconds: float | None
+) -> bool:
     inner = inner_of(lease)
-    if not inner.try_allocate(num_tokens, reserve_blocks=reserve_blocks):
+    if not inner.try_allocate(num_tokens, reserve_blocks=reserve_blocks, ttl_seconds=ttl_seconds):
         return False
     lease.note_grant(inner)
     return True
@@ -91,6 +93,7 @@ def allocate(
     timeout: float | None,
     waits: tuple[float, float],
     reserve_blocks: int | None,
+    ttl_seconds: float | None,
 ) -> None:
     """Grant now, or begin to wait: without a task where the device has room."""
     if future.cancelled():
@@ -100,7 +103,8 @@ def allocate(
         inner = inner_of(lease)
         checks.timeout(timeout)
         as_priority(priority)
-        if waits == (0.0, 0.0) and try_allocate(lease, num_tokens, reserve_blocks):
+        at_once = waits == (0.0, 0.0)
+        if at_once and try_allocate(lease, num_tokens, reserve_blocks, ttl_seconds):
             if not future.settle(lease):
                 give_back(inner)
             return
@@ -116,6 +120,7 @@ def allocate(
             wait_pending=waits[0],
             wait_store=waits[1],
             reserve_blocks=reserve_blocks,
+            ttl_seconds=ttl_seconds,
         )
         lease.note_grant(inner)
         return lease
@@ -139,6 +144,14 @@ def preempt(lease: SyncLease) -> None:
 
 def swap_out(future: EngineFuture[None], lease: SyncLease) -> None:
     begin(future, lambda: inner_of(lease).preempt(swap=True), ())
+
+
+def expire_after(lease: SyncLease, seconds: float) -> None:
+    inner_of(lease).expire_after(seconds)
+
+
+def keep(lease: SyncLease) -> None:
+    inner_of(lease).keep()
 
 
 def fork(child: SyncLease, lease: SyncLease, owner: str, stream: object) -> SyncLease:

@@ -156,6 +156,7 @@ class Worker(Protocol):
         on_lost: Callable[[RankLost], None],
         identity: StoreIdentity | None = None,
         windows: Mapping[str, WindowGroup] | None = None,
+        on_ticket_end: Callable[[bytes, str], None] = lambda ticket_id, reason: None,
     ) -> None:
         """Take host memory, open the stores, and bind the worker to the running loop. Called once.
 
@@ -172,6 +173,9 @@ class Worker(Protocol):
             identity: origin of the blocks, for their keys in the stores, and for peers; required
                 with either.
             windows: ``CacheConfig.windows``; memory for their ``host_blocks`` is reserved here.
+            on_ticket_end: called with the id of a ticket that was opened, and the reason, when it
+                has ended: no plan of it can succeed any more. Reports of its plans may follow.
+                Idempotent.
 
         Raises:
             UsageError: opened before; or another open worker of this process has the device or a
@@ -352,6 +356,32 @@ class Worker(Protocol):
         After an error nothing is left behind.
 
         Cancellation: nothing is left behind.
+        """
+
+    @property
+    def layer_ends(self) -> list[int]:
+        """End of each range of layers in which blocks can be sent, ascending.
+
+        Empty before ``open``, without peers, and when blocks are sent as a whole.
+
+        Raises:
+            PeerError: the ranks have different ranges.
+        """
+
+    def layers_done(self, ticket_id: bytes, mark: int, event: Event | None) -> None:
+        """Let the plans of a mark start when ``event`` is done; called before they are submitted.
+
+        A mark names a point in the work of the open step, behind which some layers of the blocks of
+        the plans are computed. With ranks, ``Rank.layers_done`` notes it in each process.
+
+        Args:
+            ticket_id: of an open ticket; without effect for any other.
+            mark: number of the point; used once.
+            event: recorded behind the work; None when it has finished.
+
+        Raises:
+            UsageError: ``check_event`` refuses the event. Nothing changed.
+            ClosedError: the worker is not open.
         """
 
     def close_ticket(self, ticket_id: bytes, reason: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import contextmanager
+from queue import Queue
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,11 @@ with warnings.catch_warnings():
     HINT = "SGLang is not installed; run `make test-sglang`"
     torch = pytest.importorskip("torch", reason=HINT)
     pytest.importorskip("sglang.srt.mem_cache.pool_host.mha", reason=HINT, exc_type=ImportError)
+    from sglang.srt.managers.cache_controller import (
+        HiCacheController,
+        PrefetchOperation,
+        StorageOperation,
+    )
     from sglang.srt.mem_cache.device_pool_info import (
         KVBufferLayout,
         KVBuffers,
@@ -30,6 +36,7 @@ with warnings.catch_warnings():
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,7 +125,9 @@ def fill(pool: Any) -> Any:
 
 
 def config(stores: list[str], **changes: Any) -> Any:
-    aiokv = {"model": "llama@1", "stores": stores} | changes.pop("aiokv", {})
+    """Return the configuration of one rank; its stores have deadlines that a busy machine keeps."""
+    patient = [f"{u}{'&' if '?' in u else '?'}deadline=60&lookup_deadline=60" for u in stores]
+    aiokv = {"model": "llama@1", "stores": patient} | changes.pop("aiokv", {})
     extra = {
         "backend_name": "aiokv",
         "module_path": "aiokv.connectors.sglang",
@@ -176,6 +185,39 @@ def test_pages_of_each_layout_come_back_after_a_restart(tmp_path, layout):
         assert backend.batch_get_v1(KEYS[:4], indices(2, 9, 4, 5)) == [True, True, True, False]
     assert all(torch.equal(page_of(pool, p), e) for p, e in zip((2, 9, 4), expected, strict=True))
     assert not any(page_of(pool, page).any() for page in (0, 1, 3, 5))
+
+
+def controller(backend: HiCacheAiokv, pool: Any) -> Any:
+    """Return SGLang's controller with what its storage threads use, without a device."""
+    made: Any = object.__new__(HiCacheController)
+    made.storage_backend = backend
+    made.storage_host_pool = pool
+    made.page_size = PAGE
+    made.page_get_func = made._page_get_zero_copy
+    made.page_set_func = made._page_set_zero_copy
+    made.prefetch_sync_queue = Queue()
+    return made
+
+
+def test_the_controller_of_sglang_backs_up_and_prefetches(tmp_path):
+    pool = host_pool()
+    expected = [page_of(pool, page) for page in (3, 1, 7)]
+    tokens = list(range(5 * PAGE))
+    with attached(config([f"disk:{tmp_path}?bytes=4MiB"]), pool) as backend:
+        made = controller(backend, pool)
+        hashes = made._storage_hit_query(PrefetchOperation("r0", tokens))
+        assert hashes == ([], 0)
+        hashes = get_storage_hash_str(tokens, None, page_size=PAGE)
+        backup = StorageOperation(indices(3, 1, 7), tokens, hash_value=hashes[:3])
+        made._page_backup(backup)
+        assert backup.completed_tokens == 3 * PAGE
+        pool.kv_buffer.zero_()
+        prefetch = PrefetchOperation("r1", tokens)
+        prefetch.hash_value, hit_tokens = made._storage_hit_query(prefetch)
+        assert (prefetch.hash_value, hit_tokens) == (hashes[:3], 3 * PAGE)
+        prefetch.host_indices = indices(2, 9, 4)
+        assert made._page_transfer(prefetch) == 3
+    assert all(torch.equal(page_of(pool, p), e) for p, e in zip((2, 9, 4), expected, strict=True))
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
@@ -332,7 +374,8 @@ def test_disk_stores_of_ranks_have_paths_of_their_own(tmp_path):
         ({"aiokv": {"model": ""}}, host_pool, "model or stores is empty"),
         ({"aiokv": {"model": 3}}, host_pool, "Expected `str`, got `int`"),
         ({"aiokv": {"stores": ["ftp:/x"]}}, host_pool, "the scheme 'ftp'"),
-        ({"is_mla_model": True, "tp_size": 2}, mla_pool, "disk store belongs to one rank"),
+        ({"is_mla_model": True, "tp_size": 2}, mla_pool, "all ranks load what one rank saves"),
+        ({"tp_size": 2}, host_pool, "a disk store belongs to one rank, and there are 2 ranks"),
         ({}, lambda: host_pool(dtype=torch.uint8), "kv_cache_dtype is missing"),
         ({}, lambda: host_pool("page_unified"), "the layout 'page_unified' of the host pool"),
     ],
@@ -341,6 +384,21 @@ def test_wrong_configurations_are_refused_with_what_to_do(tmp_path, changes, poo
     wrong = config([f"disk:{tmp_path}?bytes=1MiB"], **changes)
     with pytest.raises(ConfigError, match=message), attached(wrong, pool()):
         pass
+
+
+def test_release_without_adapters_in_its_hashes_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("aiokv.connectors.sglang.version", lambda name: "0.5.19")
+    with (
+        pytest.raises(ConfigError, match=r"SGLang 0\.5\.19 hashes only the tokens.*is 0\.5\.20"),
+        attached(config([f"directory:{tmp_path}"]), host_pool()),
+    ):
+        pass
+
+
+def test_release_built_from_sources_is_accepted(tmp_path, monkeypatch):
+    monkeypatch.setattr("aiokv.connectors.sglang.version", lambda name: "0.0.0.dev1+g1234")
+    with attached(config([f"directory:{tmp_path}"]), host_pool()) as backend:
+        assert not backend.exists(KEYS[0])
 
 
 def test_pools_besides_the_kv_pool_are_refused(tmp_path):

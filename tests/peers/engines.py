@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
     from aiokv import Lease, WindowGroup
+    from aiokv.engine.sending import Sending
     from aiokv.peers.options import TransportName
     from aiokv.worker.device.base import Device
 
@@ -45,6 +46,8 @@ class Side:
         ring_blocks: landing slots, and outgoing slots.
         state_slots: of recurrent state, whose bytes identify the computed positions.
         windows: groups of sliding windows; ``compute`` checks that each position sees its window.
+        layers: of the model.
+        layer_ranges: as for ``Peers``.
         config: fields of the configuration.
 
     Attributes:
@@ -67,12 +70,19 @@ class Side:
         block_tokens: int = BLOCK_TOKENS,
         state_slots: int = 0,
         windows: Mapping[str, WindowGroup] | None = None,
+        layers: int = 2,
+        layer_ranges: int = 1,
         **config: Any,
     ) -> None:
         self.memory = self.new_memory(
-            device_blocks, block_tokens, state_slots=state_slots, windows=windows or {}
+            device_blocks,
+            block_tokens,
+            state_slots=state_slots,
+            windows=windows or {},
+            layers=layers,
         )
         self.device = device
+        self.is_layered = layer_ranges > 1
         self.block_tokens = block_tokens
         slot_bytes = self.memory.largest_block_bytes + TRAILER_BYTES
         if (transport or self.default_transport) == "cuda_ipc":
@@ -89,6 +99,7 @@ class Side:
                 secret=secret,
                 listen=listen,
                 chunk_blocks=chunk_blocks,
+                layer_ranges=layer_ranges,
                 transport=transport or self.default_transport,
                 ring_bytes=ring_blocks * slot_bytes,
                 outgoing_bytes=ring_blocks * slot_bytes,
@@ -157,6 +168,32 @@ class Side:
             lease.commit(stop)
             first = stop
 
+    def compute_layers(
+        self,
+        lease: Lease,
+        tokens: np.ndarray,
+        positions: range,
+        sending: Sending,
+        layers: range | None = None,
+    ) -> None:
+        """Write positions layer by layer, and name each layer; ``commit`` is the caller's.
+
+        Args:
+            lease: that is sent.
+            tokens: of its prompt.
+            positions: that are computed.
+            sending: of the lease.
+            layers: that are written; None for all.
+        """
+        words = self.memory.position_words(tokens[: positions.stop], lease.salt)
+        places = self._places(lease, positions.start, positions.stop)
+        for layer in layers or range(self.memory.layers):
+            self.memory.write(places, words[positions.start :], range(layer, layer + 1))
+            self.note_layers(sending.layers_done(positions.stop, layer + 1))
+
+    def note_layers(self, mark: bytes) -> None:
+        """Do nothing: without ranks, ``layers_done`` has noted the mark."""
+
     def finish(self, lease: Lease, tokens: np.ndarray, first: int) -> None:
         """Check the positions before ``first``, compute the others, and check all."""
         self.check(lease, tokens, first)
@@ -189,15 +226,34 @@ class Side:
         lease.release()
 
     async def prefill(
-        self, tokens: np.ndarray, ticket: bytes, *, step: int = 8, **names: Any
+        self,
+        tokens: np.ndarray,
+        ticket: bytes,
+        *,
+        step: int = 8,
+        by_layer: bool | None = None,
+        **names: Any,
     ) -> tuple[int, str | None]:
-        """Compute a prompt and send it; return what was delivered, and the failure."""
+        """Compute a prompt and send it; return what was delivered, and the failure.
+
+        Args:
+            tokens: of the prompt.
+            ticket: of the receiver.
+            step: positions that are computed at once.
+            by_layer: name each layer when it is computed; by default, with ``layer_ranges``.
+            names: as for ``granted``.
+        """
+        by_layer = self.is_layered if by_layer is None else by_layer
         async with await self.granted(tokens, **names) as lease:
             async with self.engine.send(lease, ticket) as sending:
                 await lease.layers.wait_all()
                 done = lease.cached_tokens
                 while done < len(tokens):
                     end = min(done + step, len(tokens))
+                    for layer in range(self.memory.layers) if by_layer else ():
+                        layers = range(layer, layer + 1)
+                        self.compute_layers(lease, tokens, range(done, end), sending, layers)
+                        await asyncio.sleep(0)
                     self.compute(lease, tokens, done, end)
                     done = end
                     await asyncio.sleep(0)

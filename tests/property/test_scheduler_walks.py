@@ -422,7 +422,10 @@ class Walk:
         """Release a lease, also a waiting one: an effect ends the wait of its task."""
         if (lease_id := self.pick(waiting=True)) is not None:
             del self.tokens[lease_id]
-            self.apply(self.scheduler.release(lease_id))
+            end = self.scheduler.release
+            if self.has_reserves and self.random.random() < 0.3:
+                end = self.scheduler.expire
+            self.apply(end(lease_id))
             assert lease_id not in self.in_line | self.pending
 
     def begin_batch(self) -> None:
@@ -589,10 +592,17 @@ def test_random_transitions_with_stores_end_each_wait_once_and_free_all_blocks(
 
 @pytest.mark.parametrize("seed", range(60))
 def test_extend_and_try_allocate_succeed_up_to_the_number_of_blocks_that_is_told(seed: int) -> None:
-    walk = Walk(seed, has_reserves=True, has_peers=seed % 3 == 0)
-    walk.run(400)
+    Walk(seed, has_reserves=True, has_peers=seed % 3 == 0).run(400)
+
+
+def test_walks_reach_the_limits() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(100, 110):
+        walk = Walk(seed, has_reserves=True)
+        walk.run(400)
+        seen += walk.seen
     for name in ("extension", "refused extension", "request", "refused request"):
-        assert walk.seen[name] > 0, (name, walk.seen)
+        assert seen[name] > 20, (name, seen)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from contextlib import suppress
 
@@ -210,13 +211,14 @@ def test_threads_have_every_method_of_a_lease():
     elsewhere = {"resume", "snapshot_points", "reach_tokens", "state_slot", "id", "owner", "salt"}
     for_the_engine = {
         "held_id", "live_id", "leases", "leave_layers", "note_capacity_wait", "note_pending_wait",
-        "note_peer_wait", "note_received", "note_store_wait",
+        "note_expired", "note_peer_wait", "note_received", "note_store_wait",
     }  # fmt: skip
     assert public(Lease) - public(SyncLease) == elsewhere | for_the_engine
 
 
 def test_calls_have_the_methods_of_the_engine_that_never_wait():
     crossing = {"match", "would_hit", "extend", "commit_many", "step", "block_tables", "layers"}
+    crossing |= {"allocatable_blocks", "extendable_blocks"}
     assert crossing <= public(Calls) & public(SyncEngine) & public(CacheEngine)
 
 
@@ -266,3 +268,30 @@ def test_hit_blocks_and_numbers_of_blocks_come_in_the_crossing_of_the_match(engi
         first.release()
         assert waiting.result() is lease
         lease.release()
+
+
+def test_lease_expires_unless_it_is_used(engine):
+    calls = engine.calls()
+    kept, lost, used = (calls.match([n] * 8) for n in range(3))
+    for lease in (kept, lost, used):
+        calls.try_allocate(lease, 8, ttl_seconds=0.0)
+    calls.keep(kept)
+    calls.commit(used, 8)
+    calls.run()
+    engine.call(asyncio.sleep, 0)
+    assert (kept.state, used.state) == (LeaseState.GRANTED, LeaseState.GRANTED)
+    with pytest.raises(LeaseError, match="expired at"):
+        lost.keep()
+    kept.expire_after(60.0)
+    kept.keep()
+    future = lost_again(engine)
+    assert future.state is LeaseState.RELEASED
+    assert engine.statistics().expired_leases == 2
+    engine.release_many([kept, lost, used, future])
+
+
+def lost_again(engine: SyncEngine) -> SyncLease:
+    lease = engine.match([9] * 8)
+    lease.allocate(8, ttl_seconds=0.0).result()
+    engine.call(asyncio.sleep, 0)
+    return lease

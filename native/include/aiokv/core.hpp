@@ -91,6 +91,8 @@ class Core {
     }
     // Of an id that match() has returned, also when the lease was released since then.
     bool is_idle(LeaseId id) const { return foreign_.uses().is_idle(id); }
+    // The newest unfinished step that is_idle() waits for, or 0.
+    Step idle_after_step(LeaseId id) const { return foreign_.after_step(id); }
     std::vector<LeaseId> take_idle() { return foreign_.uses().take_idle(); }
     std::vector<LeaseId> take_advanced() { return foreign_.saves().take_advanced(); }
     std::vector<BlockId> take_queued_ids() { return foreign_.saves().take_queued_ids(); }
@@ -214,8 +216,15 @@ class Core {
         return peers_.receive(leases_.at(id), ticket, first_block, num_blocks);
     }
     TransferId send(LeaseId id, const TicketId& ticket, std::int64_t first_block,
-                    std::int64_t num_blocks) {
-        return peers_.send(leases_.at(id), ticket, first_block, num_blocks);
+                    std::int64_t num_blocks, LayerRanges layers = {}) {
+        return peers_.send(leases_.at(id), ticket, first_block, num_blocks, layers);
+    }
+    // `step`: the open one.
+    TransferId send_early(LeaseId id, const TicketId& ticket, std::int64_t first_block,
+                          std::int64_t num_blocks, LayerRanges layers, std::uint64_t mark,
+                          Step step) {
+        return peers_.send_early(leases_.at(id), ticket, first_block, num_blocks, layers, mark,
+                                 step);
     }
     TransferId receive_state(LeaseId id, const TicketId& ticket, std::int64_t num_tokens) {
         return peers_.receive_state(leases_.at(id), ticket, num_tokens);

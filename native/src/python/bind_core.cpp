@@ -62,7 +62,8 @@ using StateCopyTuple = nb::typed<nb::tuple, BlockId, BlockId>;
 using MoveTuple = nb::typed<nb::tuple, MoveRoute, std::int32_t, nb::bytes, nb::bytes, Step>;
 using TransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes, Step>;
 using PeerTransferTuple =
-    nb::typed<nb::tuple, PeerRoute, nb::bytes, std::size_t, nb::bytes, nb::bytes, Step>;
+    nb::typed<nb::tuple, PeerRoute, nb::bytes, std::size_t, nb::bytes, nb::bytes, Step,
+              std::tuple<std::uint32_t, std::uint32_t>, std::uint64_t>;
 using PeerEndTuple = nb::typed<nb::tuple, TransferId, LeaseId, std::uint32_t, bool>;
 
 MatchTuple match(Core& core, TokenArray tokens, std::string_view context, bool reads, bool writes) {
@@ -150,7 +151,7 @@ PeerTransferTuple peer_transfer(const Core& core, TransferId id) {
     }
     return nb::make_tuple(t.route, nb::bytes(t.ticket.data(), t.ticket.size()), t.group,
                           id_bytes(in_prompt), id_bytes(t.moves_blocks() ? t.blocks : t.side_ids),
-                          t.after_step);
+                          t.after_step, nb::make_tuple(t.layers.first, t.layers.end), t.mark);
 }
 
 std::vector<PeerEndTuple> take_peer_ends(Core& core) {
@@ -435,6 +436,8 @@ void bind_core(nb::module_& m) {
             "Append device ids of a server to the table of a lease.")
         .def("is_idle", &Core::is_idle, "lease"_a,
              "Return whether no transfer uses ids that the lease, which may have ended, has named.")
+        .def("idle_after_step", &Core::idle_after_step, "lease"_a,
+             "Return the newest unfinished step that the transfers of is_idle() wait for, or 0.")
         .def("take_idle", &Core::take_idle, "Return leases that have become idle.")
         .def("take_advanced", &Core::take_advanced,
              "Return leases of which foreign saves have made blocks matchable.")
@@ -578,11 +581,26 @@ void bind_core(nb::module_& m) {
         .def(
             "send",
             [](Core& core, LeaseId id, const nb::bytes& ticket, std::int64_t first_block,
-               std::int64_t num_blocks) {
-                return core.send(id, ticket_id(ticket), first_block, num_blocks);
+               std::int64_t num_blocks, std::uint32_t first_range, std::uint32_t end_range) {
+                return core.send(id, ticket_id(ticket), first_block, num_blocks,
+                                 {first_range, end_range});
             },
-            "lease"_a, "ticket_id"_a, "first_block"_a, "num_blocks"_a,
-            "Begin to send computed blocks of the lease to a peer; return the transfer.")
+            "lease"_a, "ticket_id"_a, "first_block"_a, "num_blocks"_a, "first_range"_a = 0,
+            "end_range"_a = 0,
+            "Begin to send computed blocks of the lease, or ranges of their layers, to a peer; "
+            "return the transfer.")
+        .def(
+            "send_early",
+            [](Core& core, LeaseId id, const nb::bytes& ticket, std::int64_t first_block,
+               std::int64_t num_blocks, std::uint32_t first_range, std::uint32_t end_range,
+               std::uint64_t mark, Step step) {
+                return core.send_early(id, ticket_id(ticket), first_block, num_blocks,
+                                       {first_range, end_range}, mark, step);
+            },
+            "lease"_a, "ticket_id"_a, "first_block"_a, "num_blocks"_a, "first_range"_a,
+            "end_range"_a, "mark"_a, "step"_a = 0,
+            "Begin to send ranges of layers of blocks that the lease computes; return the "
+            "transfer.")
         .def(
             "receive_state",
             [](Core& core, LeaseId id, const nb::bytes& ticket, std::int64_t num_tokens) {
@@ -632,7 +650,7 @@ void bind_core(nb::module_& m) {
         .def("is_peer_transfer", &Core::is_peer_transfer, "transfer"_a)
         .def("peer_transfer", &peer_transfer, "transfer"_a,
              "(route, ticket_id, window group, blocks of the prompt, own blocks or the state slot, "
-             "after_step).")
+             "after_step, (first range of layers, end range), mark).")
         .def(
             "peer_transfers",
             [](const Core& core, LeaseId id) { return core.lease(id).peer_transfers; }, "lease"_a,
