@@ -247,6 +247,12 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
             raise ConfigError(
                 f"{name} is {getattr(parallel, name)}; AiokvConnector serves 1 only", hint=hint
             )
+    if parallel.distributed_executor_backend == "external_launcher":
+        raise ConfigError(
+            "distributed_executor_backend is 'external_launcher'; AiokvConnector needs one "
+            "scheduler for all ranks",
+            hint="drop --distributed-executor-backend",
+        )
     if vllm_config.model_config.enable_sleep_mode:
         raise ConfigError(
             "enable_sleep_mode is set; vLLM unmaps the KV cache without telling its connector, "

@@ -514,6 +514,10 @@ def test_configuration_that_is_not_served_is_refused() -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel_size is 2"):
         _check(config)
     config = vllm_config(extra=HOST)
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    with pytest.raises(ConfigError, match="external_launcher"):
+        _check(config)
+    config = vllm_config(extra=HOST)
     config.model_config.enable_sleep_mode = True
     with pytest.raises(ConfigError, match="enable_sleep_mode"):
         _check(config)
