@@ -16,16 +16,17 @@ using Prompt = std::vector<std::int32_t>;
 struct Cache {
     Core core;
 
-    explicit Cache(std::uint32_t host_blocks = 16) : core(config(host_blocks)) {}
+    explicit Cache(bool stores = false) : core(config(stores)) {}
     ~Cache() {
         for (const std::string& violation : core.violations()) CHECK_EQ(violation, "");
     }
 
-    static CoreConfig config(std::uint32_t host_blocks) {
+    static CoreConfig config(bool stores) {
         CoreConfig config;
         config.block_tokens = 2;
         config.device_blocks = 16;
-        config.host_blocks = host_blocks;
+        config.host_blocks = 16;
+        config.stores.exist = stores;
         config.write_policy = WritePolicy::kWriteThrough;
         config.foreign_device = true;
         return config;
@@ -113,6 +114,39 @@ TEST(host_blocks_of_an_onload_survive_a_reset) {
     cache.done(onload);
     CHECK_EQ(cache.core.statistics().host_free, 16u);
     cache.core.release(lease, 0);
+}
+
+TEST(a_queued_block_is_lost_with_the_block_above_it) {
+    Cache cache;
+    const LeaseId writer = cache.begin(prompt(7), {0, 1, 2, 3});
+    cache.core.commit(writer, 4, 0);
+    cache.done(cache.core.take_backups());
+    const LeaseId reader = cache.begin(prompt(5), {4, 5, 6});
+    cache.core.commit(writer, 6, 0);  // queued below the second block
+    cache.core.complete(cache.core.lease(reader).onloads.at(0), Outcome::kFailed, 1);
+    CHECK_EQ(cache.core.take_backups(), 0u);
+    CHECK(cache.core.is_idle(writer));
+    CHECK_EQ(cache.core.commit(writer, 6, 0), 2u);  // and what was dropped
+    cache.done(cache.core.take_backups());
+    CHECK_EQ(cache.hit(prompt(7)), 3u);
+    cache.core.release(reader, 0);
+    cache.core.release(writer, 0);
+}
+
+TEST(a_block_that_a_fetch_has_brought_first_keeps_its_copy) {
+    Cache cache(true);
+    const LeaseId writer = cache.begin(prompt(7), {0, 1, 2, 3});
+    cache.core.commit(writer, 6, 0);
+    const TransferId save = cache.core.take_backups();
+    const LeaseId reader = cache.core.match(prompt(7), "").lease;
+    CHECK_EQ(cache.core.missing(reader).digests.size(), 3u);
+    cache.done(cache.core.begin_fetch(reader, 2));
+    CHECK_EQ(cache.hit(prompt(7)), 2u);
+    cache.done(save);
+    CHECK_EQ(cache.hit(prompt(7)), 3u);
+    CHECK_EQ(cache.core.statistics().host_free, 13u);
+    cache.core.release(reader, 0);
+    cache.core.release(writer, 0);
 }
 
 TEST(calls_that_need_a_device_pool_throw) {

@@ -81,6 +81,7 @@ async def test_blocks_of_the_servers_own_cache_are_saved_once_they_are_committed
         assert lease.commit(12) == 3
         await cache.finish()
         assert cache.hit(A) == (0, 3)
+        assert cache.engine.statistics().computed_tokens == 0
         lease.release()
 
 
@@ -729,6 +730,20 @@ async def test_reset_keeps_saves_in_flight_out_of_the_cache():
         lease.release()
         assert cache.engine.statistics().releasing_leases == 0
         await cache.store(A, range(4))
+
+
+async def test_a_block_is_saved_anew_while_a_save_of_before_the_reset_is_in_flight():
+    async with ForeignCache() as cache:
+        old = await cache.compute_new(A, range(4))
+        await cache.saves_begun()
+        resetting = asyncio.create_task(cache.engine.reset())
+        await spin(4)
+        new = await cache.compute_new(A, range(8, 12))
+        await cache.finish()
+        await resetting
+        assert cache.hit(A) == (0, 3)
+        old.release()
+        new.release()
 
 
 async def test_blocks_of_old_weights_are_not_cached():
