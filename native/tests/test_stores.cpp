@@ -479,6 +479,14 @@ TEST(a_sketch_remembers_a_period_and_forgets_after_two) {
     CHECK(known < 40);
 }
 
+TEST(a_sketch_counts_offers_up_to_its_most) {
+    ReuseSketch sketch(1000, 3);
+    for (const std::uint32_t before : {0u, 1u, 2u, 3u, 3u}) {
+        CHECK_EQ(sketch.count(root_digest(7, "sketch")), before);
+    }
+    CHECK_EQ(sketch.count(root_digest(8, "sketch")), 0u);
+}
+
 TEST(without_stores_there_are_no_digests) {
     CoreConfig config = config_of(8, 8);
     config.stores.exist = false;

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import numpy as np
 import pytest
 
 from aiokv import CacheConfig, CacheEngine, Hit, LeaseState, Peers
 from aiokv.errors import ClosedError, ConfigError, LeaseError, TransferError, UsageError
-from aiokv.testing import ManualDevice, ManualEvent, spin
+from aiokv.testing import (
+    ManualDevice,
+    ManualEvent,
+    ScriptedDevice,
+    ScriptedStore,
+    run_until_idle,
+    spin,
+)
 from aiokv.testing.transitions import TransitionLog, record, replay_transitions
 from tests.harness.cache import BLOCK_TOKENS, prompt
 from tests.harness.foreign import ForeignCache
@@ -73,6 +81,7 @@ async def test_blocks_of_the_servers_own_cache_are_saved_once_they_are_committed
         assert lease.commit(12) == 3
         await cache.finish()
         assert cache.hit(A) == (0, 3)
+        assert cache.engine.statistics().computed_tokens == 0
         lease.release()
 
 
@@ -130,17 +139,16 @@ async def test_saves_of_consecutive_commits_do_not_wait_for_each_other():
             await cache.saves_begun()
         first, second = cache.device.offloads  # the worker has two in the device at a time
         second.complete_all()
-        await spin(4)
+        await run_until_idle(lambda: len(cache.device.offloads) == 2)
         assert cache.hit(A) == (0, 0)
         _, third = cache.device.offloads
         third.complete_all()
-        await spin(4)
+        await run_until_idle(lambda: cache.engine.worker_statistics().offload.done == 2)
         assert cache.hit(A) == (0, 0)
         assert not lease.is_idle
         first.complete_all()
-        await spin(4)
+        await lease.idle()
         assert cache.hit(A) == (0, 3)
-        assert lease.is_idle
         lease.release()
 
 
@@ -172,7 +180,7 @@ async def test_a_fork_of_prompts_is_saved_below_a_block_that_is_being_saved():
         below = cache.device.offloads[1]
         assert below.device_ids.tolist() == [11, 12, 13]
         below.complete_all()
-        await spin(4)
+        await second.idle()
         assert cache.hit(LONG) == (0, 0)
         await cache.finish()
         assert cache.hit(LONG) == (0, 6)
@@ -526,6 +534,69 @@ async def test_a_failed_onload_lowers_the_cached_positions():
         await cache.store(A, range(12, 16))
 
 
+async def test_blocks_that_were_computed_behind_a_failed_onload_are_not_cached():
+    async with ForeignCache() as cache:
+        await cache.store(A, range(4))
+        lease = await cache.begin(LONG, range(8, 15))
+        cache.memory.write([11, 12, 13], cache.memory.words(LONG)[3:])
+        assert lease.commit(len(LONG)) == 0  # the end of the onload decides
+        await cache.saves_begun()
+        assert not cache.device.offloads
+        cache.device.onloads[0].fail_all(block=2)
+        await lease.idle()
+        await cache.finish()
+        assert cache.hit(LONG) == (0, 2)
+        assert lease.recompute_from() == 8
+        cache.compute(lease, LONG, first=2)
+        await cache.finish()
+        assert cache.hit(LONG) == (0, 6)
+        lease.release()
+
+
+async def test_blocks_behind_a_hit_are_saved_when_its_onload_has_ended():
+    async with ForeignCache(verify="checksum") as cache:
+        await cache.store(A, range(4))
+        lease = await cache.begin(LONG, range(8, 15))
+        cache.memory.write([11, 12, 13], cache.memory.words(LONG)[3:])
+        assert lease.commit(len(LONG)) == 0
+        await cache.finish()
+        assert cache.hit(LONG) == (0, 6)
+        lease.release()
+
+
+async def test_a_save_below_a_block_that_was_dropped_is_not_cached():
+    async with ForeignCache() as cache:
+        await cache.store(A, range(4))
+        below = await cache.compute_new(LONG, [0, 1, 2, 4, 5, 6, 7], computed_tokens=12)
+        await cache.saves_begun()
+        (save,) = cache.device.offloads
+        onloading = await cache.begin(A, range(8, 12))
+        cache.device.onloads[0].fail_all(block=1)
+        await onloading.idle()
+        save.complete_all()
+        await below.idle()
+        assert cache.hit(LONG) == (0, 1)
+        assert cache.engine.check_invariants() == []
+        assert below.commit(len(LONG)) == 5  # from the dropped block on
+        await cache.finish()
+        assert cache.hit(LONG) == (0, 6)
+        onloading.release()
+        below.release()
+
+
+async def test_a_block_that_an_onload_writes_is_not_saved():
+    """The server takes a block for cached before it has arrived."""
+    async with ForeignCache() as cache:
+        await cache.store(A, range(4))
+        onloading = await cache.begin(A, range(8, 12))
+        early = await cache.begin(B, [8, 9, 10, 12], computed_tokens=12)
+        assert early.commit(12) == 0
+        await cache.finish()
+        onloading.release()
+        early.release()
+        assert cache.hit(B) == (0, 0)
+
+
 async def test_a_lease_whose_onload_fails_after_its_release_leaves_nothing():
     async with ForeignCache() as cache:
         await cache.store(A, range(4))
@@ -661,6 +732,20 @@ async def test_reset_keeps_saves_in_flight_out_of_the_cache():
         await cache.store(A, range(4))
 
 
+async def test_a_block_is_saved_anew_while_a_save_of_before_the_reset_is_in_flight():
+    async with ForeignCache() as cache:
+        old = await cache.compute_new(A, range(4))
+        await cache.saves_begun()
+        resetting = asyncio.create_task(cache.engine.reset())
+        await spin(4)
+        new = await cache.compute_new(A, range(8, 12))
+        await cache.finish()
+        await resetting
+        assert cache.hit(A) == (0, 3)
+        old.release()
+        new.release()
+
+
 async def test_blocks_of_old_weights_are_not_cached():
     async with ForeignCache() as cache:
         lease = await cache.compute_new(A, range(4))
@@ -743,6 +828,39 @@ async def test_a_granted_hit_cannot_be_evicted():
         assert await cache.engine.evict(3, "host") == 0
         lease.release()
         assert await cache.engine.evict(3, "host") == 3
+
+
+# ---- stores
+
+
+async def _on_cpu(cache: ForeignCache, tokens: np.ndarray, ids: list[int], **begin: object) -> int:
+    """Serve a prompt with a device that copies by itself; return the cached positions."""
+    serving = asyncio.create_task(cache.begin(tokens, ids, **begin))
+    await run_until_idle(serving.done)
+    lease = await serving
+    await run_until_idle(lambda: lease.layers.is_done)
+    cache.check(lease, tokens)
+    cached = lease.cached_tokens
+    cache.compute(lease, tokens)
+    lease.release()
+    await cache.engine.drain()
+    return cached
+
+
+@pytest.mark.clock
+async def test_blocks_reach_the_stores_and_come_back_from_there():
+    store = ScriptedStore()
+    async with ForeignCache(device=ScriptedDevice(), stores=[store]) as cache:
+        assert await _on_cpu(cache, A, [0, 1, 2, 3]) == 0
+    assert len(store.objects) == 3
+    again = ScriptedStore(objects=store.objects)
+    async with ForeignCache(device=ScriptedDevice(), stores=[again]) as cache:
+        assert await _on_cpu(cache, A, [8, 9, 10, 11], wait_store=math.inf) == 12
+        assert cache.engine.statistics().fetched_blocks == 3
+        await cache.engine.evict(3, "host")
+        found = asyncio.create_task(cache.engine.prefetch(A))
+        await run_until_idle(found.done)
+        assert await found == Hit(0, 12)
 
 
 # ---- what is not offered

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -448,3 +449,4 @@ class ForeignMachine(RuleBasedStateMachine):
 
 
 TestForeignBlocks = ForeignMachine.TestCase
+TestForeignBlocks.settings = settings(max_examples=3 * settings().max_examples)

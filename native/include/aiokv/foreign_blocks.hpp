@@ -50,7 +50,9 @@ class ForeignBlocks {
     bool exist() const { return config_.foreign_device; }
 
     // Throws UsageError, changing nothing: the call needs a device pool of the engine's own.
-    void refuse(const char* call, const char* hint) const;
+    void refuse(const char* call, const char* hint) const {
+        if (exist()) refuse_always(call, hint);
+    }
 
     // Appends ids to the table of a granted lease. The first call begins the onload of the cached
     // positions from `computed_tokens` on, which the server's own cache does not have. Throws
@@ -88,6 +90,7 @@ class ForeignBlocks {
         std::uint32_t first_block = 0;  // of the prompt
     };
 
+    [[noreturn]] static void refuse_always(const char* call, const char* hint);
     void check_ids(const Lease& lease, std::span<const BlockId> ids);
     void check_computed(const Lease& lease, std::size_t blocks, std::int64_t computed_tokens) const;
     void check_hit(const Lease& lease, std::size_t blocks, std::size_t first) const;

@@ -91,7 +91,8 @@ struct Lease {
     std::vector<BlockId> tail_host;    // while swapped: what follows the path, computed, in host
     TransferId swap_transfer = 0;      // of kSwapping
     std::vector<TransferId> peer_transfers;  // in flight, that use blocks of the table
-    std::vector<TokenRange> received;        // proven, not committed yet; in order, not adjacent
+    std::vector<SaveId> saving;  // foreign blocks behind the path that are being saved, in order
+    std::vector<TokenRange> received;  // proven, not committed yet; in order, not adjacent
 
     std::uint64_t version = 0;        // of the index, when path was walked
     std::uint64_t opened_ns = 0;      // tick_nanoseconds()
@@ -112,13 +113,6 @@ struct Lease {
     NodeId frontier = kNone;  // where its next block will hang, while Promises has the lease
     NodeId awaited = kNone;   // the end of its hit, while Uses has the lease
 
-    // Device blocks of a server; see ForeignBlocks.
-    std::vector<SaveId> saving;        // blocks behind the path that are being saved, in order
-    bool save_failed = false;          // it saves nothing more in this grant
-    std::uint32_t counted_blocks = 0;  // whose use by this lease is counted
-    std::uint32_t due_blocks = 0;      // of those, leading ones that were used often enough
-    std::uint64_t use_hash = 0;        // of the counted blocks
-
     RecurrentHolding recurrent;
     std::vector<WindowTable> windows;  // one per group, while granted or swapped
 
@@ -126,6 +120,12 @@ struct Lease {
     Step last_step = 0;          // newest step that computed with the blocks of this grant
     std::uint32_t batches = 0;   // unfinished batches that compute with its blocks
     bool step_is_exact = false;  // a batch has named this grant: no later step uses its blocks
+
+    // Saves of foreign device blocks; see ForeignSaves.
+    bool save_failed = false;          // it saves nothing more in this grant
+    std::uint32_t counted_blocks = 0;  // whose use by this lease is counted
+    std::uint32_t due_blocks = 0;      // of those, leading ones that were used often enough
+    std::uint64_t use_hash = 0;        // of the counted blocks
 
     LeaseId id() const { return (LeaseId{generation} << 32) | index; }
     bool is(LeaseState other) const { return state == other; }

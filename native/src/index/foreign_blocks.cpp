@@ -57,8 +57,7 @@ void ForeignBlocks::assign(Lease& lease, std::span<const BlockId> ids,
     if (first_onload < cached) begin_onload(lease, first_onload);
 }
 
-void ForeignBlocks::refuse(const char* call, const char* hint) const {
-    if (!exist()) return;
+void ForeignBlocks::refuse_always(const char* call, const char* hint) {
     throw UsageError(std::string(call) +
                      ": with foreign_device, a server owns the device blocks, not the engine")
         .field("foreign_device")

@@ -66,6 +66,7 @@ Grant Grants::allocate(Lease& lease, std::int64_t num_tokens, Reserve reserve) {
     // Refs first: what the lease hits must not be evicted to make room for the rest of it.
     const std::uint32_t needed = total - residency_.ref(lease.path);
     if (config_.foreign_device) {  // the server has the device blocks, and names them later
+        lease.save_failed = false;
         take_blocks(lease, 0);
         return Grant::kReady;
     }
@@ -138,7 +139,6 @@ void Grants::take_blocks(Lease& lease, std::uint32_t total_blocks) {
     hit_host_tokens_ += std::uint64_t{lease.host_hit} * config_.block_tokens;
     prompt_tokens_ += lease.tokens.size();
     ++grants_;
-    lease.save_failed = false;
     const bool has_host_blocks = resident < hits || !lease.tail_host.empty();
     if (has_host_blocks && !config_.foreign_device) start_onload(lease, resident);
     auxiliary_.take(lease);

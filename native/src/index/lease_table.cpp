@@ -115,7 +115,6 @@ Lease& LeaseTable::open(std::span<const std::int32_t> tokens, std::uint32_t cont
     lease.computed_blocks = lease.device_hit = lease.host_hit = lease.known_blocks = 0;
     lease.store_hit = 0;
     lease.digests.clear();
-    lease.save_failed = false;
     lease.counted_blocks = lease.due_blocks = 0;
     lease.opened_ns = tick_nanoseconds();
     move(lease, kMatched);

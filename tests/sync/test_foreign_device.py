@@ -1,0 +1,94 @@
+"""Device blocks of a server, from a thread."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from aiokv import CacheConfig, Regions, UsageError
+from aiokv.sync import SyncEngine
+
+PROMPT = list(range(17))
+CONFIG = CacheConfig(block_tokens=4, device_blocks=16, host_blocks=32, foreign_device=True)
+
+
+@pytest.fixture
+def tensors():
+    return [np.zeros((16, 64), np.uint8) for _ in range(2)]
+
+
+@pytest.fixture
+def engine(tensors):
+    regions = Regions(num_layers=2)
+    regions.add("kv", layers=tensors)
+    with SyncEngine(CONFIG, regions) as engine:
+        yield engine
+        assert engine.call(engine.cache.check_invariants) == []
+
+
+def serve(engine, tensors, ids):
+    calls = engine.calls()
+    lease = calls.match(PROMPT)
+    granted = calls.try_allocate(lease, 17)
+    calls.assign(lease, ids)
+    calls.run()
+    assert granted.value
+    for number, block in enumerate(ids, 1):
+        for tensor in tensors:
+            tensor[block] = number
+    return lease
+
+
+def test_a_step_of_a_scheduler_is_one_crossing(engine, tensors):
+    lease = serve(engine, tensors, [1, 2, 3, 4, 5])
+    calls = engine.calls()
+    committed = calls.commit(lease, 17)
+    calls.release(lease)
+    is_idle = calls.is_idle(lease)
+    idle = calls.idle(lease)
+    calls.run()
+    assert committed.value == 4
+    assert is_idle.value is False
+    assert idle.result() is None
+    assert lease.is_idle
+    again = engine.match(PROMPT)
+    assert again.hit.host_tokens == 16
+    assert again.try_allocate(17)
+    again.assign(np.array([11, 12, 13, 14, 15]), computed_tokens=4)
+    again.layers.wait_all()
+    again.idle().result()
+    assert again.transfer_ids == ()
+    assert [tensor[12:15, 9].tolist() for tensor in tensors] == [[2, 3, 4]] * 2
+    again.release()
+
+
+def test_the_idle_future_of_an_idle_lease_is_done_at_once(engine, tensors):
+    with engine.match(PROMPT) as lease:
+        calls = engine.calls()
+        future = calls.idle(lease)
+        calls.run()
+        assert future.done()
+
+
+def test_a_cancelled_idle_future_changes_nothing(engine, tensors):
+    lease = serve(engine, tensors, [1, 2, 3, 4, 5])
+    calls = engine.calls()
+    calls.commit(lease, 17)
+    future = calls.idle(lease)
+    calls.run()
+    future.cancel()
+    lease.idle().result()
+    lease.release()
+
+
+def test_the_error_of_an_assign_is_that_of_its_answer(engine):
+    lease = engine.match(PROMPT)
+    calls = engine.calls()
+    calls.try_allocate(lease, 17)
+    wrong = calls.assign(lease, [1, 1])
+    right = calls.assign(lease, [1, 2])
+    calls.run(raise_errors=False)
+    assert isinstance(wrong.error, UsageError)
+    assert right.value is None
+    assert lease.block_table.tolist() == [1, 2]
+    lease.release()
