@@ -628,3 +628,21 @@ def test_prompts_that_are_no_tokens_are_refused(tokens):
         with pytest.raises(UsageError):
             manager.match_prefix(Request("a", tokens))
         assert manager.num_free_device_blocks == 8
+
+
+def test_room_is_exact_after_a_commit_that_keeps_other_blocks_cached():
+    """A committed block needs the blocks before it, which may be those of another request."""
+    with opened(8) as manager:
+        first, second = Request("a", prompt(1, 2)), Request("b", prompt(1, 2))
+        start(manager, first, 3)
+        start(manager, second, 2)
+        manager.issue_pending_backup_to_batch_request()
+        finish(manager, second)
+        manager.issue_pending_backup_to_batch_request()
+        assert manager.can_allocate_device_blocks(5)
+        first.output_token_ids += [1, 2, 3, 4, 5]
+        third = Request("c", prompt(2, 1))
+        manager.match_prefix(third)
+        assert not manager.can_allocate_device_blocks(4)
+        assert manager.can_allocate_device_blocks(3)
+        assert len(manager.allocate_device_blocks(third, 3)) == 3

@@ -162,7 +162,7 @@ class RequestBlocks:
         self._lock = threading.RLock()
         self._holdings: dict[str, Holding] = {}
         self._leaving: list[Holding] = []  # ended, but a batch still waits for their onloads
-        self._room = 0  # blocks that can be taken for sure
+        self._room = 0  # blocks that can be taken for sure, as far as known
         self._promised = 0  # blocks that a caller was told it can take
         self._has_committed = False  # since the last batch was scheduled
         self.last_step = 0  # number of the step that was closed last
@@ -215,15 +215,16 @@ class RequestBlocks:
                 return holding
             holding.lease = self._match(calls, holding, tokens, read=True)
             granted = calls.add(_grant_hit, holding.lease, onload)
+            room = self._record_room(calls, 0)
             calls.run(raise_errors=False)
             if granted.error is None:
+                self._room = room.value
                 holding.hit, holding.table, holds_blocks = granted.value
                 holding.given = len(holding.table)
                 if holds_blocks and not holding.table:
                     self._drop_lease(holding)
                 cached = holding.given * self._block_tokens
                 holding.scheduled_tokens = holding.committed_tokens = cached
-                self._room = max(self._room - holding.given, 0)
             elif _is_refusal(granted.error):  # of the items, for example
                 log.warning(
                     "fastdeploy.request_not_shared",
@@ -451,6 +452,7 @@ class RequestBlocks:
             holding.named_tokens = computed
         calls.commit(lease, computed)
         holding.committed_tokens = computed
+        self._room = 0  # unknown: the blocks before a committed one cannot be evicted
 
     def _record_end(self, calls: Calls, request_id: str) -> bool:
         holding = self._holdings.pop(request_id, None)
