@@ -17,7 +17,14 @@ from aiokv.connectors.fastdeploy import (
     CacheSwapMetadata,
 )
 from aiokv.sync import Calls
-from tests.connectors.fastdeploy_server import BLOCK, Request, Status, fd_config
+from tests.connectors.fastdeploy_server import (
+    BLOCK,
+    Request,
+    Status,
+    fd_config,
+    regions_of,
+    tensors,
+)
 
 
 @contextmanager
@@ -413,6 +420,27 @@ def test_b5_9_different_images_share_the_blocks_before_them():
         assert same.match_result.total_matched_blocks == 4
 
 
+def test_blocks_of_stores_are_brought_to_host_memory_on_request(tmp_path):
+    options = {"stores": [f"disk:{tmp_path}/kv?bytes=4MiB"], "model": "test"}
+    tokens = prompt(1, 3, more=1)
+    for expected in (0, 3):
+        layers = tensors(4)
+        regions = regions_of(layers)
+        with opened(4, 8, options | {"regions": regions}, write_policy="write_through") as manager:
+            request = Request("a", tokens)
+            assert manager.prefetch_storage(request)
+            manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+            manager.match_prefix(request, skip_storage=False)
+            assert request.match_result.total_matched_blocks == expected
+            request.block_tables = list(request.match_result.device_block_ids)
+            request.block_tables += manager.allocate_device_blocks(request, 4 - expected)
+            request.num_computed_tokens = len(tokens)
+            manager.issue_pending_backup_to_batch_request()
+            finish(manager, request)
+            manager.write_cache_to_storage(request)
+            manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+
+
 @pytest.mark.parametrize(
     "inputs",
     [
@@ -613,6 +641,11 @@ def test_verbs_after_close_are_refused():
         start(manager, request)
     manager.close()
     assert not manager.is_initialized()
+
+
+def test_without_stores_nothing_is_prefetched():
+    with opened(8) as manager:
+        assert not manager.prefetch_storage(Request("a", prompt(1, 2)))
 
 
 def test_finish_of_an_unknown_request_does_nothing():

@@ -46,7 +46,7 @@ class EngineHost:
     ) -> None:
         self.sizes = sizes
         self.has_ranks = ranks is not None
-        self.has_stores = bool(stores)
+        self.has_stores = bool(stores) or (ranks is not None and ranks.capabilities.stores)
         self._regions, self._device, self._ranks, self._stores = regions, device, ranks, stores
         self._step_event = step_event
         self._options = options
