@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from aiokv import ConfigError, UsageError
+from aiokv import ClosedError, ConfigError, UsageError
 from aiokv.connectors.fastdeploy import (
     BatchRequest,
     CacheLevel,
@@ -428,8 +428,7 @@ def test_blocks_of_stores_are_brought_to_host_memory_on_request(tmp_path):
         regions = regions_of(layers)
         with opened(4, 8, options | {"regions": regions}, write_policy="write_through") as manager:
             request = Request("a", tokens)
-            assert manager.prefetch_storage(request)
-            manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+            assert manager.prefetch_storage(request).result(30.0).total == expected * BLOCK
             manager.match_prefix(request, skip_storage=False)
             assert request.match_result.total_matched_blocks == expected
             request.block_tables = list(request.match_result.device_block_ids)
@@ -641,6 +640,10 @@ def test_verbs_after_close_are_refused():
         start(manager, request)
     manager.close()
     assert not manager.is_initialized()
+    for call in (lambda: manager.match_prefix(request), lambda: manager.can_allocate_gpu_blocks(1)):
+        with pytest.raises(ClosedError, match="the cache manager is closed"):
+            call()
+    assert manager.num_free_device_blocks == 8
 
 
 def test_without_stores_nothing_is_prefetched():

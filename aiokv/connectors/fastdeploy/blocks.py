@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 WAIT_SECONDS: Final = 0.02  # for copies in flight, before blocks count as missing
+PROMISE_SECONDS: Final = 10.0  # likewise, for blocks that `can_allocate` has promised
 
 
 class Holding:
@@ -242,7 +243,7 @@ class RequestBlocks:
         Waits shortly when blocks are only missing because they are being saved.
         """
         with self._lock:
-            if num_blocks > self._room and not self._find_room(num_blocks):
+            if num_blocks > self._room and not self._find_room(num_blocks, self._wait_seconds):
                 return False
             self._promised = max(num_blocks, 0)
             return True
@@ -254,7 +255,8 @@ class RequestBlocks:
             Their ids; empty without room.
 
         Raises:
-            WouldBlock: without room, although ``can_allocate`` has just promised it.
+            WouldBlock: without room, although ``can_allocate`` has just promised it: blocks that
+                could be evicted then have to be saved first now, which took over 10 s.
         """
         with self._lock:
             holding = self._holdings.get(request.request_id)
@@ -262,11 +264,14 @@ class RequestBlocks:
                 holding = self._hold(request, len(tokens_of(request)))
             holding.check_alignment()
             missing = num_blocks - holding.spare
-            if missing > 0 and not self._take(holding, missing):
-                if num_blocks > self._promised:
+            is_promised = num_blocks <= self._promised
+            wait_seconds = PROMISE_SECONDS if is_promised else self._wait_seconds
+            if missing > 0 and not self._take(holding, missing, wait_seconds):
+                if not is_promised:
                     return []
                 raise WouldBlock(
-                    f"request {request.request_id!r}: no room for {num_blocks} blocks",
+                    f"request {request.request_id!r}: no room for {num_blocks} blocks after "
+                    f"{wait_seconds} s, because blocks are being copied",
                     hint="schedule the request again in the next step",
                 )
             first = holding.given
@@ -502,10 +507,10 @@ class RequestBlocks:
         left = holding.given * self._block_tokens - total
         return outputs > holding.base_outputs and left <= self._sizes.decode_slots
 
-    def _take(self, holding: Holding, num_blocks: int) -> bool:
+    def _take(self, holding: Holding, num_blocks: int, wait_seconds: float) -> bool:
         """Append blocks to the lease of a request, for which the engine may have to save others."""
         return self._extend(holding, num_blocks) or (
-            self._find_room(num_blocks) and self._extend(holding, num_blocks)
+            self._find_room(num_blocks, wait_seconds) and self._extend(holding, num_blocks)
         )
 
     def _extend(self, holding: Holding, num_blocks: int) -> bool:
@@ -546,7 +551,7 @@ class RequestBlocks:
         if holding.lease is not None:
             holding.table = holding.lease.block_table.tolist()
 
-    def _find_room(self, num_blocks: int) -> bool:
+    def _find_room(self, num_blocks: int, wait_seconds: float) -> bool:
         """Ask the engine for room; take spare blocks back, or wait for saves, if that helps."""
         if self._has_room(num_blocks):
             return True
@@ -562,16 +567,18 @@ class RequestBlocks:
                 self._update_table(holding)
             if self._has_room(num_blocks):
                 return True
-        if self._leaving and self._wait_for_departures() and self._has_room(num_blocks):
+        if self._wait_for_departures(wait_seconds) and self._has_room(num_blocks):
             return True
         statistics = self.engine.statistics()
         if statistics.device_free + statistics.evictable_blocks < num_blocks:
             return False
-        return self._wait_for_saves(num_blocks)
+        return self._wait_for_saves(num_blocks, wait_seconds)
 
-    def _wait_for_departures(self) -> bool:
+    def _wait_for_departures(self, wait_seconds: float) -> bool:
         """Release ended requests when their onloads have arrived; return True if there are any."""
-        deadline = time.monotonic() + self._wait_seconds
+        if not self._leaving:
+            return False
+        deadline = time.monotonic() + wait_seconds
         for holding in self._leaving:
             if holding.lease is not None:
                 with suppress(TransferError, TimeoutError):
@@ -583,11 +590,11 @@ class RequestBlocks:
         calls.run()
         return has_departed
 
-    def _wait_for_saves(self, num_blocks: int) -> bool:
+    def _wait_for_saves(self, num_blocks: int, wait_seconds: float) -> bool:
         """Evict blocks that have to be saved first, or are being saved."""
         lease = self.engine.match([0], read=False, write=False, owner="FastDeploy")
         future = lease.allocate(
-            num_blocks * self._block_tokens, timeout=self._wait_seconds, reserve_blocks=0
+            num_blocks * self._block_tokens, timeout=wait_seconds, reserve_blocks=0
         )
         has_room = True
         try:
