@@ -162,7 +162,7 @@ class RequestBlocks:
         self._wait_seconds = wait_seconds
         self._lock = threading.RLock()
         self._holdings: dict[str, Holding] = {}
-        self._leaving: list[Holding] = []  # ended, but a batch still waits for their onloads
+        self._leaving: list[Holding] = []  # ended, but their onloads are in flight
         self._room = 0  # blocks that can be taken for sure, as far as known
         self._promised = 0  # blocks that a caller was told it can take
         self._has_committed = False  # since the last batch was scheduled
@@ -255,8 +255,8 @@ class RequestBlocks:
             Their ids; empty without room.
 
         Raises:
-            WouldBlock: without room, although ``can_allocate`` has just promised it: blocks that
-                could be evicted then have to be saved first now, which took over 10 s.
+            WouldBlock: without room, although ``can_allocate`` has just promised it: other code
+                that uses the engine took the blocks, and gave none back within 10 s.
         """
         with self._lock:
             holding = self._holdings.get(request.request_id)
@@ -271,7 +271,7 @@ class RequestBlocks:
                     return []
                 raise WouldBlock(
                     f"request {request.request_id!r}: no room for {num_blocks} blocks after "
-                    f"{wait_seconds} s, because blocks are being copied",
+                    f"{wait_seconds} s",
                     hint="schedule the request again in the next step",
                 )
             first = holding.given
@@ -465,9 +465,9 @@ class RequestBlocks:
             return False
         if holding.is_scheduled:
             self._record_commit(calls, holding)
-        if holding.is_scheduled and not holding.has_arrived:
-            # A release would cancel the onload, and the workers may not have begun the batch that
-            # waits for it.
+        if not holding.has_arrived:
+            # A release would cancel the onload. The workers may not have begun the batch that waits
+            # for it, and other requests may have joined it.
             self._leaving.append(holding)
         else:
             _release(calls, holding)
@@ -618,8 +618,25 @@ class RequestBlocks:
 
     def _record_room(self, calls: Calls, num_blocks: int) -> Answer[int]:
         """Ask how many blocks can be taken: at least ``num_blocks``, or those of a step."""
+        if self._sizes.write_policy == "write_back":
+            return calls.add(self._free_blocks, num_blocks)
         limit = max(self._sizes.step_blocks(len(self._holdings)), num_blocks)
         return calls.allocatable_blocks(reserve_blocks=0, limit=limit)
+
+    def _free_blocks(self, num_blocks: int) -> int:
+        """Evict until ``num_blocks`` blocks hold nothing, and return how many do. On the loop.
+
+        Under ``"write_back"``, only these can be taken for sure: as soon as host memory has a free
+        block, a block that could have been dropped has to be saved first.
+        """
+        cache = self.engine.cache
+        if cache.statistics().device_free < num_blocks:
+            lease = cache.match([0], read=False, write=False, owner="FastDeploy")
+            with suppress(RequestTooLarge):
+                lease.try_allocate(num_blocks * self._block_tokens, reserve_blocks=0)
+            lease.release()
+            self._close_step()
+        return cache.statistics().device_free
 
 
 def _release(calls: Calls, holding: Holding) -> None:

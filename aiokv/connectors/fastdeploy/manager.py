@@ -254,8 +254,8 @@ class CacheManager:
             Their ids; empty, and nothing changed, without room.
 
         Raises:
-            WouldBlock: ``can_allocate_device_blocks`` has just promised the blocks, but others have
-                to be saved first now, which took over 10 s. Nothing changed.
+            WouldBlock: ``can_allocate_device_blocks`` has just promised the blocks, but other code
+                that uses ``engine`` took them, and gave none back within 10 s. Nothing changed.
             ClosedError: the manager is closed.
         """
         self.note_scheduled()
