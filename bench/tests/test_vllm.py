@@ -190,7 +190,7 @@ def test_all_servers_have_the_same_device_cache(server):
     options = engine_options(server, _settings())
     assert options["kv_cache_memory_bytes"] == 64 * 2 * 1024 * 1024
     assert ("kv_transfer_config" in options) == (server != "none")
-    assert options["enforce_eager"] == (server == "aiokv-layers")
+    assert not options["enforce_eager"]
 
 
 def test_equality_runs_are_eager_and_batch_invariant():

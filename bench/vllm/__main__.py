@@ -3,6 +3,11 @@
 Each server runs in processes of its own: one is timed, in another each prompt is answered alone
 and vLLM computes the same bits whatever else it runs (``VLLM_BATCH_INVARIANT``), so that outputs
 can be compared. A server that fails or takes too long is reported and the others go on.
+
+vLLM runs as by default (asynchronous scheduling, chunked prefill of up to 8,192 tokens per step,
+blocks of 16 tokens, prefix cache on), except that torch.compile and FlashInfer are off and that
+only decode steps of up to 8 requests run as CUDA graphs, so that a process starts in half a minute.
+Its KV cache is made small on purpose; weights are random, of the shape of Llama 3 8B in bfloat16.
 """
 
 from __future__ import annotations

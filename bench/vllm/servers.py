@@ -106,9 +106,7 @@ SERVERS: dict[str, Callable[[Settings], dict[str, Any]]] = {
 
 def engine_options(server: str, settings: Settings) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's ``AsyncEngineArgs`` for one of ``SERVERS``."""
-    # Layer by layer, a decode step may wait for a transfer, which a whole CUDA graph cannot.
-    layerwise = server == "aiokv-layers"
-    eager = layerwise or not settings.graph_sizes
+    eager = not settings.graph_sizes
     options: dict[str, Any] = {
         "model": settings.model,
         "skip_tokenizer_init": True,
@@ -131,7 +129,7 @@ def engine_options(server: str, settings: Settings) -> dict[str, Any]:
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": list(settings.graph_sizes),
         }
-    if layerwise:
+    if server == "aiokv-layers":  # its connector refuses asynchronous scheduling
         options["async_scheduling"] = False
     transfer = SERVERS[server](settings)
     if transfer:

@@ -21,7 +21,7 @@ class BenchWorker:
 
     def seed_weights(self, seed: int) -> None:
         """Overwrite all weights, the same in each process that passes the same ``seed``."""
-        model = self.model_runner.model
+        model = self.model_runner.get_model()
         config = self.model_runner.model_config.hf_config
         generator = torch.Generator(device=next(model.parameters()).device)
         with torch.no_grad():
