@@ -607,6 +607,15 @@ def test_step_of_64_decoding_requests_crosses_once(monkeypatch):
         assert tables[0] <= 64 * 14
 
 
+def test_idle_scheduler_does_not_cross(monkeypatch):
+    with opened(16) as manager:
+        serve(manager, "a", prompt(1, 2))
+        counts = count_crossings(monkeypatch)
+        for _ in range(3):
+            assert manager.issue_pending_backup_to_batch_request() is None
+        assert counts == []
+
+
 def test_step_of_64_new_requests_crosses_twice_per_request(monkeypatch):
     with opened(4_096, batch_tokens=4_096) as manager:
         counts = count_crossings(monkeypatch)

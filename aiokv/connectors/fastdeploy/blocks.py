@@ -355,6 +355,9 @@ class RequestBlocks:
             Number of the step that the workers close before they compute the batch.
         """
         with self._lock:
+            self._promised = 0
+            if not (self._holdings or self._leaving):
+                return self.last_step  # an idle scheduler does not cross
             calls = self.engine.calls()
             self._record_departures(calls)
             self._record_commits(calls)
@@ -369,7 +372,6 @@ class RequestBlocks:
                 for holding in ahead:
                     self._update_table(holding)
             self._room = room.value
-            self._promised = 0
             self._has_committed = False
             for holding in self._holdings.values():
                 holding.scheduled_tokens = max(
