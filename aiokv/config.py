@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from aiokv.worker.regions import Regions
 
 Verify = Literal["off", "checksum"]
+ItemHits = Literal["whole", "partial"]
 WritePolicy = Literal["none", "write_through", "write_through_selective", "write_back"]
 EvictionPolicy = Literal["lru", "adaptive"]
 StorePolicy = Literal["at_commit", "at_nth_use", "on_eviction"]
@@ -94,6 +95,11 @@ class CacheConfig:
             is learned, and wherever a simulation of both, which sees each prompt, counts more
             hits for ``"lru"``. ``"lru"``: the least recently used, exactly.
         min_onload_tokens: a shorter host hit is computed again rather than copied.
+        item_hits: where a hit may end. ``"whole"``: before or after a multimodal item, never inside
+            it, because the model encodes an item as a whole. ``"partial"``: also inside an item,
+            for models that encode the item again and compute its remaining positions. A
+            recomputation after a failed onload begins by the same rule; ``truncate`` never cuts an
+            item.
         leave_tokens: positions at the end of a prompt that are computed even if cached, at least
             1 for the logits; EAGLE and MTP heads need more.
         reserve_blocks: device blocks that ``allocate`` leaves for ``extend``.
@@ -144,6 +150,7 @@ class CacheConfig:
     low_watermark_blocks: int | None = None
     eviction_policy: EvictionPolicy = "adaptive"
     min_onload_tokens: int = 0
+    item_hits: ItemHits = "whole"
     leave_tokens: int = 1
     reserve_blocks: int = 0
     drain_timeout_seconds: float = 30.0
@@ -195,6 +202,7 @@ class CacheConfig:
             )
         checks.choice("write_policy", self.write_policy, get_args(WritePolicy), ConfigError)
         checks.choice("verify", self.verify, get_args(Verify), ConfigError)
+        checks.choice("item_hits", self.item_hits, get_args(ItemHits), ConfigError)
         if (new_name := _RENAMED_POLICIES.get(str(self.eviction_policy))) is not None:
             raise ConfigError(
                 f"eviction_policy is {self.eviction_policy!r}, which is unknown",

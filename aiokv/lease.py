@@ -15,7 +15,7 @@ from aiokv.usage import Usage, Waits
 from aiokv.worker.device.base import as_event
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
     from types import CodeType, TracebackType
 
     import numpy as np
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from aiokv.engine.leases import Leases
     from aiokv.engine.receiving import Receiving
-    from aiokv.types import TokenIds
+    from aiokv.types import Item, TokenIds
     from aiokv.worker.device.base import Event
     from aiokv.worker.views import LayerView
 
@@ -658,18 +658,21 @@ class Lease(Unique):
         """
         return self.leases.snapshot(self, checks.integer("num_tokens", num_tokens), stream)
 
-    def append(self, tokens: TokenIds) -> None:
+    def append(self, tokens: TokenIds, *, items: Sequence[Item] = ()) -> None:
         """Set the tokens of the next positions, so that their blocks can be shared.
 
         Args:
-            tokens: ``[N]`` token ids, e.g. the generated ones; copied.
+            tokens: ``[N]`` token ids, e.g. the generated ones, or those of the next turn; copied.
+            items: multimodal items among these positions, in order and without overlap. Their
+                offsets count from the first position of the prompt, as for ``match``.
 
         Raises:
             LeaseError: the lease has fewer than N positions left. Nothing changed.
-            UsageError: ``tokens`` is not a flat sequence of int32. Nothing changed.
+            UsageError: ``tokens`` is not a flat sequence of int32, or an item is outside the
+                appended positions or out of order. Nothing changed.
             ClosedError: the engine is closed.
         """
-        self.leases.append(self, tokens)
+        self.leases.append(self, tokens, items)
 
     def truncate(self, num_tokens: int) -> None:
         """Give back the positions from ``num_tokens`` on, e.g. those of rejected draft tokens.
@@ -694,7 +697,8 @@ class Lease(Unique):
 
         Returns:
             The first position to compute again, or None when no onload failed. The position is
-            never inside a multimodal item: the model computes the item again from its start.
+            never inside a multimodal item: the model computes the item again from its start;
+            unless ``CacheConfig.item_hits`` is ``"partial"``.
 
         Raises:
             LeaseError: a failed transfer still writes blocks of the lease: await

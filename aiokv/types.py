@@ -53,12 +53,14 @@ class Item(NamedTuple):
 
     The placeholder tokens of an item do not identify its content. So prompts share the blocks that
     an item covers only if they have the same item at the same position. A model encodes an item as
-    a whole: a match never ends inside an item, but before it.
+    a whole: a match never ends inside an item, but before it, unless ``CacheConfig.item_hits`` is
+    ``"partial"``.
 
     Attributes:
         content_hash: hash of the encoded content and of the encoder settings; the cache treats
             items with equal hashes as equal.
-        offset: first position of the item in the prompt.
+        offset: first position of the item, counted from the first position of the prompt, also for
+            items of ``Lease.append``.
         length: number of positions of the item.
     """
 

@@ -403,8 +403,11 @@ class CacheEngine(Unique):
         Args:
             salt: salt of the request, whose quota counts the blocks.
             reserve_blocks: as for ``Lease.allocate``.
-            limit: the result is at most this number, from 0; None for no limit. Under
-                ``"write_back"``, the call costs as much as evicting the blocks that it counts.
+            limit: the result is at most this number, from 0; None for no limit. With ``limit=n``,
+                it is n exactly when a request of n blocks would be granted: ask so for one request.
+                Under ``"write_back"``, the call costs as much as evicting the blocks that it
+                counts; and where the host tier has no room to save what a large request evicts,
+                that request drops unsaved blocks and may succeed although a smaller one waits.
 
         Raises:
             UsageError: ``salt`` is not a string, or a number is not an integer or is negative.

@@ -484,10 +484,14 @@ class Leases:
         self._apply(self._scheduler.expire(lease_id))
         self._note_released(lease_id, f"the lease was not used for {seconds:g} s, and has expired")
 
-    def append(self, lease: Lease, tokens: TokenIds) -> None:
+    def append(self, lease: Lease, tokens: TokenIds, items: Sequence[Item]) -> None:
         """See ``Lease.append``."""
         self._lifetime.check_loop()
-        self._apply(self._scheduler.append(lease.live_id(), as_tokens(tokens)))
+        if items:
+            array, triples = as_tokens(tokens), as_items(items)
+            self._apply(self._scheduler.append(lease.live_id(), array, triples))
+        else:
+            self._apply(self._scheduler.append(lease.live_id(), as_tokens(tokens)))
         if self._timers:
             self._expiries.stop(lease.id)
 

@@ -172,8 +172,8 @@ def share(tensor: Any, *, dtype: str | None = None) -> SharedTensor:
     )
     driver = _driver()
     ordinal = driver.device_of(pointer)
-    base = driver.base_of(ordinal, pointer)
     try:
+        base = driver.base_of(ordinal, pointer)
         handle = driver.export(ordinal, base)
     except DeviceError as error:
         error.hint = (

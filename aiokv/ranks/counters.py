@@ -7,10 +7,9 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from aiokv.errors import ClosedError, UsageError
+from aiokv.worker.device.base import CopyError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from aiokv.plan import TransferPlan
     from aiokv.worker.layers import LayerDoneCounter
 
@@ -31,9 +30,6 @@ class Counters:
         self._newest_forgotten_id = 0
         self._expected: dict[int, list[asyncio.Future[None]]] = {}
 
-    def __iter__(self) -> Iterator[LayerDoneCounter]:
-        return iter([counter for _, counter in tuple(self._counters.values())])
-
     def add(self, plan: TransferPlan, counter: LayerDoneCounter) -> None:
         """Add the counter of a plan that has arrived."""
         transfer_id = plan.transfer_id
@@ -50,6 +46,12 @@ class Counters:
             oldest = self._ended_ids.popleft()
             self._newest_forgotten_id = max(self._newest_forgotten_id, oldest)
             self._counters.pop(oldest, None)
+
+    def abandon(self, reason: str) -> None:
+        """Release the threads that wait for transfers which move: their ends stay unknown."""
+        for _, counter in self._counters.values():
+            if not counter.at_rest:
+                counter.abandon(CopyError(0, reason))
 
     def find(self, transfer_id: int) -> tuple[TransferPlan, LayerDoneCounter] | None:
         """Return a transfer; None before its plan has arrived, and when it was forgotten."""

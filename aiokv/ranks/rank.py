@@ -322,9 +322,7 @@ class Rank(Unique):
 
         Threads get a ``TransferError``. Without effect after ``aclose``, which ends all transfers.
         """
-        for counter in self._counters:
-            if not counter.at_rest:
-                counter.abandon(CopyError(0, "the loop of the rank has ended"))
+        self._counters.abandon("the loop of the rank has ended")
 
     def step(self, step: int, event: Event | None = None) -> None:
         """Close the steps up to ``step`` on this rank, which has submitted all their work.

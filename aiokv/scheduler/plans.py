@@ -97,6 +97,7 @@ def new_core(config: CacheConfig, has_stores: bool = False) -> Core:
         state_slots=config.state_slots,
         host_state_slots=config.host_state_slots,
         foreign_device=config.foreign_device,
+        splits_items=config.item_hits == "partial",
         windows=[
             (
                 group.device_blocks,

@@ -425,13 +425,13 @@ class CacheScheduler:
             reserve_blocks: as for ``try_allocate``.
             limit: the result is at most this number.
         """
-        if self._gate.closed or len(self._admission):
-            return 0
         if reserve_blocks is None:
             reserve_blocks = self._reserve_blocks
         free, evictable, _ = self._core.room()
         quota = self._quota.room(salt)
         limit = min(limit, free + evictable - reserve_blocks, limit if quota is None else quota)
+        if self._gate.closed or len(self._admission):
+            limit = 0
         return self.extendable_blocks(max(limit, 0))
 
     def extendable_blocks(self, limit: int) -> int:
@@ -595,13 +595,27 @@ class CacheScheduler:
         return grant, self._settle()
 
     @_naming_owner
-    def append(self, lease_id: int, tokens: NDArray[np.int32]) -> Done:
+    def append(
+        self,
+        lease_id: int,
+        tokens: NDArray[np.int32],
+        items: Sequence[tuple[bytes, int, int]] = (),
+    ) -> Done:
         """Set the tokens of the next positions, so that they can be indexed.
+
+        Args:
+            lease_id: a granted lease.
+            tokens: ``[N]`` int32.
+            items: (content hash, offset in the prompt, length) of each item among these positions.
 
         Raises:
             LeaseError: the lease has fewer positions left than ``tokens``.
+            UsageError: an item is outside these positions or out of order.
         """
-        self._core.append(lease_id, tokens)
+        if items:
+            self._core.append_items(lease_id, tokens, items)
+        else:
+            self._core.append(lease_id, tokens)
         return None, self._outbox.pending
 
     def commit(

@@ -317,9 +317,11 @@ class Calls(Unique):
         self._add(answer)
         return answer
 
-    def append(self, lease: SyncLease, tokens: TokenIds) -> Answer[None]:
+    def append(
+        self, lease: SyncLease, tokens: TokenIds, *, items: Sequence[Item] = ()
+    ) -> Answer[None]:
         """Set the tokens of the next positions; see ``Lease.append``."""
-        answer = Answer(verbs.append, (lease, tokens))
+        answer = Answer(verbs.append, (lease, tokens, items))
         self._add(answer)
         return answer
 

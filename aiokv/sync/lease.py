@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from aiokv.sync.calls import Calls
     from aiokv.sync.futures import EngineFuture
     from aiokv.sync.port import Port
-    from aiokv.types import Hit, LeaseState, TokenIds
+    from aiokv.types import Hit, Item, LeaseState, TokenIds
     from aiokv.usage import Usage
     from aiokv.worker.device.base import Event
 
@@ -206,9 +206,9 @@ class SyncLease(Unique):
         """Note that the first ``num_tokens`` positions are computed, as ``Lease.commit``."""
         return self._call(lambda calls: calls.commit(self, num_tokens, ready))
 
-    def append(self, tokens: TokenIds) -> None:
-        """Set the tokens of the next positions, so that their blocks can be shared."""
-        self._call(lambda calls: calls.append(self, tokens))
+    def append(self, tokens: TokenIds, *, items: Sequence[Item] = ()) -> None:
+        """Set the tokens of the next positions, as ``Lease.append``."""
+        self._call(lambda calls: calls.append(self, tokens, items=items))
 
     def truncate(self, num_tokens: int) -> None:
         """Give back the positions from ``num_tokens`` on."""

@@ -195,8 +195,8 @@ def commit_many(cache: CacheEngine, leases: Sequence[SyncLease], num_tokens: Seq
     return cache.commit_many(inners_of(leases), num_tokens)
 
 
-def append(lease: SyncLease, tokens: TokenIds) -> None:
-    inner_of(lease).append(tokens)
+def append(lease: SyncLease, tokens: TokenIds, items: Sequence[Item]) -> None:
+    inner_of(lease).append(tokens, items=items)
 
 
 def truncate(lease: SyncLease, num_tokens: int) -> None:

@@ -120,7 +120,7 @@ TEST(items_are_truncated_and_cleared_with_their_keys) {
     LeaseTable leases(8);
     Index index(kConfig, leases);
     Lease& lease = leases.open(std::vector<std::int32_t>(8, 1), 0, {});
-    index.set_items(lease, std::vector<Item>{{"cat", 1, 2}, {"dog", 5, 2}});
+    index.add_items(lease, std::vector<Item>{{"cat", 1, 2}, {"dog", 5, 2}});
     CHECK_EQ(lease.item_keys.size(), 4u);
     index.cut_items(lease, 4);
     CHECK_EQ(lease.items.size(), 1u);

@@ -253,3 +253,20 @@ TEST(truncation_of_a_parent_keeps_the_items_of_its_fork) {
     CHECK_EQ(cache.hit(items), 5u);
     CHECK_EQ(cache.hit({}), 2u);
 }
+
+TEST(items_of_later_tokens_are_those_of_one_prompt) {
+    Cache cache;
+    const std::vector<Item> all{{"h0", 2, 3}, {"h1", 6, 3}, {"h2", 9, 6}};
+    const std::vector<std::int32_t> zeros(21, 0);
+    const LeaseId id =
+        cache.core.match(std::span(zeros).first(6), "", true, true, {all.data(), 1}).lease;
+    cache.core.allocate(id, 21);
+    cache.core.append(id, std::span(zeros).first(3), std::span(all).subspan(1, 1));
+    cache.core.append(id, std::span(zeros).first(12), std::span(all).subspan(2, 1));
+    cache.core.commit(id, 21, 0);
+    cache.check();
+    CHECK_EQ(cache.hit(all), 5u);
+    CHECK_EQ(cache.hit({{"h0", 2, 3}, {"h1", 6, 3}, {"hx", 9, 6}}), 0u);
+    cache.core.release(id, 0);
+    cache.check();
+}

@@ -25,6 +25,7 @@ class PrefixCacheModel(Saving):
         policy: Policy = "none",
         threshold: int = 2,
         low_watermark: int = 0,
+        splits_items: bool = False,
     ) -> None:
         super().__init__(
             block_tokens=block_tokens,
@@ -35,6 +36,7 @@ class PrefixCacheModel(Saving):
             low_watermark=low_watermark,
         )
         self.leave_tokens = leave_tokens
+        self.splits_items = splits_items
         self.reserve_blocks = reserve_blocks
         self.min_onload_blocks = min_onload_blocks
         self.leases: list[Lease] = []
@@ -69,7 +71,9 @@ class PrefixCacheModel(Saving):
         return max(0, len(lease.tokens) - self.leave_tokens) // self.block_tokens
 
     def _before_cut_item(self, lease: Lease, blocks: int) -> int:
-        """Return the most blocks, up to ``blocks``, that do not end inside an item."""
+        """Return the most blocks, up to ``blocks``, where a hit may end: outside items."""
+        if self.splits_items:
+            return blocks
 
         def cuts(end: int) -> bool:
             return any(offset < end < offset + length for _, offset, length in lease.items)
@@ -524,11 +528,11 @@ class PrefixCacheModel(Saving):
             return False
         if any(self.after_step(i) for i in beyond):
             return False
-        if any(b.refs or b.pins or self.after_step(b.device or 0) for b in self.leaving(capacity)):
+        leaving = self.leaving(capacity)
+        if any(b.refs or b.pins or self.after_step(b.device or 0) for b in leaving):
             return False
-        held = {i for lease in self.leases for i in lease.table}
-        held |= {b.device for t in self.transfers.values() for b in t.blocks}
-        return beyond.isdisjoint(held)
+        # A lease, a transfer or a save to a store has the others: a save keeps dropped blocks.
+        return beyond <= self.device_free | {b.device for b in leaving}
 
     def resize(self, capacity: int) -> None:
         for block in self.leaving(capacity):

@@ -64,6 +64,7 @@ class CacheSimulation(RuleBasedStateMachine):
         low_watermark=st.sampled_from([0, 2, 5]),
         alphabet=st.integers(1, 3),
         with_items=st.booleans(),
+        splits_items=st.sampled_from([False, False, True]),
         event_blocks=st.sampled_from([0, 1, 6, 100]),
     )
     def begin(self, alphabet: int, with_items: bool, event_blocks: int, **sizes: Any) -> None:
@@ -80,6 +81,7 @@ class CacheSimulation(RuleBasedStateMachine):
                 min_onload_tokens=sizes["min_onload_blocks"] * self.bt,
                 write_policy=sizes["policy"],
                 write_through_threshold=sizes["threshold"],
+                item_hits="partial" if sizes["splits_items"] else "whole",
                 low_watermark_blocks=min(sizes["low_watermark"], sizes["device_blocks"]),
                 **self.store_options,
             ),

@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from aiokv.errors import LeaseError, RequestTooLarge
+from aiokv.errors import LeaseError, RequestTooLarge, UsageError
 from tests.property.cache_simulation import GARBAGE, CacheSimulation, Caller, pick
 
 if TYPE_CHECKING:
@@ -213,17 +213,33 @@ class CacheMachine(CacheSimulation):
         self.resize(-fewer)
 
     @precondition(lambda self: self.granted())
-    @rule(which=pick, tokens=st.lists(st.integers(0, 2), max_size=3))
-    def append(self, which: int, tokens: list[int]) -> None:
+    @rule(which=pick, tokens=st.lists(st.integers(0, 2), max_size=4), shapes=item_shapes)
+    def append(
+        self,
+        which: int,
+        tokens: list[int],
+        shapes: list[tuple[int, int, int]] | None = None,
+    ) -> None:
         caller = self.granted()[which % len(self.granted())]
         lease = caller.model
         tokens = [token % self.alphabet for token in tokens]
         array = np.array(tokens, np.int32)
-        if len(lease.tokens) + len(tokens) > lease.num_tokens:
-            self.refused(LeaseError, self.core.append, caller.id, array)
+        named = len(lease.tokens)
+        items = tuple(
+            (content, named + offset, length)
+            for content, offset, length in self.items_in(len(tokens), shapes or [])
+        )
+        if named + len(tokens) > lease.num_tokens:
+            self.refused(LeaseError, self.core.append_items, caller.id, array, list(items))
             return
-        self.core.append(caller.id, array)
+        for wrong in ((b"x", named - 1, 1), (b"x", named + len(tokens), 1)):
+            self.refused(UsageError, self.core.append_items, caller.id, array, [wrong])
+        if items:
+            self.core.append_items(caller.id, array, list(items))
+        else:
+            self.core.append(caller.id, array)
         lease.tokens += tokens
+        lease.items += items
 
     @precondition(lambda self: self.granted())
     @rule(which=pick, more=st.sampled_from([1, 2, 99]), take_note=st.booleans())

@@ -39,6 +39,7 @@ def begun(random: Random, machine: M) -> M:
         alphabet=random.randint(1, 3),
         with_items=random.random() < 0.4,
         event_blocks=random.choice([0, 1, 6, 100, 100]),
+        splits_items=random.random() < 0.3,
     )
     return machine
 
@@ -62,9 +63,11 @@ def walk(
     def flag(share: float = 0.5) -> bool:
         return random.random() < share
 
+    def shapes() -> list[tuple[int, int, int]]:
+        return [(number(1), number(3), 1 + number(3)) for _ in range(number(2))]
+
     def match() -> None:
-        shapes = [(number(1), number(3), 1 + number(3)) for _ in range(number(2))]
-        m.match(prompt(), number(9), number(5) == 0, flag(0.9), flag(0.9), shapes)
+        m.match(prompt(), number(9), number(5) == 0, flag(0.9), flag(0.9), shapes())
 
     def settle_and_clear() -> None:
         """Clear a tier as ``sleep`` does, after all leases and transfers ended."""
@@ -89,7 +92,7 @@ def walk(
         (4, m.granted, lambda: m.compute_and_commit(number(), random.choice([1, 2, 99]), flag())),
         (3, lambda: m.callers, lambda: m.give_back(number(), "release", flag())),
         (1, lambda: m.callers, lambda: m.give_back(number(), "retract", flag())),
-        (2, m.granted, lambda: m.append(number(), prompt()[:3])),
+        (2, m.granted, lambda: m.append(number(), prompt()[:4], shapes())),
         (1, m.granted, lambda: m.truncate(number(), number(4))),
         (2, m.granted, lambda: m.extend(number(), random.choice([None, number()]), number(4))),
         (1, lambda: m.callers, lambda: m.bad_numbers(number(), random.choice([-1, 1 << 40]))),
@@ -128,7 +131,7 @@ def walk(
 
 def test_walks_report_changes_and_overflow() -> None:
     """Negative control: the walks above report blocks, and drop events of a full queue."""
-    subscribers = [s for seed in range(20) for s in walk(seed).subscribers]
+    subscribers = [s for seed in range(60) for s in walk(seed).subscribers]
     assert sum(s.stored for s in subscribers) > 100
     assert sum(s.removed for s in subscribers) > 100
     assert sum(s.events.restarts for s in subscribers) > 10
@@ -143,7 +146,7 @@ def test_random_walk(seed: int) -> None:
 
 def test_walks_reach_onloads_failures_saves_and_evictions() -> None:
     """Negative control: the walks above onload, fail, save and evict."""
-    statistics = [walk(seed).core.statistics() for seed in range(12)]
+    statistics = [walk(seed).core.statistics() for seed in range(30)]
     for name in (
         "hit_device_tokens", "hit_host_tokens", "onloaded_blocks", "offloaded_blocks",
         "evicted_device_blocks", "evicted_host_blocks", "failed_blocks", "skipped_backups",

@@ -9,7 +9,16 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from aiokv import CacheEngine, ClosedError, Lease, LeaseError, LeaseState, UsageError, WouldBlock
+from aiokv import (
+    CacheEngine,
+    ClosedError,
+    Item,
+    Lease,
+    LeaseError,
+    LeaseState,
+    UsageError,
+    WouldBlock,
+)
 from aiokv.sync import Calls, SyncEngine, SyncLease
 
 PROMPT = list(range(16))
@@ -295,3 +304,21 @@ def lost_again(engine: SyncEngine) -> SyncLease:
     lease.allocate(8, ttl_seconds=0.0).result()
     engine.call(asyncio.sleep, 0)
     return lease
+
+
+def test_append_takes_items_of_later_turns(engine):
+    image = Item(b"cat", 9, 3)
+    calls = engine.calls()
+    lease = calls.match(PROMPT[:8])
+    calls.try_allocate(lease, 16)
+    calls.append(lease, PROMPT[8:12], items=[image])
+    calls.append(lease, PROMPT[12:])
+    calls.commit(lease, 16)
+    calls.run()
+    assert engine.would_hit(PROMPT, items=[image]).total == 12
+    assert engine.would_hit(PROMPT, items=[Item(b"dog", 9, 3)]).total == 8
+    assert engine.would_hit(PROMPT).total == 8
+    engine.extend([lease], 1)
+    with pytest.raises(UsageError, match="first of the appended tokens"):
+        lease.append([1], items=[image])
+    lease.release()

@@ -147,8 +147,12 @@ def loading(tmp_path, device):
     """A rank that loads the 4 cached blocks of a lease, and the copy of its device."""
     with Served(tmp_path, [device]) as served:
         served.fill_host()
-        with served.load() as lease:
-            yield served.ranks[0], lease, device.taken.get(timeout=LONG)
+        with served.engine.match([99]) as other:
+            other.allocate(4).result()  # so that device and host ids differ
+            with served.load() as lease:
+                copy = device.taken.get(timeout=LONG)
+                assert (copy.device_ids != copy.host_ids).all()
+                yield served.ranks[0], lease, copy
 
 
 def test_threads_of_two_ranks_wait_for_their_bytes(tmp_path):
@@ -272,6 +276,7 @@ def test_a_save_is_waited_for(tmp_path, device):
         served.step()
         copy = device.taken.get(timeout=LONG)
         assert copy.direction == "offload"
+        rank.statistics()  # behind the callback that has submitted the copy
         assert not rank.is_done([1])
         with pytest.raises(TransferTimeout):
             rank.wait_done([1], timeout=0)

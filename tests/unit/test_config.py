@@ -27,6 +27,7 @@ from aiokv.scheduler.plans import new_core
         ("write_policy", "write_sometimes"),
         ("write_through_threshold", 0),
         ("low_watermark_blocks", -1),
+        ("item_hits", "some"),
         ("min_onload_tokens", -1),
         ("drain_timeout_seconds", -0.5),
         ("verify", "always"),

@@ -68,6 +68,7 @@ SAMPLES = {
     "low_watermark_blocks": 2,
     "eviction_policy": "lru",
     "min_onload_tokens": 4,
+    "item_hits": "partial",
     "leave_tokens": 2,
     "reserve_blocks": 1,
     "drain_timeout_seconds": 1.5,

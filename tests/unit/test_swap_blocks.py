@@ -55,6 +55,8 @@ def test_sources_may_repeat_and_blocks_may_be_strided():
     swap_blocks([keys, values], host, [5, 5, 0], [0, 2, 1], direction="offload")
     assert np.array_equal(host[0], keys[[5, 0, 5]])
     assert np.array_equal(host[1].view(np.int32), values[[5, 0, 5]])
+    swap_blocks([keys], host[:1], [1, 2], [0, 0], direction="onload")
+    assert np.array_equal(keys[[1, 2]], host[0][[0, 0]])
 
 
 def test_a_swap_waits_for_the_work_of_its_stream():

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from aiokv.connectors.vllm.worker import WorkerHalf
+    from aiokv.sync import SyncEngine
 
 REPORT_SECONDS: Final = 1.0  # between two reports of statistics without a load
 
@@ -175,6 +176,11 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Forget all blocks of host memory and stores, and save none that was computed before."""
         self._half_of_scheduler.reset()
         return self._cache.reset(self._options.transfer_timeout_seconds)
+
+    @property
+    def engine(self) -> SyncEngine:
+        """The engine of the scheduler half."""
+        return self._cache.engine
 
     @property
     def _half_of_scheduler(self) -> SchedulerHalf:

@@ -79,6 +79,7 @@ class Core {
         return grants_.can_allocate(leases_.at(id), num_tokens, saves, reserve);
     }
     std::uint32_t extendable_blocks(std::uint32_t limit, bool saves) {
+        foreign_.refuse("extendable_blocks", "ask the server, which has the device blocks");
         return grants_.extendable_blocks(limit, saves);
     }
     bool extend(std::span<const LeaseId> ids, std::int64_t num_tokens) {
@@ -104,7 +105,9 @@ class Core {
         peers_.check_state_copy(leases_.at(id), "fork");
         return grants_.fork(leases_.at(id), step);
     }
-    void append(LeaseId id, Tokens tokens) { publication_.append(leases_.at(id), tokens); }
+    void append(LeaseId id, Tokens tokens, std::span<const Item> items = {}) {
+        publication_.append(leases_.at(id), tokens, items);
+    }
     std::uint32_t commit(LeaseId id, std::int64_t num_tokens, Step step) {
         peers_.check_commit(leases_.at(id), num_tokens);
         return publication_.commit(leases_.at(id), num_tokens, step);

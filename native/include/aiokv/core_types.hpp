@@ -70,6 +70,7 @@ struct CoreConfig {
     StoreConfig stores = {};
     std::uint32_t host_state_slots = 0;  // of snapshots in host memory
     bool foreign_device = false;         // a server owns the device blocks; see ForeignBlocks
+    bool splits_items = false;           // a hit may end inside a multimodal item
 
     std::uint32_t blocks_for(std::uint64_t num_tokens) const {
         return static_cast<std::uint32_t>((num_tokens + block_tokens - 1) / block_tokens);
@@ -117,9 +118,10 @@ struct Transfer {
     // Blocks behind those of `nodes` are not indexed: the tail of a lease that is swapped. When
     // that lease is released or retracted first, the transfer owns them.
     LeaseId tail_owner = 0;
-    bool orphaned = false;
+    bool orphaned = false;    // the tail's owner has given it back, and may join the transfer again
     bool cancelling = false;  // a worker was asked to cancel it: no other lease may join it
 
+    bool has_tail_of(LeaseId lease) const { return tail_owner == lease && !orphaned; }
     std::size_t tail_blocks() const { return device_blocks.size() - nodes.size(); }
 };
 

@@ -56,7 +56,8 @@ class Grants {
     // Would allocate() grant now? Evicts nothing. `saves`: the caller answers a refused grant with
     // take_write_backs(), and tries once more when there is nothing to save.
     bool can_allocate(Lease& lease, std::int64_t num_tokens, bool saves, Reserve reserve);
-    // The device blocks that extend() could take now, up to `limit`; `saves` as for can_allocate().
+    // The device blocks that extend() could take now, up to `limit`; `limit` itself exactly when it
+    // could take as many. `saves` as for can_allocate().
     std::uint32_t extendable_blocks(std::uint32_t limit, bool saves);
     // All leases get `num_tokens` more positions, or none does.
     bool extend(std::span<const LeaseId> ids, std::int64_t num_tokens);

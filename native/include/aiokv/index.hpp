@@ -61,8 +61,9 @@ class Index {
     std::uint64_t seed_of(const Lease& lease) const { return contexts_[lease.context].seed; }
 
     // -- multimodal items of a lease's prompt
-    void set_items(Lease& lease, std::span<const Item> items);
-    // Like set_items(), without refs: for a lease that only looks for its prompt.
+    // Items behind those that the lease has; no block that they touch is indexed.
+    void add_items(Lease& lease, std::span<const Item> items);
+    // Items of a lease that has none, without refs: it only looks for its prompt.
     void find_items(Lease& lease, std::span<const Item> items) const;
     void copy_items(const Lease& from, Lease& to);
     void forget_items(Lease& lease);

@@ -61,8 +61,9 @@ class ItemKeys {
     std::unordered_map<NodeId, ItemKey> of_node_;
 };
 
-// Throws UsageError: not in order, overlapping, empty, or outside the prompt.
-void check_items(std::span<const Item> items, std::size_t num_tokens);
+// Throws UsageError: not in order, overlapping, empty, or outside the positions from `first` to
+// `end` of a prompt. A `first` above 0 is that of appended tokens.
+void check_items(std::span<const Item> items, std::size_t first, std::size_t end);
 
 // The key bytes of each block up to the last one that an item touches; empty where none does.
 std::vector<std::string> item_key_bytes(std::span<const Item> items, std::uint32_t block_tokens);

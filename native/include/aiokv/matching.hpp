@@ -52,6 +52,7 @@ class Matching {
     // As reachable(), and only where the auxiliary ids of the hit can be onloaded now.
     std::size_t onloadable(const Lease& lease, std::size_t blocks) const;
     // `blocks`, or fewer, so that they do not end inside an item: an encoder computes whole items.
+    // `blocks` with CoreConfig::splits_items.
     std::size_t before_cut_item(const Lease& lease, std::size_t blocks) const;
     // Blocks of the path before the first one whose transfer is being cancelled.
     std::size_t joinable(const Lease& lease) const;

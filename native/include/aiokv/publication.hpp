@@ -32,7 +32,8 @@ class Publication {
           uses_(uses),
           foreign_(foreign) {}
 
-    void append(Lease& lease, Tokens tokens);
+    // Offsets of the items count from the first position of the prompt.
+    void append(Lease& lease, Tokens tokens, std::span<const Item> items);
     // Returns how many blocks became matchable. Throws LeaseError, changing nothing.
     std::uint32_t commit(Lease& lease, std::int64_t num_tokens, Step step);
     // The same for positions that were received from a peer: they belong to no step. Throws

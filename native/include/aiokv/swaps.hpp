@@ -61,8 +61,8 @@ class Swaps {
     // `total_blocks`. Returns false when there is not enough room.
     bool make_auxiliary_room(const Lease& lease, std::uint32_t total_blocks);
     // make_auxiliary_room(), changing nothing. `frees_host`: host blocks would come free.
-    bool could_make_auxiliary_room(const Lease& lease, std::uint32_t total_blocks,
-                                   bool& frees_host) const;
+    bool could_make_auxiliary_room(const Lease& lease, std::uint32_t total_blocks, bool& frees_host,
+                                   std::vector<NodeId>& unheld) const;
 
     // -- the tail, which a transfer copies with the path
     // Blocks behind the path that a resumed lease gets back by a transfer under way.

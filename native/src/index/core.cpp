@@ -17,7 +17,7 @@ void check_prompt(const std::string& call, Tokens tokens, std::span<const Item> 
         throw UsageError(call + ": the prompt has " + str(tokens.size()) +
                          " tokens; it must have at most " + std::to_string(kMaxTokens));
     }
-    check_items(items, tokens.size());
+    check_items(items, 0, tokens.size());
 }
 
 const CoreConfig& checked(const CoreConfig& config) {
@@ -107,7 +107,7 @@ Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes
     leases_.require_room();
     Lease& lease =
         leases_.open(tokens, index_.enter_context(context), {reads, writes, true, false});
-    if (!items.empty()) index_.set_items(lease, items);
+    index_.add_items(lease, items);
     matching_.walk(lease);
     residency_.touch(lease.path);
     auxiliary_.touch_hit(lease.path);

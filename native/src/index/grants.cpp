@@ -179,8 +179,9 @@ bool Grants::can_allocate(Lease& lease, std::int64_t num_tokens, bool saves, Res
     const std::uint32_t needed = total - static_cast<std::uint32_t>(std::count_if(
                                              lease.path.begin(), lease.path.end(), is_resident));
     bool frees_host = false;
-    if (!swaps_.could_make_auxiliary_room(lease, total, frees_host)) return false;
-    Residency::Forecast forecast(residency_, lease.path, frees_host);
+    std::vector<NodeId> unheld;
+    if (!swaps_.could_make_auxiliary_room(lease, total, frees_host, unheld)) return false;
+    Residency::Forecast forecast(residency_, lease.path, frees_host, std::move(unheld));
     const std::uint32_t room = residency_.device_room() - forecast.evictable_path();
     if (needed + reserve_for(total, reserve) > room) return false;
     const bool has_room = will_have_room(forecast, needed, total, saves);
@@ -227,20 +228,24 @@ std::uint32_t Grants::pinned_blocks() const {
 }
 
 std::uint32_t Grants::extendable_blocks(std::uint32_t limit, bool saves) {
+    const bool is_possible = limit <= residency_.device_room();
     limit = std::min(limit, residency_.device_room());
     if (limit <= device_.free_blocks()) return limit;
     if (config_.write_policy != WritePolicy::kWriteBack) {
         return std::min(limit, residency_.device_room() - pinned_blocks());
     }
-    Residency::Forecast forecast(residency_, {}, false);
+    Residency::Forecast forecast(residency_, {});
     if (forecast.can_make_room(limit)) return limit;
     const std::uint32_t at_once = forecast.free_blocks();
     const auto can_take = [&](std::uint32_t blocks) {
-        Residency::Forecast attempt(residency_, {}, false);
+        Residency::Forecast attempt(residency_, {});
         return will_have_room(attempt, blocks, blocks, saves);
     };
-    // Further blocks are dropped unsaved, if the host has no room at all.
-    if (!saves || !can_take(at_once + 1)) return at_once;
+    // Further blocks are dropped unsaved, if the host has no room at all. It may have room for what
+    // fewer blocks need: host copies of blocks that are evicted too are not reclaimed.
+    if (!saves) return at_once;
+    if (is_possible && can_take(limit)) return limit;
+    if (!can_take(at_once + 1)) return at_once;
     std::uint32_t taken = at_once + 1;
     for (std::uint32_t beyond = limit + 1; beyond - taken > 1;) {
         const std::uint32_t middle = taken + (beyond - taken) / 2;

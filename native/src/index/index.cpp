@@ -87,10 +87,21 @@ void Index::close_unused_contexts() {
 
 // -- items -----------------------------------------------------------------------------------
 
-void Index::set_items(Lease& lease, std::span<const Item> items) {
-    for (std::string& bytes : item_key_bytes(items, config_.block_tokens)) {
-        const bool none = bytes.empty();
-        lease.item_keys.push_back(none ? kNoItems : tree_.item_keys().intern(std::move(bytes)));
+void Index::add_items(Lease& lease, std::span<const Item> items) {
+    if (items.empty()) return;
+    // Positions in keys are relative to their block: count from the first block that is touched.
+    const auto first = static_cast<std::size_t>(items.front().offset) / config_.block_tokens;
+    std::vector<Item> moved(items.begin(), items.end());
+    for (Item& item : moved) item.offset -= static_cast<std::int64_t>(first * config_.block_tokens);
+    std::vector<std::string> keys = item_key_bytes(moved, config_.block_tokens);
+    ItemKeys& known = tree_.item_keys();
+    lease.item_keys.resize(std::max(lease.item_keys.size(), first + keys.size()), kNoItems);
+    for (std::size_t i = 0; i < keys.size(); ++i) {
+        if (keys[i].empty()) continue;
+        ItemKey& key = lease.item_keys[first + i];
+        const ItemKey before = key;  // of items that end in the block where the first one begins
+        key = known.intern(before == kNoItems ? std::move(keys[i]) : known.bytes(before) + keys[i]);
+        if (before != kNoItems) known.unref(before);
     }
     set_spans(lease, items);
 }

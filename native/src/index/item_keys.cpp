@@ -67,9 +67,9 @@ std::uint64_t ItemKeys::total_refs() const {
     return total;
 }
 
-void check_items(std::span<const Item> items, std::size_t num_tokens) {
-    const auto limit = static_cast<std::int64_t>(num_tokens);
-    std::int64_t free_from = 0;
+void check_items(std::span<const Item> items, std::size_t first, std::size_t end) {
+    const auto limit = static_cast<std::int64_t>(end);
+    auto free_from = static_cast<std::int64_t>(first);
     for (const Item& item : items) {
         const std::string where = "an item at position " + std::to_string(item.offset) + " of " +
                                   std::to_string(item.length) + " positions ";
@@ -77,11 +77,16 @@ void check_items(std::span<const Item> items, std::size_t num_tokens) {
         if (item.length < 1) throw UsageError(where + "is empty");
         if (item.offset < free_from) {
             throw UsageError(where + "begins before position " + std::to_string(free_from) +
-                             ": items are in order and do not overlap");
+                             (first > 0 && item.offset < static_cast<std::int64_t>(first)
+                                  ? ", the first of the appended tokens; offsets count from the "
+                                    "first position of the prompt"
+                                  : ": items are in order and do not overlap"));
         }
-        if (item.length > limit - item.offset) {
-            throw UsageError(where + "ends behind the prompt of " + std::to_string(num_tokens) +
-                             " positions");
+        if (item.offset > limit || item.length > limit - item.offset) {
+            throw UsageError(where +
+                             (first > 0 ? "ends behind the appended tokens, which end at position "
+                                        : "ends behind the prompt of ") +
+                             std::to_string(end) + (first > 0 ? "" : " positions"));
         }
         free_from = item.offset + item.length;
     }

@@ -19,6 +19,7 @@ std::size_t Matching::border_before(std::size_t length) const {
 }
 
 std::size_t Matching::before_cut_item(const Lease& lease, std::size_t blocks) const {
+    if (config_.splits_items) return blocks;
     for (auto item = lease.items.rbegin(); item != lease.items.rend(); ++item) {
         const std::uint64_t end = std::uint64_t{blocks} * config_.block_tokens;
         if (item->start < end && end < item->stop) blocks = item->start / config_.block_tokens;

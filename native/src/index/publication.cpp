@@ -8,7 +8,7 @@
 
 namespace aiokv {
 
-void Publication::append(Lease& lease, Tokens tokens) {
+void Publication::append(Lease& lease, Tokens tokens, std::span<const Item> items) {
     // A server names the blocks of new positions when it wants to.
     const bool is_unlimited = foreign_.exist() && lease.has_blocks();
     const auto most = is_unlimited ? static_cast<std::uint32_t>(kMaxTokens) : lease.num_tokens;
@@ -19,12 +19,16 @@ void Publication::append(Lease& lease, Tokens tokens) {
             .of(lease.id())
             .hint(foreign_.exist() ? "call allocate first" : "call extend first");
     }
+    if (!items.empty()) {
+        check_items(items, lease.tokens.size(), lease.tokens.size() + tokens.size());
+    }
     const std::size_t block_tokens = config_.block_tokens;
     const bool names_more_blocks =
         lease.frontier != kNone &&
         lease.tokens.size() % block_tokens + tokens.size() >= block_tokens;
     if (names_more_blocks) promises_.remove(lease);
     lease.tokens.insert(lease.tokens.end(), tokens.begin(), tokens.end());
+    index_.add_items(lease, items);
     if (names_more_blocks) promises_.add(lease);
 }
 

@@ -85,7 +85,7 @@ void Releases::leave_onloads(Lease& lease, Step step) {
             auxiliary_.orphan_move(lease, id, transfers_.move(id).group, step);
             continue;
         }
-        if (transfers_.get(id).tail_owner == lease.id()) swaps_.orphan_tail(lease, id, step);
+        if (transfers_.get(id).has_tail_of(lease.id())) swaps_.orphan_tail(lease, id, step);
         transfers_.leave(id, lease.id());
     }
     lease.onloads.clear();

@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
+#include <vector>
 
 #include "aiokv/residency.hpp"
 
@@ -17,19 +19,22 @@ namespace aiokv {
 class Residency::Forecast {
   public:
     // `path` is final; the grant takes refs on it first. `host_freed`: the grant also frees host
-    // blocks.
-    Forecast(Residency& residency, std::span<const NodeId> path, bool host_freed)
+    // blocks. `unheld`: nodes whose host copy can be reclaimed then, because a swapped lease gives
+    // it up.
+    Forecast(Residency& residency, std::span<const NodeId> path, bool host_freed = false,
+             std::vector<NodeId> unheld = {})
         : residency_(residency),
           tree_(residency.tree_),
           lease_path_(path),
           free_(residency.device_.free_blocks()),
+          unheld_(std::move(unheld)),
           host_freed_(host_freed) {
         path_.insert(path.begin(), path.end());
         const auto on_host = std::count_if(path_.begin(), path_.end(), [this](NodeId node) {
             return tree_[node].has(kQueued) && !tree_[node].has(kDeviceValid);
         });
         host_usable_ = residency.host_.free_blocks() > 0 || !residency.host_copies_.empty() ||
-                       host_freed ||
+                       !unheld_.empty() || host_freed ||
                        residency.order_.queued_host() > static_cast<std::uint32_t>(on_host);
     }
 
@@ -178,6 +183,7 @@ class Residency::Forecast {
 
     template <class Predicate>
     bool any_host_copy(Predicate is_wanted) const {
+        if (std::any_of(unheld_.begin(), unheld_.end(), is_wanted)) return true;
         BlockId host = residency_.host_copies_.newest();
         while (host != kNoBlock && !is_wanted(residency_.host_copies_.node_of(host))) {
             host = residency_.host_copies_.older(host);
@@ -189,6 +195,7 @@ class Residency::Forecast {
     const PrefixTree& tree_;
     std::span<const NodeId> lease_path_;
     std::uint32_t free_;
+    std::vector<NodeId> unheld_;
     bool host_freed_;         // a drop would have freed host blocks
     bool host_usable_;        // for must_save()
     NodeId blocked_ = kNone;  // the node that stopped can_make_room()

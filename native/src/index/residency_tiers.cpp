@@ -88,7 +88,8 @@ void Residency::resize_device(std::uint32_t blocks) {
     std::vector<bool> leaves(device_.capacity(), false);
     for (const NodeId node : leaving) {
         const Node& n = tree_[node];
-        if (n.refs > 0 || n.pins > 0) {
+        // A dropped block without refs and pins stays until the save of its host copy has ended.
+        if (n.refs > 0 || n.pins > 0 || n.has(kDetached)) {
             throw resize_refused(device_.capacity(), blocks, n.device, "leased or being copied");
         }
         if (device_.after_step(n.device) != 0) {

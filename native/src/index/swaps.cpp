@@ -125,7 +125,7 @@ bool Swaps::make_auxiliary_room(const Lease& lease, std::uint32_t total_blocks) 
 }
 
 bool Swaps::could_make_auxiliary_room(const Lease& lease, std::uint32_t total_blocks,
-                                      bool& frees_host) const {
+                                      bool& frees_host, std::vector<NodeId>& unheld) const {
     if (auxiliary_.has_room(lease, total_blocks)) return true;
     if (!may_take_from_swapped()) return false;
     const PrefixTree& tree = index_.tree();
@@ -142,8 +142,9 @@ bool Swaps::could_make_auxiliary_room(const Lease& lease, std::uint32_t total_bl
         for (std::size_t i = matching_.reachable(victim, victim.path.size());
              i < victim.path.size(); ++i) {
             const Node& n = tree[victim.path[i]];
-            frees_host = frees_host || (n.holds == 1 && n.refs == 0 && !n.has(kDeviceResident) &&
-                                        n.child == kNone);
+            if (n.holds != 1) continue;
+            frees_host = frees_host || (n.refs == 0 && !n.has(kDeviceResident) && n.child == kNone);
+            if (n.has(kDeviceValid) && n.has(kHostValid)) unheld.push_back(victim.path[i]);
         }
     }
     return has_state && windows_.has_room(lease, total_blocks, given_up);
@@ -153,7 +154,7 @@ std::size_t Swaps::tail_under_way(const Lease& lease) const {
     for (const TransferId id : lease.onloads) {
         if (transfers_.is_move(id)) continue;
         const Transfer& transfer = transfers_.get(id);
-        if (transfer.tail_owner == lease.id()) return transfer.tail_blocks();
+        if (transfer.has_tail_of(lease.id())) return transfer.tail_blocks();
     }
     return 0;
 }

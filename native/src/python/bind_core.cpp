@@ -347,22 +347,25 @@ void bind_core(nb::module_& m) {
                std::uint32_t low_watermark_blocks, std::uint32_t min_onload_blocks,
                EvictionKind eviction, std::uint32_t state_slots,
                const std::vector<WindowTuple>& windows, std::uint32_t max_leases,
-               const StoreConfig* stores, std::uint32_t host_state_slots, bool foreign_device) {
+               const StoreConfig* stores, std::uint32_t host_state_slots, bool foreign_device,
+               bool splits_items) {
                 std::vector<WindowConfig> groups;
                 for (const auto& [blocks, window, step, sink, host] : windows)
                     groups.push_back({blocks, window, step, sink, host});
-                new (self) Core(CoreConfig{
-                    block_tokens, device_blocks, host_blocks, leave_tokens, reserve_blocks,
-                    write_policy, write_through_threshold, low_watermark_blocks, min_onload_blocks,
-                    eviction, state_slots, std::move(groups), max_leases,
-                    stores != nullptr ? *stores : StoreConfig{}, host_state_slots, foreign_device});
+                new (self) Core(CoreConfig{block_tokens, device_blocks, host_blocks, leave_tokens,
+                                           reserve_blocks, write_policy, write_through_threshold,
+                                           low_watermark_blocks, min_onload_blocks, eviction,
+                                           state_slots, std::move(groups), max_leases,
+                                           stores != nullptr ? *stores : StoreConfig{},
+                                           host_state_slots, foreign_device, splits_items});
             },
             nb::kw_only(), "block_tokens"_a, "device_blocks"_a, "host_blocks"_a = 0,
             "leave_tokens"_a = 1, "reserve_blocks"_a = 0, "write_policy"_a = WritePolicy::kNone,
             "write_through_threshold"_a = 2, "low_watermark_blocks"_a = 0,
             "min_onload_blocks"_a = 0, "eviction"_a = EvictionKind::kLru, "state_slots"_a = 0,
             "windows"_a = std::vector<WindowTuple>(), "max_leases"_a = kMaxLeases,
-            "stores"_a.none() = nb::none(), "host_state_slots"_a = 0, "foreign_device"_a = false)
+            "stores"_a.none() = nb::none(), "host_state_slots"_a = 0, "foreign_device"_a = false,
+            "splits_items"_a = false)
         .def("match", &match, "tokens"_a, "context"_a = "", "reads"_a = true, "writes"_a = true,
              "Open a lease: (lease, device_blocks, host_blocks) of the longest cached prefix.")
         .def("match_items", &match_items, "tokens"_a, "items"_a, "context"_a = "", "reads"_a = true,
@@ -417,6 +420,13 @@ void bind_core(nb::module_& m) {
             "append",
             [](Core& core, LeaseId id, TokenArray tokens) { core.append(id, view(tokens)); },
             "lease"_a, "tokens"_a)
+        .def(
+            "append_items",
+            [](Core& core, LeaseId id, TokenArray tokens, const std::vector<ItemTuple>& items) {
+                core.append(id, view(tokens), views_of(items));
+            },
+            "lease"_a, "tokens"_a, "items"_a,
+            "append() with items; offsets count from the first position of the prompt.")
         .def("commit", &Core::commit, "lease"_a, "num_tokens"_a, "step"_a = 0,
              "Index computed blocks; returns how many became shareable.")
         .def("truncate", &Core::truncate, "lease"_a, "num_tokens"_a, "step"_a = 0,

@@ -71,7 +71,7 @@ nb::bytes digests(const nb::bytes& root, const IdArray& tokens, std::int64_t blo
     for (const auto& [hash, offset, length] : tuples) {
         items.push_back({{hash.c_str(), hash.size()}, offset, length});
     }
-    check_items(items, tokens.size());
+    check_items(items, 0, tokens.size());
     std::vector<Digest> digests;
     {
         nb::gil_scoped_release released;
