@@ -125,6 +125,16 @@ def test_room_that_was_promised_can_be_taken_although_blocks_must_be_saved_first
         finish(manager, request)
 
 
+def test_room_under_write_back_is_made_when_it_is_promised():
+    """Later, a free block of host memory would let evicted blocks wait for their saves."""
+    with opened(8, 16, write_policy="write_back") as manager:
+        serve(manager, "a", prompt(1, 8))
+        assert manager.num_free_device_blocks == 0
+        assert manager.can_allocate_device_blocks(3)
+        assert manager.num_free_device_blocks >= 3
+        assert not manager.can_allocate_device_blocks(9)
+
+
 def test_room_counts_what_requests_hold_in_advance():
     with opened(6, decode_blocks=2) as manager:
         request = Request("a", prompt(1, 1))
@@ -338,6 +348,23 @@ def test_outputs_are_shared_up_to_the_last_token():
         manager.request_finish(again)
 
 
+def test_outputs_are_private_without_output_caching():
+    config = fd_config(16)
+    config.cache_config.enable_output_caching = False
+    manager = CacheManager(config)
+    try:
+        request = Request("a", prompt(1, 1, more=2))
+        start(manager, request, 4)
+        manager.issue_pending_backup_to_batch_request()
+        request.output_token_ids += [7, 8, 9]
+        finish(manager, request)
+        again = Request("b", [*request.tokens, 1, 1, 1, 1])
+        manager.match_prefix(again)
+        assert again.match_result.total_matched_blocks == 1
+    finally:
+        manager.close()
+
+
 def test_draft_tokens_keep_the_end_of_the_outputs_private():
     with opened(16, speculative=2) as manager:
         request = Request("a", prompt(1, 1, more=2))
@@ -418,6 +445,26 @@ def test_b5_9_different_images_share_the_blocks_before_them():
         same = Request("c", [*tokens, 1], multimodal_inputs=images(("cat", 8, 6)))
         manager.match_prefix(same)
         assert same.match_result.total_matched_blocks == 4
+
+
+@pytest.mark.parametrize(("disable_chunked_mm_input", "matched"), [(False, 3), (True, 2)])
+def test_b12_4_match_ends_inside_an_image_only_if_the_model_splits_images(
+    disable_chunked_mm_input, matched
+):
+    config = fd_config(32)
+    config.cache_config.disable_chunked_mm_input = disable_chunked_mm_input
+    manager = CacheManager(config)
+    try:
+        tokens = prompt(1, 2) + [5] * 6
+        first = Request("a", tokens, multimodal_inputs=images(("cat", 8, 6)))
+        start(manager, first)
+        manager.issue_pending_backup_to_batch_request()
+        finish(manager, first)
+        again = Request("b", [*tokens, 1, 2], multimodal_inputs=images(("cat", 8, 6)))
+        manager.match_prefix(again)
+        assert again.match_result.total_matched_blocks == matched
+    finally:
+        manager.close()
 
 
 def test_blocks_of_stores_are_brought_to_host_memory_on_request(tmp_path):
