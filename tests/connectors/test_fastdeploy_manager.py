@@ -127,7 +127,7 @@ def test_room_that_was_promised_can_be_taken_although_blocks_must_be_saved_first
 
 def test_room_under_write_back_is_made_when_it_is_promised():
     """Later, a free block of host memory would let evicted blocks wait for their saves."""
-    with opened(8, 16, write_policy="write_back") as manager:
+    with opened(8, 0, write_policy="write_back") as manager:
         serve(manager, "a", prompt(1, 8))
         assert manager.num_free_device_blocks == 0
         assert manager.can_allocate_device_blocks(3)
