@@ -12,7 +12,7 @@ import pickle
 import queue
 import threading
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from aiokv import Regions
+from aiokv import CpuEvent, Regions
 from aiokv.connectors.fastdeploy import (
     BatchRequest,
     CacheController,
     CacheManager,
+    LayerDoneCounter,
     PrefixCacheManager,
 )
 from aiokv.ranks import RankGroup
@@ -179,9 +180,18 @@ class Worker:
         Returns:
             Generated tokens by request, and None for a request that was stopped.
         """
-        counter = self.controller.submit_swap_tasks(
+        return self.execute(batch, self.begin(batch))
+
+    def begin(self, batch: BatchRequest) -> LayerDoneCounter | None:
+        """Tell the connector that a batch begins, behind all work that was submitted before."""
+        return self.controller.submit_swap_tasks(
             batch.cache_evict_metadata, batch.cache_swap_metadata
         )
+
+    def execute(
+        self, batch: BatchRequest, counter: LayerDoneCounter | None
+    ) -> list[tuple[str, int | None]]:
+        """Compute, as the GPU does; see ``run``."""
         answers: list[tuple[str, int | None]] = []
         work: list[tuple[Task, int, int]] = []
         for task in batch:
@@ -499,34 +509,57 @@ class Backend:
         return {"key": np.zeros((max_num_blocks, BLOCK, WIDTH), np.int64)}
 
 
+class Stream:
+    """Computes submitted work in order, in a thread of its own, as the stream of a GPU does."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self.submit = self._thread.submit
+
+    def new_event(self) -> CpuEvent:
+        """Record an event behind all work that was submitted."""
+        event = CpuEvent()
+        event.begin()
+        self.submit(event.finish)
+        return event
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
 class Cluster:
     """A scheduler, and two workers with a rank each, in threads: each goes at its own pace.
 
     The scheduler hands a batch to the workers and schedules the next one while they compute, as
-    soon as they have taken it; batches are pickled.
+    soon as they have taken it; batches are pickled. The workers submit a batch to their streams
+    while these compute the batch before.
     """
 
     RANKS = 2
+    AHEAD = 2  # batches in the streams
 
     def __init__(self, path: Path, device_blocks: int, host_blocks: int, **options) -> None:
         config = fd_config(device_blocks, host_blocks, **options)
         config.parallel_config = SimpleNamespace(tensor_parallel_size=self.RANKS)
         group = RankGroup(self.RANKS, path=path / "ranks")
         self.manager = CacheManager(config, ranks=group)
+        self.streams = [Stream() for _ in range(self.RANKS)]
         self.workers = []
-        for number in range(self.RANKS):
-            controller = CacheController(config, number, path=path / "ranks")
+        for number, stream in enumerate(self.streams):
+            controller = CacheController(
+                config, number, path=path / "ranks", step_event=stream.new_event
+            )
             layers = controller.initialize_kv_cache(Backend(), device_blocks)
             self.workers.append(Worker(layers, controller))
         self.scheduler = Scheduler(self.manager, self.workers[0])
         self.batches: queue.Queue[bytes | None] = queue.Queue(1)
         self.answers: queue.Queue = queue.Queue()
-        self.threads = ThreadPoolExecutor(4)
+        self.threads = ThreadPoolExecutor(2)
         self.sent_batches = 0
         self.empty_batches = 0
 
     def __enter__(self) -> Self:
-        self.manager.engine.health()
+        self.manager.open()
         self.ends = [self.threads.submit(self._compute), self.threads.submit(self._take_answers)]
         return self
 
@@ -541,38 +574,44 @@ class Cluster:
                 assert engine.call(engine.cache.check_invariants) == []
         finally:
             self.manager.close()
-            for worker in self.workers:
+            for worker, stream in zip(self.workers, self.streams, strict=True):
+                stream.close()
                 worker.controller.stop()
             self.threads.shutdown()
 
     def _compute(self) -> None:
         """The loop of the workers: a batch if there is one, else one more token of each request."""
+        submitted: deque[list[Future]] = deque()
         try:
             while True:
+                is_idle = not submitted and not self.workers[0].running
                 try:
-                    pickled = self.batches.get(block=not self.workers[0].running)
+                    pickled = self.batches.get(block=is_idle)
                 except queue.Empty:
-                    batch = BatchRequest()
-                else:
-                    if pickled is None:
-                        return
+                    pickled = pickle.dumps(BatchRequest())
+                    if submitted:
+                        self._collect(submitted.popleft())
+                        continue
+                if pickled is None:
+                    return
+                futures = []
+                for worker, stream in zip(self.workers, self.streams, strict=True):
                     batch = pickle.loads(pickled)
-                copies = [pickle.loads(pickle.dumps(batch)) for _ in self.workers]
-                answers = [
-                    worker.run(copy) for worker, copy in zip(self.workers, copies, strict=True)
-                ]
-                assert answers[0] == answers[1]
-                self.answers.put(answers[0])
-        except BaseException as error:
-            self.answers.put(error)
-            raise
+                    counter = worker.begin(batch)
+                    futures.append(stream.submit(worker.execute, batch, counter))
+                submitted.append(futures)
+                if len(submitted) > self.AHEAD:
+                    self._collect(submitted.popleft())
         finally:
             self.answers.put(None)
 
+    def _collect(self, futures: list[Future]) -> None:
+        answers = [future.result(60.0) for future in futures]
+        assert answers[0] == answers[1]
+        self.answers.put(answers[0])
+
     def _take_answers(self) -> None:
         while (answers := self.answers.get()) is not None:
-            if isinstance(answers, BaseException):
-                continue
             for request in self.scheduler.take_answers(answers):
                 self.scheduler.finish(request)
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from aiokv import ConfigError, UsageError
+from aiokv import ClosedError, ConfigError, UsageError
 from aiokv.connectors.fastdeploy import (
     BatchRequest,
     CacheLevel,
@@ -17,7 +17,14 @@ from aiokv.connectors.fastdeploy import (
     CacheSwapMetadata,
 )
 from aiokv.sync import Calls
-from tests.connectors.fastdeploy_server import BLOCK, Request, Status, fd_config
+from tests.connectors.fastdeploy_server import (
+    BLOCK,
+    Request,
+    Status,
+    fd_config,
+    regions_of,
+    tensors,
+)
 
 
 @contextmanager
@@ -116,6 +123,16 @@ def test_room_that_was_promised_can_be_taken_although_blocks_must_be_saved_first
         assert len(manager.allocate_device_blocks(request, 8)) == 8
         assert manager.engine.statistics().offloaded_blocks == 8
         finish(manager, request)
+
+
+def test_room_under_write_back_is_made_when_it_is_promised():
+    """Later, a free block of host memory would let evicted blocks wait for their saves."""
+    with opened(8, 0, write_policy="write_back") as manager:
+        serve(manager, "a", prompt(1, 8))
+        assert manager.num_free_device_blocks == 0
+        assert manager.can_allocate_device_blocks(3)
+        assert manager.num_free_device_blocks >= 3
+        assert not manager.can_allocate_device_blocks(9)
 
 
 def test_room_counts_what_requests_hold_in_advance():
@@ -331,6 +348,23 @@ def test_outputs_are_shared_up_to_the_last_token():
         manager.request_finish(again)
 
 
+def test_outputs_are_private_without_output_caching():
+    config = fd_config(16)
+    config.cache_config.enable_output_caching = False
+    manager = CacheManager(config)
+    try:
+        request = Request("a", prompt(1, 1, more=2))
+        start(manager, request, 4)
+        manager.issue_pending_backup_to_batch_request()
+        request.output_token_ids += [7, 8, 9]
+        finish(manager, request)
+        again = Request("b", [*request.tokens, 1, 1, 1, 1])
+        manager.match_prefix(again)
+        assert again.match_result.total_matched_blocks == 1
+    finally:
+        manager.close()
+
+
 def test_draft_tokens_keep_the_end_of_the_outputs_private():
     with opened(16, speculative=2) as manager:
         request = Request("a", prompt(1, 1, more=2))
@@ -411,6 +445,46 @@ def test_b5_9_different_images_share_the_blocks_before_them():
         same = Request("c", [*tokens, 1], multimodal_inputs=images(("cat", 8, 6)))
         manager.match_prefix(same)
         assert same.match_result.total_matched_blocks == 4
+
+
+@pytest.mark.parametrize(("disable_chunked_mm_input", "matched"), [(False, 3), (True, 2)])
+def test_b12_4_match_ends_inside_an_image_only_if_the_model_splits_images(
+    disable_chunked_mm_input, matched
+):
+    config = fd_config(32)
+    config.cache_config.disable_chunked_mm_input = disable_chunked_mm_input
+    manager = CacheManager(config)
+    try:
+        tokens = prompt(1, 2) + [5] * 6
+        first = Request("a", tokens, multimodal_inputs=images(("cat", 8, 6)))
+        start(manager, first)
+        manager.issue_pending_backup_to_batch_request()
+        finish(manager, first)
+        again = Request("b", [*tokens, 1, 2], multimodal_inputs=images(("cat", 8, 6)))
+        manager.match_prefix(again)
+        assert again.match_result.total_matched_blocks == matched
+    finally:
+        manager.close()
+
+
+def test_blocks_of_stores_are_brought_to_host_memory_on_request(tmp_path):
+    options = {"stores": [f"disk:{tmp_path}/kv?bytes=4MiB"], "model": "test"}
+    tokens = prompt(1, 3, more=1)
+    for expected in (0, 3):
+        layers = tensors(4)
+        regions = regions_of(layers)
+        with opened(4, 8, options | {"regions": regions}, write_policy="write_through") as manager:
+            request = Request("a", tokens)
+            assert manager.prefetch_storage(request).result(30.0).total == expected * BLOCK
+            manager.match_prefix(request, skip_storage=False)
+            assert request.match_result.total_matched_blocks == expected
+            request.block_tables = list(request.match_result.device_block_ids)
+            request.block_tables += manager.allocate_device_blocks(request, 4 - expected)
+            request.num_computed_tokens = len(tokens)
+            manager.issue_pending_backup_to_batch_request()
+            finish(manager, request)
+            manager.write_cache_to_storage(request)
+            manager.engine.call(manager.engine.cache.drain, timeout=10.0)
 
 
 @pytest.mark.parametrize(
@@ -580,6 +654,15 @@ def test_step_of_64_decoding_requests_crosses_once(monkeypatch):
         assert tables[0] <= 64 * 14
 
 
+def test_idle_scheduler_does_not_cross(monkeypatch):
+    with opened(16) as manager:
+        serve(manager, "a", prompt(1, 2))
+        counts = count_crossings(monkeypatch)
+        for _ in range(3):
+            assert manager.issue_pending_backup_to_batch_request() is None
+        assert counts == []
+
+
 def test_step_of_64_new_requests_crosses_twice_per_request(monkeypatch):
     with opened(4_096, batch_tokens=4_096) as manager:
         counts = count_crossings(monkeypatch)
@@ -613,6 +696,15 @@ def test_verbs_after_close_are_refused():
         start(manager, request)
     manager.close()
     assert not manager.is_initialized()
+    for call in (lambda: manager.match_prefix(request), lambda: manager.can_allocate_gpu_blocks(1)):
+        with pytest.raises(ClosedError, match="the cache manager is closed"):
+            call()
+    assert manager.num_free_device_blocks == 8
+
+
+def test_without_stores_nothing_is_prefetched():
+    with opened(8) as manager:
+        assert not manager.prefetch_storage(Request("a", prompt(1, 2)))
 
 
 def test_finish_of_an_unknown_request_does_nothing():
@@ -628,3 +720,19 @@ def test_prompts_that_are_no_tokens_are_refused(tokens):
         with pytest.raises(UsageError):
             manager.match_prefix(Request("a", tokens))
         assert manager.num_free_device_blocks == 8
+
+
+def test_room_is_exact_after_a_commit_that_keeps_other_blocks_cached():
+    """Blocks with the same tokens are cached once, and then belong to the first request, too."""
+    with opened(8) as manager:
+        first, second = Request("a", prompt(1, 2)), Request("b", prompt(1, 2))
+        start(manager, first, 3)
+        start(manager, second, 2)
+        manager.issue_pending_backup_to_batch_request()
+        finish(manager, second)
+        assert manager.can_allocate_device_blocks(5)
+        third = Request("c", prompt(2, 1))
+        manager.match_prefix(third)  # commits the blocks of the first request
+        assert not manager.can_allocate_device_blocks(4)
+        assert manager.can_allocate_device_blocks(3)
+        assert len(manager.allocate_device_blocks(third, 3)) == 3

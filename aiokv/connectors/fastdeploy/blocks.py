@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 WAIT_SECONDS: Final = 0.02  # for copies in flight, before blocks count as missing
+PROMISE_SECONDS: Final = 10.0  # likewise, for blocks that `can_allocate` has promised
 
 
 class Holding:
@@ -161,8 +162,8 @@ class RequestBlocks:
         self._wait_seconds = wait_seconds
         self._lock = threading.RLock()
         self._holdings: dict[str, Holding] = {}
-        self._leaving: list[Holding] = []  # ended, but a batch still waits for their onloads
-        self._room = 0  # blocks that can be taken for sure
+        self._leaving: list[Holding] = []  # ended, but their onloads are in flight
+        self._room = 0  # blocks that can be taken for sure, as far as known
         self._promised = 0  # blocks that a caller was told it can take
         self._has_committed = False  # since the last batch was scheduled
         self.last_step = 0  # number of the step that was closed last
@@ -215,15 +216,16 @@ class RequestBlocks:
                 return holding
             holding.lease = self._match(calls, holding, tokens, read=True)
             granted = calls.add(_grant_hit, holding.lease, onload)
+            room = self._record_room(calls, 0)
             calls.run(raise_errors=False)
             if granted.error is None:
+                self._room = room.value
                 holding.hit, holding.table, holds_blocks = granted.value
                 holding.given = len(holding.table)
                 if holds_blocks and not holding.table:
                     self._drop_lease(holding)
                 cached = holding.given * self._block_tokens
                 holding.scheduled_tokens = holding.committed_tokens = cached
-                self._room = max(self._room - holding.given, 0)
             elif _is_refusal(granted.error):  # of the items, for example
                 log.warning(
                     "fastdeploy.request_not_shared",
@@ -241,7 +243,7 @@ class RequestBlocks:
         Waits shortly when blocks are only missing because they are being saved.
         """
         with self._lock:
-            if num_blocks > self._room and not self._find_room(num_blocks):
+            if num_blocks > self._room and not self._find_room(num_blocks, self._wait_seconds):
                 return False
             self._promised = max(num_blocks, 0)
             return True
@@ -253,7 +255,8 @@ class RequestBlocks:
             Their ids; empty without room.
 
         Raises:
-            WouldBlock: without room, although ``can_allocate`` has just promised it.
+            WouldBlock: without room, although ``can_allocate`` has just promised it: other code
+                that uses the engine took the blocks, and gave none back within 10 s.
         """
         with self._lock:
             holding = self._holdings.get(request.request_id)
@@ -261,11 +264,14 @@ class RequestBlocks:
                 holding = self._hold(request, len(tokens_of(request)))
             holding.check_alignment()
             missing = num_blocks - holding.spare
-            if missing > 0 and not self._take(holding, missing):
-                if num_blocks > self._promised:
+            is_promised = num_blocks <= self._promised
+            wait_seconds = PROMISE_SECONDS if is_promised else self._wait_seconds
+            if missing > 0 and not self._take(holding, missing, wait_seconds):
+                if not is_promised:
                     return []
                 raise WouldBlock(
-                    f"request {request.request_id!r}: no room for {num_blocks} blocks",
+                    f"request {request.request_id!r}: no room for {num_blocks} blocks after "
+                    f"{wait_seconds} s",
                     hint="schedule the request again in the next step",
                 )
             first = holding.given
@@ -349,6 +355,9 @@ class RequestBlocks:
             Number of the step that the workers close before they compute the batch.
         """
         with self._lock:
+            self._promised = 0
+            if not (self._holdings or self._leaving):
+                return self.last_step  # an idle scheduler does not cross
             calls = self.engine.calls()
             self._record_departures(calls)
             self._record_commits(calls)
@@ -363,7 +372,6 @@ class RequestBlocks:
                 for holding in ahead:
                     self._update_table(holding)
             self._room = room.value
-            self._promised = 0
             self._has_committed = False
             for holding in self._holdings.values():
                 holding.scheduled_tokens = max(
@@ -451,6 +459,7 @@ class RequestBlocks:
             holding.named_tokens = computed
         calls.commit(lease, computed)
         holding.committed_tokens = computed
+        self._room = 0  # unknown: the blocks before a committed one cannot be evicted
 
     def _record_end(self, calls: Calls, request_id: str) -> bool:
         holding = self._holdings.pop(request_id, None)
@@ -458,9 +467,9 @@ class RequestBlocks:
             return False
         if holding.is_scheduled:
             self._record_commit(calls, holding)
-        if holding.is_scheduled and not holding.has_arrived:
-            # A release would cancel the onload, and the workers may not have begun the batch that
-            # waits for it.
+        if not holding.has_arrived:
+            # A release would cancel the onload. The workers may not have begun the batch that waits
+            # for it, and other requests may have joined it.
             self._leaving.append(holding)
         else:
             _release(calls, holding)
@@ -500,10 +509,10 @@ class RequestBlocks:
         left = holding.given * self._block_tokens - total
         return outputs > holding.base_outputs and left <= self._sizes.decode_slots
 
-    def _take(self, holding: Holding, num_blocks: int) -> bool:
+    def _take(self, holding: Holding, num_blocks: int, wait_seconds: float) -> bool:
         """Append blocks to the lease of a request, for which the engine may have to save others."""
         return self._extend(holding, num_blocks) or (
-            self._find_room(num_blocks) and self._extend(holding, num_blocks)
+            self._find_room(num_blocks, wait_seconds) and self._extend(holding, num_blocks)
         )
 
     def _extend(self, holding: Holding, num_blocks: int) -> bool:
@@ -544,7 +553,7 @@ class RequestBlocks:
         if holding.lease is not None:
             holding.table = holding.lease.block_table.tolist()
 
-    def _find_room(self, num_blocks: int) -> bool:
+    def _find_room(self, num_blocks: int, wait_seconds: float) -> bool:
         """Ask the engine for room; take spare blocks back, or wait for saves, if that helps."""
         if self._has_room(num_blocks):
             return True
@@ -560,16 +569,18 @@ class RequestBlocks:
                 self._update_table(holding)
             if self._has_room(num_blocks):
                 return True
-        if self._leaving and self._wait_for_departures() and self._has_room(num_blocks):
+        if self._wait_for_departures(wait_seconds) and self._has_room(num_blocks):
             return True
         statistics = self.engine.statistics()
         if statistics.device_free + statistics.evictable_blocks < num_blocks:
             return False
-        return self._wait_for_saves(num_blocks)
+        return self._wait_for_saves(num_blocks, wait_seconds)
 
-    def _wait_for_departures(self) -> bool:
+    def _wait_for_departures(self, wait_seconds: float) -> bool:
         """Release ended requests when their onloads have arrived; return True if there are any."""
-        deadline = time.monotonic() + self._wait_seconds
+        if not self._leaving:
+            return False
+        deadline = time.monotonic() + wait_seconds
         for holding in self._leaving:
             if holding.lease is not None:
                 with suppress(TransferError, TimeoutError):
@@ -581,11 +592,11 @@ class RequestBlocks:
         calls.run()
         return has_departed
 
-    def _wait_for_saves(self, num_blocks: int) -> bool:
+    def _wait_for_saves(self, num_blocks: int, wait_seconds: float) -> bool:
         """Evict blocks that have to be saved first, or are being saved."""
         lease = self.engine.match([0], read=False, write=False, owner="FastDeploy")
         future = lease.allocate(
-            num_blocks * self._block_tokens, timeout=self._wait_seconds, reserve_blocks=0
+            num_blocks * self._block_tokens, timeout=wait_seconds, reserve_blocks=0
         )
         has_room = True
         try:
@@ -609,8 +620,25 @@ class RequestBlocks:
 
     def _record_room(self, calls: Calls, num_blocks: int) -> Answer[int]:
         """Ask how many blocks can be taken: at least ``num_blocks``, or those of a step."""
+        if self._sizes.write_policy == "write_back":
+            return calls.add(self._free_blocks, num_blocks)
         limit = max(self._sizes.step_blocks(len(self._holdings)), num_blocks)
         return calls.allocatable_blocks(reserve_blocks=0, limit=limit)
+
+    def _free_blocks(self, num_blocks: int) -> int:
+        """Evict until ``num_blocks`` blocks hold nothing, and return how many do. On the loop.
+
+        Under ``"write_back"``, only these can be taken for sure: as soon as host memory has a free
+        block, a block that could have been dropped has to be saved first.
+        """
+        cache = self.engine.cache
+        if cache.statistics().device_free < num_blocks:
+            lease = cache.match([0], read=False, write=False, owner="FastDeploy")
+            with suppress(RequestTooLarge):
+                lease.try_allocate(num_blocks * self._block_tokens, reserve_blocks=0)
+            lease.release()
+            self._close_step()
+        return cache.statistics().device_free
 
 
 def _release(calls: Calls, holding: Holding) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from aiokv import ControlTimeout
+from aiokv import ClosedError, ControlTimeout
 from aiokv.connectors.fastdeploy.blocks import RequestBlocks
 from aiokv.sync import SyncEngine
 
@@ -46,12 +46,13 @@ class EngineHost:
     ) -> None:
         self.sizes = sizes
         self.has_ranks = ranks is not None
-        self.has_stores = bool(stores)
+        self.has_stores = bool(stores) or (ranks is not None and ranks.capabilities.stores)
         self._regions, self._device, self._ranks, self._stores = regions, device, ranks, stores
         self._step_event = step_event
         self._options = options
         self._lock = threading.Lock()
         self._blocks: RequestBlocks | None = None
+        self._is_closed = False
         sizes.cache_config(**options)  # raises what is wrong now
 
     @property
@@ -70,8 +71,11 @@ class EngineHost:
 
         Raises:
             AiokvError: the engine could not be opened, as ``SyncEngine.open``.
+            ClosedError: ``close`` was called.
         """
         with self._lock:
+            if self._is_closed:
+                raise ClosedError("the cache manager is closed")
             if self._blocks is None:
                 config = self.sizes.cache_config(**self._options)
                 engine = SyncEngine(
@@ -103,6 +107,7 @@ class EngineHost:
     def close(self) -> None:
         """Give all blocks back, and close the engine. Idempotent."""
         with self._lock:
+            self._is_closed = True
             blocks, self._blocks = self._blocks, None
             if blocks is not None:
                 blocks.close()

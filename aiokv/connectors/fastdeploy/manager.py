@@ -16,12 +16,12 @@ from aiokv.connectors.fastdeploy.settings import Sizes
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aiokv import Device, Regions
+    from aiokv import Device, Hit, Regions
     from aiokv.connectors.fastdeploy.blocks import Holding, RequestBlocks
     from aiokv.connectors.fastdeploy.metadata import CacheSwapMetadata
     from aiokv.connectors.fastdeploy.requests import Request
     from aiokv.ranks import RankGroup
-    from aiokv.sync import SyncEngine, SyncLayers
+    from aiokv.sync import EngineFuture, SyncEngine, SyncLayers
 
 RESET_SECONDS: Final = 30.0
 
@@ -254,8 +254,9 @@ class CacheManager:
             Their ids; empty, and nothing changed, without room.
 
         Raises:
-            WouldBlock: ``can_allocate_device_blocks`` has just promised the blocks, and saves of
-                the meantime took the room. Nothing changed.
+            WouldBlock: ``can_allocate_device_blocks`` has just promised the blocks, but other code
+                that uses ``engine`` took them, and gave none back within 10 s. Nothing changed.
+            ClosedError: the manager is closed.
         """
         self.note_scheduled()
         return self._host.blocks.allocate(request, num_blocks)
@@ -321,13 +322,16 @@ class CacheManager:
 
     # --- stores -----------------------------------------------------------------------------------
 
-    def prefetch_storage(self, request: Request) -> bool:
-        """Begin to bring the blocks of a request from the stores; return False without stores."""
+    def prefetch_storage(self, request: Request) -> EngineFuture[Hit] | None:
+        """Begin to bring the blocks of a request from the stores.
+
+        Returns:
+            A future of the prefix that is on the device then; None without stores.
+        """
         if not (self._host.has_stores and self.enable_prefix_caching):
-            return False
+            return None
         engine = self.engine
-        engine.submit(engine.cache.prefetch, tokens_of(request))
-        return True
+        return engine.submit(engine.cache.prefetch, tokens_of(request))
 
     def write_cache_to_storage(self, request: Request) -> None:
         """Do nothing: aiokv saves blocks to the stores by ``CacheConfig.store_policy``."""

@@ -28,6 +28,8 @@ class Sizes:
         tail_tokens: positions at the end of the generated tokens that are not computed for sure:
             the last one, and those of draft tokens.
         leave_tokens: positions at the end of a prompt that are computed even if cached.
+        splits_items: not ``cache_config.disable_chunked_mm_input``: a match may end inside an
+            image, whose other positions the model computes.
     """
 
     block_tokens: int
@@ -42,6 +44,7 @@ class Sizes:
     batch_tokens: int = 0
     tail_tokens: int = 1
     leave_tokens: int = 1
+    splits_items: bool = False
 
     @classmethod
     def of(cls, config: Any) -> Self:
@@ -78,6 +81,7 @@ class Sizes:
             ),
             tail_tokens=1 + drafts,
             leave_tokens=1 + drafts,
+            splits_items=not _field(cache, "disable_chunked_mm_input", True),
         )
 
     def with_device_blocks(self, device_blocks: int) -> Self:
@@ -106,6 +110,7 @@ class Sizes:
             "write_policy": self.write_policy,
             "write_through_threshold": self.write_through_threshold,
             "leave_tokens": self.leave_tokens,
+            "item_hits": "partial" if self.splits_items else "whole",
             "drain_timeout_seconds": 0.0,
         }
         return CacheConfig(**{**fields, **options})
