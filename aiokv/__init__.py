@@ -30,6 +30,7 @@ from aiokv.errors import (
     RequestTooLarge,
     StoreError,
     TransferError,
+    TransferTimeout,
     UnreleasedLeaseWarning,
     UsageError,
     WouldBlock,
@@ -55,6 +56,7 @@ from aiokv.worker.device.base import Device, Event, Stream
 from aiokv.worker.device.cpu import CpuDevice, CpuEvent, CpuStream
 from aiokv.worker.device.cuda import CudaDevice, CudaOptions
 from aiokv.worker.lanes import LaneStatistics, WorkerStatistics
+from aiokv.worker.layer_waits import LayerWaitStatistics
 from aiokv.worker.poller import PollerStatistics
 from aiokv.worker.regions import Regions, num_blocks_for
 from aiokv.worker.views import LayerView
@@ -90,6 +92,7 @@ __all__ = [
     "KVEvents",
     "LaneStatistics",
     "LayerView",
+    "LayerWaitStatistics",
     "LayoutError",
     "Lease",
     "LeaseError",
@@ -117,6 +120,7 @@ __all__ = [
     "TraceRecording",
     "TransferError",
     "TransferSpan",
+    "TransferTimeout",
     "UnreleasedLeaseWarning",
     "Usage",
     "UsageError",

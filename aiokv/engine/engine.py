@@ -19,6 +19,7 @@ from aiokv.engine.batches import Batches
 from aiokv.engine.computing import Computing
 from aiokv.engine.control import Control
 from aiokv.engine.events import Events
+from aiokv.engine.expiries import Expiries
 from aiokv.engine.fetches import Fetches
 from aiokv.engine.inspection import Inspection
 from aiokv.engine.leases import NO_NAME, Leases
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from aiokv.worker.base import RankStatistics, Worker
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.lanes import WorkerStatistics
+    from aiokv.worker.layer_waits import LayerWaitStatistics
     from aiokv.worker.poller import PollerStatistics
     from aiokv.worker.views import LayerView
 
@@ -138,20 +140,24 @@ class CacheEngine(Unique):
         self._scheduler = parts.scheduler
         self._worker = parts.worker
         self._poller = parts.poller
+        self._transfers = parts.transfers
         self._requests = parts.requests
         self._observers = parts.observers
         self._steps = Steps(parts)
         exchange = Exchange(parts)
         self._recovery = Recovery(parts, self._steps, exchange)
-        computing = Computing(parts, on_failure=self._recovery.fail, on_end=exchange.after_batch)
+        expiries = Expiries(parts.lifetime)
+        computing = Computing(
+            parts, expiries, on_failure=self._recovery.fail, on_end=exchange.after_batch
+        )
         fetches = Fetches(parts)
-        self._leases = Leases(parts, self._steps, computing, fetches, exchange)
-        self._batches = Batches(parts, self._leases, computing)
+        self._leases = Leases(parts, self._steps, computing, fetches, exchange, expiries)
+        self._batches = Batches(parts, self._leases, computing, expiries)
         self._pins = Pins(parts, self._leases, fetches)
         self._control = Control(parts, exchange)
         self._sleep = Sleep(parts, regions, self._control)
         self._lifecycle = Lifecycle(
-            parts, self._steps, computing, self._leases, self._recovery, exchange
+            parts, self._steps, computing, self._leases, self._recovery, exchange, expiries
         )
         self._exchange = exchange
         self._inspection = Inspection(parts, self._sleep)
@@ -374,9 +380,56 @@ class CacheEngine(Unique):
                 again. Nothing changed.
             LeaseError: a lease is released, not granted, listed twice, or belongs to another
                 engine. Nothing changed.
-            UsageError: an argument has the wrong type. Nothing changed.
+            UsageError: an argument has the wrong type; or a server owns the device blocks, and
+                names those of new positions with ``lease.assign``. Nothing changed.
         """
         self._batches.extend(leases, num_tokens)
+
+    def allocatable_blocks(
+        self, *, salt: str = "", reserve_blocks: int | None = None, limit: int | None = None
+    ) -> int:
+        """Return the number of blocks of the largest request that could be granted now.
+
+        ``try_allocate`` of a prompt of which nothing is cached succeeds up to that number of
+        blocks, and not beyond; the call changes nothing. It is 0 while another lease waits for
+        capacity, and while granting is paused. Ask ``Lease.can_allocate`` for a prompt with a hit,
+        whose cached blocks need no room; and for models with recurrent state or sliding windows,
+        which need state slots or window blocks too.
+
+        The number is exact, unlike ``device_free + evictable_blocks`` of the statistics, which
+        includes blocks that are being copied, or that ``"write_back"`` has to save before they can
+        be evicted.
+
+        Args:
+            salt: salt of the request, whose quota counts the blocks.
+            reserve_blocks: as for ``Lease.allocate``.
+            limit: the result is at most this number, from 0; None for no limit. Under
+                ``"write_back"``, the call costs as much as evicting the blocks that it counts.
+
+        Raises:
+            UsageError: ``salt`` is not a string, or a number is not an integer or is negative.
+            ClosedError: the engine is closed or closing.
+            BrokenEngineError: the device failed, or a rank was lost.
+        """
+        return self._leases.allocatable_blocks(salt, reserve_blocks, limit)
+
+    def extendable_blocks(self, *, limit: int | None = None) -> int:
+        """Return the number of device blocks that ``extend`` could take now.
+
+        ``extend`` succeeds when all its leases together need at most that number of further blocks,
+        and raises ``WouldBlock`` otherwise; the call changes nothing. Reserve, quota, pauses and
+        leases that wait do not count, because they do not stop ``extend``. A lease needs
+        ``ceil(n / block_tokens)`` blocks for ``n`` positions, of which ``len(block_table)`` are
+        there. Models with sliding windows need window blocks, too.
+
+        Args:
+            limit: as for ``allocatable_blocks``.
+
+        Raises:
+            UsageError: ``limit`` is not an integer or is negative.
+            ClosedError: the engine is closed.
+        """
+        return self._leases.extendable_blocks(limit)
 
     def commit_many(self, leases: Sequence[Lease], num_tokens: Sequence[int]) -> int:
         """Call ``commit`` for each lease.
@@ -486,6 +539,16 @@ class CacheEngine(Unique):
         """
         return self._scheduler.read.next_step
 
+    @property
+    def sentinel_state_slot(self) -> int | None:
+        """Row of the state tensors for the padded rows of CUDA graphs. Any thread.
+
+        No lease or snapshot gets this row, and no transfer reads or writes it, so its bytes have no
+        meaning. None without ``CacheConfig.sentinel_state_slot``.
+        """
+        config = self.config
+        return config.state_slots if config.sentinel_state_slot else None
+
     # --- tiers ------------------------------------------------------------------------------------
 
     async def evict(self, num_blocks: int, tier: Tier = "device") -> int:
@@ -522,7 +585,8 @@ class CacheEngine(Unique):
     ) -> Hit:
         """Copy the cached prefix of a prompt from the stores and host memory to the device.
 
-        Does not wait for capacity: without room, the blocks stay in host memory.
+        Does not wait for capacity: without room, the blocks stay in host memory. With
+        ``CacheConfig.foreign_device``, they are copied from the stores to host memory only.
 
         Args:
             tokens: ``[N]`` token ids of the prompt, as for ``match``.
@@ -536,7 +600,8 @@ class CacheEngine(Unique):
                 Blocks that arrive later are cached in host memory.
 
         Returns:
-            The prefix that is on the device at the end, as ``device_tokens``.
+            The prefix that is on the device at the end, as ``device_tokens``; with
+            ``CacheConfig.foreign_device``, the prefix in host memory, as ``host_tokens``.
 
         Raises:
             UsageError: ``ttl_seconds`` is negative or not a number. Nothing changed.
@@ -842,6 +907,13 @@ class CacheEngine(Unique):
         """Return the waiting times of requests, and how many waits failed. Any thread."""
         return self._requests.statistics()
 
+    def salt_statistics(self) -> dict[str, int]:
+        """Return the number of device blocks that the leases of each salt hold. Any thread.
+
+        Salts that hold none are absent; without ``salt_quota_blocks``, the dict is empty.
+        """
+        return self._scheduler.read.quota_by_salt()
+
     def worker_statistics(self) -> WorkerStatistics:
         """Return counters of the transfers; zeros before ``async with``. Any thread."""
         return self._worker.statistics()
@@ -874,6 +946,14 @@ class CacheEngine(Unique):
             UsageError: the call is made in another thread.
         """
         return self._exchange.statistics()
+
+    def layer_wait_statistics(self) -> LayerWaitStatistics:
+        """Return how long callers have waited for the layers of onloads. Any thread.
+
+        With ranks these are the waits in this process; see ``RankThread.layer_wait_statistics`` for
+        those of a rank.
+        """
+        return self._transfers.layer_waits.statistics()
 
     def poller_statistics(self) -> PollerStatistics:
         """Return counters and latencies of the event poller; zeros before ``async with``.

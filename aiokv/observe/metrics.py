@@ -97,7 +97,7 @@ def _families(engine: CacheEngine, salt_label: Callable[[str], str]) -> Iterator
     yield _one(
         "aiokv_failed",
         "1 after the device or a rank has failed, so that no request is granted; else 0.",
-        int(engine.worker.failure is not None),
+        int(engine.health().failure != ""),
     )
     yield Family(
         "aiokv_asleep",
@@ -113,6 +113,17 @@ def _families(engine: CacheEngine, salt_label: Callable[[str], str]) -> Iterator
     yield from _rows(tables.WORKER, worker)
     for route in ROUTE_NAMES:
         yield from _rows(tables.LANE, getattr(worker, route), route=route)
+    layer_waits = engine.layer_wait_statistics()
+    yield from _rows(tables.LAYER_WAITS, layer_waits)
+    yield Family(
+        "aiokv_waited_layer_seconds_total",
+        "counter",
+        "Time of all waits for a layer of an onload; a wait for all layers counts for the last.",
+        [
+            Sample("", {"layer": str(layer)}, seconds)
+            for layer, seconds in enumerate(layer_waits.layer_seconds)
+        ],
+    )
     yield from _rows(tables.POLLER, engine.poller_statistics(), rank="")
     for rank in engine.rank_statistics():
         yield from _rows(tables.RANK, rank, rank=str(rank.rank))
@@ -162,7 +173,7 @@ def _quota_families(engine: CacheEngine, salt_label: Callable[[str], str]) -> It
         "Device blocks that the leases of one salt may hold.",
         engine.config.salt_quota_blocks,
     )
-    held = engine.scheduler.read.quota_by_salt()
+    held = engine.salt_statistics()
     yield _one("aiokv_salts", "Salts whose leases hold device blocks.", len(held))
     others = held.pop(OTHER_SALTS, 0)  # a salt of this name counts as one of the others
     largest = sorted(held, key=lambda salt: (-held[salt], salt))[:MAX_SALTS]

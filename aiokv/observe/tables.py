@@ -101,6 +101,11 @@ STATISTICS: Final[Table] = (
         swaps="swap",
         lost_leases="lost",
     ),
+    one(
+        "expired_leases_total",
+        "expired_leases",
+        "Leases that were released because they were not used within their ttl_seconds.",
+    ),
     by(
         "capacity_blocks",
         "tier",
@@ -375,6 +380,14 @@ LANE: Final[Table] = (
         "transfer_bytes_per_second",
         "bytes_per_second",
         "Bandwidth of a route: moving average over transfers of 1 MiB and more.",
+    ),
+)
+
+LAYER_WAITS: Final[Table] = (
+    one(
+        "layer_wait_seconds",
+        "waits",
+        "Waits of model runners for a layer of an onload that had not arrived.",
     ),
 )
 

@@ -49,6 +49,7 @@ from aiokv.ranks.messages import (
     encode,
     layout_of,
 )
+from aiokv.ranks.openings import Openings
 from aiokv.ranks.outbox import Outbox
 from aiokv.ranks.rank_state import MAX_RANKS, check_positive
 from aiokv.stores.pools import StorePools
@@ -57,6 +58,7 @@ from aiokv.worker.controller import CacheController
 from aiokv.worker.device.base import CopyError, as_event
 from aiokv.worker.device.names import named_device
 from aiokv.worker.layer_marks import split_layer_mark
+from aiokv.worker.layer_waits import LayerWaits
 from aiokv.worker.layers import ALL, LayerDoneCounter
 from aiokv.worker.poller import EventPoller
 from aiokv.worker.regions import Regions
@@ -108,6 +110,7 @@ class Rank(Unique):
         regions: the tensors; without memory while the device tier sleeps. Set it to new tensors of
             the same layout before ``engine.wake_up``.
         connected: True after the first connection to the group, also when it has ended.
+        layer_waits: durations of the waits of this rank's runner for layers.
     """
 
     def __init__(
@@ -138,11 +141,12 @@ class Rank(Unique):
         self._device = named_device(device)
         self._stores = stores_from(stores)
         self._peers = peers
-        self._openings: dict[bytes, asyncio.Task[None]] = {}  # of tickets, by their ids
+        self._openings = Openings()
         self._controller = self._new_controller()
         self._poller = EventPoller()
         self._outbox = Outbox(self._send)
         self._counters = Counters()
+        self.layer_waits = LayerWaits()
         self._channel = Channel(self._on_frame, self._on_closed)
         self._opened = False  # the controller
         self._closed_step = 0
@@ -289,7 +293,38 @@ class Rank(Unique):
             raise ClosedError(f"the group has ended: {self._ended.result()}")
         async with asyncio.timeout(timeout):
             counters = [await self._counters.get(transfer_id) for transfer_id in wanted]
-        return LayerView(counters) if counters else done_view(self.regions.num_layers)
+        if not counters:
+            return done_view(self.regions.num_layers)
+        return LayerView(counters, waits=self.layer_waits)
+
+    def find_transfer(self, transfer_id: int) -> tuple[TransferPlan, LayerDoneCounter] | None:
+        """Return the plan and the layer counter of a transfer, of any route. Any thread.
+
+        Returns:
+            None before the plan has arrived, and when the transfer was forgotten.
+        """
+        return self._counters.find(transfer_id)
+
+    def is_at_rest(self, transfer_id: int) -> bool:
+        """Return True when no byte of a transfer moves any more on this rank. Any thread.
+
+        Returns:
+            True after the end of the transfer, also of one that failed or was forgotten. False
+            before its plan has arrived.
+        """
+        found = self._counters.find(transfer_id)
+        if found is not None:
+            return found[1].at_rest
+        return self._counters.is_forgotten(transfer_id)
+
+    def give_up_waits(self) -> None:
+        """Release the threads that wait for transfers: the loop has ended, and reports no end.
+
+        Threads get a ``TransferError``. Without effect after ``aclose``, which ends all transfers.
+        """
+        for counter in self._counters:
+            if not counter.at_rest:
+                counter.abandon(CopyError(0, "the loop of the rank has ended"))
 
     def step(self, step: int, event: Event | None = None) -> None:
         """Close the steps up to ``step`` on this rank, which has submitted all their work.
@@ -423,8 +458,7 @@ class Rank(Unique):
         except AiokvError as error:  # this rank has another secret than rank 0
             self._refuse_ticket(message.number, error)
             return
-        task = self._openings[ticket_id] = self._spawn(self._open_at_receivers(message))
-        task.add_done_callback(lambda _: self._openings.pop(ticket_id, None))
+        self._openings.add(ticket_id, self._spawn(self._open_at_receivers(message)))
 
     async def _open_at_receivers(self, message: OpenTicket) -> None:
         try:
@@ -439,9 +473,7 @@ class Rank(Unique):
         self._send(TicketReply(number=number, error=_reason_of(error), kind=kind))
 
     def _close_ticket(self, ticket_id: bytes, reason: str) -> None:
-        opening = self._openings.get(ticket_id)
-        if opening is not None:
-            opening.cancel()
+        self._openings.cancel(ticket_id)
         self._controller.close_ticket(ticket_id, reason)
 
     async def _look_up(self, lookup: Lookup) -> None:
@@ -561,13 +593,13 @@ class Rank(Unique):
                 self.regions.num_layers, transfer_id=transfer_id, direction=plan.direction
             )
             refused.finish(CopyError(0, str(error)))
-            self._counters.add(transfer_id, refused)
+            self._counters.add(plan, refused)
             self._on_report(
                 TransferReport(transfer_id=transfer_id, outcome="failed", reason=str(error))
             )
             return
         counter.add_callback(lambda layer: self._outbox.note_layer(transfer_id, layer))
-        self._counters.add(transfer_id, counter)
+        self._counters.add(plan, counter)
         if plan.route in FETCH_ROUTES:
             self._spawn(self._report_if_overdue(counter))
 

@@ -96,6 +96,7 @@ def new_core(config: CacheConfig, has_stores: bool = False) -> Core:
         eviction=_EVICTION[config.eviction_policy],
         state_slots=config.state_slots,
         host_state_slots=config.host_state_slots,
+        foreign_device=config.foreign_device,
         windows=[
             (
                 group.device_blocks,

@@ -37,6 +37,11 @@ class Saver:
         self._is_wanted = False  # `collect` was requested, and was not called
 
     @property
+    def drops_unsaved(self) -> bool:
+        """True when ``try_after_saving`` drops blocks for which the host tier has no room."""
+        return self.saves_first and not self.stopped
+
+    @property
     def is_active(self) -> bool:
         """True when offloads may begin."""
         return self._has_host and not self.stopped

@@ -14,6 +14,7 @@ from aiokv.stores.guard_statistics import GuardStatistics
 from aiokv.types import DurationHistogram, RequestStatistics, Statistics
 from aiokv.worker.base import RankStatistics
 from aiokv.worker.lanes import WorkerStatistics
+from aiokv.worker.layer_waits import LayerWaitStatistics
 from aiokv.worker.poller import PollerStatistics
 
 _numbers = count(1_000)
@@ -42,7 +43,9 @@ def filled_records() -> dict[str, Any]:
     return {
         "statistics": filled(Statistics),
         "request_statistics": filled(RequestStatistics),
+        "salt_statistics": filled(dict[str, int]),
         "worker_statistics": filled(WorkerStatistics),
+        "layer_wait_statistics": filled(LayerWaitStatistics),
         "poller_statistics": filled(PollerStatistics),
         "rank_statistics": [filled(RankStatistics)],
         "peer_statistics": filled(PeerStatistics),
@@ -51,12 +54,13 @@ def filled_records() -> dict[str, Any]:
 
 
 def engine_with(records: dict[str, Any]) -> Any:
-    """Return an object that shows these statistics as an engine does, and has a quota."""
-    quota = SimpleNamespace(quota_by_salt=lambda: {"tenant": 3})
+    """Return an object that shows these statistics as an engine does, and has a quota.
+
+    It has nothing else: metrics and pages need only the public statistics of an engine.
+    """
     return SimpleNamespace(
         config=CacheConfig(device_blocks=8, salt_quota_blocks=8),
-        worker=SimpleNamespace(failure=None),
+        health=lambda: SimpleNamespace(failure=""),
         asleep=frozenset(),
-        scheduler=SimpleNamespace(read=quota),
         **{name: lambda value=value: value for name, value in records.items()},
     )

@@ -148,8 +148,15 @@ class Copy(Protocol):
     def layer_events(self) -> Sequence[Event]:
         """One event per layer, ascending; layers may share one. Empty without layers."""
 
-    def wait_submitted(self, layer: int) -> None:
+    def wait_submitted(self, layer: int, timeout: float | None = None) -> bool:
         """Block the calling thread, without the GIL, until the layer is on its stream.
+
+        Args:
+            layer: from 0.
+            timeout: seconds, at least 0.0; None for no limit.
+
+        Returns:
+            False when the layer was not submitted in time.
 
         Raises:
             DeviceError: the layer will never be submitted.

@@ -1,6 +1,7 @@
 // The scheduler's core. Ids travel as int32 bytes or arrays, one call a request.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
@@ -346,7 +347,7 @@ void bind_core(nb::module_& m) {
                std::uint32_t low_watermark_blocks, std::uint32_t min_onload_blocks,
                EvictionKind eviction, std::uint32_t state_slots,
                const std::vector<WindowTuple>& windows, std::uint32_t max_leases,
-               const StoreConfig* stores, std::uint32_t host_state_slots) {
+               const StoreConfig* stores, std::uint32_t host_state_slots, bool foreign_device) {
                 std::vector<WindowConfig> groups;
                 for (const auto& [blocks, window, step, sink, host] : windows)
                     groups.push_back({blocks, window, step, sink, host});
@@ -354,14 +355,14 @@ void bind_core(nb::module_& m) {
                     block_tokens, device_blocks, host_blocks, leave_tokens, reserve_blocks,
                     write_policy, write_through_threshold, low_watermark_blocks, min_onload_blocks,
                     eviction, state_slots, std::move(groups), max_leases,
-                    stores != nullptr ? *stores : StoreConfig{}, host_state_slots});
+                    stores != nullptr ? *stores : StoreConfig{}, host_state_slots, foreign_device});
             },
             nb::kw_only(), "block_tokens"_a, "device_blocks"_a, "host_blocks"_a = 0,
             "leave_tokens"_a = 1, "reserve_blocks"_a = 0, "write_policy"_a = WritePolicy::kNone,
             "write_through_threshold"_a = 2, "low_watermark_blocks"_a = 0,
             "min_onload_blocks"_a = 0, "eviction"_a = EvictionKind::kLru, "state_slots"_a = 0,
             "windows"_a = std::vector<WindowTuple>(), "max_leases"_a = kMaxLeases,
-            "stores"_a.none() = nb::none(), "host_state_slots"_a = 0)
+            "stores"_a.none() = nb::none(), "host_state_slots"_a = 0, "foreign_device"_a = false)
         .def("match", &match, "tokens"_a, "context"_a = "", "reads"_a = true, "writes"_a = true,
              "Open a lease: (lease, device_blocks, host_blocks) of the longest cached prefix.")
         .def("match_items", &match_items, "tokens"_a, "items"_a, "context"_a = "", "reads"_a = true,
@@ -371,11 +372,12 @@ void bind_core(nb::module_& m) {
              "recency.")
         .def(
             "allocate",
-            [](Core& core, LeaseId id, std::int64_t num_tokens) {
-                return static_cast<int>(core.allocate(id, num_tokens));
+            [](Core& core, LeaseId id, std::int64_t num_tokens, Reserve reserve) {
+                return static_cast<int>(core.allocate(id, num_tokens, reserve));
             },
-            "lease"_a, "num_tokens"_a,
-            "Take refs and all blocks. 0: no room, nothing taken; 1: all there; 2: some load.")
+            "lease"_a, "num_tokens"_a, "reserve_blocks"_a = nb::none(),
+            "Take refs and all blocks. 0: no room, nothing taken; 1: all there; 2: some load. "
+            "`reserve_blocks`: None for the configured number.")
         .def(
             "pending",
             [](Core& core, LeaseId id) -> PendingTuple {
@@ -385,13 +387,18 @@ void bind_core(nb::module_& m) {
             "lease"_a,
             "(lease, blocks): the lease that will compute what follows the match; (0, 0): none.")
         .def("can_allocate", &Core::can_allocate, "lease"_a, "num_tokens"_a, "saves"_a = false,
+             "reserve_blocks"_a = nb::none(),
              "Return whether allocate would grant now; `saves`: after take_write_backs found "
              "nothing.")
+        .def("extendable_blocks", &Core::extendable_blocks, "limit"_a, "saves"_a = false,
+             "Device blocks that extend could take now, up to `limit`; `saves` as for "
+             "can_allocate.")
         .def(
             "indexed_blocks",
             [](const Core& core, LeaseId id) { return core.lease(id).path.size(); }, "lease"_a,
             "Blocks of the lease that are in the index, from the first on.")
         .def("check_request", &Core::check_request, "lease"_a, "num_tokens"_a,
+             "reserve_blocks"_a = nb::none(),
              "Raise what allocate would for a request that can never be granted.")
         .def("retract", &Core::retract, "lease"_a, "step"_a = 0,
              "Undo allocate; the lease stays matched. Return the lease that keeps the blocks for "
@@ -400,6 +407,9 @@ void bind_core(nb::module_& m) {
             "lease_state", [](const Core& core, LeaseId id) { return core.lease(id).state; },
             "lease"_a, "Return the state of the lease; a lease that has ended raises LeaseError.")
         .def("hit", &hit, "lease"_a, "(device_blocks, host_blocks) as matched, or as granted.")
+        .def(
+            "hit_blocks", [](Core& core, LeaseId id) { return copy_ids(core.hit_blocks(id)); },
+            "lease"_a, "Device ids of the hit: of a match made now, or of the grant.")
         .def(
             "onloads", [](const Core& core, LeaseId id) { return core.lease(id).onloads; },
             "lease"_a, "Unfinished transfers that write blocks of the lease.")
@@ -417,6 +427,27 @@ void bind_core(nb::module_& m) {
                 return core.extend(ids, num_tokens);
             },
             "leases"_a, "num_tokens"_a)
+        .def(
+            "assign",
+            [](Core& core, LeaseId id, TokenArray ids, std::int64_t computed_tokens) {
+                core.assign(id, view(ids), computed_tokens);
+            },
+            "lease"_a, "ids"_a, "computed_tokens"_a = 0,
+            "Append device ids of a server to the table of a lease.")
+        .def("is_idle", &Core::is_idle, "lease"_a,
+             "Return whether no transfer uses ids that the lease, which may have ended, has named.")
+        .def("idle_after_step", &Core::idle_after_step, "lease"_a,
+             "Return the newest unfinished step that the transfers of is_idle() wait for, or 0.")
+        .def("take_idle", &Core::take_idle, "Return leases that have become idle.")
+        .def("take_advanced", &Core::take_advanced,
+             "Return leases of which foreign saves have made blocks matchable.")
+        .def(
+            "take_queued_ids", [](Core& core) { return copy_ids(core.take_queued_ids()); },
+            "Return the device ids of the foreign saves that were queued since the last call.")
+        .def("give_up_saves", &Core::give_up_saves,
+             "Save nothing of what foreign saves have queued.")
+        .def("end_saved", &Core::end_saved,
+             "Return the released leases that waited for foreign saves only, and end them.")
         .def("release", &Core::release, "lease"_a, "step"_a = 0, "used_in"_a = 0,
              "Return False when batches or transfers of peers in flight keep the blocks until they "
              "have ended.")

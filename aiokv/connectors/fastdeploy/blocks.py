@@ -1,0 +1,647 @@
+"""RequestBlocks: the leases behind the requests of one scheduler, in few crossings."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from aiokv import (
+    AllocateTimeout,
+    ClosedError,
+    Hit,
+    LeaseError,
+    LeaseState,
+    RequestTooLarge,
+    TransferError,
+    UsageError,
+    WouldBlock,
+)
+from aiokv.connectors.fastdeploy.requests import (
+    UnknownRequest,
+    items_of,
+    prompt_length,
+    tokens_of,
+)
+from aiokv.observe.logs import Log
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from aiokv import Lease
+    from aiokv.connectors.fastdeploy.requests import Request
+    from aiokv.connectors.fastdeploy.settings import Sizes
+    from aiokv.sync import Answer, Calls, SyncEngine, SyncLease
+
+log = Log(__name__)
+
+WAIT_SECONDS: Final = 0.02  # for copies in flight, before blocks count as missing
+
+
+class Holding:
+    """What one request holds in the cache.
+
+    ::
+
+        table:  | matched | given to the scheduler | spare |
+                                          given ──►|
+
+    Attributes:
+        request: the scheduler's object.
+        lease: the lease; None before the first block of a request without a hit.
+        hit: cached prefix by tier, as it was granted.
+        table: ids of all blocks of the lease.
+        given: blocks at the beginning of ``table`` that the scheduler has in its block table.
+        named_tokens: positions at the beginning whose tokens the lease knows.
+        prefill_tokens: prompt and generated tokens at the time of the match.
+        base_outputs: generated tokens among them.
+        scheduled_tokens: positions of batches that have been handed to the workers.
+        committed_tokens: positions that the lease has committed.
+        usable_blocks: blocks at the beginning that are at the same place in the scheduler's block
+            table; None while all are.
+        is_scheduled: True when a batch has been scheduled that uses the blocks.
+        shares_blocks: False when no other request may find the blocks.
+        has_failed: True when an onload of the request has failed: its KV is wrong.
+    """
+
+    __slots__ = (
+        "base_outputs",
+        "committed_tokens",
+        "given",
+        "has_failed",
+        "hit",
+        "is_scheduled",
+        "lease",
+        "named_tokens",
+        "prefill_tokens",
+        "request",
+        "scheduled_tokens",
+        "shares_blocks",
+        "table",
+        "usable_blocks",
+    )
+
+    def __init__(self, request: Request, prefill_tokens: int, *, shares_blocks: bool) -> None:
+        self.request = request
+        self.shares_blocks = shares_blocks
+        self.has_failed = False
+        self.lease: SyncLease | None = None
+        self.hit = Hit(0, 0)
+        self.table: list[int] = []
+        self.given = 0
+        self.named_tokens = self.prefill_tokens = prefill_tokens
+        self.base_outputs = prefill_tokens - prompt_length(request)
+        self.scheduled_tokens = 0
+        self.committed_tokens = 0
+        self.usable_blocks: int | None = None
+        self.is_scheduled = False
+
+    @property
+    def spare(self) -> int:
+        """Number of blocks that the scheduler has not taken yet."""
+        return len(self.table) - self.given
+
+    @property
+    def has_arrived(self) -> bool:
+        """True when no onload of the request is in flight. Does not cross."""
+        return self.lease is None or not self.table or self.lease.layers.is_done
+
+    def check_alignment(self) -> None:
+        """Find out if the scheduler uses its blocks in another order than the lease.
+
+        It does when it puts blocks of one allocation into a second table (``extend_block_tables``).
+        The blocks behind that place are never shared.
+        """
+        in_use = len(self.request.block_tables)
+        if in_use < self.given and (self.usable_blocks is None or in_use < self.usable_blocks):
+            self.usable_blocks = in_use
+
+    def computed_tokens(self, tail_tokens: int) -> int:
+        """Return the number of leading positions whose KV later batches find computed.
+
+        These are the positions of batches that the workers got before, and those before a generated
+        token that has arrived.
+        """
+        outputs = len(self.request.output_token_ids)
+        computed = self.scheduled_tokens
+        if outputs > self.base_outputs:
+            computed = max(computed, prompt_length(self.request) + outputs - tail_tokens)
+        return computed
+
+
+class RequestBlocks:
+    """Leases of the requests of one scheduler, by request id. Any thread.
+
+    Blocks that the workers compute become shareable when the batch after theirs is scheduled: all
+    batches go through the workers in order, so a request that finds a block computes after it.
+
+    Args:
+        engine: the cache; it is open.
+        sizes: settings of the scheduler.
+        step_event: returns an event behind all work that the runner has submitted, or None when all
+            of it has finished; None with ranks, which close steps themselves.
+        wait_seconds: how long an allocation waits for blocks that are being copied.
+    """
+
+    def __init__(
+        self,
+        engine: SyncEngine,
+        sizes: Sizes,
+        step_event: Callable[[], Any] | None = None,
+        wait_seconds: float = WAIT_SECONDS,
+    ) -> None:
+        self.engine = engine
+        self._sizes = sizes
+        self._block_tokens = sizes.block_tokens
+        self._step_event = step_event
+        self._wait_seconds = wait_seconds
+        self._lock = threading.RLock()
+        self._holdings: dict[str, Holding] = {}
+        self._leaving: list[Holding] = []  # ended, but a batch still waits for their onloads
+        self._room = 0  # blocks that can be taken for sure
+        self._promised = 0  # blocks that a caller was told it can take
+        self._has_committed = False  # since the last batch was scheduled
+        self.last_step = 0  # number of the step that was closed last
+
+    def close(self) -> None:
+        """Release everything that is held."""
+        with self._lock:
+            calls = self.engine.calls()
+            self._record_release_of_all(calls)
+            calls.run()
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def holding(self, request_id: str) -> Holding | None:
+        """Return what a request holds; None for nothing."""
+        return self._holdings.get(request_id)
+
+    def note_resize(self, sizes: Sizes) -> None:
+        """Take over new sizes, after the engine has changed its own."""
+        with self._lock:
+            self._sizes, self._room = sizes, 0
+
+    @property
+    def spare_blocks(self) -> int:
+        """Number of blocks that leases have ahead of the scheduler."""
+        with self._lock:
+            return sum(holding.spare for holding in self._holdings.values())
+
+    # --- verbs of requests ------------------------------------------------------------------------
+
+    def match(self, request: Request, *, onload: bool = True) -> Holding:
+        """Match the tokens of a request, and grant the cached prefix, in one crossing.
+
+        Onloads of blocks in host memory begin. Without room for these, only the prefix on the
+        device is granted. What the request held before is given back.
+
+        Args:
+            request: the scheduler's object.
+            onload: False to grant only the prefix on the device.
+        """
+        tokens = tokens_of(request)
+        with self._lock:
+            calls = self.engine.calls()
+            self._record_end(calls, request.request_id)
+            if not self._has_committed:  # once per `schedule()`
+                self._record_commits(calls)
+            holding = self._hold(request, len(tokens))
+            if not holding.shares_blocks:
+                calls.run(raise_errors=False)
+                return holding
+            holding.lease = self._match(calls, holding, tokens, read=True)
+            granted = calls.add(_grant_hit, holding.lease, onload)
+            calls.run(raise_errors=False)
+            if granted.error is None:
+                holding.hit, holding.table, holds_blocks = granted.value
+                holding.given = len(holding.table)
+                if holds_blocks and not holding.table:
+                    self._drop_lease(holding)
+                cached = holding.given * self._block_tokens
+                holding.scheduled_tokens = holding.committed_tokens = cached
+                self._room = max(self._room - holding.given, 0)
+            elif _is_refusal(granted.error):  # of the items, for example
+                log.warning(
+                    "fastdeploy.request_not_shared",
+                    request_id=request.request_id, reason=str(granted.error),
+                )  # fmt: skip
+                holding.shares_blocks = False
+            else:
+                del self._holdings[request.request_id]
+                raise granted.error
+            return holding
+
+    def can_allocate(self, num_blocks: int) -> bool:
+        """Return True if ``num_blocks`` blocks can be allocated; exact.
+
+        Waits shortly when blocks are only missing because they are being saved.
+        """
+        with self._lock:
+            if num_blocks > self._room and not self._find_room(num_blocks):
+                return False
+            self._promised = max(num_blocks, 0)
+            return True
+
+    def allocate(self, request: Request, num_blocks: int) -> list[int]:
+        """Take blocks for the next positions of a request.
+
+        Returns:
+            Their ids; empty without room.
+
+        Raises:
+            WouldBlock: without room, although ``can_allocate`` has just promised it.
+        """
+        with self._lock:
+            holding = self._holdings.get(request.request_id)
+            if holding is None:
+                holding = self._hold(request, len(tokens_of(request)))
+            holding.check_alignment()
+            missing = num_blocks - holding.spare
+            if missing > 0 and not self._take(holding, missing):
+                if num_blocks > self._promised:
+                    return []
+                raise WouldBlock(
+                    f"request {request.request_id!r}: no room for {num_blocks} blocks",
+                    hint="schedule the request again in the next step",
+                )
+            first = holding.given
+            holding.given += num_blocks
+            holding.is_scheduled = True
+            self._promised = max(self._promised - num_blocks, 0)
+            return holding.table[first : holding.given]
+
+    def allocate_unshared(self, request_id: str, num_blocks: int) -> list[int]:
+        """Take blocks for a request whose tokens are not known; see ``allocate``."""
+        with self._lock:
+            holding = self._holdings.get(request_id)
+            if holding is None:
+                request = UnknownRequest(request_id)
+                holding = Holding(request, 1, shares_blocks=False)
+                self._holdings[request_id] = holding
+            return self.allocate(holding.request, num_blocks)
+
+    def give_back(self, request_id: str, block_ids: list[int]) -> None:
+        """Give the last blocks of a request back, or all of them.
+
+        Raises:
+            UsageError: the ids are not the last blocks of the request. Nothing changed.
+        """
+        with self._lock:
+            holding = self._holdings.get(request_id)
+            if holding is None or not block_ids:
+                return  # `end` has given them back
+            kept = holding.given - len(block_ids)
+            given = holding.table[: holding.given]
+            if sorted(given[max(kept, 0) :]) != sorted(block_ids):
+                raise UsageError(
+                    f"request {request_id!r} cannot give blocks {block_ids} back: its blocks are "
+                    f"{given}",
+                    hint="give back its last blocks, or all of them",
+                )
+            if not kept:
+                self.end(request_id)
+                return
+            calls = self.engine.calls()
+            if holding.lease is not None:
+                calls.truncate(holding.lease, kept * self._block_tokens)
+            self._record_step(calls)
+            calls.run()
+            holding.given = kept
+            self._update_table(holding)
+
+    def holder(self, block_id: int) -> str | None:
+        """Return the id of a request that has taken a block; None without one."""
+        with self._lock:
+            for request_id, holding in self._holdings.items():
+                if block_id in holding.table[: holding.given]:
+                    return request_id
+            return None
+
+    def end(self, request_id: str) -> None:
+        """Commit what is computed, and give all blocks back. Idempotent.
+
+        Full blocks of known tokens stay cached.
+        """
+        with self._lock:
+            calls = self.engine.calls()
+            if self._record_end(calls, request_id):
+                calls.run(raise_errors=False)
+
+    def end_all(self) -> None:
+        """Give all blocks of all requests back; nothing that is not shared yet stays cached."""
+        with self._lock:
+            calls = self.engine.calls()
+            self._record_release_of_all(calls)
+            self._record_step(calls)
+            calls.run(raise_errors=False)
+
+    def end_schedule(self) -> int:
+        """Note that a batch has been scheduled, in one crossing.
+
+        Commits what earlier batches compute, takes blocks ahead for requests that need some soon,
+        asks for the room of the next step, and closes the step.
+
+        Returns:
+            Number of the step that the workers close before they compute the batch.
+        """
+        with self._lock:
+            calls = self.engine.calls()
+            self._record_departures(calls)
+            self._record_commits(calls)
+            ahead = [holding for holding in self._holdings.values() if self._needs_blocks(holding)]
+            blocks = self._sizes.decode_blocks
+            leases = [holding.lease for holding in ahead if holding.lease is not None]
+            extended = calls.extend(leases, blocks * self._block_tokens)
+            room = self._record_room(calls, 0)
+            self._record_step(calls)
+            calls.run(raise_errors=False)
+            if extended.error is None:
+                for holding in ahead:
+                    self._update_table(holding)
+            self._room = room.value
+            self._promised = 0
+            self._has_committed = False
+            for holding in self._holdings.values():
+                holding.scheduled_tokens = max(
+                    holding.scheduled_tokens,
+                    min(holding.request.num_computed_tokens, holding.prefill_tokens),
+                )
+            return self.last_step
+
+    def commit_arrived(self, request: Request) -> None:
+        """Share the blocks of a request whose tokens have arrived."""
+        with self._lock:
+            holding = self._holdings.get(request.request_id)
+            if holding is not None:
+                calls = self.engine.calls()
+                self._record_commit(calls, holding)
+                if len(calls):
+                    self._record_step(calls)
+                    calls.run(raise_errors=False)
+
+    def failed_requests(self) -> list[str]:
+        """Return the ids of requests whose onloads have failed, in one crossing."""
+        with self._lock:
+            calls = self.engine.calls()
+            leased = [holding for holding in self._holdings.values() if holding.table]
+            states = [calls.add(_state, holding.lease) for holding in leased if holding.lease]
+            calls.run(raise_errors=False)
+            for holding, state in zip(leased, states, strict=True):
+                if state.error is None and state.value is LeaseState.FAILED:
+                    holding.has_failed = True
+            return [
+                request_id for request_id, holding in self._holdings.items() if holding.has_failed
+            ]
+
+    # --- recording of calls -----------------------------------------------------------------------
+
+    def _drop_lease(self, holding: Holding) -> None:
+        """Give back blocks of a grant that has no hit after all."""
+        calls = self.engine.calls()
+        _release(calls, holding)
+        self._record_step(calls)
+        calls.run()
+        holding.lease = None
+
+    def _hold(self, request: Request, num_tokens: int) -> Holding:
+        shares_blocks = self._sizes.shares_blocks and items_of(request) is not None
+        holding = Holding(request, num_tokens, shares_blocks=shares_blocks)
+        self._holdings[request.request_id] = holding
+        return holding
+
+    def _match(
+        self, calls: Calls, holding: Holding, tokens: NDArray[np.int32], *, read: bool
+    ) -> SyncLease:
+        shares = holding.shares_blocks
+        return calls.match(
+            tokens,
+            items=(items_of(holding.request) or ()) if shares else (),
+            owner=holding.request.request_id,
+            read=read and shares,
+            write=shares,
+        )
+
+    def _record_commits(self, calls: Calls) -> None:
+        self._has_committed = True
+        for holding in self._holdings.values():
+            self._record_commit(calls, holding)
+
+    def _record_commit(self, calls: Calls, holding: Holding) -> None:
+        """Commit the full blocks that are computed and not committed yet."""
+        lease = holding.lease
+        if lease is None or not holding.table or not holding.shares_blocks:
+            return
+        holding.check_alignment()
+        usable = len(holding.table) if holding.usable_blocks is None else holding.usable_blocks
+        size = self._block_tokens
+        computed = min(holding.computed_tokens(self._sizes.tail_tokens), usable * size)
+        if not self._sizes.shares_outputs:
+            computed = min(computed, holding.prefill_tokens)
+        computed -= computed % size
+        if computed <= holding.committed_tokens:
+            return
+        if computed > holding.named_tokens:
+            outputs = holding.request.output_token_ids
+            first = holding.named_tokens - prompt_length(holding.request)
+            calls.append(lease, outputs[first : first + computed - holding.named_tokens])
+            holding.named_tokens = computed
+        calls.commit(lease, computed)
+        holding.committed_tokens = computed
+
+    def _record_end(self, calls: Calls, request_id: str) -> bool:
+        holding = self._holdings.pop(request_id, None)
+        if holding is None:
+            return False
+        if holding.is_scheduled:
+            self._record_commit(calls, holding)
+        if holding.is_scheduled and not holding.has_arrived:
+            # A release would cancel the onload, and the workers may not have begun the batch that
+            # waits for it.
+            self._leaving.append(holding)
+        else:
+            _release(calls, holding)
+        self._record_step(calls)
+        return True
+
+    def _record_release_of_all(self, calls: Calls) -> None:
+        for holding in (*self._holdings.values(), *self._leaving):
+            _release(calls, holding)
+        self._holdings.clear()
+        self._leaving.clear()
+
+    def _record_departures(self, calls: Calls) -> bool:
+        """Release requests that have ended, and whose onloads have arrived since."""
+        arrived = [holding for holding in self._leaving if holding.has_arrived]
+        for holding in arrived:
+            _release(calls, holding)
+            self._leaving.remove(holding)
+        return bool(arrived)
+
+    def _record_step(self, calls: Calls) -> None:
+        """Close the step: transfers may write the blocks that were given back in it."""
+        calls.add(self._close_step)
+
+    def _close_step(self) -> None:
+        event = None if self._step_event is None else self._step_event()
+        self.last_step = self.engine.cache.step(event)
+
+    # --- room -------------------------------------------------------------------------------------
+
+    def _needs_blocks(self, holding: Holding) -> bool:
+        """Return True for a request that decodes and whose next blocks are due."""
+        if not self._sizes.decode_blocks or holding.spare or holding.usable_blocks is not None:
+            return False
+        outputs = len(holding.request.output_token_ids)
+        total = prompt_length(holding.request) + outputs
+        left = holding.given * self._block_tokens - total
+        return outputs > holding.base_outputs and left <= self._sizes.decode_slots
+
+    def _take(self, holding: Holding, num_blocks: int) -> bool:
+        """Append blocks to the lease of a request, for which the engine may have to save others."""
+        return self._extend(holding, num_blocks) or (
+            self._find_room(num_blocks) and self._extend(holding, num_blocks)
+        )
+
+    def _extend(self, holding: Holding, num_blocks: int) -> bool:
+        """Append blocks to the lease of a request; return False without room."""
+        num_tokens = num_blocks * self._block_tokens
+        calls = self.engine.calls()
+        if holding.table and holding.lease is not None:
+            answer: Answer[Any] = calls.extend([holding.lease], num_tokens)
+        else:
+            if holding.lease is not None:  # without a hit; a hit that came later is too late
+                calls.release(holding.lease)
+            tokens = tokens_of(holding.request)[: holding.prefill_tokens]
+            holding.lease = self._match(calls, holding, tokens, read=False)
+            answer = calls.try_allocate(holding.lease, num_tokens)
+        calls.run(raise_errors=False)
+        if isinstance(answer.error, LeaseError) and self._accept_failure(holding):
+            return self._extend(holding, num_blocks)
+        if isinstance(answer.error, WouldBlock | RequestTooLarge) or answer.value is False:
+            return False
+        self._update_table(holding)
+        self._room = max(self._room - num_blocks, 0)
+        return True
+
+    def _accept_failure(self, holding: Holding) -> bool:
+        """Let a request with a failed onload go on, without sharing anything any more.
+
+        The worker raises the error of the onload; ``failed_requests`` names the request.
+        """
+        if holding.lease is None or holding.lease.state is not LeaseState.FAILED:
+            return False
+        holding.has_failed, holding.shares_blocks = True, False
+        with suppress(TransferError):
+            holding.lease.layers.wait_all()
+        holding.lease.recompute_from()
+        return True
+
+    def _update_table(self, holding: Holding) -> None:
+        if holding.lease is not None:
+            holding.table = holding.lease.block_table.tolist()
+
+    def _find_room(self, num_blocks: int) -> bool:
+        """Ask the engine for room; take spare blocks back, or wait for saves, if that helps."""
+        if self._has_room(num_blocks):
+            return True
+        spares = [holding for holding in self._holdings.values() if holding.spare]
+        if spares:
+            calls = self.engine.calls()
+            for holding in spares:
+                if holding.lease is not None:
+                    calls.truncate(holding.lease, holding.given * self._block_tokens)
+            self._record_step(calls)
+            calls.run(raise_errors=False)
+            for holding in spares:
+                self._update_table(holding)
+            if self._has_room(num_blocks):
+                return True
+        if self._leaving and self._wait_for_departures() and self._has_room(num_blocks):
+            return True
+        statistics = self.engine.statistics()
+        if statistics.device_free + statistics.evictable_blocks < num_blocks:
+            return False
+        return self._wait_for_saves(num_blocks)
+
+    def _wait_for_departures(self) -> bool:
+        """Release ended requests when their onloads have arrived; return True if there are any."""
+        deadline = time.monotonic() + self._wait_seconds
+        for holding in self._leaving:
+            if holding.lease is not None:
+                with suppress(TransferError, TimeoutError):
+                    left = deadline - time.monotonic()
+                    holding.lease.layers.wait_all(max(left, 0.0))
+        calls = self.engine.calls()
+        has_departed = self._record_departures(calls)
+        self._record_step(calls)
+        calls.run()
+        return has_departed
+
+    def _wait_for_saves(self, num_blocks: int) -> bool:
+        """Evict blocks that have to be saved first, or are being saved."""
+        lease = self.engine.match([0], read=False, write=False, owner="FastDeploy")
+        future = lease.allocate(
+            num_blocks * self._block_tokens, timeout=self._wait_seconds, reserve_blocks=0
+        )
+        has_room = True
+        try:
+            future.result()
+        except (AllocateTimeout, RequestTooLarge):
+            has_room = False
+        calls = self.engine.calls()
+        calls.release(lease)
+        self._record_step(calls)
+        calls.run()
+        return has_room and self._has_room(num_blocks)
+
+    def _has_room(self, num_blocks: int) -> bool:
+        if num_blocks <= 0:
+            return True
+        calls = self.engine.calls()
+        room = self._record_room(calls, num_blocks)
+        calls.run()
+        self._room = room.value
+        return self._room >= num_blocks
+
+    def _record_room(self, calls: Calls, num_blocks: int) -> Answer[int]:
+        """Ask how many blocks can be taken: at least ``num_blocks``, or those of a step."""
+        limit = max(self._sizes.step_blocks(len(self._holdings)), num_blocks)
+        return calls.allocatable_blocks(reserve_blocks=0, limit=limit)
+
+
+def _release(calls: Calls, holding: Holding) -> None:
+    if holding.lease is not None:
+        calls.release(holding.lease)
+
+
+def _grant_hit(lease: SyncLease, onload: bool) -> tuple[Hit, list[int], bool]:
+    """Take the cached prefix, or as much of it as there is room for. On the loop.
+
+    Returns:
+        The prefix by tier, the ids of its blocks, and True if the lease holds blocks.
+    """
+    inner: Lease = lease.inner
+    found = inner.hit
+    for num_tokens in (found.total if onload else 0, found.device_tokens):
+        if num_tokens and inner.try_allocate(num_tokens):
+            cached = inner.cached_tokens  # less, when too few blocks may be written by a transfer
+            if cached < num_tokens and cached:
+                inner.truncate(cached)
+            device = min(found.device_tokens, cached)
+            table = inner.block_table.tolist() if cached else []
+            return Hit(device, cached - device), table, True
+    return Hit(0, 0), [], False
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Return True if a prompt was refused for its contents."""
+    cause = error.__cause__
+    return isinstance(cause, UsageError) and not isinstance(cause, ClosedError)
+
+
+def _state(lease: SyncLease) -> LeaseState:
+    return lease.inner.state

@@ -1,0 +1,146 @@
+"""LayerDoneCounter: waits of FastDeploy's model runner for the layers of onloads."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+from aiokv import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class LayerSwapTimeoutError(TimeoutError):
+    """A layer has not arrived in time; the name is FastDeploy's."""
+
+
+class Layers(Protocol):
+    """Layers of transfers: :class:`aiokv.sync.SyncLayers`, or :class:`aiokv.sync.RankLayers`."""
+
+    @property
+    def is_done(self) -> bool:
+        """True when no byte moves any more."""
+
+    def wait(self, layer: int, timeout: float | None = None) -> None:
+        """Block the calling thread until a layer has arrived."""
+
+    def wait_all(self, timeout: float | None = None) -> None:
+        """Block the calling thread until all layers have arrived."""
+
+    def gpu_wait(self, layer: int, stream: Any, timeout: float | None = None) -> None:
+        """Let a stream wait for a layer."""
+
+    def raise_for_error(self) -> None:
+        """Raise the failure of a transfer."""
+
+
+class LayerDoneCounter:
+    """Layers of the onloads that a batch waits for; any thread of the runner.
+
+    Args:
+        num_layers: layers of the model, those of draft models included.
+        parts: layers of the onloads.
+    """
+
+    def __init__(self, num_layers: int, parts: Sequence[Layers]) -> None:
+        self._num_layers = num_layers
+        self._parts = tuple(parts)
+        self._created = time.monotonic()
+        self._wait_seconds: dict[int, float] = {}
+
+    def get_num_layers(self) -> int:
+        """Return the number of layers."""
+        return self._num_layers
+
+    def is_all_done(self) -> bool:
+        """Return True when all layers have arrived. Does not cross."""
+        return all(part.is_done for part in self._parts)
+
+    def wait_for_layer(self, layer_idx: int, timeout: float | None = 1.0) -> bool:
+        """Block the calling thread, without the GIL, until a layer has arrived.
+
+        Args:
+            layer_idx: from 0.
+            timeout: seconds; None for no limit.
+
+        Returns:
+            True.
+
+        Raises:
+            LayerSwapTimeoutError: the layer has not arrived in time. The onload goes on.
+            TransferError: an onload failed: do not use what the batch computes.
+            UsageError: there is no such layer.
+        """
+        self._check_layer(layer_idx)
+        began = time.monotonic()
+        try:
+            self._wait(f"layer {layer_idx}", timeout, lambda part, left: part.wait(layer_idx, left))
+        finally:
+            waited = time.monotonic() - began
+            self._wait_seconds[layer_idx] = self._wait_seconds.get(layer_idx, 0.0) + waited
+        return True
+
+    def wait_all(self, timeout: float | None = 300.0) -> bool:
+        """Block the calling thread until all layers have arrived; see ``wait_for_layer``."""
+        self._wait("all layers", timeout, lambda part, left: part.wait_all(left))
+        return True
+
+    def gpu_wait(self, layer_idx: int, stream: Any, timeout: float | None = 30.0) -> None:
+        """Let a compute stream wait for a layer, without blocking the host for its bytes.
+
+        Call ``raise_for_error`` before what the batch has computed is used.
+
+        Args:
+            layer_idx: from 0.
+            stream: the stream of the model.
+            timeout: seconds for the layer to be submitted; None for no limit.
+
+        Raises:
+            LayerSwapTimeoutError: the layer was not submitted in time.
+            TransferError, UsageError: as for ``wait_for_layer``.
+        """
+        self._check_layer(layer_idx)
+        self._wait(
+            f"layer {layer_idx}",
+            timeout,
+            lambda part, left: part.gpu_wait(layer_idx, stream, left),
+        )
+
+    def raise_for_error(self) -> None:
+        """Raise the failure of an onload, if there is one.
+
+        Raises:
+            TransferError: as for ``wait_for_layer``.
+        """
+        for part in self._parts:
+            part.raise_for_error()
+
+    def get_layer_wait_time(self, layer_idx: int) -> float:
+        """Return the seconds that ``wait_for_layer`` has blocked for a layer."""
+        return self._wait_seconds.get(layer_idx, 0.0)
+
+    def get_all_layer_times(self) -> dict[int, float]:
+        """Return the seconds that ``wait_for_layer`` has blocked, per layer."""
+        return dict(self._wait_seconds)
+
+    def get_elapsed_time(self) -> float:
+        """Return the seconds since the counter was made."""
+        return time.monotonic() - self._created
+
+    def _check_layer(self, layer_idx: int) -> None:
+        if not 0 <= layer_idx < self._num_layers:
+            raise UsageError(
+                f"layer_idx is {layer_idx}; it must be between 0 and {self._num_layers - 1}"
+            )
+
+    def _wait(
+        self, what: str, timeout: float | None, wait: Callable[[Layers, float | None], None]
+    ) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for part in self._parts:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            try:
+                wait(part, left)
+            except TimeoutError as error:
+                raise LayerSwapTimeoutError(f"{what} did not arrive within {timeout} s") from error

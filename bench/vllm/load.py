@@ -1,0 +1,119 @@
+"""Load on an engine: a fixed number of clients takes prompts in order, and times their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+_request_ids = itertools.count()
+
+
+class Engine(Protocol):
+    """Part of vLLM's ``AsyncLLM`` that the bench drives."""
+
+    def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str
+    ) -> AsyncIterator[Any]: ...
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to one prompt.
+
+    Attributes:
+        first_token_seconds: from the submission to the first token.
+        seconds: from the submission to the last token.
+        prompt_tokens: length of the prompt.
+        cached_tokens: tokens of the prompt that the engine did not compute.
+        token_ids: the answer.
+    """
+
+    first_token_seconds: float
+    seconds: float
+    prompt_tokens: int
+    cached_tokens: int
+    token_ids: list[int]
+
+    @property
+    def digest(self) -> str:
+        """Hash of the tokens, for comparison with those of another process."""
+        return hashlib.sha256(np.array(self.token_ids, dtype=np.int64).tobytes()).hexdigest()[:16]
+
+
+class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Answers of one load in the order of the prompts, and the seconds that all of them took."""
+
+    answers: list[Answer]
+    seconds: float
+
+    def summary(self) -> dict[str, Any]:
+        """Return the figures of the load."""
+        first = [1e3 * answer.first_token_seconds for answer in self.answers]
+        prompt_tokens = sum(answer.prompt_tokens for answer in self.answers)
+        return {
+            "requests": len(self.answers),
+            "seconds": round(self.seconds, 3),
+            "requests_per_second": round(len(self.answers) / self.seconds, 3),
+            "first_token_ms": {
+                "p50": round(float(np.percentile(first, 50)), 2),
+                "p99": round(float(np.percentile(first, 99)), 2),
+                "mean": round(float(np.mean(first)), 2),
+            },
+            "prompt_tokens": prompt_tokens,
+            "cached_tokens": sum(answer.cached_tokens for answer in self.answers),
+            "distinct_output_tokens": len({t for a in self.answers for t in a.token_ids}),
+            "digests": [answer.digest for answer in self.answers],
+        }
+
+
+async def run_load(
+    engine: Engine, prompts: Sequence[list[int]], sampling: Any, *, clients: int
+) -> LoadResult:
+    """Send all prompts, at most ``clients`` at a time, in order.
+
+    Args:
+        engine: to send them to.
+        prompts: token ids of each.
+        sampling: vLLM's sampling parameters; its output kind is cumulative.
+        clients: number of prompts in flight.
+    """
+    answers: list[Answer | None] = [None] * len(prompts)
+    waiting = iter(enumerate(prompts))
+
+    async def client() -> None:
+        for place, prompt in waiting:
+            answers[place] = await _ask(engine, prompt, sampling)
+
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(clients):
+            group.create_task(client())
+    seconds = time.perf_counter() - started
+    return LoadResult(answers=[answer for answer in answers if answer], seconds=seconds)
+
+
+async def _ask(engine: Engine, prompt: list[int], sampling: Any) -> Answer:
+    started = time.perf_counter()
+    first = None
+    output = None
+    request_id = f"bench-{next(_request_ids)}"
+    async for output in engine.generate({"prompt_token_ids": prompt}, sampling, request_id):
+        if first is None and output.outputs[0].token_ids:
+            first = time.perf_counter() - started
+    if first is None:
+        raise RuntimeError(f"{request_id} ended without a token: {output}")
+    return Answer(
+        first_token_seconds=first,
+        seconds=time.perf_counter() - started,
+        prompt_tokens=len(prompt),
+        cached_tokens=output.num_cached_tokens or 0,
+        token_ids=list(output.outputs[0].token_ids),
+    )

@@ -1,0 +1,152 @@
+"""Servers to compare: vLLM without offload, with its own, with LMCache, and with aiokv."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_GIB = 1 << 30
+BLOCK_TOKENS = 16
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What all servers have in common.
+
+    Attributes:
+        model: directory of the model's configuration.
+        block_bytes: KV of a block of 16 tokens.
+        device_blocks: blocks in the device cache.
+        host_gib: size of the host tier.
+        small_host_gib: size of the host tier where a disk follows it.
+        disk: directory of the disk store.
+        disk_gib: its quota.
+        max_model_tokens: longest prompt and its output.
+        gpu_share: part of the GPU's memory that must be free at the start.
+        batch_invariant: equal outputs whatever runs beside a request, at a lower speed.
+        graph_sizes: batch sizes whose decode steps run as CUDA graphs; none: all steps are eager.
+    """
+
+    model: str
+    block_bytes: int
+    device_blocks: int
+    host_gib: float
+    small_host_gib: float
+    disk: str
+    disk_gib: int
+    max_model_tokens: int
+    gpu_share: float = 0.9
+    batch_invariant: bool = False
+    graph_sizes: tuple[int, ...] = (1, 2, 4, 8)
+
+
+def _no_offload(settings: Settings) -> dict[str, Any]:
+    return {}
+
+
+def _vllm(settings: Settings) -> dict[str, Any]:
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": int(settings.host_gib * _GIB)},
+    }
+
+
+def _vllm_simple(settings: Settings) -> dict[str, Any]:
+    return {
+        "kv_connector": "SimpleCPUOffloadConnector",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": int(settings.host_gib * _GIB)},
+    }
+
+
+def _lmcache(settings: Settings) -> dict[str, Any]:
+    return {
+        "kv_connector": "LMCacheConnectorV1",
+        "kv_connector_extra_config": {
+            "lmcache.local_cpu": True,
+            "lmcache.max_local_cpu_size": settings.host_gib,
+        },
+    }
+
+
+def _aiokv(settings: Settings) -> dict[str, Any]:
+    return _aiokv_connector(host_gib=settings.host_gib)
+
+
+def _aiokv_layers(settings: Settings) -> dict[str, Any]:
+    return _aiokv_connector(host_gib=settings.host_gib, load="layerwise")
+
+
+def _aiokv_disk(settings: Settings) -> dict[str, Any]:
+    store = f"disk:{settings.disk}?bytes={settings.disk_gib}GiB"
+    return _aiokv_connector(host_gib=settings.small_host_gib, stores=[store])
+
+
+def _aiokv_connector(**options: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "AiokvConnector",
+        "kv_connector_module_path": "aiokv.connectors.vllm",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": options,
+    }
+
+
+SERVERS: dict[str, Callable[[Settings], dict[str, Any]]] = {
+    "none": _no_offload,
+    "vllm": _vllm,
+    "vllm-simple": _vllm_simple,
+    "lmcache": _lmcache,
+    "aiokv": _aiokv,
+    "aiokv-layers": _aiokv_layers,
+    "aiokv-disk": _aiokv_disk,
+}
+
+
+def engine_options(server: str, settings: Settings) -> dict[str, Any]:
+    """Return the keyword arguments of vLLM's ``AsyncEngineArgs`` for one of ``SERVERS``."""
+    eager = not settings.graph_sizes
+    options: dict[str, Any] = {
+        "model": settings.model,
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "generation_config": "vllm",
+        "worker_extension_cls": "bench.vllm.weights.BenchWorker",
+        "max_model_len": settings.max_model_tokens,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 8_192,
+        "block_size": BLOCK_TOKENS,
+        "kv_cache_memory_bytes": settings.device_blocks * settings.block_bytes,
+        "gpu_memory_utilization": settings.gpu_share,
+        "enable_prefix_caching": True,
+        "enforce_eager": eager,
+    }
+    if not eager:
+        options["compilation_config"] = {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": list(settings.graph_sizes),
+        }
+    if server == "aiokv-layers":  # its connector refuses asynchronous scheduling
+        options["async_scheduling"] = False
+    transfer = SERVERS[server](settings)
+    if transfer:
+        options["kv_transfer_config"] = {"kv_role": "kv_both", **transfer}
+    return options
+
+
+def environment(settings: Settings) -> dict[str, str]:
+    """Return the environment variables of a server's process."""
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONHASHSEED": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        # Kernels for FP8, which a bfloat16 model does not use.
+        "VLLM_USE_DEEP_GEMM": "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
+    if settings.batch_invariant:
+        variables["VLLM_BATCH_INVARIANT"] = "1"
+    return variables
