@@ -349,7 +349,7 @@ class Sender(Generic[C]):
                 are committed. Nothing changed.
         """
         groups = self._groups(plan)
-        if plan.mark and (self._last_range is None or self._last_range in groups):
+        if plan.mark and (not plan.end_range or self._last_range in groups):
             raise UsageError(
                 f"transfer {plan.transfer_id}: the last range of layers is sent when the blocks "
                 "are committed"

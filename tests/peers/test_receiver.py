@@ -6,7 +6,7 @@ import pytest
 
 from aiokv.peers.arrivals import Source
 from aiokv.peers.messages import Done, Landed, Refused
-from tests.peers.world import EQUAL, GROUPS, PARCEL_BYTES, SPLIT, World
+from tests.peers.world import EQUAL, GROUPS, PARCEL_BYTES, RANGES, SPLIT, World
 
 
 def incoming(world, ticket):
@@ -69,7 +69,8 @@ def test_block_that_is_not_in_the_ticket_ends_the_ticket():
     """Otherwise a sender could let the receiver remember any number of blocks."""
     blocks = {(0, 0): False, (0, 1): True, (0, 2): True, (0, 3): False, (0, 1 << 30): False}
     blocks |= {(1, 0): True, (1, 2): True, (1, 3): False, (1, 12): False}  # 0: a state
-    for (group, block), is_inside in {**blocks, (GROUPS, 1): False}.items():
+    blocks |= {(GROUPS, 1): True, (GROUPS, 0): False, (GROUPS, 3): False}  # a range of layers
+    for (group, block), is_inside in {**blocks, (GROUPS + RANGES, 1): False}.items():
         world = World(0, landing=4)
         sender = world.senders[0]
         ticket = world.expect(3, first=1)

@@ -52,6 +52,7 @@ class PeerWorker:
         width: int = 37,
         layers: int = 3,
         block_tokens: int = BLOCK_TOKENS,
+        layer_ranges: int = 1,
     ) -> None:
         random = np.random.default_rng(seed)
         self.regions = Regions(num_layers=layers)
@@ -70,6 +71,7 @@ class PeerWorker:
             listen="127.0.0.1" if listens else None,
             ring_bytes=slots * slot_bytes,
             outgoing_bytes=slots * slot_bytes,
+            layer_ranges=layer_ranges,
         )
         self.controller = CacheController(self.regions, self.device, peers=self.peers)
         self.generation = os.urandom(16)
@@ -131,10 +133,18 @@ class PeerWorker:
         return self._submit(ticket, blocks, device_ids, after_step, is_receive=True)
 
     def send(
-        self, ticket: Ticket, blocks: Sequence[int], device_ids: Sequence[int], after_step: int = 0
+        self,
+        ticket: Ticket,
+        blocks: Sequence[int],
+        device_ids: Sequence[int],
+        after_step: int = 0,
+        *,
+        ranges: tuple[int, int] = (0, 0),
+        mark: int = 0,
     ) -> int:
         """Submit a SEND plan; return its id."""
-        return self._submit(ticket, blocks, device_ids, after_step, is_receive=False)
+        layers = {"first_range": ranges[0], "end_range": ranges[1], "mark": mark}
+        return self._submit(ticket, blocks, device_ids, after_step, is_receive=False, **layers)
 
     def _submit(
         self,
@@ -144,6 +154,7 @@ class PeerWorker:
         after_step: int,
         *,
         is_receive: bool,
+        **layers: int,
     ) -> int:
         transfer_id = next(self._ids)
         self.controller.submit(
@@ -154,6 +165,7 @@ class PeerWorker:
                 target_blocks=id_bytes(device_ids if is_receive else blocks),
                 after_step=after_step,
                 peer=ticket.ticket_id,
+                **layers,
             )
         )
         return transfer_id

@@ -104,6 +104,12 @@ def test_sizes_are_numbers_with_units():
         ({"chunk_blocks": 0}, "chunk_blocks is 0; it must be between 1 and 4096"),
         ({"chunk_blocks": 4097}, "chunk_blocks is 4097"),
         ({"chunk_blocks": 1.0}, "chunk_blocks is 1.0; it must be an integer"),
+        ({"layer_ranges": 0}, "layer_ranges is 0; it must be between 1 and 64"),
+        ({"layer_ranges": 65}, "layer_ranges is 65"),
+        (
+            {"layer_ranges": 2, "transport": "cuda_ipc"},
+            "layer_ranges is 2; the transport 'cuda_ipc' moves whole blocks",
+        ),
         ({"transport": "rdma"}, "transport is 'rdma'; it must be one of 'tcp', 'nixl', 'mooncake'"),
         ({"port": 7}, "unexpected keyword argument 'port'.*listen"),
     ],
