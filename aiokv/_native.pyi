@@ -431,7 +431,7 @@ class LeaseState(enum.Enum):
 class Core:
     """Prefix index, block pools, leases and eviction; not thread-safe."""
 
-    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU, state_slots: int = 0, windows: Sequence[tuple[int, int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None, host_state_slots: int = 0) -> None: ...
+    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU, state_slots: int = 0, windows: Sequence[tuple[int, int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None, host_state_slots: int = 0, foreign_device: bool = False) -> None: ...
 
     def match(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str = '', reads: bool = True, writes: bool = True) -> tuple[int, int, int]:
         """
@@ -446,9 +446,9 @@ class Core:
         (device_blocks, host_blocks) that match would find; opens no lease, and refreshes no recency.
         """
 
-    def allocate(self, lease: int, num_tokens: int) -> int:
+    def allocate(self, lease: int, num_tokens: int, reserve_blocks: int | None = None) -> int:
         """
-        Take refs and all blocks. 0: no room, nothing taken; 1: all there; 2: some load.
+        Take refs and all blocks. 0: no room, nothing taken; 1: all there; 2: some load. `reserve_blocks`: None for the configured number.
         """
 
     def pending(self, lease: int) -> tuple[int, int]:
@@ -456,15 +456,20 @@ class Core:
         (lease, blocks): the lease that will compute what follows the match; (0, 0): none.
         """
 
-    def can_allocate(self, lease: int, num_tokens: int, saves: bool = False) -> bool:
+    def can_allocate(self, lease: int, num_tokens: int, saves: bool = False, reserve_blocks: int | None = None) -> bool:
         """
         Return whether allocate would grant now; `saves`: after take_write_backs found nothing.
+        """
+
+    def extendable_blocks(self, limit: int, saves: bool = False) -> int:
+        """
+        Device blocks that extend could take now, up to `limit`; `saves` as for can_allocate.
         """
 
     def indexed_blocks(self, lease: int) -> int:
         """Blocks of the lease that are in the index, from the first on."""
 
-    def check_request(self, lease: int, num_tokens: int) -> None:
+    def check_request(self, lease: int, num_tokens: int, reserve_blocks: int | None = None) -> None:
         """Raise what allocate would for a request that can never be granted."""
 
     def retract(self, lease: int, step: int = 0) -> int:
@@ -480,6 +485,9 @@ class Core:
     def hit(self, lease: int) -> tuple[int, int]:
         """(device_blocks, host_blocks) as matched, or as granted."""
 
+    def hit_blocks(self, lease: int) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
+        """Device ids of the hit: of a match made now, or of the grant."""
+
     def onloads(self, lease: int) -> list[int]:
         """Unfinished transfers that write blocks of the lease."""
 
@@ -492,6 +500,33 @@ class Core:
         """Return what retract() returns."""
 
     def extend(self, leases: Sequence[int], num_tokens: int) -> bool: ...
+
+    def assign(self, lease: int, ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], computed_tokens: int = 0) -> None:
+        """Append device ids of a server to the table of a lease."""
+
+    def is_idle(self, lease: int) -> bool:
+        """
+        Return whether no transfer uses ids that the lease, which may have ended, has named.
+        """
+
+    def take_idle(self) -> list[int]:
+        """Return leases that have become idle."""
+
+    def take_advanced(self) -> list[int]:
+        """Return leases of which foreign saves have made blocks matchable."""
+
+    def take_queued_ids(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
+        """
+        Return the device ids of the foreign saves that were queued since the last call.
+        """
+
+    def give_up_saves(self) -> None:
+        """Save nothing of what foreign saves have queued."""
+
+    def end_saved(self) -> list[int]:
+        """
+        Return the released leases that waited for foreign saves only, and end them.
+        """
 
     def release(self, lease: int, step: int = 0, used_in: int = 0) -> bool:
         """
@@ -613,9 +648,14 @@ class Core:
     def receive(self, lease: int, ticket_id: bytes, first_block: int, num_blocks: int) -> int:
         """Begin to receive blocks of the lease from a peer; return the transfer."""
 
-    def send(self, lease: int, ticket_id: bytes, first_block: int, num_blocks: int) -> int:
+    def send(self, lease: int, ticket_id: bytes, first_block: int, num_blocks: int, first_range: int = 0, end_range: int = 0) -> int:
         """
-        Begin to send computed blocks of the lease to a peer; return the transfer.
+        Begin to send computed blocks of the lease, or ranges of their layers, to a peer; return the transfer.
+        """
+
+    def send_early(self, lease: int, ticket_id: bytes, first_block: int, num_blocks: int, first_range: int, end_range: int, mark: int, step: int = 0) -> int:
+        """
+        Begin to send ranges of layers of blocks that the lease computes; return the transfer.
         """
 
     def receive_state(self, lease: int, ticket_id: bytes, num_tokens: int) -> int:
@@ -649,9 +689,9 @@ class Core:
 
     def is_peer_transfer(self, transfer: int) -> bool: ...
 
-    def peer_transfer(self, transfer: int) -> tuple[PeerRoute, bytes, int, bytes, bytes, int]:
+    def peer_transfer(self, transfer: int) -> tuple[PeerRoute, bytes, int, bytes, bytes, int, tuple[int, int], int]:
         """
-        (route, ticket_id, window group, blocks of the prompt, own blocks or the state slot, after_step).
+        (route, ticket_id, window group, blocks of the prompt, own blocks or the state slot, after_step, (first range of layers, end range), mark).
         """
 
     def peer_transfers(self, lease: int) -> list[int]:

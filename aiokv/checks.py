@@ -103,6 +103,15 @@ def timeout(value: object, name: str = "timeout") -> float | None:
     return None if limit == math.inf else max(limit, 0.0)
 
 
+def reserve_blocks(value: object) -> int:
+    """Return ``value`` as a number of blocks.
+
+    Raises:
+        UsageError: not an integer from 0 to 2147483647.
+    """
+    return integer("reserve_blocks", value, minimum=0, maximum=MAX_INT32)
+
+
 def positive(name: str, value: object, error: type[AiokvError] = UsageError) -> float:
     """Return ``value`` as a float above 0.
 

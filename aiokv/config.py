@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
 from aiokv import checks
 from aiokv.errors import ConfigError
@@ -20,6 +20,16 @@ EvictionPolicy = Literal["lru", "adaptive"]
 StorePolicy = Literal["at_commit", "at_nth_use", "on_eviction"]
 StoreAdmission = Literal["all", "reused"]
 _RENAMED_POLICIES = {"s3fifo": "adaptive"}
+_NOT_WITH_FOREIGN_DEVICE: Final[
+    tuple[tuple[str, object, str], ...]
+] = (  # (field, value that leaves it unset, reason)
+    ("state_slots", 0, "the server has the recurrent state, and names no slots of it"),
+    ("host_state_slots", 0, "the server has the recurrent state, and names no slots of it"),
+    ("windows", {}, "a lease names the blocks of full attention only"),
+    ("reserve_blocks", 0, "the server decides which requests get device blocks"),
+    ("salt_quota_blocks", None, "the server decides which requests get device blocks"),
+    ("low_watermark_blocks", None, "the server evicts device blocks"),
+)
 
 
 @checks.arguments()
@@ -93,6 +103,9 @@ class CacheConfig:
             bugs; it reads every byte.
         state_slots: rows of the recurrent state's tensors (:meth:`Regions.add_state`), for leases
             and snapshots; 0 for models without recurrent state.
+        sentinel_state_slot: True if the state tensors have one more row than ``state_slots``, which
+            no lease gets: :attr:`CacheEngine.sentinel_state_slot`. Padded rows of a CUDA graph
+            read and write the state there.
         host_state_slots: snapshots of recurrent state that host memory holds besides
             ``host_blocks``; 0 for none. They are saved by ``write_policy``, and a prefix can be hit
             at them after their device slots were used for something else. ``"write_back"`` saves
@@ -112,6 +125,10 @@ class CacheConfig:
             that blocks which are used once do not wear the disk; ``"all"`` saves each block.
         store_queue_blocks: blocks that may wait for a save; further blocks are not saved, and
             counted in ``dropped_saves`` of the statistics.
+        foreign_device: True if a server owns the device blocks, and names them with
+            ``lease.assign``: the engine keeps host memory and the stores only. ``device_blocks`` is
+            then the number of blocks of the server's tensors, whose ids are 0 to
+            ``device_blocks - 1``.
         prefill_tokens_per_second: speed at which the model computes a prompt. A prefix is fetched
             from a store only as far as that is faster than computing it. None to measure the speed.
 
@@ -133,6 +150,7 @@ class CacheConfig:
     verify: Verify = "off"
     state_slots: int = 0
     host_state_slots: int = 0
+    sentinel_state_slot: bool = False
     windows: Mapping[str, WindowGroup] = field(default_factory=dict, hash=False)
     salt_quota_blocks: int | None = None
     model: str = ""
@@ -142,6 +160,7 @@ class CacheConfig:
     store_admission: StoreAdmission = "all"
     store_queue_blocks: int = 4_096
     prefill_tokens_per_second: float | None = None
+    foreign_device: bool = False
 
     def __post_init__(self) -> None:
         _require_int("device_blocks", self.device_blocks, 1)
@@ -159,6 +178,13 @@ class CacheConfig:
             raise ConfigError(
                 f"reserve_blocks ({self.reserve_blocks}) must be below "
                 f"device_blocks ({self.device_blocks})"
+            )
+        checks.flag("sentinel_state_slot", self.sentinel_state_slot, ConfigError)
+        if self.sentinel_state_slot and not self.state_slots:
+            raise ConfigError(
+                "sentinel_state_slot is True, but state_slots is 0: without recurrent state there "
+                "are no rows to pad",
+                hint="set state_slots, or sentinel_state_slot=False",
             )
         if self.host_state_slots and not (self.state_slots and self.host_blocks):
             missing = "host_blocks" if self.state_slots else "state_slots"
@@ -184,6 +210,27 @@ class CacheConfig:
         )
         _check_windows(self.windows, self.host_blocks)
         self._check_stores()
+        if checks.flag("foreign_device", self.foreign_device, ConfigError):
+            self._check_foreign_device()
+
+    def _check_foreign_device(self) -> None:
+        if not self.host_blocks:
+            raise ConfigError(
+                "host_blocks is 0, and foreign_device is True: the engine would keep no block",
+                hint="set host_blocks, best larger than device_blocks",
+            )
+        for name, unset, reason in _NOT_WITH_FOREIGN_DEVICE:
+            if (value := getattr(self, name)) != unset:
+                raise ConfigError(
+                    f"{name} is {checks.shown(value)}, and foreign_device is True: {reason}",
+                    hint=f"set {name}={unset!r}, or foreign_device=False",
+                )
+        if self.write_policy == "write_back":
+            raise ConfigError(
+                "write_policy is 'write_back', and foreign_device is True: the engine does not see "
+                "the server's evictions, so it cannot save blocks before them",
+                hint="use 'write_through' or 'write_through_selective'",
+            )
 
     def _check_stores(self) -> None:
         checks.text("model", self.model, ConfigError)

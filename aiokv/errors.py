@@ -1,8 +1,9 @@
 """The exceptions of aiokv, by the reaction that they ask for.
 
 ``UsageError``: correct the call; nothing changed. ``CapacityError``: wait, preempt or give up.
-``ControlTimeout``: release the leases that it names. ``TransferError``: recompute. ``DeviceError``
-and ``BrokenEngineError``: restart. ``InternalError``: report a bug of aiokv.
+``ControlTimeout``: release the leases that it names. ``TransferError``: recompute.
+``TransferTimeout``: wait again, or give up. ``DeviceError`` and ``BrokenEngineError``: restart.
+``InternalError``: report a bug of aiokv.
 """
 
 from __future__ import annotations
@@ -112,6 +113,14 @@ class TransferError(AiokvError):
         self.direction = direction
         self.first_bad_token = first_bad_token
         self.rank = rank
+
+
+class TransferTimeout(AiokvError, TimeoutError):
+    """A layer or a transfer did not arrive within the timeout of a wait; the transfer goes on.
+
+    Its blocks are not proven: use none of them, and give none of them back, before the transfer has
+    ended.
+    """
 
 
 class DeviceError(AiokvError):

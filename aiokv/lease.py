@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from typing import TYPE_CHECKING, Final, Self
 
@@ -50,8 +51,9 @@ class Lease(Unique):
 
     __slots__ = (
         "__weakref__",
+        "_end",
+        "_matched_id",
         "_read",
-        "_released_at",
         "_waits",
         "id",
         "layers",
@@ -65,8 +67,8 @@ class Lease(Unique):
     ) -> None:
         self.leases = leases
         self._read = leases.read
-        self.id = lease_id
-        self._released_at: tuple[CodeType, int] | None = None
+        self.id = self._matched_id = lease_id
+        self._end: tuple[CodeType, int] | str | None = None  # call that released it, or a text
         self._waits: Waits | None = None  # None until the lease has waited
         self.owner = owner
         self.salt = salt
@@ -99,6 +101,8 @@ class Lease(Unique):
         timeout: float | None = None,
         wait_pending: float = _NO_WAIT,
         wait_store: float = _NO_WAIT,
+        reserve_blocks: int | None = None,
+        ttl_seconds: float | None = None,
     ) -> Self:
         """Wait for capacity, then take the blocks of ``num_tokens`` positions at once.
 
@@ -121,18 +125,24 @@ class Lease(Unique):
                 meanwhile, and lets other leases pass. 0 asks no store, ``math.inf`` sets no limit.
                 A block that the model computes sooner is not waited for. Blocks that arrive later
                 are cached for the next lease.
+            reserve_blocks: free or evictable device blocks that the grant leaves to ``extend``,
+                also when the lease has waited; None for ``CacheConfig.reserve_blocks``. A lease
+                that waits for a large reserve keeps the leases behind it waiting.
+            ttl_seconds: seconds after the grant at which the engine releases the lease, unless it
+                is used before: see ``expire_after``. None for no limit.
 
         Returns:
             The lease itself, granted.
 
         Raises:
             AllocateTimeout: ``timeout`` has passed. The lease holds no blocks and may try again.
-            RequestTooLarge: the device or the salt's quota can never hold the request; raised
-                without waiting.
+            RequestTooLarge: the device, without the reserve, or the salt's quota can never hold the
+                request; raised without waiting.
             LeaseError: the lease is released (also while it waits), is granted already, or waits
                 in another task; or ``num_tokens`` is out of range.
-            UsageError: ``num_tokens`` or ``priority`` is not an integer, or another argument is not
-                a number. Nothing changed.
+            UsageError: ``num_tokens``, ``priority`` or ``reserve_blocks`` is not an integer,
+                ``reserve_blocks`` or ``ttl_seconds`` is negative, or another argument is not a
+                number. Nothing changed.
             ClosedError: the engine is closed or closing.
             BrokenEngineError: the device failed, or a rank was lost.
 
@@ -145,6 +155,10 @@ class Lease(Unique):
             timeout = checks.timeout(timeout)
         if type(priority) is not int:
             priority = as_priority(priority)
+        if reserve_blocks is not None:
+            reserve_blocks = checks.reserve_blocks(reserve_blocks)
+        if ttl_seconds is not None:
+            ttl_seconds = checks.seconds("ttl_seconds", ttl_seconds, minimum=0.0)
         if wait_pending is not _NO_WAIT:
             wait_pending = checks.seconds("wait_pending", wait_pending)
             if wait_pending > 0 and self.pending_tokens:
@@ -153,17 +167,31 @@ class Lease(Unique):
             wait_store = checks.seconds("wait_store", wait_store)
             if wait_store > 0:
                 limit = checks.timeout(wait_store)
-                await self.leases.allocate_from_stores(self, num_tokens, priority, timeout, limit)
+                await self.leases.allocate_from_stores(
+                    self, num_tokens, priority, timeout, limit, reserve_blocks
+                )
+                if ttl_seconds is not None:
+                    self.leases.expire_after(self, ttl_seconds)
                 return self
-        if not self.leases.allocate(self, num_tokens, priority):
+        if not self.leases.allocate(self, num_tokens, priority, reserve_blocks):
             await self.leases.wait_granted(self, num_tokens, timeout)
+        if ttl_seconds is not None:
+            self.leases.expire_after(self, ttl_seconds)
         return self
 
-    def try_allocate(self, num_tokens: int) -> bool:
+    def try_allocate(
+        self,
+        num_tokens: int,
+        *,
+        reserve_blocks: int | None = None,
+        ttl_seconds: float | None = None,
+    ) -> bool:
         """Allocate without waiting; return False if that is not possible now.
 
         Args:
             num_tokens: absolute number of positions, 1 to 2147483647.
+            reserve_blocks: as for ``allocate``.
+            ttl_seconds: as for ``allocate``.
 
         Returns:
             True when the lease is granted. False, and nothing changed, when too few blocks are
@@ -171,37 +199,53 @@ class Lease(Unique):
             paused.
 
         Raises:
-            RequestTooLarge: the device or the salt's quota can never hold the request.
+            RequestTooLarge: the device, without the reserve, or the salt's quota can never hold the
+                request.
             LeaseError: the lease is released, or is granted already; or ``num_tokens`` is out of
                 range. Nothing changed.
-            UsageError: ``num_tokens`` is not an integer. Nothing changed.
+            UsageError: ``num_tokens`` or ``reserve_blocks`` is not an integer, ``ttl_seconds`` is
+                not a number, or one of the latter two is negative. Nothing changed.
             ClosedError: the engine is closed or closing.
             BrokenEngineError: the device failed, or a rank was lost.
         """
         if type(num_tokens) is not int or not 0 < num_tokens <= MAX_INT32:
             num_tokens = checks.integer("num_tokens", num_tokens)
-        return self.leases.try_allocate(self, num_tokens)
+        if reserve_blocks is not None:
+            reserve_blocks = checks.reserve_blocks(reserve_blocks)
+        if ttl_seconds is not None:
+            ttl_seconds = checks.seconds("ttl_seconds", ttl_seconds, minimum=0.0)
+        if not self.leases.try_allocate(self, num_tokens, reserve_blocks=reserve_blocks):
+            return False
+        if ttl_seconds is not None:
+            self.leases.expire_after(self, ttl_seconds)
+        return True
 
-    def can_allocate(self, num_tokens: int) -> bool:
+    def can_allocate(self, num_tokens: int, *, reserve_blocks: int | None = None) -> bool:
         """Return True if ``try_allocate(num_tokens)`` would succeed now; changes nothing.
 
         The answer is exact. ``device_free + evictable_blocks`` of the statistics is an upper bound:
         it includes blocks that are being copied, or that ``"write_back"`` has to save before they
         can be evicted. The cached blocks of the lease need no room. The call costs as much as
-        ``try_allocate``.
+        ``try_allocate``. ``CacheEngine.allocatable_blocks`` answers without a lease.
 
         Args:
             num_tokens: absolute number of positions, 1 to 2147483647.
+            reserve_blocks: as for ``allocate``.
 
         Raises:
-            RequestTooLarge: the device or the salt's quota can never hold the request.
+            RequestTooLarge: the device, without the reserve, or the salt's quota can never hold the
+                request.
             LeaseError: the lease is released, or is granted already; or ``num_tokens`` is out of
                 range.
-            UsageError: ``num_tokens`` is not an integer.
+            UsageError: ``num_tokens`` or ``reserve_blocks`` is not an integer, or
+                ``reserve_blocks`` is negative.
             ClosedError: the engine is closed or closing.
             BrokenEngineError: the device failed, or a rank was lost.
         """
-        return self.leases.can_allocate(self, checks.integer("num_tokens", num_tokens))
+        if reserve_blocks is not None:
+            reserve_blocks = checks.reserve_blocks(reserve_blocks)
+        num_tokens = checks.integer("num_tokens", num_tokens)
+        return self.leases.can_allocate(self, num_tokens, reserve_blocks)
 
     async def preempt(self, *, swap: bool = False) -> None:
         """Give the device blocks back; ``resume`` takes blocks again.
@@ -238,7 +282,12 @@ class Lease(Unique):
         await self.leases.preempt(self, swap=swap)
 
     async def resume(
-        self, num_tokens: int, *, priority: int = 0, timeout: float | None = None
+        self,
+        num_tokens: int,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        reserve_blocks: int | None = None,
     ) -> Self:
         """Allocate again after ``preempt``.
 
@@ -250,6 +299,7 @@ class Lease(Unique):
                 number of positions that were computed before the swap.
             priority: as for ``allocate``.
             timeout: as for ``allocate``.
+            reserve_blocks: as for ``allocate``.
 
         Returns:
             The lease itself, granted.
@@ -260,7 +310,43 @@ class Lease(Unique):
 
         Cancellation: the lease stays preempted, and can be resumed later.
         """
-        return await self.allocate(num_tokens, priority=priority, timeout=timeout)
+        return await self.allocate(
+            num_tokens, priority=priority, timeout=timeout, reserve_blocks=reserve_blocks
+        )
+
+    def expire_after(self, seconds: float) -> None:
+        """Let the engine release the lease when ``seconds`` have passed, unless it is used before.
+
+        For blocks that are allocated ahead of work that may never come, such as the decode blocks
+        of a request whose prefill runs on another server. A use ends the limit: a successful
+        ``commit``, ``append``, ``extend``, ``truncate``, ``fork``, ``snapshot``, ``preempt`` or
+        ``CacheEngine.computing`` of the lease, a call of ``receive`` or ``send``, and ``keep``.
+        Reading ``block_table`` or other properties does not. Another ``expire_after`` replaces the
+        limit.
+
+        The engine then releases the lease as ``release`` does: blocks that a batch or a transfer
+        uses are given back when these have ended. Methods of an expired lease raise ``LeaseError``
+        with the time of the expiry; ``release`` has no effect. ``Statistics.expired_leases`` counts
+        these leases.
+
+        Args:
+            seconds: from now, on the clock of the engine's loop; ``math.inf`` for no limit.
+
+        Raises:
+            LeaseError: the lease is not granted, or is released. Nothing changed.
+            UsageError: ``seconds`` is negative or not a number. Nothing changed.
+            ClosedError: the engine is closed.
+        """
+        self.leases.expire_after(self, checks.seconds("seconds", seconds, minimum=0.0))
+
+    def keep(self) -> None:
+        """End the limit of ``expire_after`` or ``ttl_seconds``. Idempotent.
+
+        Raises:
+            LeaseError: the lease has expired, or is released.
+            ClosedError: the engine is closed.
+        """
+        self.leases.keep(self)
 
     def fork(self, *, owner: str = "", stream: object = None) -> Lease:
         """Return a second lease on the same positions, e.g. for n > 1 samples of one prompt.
@@ -300,7 +386,7 @@ class Lease(Unique):
         if after is not None:
             after = as_event("after", after)
         caller = sys._getframe(1)
-        self._released_at = (caller.f_code, caller.f_lineno)
+        self._end = (caller.f_code, caller.f_lineno)
         self.leases.release(self, after)
 
     def __del__(self) -> None:
@@ -325,6 +411,23 @@ class Lease(Unique):
         """Cached prefix in tokens by tier: of the last match or, once granted, of the grant."""
         self.leases.check_thread()
         return self._read.hit(self.live_id())
+
+    @property
+    def hit_blocks(self) -> NDArray[np.int32]:
+        """Device ids of the blocks of the hit, in order: a copy, int32 ``[N]``.
+
+        Before the grant, the call looks the prefix up again if the cache has changed since the last
+        match; ``hit.device_tokens`` is ``N * block_tokens`` after it. The ids are a snapshot:
+        nothing is pinned, and any later grant may evict the blocks and use their ids for others.
+        From the grant on, the ids are the first N of ``block_table``. Blocks in host memory have no
+        device id.
+
+        Raises:
+            LeaseError: the lease is released, or its blocks were lost with a rank.
+            UsageError: the call is made in another thread.
+        """
+        self.leases.check_thread()
+        return self._read.hit_blocks(self.held_id())
 
     @property
     def pending_tokens(self) -> int:
@@ -430,6 +533,70 @@ class Lease(Unique):
         """
         self.leases.check_thread()
         return self._read.snapshot_points(self.live_id())
+
+    # --- device blocks of a server ----------------------------------------------------------------
+
+    def assign(self, block_ids: TokenIds, *, computed_tokens: int = 0) -> None:
+        """Name the device blocks of the next positions, with ``CacheConfig.foreign_device``.
+
+        The first call after a grant begins the onload of the cached positions into these blocks:
+        ``layers`` waits for it. Its blocks must cover ``cached_tokens``. Later calls append blocks,
+        for further chunks of the prompt and for decoding.
+
+        Leases may share blocks that they read. The server must not free or reuse a block before
+        each lease that has named it has given it up and is idle. When a save still reads a block
+        that a lease is to compute, the save is given up, so that no other bytes are cached.
+
+        Args:
+            block_ids: one-dimensional integers, from 0 to ``device_blocks - 1``, in the order of
+                the positions.
+            computed_tokens: of the first call only: leading positions that the server's own cache
+                has in these blocks. They are not onloaded, and count as computed for ``commit``. A
+                multiple of ``block_tokens``, or a position in the last block.
+
+        Raises:
+            LeaseError: the lease is not granted; the blocks of the first call do not cover the
+                cached positions; or cached positions were dropped after the grant, by a reset or
+                because a copy was wrong: ``preempt``, then ``allocate`` again. Nothing changed.
+            UsageError: a block is out of range, is listed twice, or is a block of the lease
+                already; a transfer in flight uses a block into which cached positions would be
+                copied, or writes a block that the lease is to compute; ``computed_tokens`` is out
+                of range; or the engine owns the device blocks. Nothing changed.
+            ClosedError: the engine is closed.
+        """
+        self.leases.assign(self, block_ids, checks.integer("computed_tokens", computed_tokens))
+
+    @property
+    def transfer_ids(self) -> tuple[int, ...]:
+        """Ids of the transfers in flight that write blocks of the lease.
+
+        A rank's runner waits for their layers with ``Rank.layers(transfer_ids)``.
+        """
+        self.leases.check_thread()
+        return tuple(self._read.onloads(self.live_id()))
+
+    @property
+    def is_idle(self) -> bool:
+        """True when no transfer reads or writes device blocks that the lease has named.
+
+        Also of a lease that was preempted or released: its saves go on. Always True where the
+        engine owns the device blocks.
+        """
+        return self.leases.is_idle(self._matched_id)
+
+    async def idle(self) -> None:
+        """Wait until ``is_idle``.
+
+        Saves of blocks that were committed in an open step wait for its end: close it first, with
+        ``CacheEngine.step`` or the ``ready`` of ``commit``.
+
+        Raises:
+            UsageError: a transfer waits for the open step, which this wait keeps from ending; or
+                the call is made in another thread.
+
+        Cancellation: nothing changed.
+        """
+        await self.leases.idle(self._matched_id)
 
     # --- computed positions ---------------------------------------------------------------------
 
@@ -595,7 +762,8 @@ class Lease(Unique):
             LeaseError: the lease is released.
         """
         if not self.id:
-            raise LeaseError(f"{self!r} cannot be used any more")
+            hint = "raise ttl_seconds, or call keep() in time" if isinstance(self._end, str) else ""
+            raise LeaseError(f"{self!r} cannot be used any more", hint=hint)
         return self.id
 
     def held_id(self) -> int:
@@ -610,6 +778,14 @@ class Lease(Unique):
                 hint="await engine.restart_ranks(), then lease.resume(num_tokens)",
             )
         return self.id or self.live_id()
+
+    def note_expired(self, seconds: float) -> int:
+        """Note that the engine releases the lease, unused for ``seconds``; return its id."""
+        now = time.time()
+        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(now))
+        self._end = f"expired at {clock}.{int(now % 1 * 1000):03d} UTC, unused for {seconds:g} s"
+        lease_id, self.id = self.id, 0
+        return lease_id
 
     def leave_layers(self, done: LayerView) -> None:
         """End the wait for layers, with the grant; ``done`` replaces ``layers``."""
@@ -645,8 +821,10 @@ class Lease(Unique):
     def __repr__(self) -> str:
         if self.id:
             state = f"id {self.id:#x}"
-        elif self._released_at is not None:
-            code, line = self._released_at
+        elif isinstance(self._end, str):
+            state = self._end
+        elif self._end is not None:
+            code, line = self._end
             state = f"released at {code.co_filename}:{line}"
         else:
             state = "ended with its engine"

@@ -163,6 +163,11 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
         peer: id of the ticket for routes from or to ``"peer"``, 16 bytes; empty for the others.
         group: name of the window group for routes from or to ``"window"`` and ``"host_window"``;
             empty for the others.
+        first_range: first range of layers that ``SEND`` moves, as the worker numbers them.
+        end_range: end of the ranges; 0 when each block moves as a whole.
+        mark: of layers that are being computed, the point in the work behind which they are there
+            on each device, at the latest when ``after_step`` is closed there; see
+            ``Worker.layers_done``. 0 for computed blocks.
     """
 
     transfer_id: int
@@ -174,6 +179,9 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
     digests: bytes = b""
     peer: bytes = b""
     group: str = ""
+    first_range: int = 0
+    end_range: int = 0
+    mark: int = 0
 
     @property
     def direction(self) -> Direction:

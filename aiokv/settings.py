@@ -28,7 +28,7 @@ from aiokv.worker.regions import Regions, num_blocks_for
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 PREFIX: Final = "AIOKV_"
 FILE_VARIABLE: Final = "AIOKV_CONFIG"
@@ -47,6 +47,17 @@ BLOCKS_OF: Final = {"device_bytes": "device_blocks", "host_bytes": "host_blocks"
 NAMES: Final = (*FIELDS, *BLOCKS_OF)
 WINDOWS: Final = "windows"
 
+_BOOLEANS: Final = {"1": True, "true": True, "0": False, "false": False}
+_PARSERS: Final[dict[Any, Callable[[str], object]]] = {
+    bool: lambda text: _BOOLEANS[text.lower()],
+    int: int,
+    float: float,
+}
+_EXPECTED: Final[dict[Any, str]] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+}
 _UNSET: Final = object()
 _Config = TypeVar("_Config", bound=CacheConfig)
 
@@ -372,14 +383,15 @@ def _parsed(name: str, text: str, setting: Setting) -> Any:
     """Return the value of the text of a variable."""
     if name in BLOCKS_OF or _kind(name) in (str, Literal):
         return _typed(name, text, setting)
+    kind = _kind(name)
     value: object = _UNSET
     try:
-        value = int(text) if _kind(name) is int else float(text)
-    except ValueError:
+        value = _PARSERS[kind](text)
+    except (KeyError, ValueError):
         if text.lower() == "none":
             value = text
     if value is _UNSET:
-        what = "an integer" if _kind(name) is int else "a number"
+        what = _EXPECTED[kind]
         raise _error(
             setting, f"{name} is {text!r}; it must be {what}", hint=_bytes_hint(name, text)
         )
@@ -393,15 +405,17 @@ def _typed(name: str, value: Any, setting: Setting) -> Any:
     if isinstance(value, str) and value.lower() == "none" and _is_optional(name):
         return None
     kind = _kind(name)
+    if kind is bool and not isinstance(value, bool):
+        raise _error(setting, f"{name} is {checks.shown(value)}; it must be {_EXPECTED[bool]}")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is int and (not is_number or isinstance(value, float)):
         raise _error(
             setting,
-            f"{name} is {checks.shown(value)}; it must be an integer",
+            f"{name} is {checks.shown(value)}; it must be {_EXPECTED[int]}",
             hint=_bytes_hint(name, value),
         )
     if kind is float and not is_number:
-        raise _error(setting, f"{name} is {checks.shown(value)}; it must be a number")
+        raise _error(setting, f"{name} is {checks.shown(value)}; it must be {_EXPECTED[float]}")
     if kind in (str, Literal) and not isinstance(value, str):
         raise _error(setting, f"{name} is {checks.shown(value)}; it must be a string")
     return value
@@ -434,7 +448,7 @@ def _bytes_hint(name: str, value: object) -> str:
 
 
 def _kind(name: str) -> Any:
-    """Return the type of a field, without None: int, float, str or Literal."""
+    """Return the type of a field, without None: int, float, bool, str or Literal."""
     hint = _hints().get(name, int)  # sizes in bytes are no fields
     parts = [part for part in typing.get_args(hint) if part is not type(None)]
     if typing.get_origin(hint) is Literal:

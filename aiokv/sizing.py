@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 SLOTS_PER_CONVERSATION: Final = 2
 
 _LARGEST: Final = 2**60
+_SMALLEST_GPU_BYTES: Final = 10_000  # a smaller number was probably meant in GiB
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,9 +62,12 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         weights = -(-self.weight_bytes // self.tensor_parallel)
         if usable <= weights:
             raise ConfigError(
-                f"the weights take {format_bytes(weights)} of each GPU; weights and KV together "
-                f"may take {format_bytes(usable)} of it",
-                hint="use more ranks (tensor parallelism), larger GPUs, or smaller weights",
+                f"gpu_bytes is {self.gpu_bytes}: the weights take {format_bytes(weights)} of each "
+                f"GPU, but weights and KV together may take {format_bytes(usable)}, "
+                f"{self.gpu_share:.0%} of it",
+                hint=_hint(
+                    self, "use more ranks (tensor parallelism), larger GPUs, or smaller weights"
+                ),
             )
         return usable - weights
 
@@ -192,9 +196,12 @@ def cache_sizes(shape: ModelShape, memory: Memory) -> CacheSizes:
     if device_blocks < 1:
         needed = device.block_bytes + device.side_bytes(1)
         raise ConfigError(
-            f"{format_bytes(tier_bytes[0])} of GPU memory are left for KV; one block, with the "
-            f"windows and the state of one conversation, takes {format_bytes(needed)}",
-            hint="use more GPU memory, more ranks, a smaller kv_dtype or fewer step_tokens",
+            f"gpu_bytes is {memory.gpu_bytes}: {format_bytes(tier_bytes[0])} of GPU memory are "
+            "left for KV; one block, with the windows and the state of one conversation, takes "
+            f"{format_bytes(needed)}",
+            hint=_hint(
+                memory, "use more GPU memory, more ranks, a smaller kv_dtype or fewer step_tokens"
+            ),
         )
     host_blocks = max(host.blocks_beside(tier_bytes[1], host_conversations), 0)
     state_bytes = shape.state_slot_bytes(tensor_parallel=memory.tensor_parallel)
@@ -346,6 +353,13 @@ def _check(memory: Memory) -> None:
         )
     if not 0 < memory.gpu_share <= 1:
         raise ConfigError(f"gpu_share is {memory.gpu_share}; it must be above 0 and at most 1")
+
+
+def _hint(memory: Memory, advice: str) -> str:
+    """Return the advice; that of a unit where the size of the GPU has none."""
+    if memory.gpu_bytes >= _SMALLEST_GPU_BYTES:
+        return advice
+    return f"give gpu_bytes (--gpu-memory) in bytes or with a unit, such as {memory.gpu_bytes}GiB"
 
 
 def _blocks(tokens: int, block_tokens: int) -> int:

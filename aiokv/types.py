@@ -163,7 +163,8 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     stores, or for blocks that another lease computes. *Computed* tokens are positions that
     ``commit`` has noted, again after a preemption; those of prompts are counted separately, too.
     *Preemptions* gave up a block table, *swaps* began to move one to host memory, and *lost* leases
-    lost theirs with a rank.
+    lost theirs with a rank. *Expired* leases were not used within their ``ttl_seconds``, and were
+    released.
 
     Blocks are *evicted* and *dropped* by cause: ``capacity`` (room for a lease, a host copy or a
     fetch), ``request`` (``CacheEngine.evict``), ``resize``, ``sleep``, ``reset`` or ``failure`` of
@@ -200,6 +201,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     swaps: int
     lost_leases: int
+    expired_leases: int
     prompt_tokens: int
     computed_tokens: int
     computed_prompt_tokens: int
@@ -401,24 +403,37 @@ def as_tokens(tokens: TokenIds) -> NDArray[np.int32]:
     Raises:
         UsageError: ``tokens`` is not one-dimensional, not integers, or has an id outside int32.
     """
-    if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
-        return np.ascontiguousarray(tokens)
+    return _as_ids("token", "tokens", tokens)
+
+
+def as_block_ids(block_ids: TokenIds) -> NDArray[np.int32]:
+    """Convert block ids to a contiguous int32 array; such an array is not copied.
+
+    Raises:
+        UsageError: as for ``as_tokens``.
+    """
+    return _as_ids("block", "block_ids", block_ids)
+
+
+def _as_ids(kind: str, name: str, ids: TokenIds) -> NDArray[np.int32]:
+    if isinstance(ids, np.ndarray) and ids.dtype == np.int32 and ids.ndim == 1:
+        return np.ascontiguousarray(ids)
     try:
-        array = np.asarray(tokens)
+        array = np.asarray(ids)
     except (ValueError, OverflowError) as error:
-        raise UsageError(f"tokens must be a flat sequence of int32 ids: {error}") from error
+        raise UsageError(f"{name} must be a flat sequence of int32 ids: {error}") from error
     if array.ndim != 1:
-        raise UsageError(f"tokens has {array.ndim} dimensions; it must have one dimension")
+        raise UsageError(f"{name} has {array.ndim} dimensions; it must have one dimension")
     if array.size == 0:
         return np.empty(0, dtype=np.int32)
     if array.dtype.kind not in "iu":
-        raise UsageError(f"tokens has dtype {array.dtype}; token ids must be integers")
+        raise UsageError(f"{name} has dtype {array.dtype}; {kind} ids must be integers")
     converted = array.astype(np.int32)
     same = converted == array
     if not same.all():
         position = int(same.argmin())
         raise UsageError(
-            f"token id {array[position]} at position {position} is outside int32; it must be "
+            f"{kind} id {array[position]} at position {position} is outside int32; it must be "
             "between -2147483648 and 2147483647"
         )
     return converted

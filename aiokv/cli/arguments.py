@@ -73,6 +73,16 @@ def size_bytes(text: str) -> int:
         ) from None
 
 
+def positive_size_bytes(text: str) -> int:
+    """Parse a size above 0 with its unit; return bytes."""
+    size = size_bytes(text)
+    if size == 0:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size above 0, such as 80GiB, 1.5TB or 4096"
+        )
+    return size
+
+
 _AGE_SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aiokv.cli.arguments import add_json, size_bytes
+from aiokv.cli.arguments import add_json, positive_size_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--no-env", dest="env", action="store_false", help="read no environment variables")
     add(
         "--block-bytes",
-        type=size_bytes,
+        type=positive_size_bytes,
         metavar="SIZE",
         help="bytes of one block, to convert device_bytes and host_bytes to blocks",
     )

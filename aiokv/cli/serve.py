@@ -13,6 +13,8 @@ from aiokv.cli.running import Terminated
 from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
+    import socket
+
     from starlette.applications import Starlette
 
 EPILOG = """\
@@ -23,7 +25,7 @@ is for Prometheus, and /aiokv/readyz is for readiness probes.
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "hello", "stream": true}'
 
 After SIGTERM or Ctrl-C, the server refuses new connections and waits at most --grace seconds for
-the answers in flight.
+the answers in flight. Streams of /aiokv/events end at once.
 
 exit status: 0 after SIGTERM, 130 after Ctrl-C, 1 the engine could not be opened, 2 bad usage
 """
@@ -67,7 +69,13 @@ def run(args: argparse.Namespace) -> int:
     config = uvicorn.Config(
         app, loop="uvloop", log_level=level, timeout_graceful_shutdown=args.grace
     )
-    server = uvicorn.Server(config)
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            app.state.end_streams()  # of /aiokv/events, which have no end of their own
+            await super().shutdown(sockets)
+
+    server = Server(config)
     with listen("--port", args.host, args.port) as listener:
         host = f"[{args.host}]" if ":" in args.host else args.host
         address = f"http://{host}:{listener.getsockname()[1]}"

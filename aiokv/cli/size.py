@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from aiokv.cli.arguments import add_count, add_json, positive_share, size_bytes
+from aiokv.cli.arguments import (
+    add_count,
+    add_json,
+    positive_share,
+    positive_size_bytes,
+    size_bytes,
+)
 from aiokv.errors import UsageError
 from aiokv.observe.units import format_bytes
 
@@ -39,7 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--model", required=True, metavar="PATH", help="config.json, its folder, or ORG/NAME")
     add(
         "--gpu-memory",
-        type=size_bytes,
+        type=positive_size_bytes,
         metavar="SIZE",
         help="memory of one GPU; without it, only the bytes per token and block are computed",
     )

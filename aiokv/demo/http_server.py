@@ -83,8 +83,7 @@ class Server:
     def __init__(self, engine: CacheEngine, model: NumpyTransformer, cache: NumpyCache) -> None:
         self._engine, self._model, self._cache = engine, model, cache
         self._running: list[Running] = []  # in order of admission
-        self._admitted = asyncio.Event()
-        self._slots = asyncio.Semaphore(MAX_RUNNING)
+        self._admitted, self._slots = asyncio.Event(), asyncio.Semaphore(MAX_RUNNING)
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -210,8 +209,7 @@ class Server:
         for (running, count), token in zip(chosen, tokens, strict=True):
             if running not in self._running:
                 continue  # its client has left
-            running.arriving = False
-            running.computed += count
+            running.arriving, running.computed = False, running.computed + count
             running.lease.commit(running.computed)  # its full blocks can be hit from now on
             if running.pending == 0:
                 running.tokens.append(token)
@@ -229,9 +227,11 @@ class Server:
 
 def make_app(engine: CacheEngine, model: NumpyTransformer, cache: NumpyCache) -> Starlette:
     """Return the ASGI app: completions, and metrics, probes and the live page under ``/aiokv``."""
-    server = Server(engine, model, cache)
-    completions = Route("/v1/completions", server, methods=["POST"])
-    return Starlette(routes=[completions, Mount("/aiokv", asgi(engine))], lifespan=server.lifespan)
+    server, observer = Server(engine, model, cache), asgi(engine)
+    routes = [Route("/v1/completions", server, methods=["POST"]), Mount("/aiokv", observer)]
+    app = Starlette(routes=routes, lifespan=server.lifespan)
+    app.state.end_streams = observer.end_streams  # for the server to call when it shuts down
+    return app
 
 
 def _answer(running: Running, text: str, *, ended: bool = False) -> dict[str, object]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.engine.computing import Computing
+    from aiokv.engine.expiries import Expiries
     from aiokv.engine.leases import Leases
     from aiokv.engine.parts import Parts
     from aiokv.types import TokenIds
@@ -26,13 +27,16 @@ if TYPE_CHECKING:
 class Batches:
     """Calls a method of :class:`Leases` for each lease; see ``CacheEngine`` for the methods."""
 
-    def __init__(self, parts: Parts, leases: Leases, computing: Computing) -> None:
+    def __init__(
+        self, parts: Parts, leases: Leases, computing: Computing, expiries: Expiries
+    ) -> None:
         self._lifetime = parts.lifetime
         self._read = parts.scheduler.read
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
         self._leases = leases
         self._computing = computing
+        self._expiries = expiries
 
     def match(self, prompts: Iterable[TokenIds], *, salt: str) -> list[Lease]:
         """See ``CacheEngine.match_many``."""
@@ -72,6 +76,9 @@ class Batches:
                 f"extend: no room for {num_tokens} more positions of {len(lease_ids)} leases",
                 hint="preempt a lease, or raise CacheConfig.reserve_blocks",
             )
+        if self._expiries.timers:
+            for lease_id in lease_ids:
+                self._expiries.stop(lease_id)
 
     def release(self, leases: Iterable[Lease]) -> None:
         """See ``CacheEngine.release_many``."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
     from types import TracebackType
 
+    from aiokv.engine.expiries import Expiries
     from aiokv.engine.parts import Parts
     from aiokv.lease import Lease
     from aiokv.worker.device.base import Event
@@ -201,6 +202,7 @@ class Computing:
 
     Args:
         parts: parts of the engine.
+        expiries: timers of leases, which a batch stops.
         on_failure: called with the error when an event of a batch has failed.
         on_end: called when a batch has ended. Idempotent.
 
@@ -212,6 +214,7 @@ class Computing:
     def __init__(
         self,
         parts: Parts,
+        expiries: Expiries,
         on_failure: Callable[[BaseException], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -220,6 +223,7 @@ class Computing:
         self._lifetime = parts.lifetime
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
+        self._expiries = expiries
         self._on_failure = on_failure
         self._on_end = on_end
         self._speed = parts.speed
@@ -249,6 +253,9 @@ class Computing:
         """
         batch_id = self._dispatcher.apply(self._scheduler.begin_batch(lease_ids))
         self._batches[batch_id] = batch
+        if self._expiries.timers:
+            for lease_id in lease_ids:
+                self._expiries.stop(lease_id)
         self._speed.batch_begins(batch_id)
         if self._observers.active:
             self._observers.batch_began(batch_id, len(lease_ids))

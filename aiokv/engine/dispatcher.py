@@ -61,6 +61,7 @@ class Dispatcher:
         self._waits: dict[int, _Wait] = {}  # for capacity
         self._errors: dict[int, BaseException] = {}  # by lease id; raised by the next `granted`
         self._pending_waits: dict[int, asyncio.Future[None]] = {}
+        self._idle_waits: dict[int, list[asyncio.Future[None]]] = {}
         self._on_unpinned: Callable[[int, str], None] = lambda lease_id, reason: None
         self._on_moved: Callable[[Moved], None] = lambda moved: None
         self._answers: deque[Callable[[], tuple[None, Effects]]] = deque()  # of cancellations
@@ -147,6 +148,9 @@ class Dispatcher:
         while effects.moved:
             self._on_moved(effects.moved[0])
             effects.moved.popleft()
+        while effects.idle:
+            self._end_idle_waits(effects.idle[0])
+            effects.idle.popleft()
         while effects.cancel:
             self._cancel(effects.cancel[0])
             effects.cancel.popleft()
@@ -267,3 +271,27 @@ class Dispatcher:
             future.set_result(None)
         else:
             future.set_exception(error)
+
+    async def idle(self, lease_id: int) -> None:
+        """Wait until no transfer uses the device blocks that a lease has named.
+
+        Raises:
+            ClosedError: the engine was closed meanwhile.
+
+        Cancellation: nothing changed.
+        """
+        while not self._scheduler.read.is_idle(lease_id):
+            future: asyncio.Future[None] = self._lifetime.loop.create_future()
+            waits = self._idle_waits.setdefault(lease_id, [])
+            waits.append(future)
+            try:
+                await future
+            finally:
+                waits.remove(future)
+                if not waits:
+                    self._idle_waits.pop(lease_id, None)
+
+    def _end_idle_waits(self, lease_id: int) -> None:
+        for future in self._idle_waits.get(lease_id, ()):
+            if not future.done():
+                future.set_result(None)

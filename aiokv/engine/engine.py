@@ -19,6 +19,7 @@ from aiokv.engine.batches import Batches
 from aiokv.engine.computing import Computing
 from aiokv.engine.control import Control
 from aiokv.engine.events import Events
+from aiokv.engine.expiries import Expiries
 from aiokv.engine.fetches import Fetches
 from aiokv.engine.inspection import Inspection
 from aiokv.engine.leases import NO_NAME, Leases
@@ -143,15 +144,18 @@ class CacheEngine(Unique):
         self._steps = Steps(parts)
         exchange = Exchange(parts)
         self._recovery = Recovery(parts, self._steps, exchange)
-        computing = Computing(parts, on_failure=self._recovery.fail, on_end=exchange.after_batch)
+        expiries = Expiries(parts.lifetime)
+        computing = Computing(
+            parts, expiries, on_failure=self._recovery.fail, on_end=exchange.after_batch
+        )
         fetches = Fetches(parts)
-        self._leases = Leases(parts, self._steps, computing, fetches, exchange)
-        self._batches = Batches(parts, self._leases, computing)
+        self._leases = Leases(parts, self._steps, computing, fetches, exchange, expiries)
+        self._batches = Batches(parts, self._leases, computing, expiries)
         self._pins = Pins(parts, self._leases, fetches)
         self._control = Control(parts, exchange)
         self._sleep = Sleep(parts, regions, self._control)
         self._lifecycle = Lifecycle(
-            parts, self._steps, computing, self._leases, self._recovery, exchange
+            parts, self._steps, computing, self._leases, self._recovery, exchange, expiries
         )
         self._exchange = exchange
         self._inspection = Inspection(parts, self._sleep)
@@ -378,6 +382,52 @@ class CacheEngine(Unique):
         """
         self._batches.extend(leases, num_tokens)
 
+    def allocatable_blocks(
+        self, *, salt: str = "", reserve_blocks: int | None = None, limit: int | None = None
+    ) -> int:
+        """Return the number of blocks of the largest request that could be granted now.
+
+        ``try_allocate`` of a prompt of which nothing is cached succeeds up to that number of
+        blocks, and not beyond; the call changes nothing. It is 0 while another lease waits for
+        capacity, and while granting is paused. Ask ``Lease.can_allocate`` for a prompt with a hit,
+        whose cached blocks need no room; and for models with recurrent state or sliding windows,
+        which need state slots or window blocks too.
+
+        The number is exact, unlike ``device_free + evictable_blocks`` of the statistics, which
+        includes blocks that are being copied, or that ``"write_back"`` has to save before they can
+        be evicted.
+
+        Args:
+            salt: salt of the request, whose quota counts the blocks.
+            reserve_blocks: as for ``Lease.allocate``.
+            limit: the result is at most this number, from 0; None for no limit. Under
+                ``"write_back"``, the call costs as much as evicting the blocks that it counts.
+
+        Raises:
+            UsageError: ``salt`` is not a string, or a number is not an integer or is negative.
+            ClosedError: the engine is closed or closing.
+            BrokenEngineError: the device failed, or a rank was lost.
+        """
+        return self._leases.allocatable_blocks(salt, reserve_blocks, limit)
+
+    def extendable_blocks(self, *, limit: int | None = None) -> int:
+        """Return the number of device blocks that ``extend`` could take now.
+
+        ``extend`` succeeds when all its leases together need at most that number of further blocks,
+        and raises ``WouldBlock`` otherwise; the call changes nothing. Reserve, quota, pauses and
+        leases that wait do not count, because they do not stop ``extend``. A lease needs
+        ``ceil(n / block_tokens)`` blocks for ``n`` positions, of which ``len(block_table)`` are
+        there. Models with sliding windows need window blocks, too.
+
+        Args:
+            limit: as for ``allocatable_blocks``.
+
+        Raises:
+            UsageError: ``limit`` is not an integer or is negative.
+            ClosedError: the engine is closed.
+        """
+        return self._leases.extendable_blocks(limit)
+
     def commit_many(self, leases: Sequence[Lease], num_tokens: Sequence[int]) -> int:
         """Call ``commit`` for each lease.
 
@@ -485,6 +535,16 @@ class CacheEngine(Unique):
         The runner of a rank passes it to ``Rank.step``.
         """
         return self._scheduler.read.next_step
+
+    @property
+    def sentinel_state_slot(self) -> int | None:
+        """Row of the state tensors for the padded rows of CUDA graphs. Any thread.
+
+        No lease or snapshot gets this row, and no transfer reads or writes it, so its bytes have no
+        meaning. None without ``CacheConfig.sentinel_state_slot``.
+        """
+        config = self.config
+        return config.state_slots if config.sentinel_state_slot else None
 
     # --- tiers ------------------------------------------------------------------------------------
 
@@ -841,6 +901,13 @@ class CacheEngine(Unique):
     def request_statistics(self) -> RequestStatistics:
         """Return the waiting times of requests, and how many waits failed. Any thread."""
         return self._requests.statistics()
+
+    def salt_statistics(self) -> dict[str, int]:
+        """Return the number of device blocks that the leases of each salt hold. Any thread.
+
+        Salts that hold none are absent; without ``salt_quota_blocks``, the dict is empty.
+        """
+        return self._scheduler.read.quota_by_salt()
 
     def worker_statistics(self) -> WorkerStatistics:
         """Return counters of the transfers; zeros before ``async with``. Any thread."""

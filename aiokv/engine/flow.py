@@ -19,20 +19,31 @@ if TYPE_CHECKING:
     from aiokv.scheduler.effects import Effects
 
 MAX_IN_FLIGHT: Final = 64  # transfers of one flow: a long prompt must not block the loop
+MAX_EARLY: Final = 32  # of them, those of layers of positions that may not be committed yet
 
 Side: TypeAlias = tuple[Literal["state", "window"], str]
 """The recurrent state, or a window group and its name: parts of the last position only."""
 
 
 class _Part:
-    """A transfer of consecutive blocks."""
+    """A transfer of consecutive blocks, or of some of their layers.
 
-    __slots__ = ("first_block", "moved", "num_blocks")
+    Attributes:
+        first_block: of the lease.
+        num_blocks: number of blocks.
+        is_last: it has the last of their layers.
+        is_early: their positions may not be committed yet.
+        moved: leading blocks that have moved, once it has ended.
+    """
 
-    def __init__(self, first_block: int, num_blocks: int) -> None:
+    __slots__ = ("first_block", "is_early", "is_last", "moved", "num_blocks")
+
+    def __init__(self, first_block: int, num_blocks: int, *, is_last: bool, is_early: bool) -> None:
         self.first_block = first_block
         self.num_blocks = num_blocks
-        self.moved: int | None = None  # leading blocks that have moved, once it has ended
+        self.is_last = is_last
+        self.is_early = is_early
+        self.moved: int | None = None
 
 
 class Flow:
@@ -172,14 +183,50 @@ class Flow:
         Raises:
             AiokvError: the scheduler refuses a transfer; those before it have begun.
         """
-        while self._next_block < end_block and not self.ended and self.in_flight < MAX_IN_FLIGHT:
+        while self._next_block < end_block and self.may_begin():
             num_blocks = min(chunk_blocks, end_block - self._next_block)
-            transfer_id, effects = transition(
-                self.lease_id, self.ticket.ticket_id, self._next_block, num_blocks
-            )
-            self._parts[transfer_id] = _Part(self._next_block, num_blocks)
+            self.begin_part(transition, self._next_block, num_blocks)
             self._next_block += num_blocks
-            self._exchange.submit(self, transfer_id, effects)
+
+    def may_begin(self, *, is_early: bool = False) -> bool:
+        """Return True while a further transfer of blocks may begin.
+
+        Early ones may wait for others: until the receiver has committed the blocks before them.
+        """
+        if self.ended or self.in_flight >= MAX_IN_FLIGHT:
+            return False
+        early = sum(part.is_early and part.moved is None for part in self._parts.values())
+        return not is_early or early < MAX_EARLY
+
+    def begin_part(
+        self,
+        transition: Callable[[int, bytes, int, int], tuple[int, Effects]],
+        first_block: int,
+        num_blocks: int,
+        *,
+        is_last: bool = True,
+        is_early: bool = False,
+    ) -> None:
+        """Begin a transfer of blocks.
+
+        Args:
+            transition: of the scheduler, with lease, ticket, first block and number of blocks.
+            first_block: of the lease.
+            num_blocks: number of blocks.
+            is_last: the blocks have moved when this transfer, and those before it, have ended;
+                otherwise it moves some of their layers only.
+            is_early: the positions of the blocks may not be committed yet.
+
+        Raises:
+            AiokvError: the scheduler refuses the transfer.
+        """
+        transfer_id, effects = transition(
+            self.lease_id, self.ticket.ticket_id, first_block, num_blocks
+        )
+        self._parts[transfer_id] = _Part(
+            first_block, num_blocks, is_last=is_last, is_early=is_early
+        )
+        self._exchange.submit(self, transfer_id, effects)
 
     def has_begun(self, side: Side) -> bool:
         """Return True if the transfer of a state or of a window has begun."""
@@ -225,8 +272,9 @@ class Flow:
             if part.moved is None:
                 return
             if not self.is_broken:
-                self.moved_block = part.first_block + part.moved
                 self.is_broken = part.moved < part.num_blocks
+                if part.is_last:
+                    self.moved_block = part.first_block + part.moved
             del self._parts[first]
 
     def end(self, failure: str | None = None) -> None:

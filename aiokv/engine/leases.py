@@ -27,13 +27,14 @@ from aiokv.peers.ticket import MAX_TIMEOUT_SECONDS
 from aiokv.plan import CLONE, STATE, Priority, clone_plan
 from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.scheduler.granting import READY
-from aiokv.types import LeaseState, as_items, as_tokens
+from aiokv.types import LeaseState, as_block_ids, as_items, as_tokens
 from aiokv.worker.views import done_view
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiokv.engine.computing import Computing
+    from aiokv.engine.expiries import Expiries
     from aiokv.engine.fetches import Fetches, StoreWait
     from aiokv.engine.observers import End, WaitName
     from aiokv.engine.parts import Parts
@@ -47,6 +48,12 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 NO_NAME: Final = ""  # compared by identity: the default needs no check
+
+
+def _as_limit(value: object) -> int:
+    if value is None:
+        return checks.MAX_INT32
+    return checks.integer("limit", value, minimum=0, maximum=checks.MAX_INT32)
 
 
 class Leases:
@@ -67,6 +74,7 @@ class Leases:
         computing: Computing,
         fetches: Fetches,
         exchange: Exchange,
+        expiries: Expiries,
     ) -> None:
         self.read = parts.scheduler.read
         self.recordings = Recordings(parts.scheduler.read)
@@ -86,6 +94,9 @@ class Leases:
         self._speed = parts.speed
         self._requests = parts.requests
         self._observers = parts.observers
+        self._expiries = expiries
+        self._timers = expiries.timers
+        expiries.tell_expired(self._expire)
         self._verifies = parts.config.verify == "checksum"
         self._done = done_view(parts.worker.num_layers)
 
@@ -175,7 +186,9 @@ class Leases:
 
     # --- capacity -------------------------------------------------------------------------------
 
-    def allocate(self, lease: Lease, num_tokens: int, priority: int) -> bool:
+    def allocate(
+        self, lease: Lease, num_tokens: int, priority: int, reserve_blocks: int | None
+    ) -> bool:
         """Grant now, or let the lease wait for capacity; see ``Lease.allocate`` for the errors.
 
         Returns:
@@ -183,7 +196,9 @@ class Leases:
         """
         self._lifetime.check_open()
         try:
-            result = self._scheduler.allocate(lease.id or lease.live_id(), num_tokens, priority)
+            result = self._scheduler.allocate(
+                lease.id or lease.live_id(), num_tokens, priority, False, reserve_blocks
+            )
         except RequestTooLarge as error:
             self._requests.note_error(error)
             raise
@@ -201,6 +216,7 @@ class Leases:
         priority: int,
         timeout: float | None,
         wait_store: float | None,
+        reserve_blocks: int | None,
     ) -> None:
         """Allocate after the missing blocks were fetched from the stores; see ``Lease.allocate``.
 
@@ -209,11 +225,11 @@ class Leases:
         self._lifetime.check_open()
         lease_id = lease.live_id()
         if not self._fetches.has_stores or not self._fetches.is_incomplete(lease_id):
-            if not self.allocate(lease, num_tokens, priority):
+            if not self.allocate(lease, num_tokens, priority, reserve_blocks):
                 await self.wait_granted(lease, num_tokens, timeout)
             return
         try:
-            result = self._scheduler.allocate(lease_id, num_tokens, priority, waits_for_store=True)
+            result = self._scheduler.allocate(lease_id, num_tokens, priority, True, reserve_blocks)
         except RequestTooLarge as error:
             self._requests.note_error(error)
             raise
@@ -231,13 +247,17 @@ class Leases:
             self._requests.store_wait.add(wait.seconds)
 
     def try_allocate(
-        self, lease: Lease, num_tokens: int, onload_priority: Priority = Priority.DEMAND
+        self,
+        lease: Lease,
+        num_tokens: int,
+        onload_priority: Priority = Priority.DEMAND,
+        reserve_blocks: int | None = None,
     ) -> bool:
         """Grant now, or return False."""
         self._lifetime.check_open()
         try:
             result = self._scheduler.try_allocate(
-                lease.live_id(), num_tokens, None, onload_priority
+                lease.live_id(), num_tokens, None, onload_priority, reserve_blocks
             )
         except RequestTooLarge as error:
             self._requests.note_error(error)
@@ -262,10 +282,23 @@ class Leases:
         if self._observers.active:
             self._observers.granted(lease)
 
-    def can_allocate(self, lease: Lease, num_tokens: int) -> bool:
+    def can_allocate(self, lease: Lease, num_tokens: int, reserve_blocks: int | None) -> bool:
         """See ``Lease.can_allocate``."""
         self._lifetime.check_open()
-        return self._scheduler.can_allocate(lease.live_id(), num_tokens)
+        return self._scheduler.can_allocate(lease.live_id(), num_tokens, reserve_blocks)
+
+    def allocatable_blocks(self, salt: str, reserve_blocks: int | None, limit: int | None) -> int:
+        """See ``CacheEngine.allocatable_blocks``."""
+        self._lifetime.check_open()
+        checks.text("salt", salt)
+        if reserve_blocks is not None:
+            reserve_blocks = checks.reserve_blocks(reserve_blocks)
+        return self._scheduler.allocatable_blocks(salt, reserve_blocks, _as_limit(limit))
+
+    def extendable_blocks(self, limit: int | None) -> int:
+        """See ``CacheEngine.extendable_blocks``."""
+        self._lifetime.check_loop()
+        return self._scheduler.extendable_blocks(_as_limit(limit))
 
     async def wait_granted(
         self,
@@ -401,10 +434,60 @@ class Leases:
 
     # --- granted leases -------------------------------------------------------------------------
 
+    def assign(self, lease: Lease, block_ids: TokenIds, computed_tokens: int) -> None:
+        """See ``Lease.assign``."""
+        self._lifetime.check_loop()
+        lease_id = lease.held_id()
+        result = self._scheduler.assign(lease_id, as_block_ids(block_ids), computed_tokens)
+        try:
+            grant = self._apply(result)
+            if grant.onloads and not lease.layers.transfer_ids:
+                lease.layers = self._transfers.view(lease_id, grant.onloads, lease.owner)
+        except BaseException:  # without its layers, the lease must not count as granted
+            self._apply(self._scheduler.stop_waiting(lease_id))
+            raise
+        if self._timers:
+            self._expiries.stop(lease.id)
+
+    def is_idle(self, lease_id: int) -> bool:
+        """See ``Lease.is_idle``."""
+        self._lifetime.check_thread()
+        return self.read.is_idle(lease_id)
+
+    async def idle(self, lease_id: int) -> None:
+        """See ``Lease.idle``."""
+        self._lifetime.check_thread()
+        await self._dispatcher.idle(lease_id)
+
+    def expire_after(self, lease: Lease, seconds: float) -> None:
+        """See ``Lease.expire_after``."""
+        self._lifetime.check_loop()
+        if not self.read.is_granted(lease.live_id()):
+            raise LeaseError(
+                f"expire_after: {lease!r} is {lease.state.value}; only a granted lease can expire",
+                hint="call allocate first",
+            )
+        self._expiries.start(lease, seconds)
+
+    def keep(self, lease: Lease) -> None:
+        """See ``Lease.keep``."""
+        self._lifetime.check_loop()
+        self._expiries.stop(lease.live_id())
+
+    def _expire(self, lease: Lease, seconds: float) -> None:
+        log.info("lease.expired", lease_id=lease.id, owner=lease.owner, unused_seconds=seconds)
+        if self.recordings.active:
+            self.recordings.releases(lease.id)
+        lease_id = lease.note_expired(seconds)
+        self._apply(self._scheduler.expire(lease_id))
+        self._note_released(lease_id, f"the lease was not used for {seconds:g} s, and has expired")
+
     def append(self, lease: Lease, tokens: TokenIds) -> None:
         """See ``Lease.append``."""
         self._lifetime.check_loop()
         self._apply(self._scheduler.append(lease.live_id(), as_tokens(tokens)))
+        if self._timers:
+            self._expiries.stop(lease.id)
 
     def commit(self, lease: Lease, num_tokens: int, ready: Event | None) -> int:
         """See ``Lease.commit``."""
@@ -413,6 +496,8 @@ class Leases:
             published = self._apply(self._scheduler.commit(lease.id or lease.live_id(), num_tokens))
             if published:
                 self._speed.published(published)
+            if self._timers:
+                self._expiries.stop(lease.id)
             if self._flows:
                 self._exchange.committed(lease.id)
             return published
@@ -420,6 +505,8 @@ class Leases:
         published = self._apply(
             self._scheduler.commit(lease.live_id(), num_tokens, closes_step=True)
         )
+        if self._timers:
+            self._expiries.stop(lease.id)
         self._speed.published(published)
         self._steps.close(ready)
         if self._flows:
@@ -430,6 +517,7 @@ class Leases:
         """See ``Lease.truncate``."""
         self._lifetime.check_loop()
         self._apply(self._scheduler.truncate(lease.live_id(), num_tokens))
+        self._expiries.stop(lease.id)
         if self._flows:
             self._exchange.truncated(lease.id, num_tokens)
 
@@ -457,6 +545,7 @@ class Leases:
         self._lifetime.check_open()
         owner = owner or lease.owner
         fork = self._apply(self._scheduler.fork(lease.live_id(), owner))
+        self._expiries.stop(lease.id)
         child = Lease(self, fork.lease_id, owner, lease.salt, self._done)
         if self._observers.active:
             self._observers.matched(child.id)
@@ -477,6 +566,7 @@ class Leases:
         """See ``Lease.snapshot``."""
         self._lifetime.check_loop()
         slots = self._apply(self._scheduler.snapshot(lease.live_id(), num_tokens))
+        self._expiries.stop(lease.id)
         if slots is None:
             return False
         try:
@@ -501,12 +591,13 @@ class Leases:
         timeout = checks.positive("timeout", timeout)
         if timeout > MAX_TIMEOUT_SECONDS:
             raise UsageError(f"timeout is {timeout}; it must be at most {MAX_TIMEOUT_SECONDS} s")
+        self._expiries.stop(lease.id)
         return Receiving(self._exchange, lease, num_tokens, timeout)
 
     def send(self, lease: Lease, ticket: bytes) -> Sending:
         """See ``CacheEngine.send``."""
         self._lifetime.check_thread()
-        self.lease_id(lease)
+        self._expiries.stop(self.lease_id(lease))
         return Sending(self._exchange, lease, ticket)
 
     # --- preemption and release -----------------------------------------------------------------
@@ -518,6 +609,7 @@ class Leases:
             await self._swap_out(lease)
             return
         self._apply(self._scheduler.preempt(lease.live_id()))
+        self._expiries.stop(lease.id)
         lease.leave_layers(self._done)
         if self._observers.active:
             self._observers.end_grant(lease.id, "preempted")
@@ -540,6 +632,7 @@ class Leases:
                 "after the grant",
                 hint="preempt without swap, or raise CacheConfig.host_blocks",
             )
+        self._expiries.stop(lease_id)
         lease.leave_layers(self._done)
         if self._observers.active:
             self._observers.end_grant(lease_id, "swapped")
@@ -567,10 +660,15 @@ class Leases:
             self.recordings.releases(lease.id)
         lease_id, lease.id = lease.id, 0
         self._apply(self._scheduler.release(lease_id, used_in))
+        self._note_released(lease_id, "the lease was released")
+
+    def _note_released(self, lease_id: int, reason: str) -> None:
+        if self._timers:
+            self._expiries.stop(lease_id)
         if self._observers.active:
             self._observers.released(lease_id)
         if self._flows:
-            self._exchange.gave_back(lease_id, "the lease was released")
+            self._exchange.gave_back(lease_id, reason)
 
     def collect(self, lease_id: int) -> bool:
         """Release a garbage-collected lease; return True if it held blocks. Any thread."""
@@ -587,6 +685,8 @@ class Leases:
             if self.recordings.active:
                 self.recordings.releases(lease_id)
             self._apply(self._scheduler.release(lease_id))
+            if self._timers:
+                self._expiries.stop(lease_id)
             if self._observers.active:
                 self._observers.released(lease_id)
 

@@ -14,6 +14,7 @@ from aiokv.observe.logs import INFO, Log
 
 if TYPE_CHECKING:
     from aiokv.engine.computing import Computing
+    from aiokv.engine.expiries import Expiries
     from aiokv.engine.leases import Leases
     from aiokv.engine.parts import Parts
     from aiokv.engine.peers import Exchange
@@ -48,6 +49,7 @@ class Lifecycle:
         leases: Leases,
         recovery: Recovery,
         exchange: Exchange,
+        expiries: Expiries,
     ) -> None:
         self._config = parts.config
         self._lifetime = parts.lifetime
@@ -63,6 +65,7 @@ class Lifecycle:
         self._leases = leases
         self._recovery = recovery
         self._exchange = exchange
+        self._expiries = expiries
         self._opened_at = 0.0
 
     async def open(self) -> None:
@@ -147,6 +150,7 @@ class Lifecycle:
         await self._worker.aclose()
         self._poller.close()
         lifetime.close(Phase.CLOSED)
+        self._expiries.close()
         self._exchange.lose_all("the engine was closed")
         self._observers.close()
         self._dispatcher.conditions.test()

@@ -269,10 +269,12 @@ def _check_state(config: CacheConfig, regions: Regions) -> None:
     slots = regions.num_state_slots
     if slots is None and (not config.state_slots or regions.num_blocks is None):
         return
-    if not 0 < config.state_slots <= (slots or 0):
+    sentinel = int(config.sentinel_state_slot)
+    if not 0 < config.state_slots <= (slots or 0) - sentinel:
+        also = " and the sentinel slot" if sentinel else ""
         raise UsageError(
             f"state_slots is {config.state_slots}, but the registered tensors hold {slots or 0} "
-            "slots of recurrent state",
+            f"slots of recurrent state, for state_slots{also}",
             hint="register the state with Regions.add_state, and set CacheConfig.state_slots",
         )
 

@@ -17,12 +17,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from bisect import bisect_right
 from collections import deque
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from aiokv import checks
+from aiokv.engine.progress import SendProgress
 from aiokv.errors import LeaseError, PeerError, UsageError
 from aiokv.observe.logs import Log
 from aiokv.peers import ticket as tickets
@@ -30,6 +34,8 @@ from aiokv.peers.options import CHUNK_BLOCKS
 from aiokv.peers.statistics import PeerCounts, PeerStatistics
 from aiokv.peers.ticket import Ticket
 from aiokv.types import LeaseState
+from aiokv.worker.device.base import as_event
+from aiokv.worker.layer_marks import layer_mark
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -38,9 +44,11 @@ if TYPE_CHECKING:
     from aiokv.engine.flow import Flow, Side
     from aiokv.engine.observers import End
     from aiokv.engine.parts import Parts
+    from aiokv.engine.progress import SendPart
     from aiokv.lease import Lease
     from aiokv.plan import TransferReport
     from aiokv.scheduler.effects import Effects, Moved
+    from aiokv.worker.device.base import Event
 
 log = Log(__name__)
 
@@ -72,6 +80,7 @@ class Exchange:
         self._weights_version = parts.config.weights_version
         self._generation = secrets.token_bytes(tickets.ID_BYTES)
         self._chunk_blocks = CHUNK_BLOCKS if parts.peers is None else parts.peers.chunk_blocks
+        self._marks = count(1)
         self._by_transfer: dict[int, Flow] = {}
         self._reasons: dict[int, str] = {}  # of transfers that are not done, by transfer
         self._ended: deque[Moved] = deque()  # transfers whose flows have not been told
@@ -334,7 +343,55 @@ class Exchange:
         flow.end_in(deadline - self.loop.time())
         self.counts.sends += 1
 
-    def begin_send(self, flow: Flow) -> None:
+    def new_progress(self, first_block: int) -> SendProgress:
+        """Return the progress of a send of the blocks from ``first_block`` on.
+
+        Raises:
+            PeerError: the ranks divide the layers in different ways.
+        """
+        num_ranges = max(len(self._worker.layer_ends), 1)
+        return SendProgress(first_block, num_ranges, self._chunk_blocks)
+
+    def note_layers(
+        self,
+        flow: Flow,
+        progress: SendProgress,
+        num_tokens: int,
+        num_layers: int,
+        event: Event | None,
+    ) -> bytes:
+        """Send layers of positions that are not committed; see ``Sending.layers_done``.
+
+        Raises:
+            UsageError, LeaseError: see ``Sending.layers_done``. Nothing changed.
+        """
+        limit = self._worker.num_layers
+        num_layers = checks.integer("num_layers", num_layers, minimum=0, maximum=limit)
+        num_tokens = checks.integer("num_tokens", num_tokens, minimum=0)
+        event = as_event("event", event)
+        self._worker.check_event(event)
+        if num_tokens > (allocated := self._read.num_tokens(flow.lease.live_id())):
+            raise LeaseError(
+                f"layers_done: num_tokens is {num_tokens}; it must be at most the {allocated} "
+                f"positions of {flow.lease!r}"
+            )
+        mark = next(self._marks)
+        ticket = flow.ticket
+        if not flow.ended:
+            ranges = bisect_right(self._worker.layer_ends, num_layers)
+            end_block = self._sendable_block(ticket, num_tokens)
+            self._worker.layers_done(ticket.ticket_id, mark, event)
+            progress.note_computed(end_block, ranges, mark)
+            flow.proceed()
+        return layer_mark(ticket.ticket_id, mark)
+
+    def _sendable_block(self, ticket: Ticket, num_tokens: int) -> int:
+        """Return the end of the blocks that can be sent when ``num_tokens`` are computed."""
+        if num_tokens >= ticket.num_tokens:  # the last block of the prompt may be partial
+            return self._read.blocks_for(ticket.num_tokens)
+        return num_tokens // self.block_tokens
+
+    def begin_send(self, flow: Flow, progress: SendProgress) -> None:
         """Begin transfers of the blocks that were computed since the last call.
 
         Those of the state and of the windows begin when exactly the positions of the ticket are
@@ -349,15 +406,30 @@ class Exchange:
             return
         if self._read.state(flow.lease_id) is not LeaseState.GRANTED:
             return  # the next commit calls again
-        limit = flow.ticket.num_tokens
         computed = self._read.computed_tokens(flow.lease_id)
-        # The last block of the prompt may be partial.
-        end_block = computed // self.block_tokens
-        if computed >= limit:
-            end_block = self._read.blocks_for(limit)
-        flow.begin(self._scheduler.send, end_block, self._chunk_blocks)
-        if computed >= limit:
+        committed_block = self._sendable_block(flow.ticket, computed)
+        while (part := progress.next_part(committed_block)) is not None:
+            is_early = bool(part.mark)
+            if not flow.may_begin(is_early=is_early):
+                break
+            flow.begin_part(
+                partial(self._send_part, part),
+                part.first_block,
+                part.num_blocks,
+                is_last=progress.is_last(part),
+                is_early=is_early,
+            )
+            progress.begin(part)
+        if computed >= flow.ticket.num_tokens:
             self._begin_sides(flow, computed)
+
+    def _send_part(
+        self, part: SendPart, lease_id: int, ticket_id: bytes, first_block: int, num_blocks: int
+    ) -> tuple[int, Effects]:
+        args = lease_id, ticket_id, first_block, num_blocks, part.first_range, part.end_range
+        if part.mark:
+            return self._scheduler.send_early(*args, part.mark)
+        return self._scheduler.send(*args)
 
     def _begin_sides(self, flow: Flow, computed: int) -> None:
         """Send the state and the windows behind the computed positions."""

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Self
 
 from aiokv.checks import Unique
 from aiokv.engine.flow import Flow, check_not_entered, entered
+from aiokv.engine.progress import SendProgress
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from aiokv.engine.peers import Exchange
     from aiokv.lease import Lease
+    from aiokv.worker.device.base import Event
 
 
 class Sending(Unique):
@@ -22,6 +24,7 @@ class Sending(Unique):
         self._lease = lease
         self._blob = blob
         self._flow: Flow | None = None
+        self._progress = SendProgress(0)
         self._counted_tokens = 0  # in PeerCounts.delivered_tokens
 
     async def __aenter__(self) -> Self:
@@ -46,13 +49,14 @@ class Sending(Unique):
         try:
             ticket = exchange.checked_ticket(self._lease, self._blob)
             first_block = ticket.first_position // exchange.block_tokens
+            self._progress = exchange.new_progress(first_block)
             flow = Flow(exchange, self._lease, ticket, first_block, self._advance, receives=False)
             await exchange.open_send(flow, self._blob)
         except Exception:
             exchange.counts.refused_sends += 1
             raise
         try:
-            exchange.begin_send(flow)
+            exchange.begin_send(flow, self._progress)
         except BaseException:
             flow.end("the send could not begin")
             raise
@@ -77,6 +81,41 @@ class Sending(Unique):
             raise
         flow.proceed()  # an interrupt may have kept the last acknowledgement from being counted
         flow.end("the send was left before all positions were computed")
+
+    def layers_done(self, num_tokens: int, num_layers: int, event: Event | None = None) -> bytes:
+        """Send layers of positions that are not committed yet, while the model computes the others.
+
+        ::
+
+            for layer, event in forward(chunk):  # records an event behind each layer
+                sending.layers_done(chunk.stop, layer + 1, event)
+            lease.commit(chunk.stop)
+
+        The full blocks of these positions move in ``Peers.layer_ranges`` parts; a call that
+        completes none has no effect. The last part is sent by ``lease.commit``: the receiver uses
+        no block whose positions are not committed here. If they never are, because the lease is
+        released, preempted or truncated, or the send ends, the receiver drops what it has got.
+
+        Args:
+            num_tokens: first position whose layers are not computed.
+            num_layers: the first layers of the model are computed for all positions before
+                ``num_tokens``. Their bytes in the blocks must not change any more.
+            event: recorded behind the work, as for ``CacheEngine.step``; None when it has
+                finished. Events of later calls are recorded later on the same stream. With ranks
+                it is None: see below.
+
+        Returns:
+            A name of this point in the work. With ranks, pass it to ``Rank.layers_done`` on each
+            rank, or the layers are sent when the rank closes the step.
+
+        Raises:
+            UsageError: ``num_layers`` is not between 0 and the layers of the model, or
+                ``num_tokens`` is negative; the device cannot wait for such an event; the
+                ``async with`` block has not begun; or the call is made in another thread.
+            LeaseError: the lease has fewer positions, or was released. Nothing changed.
+        """
+        flow = self._entered()
+        return self._exchange.note_layers(flow, self._progress, num_tokens, num_layers, event)
 
     def cancel(self) -> None:
         """Send nothing more; the receiving engine computes what is missing. Idempotent.
@@ -112,7 +151,7 @@ class Sending(Unique):
         """Send what is computed; return True when all was acknowledged."""
         flow, exchange = self._entered(), self._exchange
         try:
-            exchange.begin_send(flow)
+            exchange.begin_send(flow, self._progress)
         finally:
             exchange.counts.delivered_tokens += self.delivered_tokens - self._counted_tokens
             self._counted_tokens = self.delivered_tokens

@@ -123,6 +123,7 @@ class ZmqPublisher:
         self._publisher: Any = None
         self._replays: Any = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._ended = False  # the last batch, which has `AllBlocksCleared`, was sent
         self._published_batches = 0
         self._published_bytes = 0
         self._snapshots = 0
@@ -258,6 +259,8 @@ class ZmqPublisher:
         except Exception:
             self._send_cleared()  # a router must not go on with what it knows
             raise
+        finally:
+            self._ended = True
 
     def _send_cleared(self) -> None:
         self._send(KVEventBatch(time.time(), [AllBlocksCleared()], self._rank))
@@ -269,6 +272,9 @@ class ZmqPublisher:
         self._published_batches += 1
         self._published_bytes += len(payload)
         self._buffer.append((sequence, payload))
+        return self._send_again(sequence, payload)
+
+    def _send_again(self, sequence: int, payload: bytes) -> Any:
         return self._publisher.send_multipart((self._topic, sequence.to_bytes(8, "big"), payload))
 
     async def _watch_subscribers(self) -> None:
@@ -276,7 +282,10 @@ class ZmqPublisher:
             message = await self._publisher.recv()
             if message[:1] == bytes([_SUBSCRIBES]) and self._topic.startswith(message[1:]):
                 self._snapshots += 1
-                self._events.repeat()
+                if not self._ended:
+                    self._events.repeat()
+                elif self._buffer:
+                    await self._send_again(*self._buffer[-1])
 
     async def _serve_replays(self) -> None:
         while True:

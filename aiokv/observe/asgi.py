@@ -22,8 +22,13 @@ URLs of stores, but no tokens and no secrets, and of salts and adapters only dig
 
 An engine spends no time on the app between two requests: five seconds after the last request of a
 live page, the app stops observing the engine. A stream of ``/events`` ends when its client
-disconnects or the engine closes. A server that waits for all connections when it stops needs a
-limit, such as ``timeout_graceful_shutdown`` of uvicorn.
+disconnects or the engine closes. A server that waits for all connections when it stops has to call
+``app.end_streams()`` first, or needs a limit, such as ``timeout_graceful_shutdown`` of uvicorn::
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets=None):
+            app.end_streams()
+            await super().shutdown(sockets)
 
 An engine may be used on its event loop only, so the server of the app must run on that loop, as
 it does when one process serves requests and this app. On another loop, all paths but the page
@@ -124,6 +129,7 @@ class Application:
         self._show_salts = show_salts
         self._watching: dict[str, Watching] = {}  # while a page is open
         self._name_of = str if show_salts else hidden
+        self._streams: set[asyncio.Future[None]] = set()  # done when the client of a stream leaves
         self._answers: dict[str, Callable[[Scope], Response | CacheEngine]] = {
             "/metrics": self._metrics,
             "/dump": self._dump,
@@ -177,7 +183,7 @@ class Application:
         self, engine: CacheEngine, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Stream the events of an engine."""
-        from aiokv.observe.streaming import stream_events
+        from aiokv.observe.streaming import disconnected, stream_events
 
         async def write(part: bytes, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": part, "more_body": more})
@@ -185,10 +191,18 @@ class Application:
         headers = [*_headers(EVENTS), (b"x-accel-buffering", b"no")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         if scope["method"] != "HEAD":
+            gone = asyncio.ensure_future(disconnected(receive))
+            self._streams.add(gone)
+            gone.add_done_callback(self._streams.discard)
             with suppress(OSError):  # the client has left
-                await stream_events(engine, receive, write, self._name_of)
+                await stream_events(engine, gone, write, self._name_of)
         with suppress(OSError):
             await write(b"", more=False)
+
+    def end_streams(self) -> None:
+        """End all streams of ``/events``: the server shuts down. Call it on the loop of the app."""
+        for gone in list(self._streams):
+            gone.cancel()
 
     def _paths(self) -> list[str]:
         return ["/", *self._answers]

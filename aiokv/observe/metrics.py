@@ -97,7 +97,7 @@ def _families(engine: CacheEngine, salt_label: Callable[[str], str]) -> Iterator
     yield _one(
         "aiokv_failed",
         "1 after the device or a rank has failed, so that no request is granted; else 0.",
-        int(engine.worker.failure is not None),
+        int(engine.health().failure != ""),
     )
     yield Family(
         "aiokv_asleep",
@@ -162,7 +162,7 @@ def _quota_families(engine: CacheEngine, salt_label: Callable[[str], str]) -> It
         "Device blocks that the leases of one salt may hold.",
         engine.config.salt_quota_blocks,
     )
-    held = engine.scheduler.read.quota_by_salt()
+    held = engine.salt_statistics()
     yield _one("aiokv_salts", "Salts whose leases hold device blocks.", len(held))
     others = held.pop(OTHER_SALTS, 0)  # a salt of this name counts as one of the others
     largest = sorted(held, key=lambda salt: (-held[salt], salt))[:MAX_SALTS]

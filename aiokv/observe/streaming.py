@@ -23,18 +23,18 @@ _KEEP_ALIVE: Final = b": keep-alive\n\n"
 
 async def stream_events(
     engine: CacheEngine,
-    receive: Callable[[], Awaitable[Message]],
+    gone: asyncio.Future[None],
     write: Callable[[bytes], Awaitable[None]],
     name_of: Callable[[str], str],
 ) -> None:
-    """Send the batches of events of an engine until the client leaves, or the engine is closed.
+    """Send the batches of events of an engine until ``gone`` is done, or the engine is closed.
 
     A client that reads too slowly gets ``AllBlocksCleared`` and all blocks again; the engine queues
     a bounded number of changes for it.
 
     Args:
         engine: an open engine of this loop.
-        receive: ``receive`` of the ASGI connection.
+        gone: done or cancelled when the stream has to end; cancelled at its end.
         write: sends a part of the body.
         name_of: returns what to show of the name of a salt or an adapter.
 
@@ -43,7 +43,6 @@ async def stream_events(
 
     Cancellation: the subscription has ended.
     """
-    gone = asyncio.ensure_future(_disconnected(receive))
     batch: asyncio.Future[KVEventBatch | None] | None = None
     try:
         async with engine.kv_events() as events:
@@ -70,7 +69,7 @@ async def _next(events: Any) -> KVEventBatch | None:
     return batch
 
 
-async def _disconnected(receive: Callable[[], Awaitable[Message]]) -> None:
+async def disconnected(receive: Callable[[], Awaitable[Message]]) -> None:
     """Wait until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -101,6 +101,11 @@ STATISTICS: Final[Table] = (
         swaps="swap",
         lost_leases="lost",
     ),
+    one(
+        "expired_leases_total",
+        "expired_leases",
+        "Leases that were released because they were not used within their ttl_seconds.",
+    ),
     by(
         "capacity_blocks",
         "tier",

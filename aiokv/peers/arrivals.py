@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from aiokv.peers.messages import block_key
+from aiokv.peers.messages import block_key, split_key
 from aiokv.stores.base import TRAILER_BYTES
 from aiokv.worker.device.base import CopyError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from aiokv.plan import TransferPlan
 
@@ -31,7 +31,7 @@ class Source(NamedTuple):
     """The blocks of a sender rank.
 
     Attributes:
-        mappings: to the blocks of this rank, by group.
+        mappings: to the blocks of this rank, by group: of the pools, then of ranges of layers.
         layout: for ``Receiver``'s ``covers``.
         block_tokens: positions per block of the sender.
     """
@@ -90,6 +90,7 @@ class Receive:
         group: of its blocks.
         positions: index in the plan of each of its blocks, by ``block_key``.
         missing: its blocks that are not in the device.
+        parts: ranges of layers that are in the device, of blocks of which others are missing.
         copies: copies into its blocks that are in flight.
         failure: set when it was given up: no further copy begins.
         is_touched: a copy may have written its blocks.
@@ -102,6 +103,7 @@ class Receive:
         self.positions = {block_key(group, block): i for i, block in enumerate(blocks)}
         self.device_ids: list[int] = plan.target_ids.tolist()
         self.missing = set(self.positions)
+        self.parts: dict[int, set[int]] = {}
         self.copies: set[SlotCopy] = set()
         self.failure: CopyError | None = None
         self.is_touched = False
@@ -110,6 +112,24 @@ class Receive:
     def leading_blocks(self) -> int:
         """Number of leading blocks of the plan that are in the device."""
         return min((self.positions[block] for block in self.missing), default=len(self.positions))
+
+    def note_copied(self, parcels: Iterable[int], num_ranges: int) -> None:
+        """Note that parcels, by ``block_key``, are in the device.
+
+        Args:
+            parcels: whole blocks, or ranges of their layers.
+            num_ranges: ranges that make up a block; 0 if the parcels are whole blocks.
+        """
+        if not num_ranges:
+            self.missing.difference_update(parcels)
+            return
+        for parcel in parcels:
+            block = block_key(self.group, split_key(parcel)[1])
+            parts = self.parts.setdefault(block, set())
+            parts.add(parcel)
+            if len(parts) == num_ranges:
+                self.missing.discard(block)
+                del self.parts[block]
 
     def give_up(self, reason: str) -> None:
         """Let no further copy begin. The first reason is kept."""
@@ -127,8 +147,10 @@ class SlotCopy:
 
     Attributes:
         receive: the plan.
+        group: of the parcels in the slots.
         blocks: by ``block_key``.
         slots: slots that are read; taken when they are freed.
+        num_ranges: ranges of layers that make up a block; 0 for whole blocks.
         is_assembled: they are assembly slots, and no landing slots.
         is_taken_back: it was cancelled before the device had it.
         copy_id: for the port.
@@ -136,9 +158,17 @@ class SlotCopy:
     """
 
     def __init__(
-        self, receive: Receive, blocks: list[int], slots: list[int], *, is_assembled: bool = False
+        self,
+        receive: Receive,
+        blocks: list[int],
+        slots: list[int],
+        *,
+        num_ranges: int = 0,
+        is_assembled: bool = False,
     ) -> None:
         self.receive = receive
+        self.group = split_key(blocks[0])[0]
+        self.num_ranges = num_ranges
         self.blocks = blocks
         self.slots = slots
         self.is_assembled = is_assembled
@@ -149,5 +179,6 @@ class SlotCopy:
     @property
     def device_ids(self) -> list[int]:
         """Device block of each slot."""
-        receive = self.receive
-        return [receive.device_ids[receive.positions[block]] for block in self.blocks]
+        receive, group = self.receive, self.receive.group
+        keys = (block_key(group, split_key(block)[1]) for block in self.blocks)
+        return [receive.device_ids[receive.positions[key]] for key in keys]

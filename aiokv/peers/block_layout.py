@@ -22,7 +22,7 @@ from aiokv.worker.axes import HEADS, MAX_AXES, TOKENS, check_axes
 from aiokv.worker.regions import HOST_ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from aiokv.worker.arrays import Piece
     from aiokv.worker.regions import Regions
@@ -114,6 +114,10 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
         """Bytes of a host block, with the alignment of its pieces."""
         sizes = [sum(aligned(piece.num_bytes) for piece in kind) for kind in self.kinds]
         return sum(sizes[kind] * count for kind, count in self.runs)
+
+    def ranges(self, num_ranges: int) -> list[tuple[int, int]]:
+        """Return the ranges of layers of :func:`split_layers`."""
+        return split_layers([bool(pieces) for pieces in self.layers()], num_ranges)
 
     def layers(self) -> Iterator[tuple[PieceLayout, ...]]:
         """Iterate over the pieces of each layer."""
@@ -232,6 +236,25 @@ class BlockLayout(msgspec.Struct, frozen=True, array_like=True):
     def pool_names(self) -> tuple[str, ...]:
         """Names of the pools."""
         return tuple(name for name, _ in self.pools)
+
+
+def split_layers(has_pieces: Sequence[bool], num_ranges: int) -> list[tuple[int, int]]:
+    """Divide the layers of a pool into ranges with tensors in each.
+
+    Args:
+        has_pieces: for each layer, True if it has tensors of the pool.
+        num_ranges: wanted; at most one per layer with tensors is made.
+
+    Returns:
+        First and end of each range. The first range begins at layer 0, the last one ends behind the
+        last layer.
+    """
+    with_pieces = [layer for layer, has in enumerate(has_pieces) if has]
+    num_ranges = max(min(num_ranges, len(with_pieces)), 1)
+    ends = [
+        with_pieces[(i + 1) * len(with_pieces) // num_ranges - 1] + 1 for i in range(num_ranges - 1)
+    ]
+    return list(zip([0, *ends], [*ends, len(has_pieces)], strict=True))
 
 
 def window_pool(name: str) -> str:

@@ -42,7 +42,7 @@ class _Export(msgspec.Struct, frozen=True, array_like=True):
     handle: bytes
 
 
-_PROCESS: Final = os.urandom(16)  # of this process; a forked one has no use of the GPU
+THIS_PROCESS: Final = os.urandom(16)  # of this process; a forked one has no use of the GPU
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(_Export).decode
 
@@ -104,7 +104,7 @@ class CudaIpcEndpoint:
             return b""
         owner: Any = self._memory.owner
         handle = bytes(_checked(owner.handle))
-        return _encode(_Export(self._machine, _PROCESS, self._memory.address, handle))
+        return _encode(_Export(self._machine, THIS_PROCESS, self._memory.address, handle))
 
     def connect(self, metadata: bytes, device: int | None) -> None:
         """Map the memory of the receiver."""
@@ -119,7 +119,7 @@ class CudaIpcEndpoint:
                 "the receiver runs on another server; 'cuda_ipc' connects GPUs of one server: use "
                 "Peers(transport='nixl')"
             )
-        if export.process == _PROCESS:
+        if export.process == THIS_PROCESS:
             self._base = export.address  # memory of this process needs no mapping
             return
         self._mapped = _checked(_cuda.MappedMemory, self._device, export.handle)

@@ -41,6 +41,9 @@ class Mapping:
         receiver: layout of the rank that receives.
         pool: ``"blocks"``; ``"state"`` for slots of recurrent state, each of which is one block;
             ``"window NAME"`` for blocks of a group of sliding-window layers.
+        layers: first and end of the layers in a parcel; None for all. The sender cuts parcels out
+            of host blocks with these layers only; the receiver places them in its whole host
+            blocks, unless ``is_identity``.
 
     Attributes:
         parcel_bytes: bytes of a parcel; 0 if the two ranks have no heads in common.
@@ -53,30 +56,42 @@ class Mapping:
         UsageError: neither side has such a pool.
     """
 
-    def __init__(self, sender: BlockLayout, receiver: BlockLayout, pool: str = BLOCKS) -> None:
+    def __init__(
+        self,
+        sender: BlockLayout,
+        receiver: BlockLayout,
+        pool: str = BLOCKS,
+        layers: tuple[int, int] | None = None,
+    ) -> None:
         self.sender = sender
         self.receiver = receiver
         self.pool = pool
         # A slot of recurrent state has no positions, and is one block on both sides.
         self._sender_tokens = 1 if pool == STATE else sender.block_tokens
         self._receiver_tokens = 1 if pool == STATE else receiver.block_tokens
-        boxes = list(_boxes(sender, receiver, pool))
-        sender_bytes = sender.pool(pool).block_bytes
+        first, end = layers or (0, sender.pool(pool).num_layers)
+        sent, kept = _Span.of(sender, pool, first, end), _Span.of(receiver, pool, first, end)
+        boxes = [
+            box._replace(source=box.source - sent.offset)
+            for box in _boxes(sender, receiver, pool)
+            if first <= box.layer < end
+        ]
+        sender_bytes = sent.num_bytes
         receiver_bytes = receiver.pool(pool).block_bytes
-        num_pieces = sender.pool(pool).num_pieces
+        num_pieces = sent.num_pieces
         self.parcel_bytes = sum(aligned(box.copy.num_bytes) for box in boxes)
         self.parcel_is_block = len(boxes) == num_pieces and all(box.copy.is_whole for box in boxes)
         self.is_identity = (
             self.parcel_is_block
             and self._sender_tokens == self._receiver_tokens
-            and all(box.copy.is_equal and box.source == box.target for box in boxes)
+            and all(box.copy.is_equal and box.source == box.target - kept.offset for box in boxes)
         )
         cutting, placing = _Program(), _Program()
         if self.parcel_is_block:
             cutting.add_whole(sender_bytes)
         else:
             cutting.add_cuts(boxes)
-        if self.is_identity:
+        if self.is_identity and layers is None:
             placing.add_whole(sender_bytes)
         else:
             placing.add_places(boxes)
@@ -260,6 +275,7 @@ class _Copy(NamedTuple):
 class _Box(NamedTuple):
     """One piece of a parcel, and its places in the host blocks of both sides."""
 
+    layer: int
     source: int
     target: int
     copy: _Copy
@@ -273,6 +289,23 @@ class _Geometry(NamedTuple):
     row_tokens: int = 0
     source_rows: _Rows = _NO_ROWS
     target_rows: _Rows = _NO_ROWS
+
+
+class _Span(NamedTuple):
+    """Some consecutive layers in the host blocks of one side."""
+
+    offset: int
+    num_bytes: int
+    num_pieces: int
+
+    @classmethod
+    def of(cls, layout: BlockLayout, pool: str, first: int, end: int) -> _Span:
+        """Return the place of layers ``first`` to ``end - 1``."""
+        sizes = [
+            [aligned(piece.num_bytes) for piece in pieces] for pieces in layout.pool(pool).layers()
+        ]
+        inside = sizes[first:end]
+        return cls(sum(map(sum, sizes[:first])), sum(map(sum, inside)), sum(map(len, inside)))
 
 
 class _Program:
@@ -321,7 +354,7 @@ def _boxes(sender: BlockLayout, receiver: BlockLayout, pool: str) -> Iterator[_B
             copies[pair] = _copy(source, target, sender, receiver)
         if (copy := copies[pair]) is not None:
             place = targets[layer, region]
-            yield _Box(offset + copy.source_shift, place + copy.target_shift, copy)
+            yield _Box(layer, offset + copy.source_shift, place + copy.target_shift, copy)
 
 
 def _places(layout: BlockLayout, pool: str) -> Iterator[tuple[int, str, int]]:

@@ -8,6 +8,7 @@ from aiokv.errors import LayoutError, UsageError
 from aiokv.peers.arrivals import Source
 from aiokv.peers.block_layout import STATE, window_pool
 from aiokv.peers.layout import BlockLayout, Mapping, covers, sources
+from aiokv.worker.device.base import layers_group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,13 +28,57 @@ class Mappings:
         own: layout of the rank.
         outgoing_slots: slots for sending.
         only_equal: refuse layouts whose parcels are no whole blocks.
+        layer_ranges: wanted; see ``Peers.layer_ranges``.
+
+    Attributes:
+        ranges: first and end of the layers of each range in which blocks can be sent; empty without
+            ranges.
+        num_pools: groups of whole blocks; the groups of ranges of layers follow.
     """
 
-    def __init__(self, own: BlockLayout, outgoing_slots: int, *, only_equal: bool = False) -> None:
+    def __init__(
+        self,
+        own: BlockLayout,
+        outgoing_slots: int,
+        *,
+        only_equal: bool = False,
+        layer_ranges: int = 1,
+    ) -> None:
+        ranges = own.pool().ranges(layer_ranges)
+        self.ranges = ranges if len(ranges) > 1 else []
+        self.num_pools = len(own.pools)
         self._own = own
         self._only_equal = only_equal
         self._outgoing_slots = outgoing_slots
-        self._mappings: dict[tuple[bytes, bytes], tuple[Mapping, ...]] = {}
+        self._mappings: dict[tuple[bytes, bytes, int], tuple[Mapping, ...]] = {}
+
+    @property
+    def last_range(self) -> int | None:
+        """Group of the last range of layers; None without ranges."""
+        return self.num_pools + len(self.ranges) - 1 if self.ranges else None
+
+    def groups(self, plan: TransferPlan) -> list[int]:
+        """Return the groups that a plan moves; one, unless it moves several ranges of layers.
+
+        Raises:
+            UsageError: this rank has no tensors of a group.
+        """
+        if not plan.end_range:
+            return [self.group(plan)]
+        first, end = plan.first_range, plan.end_range
+        if not 0 <= first < end <= len(self.ranges):
+            raise UsageError(
+                f"transfer {plan.transfer_id}: the ranges of layers are {first} to {end - 1}; this "
+                f"rank has {len(self.ranges)}",
+                hint="set the same Peers(layer_ranges=...) on all ranks",
+            )
+        return list(range(self.num_pools + first, self.num_pools + end))
+
+    def device_group(self, plan: TransferPlan, group: int) -> str:
+        """Return the name by which a device knows the blocks of a group of a plan."""
+        if group < self.num_pools:
+            return plan.group
+        return layers_group(*self.ranges[group - self.num_pools])
 
     def group(self, plan: TransferPlan) -> int:
         """Return the group of the blocks, the state or the window blocks that a plan moves.
@@ -70,7 +115,7 @@ class Mappings:
             receiver = BlockLayout.decode(endpoint.layout)
             if self._own.rank not in sources(senders, receiver):
                 continue
-            mappings = self._of_groups(self._own, receiver)
+            mappings = self._of_groups(self._own, receiver, len(self.ranges))
             is_cut = not all(mapping.parcel_is_block for mapping in mappings)
             if is_cut and self._outgoing_slots < MIN_CUT_SLOTS:
                 raise LayoutError(
@@ -97,24 +142,35 @@ class Mappings:
                 f"tokens per block; it says that it is rank {message.sender_rank} with "
                 f"{message.sender_block_tokens}"
             )
-        return Source(self._of_groups(layout, self._own), layout, layout.block_tokens)
+        if message.layer_ranges not in (0, len(self.ranges)):
+            raise LayoutError(
+                f"the sender divides the layers into {message.layer_ranges} ranges, the receiver "
+                f"into {len(self.ranges) or 1}",
+                hint="set the same Peers(layer_ranges=...) on both servers",
+            )
+        mappings = self._of_groups(layout, self._own, message.layer_ranges)
+        return Source(mappings, layout, layout.block_tokens)
 
     def covers(self, layouts: list[BlockLayout]) -> bool:
         """Return True when ranks of these layouts together have all heads of this rank."""
         return covers(layouts, self._own)
 
-    def _of_groups(self, sender: BlockLayout, receiver: BlockLayout) -> tuple[Mapping, ...]:
-        """Return the mapping of each group.
+    def _of_groups(
+        self, sender: BlockLayout, receiver: BlockLayout, num_ranges: int
+    ) -> tuple[Mapping, ...]:
+        """Return the mapping of each group: of the pools, then of the ranges of layers.
 
         Raises:
             LayoutError: the layouts cannot be mapped.
         """
-        key = (sender.encode(), receiver.encode())
+        key = (sender.encode(), receiver.encode(), num_ranges)
         mappings = self._mappings.get(key)
         if mappings is None:
             while len(self._mappings) >= MAX_MAPPINGS:
                 del self._mappings[next(iter(self._mappings))]
-            mappings = tuple(Mapping(sender, receiver, pool) for pool in receiver.pool_names)
+            pools = [Mapping(sender, receiver, pool) for pool in receiver.pool_names]
+            ranges = receiver.pool().ranges(num_ranges) if num_ranges else []
+            mappings = (*pools, *(Mapping(sender, receiver, layers=each) for each in ranges))
             _check_windows(sender, receiver)
             if self._only_equal and not all(mapping.is_identity for mapping in mappings):
                 raise LayoutError(

@@ -117,6 +117,7 @@ class Open(_Message, frozen=True, tag="open"):
         layout: ``BlockLayout.encode()`` of the sender's rank.
         transport: name of the transport of the parcels.
         transport_metadata: ``Transport.metadata()`` of the sender.
+        layer_ranges: ranges of layers in which the sender may send blocks; 0 for whole blocks only.
     """
 
     protocol: int
@@ -128,6 +129,7 @@ class Open(_Message, frozen=True, tag="open"):
     layout: Annotated[bytes, Meta(max_length=MAX_LAYOUT_BYTES)]
     transport: Annotated[str, Meta(max_length=32)]
     transport_metadata: Metadata = b""
+    layer_ranges: Group = 0
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):
@@ -197,7 +199,9 @@ class Landed(_Message, frozen=True, tag="landed"):
         slot_generation: of that credit.
         parcel_bytes: payload and trailer.
         group: 0 for the blocks of the prompt; then those of recurrent state and of the window
-            groups, in the order of ``BlockLayout.pools``. A state has one block, 0.
+            groups, in the order of ``BlockLayout.pools``. A state has one block, 0. The groups
+            behind them are ranges of layers of the blocks of the prompt: such a block has arrived
+            when its whole parcel, or those of all ranges, have arrived.
     """
 
     ticket_id: Id

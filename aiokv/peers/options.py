@@ -18,6 +18,7 @@ MIN_SECRET_BYTES: Final = 16
 MAX_SECRET_BYTES: Final = 4096
 CHUNK_BLOCKS: Final = 16
 MAX_CHUNK_BLOCKS: Final = 4096
+MAX_LAYER_RANGES: Final = 64
 
 
 @checks.arguments()
@@ -57,6 +58,10 @@ class Peers:
         outgoing_bytes: memory from which blocks are sent; likewise.
         chunk_blocks: most blocks of one transfer. A received chunk is cached when all of it has
             arrived.
+        layer_ranges: parts into which the layers of the model are divided, so that the layers that
+            ``Sending.layers_done`` names are sent while the model computes the others; at most one
+            per layer. 1: blocks are sent when they are committed. A receiver takes blocks from
+            senders with 1, or with as many as it has itself.
 
     Raises:
         ConfigError: a value is out of range; ``listen`` is the wildcard address, and ``advertise``
@@ -71,6 +76,7 @@ class Peers:
     ring_bytes: int | str = "256MiB"
     outgoing_bytes: int | str = "256MiB"
     chunk_blocks: int = CHUNK_BLOCKS
+    layer_ranges: int = 1
 
     def __post_init__(self) -> None:
         _check_secret(self.secret)
@@ -82,6 +88,15 @@ class Peers:
             "chunk_blocks", self.chunk_blocks, minimum=1, maximum=MAX_CHUNK_BLOCKS,
             error=ConfigError,
         )  # fmt: skip
+        checks.integer(
+            "layer_ranges", self.layer_ranges, minimum=1, maximum=MAX_LAYER_RANGES,
+            error=ConfigError,
+        )  # fmt: skip
+        if self.slots_on_device and self.layer_ranges > 1:
+            raise ConfigError(
+                f"layer_ranges is {self.layer_ranges}; the transport 'cuda_ipc' moves whole blocks",
+                hint="set layer_ranges=1, or use another transport",
+            )
         if self.advertise is not None:
             if self.listen is None:
                 raise ConfigError("advertise is given, but listen is None", hint="set listen")

@@ -131,6 +131,7 @@ class Receiver(Generic[C]):
             received.
         covers: returns True when ranks of these layouts together have all heads of this rank.
         group: returns the group of the blocks of a plan.
+        num_pools: groups of whole blocks; the groups behind them are ranges of layers.
         num_assembly: assembly slots, in which blocks are put together from parcels of other
             layouts.
         transport: name of the transport.
@@ -148,6 +149,7 @@ class Receiver(Generic[C]):
         source: Callable[[Open], Source],
         covers: Callable[[list[Any]], bool] = lambda layouts: True,
         group: Callable[[TransferPlan], int] = lambda plan: 0,
+        num_pools: int = 1,
         num_assembly: int = 0,
         transport: str = "tcp",
         metadata: Callable[[C], bytes] = lambda connection: b"",
@@ -160,6 +162,7 @@ class Receiver(Generic[C]):
         self._source = source
         self._covers = covers
         self._group = group
+        self._num_pools = num_pools
         self._num_assembly = num_assembly
         self._free_assembly = list(range(num_assembly))
         self._transport = transport
@@ -175,7 +178,7 @@ class Receiver(Generic[C]):
 
     def expect(self, ticket: Ticket, deadline: float) -> None:
         """Let senders open a ticket until the deadline; a ticket that is known is not changed."""
-        self._tickets.setdefault(ticket.ticket_id, Incoming(ticket, deadline))
+        self._tickets.setdefault(ticket.ticket_id, Incoming(ticket, deadline, self._num_pools))
 
     def submit(self, plan: TransferPlan) -> Receive:
         """Take a RECEIVE plan that was checked.
@@ -195,14 +198,50 @@ class Receiver(Generic[C]):
             return receive
         incoming.planned |= receive.missing
         incoming.planned_groups.add(receive.group)
-        parked = [block for block in receive.positions if block in incoming.parked]
-        incoming.waiting |= dict.fromkeys(receive.missing.difference(parked), receive)
-        if parked:
-            self._copy(receive, parked, [incoming.parked.pop(block) for block in parked])
+        incoming.waiting |= dict.fromkeys(receive.missing, receive)
+        self._take_parked(incoming, receive)
         self._settle(receive)  # a plan of a window may have no block
         self._check_ended(plan.peer)
         self._ask_again()
         return receive
+
+    def _take_parked(self, incoming: Incoming[C], receive: Receive) -> None:
+        """Copy the parked parcels of the blocks of a plan."""
+        ready: dict[int, tuple[list[int], list[int]]] = {}
+        for key in [k for k in incoming.parked if incoming.whole(k) in receive.positions]:
+            slot = incoming.parked.pop(key)
+            if self._arrive(incoming, key) is None:
+                self._drop(slot)
+                continue
+            blocks, slots = ready.setdefault(split_key(key)[0], ([], []))
+            blocks.append(key)
+            slots.append(slot)
+        for blocks, slots in ready.values():
+            self._copy(incoming, receive, blocks, slots)
+
+    def _arrive(self, incoming: Incoming[C], key: int) -> Receive | None:
+        """Note the arrival of a block, or of a range of its layers; return the plan that waits.
+
+        Returns None when no plan waits for it.
+        """
+        block = incoming.whole(key)
+        receive = incoming.waiting.get(block)
+        if receive is None or receive.failure is not None:
+            return None
+        if key != block:
+            arrived = incoming.ranges.setdefault(block, set())
+            if key in arrived:
+                return None
+            arrived.add(key)
+            if len(arrived) < self._num_ranges(incoming):
+                return receive
+        incoming.ranges.pop(block, None)
+        del incoming.waiting[block]
+        return receive
+
+    def _num_ranges(self, incoming: Incoming[C]) -> int:
+        """Return the ranges of layers in which blocks of one layout arrive; 0 without any."""
+        return max(map(incoming.num_ranges, incoming.sources.values()), default=0)
 
     def cancel(self, transfer_id: int, reason: str) -> bool:
         """Give up a plan; return True if it was in flight. It is reported when it is at rest."""
@@ -403,6 +442,10 @@ class Receiver(Generic[C]):
     def end_parcel(self, connection: C, message: Landed) -> None:
         """Note that the bytes of a parcel are in its slot."""
         self._ring.landed(message.slot)
+        self._take(connection, message)
+        self._grant()  # the slot may be free again
+
+    def _take(self, connection: C, message: Landed) -> None:
         sender = self._sender(connection, message.ticket_id)
         incoming = self._tickets.get(message.ticket_id)
         if sender is None or incoming is None or incoming.closed:
@@ -421,7 +464,7 @@ class Receiver(Generic[C]):
             self._reject(incoming, sender, message.slot, block, "its length is wrong")
         elif is_identity and not self._is_useful(incoming, sender.rank, block):
             self._drop(message.slot)
-            if block in incoming.planned or block in incoming.parked:
+            if incoming.whole(block) in incoming.planned or block in incoming.parked:
                 self._answer_wrong(connection, message, "no plan waits for it")
             else:
                 self._defer(incoming, sender, block)
@@ -453,16 +496,17 @@ class Receiver(Generic[C]):
         """Return True for a block without a parcel that a plan waits for, or may wait for."""
         if (rank, block) in incoming.in_hand or block in incoming.parked:
             return False
-        if block in incoming.waiting:
-            return True
-        if block in incoming.planned:
+        whole = incoming.whole(block)
+        if whole in incoming.waiting:
+            return block not in incoming.ranges.get(whole, ())
+        if whole in incoming.planned:
             return False
         self._parking = {t: None for t in self._parking if t.parked}
         return sum(len(t.parked) for t in self._parking) < self._ring.num_slots // 2
 
     def verified(self, parcels: Sequence[Parcel], are_right: Sequence[bool]) -> None:
         """Take the parcels that are right; the others may be sent again. Idempotent."""
-        ready: dict[int, tuple[Receive, list[int], list[int]]] = {}
+        ready: dict[tuple[int, int], tuple[Incoming[C], Receive, list[int], list[int]]] = {}
         to_place: list[Parcel] = []
         places: list[dict[int, int]] = []
         proven: dict[tuple[C, bytes], list[int]] = {}
@@ -485,20 +529,20 @@ class Receiver(Generic[C]):
             self._counts.received_bytes += parcel.num_bytes - TRAILER_BYTES
             if sender is not None and not incoming.closed:
                 proven.setdefault((sender.connection, parcel.ticket_id), []).append(block)
-            receive = incoming.waiting.pop(block, None)
-            if receive is not None and receive.failure is None:
-                entry = ready.setdefault(receive.plan.transfer_id, (receive, [], []))
-                entry[1].append(block)
-                entry[2].append(parcel.slot)
-            elif incoming.closed or block in incoming.planned:
+            if (receive := self._arrive(incoming, block)) is not None:
+                place_of = (receive.plan.transfer_id, parcel.group)
+                _, _, blocks, slots = ready.setdefault(place_of, (incoming, receive, [], []))
+                blocks.append(block)
+                slots.append(parcel.slot)
+            elif incoming.closed or incoming.whole(block) in incoming.planned:
                 self._drop(parcel.slot)
             else:
                 self._parking[incoming] = None
                 incoming.parked[block] = parcel.slot
         if to_place:
             self._port.place(to_place, places)
-        for receive, blocks, slots in ready.values():
-            self._copy(receive, blocks, slots)
+        for incoming, receive, blocks, slots in ready.values():
+            self._copy(incoming, receive, blocks, slots)
         for (connection, ticket_id), blocks in proven.items():
             self._tell(connection, Proven, ticket_id, blocks)
         for ticket_id in {parcel.ticket_id for parcel in parcels}:
@@ -516,9 +560,10 @@ class Receiver(Generic[C]):
         block, the parcel is dropped, and nothing is returned.
         """
         waiting = incoming.waiting_blocks(parcel.mapping, parcel.place)
+        reserved = self._reserved(incoming, parcel.place)
         targets = []
         for block in waiting if incoming.is_covered and not incoming.closed else ():
-            if block not in incoming.assemblies and self._free_assembly:
+            if block not in incoming.assemblies and len(self._free_assembly) > reserved:
                 incoming.assemblies[block] = Assembly(self._free_assembly.pop())
             if block in incoming.assemblies:
                 targets.append(block)
@@ -531,6 +576,17 @@ class Receiver(Generic[C]):
             assembly.placing += 1
         incoming.placing[parcel] = assemblies
         return {block: assembly.slot for block, assembly in assemblies.items()}
+
+    def _reserved(self, incoming: Incoming[C], place: tuple[int, int]) -> int:
+        """Return the assembly slots that a parcel must leave free.
+
+        The sender may still compute the block of a range of layers that is not the last one: half
+        of the slots remain for blocks that will be complete soon.
+        """
+        group = split_key(place[1])[0]
+        source = incoming.sources[place[0]]
+        is_early = incoming.is_range(group) and group + 1 < len(source.mappings)
+        return self._num_assembly // 2 if is_early else 0
 
     def _answer_unplaced(
         self, incoming: Incoming[C], sender: OpenSender[C] | None, parcel: Parcel
@@ -592,7 +648,7 @@ class Receiver(Generic[C]):
                     del incoming.deferred[place]
                     continue
                 needed = self._room_needed(incoming, sender, place)
-                if needed is None or needed > room:
+                if needed is None or (needed and needed > room - self._reserved(incoming, place)):
                     continue
                 room -= needed
                 del incoming.deferred[place]
@@ -603,7 +659,7 @@ class Receiver(Generic[C]):
     ) -> int | None:
         """Return the assembly slots that a deferred parcel needs at least; None if it must wait."""
         if sender.source.is_identity:
-            return 0 if place[1] in incoming.planned else None
+            return 0 if incoming.whole(place[1]) in incoming.planned else None
         mapping = sender.source.mappings[split_key(place[1])[0]]
         blocks = incoming.waiting_blocks(mapping, place)
         if not incoming.is_covered:
@@ -616,7 +672,7 @@ class Receiver(Generic[C]):
 
     def placed(self, parcels: Sequence[Parcel]) -> None:
         """Note that parcels were placed; copy the blocks that are complete. Idempotent."""
-        ready: dict[int, tuple[Receive, list[int], list[int]]] = {}
+        ready: dict[int, tuple[Incoming[C], Receive, list[int], list[int]]] = {}
         for parcel in parcels:
             incoming = self._tickets.get(parcel.ticket_id)
             assemblies = None if incoming is None else incoming.placing.pop(parcel, None)
@@ -633,13 +689,13 @@ class Receiver(Generic[C]):
                 elif not assembly.placing and incoming.is_complete(block, assembly):
                     receive = incoming.waiting.pop(block)
                     del incoming.assemblies[block]
-                    entry = ready.setdefault(receive.plan.transfer_id, (receive, [], []))
-                    entry[1].append(block)
-                    entry[2].append(assembly.slot)
+                    entry = ready.setdefault(receive.plan.transfer_id, (incoming, receive, [], []))
+                    entry[2].append(block)
+                    entry[3].append(assembly.slot)
             sender = incoming.senders.get(parcel.sender_rank)
             self._answer_unplaced(incoming, sender, parcel)  # if more blocks wait for it
-        for receive, blocks, slots in ready.values():
-            self._copy(receive, blocks, slots, is_assembled=True)
+        for incoming, receive, blocks, slots in ready.values():
+            self._copy(incoming, receive, blocks, slots, is_assembled=True)
         for ticket_id in {parcel.ticket_id for parcel in parcels}:
             self._check_ended(ticket_id)
         self._ask_again()
@@ -654,13 +710,16 @@ class Receiver(Generic[C]):
 
     def _copy(
         self,
+        incoming: Incoming[C],
         receive: Receive,
         blocks: list[int],
         slots: list[int],
         *,
         is_assembled: bool = False,
     ) -> None:
-        copy = SlotCopy(receive, blocks, slots, is_assembled=is_assembled)
+        is_range = incoming.is_range(split_key(blocks[0])[0])
+        num_ranges = self._num_ranges(incoming) if is_range else 0
+        copy = SlotCopy(receive, blocks, slots, num_ranges=num_ranges, is_assembled=is_assembled)
         self._port.copy(copy)
 
     def admit(self, copy: SlotCopy) -> bool:
@@ -688,7 +747,7 @@ class Receiver(Generic[C]):
                 self._ring.free(slot)
         if copy in receive.copies:
             good = len(copy.blocks) if failure is None else failure.first_bad_block
-            receive.missing -= set(copy.blocks[:good])
+            receive.note_copied(copy.blocks[:good], copy.num_ranges)
             receive.is_touched = receive.is_touched or not copy.is_taken_back
             receive.copies.discard(copy)
             if failure is not None:
@@ -706,6 +765,7 @@ class Receiver(Generic[C]):
             for block in receive.positions:
                 if incoming.waiting.get(block) is receive:
                     del incoming.waiting[block]
+                    incoming.ranges.pop(block, None)
                     assembly = incoming.assemblies.pop(block, None)
                     if assembly is not None:
                         self._free_assembly_slot(assembly)
@@ -847,6 +907,12 @@ class Receiver(Generic[C]):
             f"plan {transfer_id} is at rest, but was not reported"
             for transfer_id, receive in self._receives.items()
             if receive.at_rest
+        ]
+        problems += [
+            f"ranges of block {block} are noted, but no plan waits for it"
+            for incoming in tickets
+            for block in incoming.ranges
+            if block not in incoming.waiting
         ]
         problems += [
             f"ticket {ticket_id.hex()} has ended, but is kept"

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, Typ
 
 import msgspec
 
+from aiokv.errors import UsageError
 from aiokv.peers.messages import (
     MAX_LISTED,
     Again,
@@ -81,8 +82,8 @@ class Parcel(Generic[C]):
         self.block = block
         self.way = way
         self.key = key
-        self.mapping = target.mappings[send.group]
-        self.num_bytes = target.parcel_bytes(send.group)
+        self.mapping = target.mappings[self.group]
+        self.num_bytes = target.parcel_bytes(self.group)
         self.slot: int | None = None
         self.block_slot: int | None = None
         self.credit: SlotCredit | None = None
@@ -93,6 +94,11 @@ class Parcel(Generic[C]):
         self.dropped = False
         self.again = False  # to be written again; its write has not ended
         self.deferred = False  # until an Again, without an outgoing slot
+
+    @property
+    def group(self) -> int:
+        """Group of the block."""
+        return split_key(self.block)[0]
 
 
 class Mapping(Protocol):
@@ -124,22 +130,22 @@ class Target(NamedTuple, Generic[C]):
 
 
 class Send:
-    """A plan in flight that sends blocks of one group.
+    """A plan in flight that sends blocks of one group, or ranges of their layers.
 
     Attributes:
         plan: its blocks belong to it until ``SenderPort.sent``.
-        group: of its blocks.
-        positions: index in the plan of each of its blocks, by ``block_key``.
+        positions: index in the plan of each of its blocks, by ``block_key``, in all groups.
         fills: copies that read its device blocks.
         unproven: its blocks that are not acknowledged by all receivers, with the number of them.
         failure: set when it was given up.
     """
 
-    def __init__(self, plan: TransferPlan, group: int) -> None:
+    def __init__(self, plan: TransferPlan, groups: Sequence[int]) -> None:
         self.plan = plan
-        self.group = group
         blocks = plan.target_ids.tolist()
-        self.positions = {block_key(group, block): i for i, block in enumerate(blocks)}
+        self.positions = {
+            block_key(group, block): i for group in groups for i, block in enumerate(blocks)
+        }
         self.device_ids: list[int] = plan.source_ids.tolist()
         self.fills: set[SlotFill] = set()
         self.unproven: dict[int, int] = {}
@@ -149,7 +155,7 @@ class Send:
     @property
     def leading_blocks(self) -> int:
         """Number of leading blocks of the plan that were acknowledged."""
-        return min((self.positions[block] for block in self.unproven), default=len(self.positions))
+        return min((self.positions[block] for block in self.unproven), default=len(self.device_ids))
 
     @property
     def at_rest(self) -> bool:
@@ -158,10 +164,15 @@ class Send:
 
 
 class SlotFill:
-    """A copy from device blocks of a plan to outgoing slots."""
+    """A copy from device blocks of a plan to outgoing slots.
 
-    def __init__(self, send: Send, parcels: list[Parcel[Any]]) -> None:
+    Attributes:
+        group: of its blocks.
+    """
+
+    def __init__(self, send: Send, group: int, parcels: list[Parcel[Any]]) -> None:
         self.send = send
+        self.group = group
         self.parcels = parcels
         self.copy_id = 0  # for the port
         self.is_begun = False  # likewise
@@ -185,8 +196,8 @@ class SenderPort(Protocol[C]):
     def send(self, connection: C, message: Message) -> None:
         """Send a message, in order; one to a connection that has ended is dropped."""
 
-    def is_open(self, step: int) -> bool:
-        """Return True while work of the step may not have been submitted yet."""
+    def is_open(self, plan: TransferPlan) -> bool:
+        """Return True while work that computes the blocks may not have been submitted yet."""
 
     def fill(self, fill: SlotFill) -> None:
         """Copy device blocks to outgoing slots if ``Sender.admit`` allows it, then call
@@ -272,7 +283,8 @@ class Sender(Generic[C]):
         num_slots: outgoing slots.
         rank: number of this rank.
         block_tokens: positions per block of this engine.
-        group: returns the group of the blocks of a plan.
+        groups: returns the groups of the blocks of a plan.
+        last_range: group of the last range of layers; None without ranges.
     """
 
     def __init__(
@@ -282,10 +294,12 @@ class Sender(Generic[C]):
         num_slots: int,
         rank: int,
         block_tokens: int,
-        group: Callable[[TransferPlan], int] = lambda plan: 0,
+        groups: Callable[[TransferPlan], Sequence[int]] = lambda plan: (0,),
+        last_range: int | None = None,
     ) -> None:
         self._port = port
-        self._group = group
+        self._groups = groups
+        self._last_range = last_range
         self._num_slots = num_slots
         self._rank = rank
         self._block_tokens = block_tokens
@@ -325,8 +339,19 @@ class Sender(Generic[C]):
 
         A plan of a ticket that is unknown or closed ends at once. Blocks that the ticket does not
         ask for count as acknowledged.
+
+        Raises:
+            UsageError: this rank has no such groups; or the plan has the last range of layers of
+                blocks that are being computed, which would be complete at the receiver before they
+                are committed. Nothing changed.
         """
-        send = self._sends[plan.transfer_id] = Send(plan, self._group(plan))
+        groups = self._groups(plan)
+        if plan.mark and (self._last_range is None or self._last_range in groups):
+            raise UsageError(
+                f"transfer {plan.transfer_id}: the last range of layers is sent when the blocks "
+                "are committed"
+            )
+        send = self._sends[plan.transfer_id] = Send(plan, groups)
         outgoing = self._tickets.get(plan.peer)
         if outgoing is None or outgoing.closed:
             reason = self._reasons.get(plan.peer) if outgoing is None else outgoing.closed
@@ -354,15 +379,15 @@ class Sender(Generic[C]):
         )
         return [key for key in send.positions if split_key(key)[1] in blocks]
 
-    def step_closed(self) -> None:
-        """Send the plans that waited for a step."""
+    def release_held(self) -> None:
+        """Send the plans that waited for a step or for layers, as far as these are there."""
         for outgoing in list(self._tickets.values()):
             for send in list(outgoing.sends.values()):
                 self._release(outgoing, send)
 
     def _release(self, outgoing: _Outgoing[C], send: Send) -> None:
-        """Announce the parcels of a plan whose step is closed. Idempotent."""
-        if not send.is_held or send.failure is not None or self._port.is_open(send.plan.after_step):
+        """Announce the parcels of a plan whose work was submitted. Idempotent."""
+        if not send.is_held or send.failure is not None or self._port.is_open(send.plan):
             return
         send.is_held = False
         ticket = outgoing.ticket
@@ -555,7 +580,7 @@ class Sender(Generic[C]):
 
     def _pump(self, way: _Way[C]) -> None:
         """Begin to send as many parcels as there are credits and outgoing slots."""
-        fills: dict[Send, list[Parcel[C]]] = {}
+        fills: dict[tuple[Send, int], list[Parcel[C]]] = {}
         sealed: list[Parcel[C]] = []
         most = max(self._num_slots // 2, 1)  # a receiver that stalls leaves slots for the others
         while way.credits and way.waiting:
@@ -575,9 +600,9 @@ class Sender(Generic[C]):
             if parcel.sealed:
                 sealed.append(parcel)
             else:
-                fills.setdefault(parcel.send, []).append(parcel)
-        for send, parcels in fills.items():
-            self._port.fill(SlotFill(send, parcels))
+                fills.setdefault((parcel.send, parcel.group), []).append(parcel)
+        for (send, group), parcels in fills.items():
+            self._port.fill(SlotFill(send, group, parcels))
         if sealed:
             self._port.write(way.connection, sealed)
         self._return_spare(way)

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Final
 from aiokv.errors import ClosedError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from aiokv.plan import TransferPlan
     from aiokv.worker.layers import LayerDoneCounter
 
 KEPT_COUNTERS: Final = 4096  # of ended transfers, for a runner that waits late
@@ -17,18 +20,24 @@ KEPT_COUNTERS: Final = 4096  # of ended transfers, for a runner that waits late
 class Counters:
     """Layer counters by transfer id.
 
-    A runner may ask for one before the plan has arrived, and after its transfer has ended.
+    A runner may ask for one before the plan has arrived, and after its transfer has ended. Only the
+    loop changes the table; any thread may call ``find`` and ``is_forgotten``.
     """
 
     def __init__(self) -> None:
-        self._counters: dict[int, LayerDoneCounter] = {}
+        self._counters: dict[int, tuple[TransferPlan, LayerDoneCounter]] = {}
         self._ended_ids: deque[int] = deque()
         self._newest_id = 0
+        self._newest_forgotten_id = 0
         self._expected: dict[int, list[asyncio.Future[None]]] = {}
 
-    def add(self, transfer_id: int, counter: LayerDoneCounter) -> None:
+    def __iter__(self) -> Iterator[LayerDoneCounter]:
+        return iter([counter for _, counter in tuple(self._counters.values())])
+
+    def add(self, plan: TransferPlan, counter: LayerDoneCounter) -> None:
         """Add the counter of a plan that has arrived."""
-        self._counters[transfer_id] = counter
+        transfer_id = plan.transfer_id
+        self._counters[transfer_id] = plan, counter
         self._newest_id = max(self._newest_id, transfer_id)
         for arrival in self._expected.pop(transfer_id, ()):
             if not arrival.done():
@@ -38,7 +47,21 @@ class Counters:
         """Note the end of a transfer, and drop the counters of the oldest ended ones."""
         self._ended_ids.append(transfer_id)
         while len(self._ended_ids) > KEPT_COUNTERS:
-            self._counters.pop(self._ended_ids.popleft(), None)
+            oldest = self._ended_ids.popleft()
+            self._newest_forgotten_id = max(self._newest_forgotten_id, oldest)
+            self._counters.pop(oldest, None)
+
+    def find(self, transfer_id: int) -> tuple[TransferPlan, LayerDoneCounter] | None:
+        """Return a transfer; None before its plan has arrived, and when it was forgotten."""
+        return self._counters.get(transfer_id)
+
+    def is_forgotten(self, transfer_id: int) -> bool:
+        """True for a transfer that ended so long ago, or before a restart, that it was dropped.
+
+        Ids ascend, but for a few plans that are sent in another order: an id is forgotten when an
+        id that is not lower was dropped.
+        """
+        return transfer_id <= self._newest_forgotten_id and transfer_id not in self._counters
 
     async def get(self, transfer_id: int) -> LayerDoneCounter:
         """Return the counter of a transfer; wait until its plan has arrived.
@@ -50,10 +73,10 @@ class Counters:
         Cancellation: nothing changed.
         """
         if transfer_id not in self._counters:
-            if transfer_id <= self._newest_id:
+            if self.is_forgotten(transfer_id):
                 raise UsageError(f"transfer {transfer_id} ended long ago, or before a restart")
             await self._arrival(transfer_id)
-        return self._counters[transfer_id]
+        return self._counters[transfer_id][1]
 
     async def _arrival(self, transfer_id: int) -> None:
         arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -68,11 +91,14 @@ class Counters:
                     del self._expected[transfer_id]
 
     def clear(self, reason: str) -> None:
-        """Drop all counters; plans that have not arrived will not arrive."""
+        """Drop the counters of ended transfers; plans that have not arrived will not arrive."""
         for arrivals in self._expected.values():
             for arrival in arrivals:
                 if not arrival.done():
                     arrival.set_exception(ClosedError(reason))
         self._expected.clear()
-        self._counters.clear()
+        self._newest_forgotten_id = self._newest_id
+        for transfer_id in list(self._counters):
+            if self._counters[transfer_id][1].at_rest:
+                del self._counters[transfer_id]
         self._ended_ids.clear()

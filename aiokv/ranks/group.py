@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from aiokv.checks import Unique, arguments, flag, integer
-from aiokv.errors import ClosedError, ConfigError, UsageError
+from aiokv.errors import ClosedError, ConfigError, PeerError, UsageError
 from aiokv.observe.logs import Log
 from aiokv.plan import PEER_ROUTES, WINDOW_PEER_ROUTES
 from aiokv.ranks.broadcast import ROUTES, STORE_ROUTES, TransferBroadcast
@@ -527,6 +527,31 @@ class RankGroup(Unique):
         if self._opened and not self._membership.closed:
             self._transfers.flush()
             self._tickets.close(ticket_id, reason)
+
+    @property
+    def layer_ends(self) -> list[int]:
+        """Ranges of layers of all ranks; see :attr:`Worker.layer_ends`.
+
+        Raises:
+            PeerError: the ranks have different ranges.
+        """
+        ends = [state.layer_ends for state in self._membership.ranks]
+        for rank, other in enumerate(ends):
+            if other != ends[0]:
+                raise PeerError(
+                    f"rank {rank} sends blocks in {len(other) or 1} ranges of layers, rank 0 in "
+                    f"{len(ends[0]) or 1}",
+                    hint="set the same Peers(layer_ranges=...) on all ranks",
+                )
+        return ends[0]
+
+    def layers_done(self, ticket_id: bytes, mark: int, event: Event | None) -> None:
+        """Do nothing but check: each rank notes the mark; see ``Rank.layers_done``.
+
+        Raises:
+            UsageError: an event, which belongs to one rank.
+        """
+        self.check_event(event)
 
     def peer_statistics(self) -> list[RankPeerStatistics]:
         """Return the use of peers of each rank, as of its last heartbeat."""

@@ -425,7 +425,7 @@ class Membership:
         elif message.generation == self.generation:  # Ready
             state.progress_at = state.heard_at
             state.endpoints, state.peer_layout = message.endpoints, message.peer_layout
-            state.ticket_key = message.ticket_key
+            state.ticket_key, state.layer_ends = message.ticket_key, message.layer_ends
             state.unpinned_bytes = message.unpinned_bytes
             state.ready = True
             self.notify()

@@ -43,7 +43,7 @@ from aiokv.worker.poller import PollerStatistics  # noqa: TC001
 if TYPE_CHECKING:
     from aiokv.worker.regions import Regions
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 MAX_LAYERS: Final = 1 << 16  # the manager keeps a counter per layer and transfer
 
 
@@ -104,6 +104,7 @@ class Ready(_Message, frozen=True, tag="ready"):
         endpoints: where the rank listens for senders; empty without peers, and for a rank that only
             sends.
         peer_layout: layout of its blocks, for peers; empty without peers.
+        layer_ends: end of each range of layers in which it sends blocks; empty without ranges.
         ticket_key: key of tickets, which does not reveal the secret; empty without peers.
         unpinned_bytes: host memory that the rank's device has not page-locked yet.
     """
@@ -113,6 +114,7 @@ class Ready(_Message, frozen=True, tag="ready"):
     peer_layout: bytes = b""
     ticket_key: bytes = b""
     unpinned_bytes: int = 0
+    layer_ends: list[int] = []
 
 
 class Reports(_Message, frozen=True, tag="reports"):

@@ -48,6 +48,7 @@ from aiokv.ranks.messages import (
     encode,
     layout_of,
 )
+from aiokv.ranks.openings import Openings
 from aiokv.ranks.outbox import Outbox
 from aiokv.ranks.rank_state import MAX_RANKS, check_positive
 from aiokv.stores.pools import StorePools
@@ -55,6 +56,7 @@ from aiokv.stores.urls import stores_from
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.base import CopyError, as_event
 from aiokv.worker.device.names import named_device
+from aiokv.worker.layer_marks import split_layer_mark
 from aiokv.worker.layers import ALL, LayerDoneCounter
 from aiokv.worker.poller import EventPoller
 from aiokv.worker.regions import Regions
@@ -136,7 +138,7 @@ class Rank(Unique):
         self._device = named_device(device)
         self._stores = stores_from(stores)
         self._peers = peers
-        self._openings: dict[bytes, asyncio.Task[None]] = {}  # of tickets, by their ids
+        self._openings = Openings()
         self._controller = self._new_controller()
         self._poller = EventPoller()
         self._outbox = Outbox(self._send)
@@ -289,6 +291,35 @@ class Rank(Unique):
             counters = [await self._counters.get(transfer_id) for transfer_id in wanted]
         return LayerView(counters) if counters else done_view(self.regions.num_layers)
 
+    def find_transfer(self, transfer_id: int) -> tuple[TransferPlan, LayerDoneCounter] | None:
+        """Return the plan and the layer counter of a transfer, of any route. Any thread.
+
+        Returns:
+            None before the plan has arrived, and when the transfer was forgotten.
+        """
+        return self._counters.find(transfer_id)
+
+    def is_at_rest(self, transfer_id: int) -> bool:
+        """Return True when no byte of a transfer moves any more on this rank. Any thread.
+
+        Returns:
+            True after the end of the transfer, also of one that failed or was forgotten. False
+            before its plan has arrived.
+        """
+        found = self._counters.find(transfer_id)
+        if found is not None:
+            return found[1].at_rest
+        return self._counters.is_forgotten(transfer_id)
+
+    def give_up_waits(self) -> None:
+        """Release the threads that wait for transfers: the loop has ended, and reports no end.
+
+        Threads get a ``TransferError``. Without effect after ``aclose``, which ends all transfers.
+        """
+        for counter in self._counters:
+            if not counter.at_rest:
+                counter.abandon(CopyError(0, "the loop of the rank has ended"))
+
     def step(self, step: int, event: Event | None = None) -> None:
         """Close the steps up to ``step`` on this rank, which has submitted all their work.
 
@@ -303,6 +334,22 @@ class Rank(Unique):
         number = integer("step", step, minimum=1)
         self._entered_controller().close_step(number, as_event("event", event))
         self._closed_step = number
+
+    def layers_done(self, mark: bytes, event: Event | None = None) -> None:
+        """Let the layers that ``Sending.layers_done`` has named be sent by this rank.
+
+        Without this call, they are sent when the step is closed.
+
+        Args:
+            mark: what ``Sending.layers_done`` has returned. Without effect when its send has ended.
+            event: recorded behind the work that computes the layers; None when it has finished.
+
+        Raises:
+            UsageError: ``mark`` is nothing of the kind, the device cannot wait for such an event,
+                or the rank was not entered. Nothing changed.
+        """
+        ticket_id, number = split_layer_mark(mark)
+        self._entered_controller().layers_done(ticket_id, number, as_event("event", event))
 
     def statistics(self) -> WorkerStatistics:
         """Return the counts of this rank's transfers.
@@ -405,8 +452,7 @@ class Rank(Unique):
         except AiokvError as error:  # this rank has another secret than rank 0
             self._refuse_ticket(message.number, error)
             return
-        task = self._openings[ticket_id] = self._spawn(self._open_at_receivers(message))
-        task.add_done_callback(lambda _: self._openings.pop(ticket_id, None))
+        self._openings.add(ticket_id, self._spawn(self._open_at_receivers(message)))
 
     async def _open_at_receivers(self, message: OpenTicket) -> None:
         try:
@@ -421,9 +467,7 @@ class Rank(Unique):
         self._send(TicketReply(number=number, error=_reason_of(error), kind=kind))
 
     def _close_ticket(self, ticket_id: bytes, reason: str) -> None:
-        opening = self._openings.get(ticket_id)
-        if opening is not None:
-            opening.cancel()
+        self._openings.cancel(ticket_id)
         self._controller.close_ticket(ticket_id, reason)
 
     async def _look_up(self, lookup: Lookup) -> None:
@@ -472,6 +516,7 @@ class Rank(Unique):
                 endpoints=controller.endpoints,
                 peer_layout=controller.peer_layout,
                 ticket_key=controller.ticket_key,
+                layer_ends=controller.layer_ends,
                 unpinned_bytes=controller.unpinned_bytes,
             )
         )
@@ -539,13 +584,13 @@ class Rank(Unique):
                 self.regions.num_layers, transfer_id=transfer_id, direction=plan.direction
             )
             refused.finish(CopyError(0, str(error)))
-            self._counters.add(transfer_id, refused)
+            self._counters.add(plan, refused)
             self._on_report(
                 TransferReport(transfer_id=transfer_id, outcome="failed", reason=str(error))
             )
             return
         counter.add_callback(lambda layer: self._outbox.note_layer(transfer_id, layer))
-        self._counters.add(transfer_id, counter)
+        self._counters.add(plan, counter)
         if plan.route in FETCH_ROUTES:
             self._spawn(self._report_if_overdue(counter))
 

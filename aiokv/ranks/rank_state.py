@@ -92,6 +92,7 @@ class RankState:
         queue_seconds: time that its transfers have waited, by route, over all its processes so far.
         endpoints: where it listens for senders; empty while it is not ready.
         peer_layout: layout of its blocks, for peers; empty without peers.
+        layer_ends: end of each range of layers in which it sends blocks; empty without ranges.
         ticket_key: key of tickets; empty without peers.
         unpinned_bytes: host memory that its device had not page-locked at its last answer.
     """
@@ -102,6 +103,7 @@ class RankState:
         "endpoints",
         "finished_step",
         "heard_at",
+        "layer_ends",
         "layout",
         "peer_layout",
         "peers",
@@ -135,6 +137,7 @@ class RankState:
         self.queue_seconds = dict.fromkeys(ROUTE_NAMES, 0.0)
         self.endpoints: list[Endpoint] = []
         self.peer_layout = b""
+        self.layer_ends: list[int] = []
         self.ticket_key = b""
 
     def note_statistics(self, pong: Pong) -> None:

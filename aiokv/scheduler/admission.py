@@ -29,21 +29,37 @@ class Request(Entry):
         num_tokens: absolute number of positions.
         num_blocks: blocks of these positions.
         priority: lower numbers are granted first.
+        reserve_blocks: blocks that the grant leaves to ``extend``; None for the configured number.
         takes_turn: True if an effect tells the lease that it is first, and the lease then calls
             ``take_turn``; for grants that cannot be taken back.
         told: True after that effect, until the lease has called ``take_turn``.
     """
 
-    __slots__ = ("num_blocks", "num_tokens", "priority", "salt", "takes_turn", "told")
+    __slots__ = (
+        "num_blocks",
+        "num_tokens",
+        "priority",
+        "reserve_blocks",
+        "salt",
+        "takes_turn",
+        "told",
+    )
 
     def __init__(
-        self, lease_id: int, salt: str, num_tokens: int, num_blocks: int, priority: int
+        self,
+        lease_id: int,
+        salt: str,
+        num_tokens: int,
+        num_blocks: int,
+        priority: int,
+        reserve_blocks: int | None = None,
     ) -> None:
         super().__init__(lease_id)
         self.salt = salt
         self.num_tokens = num_tokens
         self.num_blocks = num_blocks
         self.priority = priority
+        self.reserve_blocks = reserve_blocks
         self.takes_turn = False
         self.told = False
 
@@ -149,10 +165,15 @@ class Admission:
         request.told = False
         if request is not self._line.first() or self._gate.closed:
             return None
-        grant = self._granting.attempt(lease_id, request.num_tokens)
+        grant = self._attempt(request)
         if grant is not None:
             self._remove(request)
         return grant
+
+    def _attempt(self, request: Request) -> Grant | None:
+        return self._granting.attempt(
+            request.lease_id, request.num_tokens, reserve_blocks=request.reserve_blocks
+        )
 
     def leave(self, lease_id: int) -> bool:
         """End the wait of a lease. Idempotent.
@@ -230,7 +251,7 @@ class Admission:
             if self._core.is_granted(lease_id):  # an interrupt came after the grant
                 grant = self._granting.loading(lease_id)
             else:
-                grant = self._granting.attempt(lease_id, request.num_tokens)
+                grant = self._attempt(request)
         except Exception as error:  # the waiting lease gets it, not the lease that made room
             self._outbox.effects.refused.append((lease_id, error))
             self.leave(lease_id)

@@ -71,6 +71,8 @@ class Effects:
         resumed: leases that must call ``wait_pending`` again, and the error of each, or None.
         unpinned: pins that have ended, and the reason of each.
         moved: ends of transfers from and to peers; none for a lease that was released or preempted.
+        idle: leases, also released ones, whose device blocks no transfer uses any more; only with
+            ``CacheConfig.foreign_device``.
         cancel: transfers that no lease needs; the worker cancels them if they have not begun.
         collect: True if ``collect_backups`` and, with stores, ``collect_saves`` must be called at
             the end of this pass of the loop.
@@ -85,6 +87,7 @@ class Effects:
         "computed",
         "granted",
         "has_entries",
+        "idle",
         "moved",
         "refused",
         "resumed",
@@ -104,6 +107,7 @@ class Effects:
         self.unpinned: deque[tuple[int, str]] = deque()
         self.moved: deque[Moved] = deque()
         self.computed: deque[NDArray[np.int32]] = deque()
+        self.idle: deque[int] = deque()
         self.cancel: deque[int] = deque()
         self.collect = False
         self.advance = False

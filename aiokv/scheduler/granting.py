@@ -36,19 +36,31 @@ class Granting:
         self.lost: dict[int, str] = {}
 
     def attempt(
-        self, lease_id: int, num_tokens: int, onload_priority: Priority = Priority.DEMAND
+        self,
+        lease_id: int,
+        num_tokens: int,
+        onload_priority: Priority = Priority.DEMAND,
+        reserve_blocks: int | None = None,
     ) -> Grant | None:
         """Grant the lease if there is room; return None otherwise.
+
+        Args:
+            lease_id: a matched or preempted lease.
+            num_tokens: absolute number of positions.
+            onload_priority: priority of the onload that the grant begins.
+            reserve_blocks: blocks that the grant leaves to ``extend``; None for the configured
+                number.
 
         Raises:
             LeaseError: the lease is granted already, or ``num_tokens`` is out of range.
             RequestTooLarge: the device can never hold ``num_tokens`` positions.
         """
         core = self._core
-        granted: int | None = core.allocate(lease_id, num_tokens)
+        granted: int | None = core.allocate(lease_id, num_tokens, reserve_blocks)
         if granted == _NO_ROOM and self._saver.saves_first:
             granted = self._saver.try_after_saving(
-                lambda: core.allocate(lease_id, num_tokens), -(-num_tokens // self._block_tokens)
+                lambda: core.allocate(lease_id, num_tokens, reserve_blocks),
+                -(-num_tokens // self._block_tokens),
             )
         if not granted:
             return None

@@ -38,9 +38,35 @@ class Peers:
         """Begin to receive blocks of a lease; return the transfer."""
         return self._begin(self._core.receive, lease_id, ticket_id, first_block, num_blocks)
 
-    def send(self, lease_id: int, ticket_id: bytes, first_block: int, num_blocks: int) -> int:
+    def send(
+        self,
+        lease_id: int,
+        ticket_id: bytes,
+        first_block: int,
+        num_blocks: int,
+        first_range: int,
+        end_range: int,
+    ) -> int:
         """Begin to send computed blocks of a lease; return the transfer."""
-        return self._begin(self._core.send, lease_id, ticket_id, first_block, num_blocks)
+        return self._begin(
+            self._core.send, lease_id, ticket_id, first_block, num_blocks, first_range, end_range
+        )
+
+    def send_early(
+        self,
+        lease_id: int,
+        ticket_id: bytes,
+        first_block: int,
+        num_blocks: int,
+        first_range: int,
+        end_range: int,
+        mark: int,
+        step: int,
+    ) -> int:
+        """Begin to send layers of blocks that a lease computes; return the transfer."""
+        blocks = first_block, num_blocks
+        ranges = first_range, end_range
+        return self._begin(self._core.send_early, lease_id, ticket_id, *blocks, *ranges, mark, step)
 
     def receive_state(self, lease_id: int, ticket_id: bytes, num_tokens: int) -> int:
         """Begin to receive the state after received positions; return the transfer."""

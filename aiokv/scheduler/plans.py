@@ -96,6 +96,7 @@ def new_core(config: CacheConfig, has_stores: bool = False) -> Core:
         eviction=_EVICTION[config.eviction_policy],
         state_slots=config.state_slots,
         host_state_slots=config.host_state_slots,
+        foreign_device=config.foreign_device,
         windows=[
             (
                 group.device_blocks,
@@ -199,8 +200,8 @@ class Plans:
             transfer_id: the transfer.
             groups: names of all window groups.
         """
-        kind, ticket_id, group, in_prompt, own_ids, after_step = self._core.peer_transfer(
-            transfer_id
+        kind, ticket_id, group, in_prompt, own_ids, after_step, ranges, mark = (
+            self._core.peer_transfer(transfer_id)
         )
         route = _PEER_ROUTES[kind]
         receives = route.source == "peer"
@@ -212,6 +213,9 @@ class Plans:
             after_step=after_step,
             group=groups[group] if "window" in (route.source, route.target) else "",
             peer=ticket_id,
+            first_range=ranges[0],
+            end_range=ranges[1],
+            mark=mark,
         )
 
     def _store_route(

@@ -59,6 +59,12 @@ class SaltQuota:
         """Return True if the blocks fit and no request of the salt waits."""
         return not self._lines.get(salt) and self.fits(salt, num_blocks)
 
+    def room(self, salt: str) -> int | None:
+        """Return the blocks that ``admits`` would admit at most; None for no limit."""
+        if self.limit_blocks is None:
+            return None
+        return 0 if self._lines.get(salt) else max(self.limit_blocks - self.held(salt), 0)
+
     def passes(self, salt: str, num_blocks: int, arrival: int) -> bool:
         """Return True if the blocks fit and no earlier request of the salt waits.
 

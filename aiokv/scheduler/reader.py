@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from aiokv.scheduler.pins import PinnedLeases
     from aiokv.scheduler.preemption import Preemption
     from aiokv.scheduler.quota import SaltQuota
+    from aiokv.scheduler.releases import Releases
     from aiokv.scheduler.sharded import Sharded
     from aiokv.scheduler.waits import Entry
     from aiokv.types import LeaseWait
@@ -79,6 +80,7 @@ class CacheReader:
         pins: leases of the pins.
         pending: leases that wait for other leases to compute.
         preemption: counts of preempted leases.
+        releases: count of expired leases.
 
     Attributes:
         lost: leases whose blocks were lost with a rank, and the reason; removed by the next grant.
@@ -98,6 +100,7 @@ class CacheReader:
         pins: PinnedLeases,
         pending: PendingBlocks,
         preemption: Preemption,
+        releases: Releases,
     ) -> None:
         self._config = config
         self.pools = auxiliary_pools(config)
@@ -112,6 +115,7 @@ class CacheReader:
         self._pins = pins
         self._pending = pending
         self._preemption = preemption
+        self._releases = releases
         self._windows = {group: index for index, group in enumerate(config.windows)}
 
     # --- one lease ------------------------------------------------------------------------------
@@ -141,6 +145,10 @@ class CacheReader:
         device_blocks, host_blocks = self._core.hit(lease_id)
         block_tokens = self._config.block_tokens
         return Hit(device_blocks * block_tokens, host_blocks * block_tokens)
+
+    def hit_blocks(self, lease_id: int) -> NDArray[np.int32]:
+        """Return the device ids of the hit: of a match made now, or of the grant."""
+        return self._core.hit_blocks(lease_id)
 
     def pending_tokens(self, lease_id: int) -> int:
         """Return the number of tokens after the hit that another lease is computing."""
@@ -249,6 +257,13 @@ class CacheReader:
     def onloads(self, lease_id: int) -> list[int]:
         """Return the transfers in flight that write blocks of the lease."""
         return self._core.onloads(lease_id)
+
+    def is_idle(self, lease_id: int) -> bool:
+        """Return True if no transfer uses device blocks that the lease has named.
+
+        The lease may have been released. Always True where the engine owns the device blocks.
+        """
+        return self._core.is_idle(lease_id)
 
     def saving(self, lease_id: int) -> int:
         """Return a backup in flight that a swap of the lease must wait for; 0 for none."""
@@ -441,6 +456,7 @@ class CacheReader:
             preemptions=self._preemption.preemptions,
             swaps=self._preemption.swaps,
             lost_leases=self._preemption.lost_leases,
+            expired_leases=self._releases.expired_leases,
             windows={
                 name: self._window_statistics(index, group)
                 for index, (name, group) in enumerate(self._config.windows.items())
@@ -603,6 +619,7 @@ _OTHER_FIELDS = (
     "preemptions",
     "swaps",
     "lost_leases",
+    "expired_leases",
     "windows",
 )
 _CORE_FIELDS = tuple(name for name in Statistics.__struct_fields__ if name not in _OTHER_FIELDS)

@@ -38,6 +38,7 @@ class Releases:
 
     Attributes:
         freed: leases that the core has freed; ``forget_freed`` removes them.
+        expired_leases: leases that were released because they were not used in time.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Releases:
         self._waiters = pending.waiters
         self._batches: dict[int, int] = {}  # ids of the batches in flight, each by itself
         self.freed: deque[int] = deque()
+        self.expired_leases = 0
 
     def release(self, lease_id: int, used_in: int = 0) -> None:
         """Give back the blocks of a lease; those that are in use, when the use ends.

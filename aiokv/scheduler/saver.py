@@ -37,6 +37,11 @@ class Saver:
         self._is_wanted = False  # `collect` was requested, and was not called
 
     @property
+    def drops_unsaved(self) -> bool:
+        """True when ``try_after_saving`` drops blocks for which the host tier has no room."""
+        return self.saves_first and not self.stopped
+
+    @property
     def is_active(self) -> bool:
         """True when offloads may begin."""
         return self._has_host and not self.stopped
@@ -51,6 +56,7 @@ class Saver:
         """Begin the backups of the write policy; return False if there are none."""
         self._is_wanted = False
         if not self.is_active:
+            self._core.give_up_saves()
             return False
         self._plans.take_backups(self._begun)
         submitted = False

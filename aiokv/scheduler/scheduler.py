@@ -23,6 +23,7 @@ from aiokv.scheduler.admission import Admission, Request, already_waits
 from aiokv.scheduler.clock import StepClock
 from aiokv.scheduler.effects import Effects, Fork, Grant, Outbox
 from aiokv.scheduler.fetches import Fetches
+from aiokv.scheduler.foreign import ForeignBlocks
 from aiokv.scheduler.gate import Gate
 from aiokv.scheduler.granting import Granting
 from aiokv.scheduler.peers import Peers
@@ -63,6 +64,8 @@ TRANSITIONS: Final = (
     "wait_pending",
     "stop_wait_pending",
     "release",
+    "assign",
+    "expire",
     "append",
     "commit",
     "commit_received",
@@ -86,6 +89,7 @@ TRANSITIONS: Final = (
     "save",
     "receive",
     "send",
+    "send_early",
     "receive_state",
     "send_state",
     "receive_window",
@@ -157,6 +161,7 @@ class CacheScheduler:
         self._core = core
         self._records_checksums = config.verify == "checksum"
         self._block_tokens = config.block_tokens
+        self._reserve_blocks = config.reserve_blocks
         self._state_slots = config.state_slots
         self._saves_states = config.host_state_slots > 0
         self._saves_windows = any(group.host_blocks for group in config.windows.values())
@@ -196,6 +201,16 @@ class CacheScheduler:
             pending=self._pending,
             lost=self._granting.lost,
         )
+        self._foreign: ForeignBlocks | None = None
+        if config.foreign_device:
+            self._foreign = ForeignBlocks(
+                core,
+                self._outbox,
+                self._granting,
+                self._pending,
+                self._releases,
+                records_checksums=self._records_checksums,
+            )
         self._requests = self._admission.requests
         self._waiters = self._pending.waiters
         self._advances = False  # True when an effect has requested `advance`
@@ -212,6 +227,7 @@ class CacheScheduler:
             pins=self._pins,
             pending=self._pending,
             preemption=self._preemption,
+            releases=self._releases,
         )
 
     # --- effects --------------------------------------------------------------------------------
@@ -227,6 +243,8 @@ class CacheScheduler:
 
     def _settle(self) -> Effects:
         """End a transition that may have freed blocks: serve the leases that wait for them."""
+        if self._foreign is not None:
+            self._foreign.settle()
         if self._pins.num_until_used:
             self._release_used_pins()
         if self._granting.onloads:
@@ -311,6 +329,7 @@ class CacheScheduler:
         num_tokens: int,
         priority: int | None = None,
         onload_priority: Priority = Priority.DEMAND,
+        reserve_blocks: int | None = None,
     ) -> tuple[Grant | None, Effects]:
         """Grant now, or return None: there is no room, or other requests go first.
 
@@ -319,6 +338,8 @@ class CacheScheduler:
             num_tokens: absolute number of positions.
             priority: as for ``allocate``; None for a request that goes before no waiting request.
             onload_priority: priority of the onload that the grant begins.
+            reserve_blocks: blocks that the grant leaves to ``extend``; None for the configured
+                number.
 
         Raises:
             LeaseError: the lease is granted already, or ``num_tokens`` is out of range.
@@ -326,12 +347,14 @@ class CacheScheduler:
         """
         try:
             is_free = not self._requests and not self._gate.closed and self._salts is None
-            if not is_free and self._must_wait(lease_id, num_tokens, priority):
+            if not is_free and self._must_wait(lease_id, num_tokens, priority, reserve_blocks):
                 return None, self._outbox.pending
             if self._salts is None:
-                grant = self._granting.attempt(lease_id, num_tokens, onload_priority)
+                grant = self._granting.attempt(
+                    lease_id, num_tokens, onload_priority, reserve_blocks
+                )
             else:
-                grant = self._grant_counted(lease_id, num_tokens, onload_priority)
+                grant = self._grant_counted(lease_id, num_tokens, onload_priority, reserve_blocks)
             if grant is not None:
                 if self.has_stores:
                     self._store_saver.want()
@@ -342,50 +365,89 @@ class CacheScheduler:
             self._name_owner(error)
             raise
 
-    def _must_wait(self, lease_id: int, num_tokens: int, priority: int | None) -> bool:
+    def _must_wait(
+        self, lease_id: int, num_tokens: int, priority: int | None, reserve_blocks: int | None
+    ) -> bool:
         """Return True if a request has to wait for other requests or for the gate.
 
         Raises:
             LeaseError, RequestTooLarge: the request can never be granted.
         """
         if self._salts is not None:
-            self._core.check_request(lease_id, num_tokens)
+            self._core.check_request(lease_id, num_tokens, reserve_blocks)
             self._quota.check_request(self._blocks_for(num_tokens))
         if (self._requests or self._gate.closed) and self._admission.must_wait(lease_id, priority):
-            self._core.check_request(lease_id, num_tokens)
+            self._core.check_request(lease_id, num_tokens, reserve_blocks)
             return True
         return False
 
     def _grant_counted(
-        self, lease_id: int, num_tokens: int, onload_priority: Priority
+        self,
+        lease_id: int,
+        num_tokens: int,
+        onload_priority: Priority,
+        reserve_blocks: int | None,
     ) -> Grant | None:
         """Grant if there is room and the salt's quota admits the lease."""
         salt = self._salt(lease_id)
         num_blocks = self._blocks_for(num_tokens)
         if not self._quota.admits(salt, num_blocks):
             return None
-        grant = self._granting.attempt(lease_id, num_tokens, onload_priority)
+        grant = self._granting.attempt(lease_id, num_tokens, onload_priority, reserve_blocks)
         if grant is not None:
             self._quota.count(lease_id, salt, num_blocks)
         return grant
 
     @_naming_owner
-    def can_allocate(self, lease_id: int, num_tokens: int) -> bool:
+    def can_allocate(
+        self, lease_id: int, num_tokens: int, reserve_blocks: int | None = None
+    ) -> bool:
         """Return True if ``try_allocate`` would grant now. Not a transition: changes nothing.
 
         Raises:
             LeaseError, RequestTooLarge: as ``try_allocate``.
         """
         return (
-            not self._must_wait(lease_id, num_tokens, None)
+            not self._must_wait(lease_id, num_tokens, None, reserve_blocks)
             and self._quota.admits(self._salt(lease_id), self._blocks_for(num_tokens))
             and self._core.can_allocate(
-                lease_id, num_tokens, self._saver.saves_first and not self._saver.stopped
+                lease_id, num_tokens, self._saver.drops_unsaved, reserve_blocks
             )
         )
 
+    def allocatable_blocks(self, salt: str, reserve_blocks: int | None, limit: int) -> int:
+        """Return the blocks of the largest uncached request that ``try_allocate`` would grant now.
+
+        Not a transition: changes nothing.
+
+        Args:
+            salt: of the lease.
+            reserve_blocks: as for ``try_allocate``.
+            limit: the result is at most this number.
+        """
+        if self._gate.closed or len(self._admission):
+            return 0
+        if reserve_blocks is None:
+            reserve_blocks = self._reserve_blocks
+        free, evictable, _ = self._core.room()
+        quota = self._quota.room(salt)
+        limit = min(limit, free + evictable - reserve_blocks, limit if quota is None else quota)
+        return self.extendable_blocks(max(limit, 0))
+
+    def extendable_blocks(self, limit: int) -> int:
+        """Return the blocks that ``extend`` could take now, at most ``limit``.
+
+        Not a transition: changes nothing.
+        """
+        return self._core.extendable_blocks(limit, self._saver.drops_unsaved)
+
     def allocate(
-        self, lease_id: int, num_tokens: int, priority: int, waits_for_store: bool = False
+        self,
+        lease_id: int,
+        num_tokens: int,
+        priority: int,
+        waits_for_store: bool = False,
+        reserve_blocks: int | None = None,
     ) -> tuple[Grant | None, Effects]:
         """Grant now, or let the lease wait: first for its salt's quota, then for capacity.
 
@@ -395,6 +457,7 @@ class CacheScheduler:
             priority: lower numbers are granted first, equal numbers in order of arrival.
             waits_for_store: True to take the place in line, and let other requests pass until
                 ``end_store_wait`` is called.
+            reserve_blocks: as for ``try_allocate``.
 
         Returns:
             The grant; None when the lease waits: a later effect ends the wait.
@@ -404,9 +467,11 @@ class CacheScheduler:
             RequestTooLarge: the device or the salt's quota can never hold the request.
         """
         if waits_for_store:
-            self._take_place(lease_id, num_tokens, priority)
+            self._take_place(lease_id, num_tokens, priority, reserve_blocks)
             return None, self._outbox.pending
-        grant, effects = self.try_allocate(lease_id, num_tokens, priority)
+        grant, effects = self.try_allocate(
+            lease_id, num_tokens, priority, reserve_blocks=reserve_blocks
+        )
         if grant is not None:
             return grant, effects
         self._check_not_waiting(lease_id)
@@ -415,19 +480,22 @@ class CacheScheduler:
         counted = self._quota.admits(salt, num_blocks)
         if counted:
             self._quota.count(lease_id, salt, num_blocks)
-        request = Request(lease_id, salt, num_tokens, num_blocks, priority)
+        request = Request(lease_id, salt, num_tokens, num_blocks, priority, reserve_blocks)
         self._admission.join(request, counted=counted)
         return None, self._outbox.pending
 
     @_naming_owner
-    def _take_place(self, lease_id: int, num_tokens: int, priority: int) -> None:
+    def _take_place(
+        self, lease_id: int, num_tokens: int, priority: int, reserve_blocks: int | None
+    ) -> None:
         """Let a lease wait for a store, in the place that it has now."""
         self._check_not_waiting(lease_id)
-        self._core.check_request(lease_id, num_tokens)
+        self._core.check_request(lease_id, num_tokens, reserve_blocks)
         num_blocks = self._blocks_for(num_tokens)
         self._quota.check_request(num_blocks)
+        salt = self._salt(lease_id)
         self._admission.join_store(
-            Request(lease_id, self._salt(lease_id), num_tokens, num_blocks, priority)
+            Request(lease_id, salt, num_tokens, num_blocks, priority, reserve_blocks)
         )
 
     def end_store_wait(self, lease_id: int) -> Done:
@@ -492,7 +560,39 @@ class CacheScheduler:
         self._releases.release(lease_id, used_in)
         return None, self._settle()
 
+    def expire(self, lease_id: int) -> Done:
+        """Release a lease that was not used in time."""
+        self._releases.expired_leases += 1
+        return self.release(lease_id)
+
     # --- granted leases -------------------------------------------------------------------------
+
+    @_naming_owner
+    def assign(
+        self,
+        lease_id: int,
+        block_ids: NDArray[np.int32],
+        computed_tokens: int = 0,
+        onload_priority: Priority = Priority.DEMAND,
+    ) -> tuple[Grant, Effects]:
+        """Append device blocks of the server to the table of a lease; see ``Lease.assign``.
+
+        Returns:
+            The lease, and the onloads of it that are in flight: the first call begins one.
+
+        Raises:
+            LeaseError: the lease is not granted; or its cached blocks were dropped after the grant,
+                or are more than the blocks of the first call.
+            UsageError: the server has no such block, the lease has it already, a transfer in flight
+                uses it, ``computed_tokens`` is out of range, or the engine owns the device blocks.
+        """
+        if self._foreign is None:
+            raise UsageError(
+                "assign: CacheConfig.foreign_device is False, so allocate names the device blocks",
+                hint="CacheConfig(foreign_device=True, ...) for device blocks of a server",
+            )
+        grant = self._foreign.assign(lease_id, block_ids, computed_tokens, onload_priority)
+        return grant, self._settle()
 
     @_naming_owner
     def append(self, lease_id: int, tokens: NDArray[np.int32]) -> Done:
@@ -523,7 +623,10 @@ class CacheScheduler:
         try:
             core = self._core
             step = self._clock.next if closes_step else self._clock.open
-            if self._records_checksums:
+            if self._foreign is not None:
+                published = core.commit(lease_id, num_tokens, step)
+                self._foreign.settle()
+            elif self._records_checksums:
                 first = core.computed_tokens(lease_id) // self._block_tokens
                 published = core.commit(lease_id, num_tokens, step)
                 computed = core.block_table(lease_id)[first : num_tokens // self._block_tokens]
@@ -582,7 +685,7 @@ class CacheScheduler:
             extended: bool | None = self._core.extend(lease_ids, num_tokens)
             if not extended and self._saver.saves_first:
                 # Save the blocks that are evicted next, or drop them where the host has no room.
-                wanted = len(lease_ids) * self._blocks_for(num_tokens)
+                wanted = sum(self._blocks_to_add(lease_id, num_tokens) for lease_id in lease_ids)
                 extended = self._saver.try_after_saving(
                     lambda: self._core.extend(lease_ids, num_tokens), wanted
                 )
@@ -597,6 +700,10 @@ class CacheScheduler:
         except AiokvError as error:
             self._name_owner(error)
             raise
+
+    def _blocks_to_add(self, lease_id: int, num_tokens: int) -> int:
+        held = self._core.num_tokens(lease_id)
+        return self._blocks_for(held + num_tokens) - self._blocks_for(held)
 
     def _recount(self, lease_ids: Sequence[int]) -> None:
         for lease_id in lease_ids:
@@ -746,7 +853,7 @@ class CacheScheduler:
         """Close the open step and return its number; its committed blocks can be saved now."""
         step = self._clock.close()
         self._core.close_step(step)
-        self._saver.collect()
+        self._collect_backups()
         return step, self._outbox.pending
 
     def finish_step(self, step: int) -> Done:
@@ -759,7 +866,13 @@ class CacheScheduler:
 
     def collect_backups(self) -> tuple[bool, Effects]:
         """Begin the backups of the write policy; return False if there are none."""
-        return self._saver.collect(), self._outbox.pending
+        return self._collect_backups(), self._outbox.pending
+
+    def _collect_backups(self) -> bool:
+        begun = self._saver.collect()
+        if self._foreign is not None:  # blocks for which the host has no room are given up
+            self._foreign.settle()
+        return begun
 
     def fetch(self, lease_id: int, num_blocks: int, priority: Priority) -> tuple[int, Effects]:
         """Begin to fetch up to ``num_blocks`` blocks that follow the cached prefix of a lease.
@@ -855,7 +968,13 @@ class CacheScheduler:
 
     @_naming_owner
     def send(
-        self, lease_id: int, ticket_id: bytes, first_block: int, num_blocks: int
+        self,
+        lease_id: int,
+        ticket_id: bytes,
+        first_block: int,
+        num_blocks: int,
+        first_range: int = 0,
+        end_range: int = 0,
     ) -> tuple[int, Effects]:
         """Begin to send computed blocks of a lease to a peer.
 
@@ -867,6 +986,8 @@ class CacheScheduler:
             ticket_id: 16 bytes.
             first_block: index in the table.
             num_blocks: number of blocks, at least 1; the last one may be computed in part.
+            first_range: first range of layers, as the worker numbers them.
+            end_range: end of the ranges; 0 to send each block as a whole.
 
         Returns:
             The transfer. An entry of ``Effects.moved`` names it when it has ended, unless the lease
@@ -877,7 +998,50 @@ class CacheScheduler:
                 cache was reset after the grant.
             UsageError: the table does not have these blocks, or ``ticket_id`` is not 16 bytes.
         """
-        begun = self._peers.send(lease_id, ticket_id, first_block, num_blocks)
+        begun = self._peers.send(
+            lease_id, ticket_id, first_block, num_blocks, first_range, end_range
+        )
+        return begun, self._outbox.pending
+
+    @_naming_owner
+    def send_early(
+        self,
+        lease_id: int,
+        ticket_id: bytes,
+        first_block: int,
+        num_blocks: int,
+        first_range: int,
+        end_range: int,
+        mark: int,
+    ) -> tuple[int, Effects]:
+        """Begin to send some layers of blocks that a lease is computing to a peer.
+
+        The caller never sends the last range of layers in this way, but with ``send``: so the
+        receiver completes no block before its positions are committed here. Otherwise as ``send``.
+
+        Args:
+            lease_id: a granted lease whose onloads have ended.
+            ticket_id: 16 bytes.
+            first_block: index in the table.
+            num_blocks: number of blocks, at least 1.
+            first_range: first range of layers, as the worker numbers them.
+            end_range: end of the ranges; not that of all layers.
+            mark: see ``TransferPlan.mark``.
+
+        Returns:
+            The transfer; ``Effects.moved`` as for ``send``.
+
+        Raises:
+            LeaseError: the lease is not in the state above, the blocks are being received, or the
+                cache was reset after the grant.
+            UsageError: the table does not have these blocks, there is no range, or ``ticket_id`` is
+                not 16 bytes.
+        """
+        blocks = first_block, num_blocks
+        ranges = first_range, end_range
+        begun = self._peers.send_early(
+            lease_id, ticket_id, *blocks, *ranges, mark, self._clock.open
+        )
         return begun, self._outbox.pending
 
     @_naming_owner
@@ -1087,9 +1251,17 @@ class CacheScheduler:
         Returns:
             (evicted blocks, transfer): more blocks can be evicted when the transfer has ended; the
             transfer is 0 if there is none.
+
+        Raises:
+            UsageError: ``tier`` is ``"device"``, whose blocks a server owns.
         """
         if tier == "host":
             return (self._core.evict_host(num_blocks), 0), self._settle()
+        if self._foreign is not None:
+            raise UsageError(
+                "evict: with CacheConfig.foreign_device, the engine has no device blocks",
+                hint="evict host blocks with tier='host'",
+            )
         evicted = self._core.evict_device(num_blocks)
         saving = 0
         if evicted < num_blocks:
@@ -1104,7 +1276,13 @@ class CacheScheduler:
         return None, self._settle()
 
     def resize(self, device_blocks: int) -> tuple[bool, Effects]:
-        """Change the capacity of the device tier; return False if blocks beyond it are in use."""
+        """Change the capacity of the device tier; return False if blocks beyond it are in use.
+
+        Raises:
+            UsageError: a server owns the device blocks.
+        """
+        if self._foreign is not None:
+            self._core.resize_device(device_blocks)  # raises
         try:
             self._core.resize_device(device_blocks)
         except UsageError:
@@ -1127,6 +1305,9 @@ class CacheScheduler:
 
     def _stop_offloads(self, stopped: bool) -> None:
         self._saver.stopped = self._store_saver.stopped = stopped
+        if stopped and self._foreign is not None:
+            self._saver.collect()  # gives up what is queued
+            self._foreign.settle()
 
     def close(self) -> Done:
         """End all waits and pins: the engine closes."""

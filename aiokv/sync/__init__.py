@@ -2,6 +2,7 @@
 
 ``SyncEngine`` runs a :class:`aiokv.CacheEngine` on an event loop in a thread. The calls of one
 scheduler step cross to that thread together (:class:`Calls`), and what may wait returns a future.
+``RankThread`` does the same for a rank, in a worker process.
 """
 
 from aiokv.sync.answers import Answer
@@ -11,16 +12,21 @@ from aiokv.sync.engine import SyncEngine
 from aiokv.sync.futures import EngineFuture
 from aiokv.sync.layers import SyncLayers
 from aiokv.sync.lease import SyncLease
+from aiokv.sync.rank import RankThread
+from aiokv.sync.rank_layers import RankLayers, TransferFailure
 from aiokv.sync.transfers import SyncReceiving, SyncSending
 
 __all__ = [
     "Answer",
     "Calls",
     "EngineFuture",
+    "RankLayers",
+    "RankThread",
     "SyncComputing",
     "SyncEngine",
     "SyncLayers",
     "SyncLease",
     "SyncReceiving",
     "SyncSending",
+    "TransferFailure",
 ]

@@ -162,15 +162,48 @@ class Calls(Unique):
 
     # --- capacity ---------------------------------------------------------------------------------
 
-    def try_allocate(self, lease: SyncLease, num_tokens: int) -> Answer[bool]:
-        """Allocate without waiting; see ``Lease.try_allocate``."""
-        answer = Answer(verbs.try_allocate, (lease, num_tokens))
+    def hit_blocks(self, lease: SyncLease) -> Answer[NDArray[np.int32]]:
+        """Return the device ids of the hit; see ``Lease.hit_blocks``."""
+        answer = Answer(verbs.hit_blocks, (lease,))
         self._add(answer)
         return answer
 
-    def can_allocate(self, lease: SyncLease, num_tokens: int) -> Answer[bool]:
+    def try_allocate(
+        self,
+        lease: SyncLease,
+        num_tokens: int,
+        *,
+        reserve_blocks: int | None = None,
+        ttl_seconds: float | None = None,
+    ) -> Answer[bool]:
+        """Allocate without waiting; see ``Lease.try_allocate``."""
+        answer = Answer(verbs.try_allocate, (lease, num_tokens, reserve_blocks, ttl_seconds))
+        self._add(answer)
+        return answer
+
+    def can_allocate(
+        self, lease: SyncLease, num_tokens: int, *, reserve_blocks: int | None = None
+    ) -> Answer[bool]:
         """Ask if ``try_allocate`` would succeed now; see ``Lease.can_allocate``."""
-        answer = Answer(verbs.can_allocate, (lease, num_tokens))
+        answer = Answer(verbs.can_allocate, (lease, num_tokens, reserve_blocks))
+        self._add(answer)
+        return answer
+
+    def allocatable_blocks(
+        self, *, salt: str = "", reserve_blocks: int | None = None, limit: int | None = None
+    ) -> Answer[int]:
+        """Return the blocks of the largest request that could be granted now.
+
+        See ``CacheEngine.allocatable_blocks``.
+        """
+        args = (self._port.cache, salt, reserve_blocks, limit)
+        answer = Answer(verbs.allocatable_blocks, args)
+        self._add(answer)
+        return answer
+
+    def extendable_blocks(self, *, limit: int | None = None) -> Answer[int]:
+        """Return the blocks that ``extend`` could take; see ``CacheEngine.extendable_blocks``."""
+        answer = Answer(verbs.extendable_blocks, (self._port.cache, limit))
         self._add(answer)
         return answer
 
@@ -183,6 +216,8 @@ class Calls(Unique):
         timeout: float | None = None,
         wait_pending: float = 0.0,
         wait_store: float = 0.0,
+        reserve_blocks: int | None = None,
+        ttl_seconds: float | None = None,
     ) -> EngineFuture[SyncLease]:
         """Wait for capacity, then take blocks; see ``SyncLease.allocate``.
 
@@ -195,7 +230,8 @@ class Calls(Unique):
         """
         future: EngineFuture[SyncLease] = self._new_future()
         wait = (wait_pending, wait_store)
-        self._add(Answer(verbs.allocate, (future, lease, num_tokens, priority, timeout, wait)))
+        args = (future, lease, num_tokens, priority, timeout, wait, reserve_blocks, ttl_seconds)
+        self._add(Answer(verbs.allocate, args))
         return future
 
     def extend(self, leases: Iterable[SyncLease], num_tokens: int) -> Answer[None]:
@@ -217,6 +253,18 @@ class Calls(Unique):
         self._add(Answer(verbs.swap_out, (future, lease)))
         return future
 
+    def expire_after(self, lease: SyncLease, seconds: float) -> Answer[None]:
+        """Let the lease be released unless it is used in time; see ``Lease.expire_after``."""
+        answer = Answer(verbs.expire_after, (lease, seconds))
+        self._add(answer)
+        return answer
+
+    def keep(self, lease: SyncLease) -> Answer[None]:
+        """End the limit of ``expire_after``; see ``Lease.keep``."""
+        answer = Answer(verbs.keep, (lease,))
+        self._add(answer)
+        return answer
+
     def fork(
         self, lease: SyncLease, *, owner: str = "", stream: object = None
     ) -> Answer[SyncLease]:
@@ -224,6 +272,28 @@ class Calls(Unique):
         answer = Answer(verbs.fork, (SyncLease(self._port), lease, owner, stream))
         self._add(answer)
         return answer
+
+    # --- device blocks of a server --------------------------------------------------------------
+
+    def assign(
+        self, lease: SyncLease, block_ids: TokenIds, *, computed_tokens: int = 0
+    ) -> Answer[None]:
+        """Name the device blocks of the next positions; see ``Lease.assign``."""
+        answer = Answer(verbs.assign, (lease, block_ids, computed_tokens))
+        self._add(answer)
+        return answer
+
+    def is_idle(self, lease: SyncLease) -> Answer[bool]:
+        """Ask if no transfer uses the device blocks of a lease; see ``Lease.is_idle``."""
+        answer = Answer(verbs.is_idle, (lease,))
+        self._add(answer)
+        return answer
+
+    def idle(self, lease: SyncLease) -> EngineFuture[None]:
+        """Wait until no transfer uses the device blocks of a lease; see ``Lease.idle``."""
+        future: EngineFuture[None] = self._new_future()
+        self._add(Answer(verbs.idle, (future, lease)))
+        return future
 
     def release(self, lease: SyncLease, after: Event | None = None) -> Answer[None]:
         """Release a lease; see ``Lease.release``. Idempotent."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from aiokv.sync.answers import make_calls
+from aiokv.sync.answers import Answer, make_calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aiokv.sync.answers import Answer
-    from aiokv.sync.thread import EngineThread
+    from aiokv.sync.thread import LoopThread
+
+T = TypeVar("T")
 
 
 class Crossing:
@@ -27,7 +28,7 @@ class Crossing:
 
     __slots__ = ("_answered", "_answers", "_claim", "_thread", "done", "first_error")
 
-    def __init__(self, thread: EngineThread, answers: Sequence[Answer[object]]) -> None:
+    def __init__(self, thread: LoopThread, answers: Sequence[Answer[Any]]) -> None:
         self._thread = thread
         self._answers = answers
         # `pop` is atomic: the calls are made once, though the crossing may be sent again after an
@@ -83,3 +84,18 @@ class Crossing:
         self.done = True
         self._thread.forget(self)
         self._answered.release()
+
+
+def cross(thread: LoopThread, function: Callable[..., T], *args: Any) -> T:
+    """Make one call on the loop; return its value or raise its error.
+
+    Raises:
+        UsageError: the thread was not started.
+        KeyboardInterrupt: the call may be made all the same.
+    """
+    answer = Answer(function, args)
+    try:
+        Crossing(thread, [answer]).wait()
+        return answer.value
+    finally:
+        del answer  # the traceback of an error has this frame: break the cycle

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, Self, TypeVar, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 import uvloop
 
 from aiokv.checks import Unique, arguments
 from aiokv.engine import CacheEngine
+from aiokv.errors import ClosedError
 from aiokv.sync.computing import SyncComputing
 from aiokv.sync.port import Port
-from aiokv.sync.thread import EngineThread
+from aiokv.sync.thread import LoopThread
 from aiokv.sync.transfers import SyncSending
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+    from concurrent.futures import Future
     from types import TracebackType
 
     import numpy as np
     from numpy.typing import NDArray
 
     from aiokv.config import CacheConfig
+    from aiokv.errors import AiokvError
     from aiokv.peers.options import Peers
     from aiokv.ranks.group import RankGroup
     from aiokv.stores.base import Store
@@ -34,8 +37,6 @@ if TYPE_CHECKING:
     from aiokv.types import Health, Hit, Item, Statistics, TokenIds
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.regions import Regions
-
-T = TypeVar("T")
 
 
 @final
@@ -88,8 +89,8 @@ class SyncEngine(Unique):
     ) -> None:
         cache = CacheEngine(config, regions, device, ranks=ranks, stores=stores, peers=peers)
         self._cache = cache
-        self._thread = EngineThread(cache, loop_factory)
-        self._port = Port(self._thread)
+        self._thread = LoopThread(_EngineService(cache), loop_factory)
+        self._port = Port(self._thread, cache)
 
     # --- opening and closing ----------------------------------------------------------------------
 
@@ -177,6 +178,23 @@ class SyncEngine(Unique):
         """Add positions to each lease, or to none; see ``CacheEngine.extend``."""
         self._port.call(lambda calls: calls.extend(leases, num_tokens))
 
+    def allocatable_blocks(
+        self, *, salt: str = "", reserve_blocks: int | None = None, limit: int | None = None
+    ) -> int:
+        """Return the blocks of the largest request that could be granted now.
+
+        See ``CacheEngine.allocatable_blocks``.
+        """
+        return self._port.call(
+            lambda calls: calls.allocatable_blocks(
+                salt=salt, reserve_blocks=reserve_blocks, limit=limit
+            )
+        )
+
+    def extendable_blocks(self, *, limit: int | None = None) -> int:
+        """Return the blocks that ``extend`` could take; see ``CacheEngine.extendable_blocks``."""
+        return self._port.call(lambda calls: calls.extendable_blocks(limit=limit))
+
     def commit_many(self, leases: Iterable[SyncLease], num_tokens: Iterable[int]) -> int:
         """Call ``commit`` for each lease; see ``CacheEngine.commit_many``."""
         return self._port.call(lambda calls: calls.commit_many(leases, num_tokens))
@@ -241,7 +259,7 @@ class SyncEngine(Unique):
         """Sizes and policies of the cache."""
         return self._cache.config
 
-    def call(self, function: Callable[..., Awaitable[T] | T], /, *args: Any, **kwargs: Any) -> Any:
+    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a function on the engine's loop, and await its value if that can be awaited.
 
         ::
@@ -266,7 +284,7 @@ class SyncEngine(Unique):
         return self.submit(function, *args, **kwargs).wait()
 
     def submit(
-        self, function: Callable[..., Awaitable[T] | T], /, *args: Any, **kwargs: Any
+        self, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> EngineFuture[Any]:
         """Do as ``call``, but do not wait for the value.
 
@@ -290,3 +308,32 @@ class SyncEngine(Unique):
 
     def __repr__(self) -> str:
         return f"<Sync{repr(self._cache)[1:]}"
+
+
+class _EngineService:
+    """An engine on the loop of a :class:`LoopThread`."""
+
+    noun = "engine"
+    facade = "SyncEngine"
+    opening = "open"
+
+    def __init__(self, cache: CacheEngine) -> None:
+        self._cache = cache
+
+    async def serve(self, opened: Future[None], closing: asyncio.Future[float | None]) -> None:
+        try:
+            await self._cache.__aenter__()
+        except BaseException as error:
+            opened.set_exception(error)
+            return
+        opened.set_result(None)
+        await self._cache.aclose(await closing)
+
+    async def abort(self) -> None:
+        await self._cache.aclose(0.0)
+
+    def note_end(self) -> None:
+        """Do nothing: threads wait in crossings and futures only."""
+
+    def new_closed_error(self) -> AiokvError:
+        return ClosedError("the engine is closed")

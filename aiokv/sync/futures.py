@@ -12,7 +12,7 @@ from aiokv.sync.answers import without_frames
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from aiokv.sync.thread import EngineThread
+    from aiokv.sync.thread import LoopThread
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class EngineFuture(Future[T]):
     in the engine's thread, and may make direct calls there, but not wait for other futures.
     """
 
-    def __init__(self, thread: EngineThread) -> None:
+    def __init__(self, thread: LoopThread) -> None:
         super().__init__()
         self._engine_thread = thread
         self._task: asyncio.Task[None] | None = None
@@ -88,7 +88,7 @@ class EngineFuture(Future[T]):
             raise UsageError("the call of this future was not sent yet", hint="call run() first")
         if thread.is_current:
             raise UsageError(
-                "a future of the engine was waited for in the engine's own thread",
+                f"a future of the {thread.noun} was waited for in the {thread.noun}'s own thread",
                 hint="wait in another thread, or add another callback",
             )
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class SyncLayers(Unique):
     """Layers that a lease or a batch waits for: an :class:`aiokv.LayerView` for threads.
 
-    A lease whose cached blocks are all on the device waits for no transfer: its methods return
-    without a crossing.
+    Waits for layers that have arrived return without a crossing. A lease whose cached blocks are
+    all on the device waits for no transfer.
     """
 
     __slots__ = ("_port", "_view")
@@ -51,20 +51,18 @@ class SyncLayers(Unique):
         Raises:
             TransferError: the transfer failed; ``first_bad_token`` is the first position to compute
                 again.
-            TimeoutError: the layer has not arrived in time. The transfer goes on.
+            TransferTimeout: the layer has not arrived in time. The transfer goes on.
             UsageError: there is no such layer.
             ClosedError, BrokenEngineError: the engine was closed, or its thread has failed.
             KeyboardInterrupt: the transfer goes on.
         """
-        self._wait(self._view.wait, layer, timeout)
+        if not self._view.has_arrived(layer):
+            self._port.begin(self._view.wait, layer, timeout).wait()
 
     def wait_all(self, timeout: float | None = None) -> None:
         """Block the calling thread until all layers have arrived; see ``wait``."""
-        self._wait(self._view.wait_all, timeout)
-
-    def _wait(self, function: Any, *args: Any) -> None:
-        if self._view.transfer_ids:
-            self._port.begin(function, *args).wait()
+        if not self._view.has_arrived():
+            self._port.begin(self._view.wait_all, timeout).wait()
 
     def __iter__(self) -> Iterator[int]:
         """Layers in ascending order, each when it has arrived."""
@@ -72,13 +70,13 @@ class SyncLayers(Unique):
             self.wait(layer)
             yield layer
 
-    def gpu_wait(self, layer: int, stream: Any) -> None:
+    def gpu_wait(self, layer: int, stream: Any, timeout: float | None = None) -> None:
         """Let ``stream`` wait for the layer, as ``LayerView.gpu_wait``. Does not cross."""
-        self._view.gpu_wait(layer, stream)
+        self._view.gpu_wait(layer, stream, timeout)
 
-    def gpu_wait_all(self, stream: Any) -> None:
+    def gpu_wait_all(self, stream: Any, timeout: float | None = None) -> None:
         """Let ``stream`` wait for every layer, as ``LayerView.gpu_wait_all``. Does not cross."""
-        self._view.gpu_wait_all(stream)
+        self._view.gpu_wait_all(stream, timeout)
 
     def raise_for_error(self) -> None:
         """Raise the failure of the transfers, if there is one.

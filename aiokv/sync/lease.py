@@ -86,13 +86,25 @@ class SyncLease(Unique):
 
     # --- capacity ---------------------------------------------------------------------------------
 
-    def try_allocate(self, num_tokens: int) -> bool:
+    def try_allocate(
+        self,
+        num_tokens: int,
+        *,
+        reserve_blocks: int | None = None,
+        ttl_seconds: float | None = None,
+    ) -> bool:
         """Allocate without waiting; return False if that is not possible now."""
-        return self._call(lambda calls: calls.try_allocate(self, num_tokens))
+        return self._call(
+            lambda calls: calls.try_allocate(
+                self, num_tokens, reserve_blocks=reserve_blocks, ttl_seconds=ttl_seconds
+            )
+        )
 
-    def can_allocate(self, num_tokens: int) -> bool:
+    def can_allocate(self, num_tokens: int, *, reserve_blocks: int | None = None) -> bool:
         """Return True if ``try_allocate(num_tokens)`` would succeed now; changes nothing."""
-        return self._call(lambda calls: calls.can_allocate(self, num_tokens))
+        return self._call(
+            lambda calls: calls.can_allocate(self, num_tokens, reserve_blocks=reserve_blocks)
+        )
 
     def allocate(
         self,
@@ -102,6 +114,8 @@ class SyncLease(Unique):
         timeout: float | None = None,
         wait_pending: float = 0.0,
         wait_store: float = 0.0,
+        reserve_blocks: int | None = None,
+        ttl_seconds: float | None = None,
     ) -> EngineFuture[SyncLease]:
         """Wait for capacity, then take the blocks of ``num_tokens`` positions at once.
 
@@ -115,6 +129,10 @@ class SyncLease(Unique):
             timeout: seconds to wait for capacity; None for no limit.
             wait_pending: seconds to wait first for blocks that another lease is computing.
             wait_store: seconds to wait for blocks that a store has.
+            reserve_blocks: blocks that the grant leaves to ``extend``; None for the configured
+                number.
+            ttl_seconds: seconds after the grant at which the lease is released unless it is used
+                before; None for no limit.
 
         Returns:
             A future of this lease, granted; it is done already when the device has room. After
@@ -128,6 +146,8 @@ class SyncLease(Unique):
                 timeout=timeout,
                 wait_pending=wait_pending,
                 wait_store=wait_store,
+                reserve_blocks=reserve_blocks,
+                ttl_seconds=ttl_seconds,
             )
         )
 
@@ -144,6 +164,14 @@ class SyncLease(Unique):
         """
         return self._port.start(lambda calls: calls.swap_out(self))
 
+    def expire_after(self, seconds: float) -> None:
+        """Let the engine release the lease after ``seconds``, as ``Lease.expire_after``."""
+        self._call(lambda calls: calls.expire_after(self, seconds))
+
+    def keep(self) -> None:
+        """End the limit of ``expire_after``, as ``Lease.keep``."""
+        self._call(lambda calls: calls.keep(self))
+
     def fork(self, *, owner: str = "", stream: object = None) -> SyncLease:
         """Return a second lease on the same positions, as ``Lease.fork``."""
         return self._call(lambda calls: calls.fork(self, owner=owner, stream=stream))
@@ -151,6 +179,26 @@ class SyncLease(Unique):
     def release(self, after: Event | None = None) -> None:
         """Release the lease and give all its blocks back. Idempotent, also after ``close``."""
         self._call(lambda calls: calls.release(self, after))
+
+    # --- device blocks of a server ----------------------------------------------------------------
+
+    def assign(self, block_ids: TokenIds, *, computed_tokens: int = 0) -> None:
+        """Name the device blocks of the next positions, as ``Lease.assign``."""
+        self._call(lambda calls: calls.assign(self, block_ids, computed_tokens=computed_tokens))
+
+    @property
+    def transfer_ids(self) -> tuple[int, ...]:
+        """Ids of the transfers in flight that write blocks of the lease."""
+        return self._ask(lambda lease: lease.transfer_ids)
+
+    @property
+    def is_idle(self) -> bool:
+        """True when no transfer uses device blocks that the lease has named; also once released."""
+        return self._call(lambda calls: calls.is_idle(self))
+
+    def idle(self) -> EngineFuture[None]:
+        """Wait until no transfer uses device blocks that the lease has named, as ``Lease.idle``."""
+        return self._port.start(lambda calls: calls.idle(self))
 
     # --- computed positions -----------------------------------------------------------------------
 
@@ -195,6 +243,11 @@ class SyncLease(Unique):
         return SyncReceiving(self._port, lambda: self.inner.receive(num_tokens, timeout=timeout))
 
     # --- state ------------------------------------------------------------------------------------
+
+    @property
+    def hit_blocks(self) -> NDArray[np.int32]:
+        """Device ids of the blocks of the hit, as ``Lease.hit_blocks``."""
+        return self._call(lambda calls: calls.hit_blocks(self))
 
     @property
     def state(self) -> LeaseState:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from aiokv.engine import CacheEngine
     from aiokv.sync.answers import Answer
     from aiokv.sync.futures import EngineFuture
-    from aiokv.sync.thread import EngineThread
+    from aiokv.sync.thread import LoopThread
 
 T = TypeVar("T")
 
@@ -22,16 +22,17 @@ class Port:
 
     Args:
         thread: runs the engine.
+        cache: the engine.
 
     Attributes:
-        cache: the engine.
+        cache: as given.
         thread: as given.
     """
 
     __slots__ = ("cache", "thread")
 
-    def __init__(self, thread: EngineThread) -> None:
-        self.cache: CacheEngine = thread.cache
+    def __init__(self, thread: LoopThread, cache: CacheEngine) -> None:
+        self.cache = cache
         self.thread = thread
 
     def new_calls(self) -> Calls:

@@ -1,4 +1,4 @@
-"""EngineThread: the thread and the event loop of an engine, from opening to the end."""
+"""LoopThread: the thread and the event loop of an engine or a rank, from opening to the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import weakref
 from concurrent.futures import Future
 from contextlib import suppress
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from aiokv import _native, checks
 from aiokv.errors import AiokvError, BrokenEngineError, ClosedError, UsageError
@@ -18,7 +18,6 @@ from aiokv.observe.logs import Log
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiokv.engine import CacheEngine
     from aiokv.sync.crossing import Crossing
     from aiokv.sync.futures import EngineFuture
 
@@ -26,7 +25,7 @@ log = Log(__name__)
 
 EXIT_SECONDS: Final = 30.0  # for transfers in flight, when the interpreter exits
 
-_threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+_threads: weakref.WeakSet[LoopThread] = weakref.WeakSet()
 
 
 def _abandon_in_child() -> None:
@@ -36,7 +35,7 @@ def _abandon_in_child() -> None:
 
 
 def _close_at_exit() -> None:
-    """Close the engines that are open when the main thread ends."""
+    """Close the services that are open when the main thread ends."""
     for thread in list(_threads):
         thread.close_at_exit()
 
@@ -44,22 +43,53 @@ def _close_at_exit() -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_abandon_in_child)
 # Not atexit: stores use executors, which the interpreter shuts down before it calls atexit, and
-# before it joins the threads that wait for an engine.
+# before it joins the threads that wait for a service.
 threading._register_atexit(_close_at_exit)  # type: ignore[attr-defined]
 
 
-class EngineThread:
-    """Runs an engine on a loop of its own, and makes the calls of other threads there.
+class Service(Protocol):
+    """An object with a loop that runs in a thread of its own: an engine, or a rank.
+
+    Attributes:
+        noun: ``"engine"`` or ``"rank"``, for messages.
+        facade: name of the public class, whose objects threads use.
+        opening: name of its method that starts the thread.
+    """
+
+    noun: str
+    facade: str
+    opening: str
+
+    async def serve(self, opened: Future[None], closing: asyncio.Future[float | None]) -> None:
+        """Run the service to its end.
+
+        Args:
+            opened: gets its result when calls may be made, or the error of the opening.
+            closing: gets the drain timeout when the service has to close.
+        """
+
+    async def abort(self) -> None:
+        """Close at once: a callback of the loop has failed, and has ended ``serve``."""
+
+    def note_end(self) -> None:
+        """Release what waits in other threads: the loop runs no callback any more."""
+
+    def new_closed_error(self) -> AiokvError:
+        """Return the error of calls after the end of ``serve``."""
+
+
+class LoopThread:
+    """Runs a service on a loop of its own, and makes the calls of other threads there.
 
     Args:
-        cache: the engine, which is not entered yet.
+        service: has not begun yet.
         loop_factory: returns the event loop.
     """
 
     def __init__(
-        self, cache: CacheEngine, loop_factory: Callable[[], asyncio.AbstractEventLoop]
+        self, service: Service, loop_factory: Callable[[], asyncio.AbstractEventLoop]
     ) -> None:
-        self.cache = cache
+        self._service = service
         self._loop_factory = loop_factory
         self._opening = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -78,21 +108,24 @@ class EngineThread:
     # --- opening and closing ----------------------------------------------------------------------
 
     def open(self) -> None:
-        """See ``SyncEngine.open``."""
+        """Start the thread, and wait until calls may be made; see ``SyncEngine.open``."""
         self.check_process()
         opened: Future[None] = Future()
         with self._opening:
             if self._loop is not None or self._has_ended:
+                facade = self._service.facade
                 raise UsageError(
-                    "this SyncEngine was opened or closed before; it can be opened once",
-                    hint="make a new SyncEngine",
+                    f"this {facade} was opened or closed before; it can be opened once",
+                    hint=f"make a new {facade}",
                 )
             loop = self._loop = self._loop_factory()
             self._closing = loop.create_future()
             self._thread = threading.Thread(
-                target=self._run, args=(loop, self._closing, opened), name="aiokv-engine",
+                target=self._run,
+                args=(loop, self._closing, opened),
+                name=f"aiokv-{self._service.noun}",
                 daemon=True,
-            )  # fmt: skip
+            )
         _threads.add(self)
         try:
             self._thread.start()
@@ -102,15 +135,11 @@ class EngineThread:
             raise
 
     def close(self, drain_timeout: float | None) -> None:
-        """See ``SyncEngine.close``."""
+        """End the service and its thread; see ``SyncEngine.close``."""
         checks.timeout(drain_timeout, "drain_timeout")
         if self._is_abandoned:
             return
-        if self.is_current:
-            raise UsageError(
-                "close() was called in the engine's own thread, for which it waits",
-                hint="call close() in another thread",
-            )
+        self.check_not_current("close()")
         with self._opening:
             thread, loop = self._thread, self._loop
             if thread is None or loop is None:
@@ -155,25 +184,16 @@ class EngineThread:
         try:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
                 try:
-                    runner.run(self._serve(closing, opened))
+                    runner.run(self._service.serve(opened, closing))
                 except BaseException as error:  # a callback of the loop has raised SystemExit
                     self._failure = error
                     log.error("sync.thread_failed", reason=repr(error))
                     self._has_ended = True  # of calls that come now; those that came are made
-                    runner.run(self.cache.aclose(0.0))
+                    runner.run(self._service.abort())
         except BaseException as error:
             self._failure = self._failure or error
         finally:
             self._end()
-
-    async def _serve(self, closing: asyncio.Future[float | None], opened: Future[None]) -> None:
-        try:
-            await self.cache.__aenter__()
-        except BaseException as error:
-            opened.set_exception(error)
-            return
-        opened.set_result(None)
-        await self.cache.aclose(await closing)
 
     def _end(self) -> None:
         """Answer all that waits: no callback of the loop runs any more."""
@@ -182,6 +202,7 @@ class EngineThread:
             crossing.fail(self.new_error)
         for wait in list(self._waits):
             wait.fail(self.new_error())
+        self._service.note_end()
         self._ident = 0
         self._over.set()
 
@@ -198,8 +219,13 @@ class EngineThread:
         return self._has_ended
 
     @property
+    def is_over(self) -> bool:
+        """True when the thread has ended: no callback of the loop runs any more."""
+        return self._over.is_set()
+
+    @property
     def is_ending(self) -> bool:
-        """True when the engine was asked to close, or has failed: tasks are cancelled for that."""
+        """True when the service was asked to close, or failed: tasks are cancelled for that."""
         return self.has_failed or (self._closing is not None and self._closing.done())
 
     @property
@@ -212,23 +238,49 @@ class EngineThread:
         """True while a cancelled wait for capacity has not given its place in line back."""
         return bool(self._ending)
 
+    @property
+    def noun(self) -> str:
+        """Noun for the service in messages: ``"engine"`` or ``"rank"``."""
+        return self._service.noun
+
     def check_process(self) -> None:
         """Raises:
-        ClosedError: this process is a fork of the process of the engine.
+        ClosedError: this process is a fork of the process of the thread.
         """
         if self._is_abandoned:
             raise self.new_error()
 
+    def check_not_current(self, what: str) -> None:
+        """Raises:
+        UsageError: this is the thread of the loop, where ``what`` would never end.
+        """
+        if self.is_current:
+            raise UsageError(
+                f"{what} was called in the {self.noun}'s own thread, for which it waits",
+                hint="call it in another thread",
+            )
+
+    def check_open(self) -> None:
+        """Raises:
+        UsageError: the thread was not started.
+        """
+        if self._loop is None and not self._has_ended:
+            raise UsageError(
+                f"the {self._service.facade} is not open",
+                hint=f"use 'with', or call {self._service.opening}()",
+            )
+
     def new_error(self) -> AiokvError:
         """Return the error of calls that the loop does not make any more."""
+        noun = self._service.noun
         if self._is_abandoned:
             return ClosedError(
-                "the engine belongs to the parent process, which opened it before os.fork()",
-                hint="open a SyncEngine in the child",
+                f"the {noun} belongs to the parent process, which opened it before os.fork()",
+                hint=f"open a {self._service.facade} in the child",
             )
         if self._failure is None:
-            return ClosedError("the engine is closed")
-        error = BrokenEngineError(f"the thread of the engine has failed: {self._failure!r}")
+            return self._service.new_closed_error()
+        error = BrokenEngineError(f"the thread of the {noun} has failed: {self._failure!r}")
         error.__cause__ = self._failure
         return error
 
@@ -236,13 +288,12 @@ class EngineThread:
         """Make the calls of a crossing on the loop; at once if this is the loop's thread.
 
         Raises:
-            UsageError: the engine is not open.
+            UsageError: the service is not open.
         """
         if self.is_current:
             crossing.execute()
             return
-        if self._loop is None and not self._has_ended:
-            raise UsageError("the SyncEngine is not open", hint="use 'with', or call open()")
+        self.check_open()
         self._unanswered.add(crossing)
         if self._is_abandoned:
             crossing.fail(self.new_error)

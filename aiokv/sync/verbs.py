@@ -57,16 +57,32 @@ def would_hit(
     return cache.would_hit(tokens, salt=salt, adapter=adapter, items=items)
 
 
-def try_allocate(lease: SyncLease, num_tokens: int) -> bool:
+def hit_blocks(lease: SyncLease) -> NDArray[np.int32]:
+    return inner_of(lease).hit_blocks
+
+
+def try_allocate(
+    lease: SyncLease, num_tokens: int, reserve_blocks: int | None, ttl_seconds: float | None
+) -> bool:
     inner = inner_of(lease)
-    if not inner.try_allocate(num_tokens):
+    if not inner.try_allocate(num_tokens, reserve_blocks=reserve_blocks, ttl_seconds=ttl_seconds):
         return False
     lease.note_grant(inner)
     return True
 
 
-def can_allocate(lease: SyncLease, num_tokens: int) -> bool:
-    return inner_of(lease).can_allocate(num_tokens)
+def can_allocate(lease: SyncLease, num_tokens: int, reserve_blocks: int | None) -> bool:
+    return inner_of(lease).can_allocate(num_tokens, reserve_blocks=reserve_blocks)
+
+
+def allocatable_blocks(
+    cache: CacheEngine, salt: str, reserve_blocks: int | None, limit: int | None
+) -> int:
+    return cache.allocatable_blocks(salt=salt, reserve_blocks=reserve_blocks, limit=limit)
+
+
+def extendable_blocks(cache: CacheEngine, limit: int | None) -> int:
+    return cache.extendable_blocks(limit=limit)
 
 
 def allocate(
@@ -76,6 +92,8 @@ def allocate(
     priority: int,
     timeout: float | None,
     waits: tuple[float, float],
+    reserve_blocks: int | None,
+    ttl_seconds: float | None,
 ) -> None:
     """Grant now, or begin to wait: without a task where the device has room."""
     if future.cancelled():
@@ -85,7 +103,8 @@ def allocate(
         inner = inner_of(lease)
         checks.timeout(timeout)
         as_priority(priority)
-        if waits == (0.0, 0.0) and try_allocate(lease, num_tokens):
+        at_once = waits == (0.0, 0.0)
+        if at_once and try_allocate(lease, num_tokens, reserve_blocks, ttl_seconds):
             if not future.settle(lease):
                 give_back(inner)
             return
@@ -100,6 +119,8 @@ def allocate(
             timeout=timeout,
             wait_pending=waits[0],
             wait_store=waits[1],
+            reserve_blocks=reserve_blocks,
+            ttl_seconds=ttl_seconds,
         )
         lease.note_grant(inner)
         return lease
@@ -125,9 +146,40 @@ def swap_out(future: EngineFuture[None], lease: SyncLease) -> None:
     begin(future, lambda: inner_of(lease).preempt(swap=True), ())
 
 
+def expire_after(lease: SyncLease, seconds: float) -> None:
+    inner_of(lease).expire_after(seconds)
+
+
+def keep(lease: SyncLease) -> None:
+    inner_of(lease).keep()
+
+
 def fork(child: SyncLease, lease: SyncLease, owner: str, stream: object) -> SyncLease:
     child.note_fork(inner_of(lease).fork(owner=owner, stream=stream))
     return child
+
+
+def assign(lease: SyncLease, block_ids: TokenIds, computed_tokens: int) -> None:
+    inner_of(lease).assign(block_ids, computed_tokens=computed_tokens)
+
+
+def is_idle(lease: SyncLease) -> bool:
+    return inner_of(lease).is_idle
+
+
+def idle(future: EngineFuture[None], lease: SyncLease) -> None:
+    """Settle the future now, or begin to wait: without a task for a lease that is idle."""
+    if future.cancelled():
+        future.note_cancelled()
+        return
+    try:
+        if is_idle(lease):
+            future.settle(None)
+            return
+    except AiokvError as error:
+        future.fail(without_frames(error))
+        return
+    future.start(inner_of(lease).idle())
 
 
 def release(lease: SyncLease, after: Event | None) -> None:

@@ -37,8 +37,8 @@ class FlakyCopy:
     def layer_events(self) -> Sequence[Event]:
         return self._copy.layer_events
 
-    def wait_submitted(self, layer: int) -> None:
-        self._copy.wait_submitted(layer)
+    def wait_submitted(self, layer: int, timeout: float | None = None) -> bool:
+        return self._copy.wait_submitted(layer, timeout)
 
     def stream_wait(self, layer: int, stream: Any) -> None:
         self._copy.stream_wait(layer, stream)

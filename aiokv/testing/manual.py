@@ -229,8 +229,8 @@ class ManualCopy:
     def layer_events(self) -> Sequence[ManualEvent]:
         return self._events
 
-    def wait_submitted(self, layer: int) -> None:
-        self._submitted[layer].wait()
+    def wait_submitted(self, layer: int, timeout: float | None = None) -> bool:
+        return self._submitted[layer].wait(timeout)
 
     def stream_wait(self, layer: int, stream: Any) -> None:
         if not self._submitted[layer].is_set():

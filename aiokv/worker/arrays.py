@@ -151,16 +151,16 @@ def describe(tensor: Any, what: str, dtype: str | None = None) -> DescribedArray
     Raises:
         LayoutError: it exports no layout, has no blocks, or has gaps inside a block.
     """
-    owner, interface, device = _interface(tensor, what)
+    owner, interface, device = interface_of(tensor, what)
     shape = tuple(int(length) for length in interface["shape"])
     item_bytes = int(interface["typestr"][2:])
     pointer, read_only = interface["data"]
-    strides = interface.get("strides") or _dense_strides(shape, item_bytes)
+    strides = interface.get("strides") or dense_strides(shape, item_bytes)
     if not shape or 0 in shape:
         raise LayoutError(f"{what}: shape {shape} has no blocks, or blocks of 0 bytes")
     if read_only and device == "cpu" and isinstance(tensor, np.ndarray):
         raise LayoutError(f"{what}: the array is read-only")
-    dense = _dense_strides(shape, item_bytes)
+    dense = dense_strides(shape, item_bytes)
     for axis in range(1, len(shape)):
         if shape[axis] > 1 and strides[axis] != dense[axis]:
             raise LayoutError(
@@ -197,8 +197,12 @@ def dtype_name(tensor: Any, typestr: str = "") -> str:
     return name if with_module is None else with_module[1]
 
 
-def _interface(tensor: Any, what: str) -> tuple[Any, dict[str, Any], str]:
-    """Return the owner of the memory, its array interface, and the kind of device."""
+def interface_of(tensor: Any, what: str) -> tuple[Any, dict[str, Any], str]:
+    """Return the owner of the memory, its array interface, and ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        LayoutError: the tensor exports no layout.
+    """
     for name, device in (("__cuda_array_interface__", "cuda"), ("__array_interface__", "cpu")):
         try:
             return tensor, getattr(tensor, name), device
@@ -241,7 +245,8 @@ def _from_dlpack(tensor: Any, what: str) -> tuple[Any, dict[str, Any], str]:
     return owner, interface, _DLPACK_DEVICES[kind]
 
 
-def _dense_strides(shape: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:
+def dense_strides(shape: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:
+    """Return the strides in bytes of a C-contiguous array."""
     strides = [item_bytes]
     for length in reversed(shape[1:]):
         strides.append(strides[-1] * length)

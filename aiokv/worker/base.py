@@ -354,6 +354,32 @@ class Worker(Protocol):
         Cancellation: nothing is left behind.
         """
 
+    @property
+    def layer_ends(self) -> list[int]:
+        """End of each range of layers in which blocks can be sent, ascending.
+
+        Empty before ``open``, without peers, and when blocks are sent as a whole.
+
+        Raises:
+            PeerError: the ranks have different ranges.
+        """
+
+    def layers_done(self, ticket_id: bytes, mark: int, event: Event | None) -> None:
+        """Let the plans of a mark start when ``event`` is done; called before they are submitted.
+
+        A mark names a point in the work of the open step, behind which some layers of the blocks of
+        the plans are computed. With ranks, ``Rank.layers_done`` notes it in each process.
+
+        Args:
+            ticket_id: of an open ticket; without effect for any other.
+            mark: number of the point; used once.
+            event: recorded behind the work; None when it has finished.
+
+        Raises:
+            UsageError: ``check_event`` refuses the event. Nothing changed.
+            ClosedError: the worker is not open.
+        """
+
     def close_ticket(self, ticket_id: bytes, reason: str) -> None:
         """End a ticket that was expected or opened: its plans end when nothing of them moves.
 

@@ -118,6 +118,7 @@ class CacheController:
             host_state_slots=host_state_slots,
             peer_slots=None if peers is None else self._peer_slots,
             peer_slots_on_device=peers is not None and peers.slots_on_device,
+            peer_layers=self._peer_layers,
         )
         self._copy_ids = count(-1, -1)  # of copies that are part of a plan
         self._peers = PeerTransfers(
@@ -443,6 +444,17 @@ class CacheController:
         """Layout of the blocks of this rank, for peers; empty without peers and before ``open``."""
         return self._peers.layout
 
+    @property
+    def layer_ends(self) -> list[int]:
+        """End of each range of layers in which blocks are sent; see :attr:`Worker.layer_ends`."""
+        return self._peers.layer_ends
+
+    def layers_done(self, ticket_id: bytes, mark: int, event: Event | None) -> None:
+        """Note that layers of blocks are computed; see :meth:`Worker.layers_done`."""
+        self._check_open()
+        self.check_event(event)
+        self._peers.layers_done(ticket_id, mark, event)
+
     def close_ticket(self, ticket_id: bytes, reason: str) -> None:
         """End a ticket; see :meth:`Worker.close_ticket`."""
         self._peers.close_ticket(ticket_id, reason)
@@ -462,6 +474,9 @@ class CacheController:
     def _peer_slots(self, regions: Regions) -> tuple[int, int]:
         return self._peers.slots(regions)
 
+    def _peer_layers(self, regions: Regions) -> list[tuple[int, int]]:
+        return self._peers.layer_ranges(regions)
+
     def new_copy_id(self) -> int:
         """Return an id for :meth:`copy`."""
         return next(self._copy_ids)
@@ -473,7 +488,7 @@ class CacheController:
         group: str,
         source_ids: Sequence[int],
         target_ids: Sequence[int],
-        after_step: int,
+        after: int | Event | None,
         on_end: Callable[[CopyError | None], None],
         keys: bytes = b"",
     ) -> None:
@@ -487,7 +502,7 @@ class CacheController:
             group: window group of the blocks, for the routes of window blocks only.
             source_ids: device blocks or slots.
             target_ids: likewise, as many.
-            after_step: the step that the copy waits for.
+            after: the step or the event that the copy waits for; None for neither.
             on_end: gets the failure, or None, in a callback of the loop; idempotent.
             keys: 32 bytes per slot in the memory of the device, which the copy seals or verifies;
                 empty for slots in host memory.
@@ -500,7 +515,7 @@ class CacheController:
             route=route,
             source_blocks=id_bytes(source_ids),
             target_blocks=id_bytes(target_ids),
-            after_step=after_step,
+            after_step=after if isinstance(after, int) else 0,
             group=group,
             digests=keys,
         )
@@ -508,7 +523,9 @@ class CacheController:
         counter = LayerDoneCounter(
             regions.num_layers, transfer_id=plan.transfer_id, direction=plan.direction
         )
-        transfer = Transfer(plan, counter, regions.block_bytes * plan.num_blocks, on_end)
+        event = None if isinstance(after, int) else after
+        num_bytes = regions.block_bytes * plan.num_blocks
+        transfer = Transfer(plan, counter, num_bytes, on_end, event)
         self._transfers[plan.transfer_id] = transfer
         self._poller.surely(partial(self._place, transfer))
 
@@ -683,7 +700,7 @@ class CacheController:
         transfer.counter.note_start(transfer.started_at)
         try:
             if transfer.copy is None:
-                transfer.copy = self._copy(transfer.plan)
+                transfer.copy = self._copy(transfer)
             events = transfer.copy.layer_events
         except Exception as error:  # the report tells it, like any other failure of the copy
             failure = CopyError(0, str(error) or type(error).__name__)
@@ -697,8 +714,11 @@ class CacheController:
             self._watch(lane, transfer, transfer.copy, events)
             transfer.watched = True
 
-    def _copy(self, plan: TransferPlan) -> Copy:
-        after = self._gate.event_for(plan.after_step)
+    def _copy(self, transfer: Transfer) -> Copy:
+        plan = transfer.plan
+        after = transfer.after
+        if after is None:
+            after = self._gate.event_for(plan.after_step)
         if self._checksums is not None:
             self._checksums.begin(plan)
         ids = plan.source_ids, plan.target_ids

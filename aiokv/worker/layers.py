@@ -1,8 +1,9 @@
 """LayerDoneCounter: the layers of a transfer that have arrived.
 
-There are two ways to wait. ``await wait(layer)`` returns when the bytes have arrived.
-``gpu_wait(layer, stream)`` lets a stream wait instead of the host. It orders work but does not
-verify the transfer, so a step that used it calls ``raise_for_error()`` before its outputs are used.
+There are three ways to wait. ``await wait(layer)`` returns when the bytes have arrived, and
+``host_wait(layer)`` does so in an ordinary thread. ``gpu_wait(layer, stream)`` lets a stream wait
+instead of the host. It orders work but does not verify the transfer, so a step that used it calls
+``raise_for_error()`` before its outputs are used.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from queue import SimpleQueue
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.checks import timeout as checked_timeout
-from aiokv.errors import DeviceError, TransferError, UsageError
+from aiokv.errors import DeviceError, TransferError, TransferTimeout, UsageError
 from aiokv.worker.device.base import CopyError
+from aiokv.worker.thread_waits import NO_DEADLINE, Deadline, ThreadWaits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -25,13 +27,15 @@ if TYPE_CHECKING:
     from aiokv.worker.views import LayerView
 
 ALL: Final = -1  # key of waiters for the end
+REST: Final = -2  # key of threads that wait until no byte moves any more
 
 
 class LayerDoneCounter:
     """Progress of one transfer, layer by layer.
 
-    ``gpu_wait``, ``gpu_wait_all`` and ``is_done`` may be called from any thread, all other methods
-    only on the loop. The counter keeps the copy and its events alive.
+    ``gpu_wait``, ``host_wait``, ``rest`` and their variants, ``is_done``, ``at_rest``, ``failure``
+    and ``raise_for_error`` may be used in any thread, all other methods only on the loop. The
+    counter keeps the copy and its events alive.
 
     Attributes:
         at_rest: no byte moves any more. Waiters are released at that time, except when one of
@@ -72,12 +76,11 @@ class LayerDoneCounter:
         self._owed = set(range(num_layers))
         self._ended = False
         self.at_rest = False
+        self._abandoned = False
         self._ended_seconds: float | None = None
         self._failure: CopyError | None = None
         self._copy: Copy | None = None
-        # Wakes threads that wait for the copy or the end. `put` is one call of C: an interrupt
-        # leaves no lock, and the call may be repeated.
-        self._signals: SimpleQueue[None] = SimpleQueue()
+        self._threads = ThreadWaits()  # for the copy, a layer or the end
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self._callbacks: list[Callable[[int], None]] = []
         self._uncalled: dict[int, int] = {}  # layer -> index of the callback that gets it next
@@ -107,6 +110,13 @@ class LayerDoneCounter:
     def all_arrived(self) -> bool:
         """True when no layer is pending; with 0 layers, also before the end."""
         return not self._owed
+
+    def has_arrived(self, layer: int) -> bool:
+        """True when a layer, or the last one for ``ALL``, has arrived without a failure.
+
+        Any thread.
+        """
+        return self._is_settled(layer) and self.failure is None
 
     @property
     def failure(self) -> CopyError | None:
@@ -170,7 +180,7 @@ class LayerDoneCounter:
         Raises:
             TransferError: the transfer failed or was cancelled. Raised when no byte of it moves any
                 more, so that the blocks can be written again; see ``at_rest``.
-            TimeoutError: names the layer.
+            TransferTimeout: names the layer.
 
         Cancellation: detaches this waiter; the transfer goes on.
         """
@@ -187,8 +197,7 @@ class LayerDoneCounter:
         timeout = checked_timeout(timeout)
         if layer != ALL:
             self._check(layer)
-        arrived = layer != ALL and layer not in self._owed
-        if self._ended or (arrived and self.failure is None):
+        if self._is_settled(layer):
             return
         future: asyncio.Future[None] = self._loop.create_future()
         waiters = self._waiters.setdefault(layer, [])
@@ -197,67 +206,140 @@ class LayerDoneCounter:
             async with asyncio.timeout(timeout):
                 await future
         except TimeoutError:
-            what = "the last layer" if layer == ALL else f"layer {layer}"
-            raise TimeoutError(
-                f"{self.direction} {self.transfer_id}: {what} did not arrive within {timeout} s"
-            ) from None
+            raise self._timeout(layer, timeout) from None
         finally:
             waiters.remove(future)
+
+    def _is_settled(self, key: int) -> bool:
+        """True when no wait for a layer, ``ALL`` or ``REST`` is needed. Any thread."""
+        if key == REST:
+            return self.at_rest or self._abandoned
+        arrived = key != ALL and key not in self._owed
+        return self._ended or (arrived and self.failure is None)
+
+    def _timeout(self, key: int, timeout: float | None) -> TransferTimeout:
+        what = f"layer {key}" if key >= 0 else "the last layer" if key == ALL else "the end"
+        return TransferTimeout(
+            f"{self.direction} {self.transfer_id}: {what} did not arrive within {timeout} s"
+        )
 
     def __aiter__(self) -> AsyncIterator[int]:
         """Layers in ascending order, each when it has arrived."""
         return LayerIterator(self)
 
+    # --- waiting in a thread ----------------------------------------------------------------
+
+    def host_wait(self, layer: int, timeout: float | None = None) -> None:
+        """Block the calling thread, without the GIL, until the layer has arrived.
+
+        Args:
+            layer: from 0.
+            timeout: seconds; None for no limit.
+
+        Raises:
+            TransferError: as for ``wait``.
+            TransferTimeout: the layer has not arrived in time. The transfer goes on.
+            UsageError: there is no such layer; or this is the loop's thread, which would wait for
+                itself.
+            KeyboardInterrupt: the transfer goes on.
+        """
+        self.host_settled(layer, Deadline(timeout))
+        self.raise_for_error()
+
+    def host_wait_all(self, timeout: float | None = None) -> None:
+        """Block the calling thread until all layers have arrived; see ``host_wait``."""
+        self.host_settled(ALL, Deadline(timeout))
+        self.raise_for_error()
+
+    def rest(self, deadline: Deadline = NO_DEADLINE) -> None:
+        """Block the calling thread until no byte moves any more, after success or failure.
+
+        Raises:
+            TransferError: the loop has ended, so the end of the transfer stays unknown.
+            TransferTimeout, UsageError, KeyboardInterrupt: as for ``host_wait``.
+        """
+        self.host_settled(REST, deadline)
+        if not self.at_rest:
+            self.raise_for_error()
+
+    def host_settled(self, layer: int, deadline: Deadline) -> None:
+        """As ``host_wait``, but return when the transfer failed."""
+        if layer >= 0:
+            self._check(layer)
+        if self._is_settled(layer):
+            return
+        if threading.get_ident() == self._thread:
+            raise UsageError(
+                f"host_wait on the loop's thread would never return: the loop observes the end of "
+                f"{self.direction} {self.transfer_id}",
+                hint="await wait(layer), or call host_wait in another thread",
+            )
+        if not self._threads.wait(partial(self._is_settled, layer), deadline):
+            raise self._timeout(layer, deadline.timeout)
+
     # --- waiting on a stream, any thread ----------------------------------------------------
 
-    def gpu_wait(self, layer: int, stream: Any) -> None:
+    def gpu_wait(self, layer: int, stream: Any, timeout: float | None = None) -> None:
         """Let ``stream`` wait for the layer; the host does not wait.
 
         Blocks the calling thread, without the GIL, until the layer has been submitted: an event
         that is not recorded yet would count as done. On the loop's own thread, the transfer is
         submitted before its turn instead.
 
+        Args:
+            layer: from 0.
+            stream: a stream of the device.
+            timeout: seconds that the layer may take to be submitted; None for no limit. It does not
+                limit how long the stream waits.
+
         Raises:
             TransferError: the transfer failed or was cancelled, and no byte of it moves any more;
                 or the layer will never be submitted.
+            TransferTimeout: the layer was not submitted in time; the stream does not wait for it.
             UsageError: on the loop's thread, while the transfer waits for a step to be closed.
         """
-        failure = self.order(layer, stream)
+        failure = self.order(layer, stream, Deadline(timeout))
         if failure is not None:
             raise self._error(failure)
 
-    def gpu_wait_all(self, stream: Any) -> None:
-        """Let ``stream`` wait for every layer, e.g. before the launch of a CUDA graph."""
-        failure = self.order_all(stream)
+    def gpu_wait_all(self, stream: Any, timeout: float | None = None) -> None:
+        """Let ``stream`` wait for every layer, e.g. before the launch of a CUDA graph.
+
+        Args:
+            stream: as for ``gpu_wait``.
+            timeout: as for ``gpu_wait``, for all layers together.
+        """
+        failure = self.order_all(stream, Deadline(timeout))
         if failure is not None:
             raise self._error(failure)
 
-    def order(self, layer: int, stream: Any) -> CopyError | None:
+    def order(self, layer: int, stream: Any, deadline: Deadline = NO_DEADLINE) -> CopyError | None:
         """As ``gpu_wait``, but return the failure.
 
         None means that the stream waits for the layer, or that the layer has arrived. The stream
         also waits for a failing transfer that still moves bytes.
 
         Raises:
-            UsageError: as gpu_wait.
+            TransferTimeout, UsageError: as gpu_wait.
         """
         self._check(layer)
         if layer not in self._owed and self.failure is None:
             return None
-        copy = self._accepted_copy()
+        copy = self._accepted_copy(deadline)
         if copy is None or self._ended:
             return self._end()
         try:
-            copy.wait_submitted(layer)
+            if not copy.wait_submitted(layer, deadline.left()):
+                raise self._not_submitted(f"layer {layer}", deadline)
             copy.stream_wait(layer, stream)
         except DeviceError as error:  # not submitted: no block is proven
             return CopyError(0, str(error))
         return None
 
-    def order_all(self, stream: Any) -> CopyError | None:
+    def order_all(self, stream: Any, deadline: Deadline = NO_DEADLINE) -> CopyError | None:
         """As ``order``, for every layer; return the first failure."""
         for layer in range(self.num_layers):
-            failure = self.order(layer, stream)
+            failure = self.order(layer, stream, deadline)
             if failure is not None:
                 return failure
         return None if self.num_layers else self.failure
@@ -268,10 +350,11 @@ class LayerDoneCounter:
             return self.failure
         return CopyError(0, "the transfer was not submitted")
 
-    def _accepted_copy(self) -> Copy | None:
-        if not self._is_accepted:
+    def _accepted_copy(self, deadline: Deadline) -> Copy | None:
+        if not self._is_accepted():
             if threading.get_ident() != self._thread:
-                self._wait_accepted()
+                if not self._threads.wait(self._is_accepted, deadline):
+                    raise self._not_submitted("the transfer", deadline)
             elif self._expedite is None or not self._expedite():
                 raise UsageError(
                     f"gpu_wait on the loop's thread would never return: {self.direction} "
@@ -280,18 +363,15 @@ class LayerDoneCounter:
                 )
         return self._copy
 
-    @property
     def _is_accepted(self) -> bool:
-        """True when the device has the copy, or will never get it."""
+        """True when the device has the copy, or will never get it. Any thread."""
         return self._copy is not None or self._failure is not None or self._ended
 
-    def _wait_accepted(self) -> None:
-        """Block the calling thread, without the GIL, until ``_is_accepted``."""
-        try:
-            while not self._is_accepted:
-                self._signals.get()
-        finally:
-            self._signals.put(None)  # for the next thread that waits
+    def _not_submitted(self, what: str, deadline: Deadline) -> TransferTimeout:
+        return TransferTimeout(
+            f"{self.direction} {self.transfer_id}: {what} was not submitted to the device within "
+            f"{deadline.timeout} s"
+        )
 
     # --- callbacks --------------------------------------------------------------------------
 
@@ -314,13 +394,13 @@ class LayerDoneCounter:
     def attach(self, copy: Copy) -> None:
         """Note that the device has accepted the copy."""
         self._copy = copy
-        self._signals.put(None)
+        self._threads.wake()
 
     def refuse(self, failure: CopyError) -> None:
         """Note that no device gets the copy: ``gpu_wait`` raises from now on, and coroutines wait
         until ``finish``."""
         self._failure = failure
-        self._signals.put(None)
+        self._threads.wake()
 
     def mark_layer_done(self, layer: int, finished_seconds: float | None = None) -> bool:
         """Note that a layer has arrived; return True when it was the last one.
@@ -338,6 +418,7 @@ class LayerDoneCounter:
         if not self._owed:
             self.finish()
         elif layer not in self._owed and self.failure is None:
+            self._threads.wake()
             self._release(layer)
         self._call_back()
         return last
@@ -359,10 +440,16 @@ class LayerDoneCounter:
         self._failure = self._failure or failure
         self._release_all()
 
+    def abandon(self, failure: CopyError) -> None:
+        """Release all waiters: the loop has ended, so ``finish`` will not be called."""
+        self._abandoned = True
+        self.give_up(failure)
+        self._threads.wake()
+
     def _release_all(self) -> None:
         if not self._ended:
             self._ended, self._ended_seconds = True, time.monotonic()
-        self._signals.put(None)
+        self._threads.wake()
         for layer in list(self._waiters):
             self._release(layer)
 

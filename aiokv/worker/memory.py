@@ -17,7 +17,7 @@ from aiokv.plan import (
 from aiokv.stores.base import KEY_BYTES, StoreMemory, store_pitch_bytes
 from aiokv.worker.arena import HostArena
 from aiokv.worker.base import UNLIMITED_BLOCKS
-from aiokv.worker.device.base import blocks_of, peer_key
+from aiokv.worker.device.base import blocks_of, layers_group, peer_key
 from aiokv.worker.device.cpu import device_blocks
 from aiokv.worker.ids import check_ids
 
@@ -52,6 +52,7 @@ class WorkerMemory:
         peer_slots_on_device: these slots are in the memory of the device.
         peer_slots: returns the slots, and the bytes of each, of the memory through which blocks
             move from and to peers; None without peers.
+        peer_layers: returns the ranges of layers in which blocks move from and to peers.
 
     Attributes:
         regions: the device tensors now; without memory while the device tier sleeps.
@@ -68,7 +69,9 @@ class WorkerMemory:
         host_state_slots: int = 0,
         peer_slots: Callable[[Regions], tuple[int, int]] | None = None,
         peer_slots_on_device: bool = False,
+        peer_layers: Callable[[Regions], list[tuple[int, int]]] = lambda regions: [],
     ) -> None:
+        self._peer_layers = peer_layers
         self.regions = regions
         self._has_stores = has_stores
         self._host_state_slots = host_state_slots
@@ -333,6 +336,9 @@ class WorkerMemory:
     def _peer_keys(self) -> list[PoolKey]:
         """Return the keys of the pools that peers exchange."""
         keys = [peer_key("device")]
+        keys += [
+            peer_key("device", layers_group(*layers)) for layers in self._peer_layers(self.regions)
+        ]
         if self.regions.state_pieces:
             keys.append(peer_key("state"))
         return keys + [peer_key("window", group) for group in self.regions.num_window_blocks]

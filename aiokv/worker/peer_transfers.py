@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 
 from aiokv.errors import ClosedError, PeerError, UsageError
+from aiokv.peers.block_layout import split_layers
 from aiokv.peers.layout import BlockLayout
 from aiokv.peers.listener import listen
 from aiokv.peers.mappings import Mappings
@@ -36,6 +37,7 @@ from aiokv.worker.accepted import AcceptedConnections, abort_for
 from aiokv.worker.call_guard import CallGuard
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.device_parcels import DeviceParcelWork
+from aiokv.worker.layer_marks import LayerMarks
 from aiokv.worker.parcel_work import ParcelWork
 from aiokv.worker.peer_plans import PeerPlans
 from aiokv.worker.ticket_opener import TicketOpener
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from aiokv.plan import Route, TransferPlan
     from aiokv.stores.identity import StoreIdentity
     from aiokv.worker.base import Cancelled
+    from aiokv.worker.device.base import Event
     from aiokv.worker.lanes import LaneStatistics
     from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.memory import WorkerMemory
@@ -78,11 +81,12 @@ class DeviceCopies(Protocol):
         group: str,
         source_ids: Sequence[int],
         target_ids: Sequence[int],
-        after_step: int,
+        after: int | Event | None,
         on_end: Callable[[CopyError | None], None],
         keys: bytes = b"",
     ) -> None:
-        """Begin a copy behind a step; without effect while a copy of this id is in flight.
+        """Begin a copy behind a step or an event; without effect while a copy of this id is in
+        flight.
 
         With ``keys``, 32 bytes per slot in the memory of the device, ``SEND`` seals the slots, and
         ``RECEIVE`` fails for those that have other trailers.
@@ -162,6 +166,7 @@ class PeerTransfers:
         self._ring: LandingRing[Connection] | None = None
         self.layout = b""
         self._mappings: Mappings | None = None
+        self._marks = LayerMarks()
         self._slots: ArenaSlots | None = None
         self._blocks_per_slot = 1  # of the landing ring
         self._landing: PeerMemory | None = None
@@ -172,6 +177,14 @@ class PeerTransfers:
         self._closing = False
 
     # --- memory -----------------------------------------------------------------------------------
+
+    def layer_ranges(self, regions: Regions) -> list[tuple[int, int]]:
+        """Return the ranges of layers in which blocks move; empty if they move as a whole only."""
+        if self._options is None or self._options.layer_ranges == 1:
+            return []
+        has_pieces = [bool(regions.layer_pieces(layer)) for layer in range(regions.num_layers)]
+        ranges = split_layers(has_pieces, self._options.layer_ranges)
+        return ranges if len(ranges) > 1 else []
 
     def slots(self, regions: Regions) -> tuple[int, int]:
         """Return the slots of the peer arena, and the bytes of each.
@@ -257,7 +270,10 @@ class PeerTransfers:
             windows={name: regions.window_blocks(name) for name in regions.num_window_blocks},
         )
         mappings = self._mappings = Mappings(
-            layout, slots.outgoing, only_equal=self._checked().slots_on_device
+            layout,
+            slots.outgoing,
+            only_equal=self._checked().slots_on_device,
+            layer_ranges=self._checked().layer_ranges,
         )
         self.layout = layout.encode()
         if num_landing:
@@ -270,6 +286,7 @@ class PeerTransfers:
                 source=mappings.source,
                 covers=mappings.covers,
                 group=mappings.group,
+                num_pools=mappings.num_pools,
                 num_assembly=slots.assembly,
                 transport=self._transport.name,
                 metadata=self._accepted.metadata,
@@ -281,7 +298,8 @@ class PeerTransfers:
             num_slots=slots.outgoing,
             rank=rank,
             block_tokens=identity.block_tokens,
-            group=mappings.group,
+            groups=mappings.groups,
+            last_range=mappings.last_range,
         )
         self._opener = TicketOpener(
             self._sender,
@@ -291,6 +309,7 @@ class PeerTransfers:
             rank=rank,
             block_tokens=identity.block_tokens,
             layout=self.layout,
+            layer_ranges=len(mappings.ranges),
         )
 
     def _open_work(self, memory: WorkerMemory) -> PeerMemory:
@@ -483,7 +502,19 @@ class PeerTransfers:
                 self._guard.surely(partial(end.close_ticket, ticket_id, reason))
         if self._opener is not None:
             self._opener.close_ticket(ticket_id)
+        self._marks.forget(ticket_id)
         self._guard.surely(self._reclaim)
+
+    @property
+    def layer_ends(self) -> list[int]:
+        """End of each range of layers in which blocks are sent; see :attr:`Worker.layer_ends`."""
+        return [] if self._mappings is None else [end for _, end in self._mappings.ranges]
+
+    def layers_done(self, ticket_id: bytes, mark: int, event: Event | None) -> None:
+        """Note that work was submitted; see :meth:`Worker.layers_done`."""
+        if self._sender is not None and ticket_id in self._sender.ticket_ids:
+            self._marks.note(ticket_id, mark, event)
+            self._guard.surely(self._sender.release_held)
 
     # --- plans ------------------------------------------------------------------------------------
 
@@ -496,11 +527,14 @@ class PeerTransfers:
         """Take a plan that was checked."""
         counter = self._plans.begin(plan, num_bytes)
         end = self._receiver if plan.route in RECEIVE_ROUTES else self._sender
-        if end is None:
-            failure = CopyError(0, f"the engine has no route {plan.route} now")
-            self._plans.end(plan.transfer_id, 0, failure)
-        else:
-            end.submit(plan)
+        reason = f"the engine has no route {plan.route} now" if end is None else ""
+        if end is not None:
+            try:
+                end.submit(plan)
+            except UsageError as error:  # the report tells it, like any other failure
+                reason = str(error)
+        if reason:
+            self._plans.end(plan.transfer_id, 0, CopyError(0, reason))
         return counter
 
     def counter(self, transfer_id: int) -> LayerDoneCounter | None:
@@ -519,7 +553,7 @@ class PeerTransfers:
     def step_closed(self) -> None:
         """Send the plans that waited for a step."""
         if self._sender is not None:
-            self._guard.surely(self._sender.step_closed)
+            self._guard.surely(self._sender.release_held)
 
     def lane_statistics(self) -> dict[Route, LaneStatistics]:
         """Return the counts of each route. Any thread."""
@@ -551,9 +585,9 @@ class PeerTransfers:
         """Send a message."""
         connection.send(message)
 
-    def is_open(self, step: int) -> bool:
-        """Return True while work of the step may not have been submitted yet."""
-        return self._copies.is_open(step)
+    def is_open(self, plan: TransferPlan) -> bool:
+        """Return True while work that computes the blocks may not have been submitted yet."""
+        return self._copies.is_open(plan.after_step) and not self._marks.has(plan.peer, plan.mark)
 
     def verify(self, parcels: Sequence[Received]) -> None:
         """Verify parcels, together with the others of this pass of the loop."""
@@ -591,7 +625,8 @@ class PeerTransfers:
     def _begin_copy(self, copy: SlotCopy) -> None:
         """Begin a copy, unless it has begun. Idempotent."""
         receiver, arena, work = self._receiver, self._slots, self._work
-        if receiver is None or arena is None or work is None:
+        mappings = self._mappings
+        if receiver is None or arena is None or work is None or mappings is None:
             return
         if copy.is_begun or not receiver.admit(copy):
             return
@@ -603,7 +638,7 @@ class PeerTransfers:
         self._copies.copy(
             copy.copy_id,
             plan.route,
-            plan.group,
+            mappings.device_group(plan, copy.group),
             [first + slot * pitch for slot in copy.slots],
             copy.device_ids,
             plan.after_step,
@@ -624,19 +659,21 @@ class PeerTransfers:
     def _begin_fill(self, fill: SlotFill) -> None:
         """Begin a copy, unless it has begun. Idempotent."""
         sender, arena, work = self._sender, self._slots, self._work
-        if sender is None or arena is None or work is None:
+        mappings = self._mappings
+        if sender is None or arena is None or work is None or mappings is None:
             return
         if fill.is_begun or not sender.admit(fill):
             return
         fill.copy_id = fill.copy_id or self._copies.new_copy_id()
         plan = fill.send.plan
+        is_noted = self._marks.has(plan.peer, plan.mark)
         self._copies.copy(
             fill.copy_id,
             plan.route,
-            plan.group,
+            mappings.device_group(plan, fill.group),
             fill.device_ids,
             [arena.first_outgoing + slot for slot in fill.slots],
-            plan.after_step,
+            self._marks.event(plan.peer, plan.mark) if is_noted else plan.after_step,
             lambda failure: self._guard.guarded(partial(sender.filled, fill, failure)),
             work.outgoing_keys(fill.parcels),
         )
@@ -667,7 +704,7 @@ class PeerTransfers:
                     slot=parcel.credit.slot,
                     slot_generation=parcel.credit.generation,
                     parcel_bytes=parcel.num_bytes,
-                    group=parcel.send.group,
+                    group=parcel.group,
                 ),
             )
             for parcel in parcels

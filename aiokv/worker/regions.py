@@ -38,6 +38,7 @@ class Regions:
         self._state_pieces: list[Piece] = []
         self._num_state_slots: int | None = None
         self._windows: dict[str, Regions] = {}  # by group
+        self._layer_blocks: dict[tuple[int, int], Regions] = {}  # by range of layers
 
     def add(
         self,
@@ -354,6 +355,23 @@ class Regions:
         """
         return self._windows.get(group) or Regions(num_layers=self.num_layers)
 
+    def layer_blocks(self, first: int, end: int) -> Regions:
+        """Return the tensors of layers ``first`` to ``end - 1`` as regions of their own.
+
+        Their host blocks hold these layers only.
+        """
+        if (first, end) not in self._layer_blocks:
+            blocks = Regions(num_layers=self.num_layers)
+            for name in dict.fromkeys(piece.region for piece in self.pieces()):
+                pieces = [
+                    piece
+                    for piece in self.pieces()
+                    if piece.region == name and first <= piece.layer < end
+                ]
+                blocks.add_pieces(name, pieces, self._num_blocks)
+            self._layer_blocks[first, end] = blocks
+        return self._layer_blocks[first, end]
+
     @property
     def state_slot_bytes(self) -> int:
         """Bytes of one state slot: all layers, all state tensors."""
@@ -406,6 +424,7 @@ class Regions:
             yield from blocks.pieces()
 
     def _place(self) -> None:
+        self._layer_blocks.clear()
         offset = 0
         for layer, pieces in enumerate(self._pieces):
             for i, piece in enumerate(pieces):

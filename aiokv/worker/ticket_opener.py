@@ -63,6 +63,7 @@ class TicketOpener:
         rank: number of this rank.
         block_tokens: positions per block of this engine.
         layout: of the blocks of this rank, encoded.
+        layer_ranges: ranges of layers in which blocks may be sent; 0 for whole blocks only.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class TicketOpener:
         rank: int,
         block_tokens: int,
         layout: bytes,
+        layer_ranges: int = 0,
     ) -> None:
+        self._layer_ranges = layer_ranges
         self._sender = sender
         self._transport = transport
         self._guard = guard
@@ -190,6 +193,7 @@ class TicketOpener:
                     layout=self._layout,
                     transport=self._transport.name,
                     transport_metadata=self._transport.metadata(),
+                    layer_ranges=self._layer_ranges,
                 )
             )
             async with asyncio.timeout(timeout):

@@ -34,10 +34,13 @@ class Transfer:
         unproven: layer -> time of its arrival, of layers whose checksums are not verified yet.
         ending: outcome and failure; None while the transfer goes on.
         reported: ``on_report`` has returned.
+        after: event that the first byte waits for, in place of that of the plan's step; None for
+            none.
         on_end: gets the failure, or None, instead of a report; None for a plan of the scheduler.
     """
 
     __slots__ = (
+        "after",
         "copy",
         "counter",
         "created_at",
@@ -59,8 +62,10 @@ class Transfer:
         counter: LayerDoneCounter,
         num_bytes: int,
         on_end: Callable[[CopyError | None], None] | None = None,
+        after: Event | None = None,
     ) -> None:
         self.plan = plan
+        self.after = after
         self.on_end = on_end
         self.priority: int = plan.priority
         self.counter = counter

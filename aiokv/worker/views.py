@@ -12,6 +12,7 @@ from aiokv.checks import timeout as checked_timeout
 from aiokv.errors import TransferError
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.layers import ALL, LayerDoneCounter, LayerIterator
+from aiokv.worker.thread_waits import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -78,6 +79,17 @@ class LayerView:
         """Layers that are pending in at least one transfer, ascending."""
         return sorted({layer for counter in self.counters for layer in counter.pending_layers})
 
+    def has_arrived(self, layer: int = ALL) -> bool:
+        """True when a layer, or every layer, has arrived in every transfer, none of which failed.
+
+        Any thread.
+
+        Raises:
+            UsageError: there is no such layer.
+        """
+        self._check(layer, first=ALL)
+        return all(counter.has_arrived(layer) for counter in self.counters)
+
     def raise_for_error(self) -> None:
         """Raise the failure with the lowest position.
 
@@ -135,6 +147,34 @@ class LayerView:
                 await counter.settled(ALL, left)
         self.raise_for_error()
 
+    def host_wait(self, layer: int, timeout: float | None = None) -> None:
+        """As :meth:`LayerDoneCounter.host_wait`, for every transfer. Any thread but the loop's.
+
+        Without transfers it returns at once. A transfer of blocks of an open step waits until
+        another thread, or a callback of the loop, closes the step.
+
+        Args:
+            layer: from 0.
+            timeout: seconds for all transfers together; None for no limit.
+
+        Raises:
+            TransferError: a block of the lease failed, and no byte of its transfer moves any more;
+                ``first_bad_token`` is the first position to compute again.
+            TransferTimeout, UsageError, KeyboardInterrupt: as there.
+        """
+        self._check(layer, first=ALL)
+        deadline = Deadline(timeout)
+        for counter in self.counters:
+            counter.host_settled(layer, deadline)
+        for counter in self.counters:  # one may have failed meanwhile
+            if counter.failure is not None:
+                counter.host_settled(ALL, deadline)
+        self.raise_for_error()
+
+    def host_wait_all(self, timeout: float | None = None) -> None:
+        """Block the calling thread until all layers have arrived; see ``host_wait``."""
+        self.host_wait(ALL, timeout)
+
     async def wait_all(self, timeout: float | None = None) -> None:
         """Wait for all layers; see ``wait``."""
         await self.wait(ALL, timeout)
@@ -147,20 +187,32 @@ class LayerView:
         """Layers in ascending order, each when it has arrived in every transfer."""
         return LayerIterator(self)
 
-    def gpu_wait(self, layer: int, stream: Any) -> None:
+    def gpu_wait(self, layer: int, stream: Any, timeout: float | None = None) -> None:
         """As :meth:`LayerDoneCounter.gpu_wait`, for every transfer. Any thread.
+
+        Args:
+            layer: from 0.
+            stream: as there.
+            timeout: as there, for all transfers together.
 
         Raises:
             TransferError: as there, when a block of the lease failed; ``first_bad_token`` is the
                 first position to compute again.
+            TransferTimeout: as there. The stream may wait for some of the transfers.
             UsageError: as there.
         """
         self._check(layer)
-        self._raise_first((counter, counter.order(layer, stream)) for counter in self.counters)
+        deadline = Deadline(timeout)
+        self._raise_first(
+            (counter, counter.order(layer, stream, deadline)) for counter in self.counters
+        )
 
-    def gpu_wait_all(self, stream: Any) -> None:
-        """Let ``stream`` wait for every layer of every transfer. Any thread."""
-        self._raise_first((counter, counter.order_all(stream)) for counter in self.counters)
+    def gpu_wait_all(self, stream: Any, timeout: float | None = None) -> None:
+        """Let ``stream`` wait for every layer of every transfer; see ``gpu_wait``. Any thread."""
+        deadline = Deadline(timeout)
+        self._raise_first(
+            (counter, counter.order_all(stream, deadline)) for counter in self.counters
+        )
 
     @classmethod
     def of_batch(cls, views: Iterable[LayerView]) -> LayerView | None:

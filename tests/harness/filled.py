@@ -42,6 +42,7 @@ def filled_records() -> dict[str, Any]:
     return {
         "statistics": filled(Statistics),
         "request_statistics": filled(RequestStatistics),
+        "salt_statistics": filled(dict[str, int]),
         "worker_statistics": filled(WorkerStatistics),
         "poller_statistics": filled(PollerStatistics),
         "rank_statistics": [filled(RankStatistics)],
@@ -51,12 +52,13 @@ def filled_records() -> dict[str, Any]:
 
 
 def engine_with(records: dict[str, Any]) -> Any:
-    """Return an object that shows these statistics as an engine does, and has a quota."""
-    quota = SimpleNamespace(quota_by_salt=lambda: {"tenant": 3})
+    """Return an object that shows these statistics as an engine does, and has a quota.
+
+    It has nothing else: metrics and pages need only the public statistics of an engine.
+    """
     return SimpleNamespace(
         config=CacheConfig(device_blocks=8, salt_quota_blocks=8),
-        worker=SimpleNamespace(failure=None),
+        health=lambda: SimpleNamespace(failure=""),
         asleep=frozenset(),
-        scheduler=SimpleNamespace(read=quota),
         **{name: lambda value=value: value for name, value in records.items()},
     )

@@ -79,10 +79,17 @@ class Memory:
         words = self.position_words(tokens[:full], salt, weights)
         return words.reshape(-1, self.block_tokens)
 
-    def write(self, ids: Any, words: np.ndarray) -> None:
-        """Write ``words``, one row per block or per ``(block, place)`` in ``ids``."""
+    def write(self, ids: Any, words: np.ndarray, layers: range | None = None) -> None:
+        """Write ``words``, one row per block or per ``(block, place)`` in ``ids``.
+
+        Args:
+            ids: see above.
+            words: of the rows.
+            layers: that are written; None for all.
+        """
         for index, tensor in enumerate(self.tensors):
-            tensor[ids] = self._bytes(index, words)
+            if layers is None or index // len(self.names) in layers:
+                tensor[ids] = self._bytes(index, words)
 
     def check(self, ids: Any, words: np.ndarray, reader: str = "") -> None:
         """Compare with ``words``; arguments as in :meth:`write`.

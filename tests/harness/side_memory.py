@@ -25,6 +25,7 @@ class SideMemory(Memory):
     Args:
         state_slots: slots of recurrent state; 0 for a model without.
         windows: groups of sliding windows.
+        layers: of the model.
     """
 
     def __init__(
@@ -34,11 +35,12 @@ class SideMemory(Memory):
         *,
         state_slots: int = 0,
         windows: Mapping[str, WindowGroup],
+        layers: int = 2,
     ) -> None:
         self._state_slots = state_slots
         self._groups = dict(windows)
         self.windows: dict[str, np.ndarray] = {}
-        super().__init__(device_blocks, block_tokens, axes=("tokens", "dim"))
+        super().__init__(device_blocks, block_tokens, layers=layers, axes=("tokens", "dim"))
 
     def take(self, device_blocks: int) -> None:
         super().take(device_blocks)

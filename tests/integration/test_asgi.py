@@ -234,7 +234,7 @@ async def test_a_broken_engine_is_neither_healthy_nor_ready():
         assert (health.status, list(health.json()["broken"])) == (503, ["default"])
         assert "the GPU is gone" in health.json()["broken"]["default"]
         assert "working" in (await ask(app, "/readyz")).json()["failed"]["default"]
-        assert "aiokv_failed" in (await ask(app, "/metrics")).body.decode()
+        assert 'aiokv_failed{engine="default"} 1\n' in (await ask(app, "/metrics")).body.decode()
         lease.release()
 
 
@@ -546,6 +546,21 @@ async def test_a_stream_ends_with_the_engine():
     await client.task
     assert client.ended
     assert client.events == [{"type": "AllBlocksCleared"}]
+
+
+async def test_streams_end_when_the_server_shuts_down():
+    async with Served(write_policy="none") as served:
+        app = asgi(served.engine)
+        clients = [Client(app), Client(app)]
+        await spin(5)
+        app.end_streams()
+        for client in clients:
+            await client.task
+            assert client.ended
+        await served.serve(TOKENS)
+        await spin(5)
+        assert clients[0].events == []
+        app.end_streams()
 
 
 async def test_a_stream_ends_when_its_client_cannot_be_reached():

@@ -1,4 +1,6 @@
-"""``lease.can_allocate(n)``: True exactly when ``try_allocate(n)`` would succeed now."""
+"""``lease.can_allocate(n)``: True exactly when ``try_allocate(n)`` would succeed now; the same as
+a number of blocks for requests that are not matched, and for ``extend``; reserves per call.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,8 @@ from aiokv import (
     LeaseState,
     RequestTooLarge,
     TransferError,
+    UsageError,
+    WouldBlock,
 )
 from aiokv.testing import spin
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
@@ -88,6 +92,135 @@ async def test_can_allocate_raises_the_errors_of_try_allocate():
             other.can_allocate(4)
         other.release()
         await closing
+
+
+async def test_allocatable_blocks_counts_no_block_that_write_back_must_save_first():
+    async with Cache(device_blocks=4, host_blocks=8, write_policy="write_back") as cache:
+        engine = cache.engine
+        await cache.fill(prompt(1, 2))
+        statistics = cache.statistics
+        assert statistics.device_free + statistics.evictable_blocks == 4
+        assert (engine.allocatable_blocks(), engine.extendable_blocks()) == (2, 2)
+        assert cache.device.offloads == [], "the question saves nothing"
+        lease = engine.match(prompt(2, 1))
+        assert lease.try_allocate(8)
+        with pytest.raises(WouldBlock):
+            engine.extend([lease], 1)
+        assert (engine.allocatable_blocks(), engine.extendable_blocks()) == (0, 0)
+        await cache.finish()
+        assert (engine.allocatable_blocks(), engine.extendable_blocks()) == (1, 1), "one is saved"
+        engine.extend([lease], 4)
+        lease.release()
+
+
+async def test_allocatable_blocks_counts_no_block_of_a_transfer_in_flight():
+    async with Cache(device_blocks=4, host_blocks=8, write_policy="write_through") as cache:
+        engine = cache.engine
+        await cache.fill(prompt(1, 3))
+        assert len(cache.device.offloads) == 1
+        assert (engine.allocatable_blocks(), engine.extendable_blocks()) == (1, 1)
+        await cache.finish()
+        assert (engine.allocatable_blocks(), engine.extendable_blocks()) == (4, 4)
+
+
+async def test_allocatable_blocks_leaves_reserve_quota_line_and_pauses_out_of_account_of_extend():
+    async with Cache(
+        device_blocks=8, host_blocks=0, reserve_blocks=2, salt_quota_blocks=4
+    ) as cache:
+        engine = cache.engine
+        assert engine.extendable_blocks() == 8
+        assert engine.allocatable_blocks(salt="a") == 4
+        assert engine.allocatable_blocks(salt="a", reserve_blocks=5) == 3
+        assert engine.allocatable_blocks(salt="a", reserve_blocks=100) == 0
+        assert engine.allocatable_blocks(salt="a", limit=1) == 1
+        first = engine.match(prompt(1, 2), salt="a")
+        assert first.try_allocate(12)
+        assert (engine.allocatable_blocks(salt="a"), engine.allocatable_blocks(salt="b")) == (1, 3)
+        second = engine.match(prompt(2, 3), salt="a")
+        waiting = asyncio.ensure_future(second.allocate(8))
+        await spin()
+        assert engine.allocatable_blocks(salt="a") == 0, "a lease waits for the quota of its salt"
+        assert engine.allocatable_blocks(salt="b") == 3
+        third = engine.match(prompt(3, 3), salt="b")
+        line = asyncio.ensure_future(third.allocate(16))
+        await spin()
+        assert engine.allocatable_blocks(salt="b") == 0, "a lease waits for capacity"
+        line.cancel()
+        await spin()
+        engine.pause()
+        assert engine.allocatable_blocks(salt="b") == 0
+        assert engine.extendable_blocks(limit=5) == 5
+        engine.resume()
+        assert engine.allocatable_blocks(salt="b") == 3
+        waiting.cancel()
+        await spin()
+        for lease in (first, second, third):
+            lease.release()
+
+
+async def test_reserve_of_a_call_replaces_the_configured_one():
+    async with Cache(device_blocks=8, host_blocks=0, reserve_blocks=2) as cache:
+        engine = cache.engine
+        holder = engine.match(prompt(2, 1))
+        assert holder.try_allocate(8)
+        lease = engine.match(prompt(1, 8))
+        assert lease.can_allocate(16)
+        assert not lease.can_allocate(16, reserve_blocks=3)
+        assert not lease.try_allocate(16, reserve_blocks=3)
+        assert lease.can_allocate(24, reserve_blocks=0)
+        assert not lease.can_allocate(24)
+        holder.release()
+        assert lease.can_allocate(32, reserve_blocks=0)
+        with pytest.raises(RequestTooLarge, match="of which reserve_blocks keeps 2"):
+            lease.try_allocate(32)
+        with pytest.raises(RequestTooLarge, match="of which reserve_blocks keeps 7"):
+            await lease.allocate(8, reserve_blocks=7)
+        assert lease.try_allocate(32, reserve_blocks=0)
+        await lease.preempt()
+        await lease.resume(32, reserve_blocks=0)
+        lease.release()
+
+
+async def test_lease_in_line_keeps_the_reserve_of_its_call():
+    async with Cache(device_blocks=8, host_blocks=0, reserve_blocks=1) as cache:
+        engine = cache.engine
+        holders = [engine.match(prompt(seed, 1)) for seed in range(3)]
+        for holder in holders:
+            assert holder.try_allocate(8)
+        first, second = engine.match(prompt(8, 1)), engine.match(prompt(9, 1))
+        large = asyncio.ensure_future(first.allocate(8, reserve_blocks=4))
+        small = asyncio.ensure_future(second.allocate(4))
+        await spin()
+        assert not large.done()
+        assert not small.done(), "the line is served in order"
+        holders[0].release()
+        await spin()
+        assert not large.done(), "two blocks would leave two to extend"
+        assert not small.done()
+        holders[1].release()
+        await spin()
+        assert large.done()
+        assert small.done()
+        for lease in (holders[2], first, second):
+            lease.release()
+
+
+@pytest.mark.parametrize("reserve", [-1, 1.5, "1", True, 2**31])
+async def test_wrong_reserves_and_limits_are_refused(reserve):
+    async with Cache(host_blocks=0) as cache:
+        lease = cache.engine.match(prompt(1, 1))
+        for call in (lease.try_allocate, lease.can_allocate):
+            with pytest.raises(UsageError, match="reserve_blocks is "):
+                call(4, reserve_blocks=reserve)
+        for wait in (lease.allocate, lease.resume):
+            with pytest.raises(UsageError, match="reserve_blocks is "):
+                await wait(4, reserve_blocks=reserve)
+        with pytest.raises(UsageError, match="reserve_blocks is "):
+            cache.engine.allocatable_blocks(reserve_blocks=reserve)
+        for question in (cache.engine.allocatable_blocks, cache.engine.extendable_blocks):
+            with pytest.raises(UsageError, match="limit is "):
+                question(limit=reserve)
+        lease.release()
 
 
 async def test_first_allocate_behind_the_hit_keeps_all_of_it():

@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from aiokv import AllocateTimeout, CacheConfig, CacheEngine, Peers
+from aiokv import AllocateTimeout, CacheConfig, CacheEngine, Peers, WindowGroup
 from aiokv.observe.metrics import CONTENT_TYPE, exposition
 from aiokv.stores.base import TRAILER_BYTES
 from aiokv.testing import run_until_idle, spin
+from tests.harness.filled import engine_with, filled_records
 from tests.harness.memory import Memory
 from tests.peers.engines import SECRET, Side, prompt
+from tests.ranks.loopback import Ranked
 from tests.stores.servers import HINT, Server
 
 if TYPE_CHECKING:
@@ -39,6 +41,9 @@ DASHBOARD = json.loads((files("aiokv.observe") / "grafana.json").read_text())
 ALERTS = Path(str(files("aiokv.observe") / "alerts.yml"))
 ROOT = Path(__file__).parents[2]
 ALERT_TESTS = ROOT / "tests" / "data" / "alert_tests.yml"
+# The engine that uses the part of a row; "decode" for the others.
+ENGINES = {"Recurrent state": "hybrid", "Window groups": "hybrid", "Ranks": "ranked"}
+LOCAL = WindowGroup(window_tokens=16, device_blocks=8, host_blocks=8)
 RANGE = "1m"  # longer than the test
 
 needs_prometheus = pytest.mark.skipif(
@@ -62,10 +67,14 @@ def documented() -> dict[str, str]:
 def expressions() -> dict[str, str]:
     """Return the expressions of the dashboard by panel, with the values of its variables."""
     found = {}
-    for panel in panels():
+    engine = ""
+    for panel in DASHBOARD["panels"]:
+        if panel["type"] == "row":
+            engine = ENGINES.get(panel["title"], "decode")
+            continue
         for target in panel["targets"]:
             text = target["expr"].replace("$__rate_interval", RANGE)
-            text = text.replace("$engine", "decode").replace("$instance", ".*")
+            text = text.replace("$engine", engine).replace("$instance", ".*")
             assert "$" not in text, text
             found[f"{panel['title']} {target['refId']}"] = text
     return found
@@ -251,11 +260,28 @@ class Scraped:
 @pytest.mark.asyncio
 async def test_each_expression_has_a_finite_result(tmp_path: Path):
     decode = Decode(tmp_path / "store")
-    async with decode.engine, Side(listen=None) as prefill:
-        scraped = Scraped({"decode": decode.engine, "prefill": prefill.engine}, tmp_path)
+    hybrid = CacheConfig(
+        device_blocks=8, host_blocks=8, state_slots=4, host_state_slots=2, windows={"local": LOCAL}
+    )
+    async with (
+        decode.engine,
+        Side(listen=None) as prefill,
+        CacheEngine(hybrid) as hybrid_engine,
+        Ranked(tmp_path, new_device=None) as ranked,
+    ):
+        engines = {
+            "decode": decode.engine,
+            "prefill": prefill.engine,
+            "hybrid": hybrid_engine,
+            "ranked": ranked.engine,
+        }
+        scraped = Scraped(engines, tmp_path)
         async with scraped.running():
             await scraped.next_sample()
             await decode.work(prefill)
+            ranked.pass_time(1.0)  # a heartbeat: the statistics of the ranks
+            await run_until_idle(lambda: ranked.engine.rank_statistics())
+            await scraped.next_sample()
             at = await scraped.next_sample()
             bad = {}
             for name, expression in (expressions() | documented()).items():
@@ -290,7 +316,7 @@ def test_the_dashboard_has_a_row_for_each_part():
     rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
     assert rows == [
         "Hit rate by tier", "Occupancy", "Transfers", "Waits", "Leases", "Stores", "Peers",
-        "Poller",
+        "Recurrent state", "Window groups", "Ranks", "Poller",
     ]  # fmt: skip
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(ids) == len(set(ids))
@@ -303,12 +329,11 @@ def test_the_dashboard_has_a_row_for_each_part():
 
 
 def test_dashboard_and_alerts_name_metrics_that_exist():
-    text = exposition(CacheEngine(CacheConfig(device_blocks=8, salt_quota_blocks=8)))
+    text = exposition(engine_with(filled_records()))
     known = set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))
     known |= {f"{name}_{end}" for name in known for end in ("bucket", "count", "sum")}
     used = set(re.findall(r"aiokv_\w+", " ".join(expressions().values()) + ALERTS.read_text()))
-    of_parts = ("aiokv_store_", "aiokv_peer_")  # absent without stores and peers
-    assert {name for name in used - known if not name.startswith(of_parts)} == set()
+    assert used - known == set()
 
 
 @needs_prometheus

@@ -321,23 +321,41 @@ async def test_a_body_that_is_too_large_gets_status_413(model, monkeypatch):
         assert response.json()["error"]["message"] == "the body has more than 1,000 bytes"
 
 
+def address_of(process):
+    """Return the address of `aiokv serve`, which it prints when it listens."""
+    for line in process.stderr:
+        if found := re.search(r"running on (http://\S+)", line):
+            return found[1]
+    pytest.fail("the server has not started")
+
+
 def test_sigterm_waits_for_the_answers_in_flight():
     command = [sys.executable, "-m", "aiokv", "serve", "--port", "0", "--device-blocks", "128"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stderr is not None
-            for line in process.stderr:
-                if found := re.search(r"running on (http://\S+)", line):
-                    break
-            else:
-                pytest.fail("the server has not started")
+            address = address_of(process)
             body = {"prompt": "hello", "max_tokens": 200, "stream": True}
-            with httpx.stream("POST", f"{found[1]}/v1/completions", json=body) as response:
+            with httpx.stream("POST", f"{address}/v1/completions", json=body) as response:
                 received = response.iter_text()
                 text = next(received)
                 process.send_signal(signal.SIGTERM)
                 text += "".join(received)
             assert len(events(text)) == 201
+            process.stderr.read()
+            assert process.wait(timeout=30) == 0
+        finally:
+            process.kill()
+
+
+def test_sigterm_does_not_wait_for_streams_of_events():
+    command = [sys.executable, "-m", "aiokv", "serve", "--port", "0", "--grace", "600"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            address = address_of(process)
+            with httpx.stream("GET", f"{address}/aiokv/events") as response:
+                assert response.status_code == 200
+                process.send_signal(signal.SIGTERM)
+                assert "AllBlocksCleared" not in "".join(response.iter_text())
             process.stderr.read()
             assert process.wait(timeout=30) == 0
         finally:

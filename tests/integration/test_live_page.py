@@ -19,6 +19,7 @@ from aiokv import CacheConfig, CacheEngine, WindowGroup
 from aiokv.observe.asgi import asgi
 from aiokv.testing import ScriptedStore
 from tests.harness.served import Served, begin
+from tests.peers.engines import Side, prompt
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -227,6 +228,31 @@ async def test_the_page_shows_several_engines_with_all_their_pools():
             assert [text.split()[0] for text in tiers] == ["device", "host", "local", "state"]
             assert "leased 1" in tiers[3]
             lease.release()
+
+
+async def test_the_page_shows_what_was_exchanged_with_peers():
+    tokens = prompt(21, 40)
+    async with Side() as decode, Side(listen=None) as prefill, served_page(decode.engine) as url:
+        lease = decode.engine.match(tokens)
+        await lease.allocate(len(tokens))
+        async with lease.receive(timeout=60) as receiving:
+            await asyncio.gather(prefill.prefill(tokens, receiving.ticket), receiving.wait())
+        lease.release()
+        async with opened(url) as watched:
+            await watched.becomes("document.querySelectorAll('#peers tr').length === 1")
+            assert await watched.text("#peers-note") == "received 21 of 21 tokens; delivered 0"
+            cells = await watched.page.locator("#peers td").all_inner_texts()
+            (use,) = decode.engine.peer_statistics().ranks
+            assert use.received.parcels > 0
+            assert cells[2].startswith(f"{use.received.parcels} · ")
+            assert cells[3:5] == ["0", f"{use.free_slots} of {use.landing_slots}"]
+            assert cells[7:] == ["0", "0", "0"]
+
+
+async def test_the_page_has_no_peers_without_them():
+    async with Served() as served, served_page(served.engine) as url, opened(url) as watched:
+        await watched.becomes("document.querySelectorAll('#tiers .tier').length === 2")
+        assert await watched.page.locator("#peers-card").is_hidden()
 
 
 async def test_a_hidden_page_asks_nothing():

@@ -8,7 +8,15 @@ import random
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, LayoutError, LeaseError, Regions, UsageError
+from aiokv import (
+    CacheConfig,
+    CacheEngine,
+    ConfigError,
+    LayoutError,
+    LeaseError,
+    Regions,
+    UsageError,
+)
 from aiokv.errors import AllocateTimeout, TransferError, WouldBlock
 from aiokv.testing import ManualDevice, spin
 from tests.harness.recurrence import Hybrid
@@ -364,6 +372,34 @@ async def test_state_tensors_that_contradict_the_config_are_refused():
         with pytest.raises(UsageError, match="state_slots"):
             lease.snapshot(2)
         lease.release()
+
+
+async def test_no_lease_or_snapshot_gets_the_sentinel_slot():
+    kv, state = [np.zeros((16, 8))], [np.full((4, 5), 7.0)]
+    regions = Regions(num_layers=1)
+    regions.add("kv", layers=kv)
+    regions.add_state("s", layers=state)
+    config = CacheConfig(device_blocks=16, block_tokens=2, state_slots=3, sentinel_state_slot=True)
+    async with CacheEngine(config, regions) as engine:
+        assert engine.sentinel_state_slot == 3
+        leases = [engine.match([number, 1, 2]) for number in range(3)]
+        for lease in leases:
+            await lease.allocate(3)
+            await lease.layers.wait_all()
+        assert sorted(lease.state_slot for lease in leases) == [0, 1, 2]
+        assert not engine.match([9]).try_allocate(1)
+        assert (state[0][:3] == 0).all(), "the slots of leases are zeroed"
+        assert (state[0][3] == 7).all()
+        for lease in leases:
+            lease.release()
+    with pytest.raises(UsageError, match="hold 4 slots of recurrent state, for state_slots and"):
+        CacheEngine(CacheConfig(device_blocks=16, state_slots=4, sentinel_state_slot=True), regions)
+    with pytest.raises(ConfigError, match="sentinel_state_slot is True, but state_slots is 0"):
+        CacheConfig(device_blocks=16, sentinel_state_slot=True)
+    with pytest.raises(ConfigError, match="sentinel_state_slot is 1"):
+        CacheConfig(device_blocks=16, state_slots=4, sentinel_state_slot=1)
+    async with CacheEngine(CacheConfig(device_blocks=4)) as engine:
+        assert engine.sentinel_state_slot is None
 
 
 async def test_state_slots_are_tracked_without_tensors():

@@ -153,4 +153,10 @@ def test_every_transition_returns_effects_and_is_recorded() -> None:
         or method.__annotations__["return"].endswith("Effects]")
     }
     assert returning == set(TRANSITIONS)
-    assert set(methods) - returning == {"applied", "can_allocate", "violations"}
+    assert set(methods) - returning == {
+        "allocatable_blocks",
+        "applied",
+        "can_allocate",
+        "extendable_blocks",
+        "violations",
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -191,6 +191,24 @@ async def test_engine_that_is_closed_first_ends_the_events():
         assert await receiver.replay() == [0, 1]
         assert receiver.view.clears == 1
     await publisher.aclose()
+
+
+@pytest.mark.asyncio
+async def test_subscriber_that_joins_after_the_end_gets_the_last_batch(caplog):
+    engine = CacheEngine(config())
+    async with AsyncExitStack() as stack:
+        async with engine:
+            publisher = await stack.enter_async_context(publisher_of(engine))
+            await compute(engine, 1)
+            await spin(3)
+        first = await stack.enter_async_context(receiving(publisher))
+        while first.view.clears == 0:
+            await first.receive()
+        assert (first.next, first.view.contents()) == (2, View().contents())
+        second = await stack.enter_async_context(receiving(publisher))
+        assert (await second.message())[0] == 1
+        assert publisher.statistics().published_batches == 2
+    assert "publisher_failed" not in caplog.text
 
 
 @pytest.mark.asyncio

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
     from aiokv import Lease, WindowGroup
+    from aiokv.engine.sending import Sending
     from aiokv.peers.options import TransportName
     from aiokv.worker.device.base import Device
 
@@ -45,6 +46,8 @@ class Side:
         ring_blocks: landing slots, and outgoing slots.
         state_slots: of recurrent state, whose bytes identify the computed positions.
         windows: groups of sliding windows; ``compute`` checks that each position sees its window.
+        layers: of the model.
+        layer_ranges: as for ``Peers``.
         config: fields of the configuration.
 
     Attributes:
@@ -67,10 +70,16 @@ class Side:
         block_tokens: int = BLOCK_TOKENS,
         state_slots: int = 0,
         windows: Mapping[str, WindowGroup] | None = None,
+        layers: int = 2,
+        layer_ranges: int = 1,
         **config: Any,
     ) -> None:
         self.memory = self.new_memory(
-            device_blocks, block_tokens, state_slots=state_slots, windows=windows or {}
+            device_blocks,
+            block_tokens,
+            state_slots=state_slots,
+            windows=windows or {},
+            layers=layers,
         )
         self.device = device
         self.block_tokens = block_tokens
@@ -89,6 +98,7 @@ class Side:
                 secret=secret,
                 listen=listen,
                 chunk_blocks=chunk_blocks,
+                layer_ranges=layer_ranges,
                 transport=transport or self.default_transport,
                 ring_bytes=ring_blocks * slot_bytes,
                 outgoing_bytes=ring_blocks * slot_bytes,
@@ -157,6 +167,29 @@ class Side:
             lease.commit(stop)
             first = stop
 
+    def compute_layers(
+        self,
+        lease: Lease,
+        tokens: np.ndarray,
+        positions: range,
+        sending: Sending,
+        layers: range | None = None,
+    ) -> None:
+        """Write positions layer by layer, and name each layer; ``commit`` is the caller's.
+
+        Args:
+            lease: that is sent.
+            tokens: of its prompt.
+            positions: that are computed.
+            sending: of the lease.
+            layers: that are written; None for all.
+        """
+        words = self.memory.position_words(tokens[: positions.stop], lease.salt)
+        places = self._places(lease, positions.start, positions.stop)
+        for layer in layers or range(self.memory.layers):
+            self.memory.write(places, words[positions.start :], range(layer, layer + 1))
+            sending.layers_done(positions.stop, layer + 1)
+
     def finish(self, lease: Lease, tokens: np.ndarray, first: int) -> None:
         """Check the positions before ``first``, compute the others, and check all."""
         self.check(lease, tokens, first)
@@ -189,7 +222,13 @@ class Side:
         lease.release()
 
     async def prefill(
-        self, tokens: np.ndarray, ticket: bytes, *, step: int = 8, **names: Any
+        self,
+        tokens: np.ndarray,
+        ticket: bytes,
+        *,
+        step: int = 8,
+        by_layer: bool = False,
+        **names: Any,
     ) -> tuple[int, str | None]:
         """Compute a prompt and send it; return what was delivered, and the failure."""
         async with await self.granted(tokens, **names) as lease:
@@ -198,6 +237,10 @@ class Side:
                 done = lease.cached_tokens
                 while done < len(tokens):
                     end = min(done + step, len(tokens))
+                    for layer in range(self.memory.layers) if by_layer else ():
+                        layers = range(layer, layer + 1)
+                        self.compute_layers(lease, tokens, range(done, end), sending, layers)
+                        await asyncio.sleep(0)
                     self.compute(lease, tokens, done, end)
                     done = end
                     await asyncio.sleep(0)

@@ -43,8 +43,8 @@ class Ended:
     def failure(self) -> None:
         return None
 
-    def wait_submitted(self, layer: int) -> None:
-        """Return."""
+    def wait_submitted(self, layer: int, timeout: float | None = None) -> bool:
+        return True
 
     def stream_wait(self, layer: int, stream: Any) -> None:
         """Return."""

@@ -81,7 +81,7 @@ def walk(
             sender.logic.expire(world.now)
         elif action == 11:
             sender.closed_step = 1
-            sender.logic.step_closed()
+            sender.logic.release_held()
         else:
             world.step()
         world.check()

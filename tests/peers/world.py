@@ -128,6 +128,7 @@ class ReceiverSide(Side):
             source=lambda message: Source((world.mapping,) * GROUPS, message.sender_rank, 4),
             covers=lambda ranks: world.mapping is EQUAL or set(ranks) == {0, 1},
             group=group_of,
+            num_pools=GROUPS,
             num_assembly=num_slots,
         )
 
@@ -198,15 +199,19 @@ class SenderSide(Side):
         self.filling = 0
         self.closed_step = 0
         self.logic: Sender[Wire] = Sender(
-            self, num_slots=num_slots, rank=rank, block_tokens=4, group=group_of
+            self,
+            num_slots=num_slots,
+            rank=rank,
+            block_tokens=4,
+            groups=lambda plan: [group_of(plan)],
         )
 
     def value(self, ticket_id: bytes, block: int) -> Any:
         """Return the value of a block that this rank sends."""
         return (ticket_id, block) if self.world.mapping is EQUAL else (ticket_id, self.rank, block)
 
-    def is_open(self, step: int) -> bool:
-        return step > self.closed_step
+    def is_open(self, plan: TransferPlan) -> bool:
+        return plan.after_step > self.closed_step
 
     def send(self, connection: Wire, message: Any) -> None:
         if not connection.is_cut:
@@ -255,7 +260,7 @@ class SenderSide(Side):
                     slot=credit.slot,
                     slot_generation=credit.generation,
                     parcel_bytes=PARCEL_BYTES,
-                    group=parcel.send.group,
+                    group=parcel.group,
                 )
                 if not connection.is_cut:
                     connection.to_receiver.append((landed, contents))
@@ -506,7 +511,7 @@ class World:
         """End everything, and assert that nothing is left."""
         for sender in self.senders:
             sender.closed_step = 1 << 30
-            sender.logic.step_closed()
+            sender.logic.release_held()
         self.run()
         self.now += 1e9
         self.receiver.logic.expire(self.now)

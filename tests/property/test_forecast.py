@@ -1,4 +1,5 @@
-"""``can_allocate`` is True exactly when an attempt would succeed, and changes nothing.
+"""``can_allocate`` is True exactly when an attempt would succeed, and changes nothing; and
+``extendable_blocks`` is the number up to which ``extend`` succeeds.
 
 Random walks over one core in small pools: every write policy, both eviction policies, reserves,
 recurrent state, windows, swapped leases, transfers that end late or fail, unfinished steps.
@@ -9,12 +10,16 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from random import Random
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from aiokv._native import Core, EvictionKind, Outcome, WritePolicy
 from aiokv.errors import LeaseError, RequestTooLarge, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 BT = 2
 
@@ -43,6 +48,7 @@ class Walk:
             state_slots=2 if sides == "state" else 0,
             windows=[(6, 4, 2, 0, 0)] if sides == "window" else [],
         )
+        self.has_windows = sides == "window"
         self.saves = self.policy == WritePolicy.WRITE_BACK
         self.leases: list[int] = []
         self.transfers: list[int] = []
@@ -59,19 +65,18 @@ class Walk:
         tokens = np.array([self.random.randint(0, 1) for _ in range(self.random.randint(1, 14))])
         self.leases.append(self.core.match(tokens.astype(np.int32))[0])
 
-    def attempt(self, lease_id: int, num_tokens: int) -> bool:
-        """Grant as the engine does."""
-        if self.core.allocate(lease_id, num_tokens):
+    def attempt(self, verb: Callable[[], int], wanted: int) -> bool:
+        """Grant or extend as the engine does."""
+        if verb():
             return True
         if not self.saves:
             return False
-        wanted = -(-num_tokens // BT)
         while True:
             if transfer_id := self.core.take_write_backs(wanted):
                 self.transfers.append(transfer_id)
                 return False
             evicted = self.core.statistics().evicted_device_blocks
-            if self.core.allocate(lease_id, num_tokens):
+            if verb():
                 self.seen["later attempt"] += 1
                 return True
             if not self.core.must_look_further():
@@ -97,7 +102,9 @@ class Walk:
         if not self.core.is_swapped(lease_id):
             assert (self.core.blocks(), counted(self.core)) == before
         free, evictable, _ = self.core.room()
-        granted = self.attempt(lease_id, num_tokens)
+        granted = self.attempt(
+            lambda: self.core.allocate(lease_id, num_tokens), -(-num_tokens // BT)
+        )
         assert granted == expected
         self.seen["granted" if granted else "refused"] += 1
         self.seen["overestimate"] += not granted and free + evictable >= -(-num_tokens // BT)
@@ -110,8 +117,21 @@ class Walk:
             self.refusable(self.core.commit, lease_id, self.random.randint(0, limit), self.step)
 
     def grow(self) -> None:
-        if (lease_id := self.some_lease(granted=True)) is not None:
-            self.refusable(self.core.extend, [lease_id], self.random.randint(1, 4))
+        if (lease_id := self.some_lease(granted=True)) is None:
+            return
+        before = self.core.blocks(), counted(self.core)
+        room = self.core.extendable_blocks(self.core.device_blocks, self.saves)
+        assert (self.core.blocks(), counted(self.core)) == before
+        held = self.core.num_tokens(lease_id)
+        if self.has_windows or self.random.random() < 0.3:
+            num_tokens = self.random.randint(1, 4)
+        else:  # to the limit, or by one more block
+            num_tokens = -held % BT + (room + self.random.randint(0, 1)) * BT
+        needed = -(-(held + num_tokens) // BT) - -(-held // BT)
+        with contextlib.suppress(LeaseError):
+            grown = self.attempt(lambda: self.core.extend([lease_id], num_tokens), needed)
+            assert self.has_windows or grown == (needed <= room)
+            self.seen["grown" if grown else "not grown"] += 1
 
     def give_back(self) -> None:
         if self.leases:
@@ -170,11 +190,12 @@ def counted(core: Core) -> tuple[int, ...]:
 
 def test_forecasts_equal_attempts():
     seen: Counter[str] = Counter()
-    for seed in range(250):
+    for seed in range(1000):
         walk = Walk(seed)
         walk.run(160)
         seen += walk.seen
     assert seen["granted"] > 1000
     assert seen["refused"] > 1000
     assert seen["overestimate"] > 100, "free + evictable overestimates"
+    assert min(seen["grown"], seen["not grown"]) > 300
     assert seen["later attempt"] > 2, "the host was full, so blocks were dropped unsaved"

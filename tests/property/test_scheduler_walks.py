@@ -35,6 +35,10 @@ GRANTED = (LeaseState.GRANTED,)
 UNGRANTED = (LeaseState.MATCHED, LeaseState.SWAPPED)
 
 
+def blocks_for(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK_TOKENS)
+
+
 class Walk:
     def __init__(
         self,
@@ -43,6 +47,7 @@ class Walk:
         has_stores: bool = False,
         has_state: bool = False,
         has_peers: bool = False,
+        has_reserves: bool = False,
     ) -> None:
         self.random = random = Random(seed)
         self.seen: Counter[str] = Counter()
@@ -71,6 +76,19 @@ class Walk:
                 state_slots=random.choice((2, 4, 6)),
                 host_state_slots=random.choice((1, 2, 5)),
             )
+        if has_reserves:
+            config = dataclasses.replace(
+                config,
+                write_policy=random.choice(
+                    ("none", "write_through", "write_through_selective", *["write_back"] * 3)
+                ),
+                host_blocks=random.choice((0, 1, 2, 3, HOST_BLOCKS)),
+                reserve_blocks=random.choice((0, 1, 3)),
+                low_watermark_blocks=random.choice((0, 2)),
+                eviction_policy=random.choice(("lru", "adaptive")),
+            )
+        self.config = config
+        self.has_reserves = has_reserves
         self.has_state = has_state
         self.scheduler = CacheScheduler(config, has_stores)
         self.events = self.scheduler.read.block_events(MAX_EVENT_BLOCKS)  # compared by violations()
@@ -158,7 +176,9 @@ class Walk:
         if self.advances:
             self.advances = False
             self.apply(self.scheduler.advance())
-        else:
+        elif self.config.write_policy != "write_back" or self.config.host_blocks == HOST_BLOCKS:
+            # With less host memory, a grant waits for the save of some blocks although others have
+            # been given up meanwhile.
             self.check_progress()
 
     def check_progress(self) -> None:
@@ -215,8 +235,9 @@ class Walk:
         num_tokens = self.random.randint(1, len(self.tokens[lease_id]) + 3)
         with suppress(RequestTooLarge, LeaseError):  # the latter: fewer than a swap has kept
             waits_for_store = self.has_stores and self.random.random() < 0.3
+            reserve = self.random.choice((None, 0, 4)) if self.has_reserves else None
             grant, effects = self.scheduler.allocate(
-                lease_id, num_tokens, self.random.randint(0, 2), waits_for_store
+                lease_id, num_tokens, self.random.randint(0, 2), waits_for_store, reserve
             )
             if grant is None:
                 self.in_line.add(lease_id)
@@ -328,7 +349,53 @@ class Walk:
 
     def extend(self) -> None:
         if (lease_id := self.pick(granted=True)) is not None:
-            self.apply(self.scheduler.extend([lease_id], self.random.randint(1, 3)))
+            num_tokens = self.random.randint(1, 3)
+            held = self.scheduler.read.num_tokens(lease_id)
+            needed = blocks_for(held + num_tokens) - blocks_for(held)
+            fits = needed <= self.scheduler.extendable_blocks(DEVICE_BLOCKS)
+            assert self.apply(self.scheduler.extend([lease_id], num_tokens)) == fits
+
+    def extend_to_the_limit(self) -> None:
+        """Extend some leases by all blocks that there are, or by one more."""
+        granted = [x for x in self.tokens if self.scheduler.read.state(x) in GRANTED]
+        named = self.random.sample(granted, min(len(granted), self.random.randint(1, 2)))
+        if not named:
+            return
+        room = self.scheduler.extendable_blocks(1000)
+        assert self.scheduler.extendable_blocks(3) == min(room, 3)
+        surplus = self.random.random() < 0.5
+        if len(named) == 1:
+            num_tokens = (room + surplus) * BLOCK_TOKENS
+        else:  # two leases of which some have room in their last block
+            num_tokens = self.random.randint(1, BLOCK_TOKENS * (room + 1))
+            read = self.scheduler.read
+            held = [read.num_tokens(x) for x in named]
+            surplus = sum(blocks_for(n + num_tokens) - blocks_for(n) for n in held) > room
+        assert self.apply(self.scheduler.extend(named, num_tokens)) == (not surplus)
+        self.seen["refused extension" if surplus else "extension"] += 1
+
+    def allocate_to_the_limit(self) -> None:
+        """Grant a prompt that is not cached all blocks that there are, or one more."""
+        if len(self.tokens) > 7:
+            return
+        salt, reserve = self.random.choice("ab"), self.random.choice((None, 0, 2, 5))
+        room = self.scheduler.allocatable_blocks(salt, reserve, 1000)
+        assert self.scheduler.allocatable_blocks(salt, reserve, 2) == min(room, 2)
+        blocks = room + 1 if room == 0 or self.random.random() < 0.5 else room
+        tokens = np.full(blocks * BLOCK_TOKENS, self.random.randint(100, 1_000_000), np.int32)
+        lease_id = self.apply(self.scheduler.match(tokens, salt=salt))
+        self.tokens[lease_id] = tokens
+        granted = False
+        with suppress(RequestTooLarge):
+            expected = self.scheduler.can_allocate(lease_id, len(tokens), reserve)
+            assert expected == (blocks == room)
+            granted = bool(
+                self.apply(
+                    self.scheduler.try_allocate(lease_id, len(tokens), reserve_blocks=reserve)
+                )
+            )
+        assert granted == (blocks == room)
+        self.seen["request" if granted else "refused request"] += 1
 
     def truncate(self) -> None:
         if (lease_id := self.pick(granted=True)) is not None:
@@ -355,7 +422,10 @@ class Walk:
         """Release a lease, also a waiting one: an effect ends the wait of its task."""
         if (lease_id := self.pick(waiting=True)) is not None:
             del self.tokens[lease_id]
-            self.apply(self.scheduler.release(lease_id))
+            end = self.scheduler.release
+            if self.has_reserves and self.random.random() < 0.3:
+                end = self.scheduler.expire
+            self.apply(end(lease_id))
             assert lease_id not in self.in_line | self.pending
 
     def begin_batch(self) -> None:
@@ -447,6 +517,9 @@ class Walk:
             verbs += [*[self.fetch] * 4, *[self.end_store_wait] * 2]
         if self.has_state:
             verbs += [*[self.fetch_snapshot] * 4, *[self.snapshot] * 5]
+        if self.has_reserves:
+            verbs += [*[self.extend_to_the_limit] * 3, *[self.allocate_to_the_limit] * 3]
+            verbs += [*[self.transfer] * 2, *[self.release] * 4]
         if self.has_peers:
             verbs += [*[self.move_to_peer] * 6, *[self.transfer] * 2]
         for _ in range(steps):
@@ -515,6 +588,21 @@ def test_random_transitions_with_stores_end_each_wait_once_and_free_all_blocks(
     seed: int, has_state: bool
 ) -> None:
     Walk(seed, has_stores=True, has_state=has_state).run(400)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_extend_and_try_allocate_succeed_up_to_the_number_of_blocks_that_is_told(seed: int) -> None:
+    Walk(seed, has_reserves=True, has_peers=seed % 3 == 0).run(400)
+
+
+def test_walks_reach_the_limits() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(100, 110):
+        walk = Walk(seed, has_reserves=True)
+        walk.run(400)
+        seen += walk.seen
+    for name in ("extension", "refused extension", "request", "refused request"):
+        assert seen[name] > 20, (name, seen)
 
 
 @pytest.mark.parametrize("seed", range(40))

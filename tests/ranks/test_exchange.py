@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aiokv import ConfigError, PeerError, Peers, RankLost, UsageError
-from aiokv.peers.ticket import decode, ticket_key
+from aiokv.peers.ticket import Endpoint, Ticket, decode, encode, ticket_key
 from aiokv.ranks import Rank, RankGroup
 from aiokv.testing import run_until_idle
+from aiokv.worker.controller import CacheController
 from tests.ranks.loopback import Ranked
 
 if TYPE_CHECKING:
@@ -176,6 +177,63 @@ async def test_rank_without_peers_in_a_group_with_peers_is_refused(tmp_path):
     entering.cancel()
     with pytest.raises(asyncio.CancelledError):
         await entering
+
+
+async def test_opening_that_ends_late_leaves_a_newer_one_of_its_ticket_alone(tmp_path, monkeypatch):
+    class Opening:
+        """Connecting to receivers, which ends when the test lets it."""
+
+        def __init__(self) -> None:
+            self.is_cancelled = False
+            self.end = asyncio.Event()
+
+    openings: list[Opening] = []
+
+    async def open_ticket(controller: object, ticket: bytes, layouts: object = ()) -> None:
+        opening = Opening()
+        openings.append(opening)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            opening.is_cancelled = True
+            await opening.end.wait()
+            raise
+
+    monkeypatch.setattr(CacheController, "open_ticket", open_ticket)
+    async with ranked(tmp_path, "p", num_ranks=1) as p:
+        ticket = Ticket(
+            ticket_id=bytes(16),
+            generation=bytes(16),
+            model="tests",
+            weights_version="1",
+            prompt_digest=bytes(32),
+            first_position=0,
+            num_tokens=8,
+            timeout_seconds=60.0,
+            block_tokens=2,
+            transport="tcp",
+            endpoints=[Endpoint("127.0.0.1", 1)],
+        )
+        blob = encode(ticket, ticket_key(PEERS.key))
+        try:
+            for number in range(2):
+                waiting = asyncio.create_task(p.group.open_ticket(blob))
+                await run_until_idle(lambda expected=number + 1: len(openings) == expected)
+                if number == 1:
+                    openings[0].end.set()
+                    await run_until_idle(lambda: len(running_openings()) == 1)
+                waiting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await waiting
+                await run_until_idle(lambda newest=openings[number]: newest.is_cancelled)
+        finally:
+            for opening in openings:
+                opening.end.set()
+        await run_until_idle(lambda: not running_openings())
+
+
+def running_openings() -> list[object]:
+    return [task for task in asyncio.all_tasks() if "_open_at_receivers" in repr(task)]
 
 
 async def test_wrong_arguments_are_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from contextlib import suppress
 
@@ -210,13 +211,14 @@ def test_threads_have_every_method_of_a_lease():
     elsewhere = {"resume", "snapshot_points", "reach_tokens", "state_slot", "id", "owner", "salt"}
     for_the_engine = {
         "held_id", "live_id", "leases", "leave_layers", "note_capacity_wait", "note_pending_wait",
-        "note_peer_wait", "note_received", "note_store_wait",
+        "note_expired", "note_peer_wait", "note_received", "note_store_wait",
     }  # fmt: skip
     assert public(Lease) - public(SyncLease) == elsewhere | for_the_engine
 
 
 def test_calls_have_the_methods_of_the_engine_that_never_wait():
     crossing = {"match", "would_hit", "extend", "commit_many", "step", "block_tables", "layers"}
+    crossing |= {"allocatable_blocks", "extendable_blocks"}
     assert crossing <= public(Calls) & public(SyncEngine) & public(CacheEngine)
 
 
@@ -241,3 +243,55 @@ def test_a_lease_that_is_released_after_close_is_not_reported(config):
         lease.allocate(16).result()
     lease.release()
     assert not lease.inner.id
+
+
+def test_hit_blocks_and_numbers_of_blocks_come_in_the_crossing_of_the_match(engine):
+    with engine.match(PROMPT) as first:
+        assert first.try_allocate(16)
+        first.commit(16)
+        calls = engine.calls()
+        lease = calls.match(PROMPT)
+        ids = calls.hit_blocks(lease)
+        grants = calls.allocatable_blocks(reserve_blocks=1)
+        grown = calls.extendable_blocks(limit=3)
+        refused = calls.can_allocate(lease, 28, reserve_blocks=2)
+        calls.run(raise_errors=False)
+        assert ids.value.tolist() == first.block_table[:3].tolist()
+        assert (grants.value, grown.value) == (3, 3)
+        assert "of which reserve_blocks keeps 2" in str(refused.error)
+        assert engine.allocatable_blocks() == engine.extendable_blocks() == 4
+        assert lease.hit_blocks.tolist() == ids.value.tolist()
+        assert not lease.try_allocate(20, reserve_blocks=3)
+        assert lease.can_allocate(20, reserve_blocks=2)
+        waiting = lease.allocate(20, reserve_blocks=3)
+        assert not waiting.done()
+        first.release()
+        assert waiting.result() is lease
+        lease.release()
+
+
+def test_lease_expires_unless_it_is_used(engine):
+    calls = engine.calls()
+    kept, lost, used = (calls.match([n] * 8) for n in range(3))
+    for lease in (kept, lost, used):
+        calls.try_allocate(lease, 8, ttl_seconds=0.0)
+    calls.keep(kept)
+    calls.commit(used, 8)
+    calls.run()
+    engine.call(asyncio.sleep, 0)
+    assert (kept.state, used.state) == (LeaseState.GRANTED, LeaseState.GRANTED)
+    with pytest.raises(LeaseError, match="expired at"):
+        lost.keep()
+    kept.expire_after(60.0)
+    kept.keep()
+    future = lost_again(engine)
+    assert future.state is LeaseState.RELEASED
+    assert engine.statistics().expired_leases == 2
+    engine.release_many([kept, lost, used, future])
+
+
+def lost_again(engine: SyncEngine) -> SyncLease:
+    lease = engine.match([9] * 8)
+    lease.allocate(8, ttl_seconds=0.0).result()
+    engine.call(asyncio.sleep, 0)
+    return lease

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv.errors import TransferError, UsageError
+from aiokv.errors import TransferError, TransferTimeout, UsageError
 from aiokv.testing import ManualEvent, spin
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.layers import LayerDoneCounter
@@ -33,8 +33,8 @@ class Copy:
         self.submitted = threading.Event()
         self.failure: CopyError | None = None
 
-    def wait_submitted(self, layer: int) -> None:
-        self.submitted.wait()
+    def wait_submitted(self, layer: int, timeout: float | None = None) -> bool:
+        return self.submitted.wait(timeout)
 
     def stream_wait(self, layer: int, stream: list[int]) -> None:
         assert self.submitted.is_set()
@@ -438,3 +438,104 @@ def raises_at_line(at: int, function: Any, *args: Any) -> bool:
     finally:
         sys.settrace(before)
     return False
+
+
+async def test_threads_wait_for_a_layer_all_layers_and_the_end() -> None:
+    counter = LayerDoneCounter(2)
+    first, first_end = await in_thread(counter.host_wait, 0)
+    last, last_end = await in_thread(counter.host_wait_all)
+    rest, rest_end = await in_thread(counter.rest)
+    counter.mark_layer_done(0)
+    first.join()
+    assert first_end == [None]
+    counter.host_wait(0)  # it has arrived: no wait, also on the loop's thread
+    counter.mark_layer_done(1)
+    last.join()
+    rest.join()
+    assert (last_end, rest_end) == ([None], [None])
+
+
+async def test_a_thread_gets_the_failure_when_no_byte_moves_any_more() -> None:
+    counter, copy = LayerDoneCounter(2), Copy(2)
+    counter.attach(copy)
+    counter.mark_layer_done(0)
+    copy.failure = CopyError(1, "broken")
+    waiting, end = await in_thread(counter.host_wait, 0)
+    counter.mark_layer_done(1)
+    waiting.join()
+    assert isinstance(end[0], TransferError)
+
+
+async def test_a_thread_that_waits_for_the_end_waits_behind_a_slow_rank() -> None:
+    counter = LayerDoneCounter(1)
+    waiting, end = await in_thread(counter.rest)
+    counter.give_up(CopyError(0, "rank 1 is slow"))
+    thread, failed = await in_thread(counter.host_wait, 0)
+    thread.join()
+    assert isinstance(failed[0], TransferError)
+    assert end == []
+    counter.finish()
+    waiting.join()
+    assert end == [None]
+
+
+async def test_an_abandoned_counter_releases_all_threads() -> None:
+    counter = LayerDoneCounter(1)
+    threads = [
+        await in_thread(call)
+        for call in (counter.rest, counter.host_wait_all, lambda: counter.gpu_wait(0, []))
+    ]
+    counter.abandon(CopyError(0, "the loop has ended"))
+    for thread, end in threads:
+        thread.join()
+        assert isinstance(end[0], TransferError)
+    assert not counter.at_rest
+
+
+async def test_threads_stop_waiting_at_the_deadline() -> None:
+    counter = LayerDoneCounter(2, transfer_id=7)
+    for call, message in (
+        (lambda: counter.host_wait(1, 0), "onload 7: layer 1 did not arrive within 0"),
+        (lambda: counter.host_wait_all(0), "onload 7: the last layer did not arrive"),
+        (lambda: counter.gpu_wait(0, [], 0), "onload 7: the transfer was not submitted"),
+        (lambda: counter.gpu_wait_all([], 0), "onload 7: the transfer was not submitted"),
+        (lambda: counter.host_wait(0, "soon"), "timeout"),
+    ):
+        thread, end = await in_thread(call)
+        thread.join()
+        expected = UsageError if message == "timeout" else TransferTimeout
+        assert isinstance(end[0], expected)
+        assert message in str(end[0])
+    counter.attach(Copy(2))
+    with pytest.raises(TransferTimeout, match="layer 1 was not submitted"):
+        counter.gpu_wait(1, [], 0)
+    with pytest.raises(TransferTimeout):
+        await counter.wait(1, 0)
+
+
+async def test_a_host_wait_on_the_thread_of_the_loop_is_refused() -> None:
+    counter = LayerDoneCounter(1)
+    with pytest.raises(UsageError, match=r"host_wait on the loop's thread.*await wait"):
+        counter.host_wait(0)
+    with pytest.raises(UsageError, match="layer is 1"):
+        counter.host_wait(1)
+
+
+async def test_a_view_waits_in_a_thread_for_every_transfer() -> None:
+    one, two = LayerDoneCounter(2, transfer_id=1), LayerDoneCounter(2, transfer_id=2)
+    view = LayerView([one, two], locate=lambda transfer_id, block: 10 * transfer_id + block)
+    layer, layer_end = await in_thread(view.host_wait, 1)
+    every, every_end = await in_thread(view.host_wait_all)
+    one.mark_layer_done(1)
+    two.mark_layer_done(1)
+    layer.join()
+    assert layer_end == [None]
+    one.mark_layer_done(0)
+    two.finish(CopyError(3, "broken"))
+    every.join()
+    assert isinstance(every_end[0], TransferError)
+    assert every_end[0].first_bad_token == 23
+    done_view(3).host_wait(2)
+    done_view(3).host_wait_all(0)
+    with pytest.raises(UsageError, match="layer"):
+        done_view(3).host_wait(3)

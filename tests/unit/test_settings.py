@@ -74,6 +74,7 @@ SAMPLES = {
     "verify": "checksum",
     "state_slots": 4,
     "host_state_slots": 2,
+    "sentinel_state_slot": True,
     "windows": {"local": WindowGroup(window_tokens=5, device_blocks=4, host_blocks=1)},
     "salt_quota_blocks": 9,
     "model": 'a "model"\n',
@@ -85,20 +86,44 @@ SAMPLES = {
     "prefill_tokens_per_second": 1e4,
 }
 
+# A field that excludes fields of SAMPLES.
+FOREIGN = {"device_blocks": 12, "host_blocks": 3, "foreign_device": True}
 
-def test_each_field_can_be_set_in_a_file_and_by_a_variable(write, monkeypatch):
+
+def test_every_field_has_a_sample():
     """A field of a new type fails here until settings can parse it."""
-    assert set(SAMPLES) == set(FIELDS)
-    expected = CacheConfig(**SAMPLES)
+    assert set(SAMPLES) | set(FOREIGN) == set(FIELDS)
     defaults = CacheConfig(device_blocks=1)
-    assert not [name for name in FIELDS if getattr(defaults, name) == SAMPLES[name]]
-    path = write("\n".join(toml_lines(SAMPLES)))
+    assert not [name for name in FIELDS if getattr(defaults, name) == (SAMPLES | FOREIGN)[name]]
+
+
+@pytest.mark.parametrize("samples", [SAMPLES, FOREIGN], ids=["own", "foreign"])
+def test_each_field_can_be_set_in_a_file_and_by_a_variable(samples, write, monkeypatch):
+    expected = CacheConfig(**samples)
+    path = write("\n".join(toml_lines(samples)))
     assert CacheConfig.load(path, env=False) == expected
-    for name, value in SAMPLES.items():
+    for name, value in samples.items():
         if name == "windows":
             value = json.dumps({group: dataclasses.asdict(each) for group, each in value.items()})
         monkeypatch.setenv(f"AIOKV_{name.upper()}", str(value))
     assert CacheConfig.load() == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1", True), ("TRUE", True), ("0", False), ("false", False)]
+)
+def test_a_boolean_of_a_variable_has_two_spellings(text, value, monkeypatch):
+    monkeypatch.setenv("AIOKV_FOREIGN_DEVICE", text)
+    assert CacheConfig.load(device_blocks=9, host_blocks=9).foreign_device is value
+
+
+@pytest.mark.parametrize("source", ["file", "variable"])
+def test_a_value_that_is_no_boolean_is_refused(source, write, monkeypatch):
+    path = write('foreign_device = "yes"\n' if source == "file" else "")
+    if source == "variable":
+        monkeypatch.setenv("AIOKV_FOREIGN_DEVICE", "yes")
+    with pytest.raises(ConfigError, match="foreign_device is 'yes'; it must be true or false"):
+        CacheConfig.load(path, device_blocks=9, host_blocks=9)
 
 
 @pytest.mark.parametrize("name", [name for name in FIELDS if "None" in str(FIELDS[name].type)])
@@ -344,6 +369,12 @@ def test_config_converts_bytes_when_it_knows_the_size_of_a_block(write, capsys):
         "source": f"device_bytes of {path}, line 1",
     }
     assert printed["low_watermark_blocks"] == {"value": None, "source": "default"}
+
+
+def test_config_refuses_blocks_without_bytes(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["config", "--block-bytes", "0"])
+    assert "--block-bytes: '0' is not a size above 0, such as" in capsys.readouterr().err
 
 
 def test_config_without_settings_says_what_is_missing(monkeypatch, capsys):

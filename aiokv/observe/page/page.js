@@ -371,6 +371,24 @@ function drawStores(engine) {
   byId("stores-note").textContent = "dots: state of the breaker" + (open ? `; ${open} unavailable` : "");
 }
 
+function drawPeers(engine) {
+  const { peers } = engine;
+  byId("peers-card").hidden = !peers.ranks.length;
+  replace("peers", peers.ranks.map(({ rank, received, sent, ...own }) => {
+    const cells = [
+      ["", rank === null ? "–" : number(rank)], ["num", number(received.tickets)],
+      ["num", `${number(received.parcels)} · ${bytes(received.received_bytes)}`],
+      ["num", number(received.wrong + received.stale + received.dropped)],
+      ["num", `${number(own.free_slots)} of ${number(own.landing_slots)}`],
+      ["num", number(sent.tickets)], ["num", `${number(sent.parcels)} · ${bytes(sent.sent_bytes)}`],
+      ["num", number(sent.retries)], ["num", number(sent.waits)], ["num", number(own.connections)],
+    ];
+    return element("tr", "", ...cells.map(([cls, text]) => element("td", cls, text)));
+  }));
+  byId("peers-note").textContent = `received ${number(peers.received_tokens)} of ${number(peers.wanted_tokens)} `
+    + `tokens; delivered ${number(peers.delivered_tokens)}`;
+}
+
 function drawHeader(data) {
   const names = Object.keys(data.engines);
   if (!names.includes(state.name)) state.name = names[0] ?? "";
@@ -407,6 +425,7 @@ function draw(data) {
   drawLeases(engine);
   drawPrefixes(engine);
   drawStores(engine);
+  drawPeers(engine);
 }
 
 // ---- the loop ----------------------------------------------------------------------------------

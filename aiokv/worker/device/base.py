@@ -25,12 +25,18 @@ if TYPE_CHECKING:
 PoolKey: TypeAlias = "tuple[Pool, str]"
 """A pool on the device and its group: ``("device", "")``, ``("state", "")``, or ``("window",
 group)``. ``("peer", "device")``, ``("peer", "state")`` and ``("peer", "window GROUP")`` are the
-same blocks, with the slots of peers as their host memory."""
+same blocks, with the slots of peers as their host memory; ``("peer", "device FIRST:END")`` are
+these layers of the blocks."""
 
 
 def peer_key(pool: Pool, group: str = "") -> PoolKey:
     """Return the key of a pool on the device whose host memory is that of peers."""
     return ("peer", f"{pool} {group}" if group else pool)
+
+
+def layers_group(first: int, end: int) -> str:
+    """Return the group of the layers ``first`` to ``end - 1`` of the blocks, for ``peer_key``."""
+    return f"{first}:{end}"
 
 
 def pool_key(route: Route, group: str = "") -> PoolKey:
@@ -47,6 +53,9 @@ def blocks_of(regions: Regions, key: PoolKey) -> Regions:
         pool = cast("Pool", on_device)
     if pool == "window":
         return regions.window_blocks(group)
+    if pool == "device" and group:
+        first, _, end = group.partition(":")
+        return regions.layer_blocks(int(first), int(end))
     return regions.state_blocks() if pool == "state" else regions
 
 
@@ -133,8 +142,15 @@ class Copy(Protocol):
     def layer_events(self) -> Sequence[Event]:
         """One event per layer, ascending; layers may share one. Empty without layers."""
 
-    def wait_submitted(self, layer: int) -> None:
+    def wait_submitted(self, layer: int, timeout: float | None = None) -> bool:
         """Block the calling thread, without the GIL, until the layer is on its stream.
+
+        Args:
+            layer: from 0.
+            timeout: seconds, at least 0.0; None for no limit.
+
+        Returns:
+            False when the layer was not submitted in time.
 
         Raises:
             DeviceError: the layer will never be submitted.

@@ -56,8 +56,9 @@ class CpuCopy:
     def layer_events(self) -> Sequence[Event]:
         return self._events
 
-    def wait_submitted(self, layer: int) -> None:
-        """Return: the job is on its stream."""
+    def wait_submitted(self, layer: int, timeout: float | None = None) -> bool:
+        """Return True: the job is on its stream."""
+        return True
 
     def stream_wait(self, layer: int, stream: CpuStream) -> None:
         """Make a :class:`CpuStream` wait for the layer."""

@@ -136,13 +136,13 @@ class CudaCopy:
         """True when the lane has submitted the first command, and needs ``after`` no longer."""
         return bool(self._transfer.started)
 
-    def wait_submitted(self, layer: int) -> None:
-        """Block, without the GIL, until the layer is on its stream.
+    def wait_submitted(self, layer: int, timeout: float | None = None) -> bool:
+        """Block, without the GIL, until the layer is on its stream; False after ``timeout``.
 
         Raises:
             DeviceError: the layer will never be submitted.
         """
-        self._transfer.wait_submitted(layer)
+        return bool(self._transfer.wait_submitted(layer, timeout))
 
     def stream_wait(self, layer: int, stream: Any) -> None:
         """Make a CuPy, PyTorch, Paddle or raw stream wait for the layer.

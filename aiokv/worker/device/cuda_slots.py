@@ -101,8 +101,9 @@ class SlotCopy:
         """One event, as often as there are layers."""
         return [self._work] * self._num_layers
 
-    def wait_submitted(self, layer: int) -> None:
-        """Return: the pass is on its stream."""
+    def wait_submitted(self, layer: int, timeout: float | None = None) -> bool:
+        """Return True: the pass is on its stream."""
+        return True
 
     def stream_wait(self, layer: int, stream: Any) -> None:
         """Make a CuPy, PyTorch, Paddle or raw stream wait for the pass."""

@@ -67,8 +67,9 @@ class CudaStateCopy:
     def layer_events(self) -> Sequence[Event]:
         return [self._event] * self._num_layers
 
-    def wait_submitted(self, layer: int) -> None:
-        """Return: the copies are on their stream."""
+    def wait_submitted(self, layer: int, timeout: float | None = None) -> bool:
+        """Return True: the copies are on their stream."""
+        return True
 
     def stream_wait(self, layer: int, stream: Any) -> None:
         """Make a CuPy, PyTorch, Paddle or raw stream wait.

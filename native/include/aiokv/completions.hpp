@@ -6,6 +6,7 @@
 #include "aiokv/auxiliary_pools.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
+#include "aiokv/foreign_blocks.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
 #include "aiokv/matching.hpp"
@@ -22,7 +23,8 @@ class Completions {
     Completions(const CoreConfig& config, DevicePool& device, LeaseTable& leases, Index& index,
                 RecurrentState& state, AuxiliaryPools& auxiliary, const Matching& matching,
                 Residency& residency, TransferLedger& transfers, Promises& promises,
-                Publication& publication, Swaps& swaps, StoreSaver& store_saver)
+                Publication& publication, Swaps& swaps, StoreSaver& store_saver,
+                ForeignBlocks& foreign)
         : config_(config),
           device_(device),
           leases_(leases),
@@ -35,7 +37,8 @@ class Completions {
           promises_(promises),
           publication_(publication),
           swaps_(swaps),
-          store_saver_(store_saver) {}
+          store_saver_(store_saver),
+          foreign_(foreign) {}
 
     // Blocks before `first_bad_block` are proven when the transfer failed.
     void complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block);
@@ -45,6 +48,7 @@ class Completions {
     std::int64_t recompute_from(Lease& lease);
 
   private:
+    void finish_foreign(TransferId id, Outcome outcome, std::uint32_t first_bad_block);
     void finish_move(TransferId id, Outcome outcome, std::uint32_t first_bad_block);
     void finish_tail(const Transfer& transfer, std::uint32_t good_blocks);
     void fail_leases(const Transfer& transfer, NodeId first_bad);
@@ -64,6 +68,7 @@ class Completions {
     Publication& publication_;
     Swaps& swaps_;
     StoreSaver& store_saver_;
+    ForeignBlocks& foreign_;
 };
 
 }  // namespace aiokv

@@ -16,6 +16,7 @@
 //   store_saver_ fetches_   the ways from the host tier to the stores, and back
 //   promises_ uses_ batches_     what leases will compute, wait for, and compute now
 //   peers_        the ways between leases and other engines
+//   foreign_      leases on device blocks that a server owns
 //   matching_ publication_ swaps_ grants_ releases_ completions_ tiers_   the transitions
 //
 // violations() checks the invariants I1-I6 of the design from scratch.
@@ -36,6 +37,7 @@
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
 #include "aiokv/fetches.hpp"
+#include "aiokv/foreign_blocks.hpp"
 #include "aiokv/grants.hpp"
 #include "aiokv/hot_prefixes.hpp"
 #include "aiokv/index.hpp"
@@ -67,19 +69,36 @@ class Core {
     // What match() would return, without a lease; changes nothing, not even recency.
     Hit would_hit(Tokens tokens, std::string_view context, std::span<const Item> items = {}) const;
     Pending pending(LeaseId id) { return matching_.pending(leases_.at(id), promises_); }
-    void check_request(LeaseId id, std::int64_t num_tokens) const {
-        grants_.check_request(leases_.at(id), num_tokens);
+    void check_request(LeaseId id, std::int64_t num_tokens, Reserve reserve = {}) const {
+        grants_.check_request(leases_.at(id), num_tokens, reserve);
     }
-    Grant allocate(LeaseId id, std::int64_t num_tokens) {
-        return grants_.allocate(leases_.at(id), num_tokens);
+    Grant allocate(LeaseId id, std::int64_t num_tokens, Reserve reserve = {}) {
+        return grants_.allocate(leases_.at(id), num_tokens, reserve);
     }
-    bool can_allocate(LeaseId id, std::int64_t num_tokens, bool saves) {
-        return grants_.can_allocate(leases_.at(id), num_tokens, saves);
+    bool can_allocate(LeaseId id, std::int64_t num_tokens, bool saves, Reserve reserve = {}) {
+        return grants_.can_allocate(leases_.at(id), num_tokens, saves, reserve);
+    }
+    std::uint32_t extendable_blocks(std::uint32_t limit, bool saves) {
+        return grants_.extendable_blocks(limit, saves);
     }
     bool extend(std::span<const LeaseId> ids, std::int64_t num_tokens) {
+        foreign_.refuse("extend", "name the blocks of new positions with assign");
         return grants_.extend(ids, num_tokens);
     }
+    // Of foreign device blocks.
+    void assign(LeaseId id, std::span<const BlockId> ids, std::int64_t computed_tokens) {
+        foreign_.assign(leases_.at(id), ids, computed_tokens);
+    }
+    // Of an id that match() has returned, also when the lease was released since then.
+    bool is_idle(LeaseId id) const { return foreign_.uses().is_idle(id); }
+    std::vector<LeaseId> take_idle() { return foreign_.uses().take_idle(); }
+    std::vector<LeaseId> take_advanced() { return foreign_.saves().take_advanced(); }
+    std::vector<BlockId> take_queued_ids() { return foreign_.saves().take_queued_ids(); }
+    void give_up_saves() { foreign_.saves().give_up_queue(); }
+    // Ends the released leases that waited for foreign saves only, and returns them.
+    std::vector<LeaseId> end_saved();
     Fork fork(LeaseId id, Step step) {
+        foreign_.refuse("fork", "match the prompt again, and assign the blocks that it shares");
         peers_.check_state_copy(leases_.at(id), "fork");
         return grants_.fork(leases_.at(id), step);
     }
@@ -105,6 +124,9 @@ class Core {
     void compute_nothing(LeaseId id, bool whole = false);
 
     const Lease& lease(LeaseId id) const { return leases_.at(id); }
+    // The device blocks of the hit: of a new match as long as the lease is matched, later of the
+    // grant; none while the lease is swapped.
+    std::vector<BlockId> hit_blocks(LeaseId id);
     Usage usage(LeaseId id) const;
     // Has blocks, and its hit can still be matched: no reset and no failed copy came between.
     bool is_current(LeaseId id) const;
@@ -121,15 +143,21 @@ class Core {
     std::vector<BatchId> batches(LeaseId id) const { return batches_.of(id); }
 
     // -- backups; 0 when there is nothing to copy
-    TransferId take_backups() { return saver_.take_backups(); }
+    TransferId take_backups() {
+        return foreign_.exist() ? foreign_.saves().take() : saver_.take_backups();
+    }
     TransferId take_write_backs(std::uint32_t wanted) { return saver_.take_write_backs(wanted); }
-    bool wants_write_backs() const { return saver_.wants_write_backs(); }
+    bool wants_write_backs() const { return !foreign_.exist() && saver_.wants_write_backs(); }
     bool must_look_further() const { return saver_.must_look_further(); }
-    bool wants_backups() const { return saver_.wants_backups() || auxiliary_.want_saves(); }
+    bool wants_backups() const {
+        if (foreign_.exist()) return foreign_.saves().wants();
+        return saver_.wants_backups() || auxiliary_.want_saves();
+    }
 
     // -- swap
     TransferId saving(LeaseId id) const { return swaps_.saving(leases_.at(id)); }
     bool swap_out(LeaseId id, Step step) {
+        foreign_.refuse("swap", "preempt without a swap: committed blocks are in host memory");
         peers_.check_swap(leases_.at(id));
         return swaps_.begin(leases_.at(id), step);
     }
@@ -186,8 +214,15 @@ class Core {
         return peers_.receive(leases_.at(id), ticket, first_block, num_blocks);
     }
     TransferId send(LeaseId id, const TicketId& ticket, std::int64_t first_block,
-                    std::int64_t num_blocks) {
-        return peers_.send(leases_.at(id), ticket, first_block, num_blocks);
+                    std::int64_t num_blocks, LayerRanges layers = {}) {
+        return peers_.send(leases_.at(id), ticket, first_block, num_blocks, layers);
+    }
+    // `step`: the open one.
+    TransferId send_early(LeaseId id, const TicketId& ticket, std::int64_t first_block,
+                          std::int64_t num_blocks, LayerRanges layers, std::uint64_t mark,
+                          Step step) {
+        return peers_.send_early(leases_.at(id), ticket, first_block, num_blocks, layers, mark,
+                                 step);
     }
     TransferId receive_state(LeaseId id, const TicketId& ticket, std::int64_t num_tokens) {
         return peers_.receive_state(leases_.at(id), ticket, num_tokens);
@@ -220,16 +255,20 @@ class Core {
     bool has_peer_transfers() const { return peers_.exist(); }
 
     // -- transfers
-    const Transfer& transfer(TransferId id) const { return transfers_.get(id); }
+    const Transfer& transfer(TransferId id) const {
+        return foreign_.has(id) ? foreign_.get(id) : transfers_.get(id);
+    }
     bool is_in_flight(TransferId id) const {
         return transfers_.has(id) || fetches_.has(id) || store_saver_.has(id) ||
-               auxiliary_stores_.has(id) || peers_.has(id);
+               auxiliary_stores_.has(id) || peers_.has(id) || foreign_.has(id);
     }
     // `results`: of a save, a SaveResult per block, or none.
     // Returns the leases that waited for a transfer of a peer and are released now.
     std::vector<LeaseId> complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block,
                                   std::span<const std::uint8_t> results = {});
-    std::vector<TransferId> take_abandoned() { return transfers_.take_abandoned(); }
+    std::vector<TransferId> take_abandoned() {
+        return foreign_.exist() ? foreign_.take_abandoned() : transfers_.take_abandoned();
+    }
     void mark_cancelling(TransferId id) { transfers_.mark_cancelling(id); }
     // Steps finish in the order of their numbers.
     void close_step(Step step) {
@@ -248,7 +287,10 @@ class Core {
     // -- capacity
     std::uint32_t evict_device(std::uint32_t blocks) { return residency_.evict_device(blocks); }
     std::uint32_t evict_host(std::uint32_t blocks) { return residency_.evict_host(blocks); }
-    void resize_device(std::int64_t blocks) { tiers_.resize_device(blocks); }
+    void resize_device(std::int64_t blocks) {
+        foreign_.refuse("resize", "the server sizes its tensors before it makes the engine");
+        tiers_.resize_device(blocks);
+    }
     void forget_device() { tiers_.forget_device(); }
     void forget_host() { tiers_.forget_host(); }
     void reset();
@@ -304,6 +346,7 @@ class Core {
     Uses uses_;
     Batches batches_;
     PeerTransfers peers_;
+    ForeignBlocks foreign_;
     Matching matching_;
     Fetches fetches_;
     Publication publication_;

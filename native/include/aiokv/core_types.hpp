@@ -69,6 +69,7 @@ struct CoreConfig {
     std::uint32_t max_leases = kMaxLeases;  // open at a time
     StoreConfig stores = {};
     std::uint32_t host_state_slots = 0;  // of snapshots in host memory
+    bool foreign_device = false;         // a server owns the device blocks; see ForeignBlocks
 
     std::uint32_t blocks_for(std::uint64_t num_tokens) const {
         return static_cast<std::uint32_t>((num_tokens + block_tokens - 1) / block_tokens);

@@ -2,12 +2,27 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "aiokv/cuda_layout.hpp"
 
 namespace aiokv::cuda {
+
+// Contiguous copies between host and device memory.
+struct CopyBatch {
+    std::vector<void*> to;
+    std::vector<void*> from;
+    std::vector<std::size_t> sizes;
+};
+
+// Submits the copies one by one, in order.
+void submit_each(const CopyBatch& batch, cudaStream_t stream);
+// As submit_each(), as one batch where the driver has batches. `stream` is none of the default
+// streams, and the host memory is page-locked.
+void submit_batch(CopyBatch& batch, cudaStream_t stream);
 
 // Whole blocks and short runs go as one batch, longer runs as one strided copy each; without
 // batches in the driver, as plain copies.

@@ -42,6 +42,9 @@ class DeviceMemory {
     void* memory_ = nullptr;
 };
 
+// The handle of the allocation at its first address, which another process can map.
+DeviceMemory::Handle memory_handle(int device, std::uintptr_t address);
+
 // Memory of another process, mapped for the copies of one GPU.
 class MappedMemory {
   public:

@@ -47,8 +47,9 @@ class Transfer {
     std::uint32_t num_layers() const { return num_layers_; }
     // True once the layer has finished or, after a failure, once nothing of the transfer moves.
     bool layer_done(std::uint32_t layer);
-    // Blocks until the layer is on its stream. Throws DeviceError when it never will be.
-    void wait_submitted(std::uint32_t layer);
+    // Blocks until the layer is on its stream, or for `seconds`, whose end returns false. Throws
+    // DeviceError when the layer never will be.
+    bool wait_submitted(std::uint32_t layer, std::optional<double> seconds = std::nullopt);
     // Blocks until layer_done().
     void synchronize(std::uint32_t layer);
     // wait_submitted(), then the stream waits. Throws UsageError during graph capture.

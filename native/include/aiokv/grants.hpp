@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 
 #include "aiokv/auxiliary_pools.hpp"
@@ -20,6 +21,8 @@
 #include "aiokv/uses.hpp"
 
 namespace aiokv {
+
+using Reserve = std::optional<std::uint32_t>;
 
 class Grants {
   public:
@@ -45,13 +48,16 @@ class Grants {
           store_saver_(store_saver),
           fetches_(fetches) {}
 
-    // Throws what allocate would, of a request that can never be granted.
-    void check_request(const Lease& lease, std::int64_t num_tokens) const;
+    // Throws what allocate would, of a request that can never be granted. `reserve`: free or
+    // evictable blocks that the grant leaves to extend(); by default as configured.
+    void check_request(const Lease& lease, std::int64_t num_tokens, Reserve reserve) const;
     // kNone, holding nothing, when there is not enough room now.
-    Grant allocate(Lease& lease, std::int64_t num_tokens);
+    Grant allocate(Lease& lease, std::int64_t num_tokens, Reserve reserve);
     // Would allocate() grant now? Evicts nothing. `saves`: the caller answers a refused grant with
     // take_write_backs(), and tries once more when there is nothing to save.
-    bool can_allocate(Lease& lease, std::int64_t num_tokens, bool saves);
+    bool can_allocate(Lease& lease, std::int64_t num_tokens, bool saves, Reserve reserve);
+    // The device blocks that extend() could take now, up to `limit`; `saves` as for can_allocate().
+    std::uint32_t extendable_blocks(std::uint32_t limit, bool saves);
     // All leases get `num_tokens` more positions, or none does.
     bool extend(std::span<const LeaseId> ids, std::int64_t num_tokens);
     // A second lease on the same blocks. What is not indexed gets ids of its own, and what of that
@@ -63,7 +69,10 @@ class Grants {
   private:
     std::uint32_t choose_path(Lease& lease, std::int64_t num_tokens);
     bool fit_writable(Lease& lease, std::uint32_t total_blocks);
-    std::uint32_t reserve_for(std::uint32_t total_blocks) const;
+    std::uint32_t reserve_for(std::uint32_t total_blocks, Reserve reserve) const;
+    bool will_have_room(Residency::Forecast& forecast, std::uint32_t needed_blocks,
+                        std::uint32_t wanted_blocks, bool saves) const;
+    std::uint32_t pinned_blocks() const;
     void take_blocks(Lease& lease, std::uint32_t total_blocks);
     std::uint32_t take_resident(Lease& lease);
     void start_onload(Lease& lease, std::uint32_t first_host_block);

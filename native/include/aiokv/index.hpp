@@ -34,14 +34,13 @@ class Index {
     void leave_context(std::uint32_t context);
     // The context of this key; nothing when there is none.
     std::optional<std::uint32_t> find_context(std::string_view key) const;
-    // A fetch of blocks of the context is in flight, or has ended.
-    void begin_fetch(std::uint32_t context) { ++contexts_[context].fetches; }
-    void end_fetch(std::uint32_t context) {
-        --contexts_[context].fetches;
+    // A transfer that will insert blocks into the context is in flight, or has ended.
+    void begin_growth(std::uint32_t context) { ++contexts_[context].growths; }
+    void end_growth(std::uint32_t context) {
+        --contexts_[context].growths;
         close_if_unused(context);
     }
-    std::uint32_t fetches(std::uint32_t context) const { return contexts_[context].fetches; }
-    // Closes the context of a root that has lost its last child, unless it has leases or fetches.
+    // Closes the context of a root that has lost its last child, unless it has leases or growths.
     void close_context_if_unused(NodeId root) {
         close_if_unused(static_cast<std::uint32_t>(tree_[root].device));
     }
@@ -107,7 +106,7 @@ class Index {
         std::string key;
         NodeId root = kNone;
         std::uint32_t leases = 0;
-        std::uint32_t fetches = 0;
+        std::uint32_t growths = 0;
         std::uint64_t seed = 0;
     };
 

@@ -18,6 +18,7 @@ namespace aiokv {
 using LeaseId = std::uint64_t;                  // generation << 32 | index; 0 is no lease
 using TicketId = std::array<std::uint8_t, 16>;  // names what a peer sends, or receives
 using TransferId = std::uint32_t;
+using SaveId = std::uint32_t;  // of a block that is being saved; see ForeignSaves
 
 // LeaseTable::move() lists the allowed transitions.
 enum class LeaseState : std::uint8_t {
@@ -111,6 +112,13 @@ struct Lease {
     NodeId frontier = kNone;  // where its next block will hang, while Promises has the lease
     NodeId awaited = kNone;   // the end of its hit, while Uses has the lease
 
+    // Device blocks of a server; see ForeignBlocks.
+    std::vector<SaveId> saving;        // blocks behind the path that are being saved, in order
+    bool save_failed = false;          // it saves nothing more in this grant
+    std::uint32_t counted_blocks = 0;  // whose use by this lease is counted
+    std::uint32_t due_blocks = 0;      // of those, leading ones that were used often enough
+    std::uint64_t use_hash = 0;        // of the counted blocks
+
     RecurrentHolding recurrent;
     std::vector<WindowTable> windows;  // one per group, while granted or swapped
 
@@ -138,8 +146,9 @@ struct Lease {
             return range.first >= range.end;
         });
     }
-    // Batches or transfers of peers use its blocks, also after the lease has given them back.
-    bool is_in_use() const { return batches > 0 || !peer_transfers.empty(); }
+    // Batches, transfers of peers or foreign saves use its blocks, also after the lease has given
+    // them back.
+    bool is_in_use() const { return batches > 0 || !peer_transfers.empty() || !saving.empty(); }
     // The newest step that may use what the lease holds. A lease that no batch has named may have
     // been computed with at any time, so the open step, `step`, may use it.
     Step last_use(Step step) const { return step_is_exact ? last_step : std::max(last_step, step); }

@@ -2,7 +2,11 @@
 //
 //   receive         writes blocks of the lease behind its computed positions; commit_received
 //                   publishes the proven ones
-//   send            reads blocks that the lease has computed, the partial last one included
+//   send            reads blocks that the lease has computed, the partial last one included; or
+//   some
+//                   of their ranges of layers
+//   send_early      reads ranges of layers of blocks that the lease is computing: never all ranges,
+//                   so that the receiver completes no block before it is committed here
 //   receive_state   writes the recurrent state after received positions, which its end commits: the
 //                   state and the positions that count as computed never differ
 //   send_state      reads the recurrent state after the computed positions
@@ -43,6 +47,12 @@ enum class PeerRoute : std::uint8_t {
     kSendWindow,
 };
 
+// Ranges of layers of each block, as the workers number them. 0, 0: the block is not divided.
+struct LayerRanges {
+    std::uint32_t first = 0;
+    std::uint32_t end = 0;
+};
+
 struct PeerTransfer {
     PeerRoute route = PeerRoute::kReceive;
     TicketId ticket{};
@@ -55,7 +65,11 @@ struct PeerTransfer {
     std::size_t group = 0;          // of a window
     std::uint32_t kept_blocks = 0;  // that truncate() has not cut off the lease's table
     std::vector<BlockId> blocks;    // on the device
-    std::vector<LeaseId> holders;   // each lists the transfer in Lease::peer_transfers
+    LayerRanges layers;
+    bool is_early = false;  // the lease may compute the blocks
+    std::uint64_t mark =
+        0;  // of an early send: names the point in the work that computes the layers
+    std::vector<LeaseId> holders;  // each lists the transfer in Lease::peer_transfers
     Step after_step = 0;
     bool cancelling = false;  // nothing waits for it; a worker was, or will be, asked
 
@@ -69,6 +83,10 @@ struct PeerTransfer {
     }
     std::uint32_t end_block() const {
         return first_block + static_cast<std::uint32_t>(blocks.size());
+    }
+    bool overlaps(std::int64_t first, std::int64_t count) const {
+        return static_cast<std::int64_t>(end_block()) > first &&
+               static_cast<std::int64_t>(first_block) < first + count;
     }
 };
 
@@ -104,7 +122,11 @@ class PeerTransfers {
     TransferId receive(Lease& lease, const TicketId& ticket, std::int64_t first_block,
                        std::int64_t num_blocks);
     TransferId send(Lease& lease, const TicketId& ticket, std::int64_t first_block,
-                    std::int64_t num_blocks);
+                    std::int64_t num_blocks, LayerRanges layers = {});
+    // `step`: the open one, behind which the layers are computed on each device at the latest.
+    TransferId send_early(Lease& lease, const TicketId& ticket, std::int64_t first_block,
+                          std::int64_t num_blocks, LayerRanges layers, std::uint64_t mark,
+                          Step step);
     // The blocks of a window group that are needed behind `num_tokens` positions, of which those
     // that the lease has not computed have been received; or behind those that it has computed.
     TransferId receive_window(Lease& lease, const TicketId& ticket, std::size_t group,
@@ -183,11 +205,15 @@ class PeerTransfers {
     TransferId begin(Lease& lease, PeerTransfer transfer);
     TransferId begin_blocks(Lease& lease, PeerRoute route, const TicketId& ticket,
                             std::uint32_t first_block, std::uint32_t num_blocks);
+    PeerTransfer of_blocks(const Lease& lease, PeerRoute route, const TicketId& ticket,
+                           std::uint32_t first_block, std::uint32_t num_blocks) const;
     TransferId begin_state(Lease& lease, PeerRoute route, const TicketId& ticket,
                            std::uint32_t num_tokens);
     TransferId begin_window(Lease& lease, PeerRoute route, const TicketId& ticket,
                             std::size_t group, std::vector<std::uint32_t> blocks);
     bool is_waiting_for_windows(const Lease& lease) const;
+    // All positions that an early send reads are computed now.
+    bool is_computed(const Lease& lease, const PeerTransfer& transfer) const;
     Step after_use(const Lease& lease, Step step) const;
     void note_received(Lease& lease, const PeerTransfer& transfer, std::uint32_t blocks) const;
     void give_up(TransferId id, PeerTransfer& transfer);

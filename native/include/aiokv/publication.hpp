@@ -6,6 +6,7 @@
 #include "aiokv/auxiliary_pools.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
+#include "aiokv/foreign_blocks.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
 #include "aiokv/promises.hpp"
@@ -19,7 +20,7 @@ class Publication {
   public:
     Publication(const CoreConfig& config, DevicePool& device, Index& index, RecurrentState& state,
                 SlidingWindows& windows, Residency& residency, Saver& saver, Promises& promises,
-                Uses& uses)
+                Uses& uses, ForeignBlocks& foreign)
         : config_(config),
           device_(device),
           index_(index),
@@ -28,7 +29,8 @@ class Publication {
           residency_(residency),
           saver_(saver),
           promises_(promises),
-          uses_(uses) {}
+          uses_(uses),
+          foreign_(foreign) {}
 
     void append(Lease& lease, Tokens tokens);
     // Returns how many blocks became matchable. Throws LeaseError, changing nothing.
@@ -63,6 +65,7 @@ class Publication {
     Saver& saver_;
     Promises& promises_;
     Uses& uses_;
+    ForeignBlocks& foreign_;
     std::uint64_t published_ = 0;
     std::uint64_t computed_tokens_ = 0;  // again after a preemption
     std::uint64_t computed_prompt_tokens_ = 0;

@@ -17,6 +17,7 @@
 #include "aiokv/batches.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
+#include "aiokv/foreign_blocks.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
 #include "aiokv/peer_transfers.hpp"
@@ -33,7 +34,7 @@ class Releases {
     Releases(const CoreConfig& config, DevicePool& device, LeaseTable& leases, Index& index,
              RecurrentState& state, SlidingWindows& windows, AuxiliaryPools& auxiliary,
              Residency& residency, TransferLedger& transfers, Promises& promises, Uses& uses,
-             Batches& batches, PeerTransfers& peers, Swaps& swaps)
+             Batches& batches, PeerTransfers& peers, Swaps& swaps, ForeignBlocks& foreign)
         : config_(config),
           device_(device),
           leases_(leases),
@@ -47,7 +48,8 @@ class Releases {
           uses_(uses),
           batches_(batches),
           peers_(peers),
-          swaps_(swaps) {}
+          swaps_(swaps),
+          foreign_(foreign) {}
 
     // release() and retract() throw LeaseError, changing nothing, when the lease is released
     // already. Returns false: batches or transfers of peers in flight keep the blocks, and the
@@ -84,6 +86,7 @@ class Releases {
     Batches& batches_;
     PeerTransfers& peers_;
     Swaps& swaps_;
+    ForeignBlocks& foreign_;
 };
 
 }  // namespace aiokv

@@ -49,6 +49,11 @@ class Residency {
     // The lease has computed the block of this node, and gets a ref on it. Returns true when the
     // node had no device copy and has taken the lease's.
     bool publish(const Lease& lease, std::uint32_t block, PrefixTree::Found found);
+    // The lease uses the block of this node, which it has computed.
+    void note_use(const Lease& lease, std::uint32_t block, NodeId node) {
+        order_.classify_block(lease, block, node);
+        if (tree_[node].uses < 255) ++tree_[node].uses;
+    }
     // The lease's blocks of nodes that were dropped become its own again. Returns false, changing
     // nothing, while another lease or a transfer still uses such a node.
     bool reclaim_detached(Lease& lease);
@@ -89,6 +94,10 @@ class Residency {
     // The first `good` blocks have arrived; the others are dropped.
     void finish_onload(const Transfer& transfer, std::uint32_t good);
     void cancel_onload(const Transfer& transfer);
+    // The host copy of a held node is wrong: the node, and all below it, are dropped. Idempotent.
+    void lose_host_copy(NodeId node) {
+        if (!tree_[node].has(kDetached)) drop(node, EvictionCause::kFailure);
+    }
     void begin_offload(const Transfer& transfer);
     void finish_offload(const Transfer& transfer, std::uint32_t good);
 

@@ -16,11 +16,14 @@ namespace aiokv {
 
 class ReuseSketch {
   public:
-    // `period`: offers, of which all are remembered.
-    explicit ReuseSketch(std::uint64_t period);
+    // `period`: offers, of which all are remembered. `most`: offers of one digest that are counted,
+    // at most 127.
+    explicit ReuseSketch(std::uint64_t period, std::uint32_t most = 8);
 
     // Counts an offer. Returns true when the digest was offered before.
-    bool offer(const Digest& digest);
+    bool offer(const Digest& digest) { return count(digest) > 0; }
+    // Counts an offer. Returns how many came before it, as far as they are counted and remembered.
+    std::uint32_t count(const Digest& digest);
 
     std::size_t bytes() const { return counters_.size(); }
 
@@ -28,6 +31,7 @@ class ReuseSketch {
     void age();
 
     std::uint64_t period_;
+    std::uint8_t most_;
     std::uint64_t offers_ = 0;            // in this period
     std::vector<std::uint8_t> counters_;  // a power of two of them
 };

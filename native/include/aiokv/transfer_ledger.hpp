@@ -35,6 +35,7 @@ class TransferLedger {
     void mark_cancelling(TransferId id);
     bool is_cancelling(TransferId id) const { return transfers_.at(id).cancelling; }
     bool is_saving() const;
+    const std::unordered_map<TransferId, Transfer>& all() const { return transfers_; }
     std::uint32_t onloading_blocks() const;    // indexed ones that are being written on the device
     TransferId offload_of(NodeId node) const;  // 0: none
 
@@ -68,11 +69,22 @@ class TransferLedger {
         ++ended_;
     }
 
+    // -- onloads and saves of foreign device blocks; see ForeignBlocks, which has their records
+    TransferId begin_foreign_transfer() {
+        ++foreign_transfers_;
+        return ++last_;
+    }
+    void end_foreign_transfer() {
+        --foreign_transfers_;
+        ++ended_;
+    }
+
     // -- all
     // Onloads and moves whose last lease was released: worth cancelling where they have not begun.
     std::vector<TransferId> take_abandoned();
     std::size_t in_flight() const {
-        return transfers_.size() + moves_.size() + store_transfers_ + peer_transfers_;
+        return transfers_.size() + moves_.size() + store_transfers_ + peer_transfers_ +
+               foreign_transfers_;
     }
     bool has(TransferId id) const { return transfers_.contains(id) || is_move(id); }
     std::uint64_t ended() const { return ended_; }  // copies, so far
@@ -87,6 +99,7 @@ class TransferLedger {
     std::vector<TransferId> abandoned_;
     std::size_t store_transfers_ = 0;
     std::size_t peer_transfers_ = 0;
+    std::size_t foreign_transfers_ = 0;
     TransferId last_ = 0;
     std::uint64_t ended_ = 0;
 };

@@ -52,6 +52,7 @@ if(AIOKV_HAS_CUDA)
         src/cuda/registration.cpp
         src/cuda/scatter.cu
         src/cuda/slots.cpp
+        src/cuda/swap_blocks.cpp
         src/cuda/slots.cu
         src/cuda/transfer.cpp
         src/cuda/upload.cu)

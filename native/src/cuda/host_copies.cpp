@@ -19,13 +19,28 @@ bool driver_has_batches() {
 #endif
 }
 
-struct Batch {
-    std::vector<void*> to;
-    std::vector<void*> from;
-    std::vector<std::size_t> sizes;
-};
+void append(CopyBatch& batch, bool to_device, void* host, void* staging, std::size_t bytes) {
+    batch.to.push_back(to_device ? staging : host);
+    batch.from.push_back(to_device ? host : staging);
+    batch.sizes.push_back(bytes);
+}
 
-void submit_each(const Batch& batch, cudaStream_t stream) {
+void submit_strided(const HostCopy& copy, bool to_device, void* host, void* staging,
+                    cudaStream_t stream) {
+    if (to_device) {
+        check(cudaMemcpy2DAsync(staging, copy.bytes, host, copy.host_pitch, copy.bytes, copy.rows,
+                                cudaMemcpyHostToDevice, stream),
+              "cudaMemcpy2DAsync");
+    } else {
+        check(cudaMemcpy2DAsync(host, copy.host_pitch, staging, copy.bytes, copy.bytes, copy.rows,
+                                cudaMemcpyDeviceToHost, stream),
+              "cudaMemcpy2DAsync");
+    }
+}
+
+}  // namespace
+
+void submit_each(const CopyBatch& batch, cudaStream_t stream) {
     for (std::size_t i = 0; i < batch.sizes.size(); ++i) {
         check(
             cudaMemcpyAsync(batch.to[i], batch.from[i], batch.sizes[i], cudaMemcpyDefault, stream),
@@ -33,7 +48,7 @@ void submit_each(const Batch& batch, cudaStream_t stream) {
     }
 }
 
-void submit_batch(Batch& batch, cudaStream_t stream) {
+void submit_batch(CopyBatch& batch, cudaStream_t stream) {
     if (batch.sizes.size() <= 1 || !driver_has_batches()) {
         submit_each(batch, stream);
         return;
@@ -56,30 +71,9 @@ void submit_batch(Batch& batch, cudaStream_t stream) {
 #endif
 }
 
-void append(Batch& batch, bool to_device, void* host, void* staging, std::size_t bytes) {
-    batch.to.push_back(to_device ? staging : host);
-    batch.from.push_back(to_device ? host : staging);
-    batch.sizes.push_back(bytes);
-}
-
-void submit_strided(const HostCopy& copy, bool to_device, void* host, void* staging,
-                    cudaStream_t stream) {
-    if (to_device) {
-        check(cudaMemcpy2DAsync(staging, copy.bytes, host, copy.host_pitch, copy.bytes, copy.rows,
-                                cudaMemcpyHostToDevice, stream),
-              "cudaMemcpy2DAsync");
-    } else {
-        check(cudaMemcpy2DAsync(host, copy.host_pitch, staging, copy.bytes, copy.bytes, copy.rows,
-                                cudaMemcpyDeviceToHost, stream),
-              "cudaMemcpy2DAsync");
-    }
-}
-
-}  // namespace
-
 void submit_host_copies(std::span<const HostCopy> copies, bool to_device, std::uint8_t* staging,
                         std::size_t min_strided_rows, cudaStream_t stream) {
-    Batch batch;
+    CopyBatch batch;
     for (const HostCopy& copy : copies) {
         auto* host = reinterpret_cast<std::uint8_t*>(copy.host);
         std::uint8_t* dense = staging + copy.staging_offset;

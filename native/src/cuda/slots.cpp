@@ -87,10 +87,14 @@ DeviceMemory::~DeviceMemory() {
 }
 
 DeviceMemory::Handle DeviceMemory::handle() const {
-    const DeviceScope scope(device_);
+    return memory_handle(device_, address());
+}
+
+DeviceMemory::Handle memory_handle(int device, std::uintptr_t address) {
+    const DeviceScope scope(device);
     cudaIpcMemHandle_t handle;
-    check(cudaIpcGetMemHandle(&handle, memory_), "cudaIpcGetMemHandle");
-    Handle bytes;
+    check(cudaIpcGetMemHandle(&handle, reinterpret_cast<void*>(address)), "cudaIpcGetMemHandle");
+    DeviceMemory::Handle bytes;
     std::memcpy(bytes.data(), &handle, sizeof handle);
     return bytes;
 }

@@ -1,5 +1,6 @@
 #include "aiokv/cuda_transfer.hpp"
 
+#include <chrono>
 #include <utility>
 
 #include "aiokv/cuda_check.hpp"
@@ -70,18 +71,25 @@ bool Transfer::layer_done(std::uint32_t layer) {
     return last == nullptr || query(last);
 }
 
-void Transfer::wait_submitted(std::uint32_t layer) {
+bool Transfer::wait_submitted(std::uint32_t layer, std::optional<double> seconds) {
     check_layer(layer);
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] {
+    const auto known = [&] {
         return failure_.has_value() ||
                (!groups_.empty() && group_of_layer_[layer] < submitted_groups_.load());
-    });
+    };
+    // A longer wait than a year would overflow the clock.
+    if (!seconds || *seconds > 365.0 * 86400.0) {
+        changed_.wait(lock, known);
+    } else if (!changed_.wait_for(lock, std::chrono::duration<double>(*seconds), known)) {
+        return false;
+    }
     if (groups_.empty() || group_of_layer_[layer] >= submitted_groups_.load()) {
         throw DeviceError(
             "layer " + std::to_string(layer) + " will not arrive: " + failure_->reason,
             failure_->code);
     }
+    return true;
 }
 
 void Transfer::synchronize(std::uint32_t layer) {

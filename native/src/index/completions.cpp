@@ -16,6 +16,7 @@ std::uint32_t proven(Outcome outcome, std::uint32_t first_bad_block, std::uint32
 }  // namespace
 
 void Completions::complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block) {
+    if (foreign_.has(id)) return finish_foreign(id, outcome, first_bad_block);
     if (transfers_.is_move(id)) return finish_move(id, outcome, first_bad_block);
     const Transfer transfer = transfers_.end(id);
     const auto nodes = static_cast<std::uint32_t>(transfer.nodes.size());
@@ -35,6 +36,17 @@ void Completions::complete(TransferId id, Outcome outcome, std::uint32_t first_b
         for (const LeaseId lease : transfer.leases) settle(leases_.at(lease), id);
     }
     index_.change();
+}
+
+void Completions::finish_foreign(TransferId id, Outcome outcome, std::uint32_t first_bad_block) {
+    const auto blocks = static_cast<std::uint32_t>(foreign_.get(id).device_blocks.size());
+    const ForeignEnd end = foreign_.complete(id, proven(outcome, first_bad_block, blocks),
+                                             outcome == Outcome::kCancelled);
+    index_.change();
+    if (end.lease == 0) return;
+    Lease& lease = leases_.at(end.lease);
+    if (end.failed) fail(lease, end.good_blocks);
+    settle(lease, id);
 }
 
 void Completions::finish_move(TransferId id, Outcome outcome, std::uint32_t first_bad_block) {

@@ -1,6 +1,7 @@
 #include "aiokv/core.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 
 #include "aiokv/error.hpp"
@@ -82,18 +83,20 @@ Core::Core(const CoreConfig& config)
       uses_(index_.tree(), leases_),
       batches_(leases_),
       peers_(config_, device_, leases_, index_, state_, windows_, transfers_),
+      foreign_(config_, device_, host_, leases_, index_, residency_, store_saver_, transfers_,
+               promises_),
       matching_(config_, index_, auxiliary_, transfers_),
       fetches_(config_, index_, stored_, matching_, residency_, transfers_),
-      publication_(config_, device_, index_, state_, windows_, residency_, saver_, promises_,
-                   uses_),
+      publication_(config_, device_, index_, state_, windows_, residency_, saver_, promises_, uses_,
+                   foreign_),
       swaps_(config_, device_, host_, leases_, index_, state_, windows_, auxiliary_, matching_,
              residency_, saver_, transfers_, promises_, uses_, publication_),
       grants_(config_, device_, leases_, index_, state_, windows_, auxiliary_, matching_,
               residency_, saver_, transfers_, publication_, uses_, swaps_, store_saver_, fetches_),
       releases_(config_, device_, leases_, index_, state_, windows_, auxiliary_, residency_,
-                transfers_, promises_, uses_, batches_, peers_, swaps_),
+                transfers_, promises_, uses_, batches_, peers_, swaps_, foreign_),
       completions_(config_, device_, leases_, index_, state_, auxiliary_, matching_, residency_,
-                   transfers_, promises_, publication_, swaps_, store_saver_),
+                   transfers_, promises_, publication_, swaps_, store_saver_, foreign_),
       tiers_(config_, device_, leases_, index_, auxiliary_, residency_, saver_, transfers_,
              promises_, swaps_, store_saver_),
       auxiliary_stores_(connected(auxiliary_, stored_, residency_), matching_) {}
@@ -121,6 +124,21 @@ Hit Core::would_hit(Tokens tokens, std::string_view context, std::span<const Ite
     index_.find_items(probe, items);
     matching_.walk(probe);
     return {0, probe.device_hit, probe.host_hit};
+}
+
+std::vector<BlockId> Core::hit_blocks(LeaseId id) {
+    Lease& lease = leases_.at(id);
+    if (lease.has_blocks()) {
+        const auto hit = std::min<std::size_t>(lease.device_hit, lease.table.size());
+        return {lease.table.begin(), lease.table.begin() + static_cast<std::ptrdiff_t>(hit)};
+    }
+    std::vector<BlockId> blocks;
+    if (!lease.is(LeaseState::kMatched)) return blocks;
+    matching_.refresh(lease);
+    const auto hit = static_cast<std::ptrdiff_t>(lease.device_hit);
+    std::transform(lease.path.begin(), lease.path.begin() + hit, std::back_inserter(blocks),
+                   [this](NodeId node) { return index_.tree()[node].device; });
+    return blocks;
 }
 
 void Core::compute_nothing(LeaseId id, bool whole) {
@@ -176,7 +194,13 @@ std::vector<LeaseId> Core::complete(TransferId id, Outcome outcome, std::uint32_
     } else {
         completions_.complete(id, outcome, first_bad_block);
     }
-    return {};
+    return foreign_.exist() ? end_saved() : std::vector<LeaseId>{};
+}
+
+std::vector<LeaseId> Core::end_saved() {
+    const std::vector<LeaseId> ended = foreign_.saves().take_ended();
+    for (const LeaseId lease : ended) releases_.end(leases_.at(lease), 0);
+    return ended;
 }
 
 void Core::finish_state(Lease& lease, std::uint32_t num_tokens) {
@@ -212,6 +236,7 @@ Digest Core::prompt_digest(LeaseId id, std::int64_t num_tokens) const {
 }
 
 void Core::reset() {
+    foreign_.saves().reset();
     tiers_.reset();
     peers_.end_all();
 }
@@ -286,9 +311,11 @@ CoreStatistics Core::statistics() const {
     publication_.add_to(s);
     grants_.add_to(s);
     peers_.add_to(s);
+    foreign_.add_to(s);
     s.index_bytes += stored_.bytes();
     s.device_cached -= transfers_.onloading_blocks();
     s.device_leased = device_.capacity() - s.device_free - s.device_cached - s.device_in_flight;
+    if (foreign_.exist()) s.device_free = 0;
     s.host_cached = host_.capacity() - s.host_free - s.host_in_flight;
     return s;
 }
@@ -297,6 +324,7 @@ std::vector<std::string> Core::violations() const {
     Report report(device_.capacity(), host_.capacity(), index_.tree().end_id());
     leases_.check(report);
     fetches_.check(report);
+    foreign_.check(report);
     index_.check(report);
     transfers_.check(report);
     state_.check(report);

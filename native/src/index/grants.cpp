@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <unordered_set>
 #include <utility>
 
 #include "aiokv/error.hpp"
@@ -10,7 +11,7 @@
 
 namespace aiokv {
 
-void Grants::check_request(const Lease& lease, std::int64_t num_tokens) const {
+void Grants::check_request(const Lease& lease, std::int64_t num_tokens, Reserve reserve) const {
     if (lease.has_blocks()) {
         throw LeaseError("allocate: the lease has its blocks already")
             .of(lease.id())
@@ -29,12 +30,12 @@ void Grants::check_request(const Lease& lease, std::int64_t num_tokens) const {
             .hint("resume it with at least as many positions");
     }
     const std::uint32_t total = config_.blocks_for(static_cast<std::uint64_t>(num_tokens));
-    if (std::uint64_t{total} + config_.reserve_blocks <= device_.capacity()) return;
+    const std::uint32_t kept = reserve.value_or(config_.reserve_blocks);
+    if (std::uint64_t{total} + kept <= device_.capacity()) return;
     if (total <= std::min(lease.grown_blocks, device_.capacity())) return;
     throw RequestTooLarge(std::to_string(num_tokens) + " positions need " + str(total) +
                           " blocks of " + str(config_.block_tokens) + " tokens; device_blocks is " +
-                          str(device_.capacity()) + ", of which reserve_blocks keeps " +
-                          str(config_.reserve_blocks))
+                          str(device_.capacity()) + ", of which reserve_blocks keeps " + str(kept))
         .of(lease.id())
         .field("device_blocks")
         .hint("raise CacheConfig.device_blocks, or split the request");
@@ -42,8 +43,8 @@ void Grants::check_request(const Lease& lease, std::int64_t num_tokens) const {
 
 // Free or evictable blocks that a grant leaves to extend(). A lease that extend() has let grow into
 // the reserve is granted when the rest of the device is unused.
-std::uint32_t Grants::reserve_for(std::uint32_t total_blocks) const {
-    return std::min(config_.reserve_blocks, device_.capacity() - total_blocks);
+std::uint32_t Grants::reserve_for(std::uint32_t total_blocks, Reserve reserve) const {
+    return std::min(reserve.value_or(config_.reserve_blocks), device_.capacity() - total_blocks);
 }
 
 // Returns the blocks of the request; 0: a transfer of a swapped table is being cancelled, so that
@@ -58,14 +59,18 @@ std::uint32_t Grants::choose_path(Lease& lease, std::int64_t num_tokens) {
     return config_.blocks_for(static_cast<std::uint64_t>(num_tokens));
 }
 
-Grant Grants::allocate(Lease& lease, std::int64_t num_tokens) {
-    check_request(lease, num_tokens);
+Grant Grants::allocate(Lease& lease, std::int64_t num_tokens, Reserve reserve) {
+    check_request(lease, num_tokens, reserve);
     const std::uint32_t total = choose_path(lease, num_tokens);
     if (total == 0) return Grant::kNone;
     // Refs first: what the lease hits must not be evicted to make room for the rest of it.
     const std::uint32_t needed = total - residency_.ref(lease.path);
+    if (config_.foreign_device) {  // the server has the device blocks, and names them later
+        take_blocks(lease, 0);
+        return Grant::kReady;
+    }
     // An attempt without success takes nothing from swapped leases.
-    if (needed + reserve_for(total) > residency_.device_room() ||
+    if (needed + reserve_for(total, reserve) > residency_.device_room() ||
         !swaps_.make_auxiliary_room(lease, total) || !residency_.make_room(needed) ||
         !fit_writable(lease, total)) {
         residency_.unref(lease.path);
@@ -133,7 +138,9 @@ void Grants::take_blocks(Lease& lease, std::uint32_t total_blocks) {
     hit_host_tokens_ += std::uint64_t{lease.host_hit} * config_.block_tokens;
     prompt_tokens_ += lease.tokens.size();
     ++grants_;
-    if (resident < hits || !lease.tail_host.empty()) start_onload(lease, resident);
+    lease.save_failed = false;
+    const bool has_host_blocks = resident < hits || !lease.tail_host.empty();
+    if (has_host_blocks && !config_.foreign_device) start_onload(lease, resident);
     auxiliary_.take(lease);
     if (resumes) residency_.unhold(lease.path);
     publication_.announce(lease);
@@ -162,10 +169,11 @@ void Grants::start_onload(Lease& lease, std::uint32_t first_host_block) {
     lease.onloads.push_back(id);
 }
 
-bool Grants::can_allocate(Lease& lease, std::int64_t num_tokens, bool saves) {
-    check_request(lease, num_tokens);
+bool Grants::can_allocate(Lease& lease, std::int64_t num_tokens, bool saves, Reserve reserve) {
+    check_request(lease, num_tokens, reserve);
     const std::uint32_t total = choose_path(lease, num_tokens);
     if (total == 0) return false;
+    if (config_.foreign_device) return true;
     const PrefixTree& tree = index_.tree();
     const auto is_resident = [&tree](NodeId node) { return tree[node].has(kDeviceResident); };
     const std::uint32_t needed = total - static_cast<std::uint32_t>(std::count_if(
@@ -174,23 +182,71 @@ bool Grants::can_allocate(Lease& lease, std::int64_t num_tokens, bool saves) {
     if (!swaps_.could_make_auxiliary_room(lease, total, frees_host)) return false;
     Residency::Forecast forecast(residency_, lease.path, frees_host);
     const std::uint32_t room = residency_.device_room() - forecast.evictable_path();
-    if (needed + reserve_for(total) > room) return false;
-    bool has_room = forecast.can_make_room(needed);
-    std::uint32_t wanted = total;
-    while (saves && !has_room && forecast.may_drop_unsaved(wanted)) {
-        const std::uint32_t before = forecast.free_blocks();
-        has_room = forecast.can_make_room(needed);
-        if (transfers_.is_saving()) break;
-        if (forecast.free_blocks() > before) continue;
-        if (wanted >= device_.capacity()) break;
-        wanted = std::min(2 * wanted, device_.capacity());
-    }
+    if (needed + reserve_for(total, reserve) > room) return false;
+    const bool has_room = will_have_room(forecast, needed, total, saves);
     if (!has_room || lease.is(LeaseState::kSwapped)) return has_room;
     const std::size_t resident = total - needed;
     const std::size_t blocks = matching_.writable_path(lease, resident, forecast.writable_blocks());
     if (blocks >= resident) return true;
     forecast.shorten_path(blocks);
     return forecast.can_make_room(total - static_cast<std::uint32_t>(blocks));
+}
+
+// As an attempt that Saver::take_write_backs() follows, and further ones while the host has no room
+// for what has to be saved: unsaved blocks may be dropped then.
+bool Grants::will_have_room(Residency::Forecast& forecast, std::uint32_t needed_blocks,
+                            std::uint32_t wanted_blocks, bool saves) const {
+    bool has_room = forecast.can_make_room(needed_blocks);
+    while (saves && !has_room && forecast.may_drop_unsaved(wanted_blocks)) {
+        const std::uint32_t before = forecast.free_blocks();
+        has_room = forecast.can_make_room(needed_blocks);
+        if (transfers_.is_saving()) break;
+        if (forecast.free_blocks() > before) continue;
+        if (wanted_blocks >= device_.capacity()) break;
+        wanted_blocks = std::min(2 * wanted_blocks, device_.capacity());
+    }
+    return has_room;
+}
+
+// Blocks that count as evictable and stay until transfers in flight have ended: those that a
+// transfer reads or writes, and the blocks above them.
+std::uint32_t Grants::pinned_blocks() const {
+    const PrefixTree& tree = index_.tree();
+    std::unordered_set<NodeId> seen;
+    std::uint32_t blocks = 0;
+    for (const auto& [id, transfer] : transfers_.all()) {
+        for (NodeId node : transfer.nodes) {
+            while (!tree[node].has(kRoot | kDetached) && tree[node].has(kDeviceResident) &&
+                   tree[node].refs == 0 && seen.insert(node).second) {
+                blocks += tree[node].has(kDeviceValid);
+                node = tree[node].parent;
+            }
+        }
+    }
+    return blocks;
+}
+
+std::uint32_t Grants::extendable_blocks(std::uint32_t limit, bool saves) {
+    limit = std::min(limit, residency_.device_room());
+    if (limit <= device_.free_blocks()) return limit;
+    if (config_.write_policy != WritePolicy::kWriteBack) {
+        return std::min(limit, residency_.device_room() - pinned_blocks());
+    }
+    Residency::Forecast forecast(residency_, {}, false);
+    if (forecast.can_make_room(limit)) return limit;
+    const std::uint32_t at_once = forecast.free_blocks();
+    const auto can_take = [&](std::uint32_t blocks) {
+        Residency::Forecast attempt(residency_, {}, false);
+        return will_have_room(attempt, blocks, blocks, saves);
+    };
+    // Further blocks are dropped unsaved, if the host has no room at all.
+    if (!saves || !can_take(at_once + 1)) return at_once;
+    std::uint32_t taken = at_once + 1;
+    for (std::uint32_t beyond = limit + 1; beyond - taken > 1;) {
+        const std::uint32_t middle = taken + (beyond - taken) / 2;
+        (can_take(middle) ? taken : beyond) = middle;
+    }
+    return taken;
 }
 
 bool Grants::extend(std::span<const LeaseId> ids, std::int64_t num_tokens) {

@@ -28,7 +28,7 @@ Index::Index(const CoreConfig& config, const LeaseTable& leases)
     : config_(config),
       leases_(leases),
       tree_(config.block_tokens, std::size_t{config.device_blocks} + config.host_blocks + 64,
-            config.device_blocks) {
+            config.foreign_device ? config.host_blocks : config.device_blocks) {
     open_context("");
     contexts_[0].leases = 1;  // the empty context is never closed
 }
@@ -72,7 +72,7 @@ std::uint32_t Index::open_context(std::string_view key) {
 
 void Index::close_if_unused(std::uint32_t index) {
     Context& context = contexts_[index];
-    if (context.leases > 0 || context.fetches > 0 || tree_[context.root].child != kNone) return;
+    if (context.leases > 0 || context.growths > 0 || tree_[context.root].child != kNone) return;
     tree_.free(context.root);
     context_ids_.erase(context.key);
     context = Context{};
@@ -193,6 +193,7 @@ void Index::check(Report& report) const {
                        "I1: a lease of ", lease.num_tokens, " tokens has ", lease.table.size(),
                        " blocks");
         for (const NodeId node : lease.path) ++report.refs[node];
+        if (config_.foreign_device) continue;  // its ids are not those of the pool
         for (std::size_t i = 0; i < lease.table.size(); ++i) {
             if (is_private(lease, i)) report.device.own(lease.table[i], "a lease");
         }
@@ -200,6 +201,10 @@ void Index::check(Report& report) const {
     for (std::size_t i = 1; i < contexts_.size(); ++i) {
         report.require(contexts_[i].leases == leases[i], "I5: context ", i, " counts ",
                        contexts_[i].leases, " leases of ", leases[i]);
+        const auto growths = report.growths.find(static_cast<std::uint32_t>(i));
+        const std::uint32_t growing = growths == report.growths.end() ? 0 : growths->second;
+        report.require(contexts_[i].growths == growing, "I5: context ", i, " counts ",
+                       contexts_[i].growths, " growths of ", growing);
     }
     std::size_t nodes_with_items = 0;
     for (NodeId node = 0; node < tree_.end_id(); ++node) {

@@ -115,6 +115,8 @@ Lease& LeaseTable::open(std::span<const std::int32_t> tokens, std::uint32_t cont
     lease.computed_blocks = lease.device_hit = lease.host_hit = lease.known_blocks = 0;
     lease.store_hit = 0;
     lease.digests.clear();
+    lease.save_failed = false;
+    lease.counted_blocks = lease.due_blocks = 0;
     lease.opened_ns = tick_nanoseconds();
     move(lease, kMatched);
     return lease;
@@ -135,6 +137,7 @@ void LeaseTable::close(Lease& lease) {
         free_memory(lease.tail_host);
         free_memory(lease.peer_transfers);
         free_memory(lease.received);
+        free_memory(lease.saving);
         free_memory(lease.recurrent.snapshots);
         free_memory(lease.windows);
     }

@@ -101,10 +101,11 @@ TransferId PeerTransfers::receive(Lease& lease, const TicketId& ticket, std::int
     }
     for (const TransferId id : lease.peer_transfers) {
         const PeerTransfer& other = in_flight_.at(id);
-        if (other.route != PeerRoute::kReceive || other.end_block() <= first) continue;
-        if (other.first_block >= first + blocks) continue;
+        if (!other.moves_blocks() || !other.overlaps(first_block, num_blocks)) continue;
+        if (!other.receives() && !other.is_early) continue;
         throw LeaseError("receive: blocks " + str(other.first_block) + " to " +
-                         str(other.end_block() - 1) + " are being received already")
+                         str(other.end_block() - 1) +
+                         (other.is_early ? " are being sent" : " are being received already"))
             .of(lease.id());
     }
     remove_range(lease.received,
@@ -113,7 +114,7 @@ TransferId PeerTransfers::receive(Lease& lease, const TicketId& ticket, std::int
 }
 
 TransferId PeerTransfers::send(Lease& lease, const TicketId& ticket, std::int64_t first_block,
-                               std::int64_t num_blocks) {
+                               std::int64_t num_blocks, LayerRanges layers) {
     check_blocks(lease, "send", first_block, num_blocks);
     const std::uint32_t computed = config_.blocks_for(lease.computed_tokens);
     if (first_block + num_blocks > static_cast<std::int64_t>(computed)) {
@@ -123,12 +124,47 @@ TransferId PeerTransfers::send(Lease& lease, const TicketId& ticket, std::int64_
             .of(lease.id())
             .hint("commit the positions first");
     }
-    return begin_blocks(lease, PeerRoute::kSend, ticket, static_cast<std::uint32_t>(first_block),
-                        static_cast<std::uint32_t>(num_blocks));
+    PeerTransfer transfer =
+        of_blocks(lease, PeerRoute::kSend, ticket, static_cast<std::uint32_t>(first_block),
+                  static_cast<std::uint32_t>(num_blocks));
+    transfer.layers = layers;
+    return begin(lease, std::move(transfer));
+}
+
+TransferId PeerTransfers::send_early(Lease& lease, const TicketId& ticket, std::int64_t first_block,
+                                     std::int64_t num_blocks, LayerRanges layers,
+                                     std::uint64_t mark, Step step) {
+    check_blocks(lease, "send_early", first_block, num_blocks);
+    if (layers.first >= layers.end) {
+        throw UsageError("send_early: the ranges of layers are " + str(layers.first) + " to " +
+                         str(layers.end) + "; at least one must be sent")
+            .of(lease.id());
+    }
+    for (const TransferId id : lease.peer_transfers) {
+        const PeerTransfer& other = in_flight_.at(id);
+        if (other.route != PeerRoute::kReceive || other.kept_blocks == 0) continue;
+        if (!other.overlaps(first_block, num_blocks)) continue;
+        throw LeaseError("send_early: blocks " + str(other.first_block) + " to " +
+                         str(other.end_block() - 1) + " are being received")
+            .of(lease.id());
+    }
+    PeerTransfer transfer =
+        of_blocks(lease, PeerRoute::kSend, ticket, static_cast<std::uint32_t>(first_block),
+                  static_cast<std::uint32_t>(num_blocks));
+    transfer.layers = layers;
+    transfer.is_early = true;
+    transfer.mark = mark;
+    transfer.after_step = step > device_.finished_step() ? step : 0;
+    return begin(lease, std::move(transfer));
 }
 
 TransferId PeerTransfers::begin_blocks(Lease& lease, PeerRoute route, const TicketId& ticket,
                                        std::uint32_t first_block, std::uint32_t num_blocks) {
+    return begin(lease, of_blocks(lease, route, ticket, first_block, num_blocks));
+}
+
+PeerTransfer PeerTransfers::of_blocks(const Lease& lease, PeerRoute route, const TicketId& ticket,
+                                      std::uint32_t first_block, std::uint32_t num_blocks) const {
     const auto from = lease.table.begin() + static_cast<std::ptrdiff_t>(first_block);
     PeerTransfer transfer;
     transfer.route = route;
@@ -141,7 +177,7 @@ TransferId PeerTransfers::begin_blocks(Lease& lease, PeerRoute route, const Tick
         transfer.after_step = std::max(transfer.after_step, device_.after_step(block));
     }
     if (transfer.receives()) transfer.after_step = after_use(lease, transfer.after_step);
-    return begin(lease, std::move(transfer));
+    return transfer;
 }
 
 // `step`, or the newest step that computed with the lease.
@@ -472,6 +508,11 @@ void PeerTransfers::check_swap(const Lease& lease) const {
         .hint("end the receive or the send first, or preempt without swap");
 }
 
+bool PeerTransfers::is_computed(const Lease& lease, const PeerTransfer& transfer) const {
+    const std::uint64_t end = std::uint64_t{transfer.end_block()} * config_.block_tokens;
+    return lease.computed_tokens >= std::min<std::uint64_t>(end, transfer.end_token);
+}
+
 void PeerTransfers::check_truncate(const Lease& lease, std::int64_t num_tokens) const {
     if (num_tokens < 0 || num_tokens >= lease.num_tokens) return;
     check_state_copy(lease, "truncate");
@@ -484,7 +525,10 @@ void PeerTransfers::check_truncate(const Lease& lease, std::int64_t num_tokens) 
         if (cut < transfer.first_block || cut >= transfer.first_block + transfer.kept_blocks) {
             continue;
         }
-        if (!transfer.receives() && length >= lease.computed_tokens) continue;
+        if (!transfer.receives() && length >= lease.computed_tokens &&
+            (!transfer.is_early || is_computed(lease, transfer))) {
+            continue;
+        }
         throw LeaseError("truncate to " + str(length) + " positions: block " + str(cut) +
                          " would be cut, and a transfer between the lease and a peer uses it")
             .of(lease.id())

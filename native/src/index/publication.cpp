@@ -9,12 +9,15 @@
 namespace aiokv {
 
 void Publication::append(Lease& lease, Tokens tokens) {
-    if (lease.tokens.size() + tokens.size() > lease.num_tokens) {
+    // A server names the blocks of new positions when it wants to.
+    const bool is_unlimited = foreign_.exist() && lease.has_blocks();
+    const auto most = is_unlimited ? static_cast<std::uint32_t>(kMaxTokens) : lease.num_tokens;
+    if (lease.tokens.size() + tokens.size() > most) {
         throw LeaseError("append: " + str(tokens.size()) + " tokens at position " +
-                         str(lease.tokens.size()) + " exceed the " + str(lease.num_tokens) +
+                         str(lease.tokens.size()) + " exceed the " + str(most) +
                          " allocated positions")
             .of(lease.id())
-            .hint("call extend first");
+            .hint(foreign_.exist() ? "call allocate first" : "call extend first");
     }
     const std::size_t block_tokens = config_.block_tokens;
     const bool names_more_blocks =
@@ -39,7 +42,8 @@ void Publication::check_commit(const Lease& lease, std::int64_t num_tokens) cons
         throw LeaseError("commit: num_tokens is " + std::to_string(num_tokens) +
                          "; it must be between 0 and the " + str(lease.num_tokens) +
                          " allocated positions")
-            .of(lease.id());
+            .of(lease.id())
+            .hint(foreign_.exist() ? "call assign first" : "call extend first");
     }
     const auto computed = static_cast<std::uint32_t>(num_tokens);
     if (!lease.windows.empty() && computed > windows_.reach_tokens(lease)) {
@@ -98,6 +102,7 @@ std::uint32_t Publication::commit_received(Lease& lease, std::int64_t num_tokens
 }
 
 std::uint32_t Publication::publish(Lease& lease) {
+    if (foreign_.exist()) return foreign_.saves().publish(lease);
     if (!lease.flags.writes || !index_.is_of_epoch(lease) || lease.is(LeaseState::kFailed)) {
         return 0;
     }
@@ -141,6 +146,7 @@ void Publication::settle(Lease& lease) {
 }
 
 void Publication::announce(Lease& lease) {
+    if (foreign_.exist()) return foreign_.saves().announce(lease);
     promises_.withdraw(lease);
     if (!lease.flags.writes || !index_.is_of_epoch(lease)) return;
     if (lease.is(LeaseState::kFailed) || lease.is(LeaseState::kReleasing)) return;

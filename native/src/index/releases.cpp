@@ -34,6 +34,7 @@ bool Releases::release(Lease& lease, Step step, Step used_in) {
     promises_.withdraw(lease);
     if (lease.is(LeaseState::kFailed)) lease.flags.writes = false;  // it publishes nothing any more
     leases_.move(lease, LeaseState::kReleasing);
+    if (!lease.saving.empty()) foreign_.saves().keep_promise(lease);
     return false;
 }
 
@@ -59,7 +60,11 @@ void Releases::give_back(Lease& lease, Step step, LeaseState next) {
     if (lease.swap_transfer != 0) swaps_.orphan_tail(lease, lease.swap_transfer, step);
     if (lease.has_blocks()) {
         leave_onloads(lease, step);
-        residency_.free_table(lease, step);
+        if (foreign_.exist()) {
+            foreign_.give_up(lease);
+        } else {
+            residency_.free_table(lease, step);
+        }
     }
     auxiliary_.release(lease, step);
     if (!lease.is(next)) leases_.move(lease, next);
@@ -72,6 +77,10 @@ void Releases::give_back(Lease& lease, Step step, LeaseState next) {
 
 void Releases::leave_onloads(Lease& lease, Step step) {
     for (const TransferId id : lease.onloads) {
+        if (foreign_.exist()) {
+            foreign_.leave_onload(id, lease.id());
+            continue;
+        }
         if (transfers_.is_move(id)) {
             auxiliary_.orphan_move(lease, id, transfers_.move(id).group, step);
             continue;
@@ -87,7 +96,7 @@ void Releases::leave_onloads(Lease& lease, Step step) {
 void Releases::check_truncate(const Lease& lease, std::int64_t num_tokens) const {
     const std::string to = "truncate to " + std::to_string(num_tokens) + " positions: ";
     const std::int64_t indexed =
-        static_cast<std::int64_t>(lease.path.size()) * config_.block_tokens;
+        static_cast<std::int64_t>(lease.path.size() + lease.saving.size()) * config_.block_tokens;
     if (!lease.has_blocks()) {
         throw LeaseError(to + "the lease is " + name_of(lease.state) + " and has no blocks")
             .of(lease.id())
@@ -113,7 +122,7 @@ void Releases::check_truncate(const Lease& lease, std::int64_t num_tokens) const
             .of(lease.id())
             .hint("let the batch or the transfer end first");
     }
-    if (blocks < lease.path.size() + swaps_.tail_under_way(lease)) {
+    if (!foreign_.exist() && blocks < lease.path.size() + swaps_.tail_under_way(lease)) {
         throw LeaseError(to + "a transfer still writes blocks behind them")
             .of(lease.id())
             .hint("await layers.wait_all() first");
@@ -134,7 +143,10 @@ LeaseId Releases::truncate(Lease& lease, std::int64_t num_tokens, Step step) {
     const auto length = static_cast<std::uint32_t>(num_tokens);
     const std::uint32_t blocks = config_.blocks_for(length);
     LeaseId keeper = 0;
-    if (blocks < lease.table.size() && (lease.batches > 0 || peers_.use_behind(lease, blocks))) {
+    if (foreign_.exist()) {
+        // No transfer uses the ids behind those of shared blocks.
+    } else if (blocks < lease.table.size() &&
+               (lease.batches > 0 || peers_.use_behind(lease, blocks))) {
         keeper = cut_table(lease, blocks, step);
     } else {
         for (std::size_t i = blocks; i < lease.table.size(); ++i) {
@@ -188,8 +200,13 @@ LeaseId Releases::set_aside(Lease& lease, Step step) {
     keeper.computed_tokens = lease.computed_tokens;
     keeper.cached_tokens = lease.cached_tokens;
     for (const TransferId id : keeper.onloads) {
-        transfers_.replace_lease(id, lease.id(), keeper.id());
+        if (foreign_.exist()) {
+            foreign_.replace_lease(id, lease.id(), keeper.id());
+        } else {
+            transfers_.replace_lease(id, lease.id(), keeper.id());
+        }
     }
+    foreign_.saves().hand_over(lease, keeper);
     batches_.hand_over(lease, keeper);
     peers_.hand_over(lease, keeper);
     await_end_of_use(keeper);

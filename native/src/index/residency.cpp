@@ -27,10 +27,11 @@ Residency::Residency(const CoreConfig& config, Index& index, StoredBlocks& store
       order_(config, tree_) {}
 
 // Of a detached node: its leases use the device copy alone, and no swapped lease can be resumed
-// with it.
+// with it. Without device copies, those who hold it may read the host copy.
 void Residency::free_if_unowned(NodeId node) {
     Node& n = tree_[node];
-    if (n.pins > 0 || (n.holds > 0 && stored_.has(node, kSaving))) return;
+    if (n.pins > 0) return;
+    if (n.holds > 0 && (config_.foreign_device || stored_.has(node, kSaving))) return;
     if (n.host != kNoBlock) {
         host_copies_.remove(n.host);
         host_.give_back(n.host);

@@ -12,7 +12,7 @@ constexpr std::uint64_t kCountersPerOffer = 16;
 constexpr std::uint64_t kMinCounters = 1 << 12;
 constexpr std::uint64_t kMaxCounters = 1 << 24;
 constexpr std::uint8_t kOffer = 2;  // 1 after the first halving, 0 after the second
-constexpr std::uint8_t kMost = 16;
+constexpr std::uint32_t kMostOffers = 127;
 
 std::uint64_t counters_for(std::uint64_t period) {
     return std::clamp(std::bit_ceil(period * kCountersPerOffer), kMinCounters, kMaxCounters);
@@ -20,24 +20,24 @@ std::uint64_t counters_for(std::uint64_t period) {
 
 }  // namespace
 
-ReuseSketch::ReuseSketch(std::uint64_t period)
+ReuseSketch::ReuseSketch(std::uint64_t period, std::uint32_t most)
     : period_(std::clamp<std::uint64_t>(period, 1, kMaxCounters / kCountersPerOffer)),
+      most_(static_cast<std::uint8_t>(kOffer * std::min(most, kMostOffers))),
       counters_(counters_for(period_)) {}
 
-bool ReuseSketch::offer(const Digest& digest) {
+std::uint32_t ReuseSketch::count(const Digest& digest) {
     std::array<std::uint32_t, 4> hashes;
     std::memcpy(hashes.data(), digest.data(), sizeof(hashes));
-    bool known = true;
+    std::uint32_t least = most_;
     for (const std::uint32_t hash : hashes) {
-        std::uint8_t& counter = counters_[hash & (counters_.size() - 1)];
-        known = known && counter > 0;
+        least = std::min<std::uint32_t>(least, counters_[hash & (counters_.size() - 1)]);
     }
     for (const std::uint32_t hash : hashes) {
         std::uint8_t& counter = counters_[hash & (counters_.size() - 1)];
-        counter = std::min<std::uint8_t>(static_cast<std::uint8_t>(counter + kOffer), kMost);
+        counter = static_cast<std::uint8_t>(std::min<std::uint32_t>(counter + kOffer, most_));
     }
     if (++offers_ == period_) age();
-    return known;
+    return (least + kOffer - 1) / kOffer;
 }
 
 void ReuseSketch::age() {

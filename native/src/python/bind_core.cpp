@@ -1,6 +1,7 @@
 // The scheduler's core. Ids travel as int32 bytes or arrays, one call a request.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
@@ -61,7 +62,8 @@ using StateCopyTuple = nb::typed<nb::tuple, BlockId, BlockId>;
 using MoveTuple = nb::typed<nb::tuple, MoveRoute, std::int32_t, nb::bytes, nb::bytes, Step>;
 using TransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes, Step>;
 using PeerTransferTuple =
-    nb::typed<nb::tuple, PeerRoute, nb::bytes, std::size_t, nb::bytes, nb::bytes, Step>;
+    nb::typed<nb::tuple, PeerRoute, nb::bytes, std::size_t, nb::bytes, nb::bytes, Step,
+              std::tuple<std::uint32_t, std::uint32_t>, std::uint64_t>;
 using PeerEndTuple = nb::typed<nb::tuple, TransferId, LeaseId, std::uint32_t, bool>;
 
 MatchTuple match(Core& core, TokenArray tokens, std::string_view context, bool reads, bool writes) {
@@ -149,7 +151,7 @@ PeerTransferTuple peer_transfer(const Core& core, TransferId id) {
     }
     return nb::make_tuple(t.route, nb::bytes(t.ticket.data(), t.ticket.size()), t.group,
                           id_bytes(in_prompt), id_bytes(t.moves_blocks() ? t.blocks : t.side_ids),
-                          t.after_step);
+                          t.after_step, nb::make_tuple(t.layers.first, t.layers.end), t.mark);
 }
 
 std::vector<PeerEndTuple> take_peer_ends(Core& core) {
@@ -345,7 +347,7 @@ void bind_core(nb::module_& m) {
                std::uint32_t low_watermark_blocks, std::uint32_t min_onload_blocks,
                EvictionKind eviction, std::uint32_t state_slots,
                const std::vector<WindowTuple>& windows, std::uint32_t max_leases,
-               const StoreConfig* stores, std::uint32_t host_state_slots) {
+               const StoreConfig* stores, std::uint32_t host_state_slots, bool foreign_device) {
                 std::vector<WindowConfig> groups;
                 for (const auto& [blocks, window, step, sink, host] : windows)
                     groups.push_back({blocks, window, step, sink, host});
@@ -353,14 +355,14 @@ void bind_core(nb::module_& m) {
                     block_tokens, device_blocks, host_blocks, leave_tokens, reserve_blocks,
                     write_policy, write_through_threshold, low_watermark_blocks, min_onload_blocks,
                     eviction, state_slots, std::move(groups), max_leases,
-                    stores != nullptr ? *stores : StoreConfig{}, host_state_slots});
+                    stores != nullptr ? *stores : StoreConfig{}, host_state_slots, foreign_device});
             },
             nb::kw_only(), "block_tokens"_a, "device_blocks"_a, "host_blocks"_a = 0,
             "leave_tokens"_a = 1, "reserve_blocks"_a = 0, "write_policy"_a = WritePolicy::kNone,
             "write_through_threshold"_a = 2, "low_watermark_blocks"_a = 0,
             "min_onload_blocks"_a = 0, "eviction"_a = EvictionKind::kLru, "state_slots"_a = 0,
             "windows"_a = std::vector<WindowTuple>(), "max_leases"_a = kMaxLeases,
-            "stores"_a.none() = nb::none(), "host_state_slots"_a = 0)
+            "stores"_a.none() = nb::none(), "host_state_slots"_a = 0, "foreign_device"_a = false)
         .def("match", &match, "tokens"_a, "context"_a = "", "reads"_a = true, "writes"_a = true,
              "Open a lease: (lease, device_blocks, host_blocks) of the longest cached prefix.")
         .def("match_items", &match_items, "tokens"_a, "items"_a, "context"_a = "", "reads"_a = true,
@@ -370,11 +372,12 @@ void bind_core(nb::module_& m) {
              "recency.")
         .def(
             "allocate",
-            [](Core& core, LeaseId id, std::int64_t num_tokens) {
-                return static_cast<int>(core.allocate(id, num_tokens));
+            [](Core& core, LeaseId id, std::int64_t num_tokens, Reserve reserve) {
+                return static_cast<int>(core.allocate(id, num_tokens, reserve));
             },
-            "lease"_a, "num_tokens"_a,
-            "Take refs and all blocks. 0: no room, nothing taken; 1: all there; 2: some load.")
+            "lease"_a, "num_tokens"_a, "reserve_blocks"_a = nb::none(),
+            "Take refs and all blocks. 0: no room, nothing taken; 1: all there; 2: some load. "
+            "`reserve_blocks`: None for the configured number.")
         .def(
             "pending",
             [](Core& core, LeaseId id) -> PendingTuple {
@@ -384,13 +387,18 @@ void bind_core(nb::module_& m) {
             "lease"_a,
             "(lease, blocks): the lease that will compute what follows the match; (0, 0): none.")
         .def("can_allocate", &Core::can_allocate, "lease"_a, "num_tokens"_a, "saves"_a = false,
+             "reserve_blocks"_a = nb::none(),
              "Return whether allocate would grant now; `saves`: after take_write_backs found "
              "nothing.")
+        .def("extendable_blocks", &Core::extendable_blocks, "limit"_a, "saves"_a = false,
+             "Device blocks that extend could take now, up to `limit`; `saves` as for "
+             "can_allocate.")
         .def(
             "indexed_blocks",
             [](const Core& core, LeaseId id) { return core.lease(id).path.size(); }, "lease"_a,
             "Blocks of the lease that are in the index, from the first on.")
         .def("check_request", &Core::check_request, "lease"_a, "num_tokens"_a,
+             "reserve_blocks"_a = nb::none(),
              "Raise what allocate would for a request that can never be granted.")
         .def("retract", &Core::retract, "lease"_a, "step"_a = 0,
              "Undo allocate; the lease stays matched. Return the lease that keeps the blocks for "
@@ -399,6 +407,9 @@ void bind_core(nb::module_& m) {
             "lease_state", [](const Core& core, LeaseId id) { return core.lease(id).state; },
             "lease"_a, "Return the state of the lease; a lease that has ended raises LeaseError.")
         .def("hit", &hit, "lease"_a, "(device_blocks, host_blocks) as matched, or as granted.")
+        .def(
+            "hit_blocks", [](Core& core, LeaseId id) { return copy_ids(core.hit_blocks(id)); },
+            "lease"_a, "Device ids of the hit: of a match made now, or of the grant.")
         .def(
             "onloads", [](const Core& core, LeaseId id) { return core.lease(id).onloads; },
             "lease"_a, "Unfinished transfers that write blocks of the lease.")
@@ -416,6 +427,25 @@ void bind_core(nb::module_& m) {
                 return core.extend(ids, num_tokens);
             },
             "leases"_a, "num_tokens"_a)
+        .def(
+            "assign",
+            [](Core& core, LeaseId id, TokenArray ids, std::int64_t computed_tokens) {
+                core.assign(id, view(ids), computed_tokens);
+            },
+            "lease"_a, "ids"_a, "computed_tokens"_a = 0,
+            "Append device ids of a server to the table of a lease.")
+        .def("is_idle", &Core::is_idle, "lease"_a,
+             "Return whether no transfer uses ids that the lease, which may have ended, has named.")
+        .def("take_idle", &Core::take_idle, "Return leases that have become idle.")
+        .def("take_advanced", &Core::take_advanced,
+             "Return leases of which foreign saves have made blocks matchable.")
+        .def(
+            "take_queued_ids", [](Core& core) { return copy_ids(core.take_queued_ids()); },
+            "Return the device ids of the foreign saves that were queued since the last call.")
+        .def("give_up_saves", &Core::give_up_saves,
+             "Save nothing of what foreign saves have queued.")
+        .def("end_saved", &Core::end_saved,
+             "Return the released leases that waited for foreign saves only, and end them.")
         .def("release", &Core::release, "lease"_a, "step"_a = 0, "used_in"_a = 0,
              "Return False when batches or transfers of peers in flight keep the blocks until they "
              "have ended.")
@@ -549,11 +579,26 @@ void bind_core(nb::module_& m) {
         .def(
             "send",
             [](Core& core, LeaseId id, const nb::bytes& ticket, std::int64_t first_block,
-               std::int64_t num_blocks) {
-                return core.send(id, ticket_id(ticket), first_block, num_blocks);
+               std::int64_t num_blocks, std::uint32_t first_range, std::uint32_t end_range) {
+                return core.send(id, ticket_id(ticket), first_block, num_blocks,
+                                 {first_range, end_range});
             },
-            "lease"_a, "ticket_id"_a, "first_block"_a, "num_blocks"_a,
-            "Begin to send computed blocks of the lease to a peer; return the transfer.")
+            "lease"_a, "ticket_id"_a, "first_block"_a, "num_blocks"_a, "first_range"_a = 0,
+            "end_range"_a = 0,
+            "Begin to send computed blocks of the lease, or ranges of their layers, to a peer; "
+            "return the transfer.")
+        .def(
+            "send_early",
+            [](Core& core, LeaseId id, const nb::bytes& ticket, std::int64_t first_block,
+               std::int64_t num_blocks, std::uint32_t first_range, std::uint32_t end_range,
+               std::uint64_t mark, Step step) {
+                return core.send_early(id, ticket_id(ticket), first_block, num_blocks,
+                                       {first_range, end_range}, mark, step);
+            },
+            "lease"_a, "ticket_id"_a, "first_block"_a, "num_blocks"_a, "first_range"_a,
+            "end_range"_a, "mark"_a, "step"_a = 0,
+            "Begin to send ranges of layers of blocks that the lease computes; return the "
+            "transfer.")
         .def(
             "receive_state",
             [](Core& core, LeaseId id, const nb::bytes& ticket, std::int64_t num_tokens) {
@@ -603,7 +648,7 @@ void bind_core(nb::module_& m) {
         .def("is_peer_transfer", &Core::is_peer_transfer, "transfer"_a)
         .def("peer_transfer", &peer_transfer, "transfer"_a,
              "(route, ticket_id, window group, blocks of the prompt, own blocks or the state slot, "
-             "after_step).")
+             "after_step, (first range of layers, end range), mark).")
         .def(
             "peer_transfers",
             [](const Core& core, LeaseId id) { return core.lease(id).peer_transfers; }, "lease"_a,

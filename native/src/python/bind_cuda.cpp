@@ -12,6 +12,7 @@
 #include "aiokv/cuda_check.hpp"
 #include "aiokv/cuda_engine.hpp"
 #include "aiokv/cuda_slots.hpp"
+#include "aiokv/cuda_swap_blocks.hpp"
 #include "bindings.hpp"
 
 namespace nb = nanobind;
@@ -97,7 +98,8 @@ void bind_transfer(nb::module_& m) {
         .def_prop_ro("num_layers", &Transfer::num_layers)
         .def_prop_ro("started", &Transfer::started)
         .def("layer_done", &Transfer::layer_done, "layer"_a, ReleaseGil())
-        .def("wait_submitted", &Transfer::wait_submitted, "layer"_a, ReleaseGil())
+        .def("wait_submitted", &Transfer::wait_submitted, "layer"_a, "seconds"_a = nb::none(),
+             ReleaseGil())
         .def("synchronize", &Transfer::synchronize, "layer"_a, ReleaseGil())
         .def(
             "stream_wait",
@@ -223,6 +225,18 @@ cuda::DeviceMemory::Handle memory_handle(const nb::bytes& bytes) {
     }
     std::memcpy(handle.data(), bytes.data(), handle.size());
     return handle;
+}
+
+void swap_blocks(const std::vector<SliceTuple>& pairs, const Ids& host_ids, const Ids& device_ids,
+                 Direction direction, int device, std::uintptr_t stream) {
+    nb::gil_scoped_release release;
+    std::vector<cuda::TensorPair> all;
+    all.reserve(pairs.size());
+    for (const auto& [device_base, device_stride, host_base, host_stride, bytes] : pairs) {
+        all.push_back({device_base, device_stride, host_base, host_stride, bytes});
+    }
+    cuda::swap_blocks(all, span_of(host_ids), span_of(device_ids), direction, device,
+                      handle<cudaStream_t>(stream));
 }
 
 void bind_slot_memory(nb::module_& m) {
@@ -374,6 +388,17 @@ void bind_cuda(nb::module_& module) {
     bind_slot_memory(m);
     bind_slot_work(m);
     bind_slots(m);
+    m.def("swap_blocks", &swap_blocks, "pairs"_a, "host_ids"_a, "device_ids"_a, "direction"_a,
+          nb::kw_only(), "device"_a, "stream"_a,
+          "Copy checked blocks between pairs of (device base, device stride, host base, host "
+          "stride, bytes of a block), on a stream.");
+    m.def(
+        "memory_handle",
+        [](int device, std::uintptr_t address) {
+            const cuda::DeviceMemory::Handle handle = cuda::memory_handle(device, address);
+            return nb::bytes(handle.data(), handle.size());
+        },
+        "device"_a, "address"_a, "Return the handle of the allocation at an address.");
 }
 
 }  // namespace aiokv

@@ -1,0 +1,110 @@
+"""EngineHost: opens the engine of a scheduler when its sizes are known."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from aiokv import ControlTimeout
+from aiokv.connectors.fastdeploy.blocks import RequestBlocks
+from aiokv.sync import SyncEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from aiokv import Device, Regions
+    from aiokv.connectors.fastdeploy.settings import Sizes
+    from aiokv.ranks import RankGroup
+
+
+class EngineHost:
+    """The engine of one scheduler, opened at its first use. Any thread.
+
+    FastDeploy makes its cache manager before the workers exist, and tells it the number of device
+    blocks after a profile run.
+
+    Args:
+        sizes: sizes from FastDeploy's configuration.
+        regions: device tensors of this process; None with ranks.
+        device: device of the tensors.
+        ranks: the worker processes that own the tensors; None for tensors of this process.
+        stores: stores below the host tier, as for ``CacheEngine``.
+        step_event: as for :class:`RequestBlocks`.
+        options: fields of ``CacheConfig`` that replace those of ``sizes``.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        *,
+        regions: Regions | None,
+        device: Device | str | None,
+        ranks: RankGroup | None,
+        stores: Sequence[Any],
+        step_event: Callable[[], Any] | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.sizes = sizes
+        self.has_ranks = ranks is not None
+        self.has_stores = bool(stores)
+        self._regions, self._device, self._ranks, self._stores = regions, device, ranks, stores
+        self._step_event = step_event
+        self._options = options
+        self._lock = threading.Lock()
+        self._blocks: RequestBlocks | None = None
+        sizes.cache_config(**options)  # raises what is wrong now
+
+    @property
+    def is_open(self) -> bool:
+        """True from the first use of ``blocks`` until ``close``."""
+        return self._blocks is not None
+
+    @property
+    def blocks(self) -> RequestBlocks:
+        """Leases of the requests; opens the engine at the first use.
+
+        Raises:
+            AiokvError: the engine could not be opened, as ``SyncEngine.open``.
+        """
+        blocks = self._blocks
+        if blocks is None:
+            with self._lock:
+                blocks = self._blocks
+                if blocks is None:
+                    blocks = self._blocks = self._open()
+        return blocks
+
+    def _open(self) -> RequestBlocks:
+        config = self.sizes.cache_config(**self._options)
+        engine = SyncEngine(
+            config, self._regions, self._device, ranks=self._ranks, stores=self._stores
+        )
+        engine.open()
+        return RequestBlocks(engine, self.sizes, self._step_event)
+
+    def resize(self, device_blocks: int) -> bool:
+        """Change the number of device blocks.
+
+        Returns:
+            False, and nothing changed, when blocks beyond the new number are in use.
+
+        Raises:
+            UsageError: the tensors have fewer blocks.
+        """
+        if self._blocks is not None and device_blocks != self.sizes.device_blocks:
+            engine = self._blocks.engine
+            try:
+                engine.call(engine.cache.resize, device_blocks, timeout=0.0)
+            except ControlTimeout:
+                return False
+            self._blocks.note_resize(self.sizes.with_device_blocks(device_blocks))
+        self.sizes = self.sizes.with_device_blocks(device_blocks)
+        return True
+
+    def close(self) -> None:
+        """Give all blocks back, and close the engine. Idempotent."""
+        with self._lock:
+            blocks, self._blocks = self._blocks, None
+            if blocks is not None:
+                blocks.close()
+                blocks.engine.close(0.0)

@@ -1,0 +1,391 @@
+"""CacheManager: what FastDeploy's scheduler calls, on aiokv."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+from aiokv import ControlTimeout
+from aiokv.connectors.fastdeploy import statistics
+from aiokv.connectors.fastdeploy.host import EngineHost
+from aiokv.connectors.fastdeploy.metadata import MatchResult, onload_metadata, step_metadata
+from aiokv.connectors.fastdeploy.metrics import CacheMetrics
+from aiokv.connectors.fastdeploy.requests import tokens_of
+from aiokv.connectors.fastdeploy.settings import Sizes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from aiokv import Device, Regions
+    from aiokv.connectors.fastdeploy.blocks import Holding
+    from aiokv.connectors.fastdeploy.metadata import CacheSwapMetadata
+    from aiokv.connectors.fastdeploy.requests import Request
+    from aiokv.ranks import RankGroup
+    from aiokv.sync import SyncEngine, SyncLayers
+
+RESET_SECONDS: Final = 30.0
+
+
+class BlockCount:
+    """Number of free blocks, for ``len(manager.gpu_free_block_list)``; ids stay inside aiokv."""
+
+    __slots__ = ("_count",)
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+
+class CacheManager:
+    """Replaces ``fastdeploy.cache_manager.v1.cache_manager.CacheManager``. Any thread.
+
+    Args:
+        config: the ``FDConfig`` of the resource manager, or any object with its fields.
+        ranks: the worker processes, which own the tensors and enter a rank each; None for tensors
+            of this process.
+        regions: device tensors of this process; None with ranks, or without tensors.
+        device: device of ``regions``.
+        stores: stores below the host tier, as for ``CacheEngine``.
+        step_event: without ranks, on a GPU: returns an event that was recorded just now behind all
+            work that the runner has submitted. It runs in the engine's thread. Without it, the
+            batch of one ``schedule()`` must have been computed when the next one begins.
+        options: further fields of :class:`aiokv.CacheConfig`, such as ``model`` for stores.
+
+    The engine opens at the first verb that needs it, so that ``update_cache_config`` may come
+    first. Then ``num_gpu_blocks`` is what the profile run has measured.
+
+    Raises:
+        ConfigError: a field of ``config`` is missing or out of range.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        ranks: RankGroup | None = None,
+        regions: Regions | None = None,
+        device: Device | str | None = None,
+        stores: Sequence[Any] = (),
+        step_event: Callable[[], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.config = config
+        self.cache_config = config.cache_config
+        self.metrics = CacheMetrics()
+        self._host = EngineHost(
+            Sizes.of(config),
+            regions=regions,
+            device=device,
+            ranks=ranks,
+            stores=stores,
+            step_event=step_event,
+            options=options,
+        )
+        self._lock = threading.Lock()
+        self._layers: dict[int, SyncLayers] = {}  # by transfer, of this process
+        self._sent_step = 0
+        self._has_scheduled = False  # since the last batch
+
+    def close(self) -> None:
+        """Give all blocks back, and close the engine. Idempotent."""
+        self._host.close()
+
+    def is_initialized(self) -> bool:
+        """Return True when the engine is open."""
+        return self._host.is_open
+
+    # --- sizes ------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> SyncEngine:
+        """The engine, for everything else that aiokv offers. Opens it."""
+        return self._host.blocks.engine
+
+    @property
+    def num_gpu_blocks(self) -> int:
+        """Number of device blocks."""
+        return self._host.sizes.device_blocks
+
+    @property
+    def num_cpu_blocks(self) -> int:
+        """Number of host blocks."""
+        return self._host.sizes.host_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Positions per block."""
+        return self._host.sizes.block_tokens
+
+    @property
+    def enable_prefix_caching(self) -> bool:
+        """True when requests share blocks."""
+        return self._host.sizes.shares_blocks
+
+    @property
+    def enable_host_cache(self) -> bool:
+        """True when there are host blocks."""
+        return self.num_cpu_blocks > 0
+
+    @property
+    def num_free_device_blocks(self) -> int:
+        """Number of device blocks that hold nothing. Does not cross."""
+        return statistics.free_device_blocks(self._host.blocks)
+
+    @property
+    def num_free_host_blocks(self) -> int:
+        """Number of host blocks that hold nothing. Does not cross."""
+        return self.engine.statistics().host_free
+
+    @property
+    def gpu_free_block_list(self) -> BlockCount:
+        """Number of free device blocks, as an object that ``len`` takes."""
+        return BlockCount(self.num_free_device_blocks)
+
+    @property
+    def available_gpu_resource(self) -> float:
+        """Share of the device blocks that hold nothing, 0 to 1."""
+        return self.num_free_device_blocks / self.num_gpu_blocks
+
+    def update_cache_config(self, cache_config: Any) -> bool:
+        """Take over the number of device blocks, ``total_block_num``, after a profile run.
+
+        Returns:
+            False when blocks beyond the new number are in use; nothing changed then.
+
+        Raises:
+            UsageError: the registered tensors have fewer blocks.
+        """
+        self.cache_config = cache_config
+        total = getattr(cache_config, "total_block_num", None)
+        return True if total is None else self.resize_device_pool(int(total))
+
+    def resize_device_pool(self, new_num_blocks: int) -> bool:
+        """Change the number of device blocks; see ``update_cache_config``."""
+        return self._host.resize(new_num_blocks)
+
+    # --- the life of a request --------------------------------------------------------------------
+
+    def match_prefix(self, request: Request, skip_storage: bool = True) -> None:
+        """Look the tokens of a request up, and hold what is cached: ``request.match_result``.
+
+        Blocks in host memory are on their way to the device when the call returns, and
+        ``MatchResult.device_block_ids`` has the ids of all matched blocks. At least one token is
+        left to compute. When too few device blocks are free for the blocks in host memory, only the
+        blocks on the device count as matched.
+
+        Args:
+            request: the request; prompt and generated tokens are looked up.
+            skip_storage: False to begin to bring blocks of the stores to host memory, for a later
+                match. This match does not wait for them.
+        """
+        if not self.enable_prefix_caching:
+            return
+        if not skip_storage:
+            self.prefetch_storage(request)
+        holding = self._host.blocks.match(request)
+        size = self.block_size
+        result = MatchResult(
+            device_block_ids=list(holding.table),
+            matched_device_nums=holding.hit.device_tokens // size,
+            matched_host_nums=holding.hit.host_tokens // size,
+        )
+        request._match_result = result  # type: ignore[attr-defined]
+        self._announce_onloads(request, holding)
+        with self._lock:
+            self.metrics.note(holding.prefill_tokens, *holding.hit)
+
+    def _announce_onloads(self, request: Any, holding: Holding) -> None:
+        """Tell the workers, through the request, which transfers its batch waits for."""
+        if holding.lease is None or not holding.table:
+            return
+        layers = holding.lease.layers
+        transfer_ids = layers.transfer_ids
+        if not transfer_ids:
+            return
+        first = holding.hit.device_tokens // self.block_size
+        request.cache_swap_metadata = [onload_metadata(transfer_ids, holding.table[first:])]
+        if not self._host.has_ranks:
+            with self._lock:
+                self._layers = {
+                    transfer_id: view
+                    for transfer_id, view in self._layers.items()
+                    if not view.is_done
+                }
+                self._layers.update(dict.fromkeys(transfer_ids, layers))
+
+    def can_allocate_device_blocks(self, num: int) -> bool:
+        """Return True if ``allocate_device_blocks`` of ``num`` blocks succeeds now.
+
+        Blocks that no request uses are evicted for it. When blocks are only missing because they
+        are being saved, the call waits for that up to 20 ms.
+        """
+        return self._host.blocks.can_allocate(num)
+
+    def allocate_device_blocks(self, request: Request, num_blocks: int) -> list[int]:
+        """Take blocks for the next positions of a request.
+
+        Returns:
+            Their ids; empty, and nothing changed, without room.
+
+        Raises:
+            WouldBlock: ``can_allocate_device_blocks`` has just promised the blocks, and saves of
+                the meantime took the room. Nothing changed.
+        """
+        self._has_scheduled = True
+        return self._host.blocks.allocate(request, num_blocks)
+
+    def request_finish(self, request: Request) -> None:
+        """Give all blocks of a request back: it has ended, was aborted or preempted. Idempotent.
+
+        Full blocks whose KV is computed stay cached, those of generated tokens included.
+        """
+        holding = self._host.blocks.holding(request.request_id)
+        if holding is None:
+            return
+        if holding.is_scheduled:
+            self._has_scheduled = True
+        else:
+            request.cache_swap_metadata = []  # type: ignore[attr-defined]
+        self._host.blocks.end(request)
+
+    def cache_output_blocks(self, request: Request, block_size: int) -> None:
+        """Share the blocks of the tokens that have been generated so far.
+
+        ``request_finish`` and each ``schedule()`` do so, too.
+        """
+        self._host.blocks.commit_arrived(request)
+
+    def failed_requests(self) -> list[str]:
+        """Return the ids of requests whose onloads have failed: preempt or abort them.
+
+        The workers raise the error when they wait for a layer; nothing of these requests is shared.
+        """
+        return self._host.blocks.failed_requests()
+
+    # --- the end of schedule() --------------------------------------------------------------------
+
+    def issue_pending_backup_to_batch_request(self) -> CacheSwapMetadata | None:
+        """End one ``schedule()``; return what its batch has to tell the workers.
+
+        Call it once per ``schedule()``, also when the batch has no requests. aiokv itself queues
+        the backups; they begin when the workers have closed the step that is named here.
+
+        Returns:
+            Metadata for ``BatchRequest.append_evict_metadata``: send the batch even if it has no
+            requests. None when the workers need not be told anything, and always without ranks.
+        """
+        step = self._host.blocks.end_schedule()
+        has_scheduled, self._has_scheduled = self._has_scheduled, False
+        if not self._host.has_ranks or step == self._sent_step:
+            return None
+        counts = self.engine.statistics()
+        if not (has_scheduled or counts.device_in_flight or counts.host_in_flight):
+            return None
+        self._sent_step = step
+        return step_metadata(step)
+
+    def check_and_add_pending_backup(self) -> None:
+        """Do nothing: aiokv queues backups when blocks are committed, by the write policy."""
+
+    def get_pending_backup_count(self) -> int:
+        """Return the number of blocks that are being copied to host memory. Does not cross."""
+        return self.engine.statistics().host_in_flight
+
+    # --- stores -----------------------------------------------------------------------------------
+
+    def prefetch_storage(self, request: Request) -> bool:
+        """Begin to bring the blocks of a request from the stores; return False without stores."""
+        if not (self._host.has_stores and self.enable_prefix_caching):
+            return False
+        engine = self.engine
+        engine.submit(engine.cache.prefetch, tokens_of(request))
+        return True
+
+    def write_cache_to_storage(self, request: Request) -> None:
+        """Do nothing: aiokv saves blocks to the stores by ``CacheConfig.store_policy``."""
+
+    def write_cache_to_storage_decode(self, request: Request) -> None:
+        """Do nothing: aiokv saves blocks to the stores by ``CacheConfig.store_policy``."""
+
+    # --- other names ------------------------------------------------------------------------------
+
+    def can_allocate_gpu_blocks(self, num_blocks: int) -> bool:
+        """Return ``can_allocate_device_blocks(num_blocks)``."""
+        return self.can_allocate_device_blocks(num_blocks)
+
+    def allocate_gpu_blocks(self, request: Request, num_blocks: int) -> list[int]:
+        """Return ``allocate_device_blocks(request, num_blocks)``."""
+        return self.allocate_device_blocks(request, num_blocks)
+
+    def recycle_gpu_blocks(self, gpu_block_ids: Any, req_id: str | None = None) -> None:
+        """Do nothing: ``request_finish`` gives back all blocks that a request has allocated."""
+
+    # --- control ----------------------------------------------------------------------------------
+
+    def can_allocate_host_blocks(self, num: int) -> bool:
+        """Return True if ``num`` host blocks are free, or cached and in no transfer."""
+        counts = self.engine.statistics()
+        return counts.host_free + counts.host_cached >= num
+
+    def free_all_device_blocks(self) -> int:
+        """Take the blocks of all requests back, and evict everything from the device.
+
+        Returns:
+            The number of blocks that were used.
+        """
+        blocks = self._host.blocks
+        used = self.num_gpu_blocks - self.num_free_device_blocks
+        blocks.end_all()
+        blocks.engine.call(blocks.engine.cache.evict, self.num_gpu_blocks)
+        return used
+
+    def free_all_host_blocks(self) -> int:
+        """Evict everything from host memory that no transfer uses; return the number of blocks."""
+        engine = self.engine
+        freed: int = engine.call(engine.cache.evict, self.num_cpu_blocks, tier="host")
+        return freed
+
+    def reset_cache(self) -> bool:
+        """Take the blocks of all requests back, and drop all cached blocks of both tiers.
+
+        Returns:
+            False when transfers did not end within 30 s; the cache is empty nevertheless.
+        """
+        blocks = self._host.blocks
+        blocks.end_all()
+        try:
+            blocks.engine.call(blocks.engine.cache.reset, timeout=RESET_SECONDS)
+        except ControlTimeout:
+            return False
+        return True
+
+    # --- for a worker in this process -------------------------------------------------------------
+
+    def layers(self, transfer_ids: Sequence[int]) -> list[SyncLayers]:
+        """Return the layers of onloads, for a ``CacheController`` in this process.
+
+        Onloads that have arrived are left out.
+        """
+        with self._lock:
+            found = [self._layers.get(transfer_id) for transfer_id in transfer_ids]
+        return list(dict.fromkeys(layers for layers in found if layers is not None))
+
+    # --- statistics -------------------------------------------------------------------------------
+
+    def get_stats(self) -> dict[str, Any]:
+        """Return counts of both tiers, of the index and of the transfers."""
+        return statistics.stats(self._host.blocks)
+
+    def get_memory_usage(self) -> dict[str, Any]:
+        """Return total, used and free blocks of both tiers."""
+        return statistics.memory_usage(self._host.blocks)
+
+    def gauges(self) -> dict[str, float]:
+        """Return values for ``main_process_metrics``, by the names of its gauges."""
+        counts = self.engine.statistics()
+        return {
+            **statistics.gauges(counts, self.num_free_device_blocks),
+            **self.metrics.as_gauges(),
+        }

@@ -1,0 +1,73 @@
+"""CacheMetrics: hit rates of requests, by the names of FastDeploy's metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class CacheMetrics:
+    """Requests and tokens since the manager was made, and how many of them hit.
+
+    Attributes:
+        req_count: requests that were matched, again after a preemption.
+        hit_req_count: those that hit at least one block.
+        total_token_num: tokens of these requests.
+        total_gpu_matched_token_num: tokens that were on the device.
+        total_cpu_matched_token_num: tokens that came from host memory.
+    """
+
+    req_count: int = 0
+    hit_req_count: int = 0
+    total_token_num: int = 0
+    total_gpu_matched_token_num: int = 0
+    total_cpu_matched_token_num: int = 0
+
+    def note(self, num_tokens: int, device_tokens: int, host_tokens: int) -> None:
+        """Count one request."""
+        self.req_count += 1
+        self.hit_req_count += device_tokens + host_tokens > 0
+        self.total_token_num += num_tokens
+        self.total_gpu_matched_token_num += device_tokens
+        self.total_cpu_matched_token_num += host_tokens
+
+    @property
+    def matched_token_num(self) -> int:
+        """Tokens that hit in any tier."""
+        return self.total_gpu_matched_token_num + self.total_cpu_matched_token_num
+
+    @property
+    def hit_req_ratio(self) -> float:
+        """Share of the requests that hit, 0 to 1."""
+        return _ratio(self.hit_req_count, self.req_count)
+
+    @property
+    def hit_token_ratio(self) -> float:
+        """Share of the tokens that hit, 0 to 1."""
+        return _ratio(self.matched_token_num, self.total_token_num)
+
+    @property
+    def gpu_hit_token_ratio(self) -> float:
+        """Share of the tokens that hit on the device, 0 to 1."""
+        return _ratio(self.total_gpu_matched_token_num, self.total_token_num)
+
+    @property
+    def cpu_hit_token_ratio(self) -> float:
+        """Share of the tokens that hit in host memory, 0 to 1."""
+        return _ratio(self.total_cpu_matched_token_num, self.total_token_num)
+
+    def as_gauges(self) -> dict[str, float]:
+        """Return the hit rates and token counts by the names of FastDeploy's gauges."""
+        return {
+            "hit_req_rate": self.hit_req_ratio,
+            "hit_token_rate": self.hit_token_ratio,
+            "gpu_hit_token_rate": self.gpu_hit_token_ratio,
+            "cpu_hit_token_rate": self.cpu_hit_token_ratio,
+            "prefix_cache_token_num": self.matched_token_num,
+            "prefix_gpu_cache_token_num": self.total_gpu_matched_token_num,
+            "prefix_cpu_cache_token_num": self.total_cpu_matched_token_num,
+        }
+
+
+def _ratio(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

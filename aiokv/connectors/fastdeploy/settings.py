@@ -1,0 +1,123 @@
+"""Sizes: what the connector needs of FastDeploy's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from aiokv import CacheConfig, ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Sizes and rules of FastDeploy's cache, read by the names of its fields.
+
+    Attributes:
+        block_tokens: ``cache_config.block_size``.
+        device_blocks: ``cache_config.total_block_num``.
+        host_blocks: ``cache_config.num_cpu_blocks``.
+        write_policy: ``cache_config.write_policy``.
+        write_through_threshold: ``cache_config.write_through_threshold``.
+        shares_blocks: ``cache_config.enable_prefix_caching``.
+        shares_outputs: ``cache_config.enable_output_caching``.
+        decode_blocks: ``cache_config.enc_dec_block_num``: blocks that a decoding request gets at a
+            time.
+        decode_slots: positions that a decoding request has left when the next blocks are taken
+            ahead for it.
+        batch_tokens: ``scheduler_config.max_num_batched_tokens``.
+        tail_tokens: positions at the end of the generated tokens that are not computed for sure:
+            the last one, and those of draft tokens.
+        leave_tokens: positions at the end of a prompt that are computed even if cached.
+    """
+
+    block_tokens: int
+    device_blocks: int
+    host_blocks: int = 0
+    write_policy: str = "write_through_selective"
+    write_through_threshold: int = 2
+    shares_blocks: bool = True
+    shares_outputs: bool = True
+    decode_blocks: int = 0
+    decode_slots: int = 0
+    batch_tokens: int = 0
+    tail_tokens: int = 1
+    leave_tokens: int = 1
+
+    @classmethod
+    def of(cls, config: Any) -> Self:
+        """Read an ``FDConfig``, or any object with the same fields.
+
+        Raises:
+            ConfigError: a required field is missing.
+        """
+        try:
+            cache = config.cache_config
+            block_tokens = int(cache.block_size)
+            device_blocks = int(cache.total_block_num)
+            host_blocks = int(cache.num_cpu_blocks)
+            shares_blocks = bool(cache.enable_prefix_caching)
+        except AttributeError as error:
+            raise ConfigError(
+                f"the configuration of FastDeploy lacks a field: {error}",
+                hint="pass the FDConfig that the resource manager gets",
+            ) from error
+        drafts = _draft_tokens(getattr(config, "speculative_config", None))
+        slots = int(_field(cache, "prealloc_dec_block_slot_num_threshold", 0))
+        return cls(
+            block_tokens=block_tokens,
+            device_blocks=device_blocks,
+            host_blocks=host_blocks,
+            write_policy=str(_field(cache, "write_policy", "write_through_selective")),
+            write_through_threshold=int(_field(cache, "write_through_threshold", 2)),
+            shares_blocks=shares_blocks,
+            shares_outputs=bool(_field(cache, "enable_output_caching", True)),
+            decode_blocks=int(_field(cache, "enc_dec_block_num", 0)),
+            decode_slots=slots + max(block_tokens // 4, 1 + drafts),
+            batch_tokens=int(
+                _field(getattr(config, "scheduler_config", None), "max_num_batched_tokens", 0)
+            ),
+            tail_tokens=1 + drafts,
+            leave_tokens=1 + drafts,
+        )
+
+    def with_device_blocks(self, device_blocks: int) -> Self:
+        """Return the same sizes with another number of device blocks."""
+        return replace(self, device_blocks=device_blocks)
+
+    def step_blocks(self, num_requests: int) -> int:
+        """Return the blocks that one step of so many requests may take, at least 1."""
+        prefill = -(-self.batch_tokens // self.block_tokens)
+        blocks = prefill + num_requests * (1 + self.decode_blocks)
+        return max(min(blocks, self.device_blocks), 1)
+
+    def cache_config(self, **options: Any) -> CacheConfig:
+        """Return the configuration of the engine.
+
+        Args:
+            options: fields of :class:`aiokv.CacheConfig`; they replace those of FastDeploy.
+
+        Raises:
+            ConfigError: as :class:`aiokv.CacheConfig`.
+        """
+        fields: dict[str, Any] = {
+            "block_tokens": self.block_tokens,
+            "device_blocks": self.device_blocks,
+            "host_blocks": self.host_blocks,
+            "write_policy": self.write_policy,
+            "write_through_threshold": self.write_through_threshold,
+            "leave_tokens": self.leave_tokens,
+            "drain_timeout_seconds": 0.0,
+        }
+        return CacheConfig(**{**fields, **options})
+
+
+def _field(config: Any, name: str, default: Any) -> Any:
+    value = getattr(config, name, None)
+    return default if value is None else value
+
+
+def _draft_tokens(config: Any) -> int:
+    """Return the number of draft tokens per step; 0 without speculative decoding."""
+    if getattr(config, "method", None) is None:
+        return 0
+    return int(_field(config, "num_speculative_tokens", 0))

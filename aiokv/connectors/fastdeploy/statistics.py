@@ -1,0 +1,74 @@
+"""Statistics of the cache by the names of FastDeploy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aiokv import Statistics
+    from aiokv.connectors.fastdeploy.blocks import RequestBlocks
+
+
+def free_device_blocks(blocks: RequestBlocks) -> int:
+    """Return the device blocks that hold nothing, those that requests have ahead included."""
+    return blocks.engine.statistics().device_free + blocks.spare_blocks
+
+
+def stats(blocks: RequestBlocks) -> dict[str, Any]:
+    """Return counts of both tiers, of the index and of the transfers."""
+    counts = blocks.engine.statistics()
+    device_free = free_device_blocks(blocks)
+    return {
+        "initialized": True,
+        "num_gpu_blocks": counts.device_blocks,
+        "num_cpu_blocks": counts.host_blocks,
+        "block_size": blocks.engine.config.block_tokens,
+        "device_pool": _pool(counts.device_blocks, device_free),
+        "host_pool": _pool(counts.host_blocks, counts.host_free),
+        "radix_tree": {
+            "node_count": counts.nodes,
+            "evictable_device_count": counts.evictable_blocks,
+            "cached_device_count": counts.device_cached,
+            "cached_host_count": counts.host_cached,
+        },
+        "num_free_device_blocks": device_free,
+        "num_free_host_blocks": counts.host_free,
+        "swap_in_blocks": counts.onloaded_blocks,
+        "swap_out_blocks": counts.offloaded_blocks,
+        "failed_blocks": counts.failed_blocks,
+        "preemptions": counts.preemptions,
+    }
+
+
+def memory_usage(blocks: RequestBlocks) -> dict[str, Any]:
+    """Return total, used and free blocks of both tiers."""
+    counts = blocks.engine.statistics()
+    return {
+        "device": _usage(counts.device_blocks, free_device_blocks(blocks)),
+        "host": _usage(counts.host_blocks, counts.host_free),
+    }
+
+
+def gauges(counts: Statistics, device_free: int) -> dict[str, float]:
+    """Return the pool sizes by the names of FastDeploy's gauges."""
+    return {
+        "max_gpu_block_num": counts.device_blocks,
+        "max_cpu_block_num": counts.host_blocks,
+        "free_gpu_block_num": device_free,
+        "available_gpu_block_num": device_free + counts.evictable_blocks,
+        "available_gpu_resource": device_free / counts.device_blocks,
+    }
+
+
+def _pool(num_blocks: int, free: int) -> dict[str, int]:
+    return {"num_blocks": num_blocks, "available": free, "used": num_blocks - free}
+
+
+def _usage(num_blocks: int, free: int) -> dict[str, float]:
+    used = num_blocks - free
+    return {
+        "total_blocks": num_blocks,
+        "used_blocks": used,
+        "free_blocks": free,
+        "usage_percent": 100 * used / num_blocks if num_blocks else 0.0,
+    }

@@ -1,0 +1,94 @@
+"""Blocks of vLLM that something still uses after vLLM has freed them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from concurrent.futures import Future
+
+    from vllm.v1.core.block_pool import BlockPool
+
+
+class VllmBlocks:
+    """vLLM's pool of blocks, which the scheduler binds after it has made the connector.
+
+    Attributes:
+        pool: the pool.
+    """
+
+    pool: BlockPool
+
+    @property
+    def num_free(self) -> int:
+        """Number of blocks that vLLM can give to requests."""
+        return int(self.pool.get_num_free_blocks())
+
+    def evict(self, block_ids: set[int]) -> None:
+        """Remove blocks from vLLM's prefix cache."""
+        self.pool.evict_blocks(block_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    block_ids: frozenset[int]
+    step: int  # the blocks are used until this step has ended
+    idle: Future[None] | None  # the blocks are used by transfers until it is done
+
+    def is_over(self, ended_step: int) -> bool:
+        return self.step <= ended_step and (self.idle is None or self.idle.done())
+
+
+class FreedBlocks:
+    """Blocks that vLLM has freed while a step computed with them or a transfer read or wrote them.
+
+    vLLM may use a freed block for another request at once. Its own steps are ordered by the stream
+    of the GPU. A load runs beside this stream, and a save too.
+    """
+
+    def __init__(self) -> None:
+        self._uses: list[_Use] = []
+        self._ended_step = 0
+
+    def add(self, block_ids: Iterable[int], step: int, idle: Future[None] | None) -> None:
+        """Note freed blocks.
+
+        Args:
+            block_ids: the blocks.
+            step: the last step that computes with them.
+            idle: a future that is done when no transfer reads or writes them; None if that holds.
+        """
+        use = _Use(frozenset(block_ids), step, idle)
+        if use.block_ids and not use.is_over(self._ended_step):
+            self._uses.append(use)
+
+    def note_ended(self, step: int) -> None:
+        """Note that all steps up to ``step`` have ended."""
+        self._ended_step = max(self._ended_step, step)
+        self._forget()
+
+    def used_by_transfers(self, block_ids: Iterable[int]) -> list[Future[None]]:
+        """Return the futures to wait for before any of these blocks is written."""
+        self._forget()
+        if not self._uses:
+            return []
+        wanted = set(block_ids)
+        return [
+            use.idle
+            for use in self._uses
+            if use.idle is not None and not use.idle.done() and not use.block_ids.isdisjoint(wanted)
+        ]
+
+    def are_used(self, block_ids: Iterable[int]) -> bool:
+        """Return True while a step or a transfer uses one of these blocks."""
+        self._forget()
+        if not self._uses:
+            return False
+        wanted = set(block_ids)
+        return any(not use.block_ids.isdisjoint(wanted) for use in self._uses)
+
+    def _forget(self) -> None:
+        if self._uses:
+            self._uses = [use for use in self._uses if not use.is_over(self._ended_step)]

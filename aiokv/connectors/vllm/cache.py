@@ -1,0 +1,153 @@
+"""HostCache: the engine of the scheduler half, and what holds when it fails."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from aiokv.errors import AiokvError, BrokenEngineError, ClosedError, DeviceError
+from aiokv.observe.logs import Log
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from concurrent.futures import Future
+
+    from vllm.distributed.kv_events import KVCacheEvent
+
+    from aiokv.connectors.vllm.events import EventCollector
+    from aiokv.connectors.vllm.tensors_here import Tensors
+    from aiokv.sync import Answer, Calls, SyncEngine, SyncLayers, SyncLease
+    from aiokv.types import Statistics
+    from aiokv.worker.device.base import Event
+
+log = Log(__name__)
+
+
+class HostCache:
+    """An engine in foreign mode, whose errors do not end the server.
+
+    An error of one request makes that request uncached. When the engine itself fails, nothing is
+    matched and saved any more, and the server goes on without it.
+
+    Args:
+        engine: open.
+        tensors: the tensors of a worker in this process, which waits for loads with the engine's
+            own counters; None with ranks.
+        events: collects KV events; None for none.
+    """
+
+    def __init__(
+        self,
+        engine: SyncEngine,
+        tensors: Tensors | None = None,
+        events: EventCollector | None = None,
+    ) -> None:
+        self._engine = engine
+        self._tensors = tensors
+        self._events = events
+        self._failure: BaseException | None = None
+        self._num_errors = 0
+
+    @property
+    def is_usable(self) -> bool:
+        """False after the engine has failed."""
+        return self._failure is None
+
+    @property
+    def num_errors(self) -> int:
+        """Number of calls that have failed."""
+        return self._num_errors
+
+    @property
+    def closes_steps_on_ranks(self) -> bool:
+        """True if ranks close steps by their numbers, so that no number may be left out."""
+        return self._tensors is None
+
+    def take_event(self, step: int) -> Event | None:
+        """Return the event behind the work of a step of a worker in this process."""
+        return None if self._tensors is None else self._tensors.take_event(step)
+
+    def calls(self) -> Calls:
+        """Return an empty list of calls."""
+        return self._engine.calls()
+
+    def run(self, calls: Calls) -> list[Answer[Any]]:
+        """Make calls, and return their answers, which have the errors."""
+        return calls.run(raise_errors=False)
+
+    def succeeded(self, answers: Iterable[Answer[Any]], what: str) -> bool:
+        """Return True if no answer has an error; log the first one.
+
+        Args:
+            answers: of calls that were run.
+            what: subject of the message.
+        """
+        error = next((answer.error for answer in answers if answer.error is not None), None)
+        if error is None:
+            return True
+        self._num_errors += 1
+        if not isinstance(error, AiokvError):
+            raise error
+        if isinstance(error, BrokenEngineError | ClosedError | DeviceError):
+            self._note_failure(error)
+        else:
+            log.warning("vllm_call_failed", what=what, error=str(error))
+        return False
+
+    def _note_failure(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+            log.error("vllm_cache_failed", error=str(error))
+
+    def release_and_watch(self, lease: SyncLease) -> Future[None] | None:
+        """Release a lease.
+
+        Returns:
+            A future that is done when no transfer uses its blocks; None if that holds.
+        """
+        calls = self._engine.calls()
+        calls.release(lease)
+        idle = calls.idle(lease)
+        calls.run(raise_errors=False)
+        return None if idle.done() else idle
+
+    def wait_idle(self, idle: Future[None], timeout: float) -> None:
+        """Block the calling thread until the transfers of a released lease have ended.
+
+        After a failure of the engine, it does not wait: no copy that is being read is matched then,
+        and vLLM reuses no block that a load writes to before the workers have reported its end.
+
+        Raises:
+            TimeoutError: they have not ended in time. Going on would write to blocks in use.
+        """
+        with contextlib.suppress(AiokvError):
+            idle.result(timeout)
+
+    def note_load(self, layers: SyncLayers) -> None:
+        """Let a worker in this process wait for a load."""
+        if self._tensors is not None:
+            self._tensors.note_load(layers)
+
+    def statistics(self) -> Statistics:
+        """Return the counters of the engine."""
+        return self._engine.statistics()
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Return the changes of the blocks in host memory since the last call."""
+        return [] if self._events is None else self._events.take()
+
+    def reset(self, timeout: float) -> bool:
+        """Forget all blocks; return False if transfers did not end in time."""
+        try:
+            reset: Callable[..., Any] = self._engine.cache.reset
+            self._engine.call(reset, timeout=timeout)
+        except AiokvError as error:
+            log.warning("vllm_reset_failed", error=str(error))
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the engine; transfers end first."""
+        if self._events is not None:
+            self._events.close()
+        self._engine.close(0.0)

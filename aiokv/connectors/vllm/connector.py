@@ -1,0 +1,272 @@
+"""AiokvConnector: the class that vLLM loads."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    SinkFullAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from aiokv.connectors.vllm import opening
+from aiokv.connectors.vllm.blocks import VllmBlocks
+from aiokv.connectors.vllm.messages import StepMetadata, StepOutcome
+from aiokv.connectors.vllm.options import Options
+from aiokv.connectors.vllm.scheduler import SchedulerHalf
+from aiokv.connectors.vllm.statistics import ConnectorStatistics, EngineCounts, PromMetrics
+from aiokv.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from aiokv.connectors.vllm.worker import WorkerHalf
+
+REPORT_SECONDS: Final = 1.0  # between two reports of statistics without a load
+
+
+class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """Host memory and stores of aiokv as further tiers below vLLM's KV cache.
+
+    vLLM makes one object per role; the scheduler half decides, the worker halves copy. Settings:
+    :class:`aiokv.connectors.vllm.options.Options`.
+
+    Args:
+        vllm_config: of vLLM; with ``kv_transfer_config``.
+        role: the half.
+        kv_cache_config: blocks and groups of vLLM's KV cache.
+
+    Raises:
+        ConfigError: a setting is wrong, or vLLM is configured in a way that the connector does not
+            serve.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._options = Options.parse(self._kv_transfer_config.kv_connector_extra_config)
+        check_config(vllm_config, kv_cache_config, self._options)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._cache = opening.open_cache(vllm_config, kv_cache_config, self._options)
+            self._pool = VllmBlocks()
+            self._scheduler = SchedulerHalf(
+                self._cache,
+                self._options,
+                block_tokens=opening.block_tokens_of(kv_cache_config),
+                pool=self._pool,
+            )
+            self._counts = EngineCounts()
+        self._reported = 0.0
+
+    # --- worker half ------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Register the tensors of this worker."""
+        self._worker = opening.worker_half(
+            self._vllm_config, self._kv_cache_config, self._options, kv_caches
+        )
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Note the loads of this step."""
+        self._half_of_worker.begin(
+            self._message,
+            # vLLM calls wait_for_layer_load between the pieces of a graph only, and a batch in two
+            # halves has a stream per half. A runner may call this method before it chooses a graph;
+            # it has no attention metadata then.
+            layers_are_hooked=forward_context.attn_metadata is not None
+            and forward_context.cudagraph_runtime_mode != CUDAGraphMode.FULL
+            and forward_context.ubatch_slices is None,
+        )
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Let the stream wait for a layer of the loads of this step."""
+        self._half_of_worker.wait_layer(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing: the scheduler half saves blocks after the step."""
+
+    def wait_for_save(self) -> None:
+        """Do nothing: the scheduler half saves blocks after the step."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Return the requests whose loads have ended; no request waits for a save."""
+        return None, self._half_of_worker.take_loaded() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return blocks whose loads have failed."""
+        return self._half_of_worker.take_failed()
+
+    def build_connector_worker_meta(self) -> StepOutcome:
+        """Return the number of the step, which tells the scheduler half that it was computed."""
+        return StepOutcome(self._message.step)
+
+    @property
+    def _half_of_worker(self) -> WorkerHalf:
+        assert self._worker is not None, "register_kv_caches was not called"
+        return self._worker
+
+    @property
+    def _message(self) -> StepMetadata:
+        message = self._get_connector_metadata()
+        assert isinstance(message, StepMetadata)
+        return message
+
+    # --- scheduler half ---------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Note vLLM's pool of blocks."""
+        self._pool.pool = gpu_block_pool
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded, and if the request waits for them."""
+        half = self._half_of_scheduler
+        found = half.matched(request, num_computed_tokens)
+        return found, bool(found) and half.waits_between_steps
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Begin the load of a request into its new blocks."""
+        (block_ids,) = blocks.get_block_ids()
+        self._half_of_scheduler.allocated(request, block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        """Return the message to the workers."""
+        return self._half_of_scheduler.build(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Save what a step has computed."""
+        outcome = connector_output.kv_connector_worker_meta
+        if isinstance(outcome, StepOutcome):
+            self._half_of_scheduler.step_ended(outcome.step, connector_output.invalid_block_ids)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Note the end of a request; vLLM may free its blocks at once."""
+        self._half_of_scheduler.finished(request)
+        return False, None
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Return the changes of the blocks in host memory since the last call."""
+        return self._cache.take_events()
+
+    def reset_cache(self) -> bool:
+        """Forget all blocks of host memory and stores, and save none that was computed before."""
+        self._half_of_scheduler.reset()
+        return self._cache.reset(self._options.transfer_timeout_seconds)
+
+    @property
+    def _half_of_scheduler(self) -> SchedulerHalf:
+        assert self._scheduler is not None, "this is the connector of a worker"
+        return self._scheduler
+
+    # --- statistics -------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> ConnectorStatistics | None:
+        """Return what has been counted since the last report of this half; None for nothing new."""
+        if self._scheduler is not None:
+            counts = self._counts.report(self._cache.statistics(), errors=self._cache.num_errors)
+            counts["requests"] = self._scheduler.num_requests
+            counts["usable"] = int(self._cache.is_usable)
+            return ConnectorStatistics(counts)
+        counts = self._half_of_worker.take_counts()
+        now = time.monotonic()
+        if not any(counts.values()) and now - self._reported < REPORT_SECONDS:
+            return None
+        self._reported = now
+        return ConnectorStatistics(counts)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStatistics:
+        """Return a report from its data."""
+        return ConnectorStatistics(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PromMetrics:
+        """Return the metrics ``vllm:aiokv_*``."""
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # --- both -------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """End the threads of this half. Idempotent."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._cache.close()
+
+
+def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options) -> None:
+    """Refuse what the connector does not serve.
+
+    Raises:
+        ConfigError: with what to change.
+    """
+    parallel = vllm_config.parallel_config
+    for name, hint in (
+        ("pipeline_parallel_size", "use tensor parallelism"),
+        ("decode_context_parallel_size", "use tensor parallelism only"),
+        ("prefill_context_parallel_size", "use tensor parallelism only"),
+        ("nnodes", "use ranks of one node; the connector's socket is local"),
+    ):
+        if getattr(parallel, name, 1) > 1:
+            raise ConfigError(
+                f"{name} is {getattr(parallel, name)}; AiokvConnector serves 1 only", hint=hint
+            )
+    if vllm_config.model_config.enable_sleep_mode:
+        raise ConfigError(
+            "enable_sleep_mode is set; vLLM unmaps the KV cache without telling its connector, "
+            "which may be copying blocks",
+            hint="drop --enable-sleep-mode, or kv_transfer_config",
+        )
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        raise ConfigError(
+            f"the model has {len(groups)} KV cache groups ({kinds}); AiokvConnector serves one",
+            hint="--disable-hybrid-kv-cache-manager makes one group of full attention and sliding "
+            "windows; models with recurrent state are not served",
+        )
+    spec = groups[0].kv_cache_spec
+    kinds_of = (
+        spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
+    )
+    for kind in kinds_of:
+        if not isinstance(kind, FullAttentionSpec) or isinstance(kind, SinkFullAttentionSpec):
+            raise ConfigError(
+                f"the KV cache is of the kind {type(kind).__name__}; AiokvConnector serves full "
+                "attention (MHA, GQA, MLA), whose blocks stay until a request ends"
+            )
+    if options.load == "layerwise" and vllm_config.scheduler_config.async_scheduling:
+        raise ConfigError(
+            'load is "layerwise" with asynchronous scheduling: a step could begin on blocks of '
+            "the step before, and a failed load would be noticed a step too late",
+            hint='pass --no-async-scheduling, or set "load": "async"',
+        )

@@ -1,0 +1,63 @@
+"""KV events of host memory, for vLLM's publisher."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed import kv_events as vllm_events
+
+from aiokv.events import schema
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiokv.events.schema import KVEvent
+    from aiokv.sync import SyncEngine
+
+
+class EventCollector:
+    """Collects the changes of the blocks in host memory until vLLM takes them.
+
+    Args:
+        engine: open.
+    """
+
+    def __init__(self, engine: SyncEngine) -> None:
+        self._engine = engine
+        self._events: deque[KVEvent] = deque()
+        collect: Callable[[], Any] = self._collect
+        self._task = engine.submit(collect)
+
+    async def _collect(self) -> None:
+        async with self._engine.cache.kv_events() as events:
+            async for batch in events:
+                self._events.extend(batch.events)
+
+    def take(self) -> list[vllm_events.KVCacheEvent]:
+        """Return the events since the last call, as records of vLLM."""
+        taken = []
+        while self._events:
+            taken.append(_record_of(self._events.popleft()))
+        return taken
+
+    def close(self) -> None:
+        """Collect no more events."""
+        self._task.cancel()
+
+
+def _record_of(event: KVEvent) -> vllm_events.KVCacheEvent:
+    if isinstance(event, schema.BlockStored):
+        return vllm_events.BlockStored(
+            block_hashes=list(event.block_hashes),
+            parent_block_hash=event.parent_block_hash,
+            token_ids=event.token_ids,
+            block_size=event.block_size,
+            lora_id=event.lora_id,
+            medium=event.medium,
+            lora_name=event.lora_name,
+            extra_keys=event.extra_keys,
+        )
+    if isinstance(event, schema.BlockRemoved):
+        return vllm_events.BlockRemoved(block_hashes=list(event.block_hashes), medium=event.medium)
+    return vllm_events.AllBlocksCleared()

@@ -1,0 +1,177 @@
+"""Makes the halves of the connector from the configuration of vLLM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiokv.config import CacheConfig
+from aiokv.connectors.vllm import tensors_here
+from aiokv.connectors.vllm.cache import HostCache
+from aiokv.connectors.vllm.events import EventCollector
+from aiokv.connectors.vllm.sources import EngineSource, RankSource
+from aiokv.connectors.vllm.tensors import LayerTensors, page_bytes_of
+from aiokv.connectors.vllm.worker import WorkerHalf
+from aiokv.errors import ConfigError
+from aiokv.ranks import RankGroup
+from aiokv.stores.base import store_pitch_bytes
+from aiokv.sync import RankThread, SyncEngine
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from aiokv.connectors.vllm.options import Options
+    from aiokv.connectors.vllm.worker import Source
+
+
+def open_cache(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options
+) -> HostCache:
+    """Open the engine of a scheduler half.
+
+    It uses the tensors of a worker in this process if there is one, and otherwise waits until all
+    workers have connected.
+
+    Raises:
+        ConfigError: a setting is wrong, or host memory is less than one block.
+        RankLost: a worker did not connect.
+    """
+    engine_id = engine_id_of(vllm_config)
+    num_ranks = vllm_config.parallel_config.world_size
+    config = cache_config(vllm_config, kv_cache_config, options)
+    tensors = tensors_here.take(engine_id) if options.in_process and num_ranks == 1 else None
+    if tensors is not None:
+        engine = SyncEngine(
+            config,
+            tensors.layers.regions,
+            tensors.layers.device,
+            stores=stores_of(options, 0, num_ranks),
+        )
+    else:
+        ranks = RankGroup(
+            num_ranks, path=options.socket_path(engine_id), has_stores=bool(options.stores)
+        )
+        engine = SyncEngine(config, ranks=ranks)
+    engine.open()
+    events = vllm_config.kv_events_config
+    collector = (
+        EventCollector(engine) if events is not None and events.enable_kv_cache_events else None
+    )
+    return HostCache(engine, tensors, collector)
+
+
+def cache_config(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options
+) -> CacheConfig:
+    """Return the configuration of the engine.
+
+    Raises:
+        ConfigError: a setting is wrong, or host memory is less than one block.
+    """
+    num_blocks = kv_cache_config.num_blocks
+    block_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors) // num_blocks
+    if options.stores:
+        block_bytes = store_pitch_bytes(block_bytes)
+    block_bytes *= vllm_config.parallel_config.world_size
+    host_blocks = options.host_bytes // block_bytes
+    if host_blocks == 0:
+        raise ConfigError(
+            f"host memory of {options.host_bytes} bytes is less than one block, which has "
+            f"{block_bytes} bytes over all ranks",
+            hint="set host_gib or cpu_bytes_to_use to more",
+        )
+    return CacheConfig(
+        foreign_device=True,
+        device_blocks=num_blocks,
+        block_tokens=block_tokens_of(kv_cache_config),
+        host_blocks=host_blocks,
+        write_policy=options.write_policy,
+        write_through_threshold=options.write_through_threshold,
+        eviction_policy=options.eviction_policy,
+        min_onload_tokens=options.min_load_tokens,
+        verify=options.verify,
+        model=_model_name(vllm_config) if options.model is None else options.model,
+        weights_version=options.weights_version,
+        store_policy=options.store_policy,
+        store_admission=options.store_admission,
+    )
+
+
+def _model_name(vllm_config: VllmConfig) -> str:
+    """Return a name that differs where the bytes of equal prompts do."""
+    model = vllm_config.model_config
+    parts = (model.model, model.revision, model.dtype, vllm_config.cache_config.cache_dtype)
+    return " ".join(str(part) for part in parts)
+
+
+def worker_half(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    options: Options,
+    kv_caches: dict[str, torch.Tensor],
+) -> WorkerHalf:
+    """Return the worker half over the tensors of a worker; connect to the engine if need be.
+
+    Raises:
+        ConfigError: the layout of a tensor is unknown, or a setting is wrong.
+    """
+    pages = page_bytes_of(kv_cache_config.kv_cache_groups)
+    for name, tensor in kv_caches.items():  # layers that share the tensor of another one
+        owner = next(
+            (n for n in pages if n in kv_caches and kv_caches[n].data_ptr() == tensor.data_ptr()),
+            None,
+        )
+        if name not in pages and owner is not None:
+            pages[name] = pages[owner]
+    layers = LayerTensors(kv_caches, pages, kv_cache_config.num_blocks)
+    engine_id = engine_id_of(vllm_config)
+    num_ranks = vllm_config.parallel_config.world_size
+    rank = vllm_config.parallel_config.rank
+    source: Source
+    if options.in_process and num_ranks == 1 and not _has_worker_process(vllm_config):
+        source = EngineSource(tensors_here.offer(engine_id, layers))
+    else:
+        thread = RankThread(
+            options.socket_path(engine_id),
+            rank,
+            layers.regions,
+            layers.device,
+            stores=stores_of(options, rank, num_ranks),
+        )
+        thread.start()
+        source = RankSource(thread, layers.device)
+    return WorkerHalf(layers, source, options.transfer_timeout_seconds)
+
+
+def _has_worker_process(vllm_config: VllmConfig) -> bool:
+    """Return True if vLLM runs the worker in a process other than the scheduler's."""
+    return vllm_config.parallel_config.distributed_executor_backend not in (None, "uni")
+
+
+def stores_of(options: Options, rank: int, num_ranks: int) -> list[str]:
+    """Return the URLs of the stores of one rank.
+
+    Raises:
+        ConfigError: several ranks would have the same folder.
+    """
+    for url in options.stores:
+        if num_ranks > 1 and url.startswith("disk:") and "{rank}" not in url:
+            raise ConfigError(
+                f"stores has {url!r} for {num_ranks} ranks, which need folders of their own",
+                hint='write {rank} for the number of the rank: "disk:/var/cache/aiokv/{rank}"',
+            )
+    return [url.replace("{rank}", str(rank)) for url in options.stores]
+
+
+def block_tokens_of(kv_cache_config: KVCacheConfig) -> int:
+    """Return the positions per block."""
+    (group,) = kv_cache_config.kv_cache_groups
+    return int(group.kv_cache_spec.block_size)
+
+
+def engine_id_of(vllm_config: VllmConfig) -> str:
+    """Return the id that scheduler and workers of one engine of vLLM share."""
+    config = vllm_config.kv_transfer_config
+    assert config is not None
+    return str(config.engine_id)

@@ -1,0 +1,146 @@
+"""Options: settings of the connector, from ``kv_connector_extra_config``."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
+
+from aiokv import checks
+from aiokv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aiokv.config import EvictionPolicy, StoreAdmission, StorePolicy, Verify
+
+Load = Literal["async", "layerwise"]
+SavePolicy = Literal["write_through", "write_through_selective", "none"]
+
+GIB: Final = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Settings of the connector.
+
+    Attributes:
+        host_gib: host memory of all ranks together, in GiB. Set this or ``cpu_bytes_to_use``.
+        cpu_bytes_to_use: the same in bytes, under the name of vLLM's own offloading.
+        load: ``"async"``: a request waits for its blocks while others compute; ``"layerwise"``: the
+            step that computes a request waits for its blocks layer by layer, which needs
+            ``--no-async-scheduling``.
+        write_policy: when computed blocks are copied to host memory, as
+            ``CacheConfig.write_policy``.
+        write_through_threshold: as ``CacheConfig.write_through_threshold``.
+        eviction_policy: as ``CacheConfig.eviction_policy``.
+        min_load_tokens: shorter hits in host memory are computed again.
+        verify: ``"checksum"`` verifies each loaded block; with one GPU only.
+        stores: URLs of stores below host memory, such as ``"disk:/var/cache/aiokv?bytes=200GiB"``;
+            ``{rank}`` stands for the number of the rank; each rank's disk store needs a folder.
+        store_policy: as ``CacheConfig.store_policy``.
+        store_admission: as ``CacheConfig.store_admission``.
+        store_wait_seconds: the longest that a request waits for blocks of the stores; 0 never asks
+            them.
+        model: name under which blocks are kept in stores; None for the name of the model, its
+            revision and the element types.
+        weights_version: as ``CacheConfig.weights_version``.
+        in_process: False to connect to the worker through a socket even if it is in the process of
+            the scheduler.
+        socket: path of the Unix socket between scheduler and workers; None for a path in the
+            directory of temporary files, from ``engine_id`` of vLLM's configuration.
+        transfer_timeout_seconds: the longest that a step waits for a transfer.
+    """
+
+    host_gib: float | None = None
+    cpu_bytes_to_use: int | None = None
+    load: Load = "async"
+    write_policy: SavePolicy = "write_through"
+    write_through_threshold: int = 2
+    eviction_policy: EvictionPolicy = "adaptive"
+    min_load_tokens: int = 0
+    verify: Verify = "off"
+    stores: tuple[str, ...] = ()
+    store_policy: StorePolicy = "at_commit"
+    store_admission: StoreAdmission = "all"
+    store_wait_seconds: float = 1.0
+    model: str | None = None
+    weights_version: str = ""
+    in_process: bool = True
+    socket: str | None = None
+    transfer_timeout_seconds: float = 60.0
+
+    @classmethod
+    def parse(cls, extra_config: Mapping[str, Any]) -> Self:
+        """Return the settings of ``kv_connector_extra_config``.
+
+        Raises:
+            ConfigError: a key is unknown, or a value is of the wrong type or out of range.
+        """
+        known = [field.name for field in fields(cls)]
+        for key in extra_config:
+            if key not in known:
+                close = difflib.get_close_matches(str(key), known, n=1)
+                raise ConfigError(
+                    f"kv_connector_extra_config has the unknown key {key!r}",
+                    hint=(f"did you mean {close[0]!r}? " if close else "")
+                    + f"the keys are {', '.join(known)}",
+                )
+        values = dict(extra_config)
+        if "stores" in values:
+            values["stores"] = _urls(values["stores"])
+        options = cls(**values)
+        options._check()
+        return options
+
+    def _check(self) -> None:
+        checks.choice("load", self.load, get_args(Load), ConfigError)
+        checks.choice("write_policy", self.write_policy, get_args(SavePolicy), ConfigError)
+        checks.flag("in_process", self.in_process, ConfigError)
+        checks.integer("min_load_tokens", self.min_load_tokens, error=ConfigError)
+        for name in ("model", "socket"):
+            if getattr(self, name) is not None:
+                checks.text(name, getattr(self, name), ConfigError)
+        checks.seconds(
+            "store_wait_seconds", self.store_wait_seconds, error=ConfigError, minimum=0.0
+        )
+        checks.positive("transfer_timeout_seconds", self.transfer_timeout_seconds, ConfigError)
+        if (self.host_gib is None) == (self.cpu_bytes_to_use is None):
+            raise ConfigError(
+                f"host_gib is {self.host_gib} and cpu_bytes_to_use is {self.cpu_bytes_to_use}; "
+                "exactly one of them must be set",
+                hint='"kv_connector_extra_config": {"host_gib": 32}',
+            )
+        if self.host_gib is not None:
+            checks.positive("host_gib", self.host_gib, ConfigError)
+        else:
+            checks.integer("cpu_bytes_to_use", self.cpu_bytes_to_use, minimum=1, error=ConfigError)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory of all ranks together."""
+        if self.cpu_bytes_to_use is not None:
+            return self.cpu_bytes_to_use
+        return int((self.host_gib or 0.0) * GIB)
+
+    def socket_path(self, engine_id: str) -> str:
+        """Return the path of the socket of one engine, on which scheduler and workers agree."""
+        if self.socket is not None:
+            return self.socket
+        name = hashlib.sha256(engine_id.encode()).hexdigest()[:16]
+        folder = Path(tempfile.gettempdir()) / f"aiokv-vllm-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return str(folder / f"{name}.sock")
+
+
+def _urls(value: object) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, list | tuple):
+        raise ConfigError(
+            f"stores is {value!r}; it must be a list of URLs",
+            hint='"stores": ["disk:/var/cache/aiokv?bytes=200GiB"]',
+        )
+    return tuple(checks.text("stores", url, ConfigError) for url in value)

@@ -1,0 +1,118 @@
+"""Cached requests: a request of vLLM, as the scheduler half of the connector follows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aiokv.types import Item
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from vllm.v1.request import Request
+
+    from aiokv.sync import SyncLease
+    from aiokv.sync.futures import EngineFuture
+
+
+@dataclass(slots=True)
+class Onload:
+    """Positions of a request that host memory has.
+
+    Attributes:
+        first: first position, which follows vLLM's own hit.
+        end: position behind the last one.
+        in_step: True if the step that is being scheduled computes with them.
+        started: True after the transfers have begun.
+    """
+
+    first: int
+    end: int
+    in_step: bool
+    started: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class CachedRequest:
+    """A request from its match until it finishes or is preempted.
+
+    Attributes:
+        request: vLLM's request.
+        local: positions that vLLM's own cache had at the last match.
+        preemptions: the request's count at the match.
+        lease: the lease; None if the request is computed without the cache.
+        known_tokens: tokens that the lease knows.
+        granting: the wait for blocks of the stores; None when the lease is granted.
+        onload: the load that the request waits for or has waited for.
+        table: vLLM's blocks of the request.
+        assigned: leading blocks of the table that the lease knows.
+        committed: leading blocks of the table that were committed.
+        computed: leading positions whose steps have ended.
+        last_step: the last step that computes the request.
+        ended: True after the request has finished, or was preempted.
+    """
+
+    request: Request
+    local: int
+    preemptions: int
+    lease: SyncLease | None = None
+    known_tokens: int = 0
+    granting: EngineFuture[Any] | None = None
+    onload: Onload | None = None
+    table: list[int] = field(default_factory=list)
+    assigned: int = 0
+    committed: int = 0
+    computed: int = 0
+    last_step: int = 0
+    ended: bool = False
+
+    @property
+    def request_id(self) -> str:
+        return str(self.request.request_id)
+
+    @property
+    def was_preempted(self) -> bool:
+        """True if vLLM has taken the blocks of the request since the match."""
+        return bool(self.request.num_preemptions != self.preemptions)
+
+
+def prompt_of(request: Request) -> NDArray[np.int32]:
+    """Return the tokens of a request: those of the prompt, then those that were generated."""
+    return np.array(list(request.all_token_ids), dtype=np.int32)
+
+
+def names_of(request: Request) -> dict[str, Any]:
+    """Return the arguments of ``match`` that separate requests with equal tokens.
+
+    The salt is that of the request. A LoRA adapter is named by its name and its path. An item of a
+    prompt is named by the hash of its content, as in vLLM's own cache.
+    """
+    lora = request.lora_request
+    return {
+        "salt": request.cache_salt or "",
+        "adapter": "" if lora is None else f"{lora.lora_name}\0{lora.lora_path}",
+        "items": [
+            Item(
+                feature.identifier.encode(),
+                feature.mm_position.offset,
+                feature.mm_position.length,
+            )
+            for feature in request.mm_features
+        ],
+    }
+
+
+def is_cacheable(request: Request) -> bool:
+    """Return False for requests whose tokens do not name their content.
+
+    Prompts of embeddings have no tokens, and a session of streamed input replaces tokens that were
+    computed.
+    """
+    return not (
+        request.prompt_embeds is not None
+        or request.prompt_token_ids is None
+        or request.resumable
+        or not len(request.all_token_ids)
+    )

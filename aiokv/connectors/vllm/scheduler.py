@@ -1,0 +1,418 @@
+"""Scheduler half: matches prompts, starts loads, and saves what steps have computed.
+
+A step of vLLM, and the calls that it makes here:
+
+    schedule()            matched()          match, and refs on the host blocks of the hit
+                          allocated()        the load begins, beside the steps that run
+                          build()            the message to the workers, the record of the step
+    (workers compute)
+    update_from_output()  finished()         requests that have ended
+                          step_ended()       commits: blocks are saved only when the step that has
+                                             computed them, and all loads it used, have ended well
+
+So a save never reads a block before it is computed, and nothing that was computed with a failed
+load is saved. vLLM frees blocks at once: :class:`FreedBlocks` keeps a load, or a step, from writing
+to a block that something still uses.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aiokv.connectors.vllm.blocks import FreedBlocks
+from aiokv.connectors.vllm.messages import Load, StepMetadata
+from aiokv.connectors.vllm.requests import (
+    CachedRequest,
+    Onload,
+    is_cacheable,
+    names_of,
+    prompt_of,
+)
+from aiokv.observe.logs import Log
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+    from concurrent.futures import Future
+
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from aiokv.connectors.vllm.blocks import VllmBlocks
+    from aiokv.connectors.vllm.cache import HostCache
+    from aiokv.connectors.vllm.options import Options
+    from aiokv.sync import Answer, Calls, SyncLease
+
+log = Log(__name__)
+
+
+class SchedulerHalf:
+    """Decides what is loaded and saved; its methods follow vLLM's scheduler.
+
+    Args:
+        cache: the engine.
+        options: settings of the connector.
+        block_tokens: positions per block of vLLM.
+        pool: vLLM's blocks.
+    """
+
+    def __init__(
+        self,
+        cache: HostCache,
+        options: Options,
+        *,
+        block_tokens: int,
+        pool: VllmBlocks,
+    ) -> None:
+        self._cache = cache
+        self._pool = pool
+        self._block_tokens = block_tokens
+        self._in_step = options.load == "layerwise"
+        self._wait_store = options.store_wait_seconds if options.stores else 0.0
+        self._timeout = options.transfer_timeout_seconds
+        self._step = 0
+        self._requests: dict[str, CachedRequest] = {}
+        self._matched: list[CachedRequest] = []  # in the step that is being scheduled
+        self._deferred: list[CachedRequest] = []  # their loads wait for blocks that are in use
+        self._finishing: list[CachedRequest] = []  # in the step whose output is being processed
+        self._loads: list[Load] = []  # for the next message
+        self._swept = False  # since the last step was built
+        self._has_no_room = False  # for a load in the step that is being scheduled
+        self._records: dict[int, list[tuple[CachedRequest, int]]] = {}  # by step: computed up to
+        self._freed = FreedBlocks()
+
+    # --- schedule() -------------------------------------------------------------------------------
+
+    def matched(self, request: Request, local: int) -> int | None:
+        """Return how many positions behind vLLM's own hit can be loaded; None: ask again later."""
+        if self._has_no_room:
+            return None
+        self._sweep()
+        cached = self._requests.get(request.request_id)
+        if cached is not None and cached.granting is None:
+            self._leave(cached)  # not scheduled after the last match, or its load has failed
+            cached = None
+        if cached is None:
+            cached = self._match(request, local)
+            self._requests[request.request_id] = cached
+        self._matched.append(cached)
+        cached.local = local
+        if cached.granting is not None:
+            if not cached.granting.done():
+                return None
+            cached.granting = None
+        found = self._loadable(cached)
+        if found and not self._has_room(cached):
+            self._has_no_room = True  # requests behind it do not overtake it
+            return None
+        return found
+
+    def _match(self, request: Request, local: int) -> CachedRequest:
+        """Return a request with a lease, or without one if it is computed without the cache."""
+        cached = CachedRequest(request, local=local, preemptions=request.num_preemptions)
+        if not self._cache.is_usable or not is_cacheable(request):
+            return cached
+        tokens = prompt_of(request)
+        read = not request.skip_reading_prefix_cache
+        calls = self._cache.calls()
+        lease = calls.match(tokens, read=read, owner=request.request_id, **names_of(request))
+        future = None
+        if self._wait_store and read:
+            future = calls.allocate(lease, len(tokens), wait_store=self._wait_store)
+        else:
+            calls.try_allocate(lease, len(tokens))
+        answers = self._cache.run(calls)
+        if self._cache.succeeded(answers, f"match of request {request.request_id}"):
+            cached.lease, cached.granting = lease, future
+            cached.known_tokens = len(tokens)
+        else:
+            self._cache.release_and_watch(lease)
+        return cached
+
+    def _loadable(self, cached: CachedRequest) -> int:
+        lease = cached.lease
+        if lease is None:
+            return 0
+        size = self._block_tokens
+        # vLLM computes at least the last position, for its logits.
+        last = (cached.request.num_tokens - 1) // size * size
+        end = min(lease.cached_tokens // size * size, last)
+        return int(max(end - cached.local, 0))
+
+    def _has_room(self, cached: CachedRequest) -> bool:
+        """Return False if requests that hold loaded blocks might wait for one another.
+
+        vLLM gives a load its blocks without those that the request needs next, and preempts no
+        request that waits. So a load begins only when vLLM's free blocks are enough for the prompt
+        of each request that waits with loaded blocks, and for this one.
+        """
+        if self._in_step:
+            return True
+        waiting = [
+            other
+            for other in self._requests.values()
+            if other.onload is not None and not other.last_step
+        ]
+        if not waiting:
+            return True  # vLLM's own check is enough
+        needed = sum(self._blocks_of(other) - len(other.table) for other in waiting)
+        return needed + self._blocks_of(cached) <= self._pool.num_free
+
+    def _blocks_of(self, cached: CachedRequest) -> int:
+        return int(-(-(cached.request.num_tokens + 1) // self._block_tokens))
+
+    @property
+    def waits_between_steps(self) -> bool:
+        """True if a request waits for its load while other requests compute."""
+        return not self._in_step
+
+    def allocated(self, request: Request, block_ids: Sequence[int], num_loaded: int) -> None:
+        """Note the blocks of a request, and begin its load."""
+        self._sweep()
+        cached = self._requests.get(request.request_id)
+        if cached is None:
+            return
+        cached.table = list(block_ids)
+        if num_loaded == 0:
+            return
+        first = cached.local
+        cached.onload = Onload(first, first + num_loaded, self._in_step)
+        if self._in_step:
+            self._wait_for_transfers(self._targets(cached))
+        self._begin_or_defer(cached)
+
+    def _targets(self, cached: CachedRequest) -> list[int]:
+        onload = cached.onload
+        assert onload is not None
+        size = self._block_tokens
+        return cached.table[onload.first // size : onload.end // size]
+
+    def _begin_or_defer(self, cached: CachedRequest) -> None:
+        if not self._in_step and self._freed.are_used(self._targets(cached)):
+            self._deferred.append(cached)
+        else:
+            self._begin(cached)
+
+    def _begin(self, cached: CachedRequest) -> None:
+        onload, lease = cached.onload, cached.lease
+        assert onload is not None
+        onload.started = True
+        targets = tuple(self._targets(cached))
+        load = Load(cached.request_id, (), targets, onload.in_step, failed=True)
+        if lease is not None:
+            blocks = onload.end // self._block_tokens
+            calls = self._cache.calls()
+            calls.assign(lease, cached.table[:blocks], computed_tokens=onload.first)
+            answers = self._cache.run(calls)
+            if self._cache.succeeded(answers, f"load of request {cached.request_id}"):
+                cached.assigned = blocks
+                layers = lease.layers
+                self._cache.note_load(layers)
+                load = Load(cached.request_id, layers.transfer_ids, targets, onload.in_step)
+            else:
+                self._leave_lease(cached)
+        self._loads.append(load)
+
+    def build(self, output: SchedulerOutput) -> StepMetadata:
+        """Return the message to the workers for a step that was scheduled."""
+        self._drop_preempted()
+        for cached in self._matched:
+            if not cached.table and cached.granting is None and not cached.ended:
+                self._leave(cached)  # not scheduled: do not keep its blocks in host memory
+        self._matched.clear()
+        for cached in self._finishing:
+            self._leave_lease(cached)  # vLLM has not told the end of its last step
+        self._finishing.clear()
+        self._step += 1
+        written = self._record(output)
+        self._wait_for_transfers(written)
+        deferred, self._deferred = self._deferred, []
+        for cached in deferred:
+            if not cached.ended:
+                self._begin_or_defer(cached)
+        message = StepMetadata(self._step, self._loads)
+        self._loads = []
+        self._swept = False
+        self._has_no_room = False
+        return message
+
+    def _record(self, output: SchedulerOutput) -> list[int]:
+        """Note what the step computes; return the blocks that it may write to."""
+        size = self._block_tokens
+        written: list[int] = []
+        record: list[tuple[CachedRequest, int]] = []
+        scheduled = output.num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            table = list(new.block_ids[0])
+            written += table[new.num_computed_tokens // size :]
+            cached = self._requests.get(new.req_id)
+            if cached is not None:
+                cached.table = table
+                record.append((cached, new.num_computed_tokens + scheduled[new.req_id]))
+        running = output.scheduled_cached_reqs
+        for request_id, blocks, computed in zip(
+            running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True
+        ):
+            is_resumed = request_id in running.resumed_req_ids
+            added = [] if blocks is None else blocks[0]
+            written += added[computed // size :] if is_resumed else added
+            cached = self._requests.get(request_id)
+            if cached is not None:
+                if is_resumed:
+                    cached.table = list(added)
+                else:
+                    cached.table += added
+                record.append((cached, computed + scheduled[request_id]))
+        for cached, _ in record:
+            cached.last_step = self._step
+        self._records[self._step] = record
+        return written
+
+    def _wait_for_transfers(self, block_ids: Sequence[int]) -> None:
+        """Block until no transfer of an earlier request uses blocks that a step or load writes."""
+        for idle in self._freed.used_by_transfers(block_ids):
+            self._cache.wait_idle(idle, self._timeout)
+
+    # --- update_from_output() ---------------------------------------------------------------------
+
+    def finished(self, request: Request) -> None:
+        """Note the end of a request, whose blocks vLLM frees now."""
+        cached = self._requests.pop(request.request_id, None)
+        if cached is None:
+            return
+        cached.ended = True
+        self._freed.add(cached.table, cached.last_step, None)
+        onload = cached.onload
+        if onload is not None and not onload.started:
+            self._loads.append(Load(cached.request_id))  # vLLM waits for a report of it
+        if request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"):
+            self._finishing.append(cached)  # step_ended() commits its last blocks
+        else:
+            self._leave_lease(cached)
+
+    def step_ended(self, step: int, failed_blocks: Collection[int]) -> None:
+        """Commit what a step has computed, now that vLLM has processed its output.
+
+        Args:
+            step: number of the step.
+            failed_blocks: blocks whose loads have failed; vLLM computes them again.
+        """
+        self._drop_preempted()
+        if failed_blocks:
+            self._note_failures(set(failed_blocks))
+        ended: dict[str, CachedRequest] = {}
+        for number in [number for number in self._records if number <= step]:
+            for cached, end in self._records.pop(number):
+                if failed_blocks and not set(cached.table).isdisjoint(failed_blocks):
+                    continue
+                # The last token was not computed with; drafts behind it were rejected.
+                cached.computed = max(cached.computed, min(end, cached.request.num_tokens - 1))
+                ended[cached.request_id] = cached
+        self._commit(step, ended.values())
+        self._freed.note_ended(step)
+        for cached in self._finishing:
+            self._leave_lease(cached)
+        self._finishing.clear()
+
+    def _commit(self, step: int, requests: Iterable[CachedRequest]) -> None:
+        """Commit the full blocks that are computed, and close the step, in one crossing."""
+        if not self._cache.is_usable:
+            return
+        calls = self._cache.calls()
+        committed = []
+        for cached in requests:
+            blocks = min(cached.computed // self._block_tokens, len(cached.table))
+            if blocks > cached.committed and cached.lease is not None:
+                answers = self._add_commit(calls, cached.lease, cached, blocks)
+                committed.append((cached, blocks, answers))
+        if not committed and not self._cache.closes_steps_on_ranks:
+            return
+        calls.step(self._cache.take_event(step))  # transfers of the blocks wait for this event
+        self._cache.run(calls)
+        for cached, blocks, answers in committed:
+            if self._cache.succeeded(answers, f"commit of request {cached.request_id}"):
+                cached.known_tokens = max(cached.known_tokens, blocks * self._block_tokens)
+                cached.assigned = max(cached.assigned, blocks)
+                cached.committed = blocks
+            else:
+                self._leave_lease(cached)
+
+    def _add_commit(
+        self, calls: Calls, lease: SyncLease, cached: CachedRequest, blocks: int
+    ) -> list[Answer[Any]]:
+        end = blocks * self._block_tokens
+        answers: list[Answer[Any]] = []
+        if end > cached.known_tokens:
+            tokens = cached.request.all_token_ids[cached.known_tokens : end]
+            answers.append(calls.append(lease, np.array(tokens, dtype=np.int32)))
+        if blocks > cached.assigned:
+            ids = cached.table[cached.assigned : blocks]
+            computed = 0 if cached.assigned else end  # nothing is left to load
+            answers.append(calls.assign(lease, ids, computed_tokens=computed))
+        answers.append(calls.commit(lease, end))
+        return answers
+
+    def _note_failures(self, failed_blocks: set[int]) -> None:
+        """Give up what was computed with blocks whose loads have failed.
+
+        The leases of the loads are released: their requests go on without saves. vLLM has put the
+        blocks of a load into its prefix cache when the step was scheduled, and leaves them there,
+        to be computed again in place. If it preempts the request first, nothing computes them: so
+        they leave its cache here.
+        """
+        computed_with = set(failed_blocks)
+        for cached in [*self._requests.values(), *self._finishing]:
+            first = next(
+                (i for i, block in enumerate(cached.table) if block in failed_blocks), None
+            )
+            if first is not None:
+                computed_with.update(cached.table[first:])
+                if cached.onload is not None:
+                    self._leave_lease(cached)
+        if self._in_step:
+            self._pool.evict(computed_with)
+
+    # --- ends of requests -------------------------------------------------------------------------
+
+    def _sweep(self) -> None:
+        """Drop preempted requests, once while a step is scheduled."""
+        if not self._swept:
+            self._drop_preempted()
+            self._swept = True
+
+    def _drop_preempted(self) -> None:
+        preempted = [cached for cached in self._requests.values() if cached.was_preempted]
+        for cached in preempted:
+            self._leave(cached)
+
+    def _leave(self, cached: CachedRequest) -> None:
+        """Forget a request whose blocks vLLM has freed, or that has none."""
+        self._requests.pop(cached.request_id, None)
+        cached.ended = True
+        self._freed.add(cached.table, cached.last_step, None)
+        self._leave_lease(cached)
+
+    def _leave_lease(self, cached: CachedRequest) -> None:
+        """Release the lease; its transfers go on."""
+        lease, cached.lease = cached.lease, None
+        if cached.granting is not None:
+            cached.granting.cancel()
+            cached.granting = None
+        if lease is None:
+            return
+        idle: Future[None] | None = self._cache.release_and_watch(lease)
+        if idle is not None:
+            self._freed.add(cached.table[: cached.assigned], 0, idle)
+
+    def reset(self) -> None:
+        """Forget what running requests have computed, so that none of it is saved."""
+        for cached in [*self._requests.values(), *self._finishing]:
+            self._leave_lease(cached)
+
+    # --- statistics -------------------------------------------------------------------------------
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests that are followed."""
+        return len(self._requests)

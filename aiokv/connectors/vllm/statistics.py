@@ -1,0 +1,107 @@
+"""Counters of the connector in vLLM's log and on its /metrics page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from prometheus_client import Counter, Gauge
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from aiokv.types import Statistics
+
+COUNTERS: Final = {
+    "loaded_blocks": "Blocks that were loaded into the KV cache, summed over ranks",
+    "failed_blocks": "Blocks whose loads have failed, summed over ranks",
+    "loaded_tokens": "Tokens that requests did not compute because host memory had them",
+    "saved_blocks": "Blocks that were copied to host memory",
+    "store_hit_tokens": "Tokens of loaded_tokens that came from stores",
+    "evicted_blocks": "Blocks that were evicted from host memory",
+    "errors": "Calls of the cache that have failed; their requests are computed without it",
+}
+GAUGES: Final = {
+    "host_blocks": "Capacity of host memory in blocks",
+    "host_cached_blocks": "Blocks in host memory",
+    "requests": "Requests that the connector follows",
+    "usable": "1, or 0 after a failure of the cache",
+}
+
+
+@dataclass
+class ConnectorStatistics(KVConnectorStats):  # type: ignore[misc]
+    """Counts since the last report; ``data`` maps the names of COUNTERS and GAUGES to numbers."""
+
+    def reset(self) -> None:
+        """Set all counts to 0."""
+        self.data: dict[str, int] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add the counts of another report, and take its state."""
+        for name, value in other.data.items():
+            self.data[name] = self.data.get(name, 0) + value if name in COUNTERS else value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return the counts, for vLLM's log."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Return True without any count."""
+        return not self.data
+
+
+class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """Metrics ``vllm:aiokv_*``."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics = {
+            name: kind(name=f"vllm:aiokv_{name}", documentation=text, labelnames=labelnames)
+            for kind, texts in ((metric_types[Counter], COUNTERS), (metric_types[Gauge], GAUGES))
+            for name, text in texts.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add a report."""
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, value in transfer_stats_data.items():
+            metric = self._metrics[name].labels(*labels)
+            if name in COUNTERS:
+                metric.inc(value)
+            else:
+                metric.set(value)
+
+
+class EngineCounts:
+    """Counts of an engine since the last report."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, int] = {}
+
+    def report(self, statistics: Statistics, *, errors: int) -> dict[str, int]:
+        """Return what has been counted since the last call."""
+        now = {
+            "loaded_tokens": statistics.hit_host_tokens,
+            "saved_blocks": statistics.offloaded_blocks,
+            "store_hit_tokens": statistics.hit_store_tokens,
+            "evicted_blocks": statistics.evicted_host_blocks,
+            "errors": errors,
+        }
+        counts = {name: value - self._last.get(name, 0) for name, value in now.items()}
+        self._last = now
+        return counts | {
+            "host_blocks": statistics.host_blocks,
+            "host_cached_blocks": statistics.host_cached,
+        }

@@ -1,0 +1,140 @@
+"""Regions from the KV cache tensors of vLLM, whatever their layout.
+
+A backend chooses the axes of its tensors and their order in memory: ``[2, blocks, ...]``
+(FlashAttention), ``[blocks, 2, ...]`` (FlashInfer, Triton), ``[blocks, tokens, dim]`` (MLA), each
+with tokens or heads first, and with kernel blocks that are smaller than those of the scheduler.
+What they share: the bytes of a block are one run of a layer's memory, or one run for K and one for
+V. The distance of the runs is the size of a page, so strides are enough to find them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aiokv.errors import ConfigError
+from aiokv.worker.regions import Regions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+class LayerTensors:
+    """The tensors of a worker as regions, and the layers by the names of vLLM.
+
+    Attributes:
+        regions: one region per layout; each layer of vLLM is a layer of it.
+        layer_of: index of a layer by the name of vLLM; layers that share a tensor share an index.
+        device: ``"cpu"`` or ``"cuda:0"``.
+    """
+
+    def __init__(
+        self, kv_caches: Mapping[str, torch.Tensor], page_bytes: Mapping[str, int], num_blocks: int
+    ) -> None:
+        """Find the runs of the blocks.
+
+        Args:
+            kv_caches: tensors by the names of the layers.
+            page_bytes: bytes per block of each layer.
+            num_blocks: blocks of each tensor, as the scheduler numbers them.
+
+        Raises:
+            ConfigError: the blocks of a layer are no runs of memory.
+        """
+        names = sorted(kv_caches, key=_order)
+        self.layer_of: dict[str, int] = {}
+        first_of: dict[int, str] = {}  # by address
+        for name in names:
+            tensor = kv_caches[name]
+            if not isinstance(tensor, torch.Tensor):
+                raise ConfigError(
+                    f"layer {name!r} has {type(tensor).__name__} as its KV cache; the connector "
+                    "copies attention layers only",
+                    hint="serve models with recurrent state without kv_transfer_config",
+                )
+            owner = first_of.setdefault(tensor.data_ptr(), name)
+            self.layer_of[name] = (
+                self.layer_of[owner] if owner in self.layer_of else len(first_of) - 1
+            )
+        layouts: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        for name in first_of.values():
+            for layout, rows in block_rows(name, kv_caches[name], page_bytes[name], num_blocks):
+                layouts.setdefault(layout, []).append((self.layer_of[name], rows))
+        self.regions = Regions(num_layers=len(first_of))
+        for layout, pieces in layouts.items():
+            self.regions.add(
+                layout,
+                layers=[rows for _, rows in pieces],
+                layer_indices=[layer for layer, _ in pieces],
+            )
+        self.device = str(kv_caches[names[0]].device) if names else "cpu"
+
+
+def block_rows(
+    name: str, tensor: torch.Tensor, page_bytes: int, num_blocks: int
+) -> list[tuple[str, torch.Tensor]]:
+    """Return the runs of a layer's blocks as tensors of bytes ``[num_blocks, bytes]``.
+
+    Returns:
+        Pairs of a name of the layout, which differs where the order of the bytes in a block does,
+        and the bytes.
+
+    Raises:
+        ConfigError: the blocks are no runs of memory.
+    """
+    element = tensor.element_size()
+    sizes, strides = tuple(tensor.shape), tuple(tensor.stride())
+    for axis, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
+        if size == 0 or size % num_blocks:
+            continue
+        row_bytes = stride * element * (size // num_blocks)  # of all kernel blocks of one block
+        if row_bytes == page_bytes and tensor.stride(axis) == max(strides):
+            return [(_layout("kv", tensor), _rows(tensor, 0, num_blocks, row_bytes))]
+        if row_bytes * 2 != page_bytes:
+            continue
+        for half, (count, distance) in enumerate(zip(sizes, strides, strict=True)):
+            if half != axis and count == 2 and distance * element == row_bytes * num_blocks:
+                return [
+                    (
+                        _layout(kind, tensor),
+                        _rows(tensor, i * row_bytes * num_blocks, num_blocks, row_bytes),
+                    )
+                    for i, kind in enumerate(("k", "v"))
+                ]
+    raise ConfigError(
+        f"layer {name!r}: the tensor of shape {sizes} and strides {strides} has no axis of "
+        f"{num_blocks} blocks of {page_bytes} bytes",
+        hint="this attention backend is not supported; choose another with --attention-backend",
+    )
+
+
+def _rows(tensor: torch.Tensor, offset: int, num_blocks: int, row_bytes: int) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    start = tensor.storage_offset() * tensor.element_size() + offset
+    rows = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    rows.set_(storage, start, (num_blocks, row_bytes), (row_bytes, 1))
+    return rows
+
+
+def _layout(kind: str, tensor: torch.Tensor) -> str:
+    """Return a name of the order of the bytes; part of the key of a block in stores."""
+    order = sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride(axis), axis))
+    shape = "x".join(str(size) for size in tensor.shape[-3:])
+    axes = "".join(str(axis) for axis in order)
+    return f"{kind}.{str(tensor.dtype).removeprefix('torch.')}.{shape}.{axes}"
+
+
+def _order(name: str) -> tuple[tuple[int, ...], str]:
+    return tuple(int(number) for number in re.findall(r"\d+", name)), name
+
+
+def page_bytes_of(groups: Iterable[Any]) -> dict[str, int]:
+    """Return the bytes per block of each layer of vLLM's KV cache groups."""
+    pages = {}
+    for group in groups:
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", None) or {}
+        for name in group.layer_names:
+            pages[name] = specs.get(name, group.kv_cache_spec).page_size_bytes
+    return pages

@@ -1,0 +1,68 @@
+"""Tensors of a worker in the scheduler's process: vLLM's executor for one GPU has them there.
+
+The worker half registers its tensors before vLLM makes the scheduler half, which finds them here.
+The engine copies them itself then: no socket, no second event loop.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aiokv.connectors.vllm.tensors import LayerTensors
+    from aiokv.sync import SyncLayers
+    from aiokv.worker.device.base import Event
+
+_tensors: dict[str, Tensors] = {}  # by engine_id of vLLM
+
+
+class Tensors:
+    """The tensors of one worker, and the loads into them.
+
+    Attributes:
+        layers: the tensors.
+        is_taken: True after an engine has taken them.
+    """
+
+    def __init__(self, layers: LayerTensors) -> None:
+        self.layers = layers
+        self.is_taken = False
+        self._loads: dict[tuple[int, ...], SyncLayers] = {}  # by transfer ids
+        self._events: dict[int, Event | None] = {}  # by step
+
+    def note_load(self, layers: SyncLayers) -> None:
+        """Note a load that has begun."""
+        self._loads[layers.transfer_ids] = layers
+
+    def take_load(self, transfer_ids: tuple[int, ...]) -> SyncLayers:
+        """Return a load, and forget it."""
+        return self._loads.pop(transfer_ids)
+
+    def note_event(self, step: int, event: Event | None) -> None:
+        """Note the event behind the work of a step; None when the work has finished."""
+        self._events[step] = event
+
+    def take_event(self, step: int) -> Event | None:
+        """Return the event of a step, and forget it and those of earlier steps."""
+        event = self._events.get(step)
+        self._events = {number: e for number, e in self._events.items() if number > step}
+        return event
+
+
+def offer(engine_id: str, layers: LayerTensors) -> Tensors:
+    """Offer the tensors of a worker to the scheduler half of this process."""
+    tensors = _tensors[engine_id] = Tensors(layers)
+    return tensors
+
+
+def take(engine_id: str) -> Tensors | None:
+    """Return the tensors of a worker of this process, if there is one."""
+    tensors = _tensors.pop(engine_id, None)
+    if tensors is not None:
+        tensors.is_taken = True
+    return tensors
+
+
+def clear() -> None:
+    """Forget all offers."""
+    _tensors.clear()

@@ -1,0 +1,190 @@
+"""Worker half: registers vLLM's tensors, waits for loads, and reports their ends.
+
+A step of vLLM's model runner, and the calls that it makes here:
+
+    start_load_kv        begin()       loads of the message; a captured graph waits for all layers
+    (each layer)         wait_layer()  loads of this step
+    get_finished         take_loaded() loads that requests wait for
+    get_block_ids_...    take_failed() blocks that vLLM computes again
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import torch
+
+from aiokv.errors import ClosedError, TransferError
+from aiokv.observe.logs import Log
+from aiokv.worker.device.base import as_event
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiokv.connectors.vllm.messages import Load, StepMetadata
+    from aiokv.connectors.vllm.tensors import LayerTensors
+    from aiokv.worker.device.base import Event
+
+log = Log(__name__)
+
+_CUDA: Final = "cuda"
+
+
+class Transfers(Protocol):
+    """The transfers of one load on this worker."""
+
+    @property
+    def is_done(self) -> bool:
+        """True when no byte moves any more, after a failure, too."""
+        ...
+
+    def failed_blocks(self, block_ids: Sequence[int]) -> set[int]:
+        """Return those of the load's blocks that have failed; final when ``is_done``."""
+        ...
+
+    def wait_layer(self, layer: int, timeout: float) -> None:
+        """Let the current stream, or the calling thread on the cpu, wait for a layer."""
+        ...
+
+    def wait_all(self, timeout: float) -> None:
+        """Block the calling thread until all bytes have arrived."""
+        ...
+
+
+class Source(Protocol):
+    """Where a worker finds the transfers of loads: the engine, or a rank of it."""
+
+    def transfers(self, load: Load) -> Transfers:
+        """Return the transfers of a load that has begun."""
+        ...
+
+    def close_step(self, step: int, event: Event | None) -> None:
+        """Note that the work of a step was submitted, before an event that was recorded."""
+        ...
+
+    def close(self) -> None:
+        """End the threads of this worker."""
+        ...
+
+
+class WorkerHalf:
+    """Waits for loads on one worker; its methods follow vLLM's model runner.
+
+    Args:
+        tensors: the tensors of this worker.
+        source: the transfers.
+        timeout: seconds that a step waits for a layer.
+    """
+
+    def __init__(self, tensors: LayerTensors, source: Source, timeout: float) -> None:
+        self._tensors = tensors
+        self._source = source
+        self._timeout = timeout
+        self._loading: dict[str, tuple[Load, Transfers | None]] = {}  # by request
+        self._in_step: list[tuple[Load, Transfers]] = []
+        self._layers_left: set[int] = set()  # of the loads of this step
+        self._failed: set[int] = set()
+        self._step = 0
+        self._counts = {"loaded_blocks": 0, "failed_blocks": 0}
+
+    def begin(self, message: StepMetadata, *, layers_are_hooked: bool) -> None:
+        """Note the loads of a step.
+
+        Args:
+            message: of the scheduler half.
+            layers_are_hooked: False if vLLM replays a graph of the whole model, in which it does
+                not call ``wait_layer``: all layers are waited for here.
+        """
+        self._step = message.step
+        for load in message.loads:
+            transfers = self._source.transfers(load) if load.transfer_ids else None
+            if load.failed:
+                self._failed.update(load.block_ids)
+            if not load.in_step:
+                self._loading[load.request_id] = (load, transfers)
+            elif transfers is not None:
+                self._in_step.append((load, transfers))
+        if self._in_step:
+            self._layers_left = set(range(self._tensors.regions.num_layers))
+            if not layers_are_hooked:
+                for layer in range(self._tensors.regions.num_layers):
+                    self._wait(layer)
+
+    def wait_layer(self, layer_name: str) -> None:
+        """Wait for one layer of the loads of this step."""
+        if self._in_step:
+            self._wait(self._tensors.layer_of[layer_name])
+
+    def _wait(self, layer: int) -> None:
+        # A timeout ends the server: bytes may still move, so the blocks cannot be computed again.
+        if layer not in self._layers_left:
+            return
+        self._layers_left.discard(layer)
+        for load, transfers in self._in_step:
+            try:
+                transfers.wait_layer(layer, self._timeout)
+            except (TransferError, ClosedError) as error:
+                log.warning("vllm_load_failed", request=load.request_id, error=str(error))
+
+    def end_step(self) -> None:
+        """Wait for the ends of the loads of this step, and note their failures."""
+        for load, transfers in self._in_step:
+            with contextlib.suppress(TransferError, ClosedError):  # noted below
+                transfers.wait_all(self._timeout)
+            self._note_end(load, transfers)
+            if self._layers_left:
+                # A layer was computed without waiting: compute again what used its blocks.
+                self._failed.update(load.block_ids)
+        if self._in_step and self._layers_left:
+            log.error("vllm_layers_not_hooked", layers=sorted(self._layers_left))
+        self._in_step.clear()
+        self._layers_left.clear()
+
+    def take_loaded(self) -> set[str]:
+        """Return the requests whose loads have ended since the last call."""
+        self.end_step()
+        self._source.close_step(self._step, _record_event(self._tensors.device))
+        loaded = set()
+        for request_id, (load, transfers) in list(self._loading.items()):
+            if transfers is None or transfers.is_done:
+                if transfers is not None:
+                    self._note_end(load, transfers)
+                loaded.add(request_id)
+                del self._loading[request_id]
+        return loaded
+
+    def _note_end(self, load: Load, transfers: Transfers) -> None:
+        failed = transfers.failed_blocks(load.block_ids)
+        self._failed |= failed
+        self._counts["loaded_blocks"] += len(load.block_ids) - len(failed)
+        self._counts["failed_blocks"] += len(failed)
+
+    def take_failed(self) -> set[int]:
+        """Return the blocks whose loads have failed since the last call."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def take_counts(self) -> dict[str, int]:
+        """Return the blocks that were loaded and have failed since the last call."""
+        counts = self._counts
+        self._counts = dict.fromkeys(counts, 0)
+        return counts
+
+    def close(self) -> None:
+        """End the threads of this worker."""
+        self._source.close()
+
+
+def stream_of(device: str) -> Any:
+    """Return the stream on which vLLM computes in this thread; None on the cpu."""
+    return torch.cuda.current_stream() if device.startswith(_CUDA) else None
+
+
+def _record_event(device: str) -> Event | None:
+    """Return an event behind the work that was submitted so far; None on the cpu."""
+    if not device.startswith(_CUDA):
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream())
+    return as_event("event", event)

@@ -1,0 +1,56 @@
+"""Expiries: timers of granted leases that the engine releases unless they are used in time."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from aiokv.engine.lifetime import Lifetime
+    from aiokv.lease import Lease
+
+
+class Expiries:
+    """Timers of leases, by lease id. They keep no lease from being garbage-collected.
+
+    Attributes:
+        timers: timers that run; empty when no lease has one.
+    """
+
+    def __init__(self, lifetime: Lifetime) -> None:
+        self._lifetime = lifetime
+        self._on_expiry: Callable[[Lease, float], None] = lambda lease, seconds: None
+        self.timers: dict[int, asyncio.TimerHandle] = {}
+
+    def tell_expired(self, callback: Callable[[Lease, float], None]) -> None:
+        """Call ``callback(lease, seconds)`` for each lease whose timer has run for ``seconds``."""
+        self._on_expiry = callback
+
+    def start(self, lease: Lease, seconds: float) -> None:
+        """Start the timer of a lease, in place of an earlier one; infinite seconds never end."""
+        self.stop(lease.id)
+        if seconds < math.inf:
+            loop = self._lifetime.loop
+            self.timers[lease.id] = loop.call_later(
+                seconds, self._end, lease.id, weakref.ref(lease), seconds
+            )
+
+    def stop(self, lease_id: int) -> None:
+        """Stop the timer of a lease. Idempotent."""
+        if (timer := self.timers.pop(lease_id, None)) is not None:
+            timer.cancel()
+
+    def close(self) -> None:
+        """Stop all timers: the engine is closed."""
+        for lease_id in list(self.timers):
+            self.stop(lease_id)
+
+    def _end(self, lease_id: int, found: weakref.ref[Lease], seconds: float) -> None:
+        self.timers.pop(lease_id, None)
+        lease = found()
+        if lease is not None and lease.id == lease_id and self._lifetime.is_running:
+            self._on_expiry(lease, seconds)

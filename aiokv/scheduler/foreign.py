@@ -1,0 +1,69 @@
+"""ForeignBlocks: leases on device blocks that a server owns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from aiokv._native import Core
+    from aiokv.plan import Priority
+    from aiokv.scheduler.effects import Grant, Outbox
+    from aiokv.scheduler.granting import Granting
+    from aiokv.scheduler.pending import PendingBlocks
+    from aiokv.scheduler.releases import Releases
+
+
+class ForeignBlocks:
+    """Gives leases the blocks that the server names, and reports the ends of their transfers.
+
+    Args:
+        core: state of the leases.
+        outbox: effects of the current transition.
+        granting: submits the onloads.
+        pending: leases that wait for blocks of other leases.
+        releases: ends the leases that waited for their saves.
+        records_checksums: True if the worker records the checksums of computed blocks.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        outbox: Outbox,
+        granting: Granting,
+        pending: PendingBlocks,
+        releases: Releases,
+        *,
+        records_checksums: bool,
+    ) -> None:
+        self._core = core
+        self._outbox = outbox
+        self._granting = granting
+        self._pending = pending
+        self._releases = releases
+        self._records_checksums = records_checksums
+
+    def assign(
+        self,
+        lease_id: int,
+        block_ids: NDArray[np.int32],
+        computed_tokens: int,
+        priority: Priority,
+    ) -> Grant:
+        """Append blocks to the table of a lease, and submit the onload that this begins."""
+        self._core.assign(lease_id, block_ids, computed_tokens)
+        return self._granting.loading(lease_id, priority)
+
+    def settle(self) -> None:
+        """Report what the last call of the core has ended, and the blocks that it has queued."""
+        core = self._core
+        if self._records_checksums and len(queued := core.take_queued_ids()):
+            self._outbox.effects.computed.append(queued)
+        self._releases.freed.extend(core.end_saved())
+        self._releases.forget_freed()
+        for lease_id in core.take_advanced():
+            self._pending.advanced(lease_id)
+        if idle := core.take_idle():
+            self._outbox.effects.idle.extend(idle)

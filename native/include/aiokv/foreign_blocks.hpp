@@ -1,0 +1,110 @@
+// Device blocks of a server: leases name their ids, and the index has host copies only.
+//
+// The server decides which of its device blocks holds what, and has a prefix cache of its own. A
+// grant takes refs on the host blocks of a hit, and no device block. assign() names the ids of a
+// lease: the first call begins the onload of the hit into them. The ids belong to no pool, and
+// leases may share them; DeviceUses knows which of them transfers read or write.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "aiokv/core_types.hpp"
+#include "aiokv/device_pool.hpp"
+#include "aiokv/device_uses.hpp"
+#include "aiokv/foreign_saves.hpp"
+#include "aiokv/index.hpp"
+#include "aiokv/lease_table.hpp"
+#include "aiokv/residency.hpp"
+#include "aiokv/transfer_ledger.hpp"
+
+namespace aiokv {
+
+// The end of an onload, for its lease.
+struct ForeignEnd {
+    LeaseId lease = 0;  // 0: it has left
+    bool failed = false;
+    std::uint32_t good_blocks = 0;  // of the lease
+};
+
+class ForeignBlocks {
+  public:
+    ForeignBlocks(const CoreConfig& config, const DevicePool& device, RunPool& host,
+                  LeaseTable& leases, Index& index, Residency& residency, StoreSaver& store_saver,
+                  TransferLedger& transfers, Promises& promises)
+        : config_(config),
+          device_(device),
+          index_(index),
+          residency_(residency),
+          transfers_(transfers),
+          saves_(config, device, host, leases, index, residency, store_saver, transfers, promises,
+                 uses_) {}
+
+    ForeignBlocks(const ForeignBlocks&) = delete;
+    ForeignBlocks& operator=(const ForeignBlocks&) = delete;
+
+    bool exist() const { return config_.foreign_device; }
+
+    // Throws UsageError, changing nothing: the call needs a device pool of the engine's own.
+    void refuse(const char* call, const char* hint) const;
+
+    // Appends ids to the table of a granted lease. The first call begins the onload of the cached
+    // positions from `computed_tokens` on, which the server's own cache does not have. Throws
+    // LeaseError or UsageError, changing nothing.
+    void assign(Lease& lease, std::span<const BlockId> ids, std::int64_t computed_tokens);
+    // The lease gives its refs and ids up.
+    void give_up(Lease& lease);
+    // No lease waits for the onload any more: worth cancelling.
+    void leave_onload(TransferId id, LeaseId lease);
+    void replace_lease(TransferId id, LeaseId from, LeaseId to);
+    std::vector<TransferId> take_abandoned();
+
+    // Onloads and saves.
+    bool has(TransferId id) const { return onloads_.contains(id) || saves_.has(id); }
+    bool has_onload(TransferId id) const { return onloads_.contains(id); }
+    const Transfer& get(TransferId id) const;
+    // The first `good` blocks have arrived. `cancelled`: the others are as good as before.
+    ForeignEnd complete(TransferId id, std::uint32_t good, bool cancelled);
+
+    ForeignSaves& saves() { return saves_; }
+    const ForeignSaves& saves() const { return saves_; }
+    DeviceUses& uses() { return uses_; }
+    const DeviceUses& uses() const { return uses_; }
+
+    void add_to(CoreStatistics& statistics) const;
+    void check(Report& report) const;
+
+  private:
+    struct Onload {
+        Transfer transfer;
+        LeaseId named_by = 0;           // has named the ids
+        std::uint32_t first_block = 0;  // of the prompt
+    };
+
+    void check_ids(const Lease& lease, std::span<const BlockId> ids);
+    void check_computed(const Lease& lease, std::size_t blocks, std::int64_t computed_tokens) const;
+    void check_hit(const Lease& lease, std::size_t blocks, std::size_t first) const;
+    void check_targets(const Lease& lease, std::span<const BlockId> ids, std::size_t from,
+                       std::size_t to) const;
+    void begin_onload(Lease& lease, std::size_t first);
+
+    const CoreConfig& config_;
+    const DevicePool& device_;
+    Index& index_;
+    Residency& residency_;
+    TransferLedger& transfers_;
+    DeviceUses uses_;
+    ForeignSaves saves_;
+    std::unordered_map<TransferId, Onload> onloads_;
+    std::vector<TransferId> abandoned_;
+    std::vector<std::uint32_t> seen_;  // by id: the last check_ids() that has met it
+    std::uint32_t check_ = 0;
+    std::uint64_t onloaded_ = 0;
+    std::uint64_t failed_ = 0;
+};
+
+}  // namespace aiokv

@@ -1,0 +1,157 @@
+// Saves of computed blocks from device ids of a server to the host tier.
+//
+// The index has no device copies in this mode, so a block enters the tree with the end of its save,
+// once its bytes are proven (I4). Until then it is known here by the place above it: a node of the
+// tree, which is held, or another block that is being saved. So the blocks of a lease need not wait
+// for the saves of those before them, and leases that compute the same block share one save:
+//
+//   node --- saved, proven --- copying --- queued      blocks of lease a
+//                         \--- queued                  a block of lease b, behind the same node
+//
+// A proven block waits for the block above it. A block that is lost takes those below it along; the
+// host id of a copy in flight is given back when the copy ends (I3).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "aiokv/core_types.hpp"
+#include "aiokv/device_pool.hpp"
+#include "aiokv/device_uses.hpp"
+#include "aiokv/index.hpp"
+#include "aiokv/lease_table.hpp"
+#include "aiokv/promises.hpp"
+#include "aiokv/residency.hpp"
+#include "aiokv/reuse_sketch.hpp"
+#include "aiokv/run_pool.hpp"
+#include "aiokv/store_saver.hpp"
+#include "aiokv/transfer_ledger.hpp"
+
+namespace aiokv {
+
+class ForeignSaves {
+  public:
+    ForeignSaves(const CoreConfig& config, const DevicePool& device, RunPool& host,
+                 LeaseTable& leases, Index& index, Residency& residency, StoreSaver& store_saver,
+                 TransferLedger& transfers, Promises& promises, DeviceUses& uses);
+
+    // Queues the computed, named, full blocks of a lease that the host lacks, as far as the write
+    // policy wants them. Returns their number.
+    std::uint32_t publish(Lease& lease);
+    // Device ids of the blocks that publish() has queued since the last call, or take().
+    std::vector<BlockId> take_queued_ids() { return std::exchange(queued_ids_, {}); }
+    // Other leases may wait for what this lease will save.
+    void announce(Lease& lease);
+    // The lease gives its blocks up; their saves go on.
+    void leave(Lease& lease);
+    // The lease has no handle any more, and promises no more than what is being saved.
+    void keep_promise(Lease& lease);
+    void hand_over(Lease& lease, Lease& keeper);
+    // The server lets a lease compute in this id, which a save reads: its bytes are not those of
+    // the block any more.
+    void note_overwritten(BlockId device);
+
+    bool wants() const { return !queue_.empty(); }
+    // One transfer of all that is queued, as far as the host has room; 0: there is nothing to copy.
+    TransferId take();
+    // No transfer will take what is queued.
+    void give_up_queue();
+    void reset();
+
+    bool has(TransferId id) const { return in_flight_.contains(id); }
+    const Transfer& get(TransferId id) const { return in_flight_.at(id).transfer; }
+    // The first `good` blocks have arrived.
+    void complete(TransferId id, std::uint32_t good);
+
+    // Released leases that waited for saves only; the caller ends them.
+    std::vector<LeaseId> take_ended();
+    // Leases of which blocks have become matchable since the last call.
+    std::vector<LeaseId> take_advanced() { return std::exchange(advanced_, {}); }
+
+    void add_to(CoreStatistics& statistics) const;
+    void check(Report& report) const;
+
+  private:
+    using Place = std::uint64_t;  // a node, or (kSaveBit | id) a block that is being saved
+    static constexpr Place kSaveBit = Place{1} << 32;
+
+    enum class State : std::uint8_t {
+        kFree,
+        kQueued,
+        kCopying,
+        kProven,  // waits for the block above it
+        kLost,    // unknown to leases and places; freed with the end of its copy, or of its wait
+    };
+    struct Block {
+        State state = State::kFree;
+        bool overwritten = false;
+        Place above = 0;
+        std::uint64_t epoch = 0;
+        std::uint64_t token_hash = 0;
+        std::uint32_t context = 0;
+        std::uint32_t depth = 0;  // blocks of the prompt before it
+        std::vector<std::int32_t> tokens;
+        ItemKey items = kNoItems;
+        BlockId device = kNoBlock;
+        BlockId host = kNoBlock;
+        LeaseId reader = 0;           // has named the device id
+        std::vector<LeaseId> leases;  // that list it in Lease::saving
+        std::vector<SaveId> below;
+    };
+    struct InFlight {
+        Transfer transfer;
+        std::vector<SaveId> blocks;
+    };
+
+    std::size_t target(Lease& lease);
+    void count_uses(Lease& lease, std::size_t blocks);
+    SaveId find(Place above, Tokens tokens, ItemKey items) const;
+    SaveId queue(Lease& lease, std::size_t block, Place above);
+    void join(Lease& lease, SaveId id);
+    void link(SaveId id, Place above);
+    void unlink(SaveId id);
+    void keep(const Block& block);
+    void let_go(Place above, std::uint32_t context);
+    bool is_current(const Block& block) const;
+    void lose(SaveId top);
+    void cut(Lease& lease, SaveId id);
+    void free(SaveId id);
+    void insert(SaveId first);
+    void insert_one(SaveId id, std::vector<SaveId>& next);
+    void note_changed(Lease& lease);
+    void announce_changed();
+    std::uint64_t hash_of(Place above, std::uint64_t token_hash) const;
+
+    const CoreConfig& config_;
+    const DevicePool& device_;
+    RunPool& host_;
+    LeaseTable& leases_;
+    Index& index_;
+    Residency& residency_;
+    StoreSaver& store_saver_;
+    TransferLedger& transfers_;
+    Promises& promises_;
+    DeviceUses& uses_;
+    std::optional<ReuseSketch> offered_;  // of write_through_selective
+
+    std::deque<Block> blocks_;
+    std::vector<SaveId> free_;
+    std::unordered_multimap<std::uint64_t, SaveId> by_place_;
+    std::deque<SaveId> queue_;  // lost blocks stay until they are taken
+    std::unordered_map<TransferId, InFlight> in_flight_;
+    std::vector<BlockId> queued_ids_;
+    std::vector<LeaseId> changed_;  // their promises are withdrawn until announce_changed()
+    std::vector<LeaseId> advanced_;
+    std::vector<LeaseId> ended_;
+    std::uint64_t saved_ = 0;
+    std::uint64_t failed_ = 0;
+    std::uint64_t skipped_ = 0;
+    std::uint64_t published_ = 0;
+};
+
+}  // namespace aiokv

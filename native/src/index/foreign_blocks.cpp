@@ -1,0 +1,255 @@
+#include "aiokv/foreign_blocks.hpp"
+
+#include <algorithm>
+
+#include "aiokv/error.hpp"
+#include "core_detail.hpp"
+#include "report.hpp"
+
+namespace aiokv {
+
+// -- assign --------------------------------------------------------------------------------------
+
+void ForeignBlocks::assign(Lease& lease, std::span<const BlockId> ids,
+                           std::int64_t computed_tokens) {
+    const std::size_t size = config_.block_tokens;
+    if (!lease.has_blocks() || lease.is(LeaseState::kReleasing)) {
+        throw LeaseError("assign: the lease is " + std::string(name_of(lease.state)) +
+                         " and takes no blocks")
+            .of(lease.id())
+            .hint("call allocate first");
+    }
+    check_ids(lease, ids);
+    const std::size_t old = lease.table.size();
+    const std::size_t cached = lease.cached_tokens / size;
+    if (old > 0 && computed_tokens != 0) {
+        throw UsageError("assign: computed_tokens is " + std::to_string(computed_tokens) +
+                         ", but the lease has " + str(old) +
+                         " blocks already; only the first call may name computed positions")
+            .of(lease.id());
+    }
+    std::size_t first_new = 0;  // of ids: its positions are not computed
+    std::size_t first_onload = cached;
+    if (old == 0) {
+        check_computed(lease, ids.size(), computed_tokens);
+        const auto computed = static_cast<std::uint32_t>(computed_tokens);
+        first_onload = std::min<std::size_t>(computed / size, cached);
+        if (!ids.empty()) check_hit(lease, ids.size(), first_onload);
+        first_new = std::max<std::size_t>(cached, config_.blocks_for(computed));
+        check_targets(lease, ids, first_onload, std::min(cached, ids.size()));
+    }
+    for (std::size_t i = std::min(first_new, ids.size()); i < ids.size(); ++i) {
+        if (!uses_.is_written(ids[i])) continue;
+        throw UsageError("assign: an onload in flight writes block " + std::to_string(ids[i]) +
+                         ", which the lease is to compute")
+            .of(lease.id())
+            .hint("wait until the leases that had the block are idle before it is used again");
+    }
+    for (std::size_t i = std::min(first_new, ids.size()); i < ids.size(); ++i) {
+        if (uses_.is_read(ids[i])) saves_.note_overwritten(ids[i]);
+    }
+    lease.table.insert(lease.table.end(), ids.begin(), ids.end());
+    lease.num_tokens = static_cast<std::uint32_t>(
+        std::min<std::size_t>(lease.table.size() * size, static_cast<std::size_t>(kMaxTokens)));
+    if (old > 0 || ids.empty()) return;
+    lease.computed_tokens =
+        std::max(lease.computed_tokens, static_cast<std::uint32_t>(computed_tokens));
+    if (first_onload < cached) begin_onload(lease, first_onload);
+}
+
+void ForeignBlocks::refuse(const char* call, const char* hint) const {
+    if (!exist()) return;
+    throw UsageError(std::string(call) +
+                     ": with foreign_device, a server owns the device blocks, not the engine")
+        .field("foreign_device")
+        .hint(hint);
+}
+
+void ForeignBlocks::check_ids(const Lease& lease, std::span<const BlockId> ids) {
+    if (seen_.empty()) seen_.resize(config_.device_blocks, 0);
+    if (++check_ == 0) {
+        std::fill(seen_.begin(), seen_.end(), 0);
+        check_ = 1;
+    }
+    for (const BlockId id : ids) {
+        if (id < 0 || static_cast<std::uint32_t>(id) >= config_.device_blocks) {
+            throw UsageError("assign: block id " + std::to_string(id) +
+                             " is out of range; the device has " + str(config_.device_blocks) +
+                             " blocks, from 0 on")
+                .of(lease.id())
+                .field("device_blocks");
+        }
+        std::uint32_t& seen = seen_[static_cast<std::size_t>(id)];
+        if (seen == check_) {
+            throw UsageError("assign: block id " + std::to_string(id) + " is listed twice")
+                .of(lease.id());
+        }
+        seen = check_;
+    }
+    const auto known = std::find_if(lease.table.begin(), lease.table.end(), [this](BlockId id) {
+        return seen_[static_cast<std::size_t>(id)] == check_;
+    });
+    if (known != lease.table.end()) {
+        throw UsageError("assign: the lease has block " + std::to_string(*known) + " already")
+            .of(lease.id());
+    }
+    const std::size_t total = lease.table.size() + ids.size();
+    if (total > config_.blocks_for(kMaxTokens)) {
+        throw UsageError("assign: " + str(total) + " blocks have more than " +
+                         std::to_string(kMaxTokens) + " positions")
+            .of(lease.id());
+    }
+}
+
+void ForeignBlocks::check_computed(const Lease& lease, std::size_t blocks,
+                                   std::int64_t computed_tokens) const {
+    const auto positions = static_cast<std::int64_t>(blocks * config_.block_tokens);
+    if (computed_tokens < 0 || computed_tokens > positions) {
+        throw UsageError("assign: computed_tokens is " + std::to_string(computed_tokens) +
+                         "; it must be between 0 and the " + std::to_string(positions) +
+                         " positions of the blocks")
+            .of(lease.id());
+    }
+    const bool ends_inside = computed_tokens % config_.block_tokens != 0;
+    if (ends_inside && positions - computed_tokens > config_.block_tokens) {
+        throw UsageError("assign: computed_tokens is " + std::to_string(computed_tokens) +
+                         "; it must be a multiple of block_tokens (" + str(config_.block_tokens) +
+                         "), or end in the last block")
+            .of(lease.id())
+            .field("block_tokens");
+    }
+}
+
+// The first ids must cover the hit, and its host copies must still be there.
+void ForeignBlocks::check_hit(const Lease& lease, std::size_t blocks, std::size_t first) const {
+    const std::size_t cached = lease.cached_tokens / config_.block_tokens;
+    if (blocks < cached) {
+        throw LeaseError("assign: " + str(blocks) + " blocks do not cover the " +
+                         str(lease.cached_tokens) + " cached positions, which need " + str(cached))
+            .of(lease.id())
+            .hint(
+                "let the first call name all of them, or preempt the lease and allocate fewer "
+                "positions");
+    }
+    if (first >= cached) return;
+    const std::size_t attached = index_.attached_blocks(lease);
+    if (index_.is_of_epoch(lease) && attached >= cached) return;
+    throw LeaseError("assign: cached positions from " +
+                     str(index_.is_of_epoch(lease) ? attached * config_.block_tokens : 0) +
+                     " on were dropped after the lease was allocated")
+        .of(lease.id())
+        .hint("preempt the lease, then allocate again");
+}
+
+void ForeignBlocks::check_targets(const Lease& lease, std::span<const BlockId> ids,
+                                  std::size_t from, std::size_t to) const {
+    for (std::size_t i = from; i < to; ++i) {
+        const bool is_read = uses_.is_read(ids[i]);
+        if (!is_read && !uses_.is_written(ids[i])) continue;
+        throw UsageError("assign: " + std::string(is_read ? "a save reads" : "an onload writes") +
+                         " block " + std::to_string(ids[i]) +
+                         ", into which cached positions are to be copied")
+            .of(lease.id())
+            .hint("wait until the leases that had the block are idle before it is used again");
+    }
+}
+
+// -- onloads -------------------------------------------------------------------------------------
+
+void ForeignBlocks::begin_onload(Lease& lease, std::size_t first) {
+    Onload onload;
+    onload.named_by = lease.id();
+    onload.first_block = static_cast<std::uint32_t>(first);
+    Transfer& transfer = onload.transfer;
+    transfer.leases.push_back(lease.id());
+    for (std::size_t i = first; i < lease.cached_tokens / config_.block_tokens; ++i) {
+        const BlockId device = lease.table[i];
+        transfer.nodes.push_back(lease.path[i]);
+        transfer.device_blocks.push_back(device);
+        transfer.host_blocks.push_back(index_.tree()[lease.path[i]].host);
+        transfer.after_step = std::max(transfer.after_step, device_.after_step(device));
+        uses_.begin_write(device, onload.named_by);
+    }
+    residency_.hold(transfer.nodes);
+    const TransferId id = transfers_.begin_foreign_transfer();
+    onloads_.emplace(id, std::move(onload));
+    lease.onloads.push_back(id);
+}
+
+const Transfer& ForeignBlocks::get(TransferId id) const {
+    const auto found = onloads_.find(id);
+    return found == onloads_.end() ? saves_.get(id) : found->second.transfer;
+}
+
+void ForeignBlocks::leave_onload(TransferId id, LeaseId lease) {
+    std::erase(onloads_.at(id).transfer.leases, lease);
+    abandoned_.push_back(id);
+}
+
+void ForeignBlocks::replace_lease(TransferId id, LeaseId from, LeaseId to) {
+    std::vector<LeaseId>& leases = onloads_.at(id).transfer.leases;
+    std::replace(leases.begin(), leases.end(), from, to);
+}
+
+std::vector<TransferId> ForeignBlocks::take_abandoned() {
+    std::vector<TransferId> ids = std::exchange(abandoned_, {});
+    std::erase_if(ids, [this](TransferId id) { return !onloads_.contains(id); });
+    return ids;
+}
+
+ForeignEnd ForeignBlocks::complete(TransferId id, std::uint32_t good, bool cancelled) {
+    const auto found = onloads_.find(id);
+    if (found == onloads_.end()) {
+        saves_.complete(id, good);
+        return {};
+    }
+    const Onload onload = std::move(found->second);
+    onloads_.erase(found);
+    transfers_.end_foreign_transfer();
+    const Transfer& transfer = onload.transfer;
+    const auto blocks = static_cast<std::uint32_t>(transfer.nodes.size());
+    for (const BlockId device : transfer.device_blocks) uses_.end_write(device, onload.named_by);
+    onloaded_ += good;
+    ForeignEnd end;
+    if (!transfer.leases.empty()) end.lease = transfer.leases.front();
+    if (good < blocks && !cancelled) {
+        failed_ += blocks - good;
+        residency_.lose_host_copy(transfer.nodes[good]);
+    }
+    residency_.unhold(transfer.nodes);
+    end.failed = good < blocks;
+    end.good_blocks = onload.first_block + good;
+    return end;
+}
+
+void ForeignBlocks::give_up(Lease& lease) {
+    saves_.leave(lease);
+    residency_.unref(lease.path);
+    lease.path.clear();
+    lease.table.clear();
+}
+
+void ForeignBlocks::add_to(CoreStatistics& statistics) const {
+    statistics.onloaded_blocks += onloaded_;
+    statistics.failed_blocks += failed_;
+    saves_.add_to(statistics);
+}
+
+void ForeignBlocks::check(Report& report) const {
+    if (!exist()) return;
+    for (const auto& [id, onload] : onloads_) {
+        const Transfer& transfer = onload.transfer;
+        for (std::size_t i = 0; i < transfer.nodes.size(); ++i) {
+            const NodeId node = transfer.nodes[i];
+            ++report.holds[node];
+            report.require(
+                index_.tree().is_live(node) && index_.tree()[node].host == transfer.host_blocks[i],
+                "I3: onload ", id, " block ", i, " changed under way");
+            report.require(uses_.is_written(transfer.device_blocks[i]), "I3: onload ", id,
+                           " writes device id ", transfer.device_blocks[i], " unknown to leases");
+        }
+    }
+    saves_.check(report);
+}
+
+}  // namespace aiokv

@@ -1,0 +1,507 @@
+#include "aiokv/foreign_saves.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "core_detail.hpp"
+#include "report.hpp"
+
+namespace aiokv {
+namespace {
+
+std::uint64_t mixed(std::uint64_t hash, std::uint64_t value) {
+    hash = (hash ^ value) * 0xff51afd7ed558ccd;
+    return hash ^ (hash >> 32);
+}
+
+std::uint64_t token_hash(Tokens tokens, ItemKey items) {
+    std::uint64_t hash = 0x9e3779b97f4a7c15 ^ items;
+    for (const std::int32_t token : tokens) hash = mixed(hash, static_cast<std::uint32_t>(token));
+    return hash;
+}
+
+// What a sketch takes for the identity of a block and all before it.
+Digest sketch_digest(std::uint64_t chain) {
+    const std::array<std::uint64_t, 2> words = {mixed(chain, 1), mixed(chain, 2)};
+    Digest digest{};
+    std::memcpy(digest.data(), words.data(), sizeof(words));
+    return digest;
+}
+
+}  // namespace
+
+ForeignSaves::ForeignSaves(const CoreConfig& config, const DevicePool& device, RunPool& host,
+                           LeaseTable& leases, Index& index, Residency& residency,
+                           StoreSaver& store_saver, TransferLedger& transfers, Promises& promises,
+                           DeviceUses& uses)
+    : config_(config),
+      device_(device),
+      host_(host),
+      leases_(leases),
+      index_(index),
+      residency_(residency),
+      store_saver_(store_saver),
+      transfers_(transfers),
+      promises_(promises),
+      uses_(uses) {
+    if (config.foreign_device && config.write_policy == WritePolicy::kWriteThroughSelective) {
+        offered_.emplace(2 * (std::uint64_t{config.device_blocks} + config.host_blocks),
+                         config.write_through_threshold);
+    }
+}
+
+// -- what is saved -----------------------------------------------------------------------------
+
+// Blocks of the prompt that have all that a save needs, and that the policy wants saved if the host
+// lacks them: the caller stops at the second number.
+std::size_t ForeignSaves::target(Lease& lease) {
+    const std::size_t size = config_.block_tokens;
+    const std::size_t named = std::min<std::size_t>(lease.computed_tokens, lease.tokens.size());
+    const std::size_t blocks = std::min(named / size, lease.table.size());
+    if (offered_) count_uses(lease, blocks);
+    return blocks;
+}
+
+// Of each block once per lease. The lease may save the leading blocks that were used often enough.
+void ForeignSaves::count_uses(Lease& lease, std::size_t blocks) {
+    const std::size_t size = config_.block_tokens;
+    if (lease.counted_blocks == 0) lease.use_hash = index_.seed_of(lease);
+    for (; lease.counted_blocks < blocks; ++lease.counted_blocks) {
+        const std::size_t block = lease.counted_blocks;
+        const Tokens tokens = Tokens(lease.tokens).subspan(block * size, size);
+        lease.use_hash = mixed(lease.use_hash, token_hash(tokens, key_of(lease.item_keys, block)));
+        const std::uint32_t uses = offered_->count(sketch_digest(lease.use_hash)) + 1;
+        if (lease.due_blocks == block && uses >= config_.write_through_threshold) {
+            ++lease.due_blocks;
+        }
+    }
+}
+
+std::uint32_t ForeignSaves::publish(Lease& lease) {
+    if (!lease.flags.writes || !index_.is_of_epoch(lease) || lease.is(LeaseState::kFailed)) {
+        return 0;
+    }
+    if (!lease.onloads.empty()) return 0;  // what was computed depends on them
+    PrefixTree& tree = index_.tree();
+    if (const std::size_t attached = index_.attached_blocks(lease); attached < lease.path.size()) {
+        note_changed(lease);
+        leave(lease);
+        residency_.unref(std::span(lease.path).subspan(attached));
+        lease.path.resize(attached);
+    }
+    const std::size_t size = config_.block_tokens;
+    const std::size_t end = target(lease);
+    const bool saves = config_.write_policy != WritePolicy::kNone && !lease.save_failed;
+    std::uint32_t queued = 0;
+    for (std::size_t block = lease.path.size() + lease.saving.size(); block < end; ++block) {
+        const Tokens tokens = Tokens(lease.tokens).subspan(block * size, size);
+        const ItemKey items = key_of(lease.item_keys, block);
+        const NodeId last = lease.path.empty() ? index_.root_of(lease) : lease.path.back();
+        const Place above = lease.saving.empty() ? Place{last} : kSaveBit | lease.saving.back();
+        if (lease.saving.empty()) {
+            const NodeId node = tree.find_child(last, tokens.data(), items);
+            if (node != kNone) {  // another lease has saved it, or a store has it brought
+                note_changed(lease);
+                residency_.ref({&node, 1});
+                residency_.note_use(lease, static_cast<std::uint32_t>(block), node);
+                lease.path.push_back(node);
+                continue;
+            }
+        }
+        SaveId id = find(above, tokens, items);
+        if (id == kNone) {
+            const bool due = saves && (!offered_ || block < lease.due_blocks);
+            if (!due || uses_.is_written(lease.table[block])) break;
+            id = queue(lease, block, above);
+            ++queued;
+        }
+        blocks_[id].leases.push_back(lease.id());
+        lease.saving.push_back(id);
+    }
+    announce_changed();
+    return queued;
+}
+
+void ForeignSaves::announce(Lease& lease) {
+    promises_.withdraw(lease);
+    // With the selective policy, a block is saved at a later use: nothing is worth waiting for.
+    if (config_.write_policy != WritePolicy::kWriteThrough || lease.save_failed) return;
+    if (!lease.flags.writes || !index_.is_of_epoch(lease) || lease.is(LeaseState::kFailed)) return;
+    if (!lease.has_blocks() || (lease.is(LeaseState::kReleasing) && lease.saving.empty())) return;
+    if (lease.path.size() >= lease.tokens.size() / config_.block_tokens) return;
+    lease.frontier = lease.path.empty() ? index_.root_of(lease) : lease.path.back();
+    promises_.add(lease);
+}
+
+void ForeignSaves::note_changed(Lease& lease) {
+    promises_.withdraw(lease);
+    changed_.push_back(lease.id());
+}
+
+void ForeignSaves::announce_changed() {
+    if (changed_.empty()) return;
+    std::sort(changed_.begin(), changed_.end());
+    const auto end = std::unique(changed_.begin(), changed_.end());
+    std::for_each(changed_.begin(), end, [this](LeaseId id) { announce(leases_.at(id)); });
+    changed_.clear();
+}
+
+void ForeignSaves::leave(Lease& lease) {
+    for (const SaveId id : lease.saving) std::erase(blocks_[id].leases, lease.id());
+    lease.saving.clear();
+}
+
+void ForeignSaves::keep_promise(Lease& lease) {
+    const std::size_t blocks = lease.path.size() + lease.saving.size();
+    promises_.withdraw(lease);
+    lease.tokens.resize(std::min(lease.tokens.size(), blocks * config_.block_tokens));
+    announce(lease);
+}
+
+void ForeignSaves::hand_over(Lease& lease, Lease& keeper) {
+    for (const SaveId id : lease.saving) {
+        std::vector<LeaseId>& leases = blocks_[id].leases;
+        std::replace(leases.begin(), leases.end(), lease.id(), keeper.id());
+    }
+    keeper.saving = std::exchange(lease.saving, {});
+}
+
+void ForeignSaves::note_overwritten(BlockId device) {
+    for (SaveId id = 0; id < blocks_.size(); ++id) {
+        Block& block = blocks_[id];
+        if (block.device != device) continue;
+        if (block.state == State::kQueued) lose(id);
+        if (block.state == State::kCopying) block.overwritten = true;
+    }
+    announce_changed();
+}
+
+// -- blocks that are being saved -----------------------------------------------------------------
+
+std::uint64_t ForeignSaves::hash_of(Place above, std::uint64_t token_hash) const {
+    return mixed(token_hash, above);
+}
+
+SaveId ForeignSaves::find(Place above, Tokens tokens, ItemKey items) const {
+    if (by_place_.empty()) return kNone;
+    const auto [begin, end] = by_place_.equal_range(hash_of(above, token_hash(tokens, items)));
+    const auto found = std::find_if(begin, end, [&](const auto& entry) {
+        const Block& block = blocks_[entry.second];
+        return block.above == above && block.items == items &&
+               std::equal(tokens.begin(), tokens.end(), block.tokens.begin());
+    });
+    return found == end ? kNone : found->second;
+}
+
+SaveId ForeignSaves::queue(Lease& lease, std::size_t depth, Place above) {
+    auto id = static_cast<SaveId>(blocks_.size());
+    if (free_.empty()) {
+        blocks_.emplace_back();
+    } else {
+        id = free_.back();
+        free_.pop_back();
+    }
+    const std::size_t size = config_.block_tokens;
+    const Tokens tokens = Tokens(lease.tokens).subspan(depth * size, size);
+    Block& block = blocks_[id];
+    block.state = State::kQueued;
+    block.overwritten = false;
+    block.epoch = index_.epoch();
+    block.context = lease.context;
+    block.depth = static_cast<std::uint32_t>(depth);
+    block.tokens.assign(tokens.begin(), tokens.end());
+    block.items = key_of(lease.item_keys, depth);
+    block.token_hash = token_hash(tokens, block.items);
+    block.device = lease.table[depth];
+    block.host = kNoBlock;
+    block.reader = lease.id();
+    if (block.items != kNoItems) index_.tree().item_keys().ref(block.items);
+    link(id, above);
+    uses_.begin_read(block.device, block.reader);
+    queue_.push_back(id);
+    queued_ids_.push_back(block.device);
+    return id;
+}
+
+// The place above is a live one: its node is held from now on, or it knows the block.
+void ForeignSaves::link(SaveId id, Place above) {
+    Block& block = blocks_[id];
+    block.above = above;
+    by_place_.emplace(hash_of(above, block.token_hash), id);
+    if ((above & kSaveBit) != 0) {
+        blocks_[static_cast<SaveId>(above)].below.push_back(id);
+        return;
+    }
+    const auto node = static_cast<NodeId>(above);
+    if (index_.tree()[node].has(kRoot)) {
+        index_.begin_growth(block.context);
+    } else {
+        residency_.hold({&node, 1});
+    }
+}
+
+void ForeignSaves::unlink(SaveId id) {
+    const Block& block = blocks_[id];
+    const auto [begin, end] = by_place_.equal_range(hash_of(block.above, block.token_hash));
+    by_place_.erase(
+        std::find_if(begin, end, [id](const auto& entry) { return entry.second == id; }));
+}
+
+// No block is linked to this node any more by the caller's link.
+void ForeignSaves::let_go(Place above, std::uint32_t context) {
+    if ((above & kSaveBit) != 0) return;
+    const auto node = static_cast<NodeId>(above);
+    if (index_.tree()[node].has(kRoot)) {
+        index_.end_growth(context);
+    } else {
+        residency_.unhold({&node, 1});
+    }
+}
+
+// The block above it was not dropped.
+bool ForeignSaves::is_current(const Block& block) const {
+    if (block.epoch != index_.epoch()) return false;
+    if ((block.above & kSaveBit) != 0) return true;
+    return !index_.tree()[static_cast<NodeId>(block.above)].has(kDetached);
+}
+
+// The block, and those below it, will not be inserted.
+void ForeignSaves::lose(SaveId top) {
+    if ((blocks_[top].above & kSaveBit) != 0) {
+        std::erase(blocks_[static_cast<SaveId>(blocks_[top].above)].below, top);
+    }
+    std::vector<SaveId> lost = {top};
+    for (std::size_t i = 0; i < lost.size(); ++i) {
+        const SaveId id = lost[i];
+        Block& block = blocks_[id];
+        unlink(id);
+        let_go(block.above, block.context);
+        lost.insert(lost.end(), block.below.begin(), block.below.end());
+        for (const LeaseId lease : block.leases) cut(leases_.at(lease), id);
+        block.leases.clear();
+        block.below.clear();
+        if (block.items != kNoItems) index_.tree().item_keys().unref(block.items);
+        if (block.state == State::kQueued) uses_.end_read(block.device, block.reader);
+        const bool is_proven = block.state == State::kProven;
+        if (is_proven) residency_.free_host({&block.host, 1});
+        if (block.state == State::kQueued) block.device = kNoBlock;
+        block.state = State::kLost;
+        if (is_proven) free(id);
+    }
+}
+
+// The lease's blocks from this one on are not being saved for it any more.
+void ForeignSaves::cut(Lease& lease, SaveId id) {
+    const auto from = std::find(lease.saving.begin(), lease.saving.end(), id);
+    if (from == lease.saving.end()) return;  // cut above
+    note_changed(lease);
+    lease.saving.erase(from, lease.saving.end());
+    if (lease.saving.empty() && lease.is(LeaseState::kReleasing)) ended_.push_back(lease.id());
+}
+
+void ForeignSaves::free(SaveId id) {
+    Block& block = blocks_[id];
+    block.state = State::kFree;
+    block.device = block.host = kNoBlock;
+    free_.push_back(id);
+}
+
+// A proven block behind a node enters the tree, and with it the proven blocks below.
+void ForeignSaves::insert(SaveId first) {
+    std::vector<SaveId> next = {first};
+    for (std::size_t i = 0; i < next.size(); ++i) insert_one(next[i], next);
+    index_.change();
+}
+
+void ForeignSaves::insert_one(SaveId id, std::vector<SaveId>& next) {
+    PrefixTree& tree = index_.tree();
+    Block& block = blocks_[id];
+    unlink(id);
+    const PrefixTree::Found found =
+        tree.find_or_add_child(static_cast<NodeId>(block.above), block.tokens.data(), block.items);
+    const NodeId node = found.node;
+    // First proof wins: a block that a fetch has brought meanwhile keeps its copy.
+    if (!residency_.give_host_copy(found, block.host)) residency_.free_host({&block.host, 1});
+    ++published_;
+    for (const LeaseId lease_id : block.leases) {
+        Lease& lease = leases_.at(lease_id);
+        note_changed(lease);
+        residency_.ref({&node, 1});
+        residency_.note_use(lease, block.depth, node);
+        lease.path.push_back(node);
+        lease.saving.erase(lease.saving.begin());
+        advanced_.push_back(lease_id);
+        if (lease.saving.empty() && lease.is(LeaseState::kReleasing)) ended_.push_back(lease_id);
+    }
+    if (found.is_new && block.leases.empty()) {
+        tree[node].uses = 1;
+        residency_.enqueue_fetched({&node, 1});
+    }
+    for (const SaveId below : block.below) {
+        unlink(below);
+        link(below, node);
+        if (blocks_[below].state == State::kProven) next.push_back(below);
+    }
+    let_go(block.above, block.context);
+    if (block.items != kNoItems) tree.item_keys().unref(block.items);
+    store_saver_.note_host_copies({&node, 1});
+    block.leases.clear();
+    block.below.clear();
+    free(id);
+}
+
+// -- transfers -----------------------------------------------------------------------------------
+
+TransferId ForeignSaves::take() {
+    queued_ids_.clear();
+    std::vector<SaveId> taken;
+    for (; !queue_.empty(); queue_.pop_front()) {
+        const SaveId id = queue_.front();
+        if (blocks_[id].state == State::kQueued && !is_current(blocks_[id])) lose(id);
+        if (blocks_[id].state == State::kLost) {
+            free(id);
+        } else {
+            taken.push_back(id);
+        }
+    }
+    residency_.evict_host_until_free(taken.size());
+    const std::size_t room = std::min<std::size_t>(taken.size(), host_.free_blocks());
+    for (std::size_t i = room; i < taken.size(); ++i) {  // those below another come behind it
+        if (blocks_[taken[i]].state == State::kQueued) lose(taken[i]);
+        free(taken[i]);
+        ++skipped_;
+    }
+    taken.resize(room);
+    announce_changed();
+    if (taken.empty()) return 0;
+    InFlight save;
+    Transfer& transfer = save.transfer;
+    transfer.direction = Direction::kOffload;
+    transfer.host_blocks.resize(room);
+    host_.take(transfer.host_blocks);
+    for (std::size_t i = 0; i < room; ++i) {
+        Block& block = blocks_[taken[i]];
+        block.state = State::kCopying;
+        block.host = transfer.host_blocks[i];
+        transfer.device_blocks.push_back(block.device);
+        transfer.after_step = std::max(transfer.after_step, device_.after_step(block.device));
+    }
+    save.blocks = std::move(taken);
+    const TransferId id = transfers_.begin_foreign_transfer();
+    in_flight_.emplace(id, std::move(save));
+    return id;
+}
+
+void ForeignSaves::give_up_queue() {
+    for (; !queue_.empty(); queue_.pop_front()) {
+        const SaveId id = queue_.front();
+        if (blocks_[id].state == State::kQueued) lose(id);
+        free(id);
+    }
+    announce_changed();
+}
+
+void ForeignSaves::reset() {
+    for (SaveId id = 0; id < blocks_.size(); ++id) {
+        const State state = blocks_[id].state;
+        if (state != State::kFree && state != State::kLost) lose(id);
+    }
+    changed_.clear();  // no lease of this epoch will publish what it promised
+}
+
+void ForeignSaves::complete(TransferId id, std::uint32_t good) {
+    const InFlight save = std::move(in_flight_.extract(id).mapped());
+    transfers_.end_foreign_transfer();
+    std::size_t copied = 0;
+    for (std::size_t i = 0; i < save.blocks.size(); ++i) {
+        Block& block = blocks_[save.blocks[i]];
+        uses_.end_read(save.transfer.device_blocks[i], block.reader);
+        const bool has_arrived = i < good && !block.overwritten;
+        copied += has_arrived;
+        if (i == good && leases_.is_open(block.reader)) {
+            leases_.at(block.reader).save_failed = true;
+        }
+        if (block.state == State::kLost) {
+            residency_.free_host({&block.host, 1});
+            free(save.blocks[i]);
+            continue;
+        }
+        block.state = State::kProven;
+        if (!has_arrived || !is_current(block)) lose(save.blocks[i]);
+    }
+    saved_ += copied;
+    failed_ += save.blocks.size() - copied;
+    for (const SaveId block : save.blocks) {
+        const bool is_next = (blocks_[block].above & kSaveBit) == 0;
+        if (blocks_[block].state == State::kProven && is_next) insert(block);
+    }
+    announce_changed();
+}
+
+std::vector<LeaseId> ForeignSaves::take_ended() {
+    std::vector<LeaseId> ended = std::exchange(ended_, {});
+    std::erase_if(ended, [this](LeaseId id) {
+        return !leases_.is_open(id) || leases_.at(id).is_in_use() ||
+               !leases_.at(id).is(LeaseState::kReleasing);
+    });
+    return ended;
+}
+
+void ForeignSaves::add_to(CoreStatistics& statistics) const {
+    statistics.offloaded_blocks += saved_;
+    statistics.failed_blocks += failed_;
+    statistics.skipped_backups += skipped_;
+    statistics.published_blocks += published_;
+    for (const Block& block : blocks_) statistics.host_in_flight += block.host != kNoBlock;
+}
+
+void ForeignSaves::check(Report& report) const {
+    const PrefixTree& tree = index_.tree();
+    std::size_t known = 0;
+    std::size_t listed = 0;
+    for (SaveId id = 0; id < blocks_.size(); ++id) {
+        const Block& block = blocks_[id];
+        if (block.host != kNoBlock) report.host.own(block.host, "a save");
+        if (block.state == State::kFree || block.state == State::kLost) continue;
+        ++known;
+        listed += block.leases.size();
+        report.item_refs += block.items != kNoItems;
+        report.require(find(block.above, block.tokens, block.items) == id, "I2: saved block ", id,
+                       " is not found behind the block above it");
+        if ((block.above & kSaveBit) != 0) {
+            const Block& above = blocks_[static_cast<SaveId>(block.above)];
+            report.require(std::count(above.below.begin(), above.below.end(), id) == 1,
+                           "I2: saved block ", id, " is not known to the block above it");
+            continue;
+        }
+        const auto node = static_cast<NodeId>(block.above);
+        if (tree[node].has(kRoot)) {
+            ++report.growths[block.context];
+            continue;
+        }
+        report.require(tree.is_live(node), "I3: saved block ", id, " continues a freed node");
+        ++report.holds[node];
+        report.require(block.state != State::kProven || tree[node].has(kDetached),
+                       "I4: proven block ", id, " waits for no block");
+    }
+    report.require(known == by_place_.size(), "I2: ", known, " blocks are being saved, ",
+                   by_place_.size(), " can be found");
+    std::size_t named = 0;
+    for (const Lease& lease : leases_) {
+        named += lease.saving.size();
+        Place above = lease.path.empty() || lease.saving.empty() ? 0 : lease.path.back();
+        if (lease.path.empty() && !lease.saving.empty()) above = index_.root_of(lease);
+        for (const SaveId id : lease.saving) {
+            const Block& block = blocks_[id];
+            report.require(std::count(block.leases.begin(), block.leases.end(), lease.id()) == 1 &&
+                               block.above == above,
+                           "I2: saved block ", id, " of a lease does not follow its path");
+            above = kSaveBit | id;
+        }
+    }
+    report.require(named == listed, "I5: leases list ", named, " blocks that are being saved of ",
+                   listed);
+}
+
+}  // namespace aiokv

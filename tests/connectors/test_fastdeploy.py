@@ -1,0 +1,210 @@
+"""Requests of a FastDeploy scheduler over the connector; the worker compares each KV it reads."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from aiokv import TransferError, UsageError
+from aiokv.connectors.fastdeploy import LayerSwapTimeoutError
+from aiokv.testing import ScriptedDevice
+from tests.connectors.fastdeploy_server import BLOCK, Request, Server, next_token
+
+POLICIES = ("write_through", "write_through_selective", "write_back")
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [seed * 1_000 + i for i in range(length)]
+
+
+def outputs_of(request: Request) -> list[int]:
+    tokens = list(request.prompt_token_ids)
+    for _ in range(request.max_outputs):
+        tokens.append(next_token(tokens))
+    return tokens[len(request.prompt_token_ids) :]
+
+
+def test_one_request_runs_to_its_end():
+    with Server(16) as server:
+        request = Request("a", prompt(1, 13))
+        server.scheduler.add(request)
+        server.scheduler.run()
+        assert request.output_token_ids == outputs_of(request)
+        assert request.num_cached_tokens == 0
+
+
+def test_second_turn_hits_prompt_and_outputs():
+    with Server(32) as server:
+        first = Request("a", prompt(1, 13))
+        server.scheduler.add(first)
+        server.scheduler.run()
+        second = Request("b", [*first.tokens, 5, 6, 7])
+        server.scheduler.add(second)
+        server.scheduler.run()
+        assert second.num_cached_tokens == 20  # 13 + 8 tokens, the last one without KV
+        assert second.output_token_ids == outputs_of(second)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_random_requests_get_their_outputs(policy):
+    """Chunks, shared prefixes, decoding, preemption, resume and abort, with a small device."""
+    choose = random.Random(policy)
+    with Server(14, 40, write_policy=policy, batch_tokens=16) as server:
+        requests = []
+        for i in range(60):
+            length = choose.randint(1, 24)
+            requests.append(Request(f"r{i}", prompt(choose.randint(1, 4), length), 6))
+        for request in requests:
+            server.scheduler.add(request)
+            if choose.random() < 0.5:
+                server.scheduler.step()
+            if choose.random() < 0.1:
+                server.scheduler.abort(choose.choice(requests).request_id)
+        server.scheduler.run()
+        for request in requests:
+            if request.request_id not in server.scheduler.aborted:
+                assert request.output_token_ids == outputs_of(request), request.request_id
+        assert server.worker.read_positions > 500
+        statistics = server.manager.engine.statistics()
+        assert statistics.onloaded_blocks > 10, statistics
+        assert server.scheduler.preemptions > 0
+        assert server.manager.metrics.hit_req_ratio > 0.2
+        server.drain()
+        assert server.manager.free_all_device_blocks() > 0
+        assert server.manager.num_free_device_blocks == 14
+    assert BLOCK == 4
+
+
+def test_finish_threads_and_schedule_loop_work_at_the_same_time():
+    """As in FastDeploy: one thread schedules, others take results and finish requests."""
+    choose = random.Random(5)
+    with (
+        Server(24, 64, write_policy="write_through", batch_tokens=24) as server,
+        ThreadPoolExecutor(2, "finish") as finishers,
+        ThreadPoolExecutor(1, "add") as adder,
+    ):
+        scheduler = server.scheduler
+        requests = [
+            Request(f"r{i}", prompt(choose.randint(1, 6), choose.randint(1, 30)), 6)
+            for i in range(120)
+        ]
+        adding = adder.submit(lambda: [scheduler.add(request) for request in requests])
+        finishing: list[Future] = []
+        polled = threading.Event()
+
+        def poll() -> None:
+            """Read gauges, as FastDeploy's metrics thread does."""
+            while not polled.is_set():
+                assert 0 <= server.manager.num_free_device_blocks <= 24
+                assert server.manager.gauges()["max_gpu_block_num"] == 24
+
+        poller = threading.Thread(target=poll)
+        poller.start()
+        try:
+            while not (adding.done() and scheduler.is_idle):
+                ended = scheduler.take_answers(server.worker.run(scheduler.schedule()))
+                finishing += [finishers.submit(scheduler.finish, request) for request in ended]
+            for future in finishing:
+                future.result(30.0)
+        finally:
+            polled.set()
+            poller.join()
+        assert len(scheduler.finished) == len(requests)
+        for request in requests:
+            assert request.output_token_ids == outputs_of(request), request.request_id
+        server.drain()
+        server.manager.reset_cache()
+        assert server.manager.num_free_device_blocks == 24
+
+
+def test_verbs_without_the_scheduler_lock_are_safe():
+    """Four threads match, allocate and finish requests of their own."""
+    with Server(40) as server:
+        manager = server.manager
+
+        def serve(thread: int) -> None:
+            choose = random.Random(thread)
+            for i in range(60):
+                request = Request(f"t{thread}.{i}", prompt(choose.randint(1, 3), 20))
+                manager.match_prefix(request)
+                table = list(request.match_result.device_block_ids)
+                table += manager.allocate_device_blocks(request, 5 - len(table))
+                request.block_tables = table
+                if len(table) == 5:
+                    assert len(set(table)) == 5
+                    request.num_computed_tokens = 20
+                manager.request_finish(request)
+
+        with ThreadPoolExecutor(4) as threads:
+            for future in [threads.submit(serve, thread) for thread in range(4)]:
+                future.result(60.0)
+        assert manager.get_stats()["device_pool"]["used"] == 0
+
+
+def test_failed_onload_reaches_worker_and_scheduler():
+    """The worker must not use what it computes; nothing of the request is shared."""
+    device = ScriptedDevice()
+    device.fail("onload", copy=0, layer=1, block=1)
+    with Server(6, 12, device, write_policy="write_through") as server:
+        manager, scheduler = server.manager, server.scheduler
+        tokens = prompt(1, 13)
+        scheduler.add(Request("a", tokens, 1))
+        scheduler.run()
+        server.drain()
+        scheduler.add(Request("b", prompt(2, 21), 1))  # evicts the blocks of the first one
+        scheduler.run()
+        server.drain()
+        again = Request("c", tokens, 9)
+        scheduler.add(again)
+        batch = scheduler.schedule()
+        assert again.match_result.matched_host_nums == 3
+        with pytest.raises(TransferError):
+            server.worker.run(batch)
+        server.drain()
+        assert len(manager.allocate_device_blocks(again, 1)) == 1, "the request can go on"
+        assert manager.failed_requests() == ["c"]
+        again.output_token_ids += [1, 2, 3]
+        before = manager.engine.would_hit(again.tokens)
+        scheduler.finish(again)
+        assert manager.failed_requests() == []
+        assert manager.engine.would_hit(again.tokens) == before, "nothing of it was shared"
+        server.worker.stop(again)
+        retried = Request("d", tokens, 3)
+        scheduler.add(retried)
+        scheduler.run()
+        assert retried.output_token_ids == outputs_of(retried)
+
+
+def test_layer_that_does_not_arrive_in_time_is_a_timeout():
+    device = ScriptedDevice()
+    with Server(6, 12, device, write_policy="write_through") as server:
+        scheduler = server.scheduler
+        tokens = prompt(1, 13)
+        scheduler.add(Request("a", tokens, 1), Request("b", prompt(2, 21), 1))
+        scheduler.run()
+        server.drain()
+        gate = device.hold("onload", copy=0, layer=1)
+        again = Request("c", tokens, 1)
+        scheduler.add(again)
+        batch = scheduler.schedule()
+        counter = server.worker.controller.submit_swap_tasks(None, batch.cache_swap_metadata)
+        assert server.worker.controller.swap_layer_done_counter is counter
+        assert counter.wait_for_layer(0, timeout=30.0)
+        assert not counter.is_all_done()
+        with pytest.raises(LayerSwapTimeoutError, match="layer 1 did not arrive within"):
+            counter.wait_for_layer(1, timeout=0.0)
+        with pytest.raises(UsageError, match="layer_idx is 2"):
+            counter.wait_for_layer(2)
+        gate.open()
+        assert counter.wait_all(timeout=30.0)
+        assert counter.is_all_done()
+        assert counter.get_layer_wait_time(1) >= 0.0
+        assert set(counter.get_all_layer_times()) == {0, 1}
+        assert counter.get_num_layers() == 2
+        assert server.worker.controller.submit_swap_tasks(None, None) is None
+        for request in scheduler.take_answers(server.worker.run(batch)):
+            scheduler.finish(request)
+        assert again.output_token_ids == outputs_of(again)

@@ -1,0 +1,625 @@
+"""Verbs of ``CacheManager`` one by one; a row such as B4.7 names the behaviour of FastDeploy."""
+
+from __future__ import annotations
+
+import pickle
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from aiokv import ConfigError, UsageError
+from aiokv.connectors.fastdeploy import (
+    BatchRequest,
+    CacheLevel,
+    CacheManager,
+    CacheMetrics,
+    CacheSwapMetadata,
+)
+from aiokv.sync import Calls
+from tests.connectors.fastdeploy_server import BLOCK, Request, Status, fd_config
+
+
+@contextmanager
+def opened(device_blocks: int, host_blocks: int = 0, options: dict | None = None, **fields):
+    manager = CacheManager(fd_config(device_blocks, host_blocks, **fields), **(options or {}))
+    try:
+        yield manager
+        engine = manager.engine
+        assert engine.call(engine.cache.check_invariants) == []
+    finally:
+        manager.close()
+
+
+def prompt(seed: int, num_blocks: int, more: int = 0) -> list[int]:
+    return [seed * 1_000 + i for i in range(num_blocks * BLOCK + more)]
+
+
+def start(manager: CacheManager, request: Request, num_blocks: int | None = None) -> list[int]:
+    """Match a request and take the blocks of its prompt, as the scheduler does."""
+    manager.match_prefix(request, True)
+    if request.match_result is not None:
+        request.block_tables = list(request.match_result.device_block_ids)
+    if num_blocks is None:
+        num_blocks = -(-request.num_total_tokens // BLOCK) - len(request.block_tables)
+    ids = manager.allocate_device_blocks(request, num_blocks)
+    request.block_tables += ids
+    request.num_computed_tokens = request.num_total_tokens
+    return ids
+
+
+def finish(manager: CacheManager, request: Request) -> None:
+    request.status = Status.FINISHED
+    manager.request_finish(request)
+    request.block_tables = []
+
+
+def serve(manager: CacheManager, name: str, tokens: list[int]) -> Request:
+    """Compute a prompt and end the request: its full blocks are cached."""
+    request = Request(name, tokens)
+    start(manager, request)
+    manager.issue_pending_backup_to_batch_request()
+    finish(manager, request)
+    return request
+
+
+# --- room -----------------------------------------------------------------------------------------
+
+
+def test_b4_1_blocks_are_taken_once_and_given_back():
+    with opened(100, prefix_caching=False) as manager:
+        request = Request("a", prompt(1, 5))
+        ids = manager.allocate_device_blocks(request, 5)
+        assert len(set(ids)) == 5
+        assert set(ids) <= set(range(100))
+        assert manager.num_free_device_blocks == 95
+        more = manager.allocate_device_blocks(request, 3)
+        assert not set(ids) & set(more)
+        manager.request_finish(request)
+        assert manager.num_free_device_blocks == 100
+        assert manager.allocate_device_blocks(Request("b", [1]), 101) == []
+        assert manager.num_free_device_blocks == 100
+        assert len(manager.allocate_device_blocks(Request("c", [1]), 100)) == 100
+        assert manager.allocate_device_blocks(Request("d", [1]), 1) == []
+
+
+def test_b1_2_zero_blocks_take_nothing():
+    with opened(4) as manager:
+        request = Request("a", prompt(1, 2))
+        assert manager.allocate_device_blocks(request, 0) == []
+        assert manager.num_free_device_blocks == 4
+        assert manager.can_allocate_device_blocks(0)
+        assert manager.can_allocate_device_blocks(-1)
+
+
+def test_b4_6_room_is_exact_with_and_without_eviction():
+    with opened(10) as manager:
+        assert manager.can_allocate_device_blocks(10)
+        assert not manager.can_allocate_device_blocks(11)
+        serve(manager, "a", prompt(1, 6))
+        assert manager.num_free_device_blocks == 4
+        assert manager.can_allocate_gpu_blocks(10)
+        running = Request("b", prompt(2, 4))
+        start(manager, running)
+        assert manager.can_allocate_device_blocks(6)
+        assert not manager.can_allocate_device_blocks(7)
+
+
+def test_room_that_was_promised_can_be_taken_although_blocks_must_be_saved_first():
+    """Without the wait for saves, the scheduler would preempt a request for nothing."""
+    with opened(8, 16, write_policy="write_back") as manager:
+        serve(manager, "a", prompt(1, 8))
+        assert manager.num_free_device_blocks == 0
+        request = Request("b", prompt(2, 8))
+        manager.match_prefix(request)
+        assert manager.can_allocate_device_blocks(8)
+        assert len(manager.allocate_device_blocks(request, 8)) == 8
+        assert manager.engine.statistics().offloaded_blocks == 8
+        finish(manager, request)
+
+
+def test_room_counts_what_requests_hold_in_advance():
+    with opened(6, decode_blocks=2) as manager:
+        request = Request("a", prompt(1, 1))
+        start(manager, request)
+        manager.issue_pending_backup_to_batch_request()
+        request.output_token_ids.append(1)
+        request.num_computed_tokens = request.num_total_tokens - 1
+        manager.issue_pending_backup_to_batch_request()
+        blocks = manager.engine.statistics()
+        assert blocks.device_free == 3, "two blocks were taken in advance"
+        assert manager.num_free_device_blocks == 5
+        assert manager.can_allocate_device_blocks(5), "blocks taken in advance are given back"
+        other = Request("b", prompt(2, 5))
+        manager.match_prefix(other)
+        assert len(manager.allocate_device_blocks(other, 5)) == 5
+        assert manager.allocate_device_blocks(request, 1) == []
+
+
+def test_b4_5_resize_grows_and_refuses_to_cut_used_blocks():
+    with opened(8) as manager:
+        request = Request("a", prompt(1, 6))
+        start(manager, request)
+        assert manager.resize_device_pool(12)
+        assert manager.num_gpu_blocks == 12
+        assert manager.can_allocate_device_blocks(6)
+        assert not manager.resize_device_pool(3)
+        assert manager.num_gpu_blocks == 12
+        assert manager.can_allocate_device_blocks(6)
+        finish(manager, request)
+
+
+def test_b4_15_profile_run_replaces_the_number_of_blocks_before_the_engine_opens():
+    with opened(8) as manager:
+        assert not manager.is_initialized()
+        assert manager.update_cache_config(fd_config(20).cache_config)
+        assert not manager.is_initialized()
+        assert manager.num_gpu_blocks == manager.num_free_device_blocks == 20
+        assert manager.is_initialized()
+        assert manager.update_cache_config(fd_config(24).cache_config)
+        assert manager.num_free_device_blocks == 24
+
+
+def test_b4_3_all_blocks_of_a_tier_are_freed_at_once():
+    with opened(8, 8, write_policy="write_through") as manager:
+        serve(manager, "a", prompt(1, 3))
+        start(manager, Request("b", prompt(2, 2)))
+        manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+        assert manager.num_free_host_blocks == 5
+        assert manager.free_all_device_blocks() == 5
+        assert manager.num_free_device_blocks == 8
+        assert manager.free_all_host_blocks() == 3
+        assert manager.num_free_host_blocks == 8
+
+
+def test_b4_4_reset_empties_both_tiers():
+    with opened(8, 8, write_policy="write_through") as manager:
+        serve(manager, "a", prompt(1, 3))
+        held = Request("b", prompt(2, 2))
+        start(manager, held)
+        assert manager.reset_cache()
+        assert (manager.num_free_device_blocks, manager.num_free_host_blocks) == (8, 8)
+        again = Request("c", prompt(1, 3))
+        manager.match_prefix(again)
+        assert again.match_result.total_matched_blocks == 0
+        manager.request_finish(held)  # its blocks are gone already
+        assert manager.num_free_device_blocks == 8
+
+
+# --- prefixes -------------------------------------------------------------------------------------
+
+
+def test_b4_7_and_b4_8_finished_blocks_are_found():
+    with opened(100) as manager:
+        first = Request("a", prompt(1, 3))
+        manager.match_prefix(first)
+        assert first.match_result.total_matched_blocks == 0
+        ids = start(manager, first)
+        manager.issue_pending_backup_to_batch_request()
+        finish(manager, first)
+        assert manager.num_free_device_blocks == 97
+        second = Request("b", prompt(1, 3) + prompt(9, 1))
+        manager.match_prefix(second)
+        assert second.match_result.device_block_ids == ids
+        assert second.match_result.matched_device_nums == 3
+        third = Request("c", prompt(1, 2) + prompt(8, 1, 1))
+        assert len(start(manager, third)) == 2
+        assert third.match_result.device_block_ids == ids[:2]
+
+
+def test_whole_prompt_leaves_its_last_block_to_compute():
+    with opened(16) as manager:
+        serve(manager, "a", prompt(1, 3))
+        again = Request("b", prompt(1, 3))
+        manager.match_prefix(again)
+        assert again.match_result.total_matched_blocks == 2
+        longer = Request("c", prompt(1, 3, more=1))
+        manager.match_prefix(longer)
+        assert longer.match_result.total_matched_blocks == 3
+
+
+def test_b4_9_matched_blocks_are_held_until_the_request_ends():
+    with opened(4) as manager:
+        serve(manager, "a", prompt(1, 2))
+        request = Request("b", prompt(1, 2, more=1))
+        manager.match_prefix(request)
+        assert manager.can_allocate_device_blocks(2)
+        assert not manager.can_allocate_device_blocks(3)
+        manager.request_finish(request)
+        assert manager.can_allocate_device_blocks(4)
+
+
+def test_b4_10_full_device_serves_a_new_request_by_eviction():
+    with opened(100) as manager:
+        for i in range(10):
+            serve(manager, f"r{i}", prompt(i, 10))
+        assert manager.num_free_device_blocks == 0
+        assert manager.get_stats()["radix_tree"]["evictable_device_count"] == 100
+        request = Request("new", prompt(50, 3))
+        assert len(start(manager, request)) == 3
+
+
+def test_b4_11_without_prefix_caching_nothing_is_found():
+    with opened(16, prefix_caching=False) as manager:
+        request = Request("a", prompt(1, 3))
+        manager.match_prefix(request)
+        assert request.match_result is None
+        start(manager, request)
+        finish(manager, request)
+        assert manager.num_free_device_blocks == 16
+
+
+def test_b4_12_without_host_blocks_eviction_drops():
+    with opened(4) as manager:
+        assert not manager.enable_host_cache
+        serve(manager, "a", prompt(1, 4))
+        serve(manager, "b", prompt(2, 4))
+        again = Request("c", prompt(1, 4, more=1))
+        manager.match_prefix(again)
+        assert again.match_result.total_matched_blocks == 0
+        assert manager.issue_pending_backup_to_batch_request() is None
+
+
+def test_host_blocks_are_announced_to_the_workers():
+    with opened(4, 8, write_policy="write_through") as manager:
+        serve(manager, "a", prompt(1, 3))
+        manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+        serve(manager, "b", prompt(2, 4))
+        again = Request("c", prompt(1, 3, more=1))
+        manager.match_prefix(again)
+        found = again.match_result
+        assert (found.matched_device_nums, found.matched_host_nums) == (0, 3)
+        assert len(found.device_block_ids) == 3
+        (metadata,) = again.cache_swap_metadata
+        assert metadata.dst_block_ids == found.device_block_ids
+        assert (metadata.src_type, metadata.dst_type) == (CacheLevel.HOST, CacheLevel.DEVICE)
+        manager.request_finish(again)
+        assert again.cache_swap_metadata == [], "no batch waits for the onload any more"
+
+
+def test_host_hit_without_room_is_matched_on_the_device_only():
+    with opened(4, 8, write_policy="write_through") as manager:
+        serve(manager, "a", prompt(1, 4))
+        manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+        running = Request("b", prompt(2, 3))
+        start(manager, running)
+        again = Request("c", prompt(1, 4, more=1))
+        manager.match_prefix(again)
+        found = again.match_result
+        assert (found.matched_device_nums, found.matched_host_nums) == (1, 0)
+        assert again.cache_swap_metadata == []
+
+
+def test_b4_13_request_without_a_full_block_matches_nothing():
+    with opened(4) as manager:
+        serve(manager, "a", [1, 2])
+        request = Request("b", [1, 2])
+        manager.match_prefix(request)
+        assert request.match_result.total_matched_blocks == 0
+        assert request.match_result.device_block_ids == []
+
+
+def test_blocks_that_become_cached_after_the_match_are_not_shared_unseen():
+    """The scheduler computes all positions after the match: they must be blocks of its own."""
+    with opened(16) as manager:
+        late = Request("late", prompt(1, 2))
+        manager.match_prefix(late)
+        assert late.match_result.total_matched_blocks == 0
+        other = serve(manager, "other", prompt(1, 2))
+        found = Request("found", prompt(1, 2, more=1))
+        manager.match_prefix(found)
+        cached = found.match_result.device_block_ids
+        assert len(cached) == 2, other
+        ids = manager.allocate_device_blocks(late, 2)
+        assert not set(ids) & set(cached)
+
+
+def test_outputs_are_shared_up_to_the_last_token():
+    with opened(16) as manager:
+        request = Request("a", prompt(1, 1, more=2))
+        start(manager, request, 4)
+        manager.issue_pending_backup_to_batch_request()
+        request.output_token_ids += [7, 8, 9]  # 9 tokens; the KV of the last one is missing
+        finish(manager, request)
+        again = Request("b", [*request.tokens, 1, 1, 1, 1])
+        manager.match_prefix(again)
+        assert again.match_result.total_matched_blocks == 2
+        manager.request_finish(again)
+
+
+def test_draft_tokens_keep_the_end_of_the_outputs_private():
+    with opened(16, speculative=2) as manager:
+        request = Request("a", prompt(1, 1, more=2))
+        start(manager, request, 4)
+        manager.issue_pending_backup_to_batch_request()
+        request.output_token_ids += [7, 8, 9]  # 6 of 9 tokens are certain
+        finish(manager, request)
+        again = Request("b", [*request.tokens, 1, 1, 1, 1])
+        manager.match_prefix(again)
+        assert again.match_result.total_matched_blocks == 1
+
+
+def test_request_that_was_not_computed_leaves_nothing_behind():
+    """Preempted in the very ``schedule()`` that took its blocks: no worker has seen them."""
+    with opened(16) as manager:
+        request = Request("a", prompt(1, 3))
+        start(manager, request)
+        request.num_computed_tokens = 0
+        request.status = Status.PREEMPTED
+        manager.request_finish(request)
+        again = Request("b", prompt(1, 3, more=1))
+        manager.match_prefix(again)
+        assert again.match_result.total_matched_blocks == 0
+
+
+def test_blocks_of_a_scheduled_chunk_are_found_by_the_next_schedule_only():
+    with opened(16) as manager:
+        first = Request("a", prompt(1, 3))
+        start(manager, first)
+        same = Request("b", prompt(1, 3, more=1))
+        manager.match_prefix(same)
+        assert same.match_result.total_matched_blocks == 0, "both would compute in one batch"
+        manager.request_finish(same)
+        manager.issue_pending_backup_to_batch_request()
+        manager.match_prefix(same)
+        assert same.match_result.total_matched_blocks == 3
+
+
+def test_blocks_of_a_second_table_keep_later_blocks_private():
+    """``extend_block_tables``: the blocks of one allocation are not at their place in the table."""
+    with opened(16) as manager:
+        request = Request("a", prompt(1, 1))
+        start(manager, request)
+        manager.issue_pending_backup_to_batch_request()
+        second_table = manager.allocate_device_blocks(request, 2)
+        request.block_tables += manager.allocate_device_blocks(request, 2)
+        request.output_token_ids += list(range(100, 109))
+        assert not set(second_table) & set(request.block_tables)
+        finish(manager, request)
+        manager.recycle_gpu_blocks(second_table, request.request_id)
+        assert manager.num_free_device_blocks == 15
+        again = Request("b", [*request.tokens, 1])
+        manager.match_prefix(again)
+        assert again.match_result.total_matched_blocks == 1
+
+
+# --- multimodal requests --------------------------------------------------------------------------
+
+
+def images(*positions: tuple[str, int, int]) -> dict:
+    return {
+        "images": ["pixels"],
+        "mm_positions": [SimpleNamespace(offset=p[1], length=p[2]) for p in positions],
+        "mm_hashes": [p[0] for p in positions],
+    }
+
+
+def test_b5_9_different_images_share_the_blocks_before_them():
+    with opened(32) as manager:
+        tokens = prompt(1, 2) + [5] * 6 + prompt(2, 1)
+        first = Request("a", tokens, multimodal_inputs=images(("cat", 8, 6)))
+        start(manager, first)
+        manager.issue_pending_backup_to_batch_request()
+        finish(manager, first)
+        other = Request("b", tokens, multimodal_inputs=images(("dog", 8, 6)))
+        manager.match_prefix(other)
+        assert other.match_result.total_matched_blocks == 2
+        same = Request("c", [*tokens, 1], multimodal_inputs=images(("cat", 8, 6)))
+        manager.match_prefix(same)
+        assert same.match_result.total_matched_blocks == 4
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"images": ["pixels"]},
+        {"image_feature_urls": ["bos://x"], "mm_positions": [], "mm_hashes": []},
+        images(("cat", 2, 6), ("dog", 4, 6)),
+        images(("cat", 2, 600)),
+        {**images(("cat", 2, 6)), "mm_hashes": []},
+    ],
+    ids=["no_hashes", "empty_hashes", "overlap", "outside", "lengths"],
+)
+def test_images_that_cannot_be_told_apart_are_not_shared(inputs):
+    with opened(32) as manager:
+        tokens = prompt(1, 3)
+        first = Request("a", tokens, multimodal_inputs=inputs)
+        assert len(start(manager, first)) == 3
+        manager.issue_pending_backup_to_batch_request()
+        finish(manager, first)
+        for again in (
+            Request("b", [*tokens, 1], multimodal_inputs=inputs),
+            Request("c", [*tokens, 1]),
+        ):
+            manager.match_prefix(again)
+            assert again.match_result.total_matched_blocks == 0
+
+
+def test_empty_multimodal_inputs_are_text():
+    with opened(32) as manager:
+        first = Request("a", prompt(1, 3), multimodal_inputs={"mm_positions": [], "mm_hashes": []})
+        start(manager, first)
+        manager.issue_pending_backup_to_batch_request()
+        finish(manager, first)
+        again = Request("b", prompt(1, 3, more=1))
+        manager.match_prefix(again)
+        assert again.match_result.total_matched_blocks == 3
+
+
+# --- statistics and other names -------------------------------------------------------------------
+
+
+def test_b4_14_other_names_and_numbers_agree():
+    with opened(10) as manager:
+        start(manager, Request("a", prompt(1, 4)))
+        assert len(manager.gpu_free_block_list) == manager.num_free_device_blocks == 6
+        assert manager.available_gpu_resource == 0.6
+        ids = manager.allocate_gpu_blocks(Request("b", [1]), 2)
+        assert len(ids) == 2
+
+
+def test_b4_16_statistics_and_memory_usage():
+    with opened(10, 20) as manager:
+        start(manager, Request("a", prompt(1, 4)))
+        stats, usage = manager.get_stats(), manager.get_memory_usage()
+        assert stats["device_pool"] == {"num_blocks": 10, "available": 6, "used": 4}
+        assert stats["host_pool"] == {"num_blocks": 20, "available": 20, "used": 0}
+        assert stats["num_free_device_blocks"] == 6
+        assert usage["device"]["usage_percent"] == 40.0
+        assert usage["host"]["used_blocks"] == 0
+        gauges = manager.gauges()
+        assert gauges["free_gpu_block_num"] == 6
+        assert gauges["max_cpu_block_num"] == 20
+
+
+def test_b12_5_metrics_count_hits_by_tier():
+    with opened(16) as manager:
+        serve(manager, "a", prompt(1, 3))
+        serve(manager, "b", prompt(1, 3) + prompt(2, 1))
+        assert manager.metrics.hit_req_ratio == 0.5
+        assert manager.metrics.total_gpu_matched_token_num == 12
+        assert manager.gauges()["hit_token_rate"] == 12 / 28
+    assert CacheMetrics().hit_token_ratio == 0.0
+
+
+def test_b4_18_there_is_no_queue_of_backups():
+    with opened(8, 8, write_policy="write_through") as manager:
+        assert manager.get_pending_backup_count() == 0
+        serve(manager, "a", prompt(1, 3))
+        manager.check_and_add_pending_backup()
+        manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+        assert manager.get_pending_backup_count() == 0
+        assert manager.num_free_host_blocks == 5
+
+
+def test_b2_9_mapping_needs_success():
+    metadata = CacheSwapMetadata(src_block_ids=[1, 2], dst_block_ids=[5, 6])
+    assert metadata.mapping == {}
+    metadata.success = True
+    assert metadata.mapping == {1: 5, 2: 6}
+    assert metadata.is_success()
+
+
+def test_b14_3_batches_merge_their_metadata_in_order():
+    batch = BatchRequest()
+    batch.append_swap_metadata([CacheSwapMetadata(dst_block_ids=[1], hash_values=["onload:1"])])
+    other = BatchRequest()
+    request = Request("a", [1])
+    request.cache_swap_metadata = [CacheSwapMetadata(dst_block_ids=[2], hash_values=["onload:2"])]
+    request.cache_evict_metadata = [CacheSwapMetadata(hash_values=["step:4"])]
+    other.add_request(request)
+    batch.extend([other, BatchRequest()])
+    assert batch.cache_swap_metadata.dst_block_ids == [1, 2]
+    assert batch.cache_swap_metadata.hash_values == ["onload:1", "onload:2"]
+    assert batch.cache_evict_metadata.hash_values == ["step:4"]
+    assert (request.cache_swap_metadata, request.cache_evict_metadata) == ([], [])
+    assert (len(batch), list(batch), batch[0]) == (1, [request], request)
+    assert batch.has_pending_work
+    assert not BatchRequest().has_pending_work
+
+
+def test_b14_2_batches_are_pickled_without_the_state_of_the_cache():
+    with opened(16) as manager:
+        serve(manager, "a", prompt(1, 3))
+        request = Request("b", prompt(1, 3, more=1))
+        start(manager, request)
+        batch = BatchRequest()
+        batch.add_request(request)
+        copy = pickle.loads(pickle.dumps(batch))
+        assert copy[0].block_tables == request.block_tables
+
+
+# --- crossings ------------------------------------------------------------------------------------
+
+
+def count_crossings(monkeypatch) -> list[int]:
+    """Count ``Calls.run`` with at least one call."""
+    counts: list[int] = []
+    run = Calls.run
+
+    def counting(calls: Calls, **options):
+        if len(calls):
+            counts.append(len(calls))
+        return run(calls, **options)
+
+    monkeypatch.setattr(Calls, "run", counting)
+    return counts
+
+
+def test_step_of_64_decoding_requests_crosses_once(monkeypatch):
+    with opened(4_096, decode_blocks=1) as manager:
+        requests = [Request(f"r{i}", prompt(i, 2, more=2), 1_000) for i in range(64)]
+        for request in requests:
+            start(manager, request)
+        manager.issue_pending_backup_to_batch_request()
+        for request in requests:
+            request.output_token_ids.append(1)
+        manager.issue_pending_backup_to_batch_request()
+        counts = count_crossings(monkeypatch)
+        taken = 0
+        for step in range(40):
+            counts.clear()
+            for request in requests:
+                request.output_token_ids.append(step)
+                request.num_computed_tokens = request.num_total_tokens - 1
+                if len(request.block_tables) * BLOCK - request.num_total_tokens <= 0:
+                    assert manager.can_allocate_gpu_blocks(1)
+                    ids = manager.allocate_gpu_blocks(request, 1)
+                    assert len(ids) == 1
+                    request.block_tables += ids
+                    taken += 1
+            manager.issue_pending_backup_to_batch_request()
+            manager.check_and_add_pending_backup()
+            assert len(counts) == 1, counts
+        assert taken == 64 * 10
+        tables = [manager.engine.statistics().device_leased]
+        assert tables[0] <= 64 * 14
+
+
+def test_step_of_64_new_requests_crosses_twice_per_request(monkeypatch):
+    with opened(4_096, batch_tokens=4_096) as manager:
+        counts = count_crossings(monkeypatch)
+        requests = [Request(f"r{i}", prompt(i, 2, more=2)) for i in range(64)]
+        manager.issue_pending_backup_to_batch_request()
+        counts.clear()
+        for request in requests:
+            manager.match_prefix(request)
+            assert manager.can_allocate_gpu_blocks(3)
+            request.block_tables = manager.allocate_gpu_blocks(request, 3)
+        manager.issue_pending_backup_to_batch_request()
+        assert len(counts) == 2 * 64 + 1
+
+
+# --- wrong use ------------------------------------------------------------------------------------
+
+
+def test_configuration_without_a_field_is_refused():
+    config = fd_config(8)
+    del config.cache_config.block_size
+    with pytest.raises(ConfigError, match="block_size"):
+        CacheManager(config)
+    with pytest.raises(ConfigError, match="write_policy"):
+        CacheManager(fd_config(8, write_policy="sometimes"))
+
+
+def test_verbs_after_close_are_refused():
+    with opened(8) as manager:
+        request = Request("a", prompt(1, 2))
+        start(manager, request)
+    manager.close()
+    assert not manager.is_initialized()
+
+
+def test_finish_of_an_unknown_request_does_nothing():
+    with opened(8) as manager:
+        manager.request_finish(Request("a", [1]))
+        manager.cache_output_blocks(Request("a", [1]), BLOCK)
+        assert manager.num_free_device_blocks == 8
+
+
+@pytest.mark.parametrize("tokens", [[], [2**31], ["a"]])
+def test_prompts_that_are_no_tokens_are_refused(tokens):
+    with opened(8) as manager:
+        with pytest.raises(UsageError):
+            manager.match_prefix(Request("a", tokens))
+        assert manager.num_free_device_blocks == 8

@@ -1,0 +1,249 @@
+"""A model runner that keeps real bytes, and calls the connector in the order of vLLM's runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from tests.connectors.vllm.model import LAYERS, VOCABULARY, next_kv, next_token
+
+if TYPE_CHECKING:
+    import random
+
+    from numpy.typing import NDArray
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from aiokv.connectors.vllm import AiokvConnector
+
+LAYER_NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
+LAYOUTS = ("flash", "flash_heads_first", "infer", "latent", "kernel_blocks")
+HEADS, DIM = 2, 2
+
+
+def make_kv_cache(layout: str, num_blocks: int, block_tokens: int) -> torch.Tensor:
+    """Return a tensor of one layer as a backend of vLLM would make it; 8 values per position."""
+    if layout == "flash":
+        return torch.zeros((2, num_blocks, block_tokens, HEADS, DIM), dtype=torch.int32)
+    if layout == "flash_heads_first":
+        cache = torch.zeros((2, num_blocks, HEADS, block_tokens, DIM), dtype=torch.int32)
+        return cache.permute(0, 1, 3, 2, 4)
+    if layout == "infer":
+        return torch.zeros((num_blocks, 2, block_tokens, HEADS, DIM), dtype=torch.int32)
+    if layout == "latent":
+        return torch.zeros((num_blocks, block_tokens, 2 * HEADS * DIM), dtype=torch.int32)
+    assert layout == "kernel_blocks"  # two blocks of the kernel per block of the scheduler
+    return torch.zeros((num_blocks * 2, 2, block_tokens // 2, HEADS, DIM), dtype=torch.int32)
+
+
+class LayerCache:
+    """KV of one layer; every value of a position is written, and verified when it is read."""
+
+    def __init__(self, layout: str, num_blocks: int, block_tokens: int) -> None:
+        self.tensor = make_kv_cache(layout, num_blocks, block_tokens)
+        self._block_tokens = block_tokens
+        view = self.tensor
+        if layout.startswith("flash"):
+            view = view.permute(1, 2, 0, 3, 4)  # blocks, tokens, kv, heads, dim
+        elif layout in ("infer", "kernel_blocks"):
+            view = view.permute(0, 2, 1, 3, 4)
+        self._view: NDArray[np.int32] = view.numpy()
+        self._tokens_per_row = self._view.shape[1]
+
+    def _rows(self, table: list[int], positions: NDArray[np.int64]) -> Any:
+        slots = np.asarray(table)[positions // self._block_tokens] * self._block_tokens
+        slots = slots + positions % self._block_tokens
+        return slots // self._tokens_per_row, slots % self._tokens_per_row
+
+    def write(self, table: list[int], position: int, value: int, rank: int) -> None:
+        row, token = self._rows(table, np.array([position]))
+        target = self._view[row[0], token[0]]
+        target[...] = (value ^ (rank << 20)) + np.arange(target.size).reshape(target.shape)
+
+    def read(self, table: list[int], num_tokens: int, rank: int) -> NDArray[np.int64]:
+        """Return the KV of the first positions; values that do not belong together become noise."""
+        if num_tokens == 0:
+            return np.zeros(0, np.int64)
+        row, token = self._rows(table, np.arange(num_tokens))
+        values = self._view[row, token].reshape(num_tokens, -1).astype(np.int64)
+        values = (values - np.arange(values.shape[1])) ^ (rank << 20)
+        same = (values == values[:, :1]).all(axis=1)
+        return np.where(same, values[:, 0], values.sum(axis=1) + 12_345)
+
+
+@dataclass
+class RunningRequest:
+    """A request as the worker knows it."""
+
+    tokens: list[int]
+    table: list[int]
+    adapter: int
+    num_prompt: int
+
+
+@dataclass
+class Launched:
+    """A step whose connector calls were made and whose compute is to come."""
+
+    output: SchedulerOutput
+    kv_output: KVConnectorOutput
+    work: list[tuple[str, RunningRequest, int, int, list[int], list[int]]] = field(
+        default_factory=list
+    )
+
+
+class Runner:
+    """One worker.
+
+    Args:
+        rank: number of the worker.
+        layout: name of LAYOUTS.
+        rng: chooses the drafts.
+        num_drafts: drafts per step for speculative decoding.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        layout: str,
+        num_blocks: int,
+        block_tokens: int,
+        rng: random.Random,
+        num_drafts: int = 0,
+    ) -> None:
+        self.rank = rank
+        self.caches = [LayerCache(layout, num_blocks, block_tokens) for _ in range(LAYERS)]
+        self.kv_caches = dict(
+            zip(LAYER_NAMES, [cache.tensor for cache in self.caches], strict=True)
+        )
+        self.requests: dict[str, RunningRequest] = {}
+        self.graph_mode = CUDAGraphMode.NONE
+        self.drafts: dict[str, list[int]] = {}
+        self._rng = rng
+        self._num_drafts = num_drafts
+        self.connector: AiokvConnector | None = None
+
+    def launch(self, output: SchedulerOutput) -> Launched:
+        """Make the connector's calls of a step, and compute it if loads belong to the step."""
+        self._update(output)
+        kv_output = KVConnectorOutput()
+        launched = Launched(output, kv_output)
+        connector = self.connector
+        if connector is not None:
+            message = output.kv_connector_metadata
+            connector.handle_preemptions(message)
+            connector.bind_connector_metadata(message)
+            connector.start_load_kv(
+                SimpleNamespace(
+                    attn_metadata={} if output.total_num_scheduled_tokens else None,
+                    cudagraph_runtime_mode=self.graph_mode,
+                    ubatch_slices=None,
+                )
+            )
+        for request_id, count in output.num_scheduled_tokens.items():
+            request = self.requests[request_id]
+            drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+            first = self._computed[request_id]
+            launched.work.append(
+                (request_id, request, first, count, list(request.table), list(drafts))
+            )
+        if connector is not None:
+            if output.total_num_scheduled_tokens:
+                if self.graph_mode != CUDAGraphMode.FULL:
+                    for name in LAYER_NAMES:
+                        connector.wait_for_layer_load(name)
+                        connector.save_kv_layer(name, self.kv_caches[name], None)
+                connector.wait_for_save()
+            finished = connector.get_finished(output.finished_req_ids)
+            kv_output.finished_sending, kv_output.finished_recving = finished
+            kv_output.invalid_block_ids = connector.get_block_ids_with_load_errors()
+            kv_output.kv_connector_stats = connector.get_kv_connector_stats()
+            kv_output.kv_connector_worker_meta = connector.build_connector_worker_meta()
+            connector.clear_connector_metadata()
+        return launched
+
+    def _update(self, output: SchedulerOutput) -> None:
+        for request_id in output.finished_req_ids:
+            self.requests.pop(request_id, None)
+        self._computed: dict[str, int] = {}
+        for new in output.scheduled_new_reqs:
+            adapter = 0 if new.lora_request is None else new.lora_request.lora_int_id
+            self.requests[new.req_id] = RunningRequest(
+                list(new.prompt_token_ids or []),
+                list(new.block_ids[0]),
+                adapter,
+                len(new.prompt_token_ids or []),
+            )
+            self._computed[new.req_id] = new.num_computed_tokens
+        running = output.scheduled_cached_reqs
+        for i, request_id in enumerate(running.req_ids):
+            request = self.requests[request_id]
+            blocks = running.new_block_ids[i]
+            if request_id in running.resumed_req_ids:
+                request.table = list(blocks[0])
+                request.tokens = list(running.all_token_ids[request_id])
+            else:
+                # vLLM drops the token of a step whose load has failed.
+                del request.tokens[request.num_prompt + running.num_output_tokens[i] :]
+                request.table += [] if blocks is None else blocks[0]
+            self._computed[request_id] = running.num_computed_tokens[i]
+
+    def compute(self, launched: Launched) -> ModelRunnerOutput:
+        """Compute a step: write the KV of its positions, and sample."""
+        sampled = []
+        self.drafts = {}
+        for request_id, request, first, count, table, drafts in launched.work:
+            sampled.append(self._compute_one(request_id, request, first, count, table, drafts))
+        ids = [work[0] for work in launched.work]
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=sampled,
+            kv_connector_output=launched.kv_output if self.connector is not None else None,
+        )
+
+    def _compute_one(
+        self,
+        request_id: str,
+        request: RunningRequest,
+        first: int,
+        count: int,
+        table: list[int],
+        drafts: list[int],
+    ) -> list[int]:
+        inputs = [*request.tokens[: first + count - len(drafts)], *drafts]
+        assert len(inputs) == first + count, (len(inputs), first, count)
+        for layer, cache in enumerate(self.caches):
+            before = cache.read(table, first, self.rank)
+            value = int(before[-1]) if first else 0
+            for position in range(first, first + count):
+                value = next_kv(value, inputs[position], layer, request.adapter)
+                cache.write(table, position, value, self.rank)
+        if first + count - len(drafts) < len(request.tokens):
+            return []  # a chunk of the prompt
+        new: list[int] = []
+        for verified in range(len(drafts) + 1):
+            end = first + count - len(drafts) + verified
+            kv = np.stack([cache.read(table, end, self.rank) for cache in self.caches])
+            new.append(next_token(kv))
+            if verified < len(drafts) and drafts[verified] != new[-1]:
+                break
+        request.tokens += new
+        if self._num_drafts:
+            self.drafts[request_id] = self._draft(request)
+        return new
+
+    def _draft(self, request: RunningRequest) -> list[int]:
+        """Return drafts, of which some are right."""
+        from tests.connectors.vllm.model import generate
+
+        right = generate(request.tokens, request.adapter, self._num_drafts)
+        return [
+            token if self._rng.random() < 0.6 else self._rng.randrange(VOCABULARY)
+            for token in right
+        ]

@@ -1,0 +1,129 @@
+"""Random loads: whatever happens to requests, they generate what the model generates alone."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aiokv.testing.flaky import FlakyDevice
+from tests.connectors.vllm.model import VOCABULARY, generate
+from tests.connectors.vllm.runner import LAYOUTS
+from tests.connectors.vllm.server import Server, vllm_config
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+STEPS = 3_000 if os.environ.get("AIOKV_DEEP") else 400
+
+MODES: dict[str, dict[str, Any]] = {
+    "async loads": {},
+    "async scheduling": {"async_scheduling": True},
+    "layerwise": {"load": "layerwise"},
+    "no prefix cache": {"prefix_caching": False},
+    "no prefix cache, async scheduling": {"prefix_caching": False, "async_scheduling": True},
+    "drafts": {"num_drafts": 3},
+    "small host": {"host_blocks": 30},
+    "selective": {"write_policy": "write_through_selective"},
+    "flaky": {"flaky": True},
+    "flaky, async scheduling": {"flaky": True, "async_scheduling": True},
+    "flaky, layerwise": {"flaky": True, "load": "layerwise"},
+    "flaky, failed requests": {"flaky": True, "failure_policy": "fail"},
+    "sockets": {"in_process": False},
+    "two ranks": {"num_ranks": 2},
+    "two ranks, async scheduling": {"num_ranks": 2, "async_scheduling": True},
+    "two ranks, layerwise": {"num_ranks": 2, "load": "layerwise"},
+}
+EXTRA = ("load", "write_policy", "in_process")
+
+
+class Walk:
+    """A server under a random load, and the generated tokens that are expected of it."""
+
+    def __init__(self, seed: int, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rng = random.Random(seed)
+        options = dict(mode)
+        extra: dict[str, Any] = {key: options.pop(key) for key in EXTRA if key in options}
+        host_blocks = options.pop("host_blocks", 400)
+        extra["cpu_bytes_to_use"] = host_blocks * 256 * options.get("num_ranks", 1)
+        if options.pop("flaky", False):
+            self._make_flaky(seed, monkeypatch)
+        config = vllm_config(extra=extra, num_blocks=self.rng.choice([32, 40, 64]), **options)
+        self.server = Server(
+            config,
+            self.rng,
+            self.rng.choice(LAYOUTS),
+            num_drafts=options.get("num_drafts", 0),
+        )
+        self.expected: dict[str, list[int]] = {}
+        self.requests: dict[str, Request] = {}
+        self.aborted: set[str] = set()
+        self.sessions: list[tuple[list[int], str | None, int]] = []
+        self.num_loaded = 0
+
+    def _make_flaky(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        from aiokv.connectors.vllm import opening
+        from aiokv.sync import SyncEngine
+
+        def make(config: Any, regions: Any, device: Any, **options: Any) -> SyncEngine:
+            flaky = FlakyDevice(random.Random(seed), refuse_share=0.05, fail_share=0.2)
+            return SyncEngine(config, regions, flaky, **options)
+
+        monkeypatch.setattr(opening, "SyncEngine", make)
+
+    def act(self) -> None:
+        """Do one random thing, and run one step."""
+        choice = self.rng.random()
+        if choice < 0.5 and len(self.server.scheduler.requests) < 10:
+            self._add()
+        elif choice < 0.53:
+            alive = [n for n in self.requests if n in self.server.scheduler.requests]
+            if alive:
+                name = self.rng.choice(alive)
+                self.aborted.add(name)
+                self.server.abort(name)
+        elif choice < 0.533:
+            self.server.scheduler.reset_prefix_cache(reset_connector=self.rng.random() < 0.5)
+        self.server.step()
+
+    def _add(self) -> None:
+        if self.sessions and self.rng.random() < 0.7:  # a further turn, or a shared beginning
+            tokens, salt, adapter = self.rng.choice(self.sessions)
+            tokens = tokens[: self.rng.randint(len(tokens) // 2, len(tokens))] + self._tokens(8)
+        else:
+            tokens = self._tokens(60)
+            salt = self.rng.choice([None, None, "tenant"])
+            adapter = self.rng.choice([0, 0, 1])
+        tokens = tokens[:80]
+        count = self.rng.randint(1, 30)
+        name = f"r{len(self.requests)}"
+        self.requests[name] = self.server.add(name, tokens, count, salt=salt, adapter=adapter)
+        self.expected[name] = generate(tokens, adapter, count)
+        self.sessions = [*self.sessions[-20:], (tokens + self.expected[name], salt, adapter)]
+
+    def _tokens(self, most: int) -> list[int]:
+        return [self.rng.randrange(VOCABULARY) for _ in range(self.rng.randint(1, most))]
+
+    def check(self) -> None:
+        """Compare the generated tokens of all requests."""
+        for name, tokens in self.server.outputs.items():
+            expected = self.expected[name]
+            ended = self.aborted | self.server.errors | self.server.scheduler.requests.keys()
+            assert tokens == (expected[: len(tokens)] if name in ended else expected), name
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("mode", MODES)
+def test_random_load(mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    walk = Walk(seed, MODES[mode], monkeypatch)
+    try:
+        for _ in range(STEPS):
+            walk.act()
+            walk.check()
+        walk.server.run()
+        walk.check()
+        assert walk.server.num_loaded > 0 or mode == "small host", "nothing was loaded"
+    finally:
+        walk.server.close()

@@ -1,0 +1,307 @@
+"""Layers of positions that are being computed are sent early, and used after the commit only."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aiokv import LayoutError, LeaseError, UsageError
+from aiokv.testing import TransitionLog, record, replay_transitions, run_until_idle
+from tests.harness.closing import complete_during
+
+from .engines import Side, prompt, two_engines
+
+if TYPE_CHECKING:
+    from aiokv import Lease
+    from aiokv.engine.sending import Sending
+
+pytestmark = pytest.mark.asyncio
+
+LAYERS = 5
+
+
+def sides(layer_ranges: int = 3, **options: Any) -> tuple[Side, Side]:
+    options |= {"layers": LAYERS, "layer_ranges": layer_ranges}
+    return Side(listen=None, **options), Side(**options)
+
+
+def parcels(side: Side) -> int:
+    """Return the parcels that an engine has received and verified."""
+    (rank,) = side.engine.peer_statistics().ranks
+    return rank.received.parcels
+
+
+async def arrival(side: Side, count: int) -> None:
+    """Wait until so many parcels have arrived, and check that no further one does."""
+    await run_until_idle(lambda: parcels(side) >= count)
+    assert parcels(side) == count
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 30, 131])
+@pytest.mark.parametrize("step", [7, 1000])
+@pytest.mark.parametrize("layer_ranges", [2, 3, 64])
+async def test_prompt_arrives_in_layers(length, step, layer_ranges):
+    tokens = prompt(length)
+    async with two_engines(*sides(layer_ranges)) as (p, d), await d.granted(tokens) as lease:
+        async with lease.receive() as receiving:
+            prefill = asyncio.create_task(
+                p.prefill(tokens, receiving.ticket, step=step, by_layer=True)
+            )
+            assert await receiving.wait() == length
+            assert receiving.failure is None
+        assert await prefill == (length, None)
+        d.check(lease, tokens)
+        assert d.engine.statistics().published_blocks == length // 4
+        # Some blocks may have been committed before their first layers could be sent.
+        assert 0 < parcels(d) <= -(-length // 4) * min(layer_ranges, LAYERS)
+
+
+async def test_layers_arrive_before_the_commit_and_are_used_after_it():
+    tokens = prompt(30)
+    async with two_engines(*sides(3)) as (p, d), await d.granted(tokens) as lease:
+        async with (
+            lease.receive() as receiving,
+            await p.granted(tokens) as source,
+            p.engine.send(source, receiving.ticket) as sending,
+        ):
+            p.compute_layers(source, tokens, range(21), sending)  # all layers
+            await arrival(d, 2 * 5)  # but for the last range of layers
+            assert receiving.received_tokens == 0
+            assert d.engine.statistics().published_blocks == 0
+            assert d.engine.would_hit(tokens).device_tokens == 0
+            assert sending.delivered_tokens == 0
+            source.commit(21)
+            assert await receiving.wait(16) == 16
+            await arrival(d, 3 * 5)
+            p.compute(source, tokens, 21, 30)  # in whole blocks
+            assert await receiving.wait() == 30
+        d.check(lease, tokens)
+        assert parcels(d) == 3 * 5 + 3
+        assert d.engine.statistics().received_blocks == 8
+
+
+async def cancel(p: Side, source: Lease, sending: Sending) -> None:
+    sending.cancel()
+
+
+async def release(p: Side, source: Lease, sending: Sending) -> None:
+    source.release()
+
+
+async def preempt(p: Side, source: Lease, sending: Sending) -> None:
+    await source.preempt()
+
+
+async def truncate(p: Side, source: Lease, sending: Sending) -> None:
+    source.truncate(8)
+
+
+async def error(p: Side, source: Lease, sending: Sending) -> None:
+    await sending.__aexit__(ZeroDivisionError, ZeroDivisionError(), None)
+
+
+async def reset(p: Side, source: Lease, sending: Sending) -> None:
+    await p.engine.reset()
+
+
+async def close(p: Side, source: Lease, sending: Sending) -> None:
+    await complete_during(p.engine.aclose(0.0), p.device)
+
+
+@pytest.mark.parametrize("give_up", [cancel, release, preempt, truncate, error, reset, close])
+@pytest.mark.parametrize("committed", [0, 8])
+async def test_layers_that_are_never_committed_are_dropped(give_up, committed):
+    tokens = prompt(30)
+    p, d = sides(3)
+    await p.engine.__aenter__()
+    async with d, await d.granted(tokens) as lease:
+        async with lease.receive() as receiving:
+            source = await p.granted(tokens)
+            sending = await p.engine.send(source, receiving.ticket).__aenter__()
+            if committed:
+                p.compute(source, tokens, 0, committed)
+                assert await receiving.wait(committed) == committed
+            p.compute_layers(source, tokens, range(committed, 24), sending)
+            blocks = (24 - committed) // 4
+            await arrival(d, committed // 4 + 2 * blocks)
+            await give_up(p, source, sending)
+            assert await receiving.wait() == committed
+            assert receiving.failure
+        assert d.engine.statistics().published_blocks == committed // 4
+        d.finish(lease, tokens, committed)
+    source.release()
+    await p.engine.aclose(0.0)
+
+
+async def test_last_layers_wait_for_the_commit_of_their_own_positions():
+    tokens = prompt(24)
+    async with two_engines(*sides(2)) as (p, d), await d.granted(tokens) as lease:
+        async with (
+            lease.receive() as receiving,
+            await p.granted(tokens) as source,
+            p.engine.send(source, receiving.ticket) as sending,
+        ):
+            p.compute_layers(source, tokens, range(8), sending)
+            p.compute_layers(source, tokens, range(8, 24), sending, range(4))
+            await arrival(d, 6)
+            source.commit(8)
+            assert await receiving.wait(8) == 8
+            await arrival(d, 8)
+            p.compute_layers(source, tokens, range(8, 24), sending, range(4, 5))
+            await arrival(d, 8)
+            source.commit(24)
+            assert await receiving.wait() == 24
+        d.check(lease, tokens)
+
+
+async def test_layers_of_a_later_call_do_not_bring_those_of_an_earlier_one():
+    tokens = prompt(16)
+    async with two_engines(*sides(5)) as (p, d), await d.granted(tokens) as lease:
+        async with (
+            lease.receive() as receiving,
+            await p.granted(tokens) as source,
+            p.engine.send(source, receiving.ticket) as sending,
+        ):
+            p.compute_layers(source, tokens, range(8), sending, range(3))
+            p.compute_layers(source, tokens, range(8, 16), sending, range(1))
+            sending.layers_done(4, 2)  # known
+            sending.layers_done(8, 0)  # no layer
+            await arrival(d, 3 * 2 + 2)
+            p.compute(source, tokens, 0, 16)
+            assert await receiving.wait() == 16
+        d.check(lease, tokens)
+        assert parcels(d) == 5 * 4
+
+
+async def test_without_ranges_layers_are_sent_when_they_are_committed():
+    tokens = prompt(16)
+    async with two_engines(*sides(1)) as (p, d), await d.granted(tokens) as lease:
+        async with (
+            lease.receive() as receiving,
+            await p.granted(tokens) as source,
+            p.engine.send(source, receiving.ticket) as sending,
+        ):
+            p.compute_layers(source, tokens, range(16), sending)
+            await arrival(d, 0)
+            source.commit(16)
+            assert await receiving.wait() == 16
+        d.check(lease, tokens)
+        assert parcels(d) == 4
+
+
+async def test_long_prompt_with_more_parts_than_transfers_in_flight():
+    tokens = prompt(1200)
+    options: dict[str, Any] = {"device_blocks": 400, "chunk_blocks": 1}
+    async with two_engines(*sides(5, **options)) as (p, d), await d.granted(tokens) as lease:
+        async with (
+            lease.receive() as receiving,
+            await p.granted(tokens) as source,
+            p.engine.send(source, receiving.ticket) as sending,
+        ):
+            p.compute_layers(source, tokens, range(1200), sending)
+            source.commit(1200)
+            assert await receiving.wait() == 1200
+        d.check(lease, tokens)
+
+
+@pytest.mark.parametrize(("sender", "receiver"), [(3, 2), (3, 1), (1, 3)])
+async def test_receiver_takes_its_own_ranges_or_whole_blocks(sender, receiver):
+    tokens = prompt(16)
+    p = Side(listen=None, layers=LAYERS, layer_ranges=sender)
+    d = Side(layers=LAYERS, layer_ranges=receiver)
+    async with two_engines(p, d), await d.granted(tokens) as lease, lease.receive() as receiving:
+        if sender == 1:
+            assert await p.prefill(tokens, receiving.ticket, by_layer=True) == (16, None)
+            assert await receiving.wait() == 16
+            d.check(lease, tokens)
+            return
+        text = f"into 3 ranges, the receiver into {receiver}"
+        async with await p.granted(tokens) as source:
+            with pytest.raises(LayoutError, match=text):
+                await p.engine.send(source, receiving.ticket).__aenter__()
+
+
+@pytest.mark.parametrize("sizes", [(4, 8), (8, 4), (12, 8)])
+async def test_blocks_of_other_sizes_arrive_in_layers(sizes):
+    tokens = prompt(90)
+    p = Side(listen=None, layers=LAYERS, layer_ranges=3, block_tokens=sizes[0], ring_blocks=32)
+    d = Side(layers=LAYERS, layer_ranges=3, block_tokens=sizes[1], ring_blocks=32)
+    async with two_engines(p, d), await d.granted(tokens) as lease:
+        async with (
+            lease.receive() as receiving,
+            await p.granted(tokens) as source,
+            p.engine.send(source, receiving.ticket) as sending,
+        ):
+            p.compute_layers(source, tokens, range(48), sending)
+            await run_until_idle(lambda: parcels(d) > 0)
+            assert receiving.received_tokens == 0
+            source.commit(48)
+            assert await receiving.wait(32) >= 32
+            p.compute_layers(source, tokens, range(48, 90), sending)
+            source.commit(90)
+            assert await receiving.wait() == 90
+        d.check(lease, tokens)
+
+
+async def test_assembly_slots_are_left_for_committed_blocks():
+    """A prompt whose layers wait for their commit does not keep another one from arriving."""
+    p = Side(listen=None, layers=LAYERS, layer_ranges=3, block_tokens=4, ring_blocks=16)
+    d = Side(layers=LAYERS, layer_ranges=3, block_tokens=8, ring_blocks=16)
+    one, other = prompt(120), prompt(96, seed=2)
+    async with two_engines(p, d), await d.granted(one) as lease, await d.granted(other) as second:
+        async with (
+            lease.receive() as receiving,
+            await p.granted(one) as source,
+            p.engine.send(source, receiving.ticket) as sending,
+        ):
+            p.compute_layers(source, one, range(120), sending)
+            await run_until_idle(lambda: parcels(d) > 0)
+            async with second.receive(timeout=20.0) as arriving:
+                assert await p.prefill(other, arriving.ticket, by_layer=True) == (96, None)
+                assert await arriving.wait() == 96
+            d.check(second, other)
+            source.commit(120)
+            assert await receiving.wait() == 120
+        d.check(lease, one)
+
+
+async def test_wrong_arguments_are_refused():
+    tokens = prompt(16)
+    async with (
+        two_engines(*sides()) as (p, d),
+        await d.granted(tokens) as lease,
+        lease.receive() as receiving,
+        await p.granted(tokens) as source,
+    ):
+        sending = p.engine.send(source, receiving.ticket)
+        with pytest.raises(UsageError, match="can only be used inside"):
+            sending.layers_done(4, 1)
+        async with sending:
+            with pytest.raises(UsageError, match="num_layers is 6"):
+                sending.layers_done(4, 6)
+            with pytest.raises(UsageError, match="num_tokens is -1"):
+                sending.layers_done(-1, 1)
+            with pytest.raises(LeaseError, match="num_tokens is 17; it must be at most the 16"):
+                sending.layers_done(17, 1)
+            event: Any = 3
+            with pytest.raises(UsageError, match="event is 3"):
+                sending.layers_done(4, 1, event)
+            p.compute(source, tokens, 0, 16)
+        sending.layers_done(16, 5)  # without effect: it has ended
+        assert await receiving.wait() == 16
+
+
+async def test_transitions_with_layers_can_be_replayed(tmp_path):
+    tokens = prompt(30)
+    p, d = sides(3)
+    with record(p.engine, tmp_path / "log"):
+        async with (
+            two_engines(p, d),
+            await d.granted(tokens) as lease,
+            lease.receive() as receiving,
+        ):
+            await p.prefill(tokens, receiving.ticket, by_layer=True)
+            assert await receiving.wait() == 30
+    assert replay_transitions(TransitionLog.load(tmp_path / "log")) > 0

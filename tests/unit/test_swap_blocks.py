@@ -1,0 +1,125 @@
+"""aiokv.ops.swap_blocks on the cpu device, against numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiokv import ConfigError, CpuEvent, CpuStream, LayoutError, UsageError
+from aiokv.ops import swap_blocks
+
+
+def tensors(num_blocks: int, *, layers: int = 3, seed: int = 0) -> list[np.ndarray]:
+    random = np.random.default_rng(seed)
+    shapes = [(4, 2, 8), (7,), (1, 3)][:layers]
+    dtypes = [np.float16, np.uint8, np.float32]
+    return [
+        random.integers(0, 99, (num_blocks, *shape)).astype(dtype)
+        for shape, dtype in zip(shapes, dtypes, strict=False)
+    ]
+
+
+pairs_of_ids = st.integers(0, 12).flatmap(
+    lambda count: st.tuples(
+        st.permutations(range(12)).map(lambda ids: ids[:count]),
+        st.permutations(range(20)).map(lambda ids: ids[:count]),
+    )
+)
+
+
+@given(ids=pairs_of_ids, onload=st.booleans(), with_stream=st.booleans())
+def test_the_named_blocks_move_and_no_others(ids, onload, with_stream):
+    device_ids, host_ids = ids
+    device, host = tensors(12, seed=1), tensors(20, seed=2)
+    expected_device, expected_host = [t.copy() for t in device], [t.copy() for t in host]
+    for d, h in zip(expected_device, expected_host, strict=True):
+        if onload:
+            d[device_ids] = h[host_ids]
+        else:
+            h[host_ids] = d[device_ids]
+    stream = CpuStream("swap") if with_stream else None
+    direction = "onload" if onload else "offload"
+    swap_blocks(device, host, device_ids, np.array(host_ids), direction=direction, stream=stream)
+    if stream is not None:
+        stream.close()
+    for actual, expected in zip(device + host, expected_device + expected_host, strict=True):
+        assert np.array_equal(actual, expected)
+
+
+def test_sources_may_repeat_and_blocks_may_be_strided():
+    both = np.arange(2 * 6 * 4, dtype=np.int32).reshape(6, 2, 4)
+    keys, values = both[:, 0], both[:, 1]  # [6, 4] with a gap between blocks
+    host = [np.zeros((3, 4), np.int32), np.zeros((3, 16), np.uint8)]
+    swap_blocks([keys, values], host, [5, 5, 0], [0, 2, 1], direction="offload")
+    assert np.array_equal(host[0], keys[[5, 0, 5]])
+    assert np.array_equal(host[1].view(np.int32), values[[5, 0, 5]])
+
+
+def test_a_swap_waits_for_the_work_of_its_stream():
+    device, host = [np.zeros((2, 4), np.int8)], [np.ones((2, 4), np.int8)]
+    stream, gate = CpuStream("swap"), CpuEvent()
+    gate.begin()
+    stream.wait_event(gate)
+    swap_blocks(device, host, [1], [0], direction="onload", stream=stream)
+    assert not device[0].any()
+    gate.finish()
+    stream.close()
+    assert device[0].tolist() == [[0] * 4, [1] * 4]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"device_ids": [0, 4]}, UsageError, "4"),
+        ({"device_ids": [-1, 0]}, UsageError, "-1"),
+        ({"host_ids": [0, 6]}, UsageError, "6"),
+        ({"host_ids": [0, 2**40]}, UsageError, "host_ids"),
+        ({"device_ids": [1, 1]}, UsageError, "duplicate destination"),
+        ({"device_ids": [1]}, UsageError, "1 device_ids and 2 host_ids"),
+        ({"device_ids": [[1, 2]]}, UsageError, "device_ids"),
+        ({"device_ids": [0.5, 1]}, UsageError, "device_ids"),
+        ({"direction": "sideways"}, UsageError, "direction"),
+        ({"stream": 7}, UsageError, "CpuStream"),
+        ({"host_tensors": []}, UsageError, "1 device_tensors and 0 host_tensors"),
+        ({"host_tensors": [np.zeros((6, 4), np.int8)]}, LayoutError, "8 bytes"),
+        ({"host_tensors": [np.zeros((6, 2, 2), np.float16)]}, LayoutError, r"float16.*uint8"),
+        ({"host_tensors": [np.zeros((6, 2, 4), np.int16)[:, :, ::2]]}, LayoutError, "C-contiguous"),
+        ({"host_tensors": [object()]}, LayoutError, r"host_tensors\[0\]"),
+        ({"host_tensors": 5}, UsageError, "host_tensors"),
+    ],
+)
+def test_wrong_arguments_copy_nothing(change, error, message):
+    device, host = np.zeros((4, 4), np.int16), np.ones((6, 4), np.int16)
+    arguments = {
+        "device_tensors": [device],
+        "host_tensors": [host],
+        "device_ids": [0, 1],
+        "host_ids": [2, 3],
+        "direction": "onload",
+        **change,
+    }
+    with pytest.raises(error, match=message):
+        swap_blocks(**arguments)
+    assert not device.any()
+
+
+def test_tensors_of_different_sizes_are_refused():
+    with pytest.raises(LayoutError, match=r"device_tensors\[1\] has 3 blocks.*has 4"):
+        swap_blocks(
+            [np.zeros((4, 2)), np.zeros((3, 2))], [np.zeros((4, 2))] * 2, [0], [0],
+            direction="onload",
+        )  # fmt: skip
+
+
+def test_a_gpu_needs_cuda(monkeypatch):
+    class OnGpu:
+        dtype = np.dtype(float)
+        __cuda_array_interface__ = np.zeros((4, 2)).__array_interface__ | {"version": 3}
+
+    monkeypatch.setattr("aiokv.ops._cuda", None)
+    with pytest.raises(ConfigError, match="without CUDA"):
+        swap_blocks([OnGpu()], [np.zeros((4, 2))], [0], [0], direction="onload")
+    with pytest.raises(LayoutError, match="not in host memory"):
+        swap_blocks([np.zeros((4, 2))], [OnGpu()], [0], [0], direction="onload")
