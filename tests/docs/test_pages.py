@@ -29,6 +29,7 @@ UNCHECKED = {
     "make": "CI runs the targets",
     "git": "needs the network",
     "python": "the command of another server, which needs a GPU",
+    "vllm": "the command of another server, which needs a GPU",
     "curl": "the tests of the HTTP server send such requests",
 }
 

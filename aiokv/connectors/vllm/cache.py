@@ -137,14 +137,18 @@ class HostCache:
         return [] if self._events is None else self._events.take()
 
     def reset(self, timeout: float) -> bool:
-        """Forget all blocks; return False if transfers did not end in time."""
+        """Forget all blocks, those of the stores, too; return False if transfers did not end."""
         try:
-            reset: Callable[..., Any] = self._engine.cache.reset
-            self._engine.call(reset, timeout=timeout)
+            forget: Callable[[float], Any] = self._forget
+            self._engine.call(forget, timeout)
         except AiokvError as error:
             log.warning("vllm_reset_failed", error=str(error))
             return False
         return True
+
+    async def _forget(self, timeout: float) -> None:
+        async with self._engine.cache.updating_weights(timeout):
+            pass  # its end drops all blocks, and blocks in stores get other keys
 
     def close(self) -> None:
         """Close the engine; transfers end first."""

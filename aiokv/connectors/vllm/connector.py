@@ -220,6 +220,7 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:
+            self._scheduler.reset()
             self._cache.close()
 
 

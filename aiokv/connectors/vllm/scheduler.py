@@ -406,7 +406,7 @@ class SchedulerHalf:
             self._freed.add(cached.table[: cached.assigned], 0, idle)
 
     def reset(self) -> None:
-        """Forget what running requests have computed, so that none of it is saved."""
+        """Release all leases, so that nothing that running requests have computed is saved."""
         for cached in [*self._requests.values(), *self._finishing]:
             self._leave_lease(cached)
 

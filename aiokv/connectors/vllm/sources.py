@@ -27,7 +27,7 @@ class EngineSource:
 
     def transfers(self, load: Load) -> Transfers:
         """Return the transfers of a load that has begun."""
-        return _EngineTransfers(
+        return EngineTransfers(
             self._tensors.take_load(load.transfer_ids), self._tensors.layers.device
         )
 
@@ -39,7 +39,9 @@ class EngineSource:
         """Do nothing: the scheduler half closes the engine."""
 
 
-class _EngineTransfers:
+class EngineTransfers:
+    """Transfers of a load on the engine's own worker."""
+
     def __init__(self, layers: SyncLayers, device: str) -> None:
         self._layers = layers
         self._device = device
@@ -75,7 +77,7 @@ class RankSource:
 
     def transfers(self, load: Load) -> Transfers:
         """Return the transfers of a load that has begun."""
-        return _RankTransfers(self._rank, load.transfer_ids, self._device)
+        return RankTransfers(self._rank, load.transfer_ids, self._device)
 
     def close_step(self, step: int, event: Event | None) -> None:
         """Close the step on this rank."""
@@ -87,7 +89,9 @@ class RankSource:
         self._rank.close()
 
 
-class _RankTransfers:
+class RankTransfers:
+    """Transfers of a load on one rank."""
+
     def __init__(self, rank: RankThread, transfer_ids: tuple[int, ...], device: str) -> None:
         self._rank = rank
         self._layers: RankLayers = rank.layers(transfer_ids)

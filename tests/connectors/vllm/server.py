@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import uuid
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -166,6 +165,7 @@ class Server:
         self.outputs: dict[str, list[int]] = {}
         self._loaded: dict[str, int] = {}
         self.num_loaded = 0  # tokens
+        self.statistics = AiokvConnector.build_kv_connector_stats()
         self.errors: set[str] = set()
         self._in_flight: list[tuple[Any, list[Launched]]] = []
         self.num_steps = 0
@@ -182,6 +182,7 @@ class Server:
         *,
         salt: str | None = None,
         adapter: int = 0,
+        sampling_params: SamplingParams | None = None,
         **options: Any,
     ) -> Request:
         """Add a request that generates ``num_tokens`` tokens."""
@@ -189,7 +190,8 @@ class Server:
         request = Request(
             request_id=name,
             prompt_token_ids=list(prompt),
-            sampling_params=SamplingParams(max_tokens=num_tokens, ignore_eos=True),
+            sampling_params=sampling_params
+            or SamplingParams(max_tokens=num_tokens, ignore_eos=True),
             pooling_params=None,
             cache_salt=salt,
             lora_request=lora,
@@ -239,6 +241,9 @@ class Server:
                     self.num_loaded += one.prefill_stats.num_external_cached_tokens
                 if one.finish_reason is not None and str(one.finish_reason) == "error":
                     self.errors.add(one.request_id)
+            payload = outputs.scheduler_stats and outputs.scheduler_stats.kv_connector_stats
+            if payload:
+                self.statistics.aggregate(AiokvConnector.build_kv_connector_stats(payload))
         if self.runners[0].drafts:
             ids = list(self.runners[0].drafts)
             drafts = [self.runners[0].drafts[request_id] for request_id in ids]
@@ -253,13 +258,9 @@ class Server:
         raise AssertionError(f"requests have not finished in {max_steps} steps")
 
     def close(self) -> None:
-        """End the engine and the ranks."""
+        """End the engine and the ranks. Idempotent."""
         if self.connector is not None:
-            for runner in self.runners:
-                assert runner.connector is not None
-            closing = threading.Thread(target=self.connector.shutdown)
-            closing.start()
-            closing.join()
+            self.connector.shutdown()
             for runner in self.runners:
                 assert runner.connector is not None
                 runner.connector.shutdown()

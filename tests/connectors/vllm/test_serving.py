@@ -6,13 +6,27 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.request import RequestStatus
 
+from aiokv import ConfigError
+from aiokv.connectors.vllm import opening, sources
+from aiokv.connectors.vllm.connector import check_config
+from aiokv.connectors.vllm.options import Options
+from aiokv.sync import SyncEngine
+from aiokv.testing.flaky import FlakyDevice
 from tests.connectors.vllm.model import VOCABULARY, generate
 from tests.connectors.vllm.runner import LAYOUTS
-from tests.connectors.vllm.server import Server, vllm_config
+from tests.connectors.vllm.server import BLOCK_TOKENS, Server, kv_cache_config, vllm_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     MakeServer = Callable[..., Server]
 
@@ -51,15 +65,355 @@ def flood(server: Server, num: int = 3, length: int = 60) -> None:
     server.run()
 
 
+def evict_all(server: Server) -> None:
+    """Empty vLLM's own cache, after all saves have ended."""
+    server.run()
+    flood(server)
+    assert server.scheduler.kv_cache_manager.reset_prefix_cache()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("load", ["async", "layerwise"])
 def test_evicted_prompt_is_loaded(make_server: MakeServer, layout: str, load: str) -> None:
     server = make_server({"load": load}, layout)
     tokens = prompt(1, 41)
     server.add("a", tokens, 6)
-    server.run()
-    flood(server)
+    evict_all(server)
     request = server.add("b", tokens, 6)
     server.run()
     assert server.outputs["b"] == server.outputs["a"] == generate(tokens, 0, 6)
     assert server.loaded(request) == 40
+
+
+def test_each_turn_loads_all_turns_before(make_server: MakeServer) -> None:
+    server = make_server()
+    tokens = prompt(1, 30)
+    for turn in range(4):
+        request = server.add(f"turn{turn}", tokens, 6)
+        evict_all(server)
+        assert server.outputs[f"turn{turn}"] == generate(tokens, 0, 6)
+        # The last token of the turn before was sampled, but not computed with.
+        known = len(tokens) - 5 if turn else 0
+        assert server.loaded(request) == max(known - 1, 0) // BLOCK_TOKENS * BLOCK_TOKENS
+        tokens = tokens + server.outputs[f"turn{turn}"] + prompt(2 + turn, 4)
+
+
+def test_hit_of_vllm_is_continued_by_host_memory(make_server: MakeServer) -> None:
+    server = make_server()
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 1)
+    evict_all(server)
+    server.add("short", tokens[:17], 1)
+    server.run()
+    request = server.add("b", tokens, 2)
+    server.run()
+    assert server.outputs["b"] == generate(tokens, 0, 2)
+    assert server.loaded(request) == 40 - 16
+
+
+def test_tenants_and_adapters_share_no_blocks(make_server: MakeServer) -> None:
+    server = make_server()
+    tokens = prompt(1, 41)
+    server.add("plain", tokens, 2)
+    evict_all(server)
+    salted = server.add("salted", tokens, 2, salt="tenant")
+    adapted = server.add("adapted", tokens, 2, adapter=1)
+    server.run()
+    assert server.loaded(salted) == server.loaded(adapted) == 0
+    assert server.outputs["adapted"] == generate(tokens, 1, 2) != server.outputs["plain"]
+    evict_all(server)
+    again = server.add("again", tokens, 2, adapter=1)
+    server.run()
+    assert server.loaded(again) == 40
+    assert server.outputs["again"] == generate(tokens, 1, 2)
+
+
+def _image(identifier: str, offset: int, length: int) -> MultiModalFeatureSpec:
+    position = PlaceholderRange(offset=offset, length=length)
+    return MultiModalFeatureSpec(
+        data=None, modality="image", identifier=identifier, mm_position=position
+    )
+
+
+def test_hit_ends_before_a_different_image(make_server: MakeServer) -> None:
+    server = make_server(prefix_caching=False)
+    server.scheduler.max_num_encoder_input_tokens = 64
+    server.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=64)
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 1, mm_features=[_image("cat", 18, 6)])
+    server.run()
+    same = server.add("same", tokens, 1, mm_features=[_image("cat", 18, 6)])
+    other = server.add("other", tokens, 1, mm_features=[_image("dog", 18, 6)])
+    server.run()
+    assert server.loaded(same) == 40
+    assert server.loaded(other) == 16
+
+
+def test_prompt_logprobs_load_nothing(make_server: MakeServer) -> None:
+    server = make_server(prefix_caching=False)
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 1)
+    server.run()
+    options = SamplingParams(max_tokens=1, ignore_eos=True, prompt_logprobs=1)
+    request = server.add("b", tokens, 1, sampling_params=options)
+    server.run()
+    assert server.loaded(request) == 0
+
+
+def test_embeddings_are_neither_loaded_nor_saved(make_server: MakeServer) -> None:
+    server = make_server(prefix_caching=False)
+    request = server.add("a", [0] * 20, 1, prompt_embeds=torch.zeros(20, 4))
+    server.run()
+    assert server.loaded(request) == 0
+    assert server.connector.get_kv_connector_stats().data["saved_blocks"] == 0
+
+
+def test_aborted_load_frees_its_blocks_when_it_has_ended(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server()
+    ended: list[bool] = []
+    monkeypatch.setattr(sources.EngineTransfers, "is_done", property(lambda transfers: ended))
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 1)
+    evict_all(server)
+    request = server.add("b", tokens, 1)
+    while request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
+        server.step()
+    server.abort("b")
+    server.step()
+    assert "b" in server.scheduler.requests, "blocks that a load writes to were freed"
+    ended.append(True)
+    server.run()
+    assert server.outputs["b"] == []
+    pool = server.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
+def test_preempted_request_loads_its_own_blocks(make_server: MakeServer) -> None:
+    server = make_server(num_blocks=24)
+    tokens = [prompt(i, 30) for i in range(3)]
+    requests = [server.add(f"r{i}", tokens[i], 30) for i in range(3)]
+    server.run()
+    assert any(request.num_preemptions for request in requests)
+    for i in range(3):
+        assert server.outputs[f"r{i}"] == generate(tokens[i], 0, 30)
+
+
+class BrokenDevice(FlakyDevice):
+    """A device whose onloads fail once ``is_broken`` is set."""
+
+    is_broken = False
+
+    def copy(self, route: Any, source_ids: Any, target_ids: Any, *args: Any) -> Any:
+        self.faults.first_bad = self._first_bad if route.source == "host" else _never
+        return super().copy(route, source_ids, target_ids, *args)
+
+    def _first_bad(self, num_blocks: int, *, at_least: int = 0) -> int | None:
+        return at_least if self.is_broken and num_blocks > at_least else None
+
+
+def _never(num_blocks: int, *, at_least: int = 0) -> None:
+    return None
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> BrokenDevice:
+    device = BrokenDevice(random.Random(0), refuse_share=0.0, fail_share=0.0)
+
+    def make(config: Any, regions: Any, _: str, **options: Any) -> SyncEngine:
+        return SyncEngine(config, regions, device, **options)
+
+    monkeypatch.setattr(opening, "SyncEngine", make)
+    return device
+
+
+@pytest.mark.parametrize("load", ["async", "layerwise"])
+def test_failed_load_is_computed_again(
+    make_server: MakeServer, broken: BrokenDevice, load: str
+) -> None:
+    server = make_server({"load": load})
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 4)
+    evict_all(server)
+    broken.is_broken = True
+    server.add("b", tokens, 4)
+    server.run()
+    assert server.outputs["b"] == generate(tokens, 0, 4)
+    assert not server.errors
+    broken.is_broken = False
+    evict_all(server)
+    server.add("c", tokens, 4)
+    server.run()
+    assert server.outputs["c"] == generate(tokens, 0, 4)
+
+
+def test_failed_load_fails_the_request_with_policy_fail(
+    make_server: MakeServer, broken: BrokenDevice
+) -> None:
+    server = make_server(failure_policy="fail")
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 4)
+    evict_all(server)
+    broken.is_broken = True
+    server.add("b", tokens, 4)
+    server.run()
+    assert server.errors == {"b"}
+
+
+def test_blocks_of_a_failed_load_leave_the_prefix_cache(
+    make_server: MakeServer, broken: BrokenDevice
+) -> None:
+    server = make_server({"load": "layerwise"})
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 4)
+    evict_all(server)
+    broken.is_broken = True
+    server.add("b", tokens, 4)
+    server.step()
+    broken.is_broken = False
+    # vLLM preempts the request before it has computed the blocks again.
+    assert server.scheduler.reset_prefix_cache(reset_running_requests=True)
+    server.add("c", tokens, 4)
+    server.run()
+    for name in ("b", "c"):
+        assert server.outputs[name] == generate(tokens, 0, 4)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_over_sockets(make_server: MakeServer, num_ranks: int) -> None:
+    server = make_server({"in_process": False}, num_ranks=num_ranks)
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 4)
+    evict_all(server)
+    request = server.add("b", tokens, 4)
+    server.run()
+    assert server.outputs["b"] == generate(tokens, 0, 4)
+    assert server.loaded(request) == 40
+
+
+def test_replayed_graph_waits_for_all_layers(make_server: MakeServer) -> None:
+    server = make_server({"load": "layerwise"})
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 4)
+    evict_all(server)
+    server.runners[0].graph_mode = CUDAGraphMode.FULL  # wait_for_layer_load is not called
+    server.add("b", tokens, 4)
+    server.run()
+    assert server.outputs["b"] == generate(tokens, 0, 4)
+
+
+def test_requests_with_loaded_blocks_do_not_block_one_another(make_server: MakeServer) -> None:
+    server = make_server(num_blocks=32)
+    tokens = [prompt(i, 56) for i in range(3)]
+    for i in range(3):
+        server.add(f"first{i}", tokens[i], 1)
+        evict_all(server)
+    longer = [tokens[i] + prompt(10 + i, 20) for i in range(3)]
+    for i in range(3):
+        server.add(f"r{i}", longer[i], 2)
+    server.run(2_000)
+    for i in range(3):
+        assert server.outputs[f"r{i}"] == generate(longer[i], 0, 2)
+
+
+def test_reset_forgets_host_memory(make_server: MakeServer) -> None:
+    server = make_server()
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 8)
+    for _ in range(6):
+        server.step()
+    assert server.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    running = server.scheduler.requests["a"]
+    assert running.num_computed_tokens == 0
+    server.run()
+    assert server.outputs["a"] == generate(tokens, 0, 8)
+    evict_all(server)
+    assert server.connector.reset_cache()
+    request = server.add("b", tokens, 2)
+    server.run()
+    assert server.loaded(request) == 0
+
+
+def test_store_survives_a_restart(make_server: MakeServer, tmp_path: Path) -> None:
+    extra = {"stores": [f"disk:{tmp_path}?bytes=64MiB"], "cpu_bytes_to_use": 1 << 20}
+    tokens = prompt(1, 41)
+    first = make_server(extra)
+    first.add("a", tokens, 4)
+    first.run()
+    first.close()
+    second = make_server(extra)
+    request = second.add("b", tokens, 4)
+    second.run()
+    assert second.outputs["b"] == generate(tokens, 0, 4)
+    assert second.loaded(request) == 40
+
+
+def test_reset_hides_blocks_of_stores(make_server: MakeServer, tmp_path: Path) -> None:
+    server = make_server({"stores": [f"disk:{tmp_path}?bytes=64MiB"]})
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 1)
+    evict_all(server)
+    assert server.connector.reset_cache()
+    request = server.add("b", tokens, 2)
+    server.run()
+    assert server.loaded(request) == 0
+    assert server.outputs["b"] == generate(tokens, 0, 2)
+
+
+def test_statistics_reach_vllm(make_server: MakeServer) -> None:
+    server = make_server()
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 1)
+    evict_all(server)
+    server.add("b", tokens, 1)
+    server.run()
+    counts = server.statistics.reduce()
+    assert counts["loaded_tokens"] == 40
+    assert counts["loaded_blocks"] == 10
+    assert counts["saved_blocks"] >= 10
+    assert counts["usable"] == 1
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"host_gb": 1}, "unknown key 'host_gb'"),
+        ({}, "exactly one of them must be set"),
+        ({"host_gib": 1, "cpu_bytes_to_use": 1}, "exactly one of them must be set"),
+        ({"host_gib": -1}, "host_gib is -1"),
+        ({"host_gib": 1, "load": "sync"}, "load is 'sync'"),
+        ({"host_gib": 1, "write_policy": "write_back"}, "write_policy is 'write_back'"),
+        ({"host_gib": 1, "stores": "disk:/x"}, "stores is 'disk:/x'"),
+    ],
+)
+def test_wrong_setting_is_refused(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Options.parse(extra)
+
+
+def _check(config: Any, groups: int = 1, spec: Any = None, **extra: Any) -> None:
+    cache = kv_cache_config("flash", 40, spec)
+    cache.kv_cache_groups *= groups
+    check_config(config, cache, Options.parse({"host_gib": 1} | extra))
+
+
+def test_configuration_that_is_not_served_is_refused() -> None:
+    _check(vllm_config(extra=HOST))
+    window = SlidingWindowSpec(
+        block_size=4, num_kv_heads=1, head_size=8, dtype=torch.int32, sliding_window=16
+    )
+    with pytest.raises(ConfigError, match="SlidingWindowSpec"):
+        _check(vllm_config(extra=HOST), spec=window)
+    with pytest.raises(ConfigError, match="2 KV cache groups"):
+        _check(vllm_config(extra=HOST), groups=2)
+    with pytest.raises(ConfigError, match="asynchronous scheduling"):
+        _check(vllm_config(extra=HOST, async_scheduling=True), load="layerwise")
+    config = vllm_config(extra=HOST)
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2"):
+        _check(config)
+    config = vllm_config(extra=HOST)
+    config.model_config.enable_sleep_mode = True
+    with pytest.raises(ConfigError, match="enable_sleep_mode"):
+        _check(config)
