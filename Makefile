@@ -52,6 +52,7 @@ test-paddle: $(VENV)/.paddle ## the tests that need Paddle (cpu), which it insta
 $(VENV)-sglang/.installed: $(STAMP)
 	@echo "aiokv: installing SGLang and torch (cpu) in $(VENV)-sglang"
 	@$(BIN)/python -m venv $(VENV)-sglang
+	@$(VENV)-sglang/bin/python -m pip --disable-pip-version-check -q install --upgrade 'pip>=25.1'
 	@$(VENV)-sglang/bin/python -m pip --disable-pip-version-check -q install --no-deps sglang
 	@$(VENV)-sglang/bin/python -m pip --disable-pip-version-check -q install --group sglang-cpu
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
@@ -59,7 +60,7 @@ $(VENV)-sglang/.installed: $(STAMP)
 	@touch $@
 
 test-sglang: $(VENV)-sglang/.installed ## the tests with SGLang's classes, on the CPU, which it installs
-	$(VENV)-sglang/bin/python -m pytest tests/connectors $(ARGS)
+	$(VENV)-sglang/bin/python -m pytest tests/connectors/test_sglang.py $(ARGS)
 
 $(VENV)-vllm/.installed: $(STAMP)
 	@echo "aiokv: installing vLLM and torch (cpu) in $(VENV)-vllm"

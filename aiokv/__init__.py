@@ -56,6 +56,7 @@ from aiokv.worker.device.base import Device, Event, Stream
 from aiokv.worker.device.cpu import CpuDevice, CpuEvent, CpuStream
 from aiokv.worker.device.cuda import CudaDevice, CudaOptions
 from aiokv.worker.lanes import LaneStatistics, WorkerStatistics
+from aiokv.worker.layer_waits import LayerWaitStatistics
 from aiokv.worker.poller import PollerStatistics
 from aiokv.worker.regions import Regions, num_blocks_for
 from aiokv.worker.views import LayerView
@@ -91,6 +92,7 @@ __all__ = [
     "KVEvents",
     "LaneStatistics",
     "LayerView",
+    "LayerWaitStatistics",
     "LayoutError",
     "Lease",
     "LeaseError",

@@ -509,6 +509,11 @@ class Core:
         Return whether no transfer uses ids that the lease, which may have ended, has named.
         """
 
+    def idle_after_step(self, lease: int) -> int:
+        """
+        Return the newest unfinished step that the transfers of is_idle() wait for, or 0.
+        """
+
     def take_idle(self) -> list[int]:
         """Return leases that have become idle."""
 

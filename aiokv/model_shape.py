@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiokv import checks
 from aiokv.errors import ConfigError
@@ -30,11 +30,48 @@ ELEMENT_BYTES: Final = {
 }
 # The latent in fp8 with a float32 scale per 128 elements, the rotary part in bfloat16.
 FP8_DS_MLA: Final = "fp8_ds_mla"
-KV_DTYPES: Final = ("auto", *ELEMENT_BYTES, FP8_DS_MLA)
+# Keys and values of 8 bits, with a scale per token and head in the dtype of the model.
+BLOCK_WISE: Final = {"block_wise_fp8": "fp8", "block_wise_int8": "int8"}
+# Keys and values of 4 bits, two per byte, with a scale and a zero point per token and head.
+INT4_ZP: Final = "int4_zp"
+KV_DTYPES: Final = ("auto", *ELEMENT_BYTES, *BLOCK_WISE, INT4_ZP, FP8_DS_MLA)
+
+# Name of the element type of bytes.
+_ELEMENTS: Final = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "int8": "int8",
+}
+_BYTES: Final = "uint8"
 
 _SCALE_ELEMENTS: Final = 128
 _SCALE_BYTES: Final = 4
 _HOST_ALIGNMENT_BYTES: Final = 64  # of a piece in a host block, as aiokv.worker.regions has it
+
+
+class TensorShape(NamedTuple):
+    """What a tensor of a layer stores per token.
+
+    Attributes:
+        name: such as ``"k"``, ``"v"``, ``"k_scale"``, ``"latent"`` or ``"index"``.
+        heads: heads of one rank; None for a tensor that is the same on all ranks.
+        length: numbers of ``dtype`` per token and head.
+        dtype: of the memory; ``"uint8"`` for elements of 8 bits and fewer.
+        element: name of the element type, such as ``"float8_e4m3fn"``.
+    """
+
+    name: str
+    heads: int | None
+    length: int
+    dtype: str
+    element: str
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes per token on one rank."""
+        item_bytes = 1 if self.dtype == _BYTES else ELEMENT_BYTES[self.dtype]
+        return (1 if self.heads is None else self.heads) * self.length * item_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,26 +97,50 @@ class LayerShape:
     window_tokens: int | None = None
     index_elements: int = 0
 
-    def pieces(self, kv_dtype: str, tensor_parallel: int) -> tuple[int, ...]:
-        """Return the bytes per token of each tensor that a rank has.
+    def tensors(
+        self, kv_dtype: str, tensor_parallel: int = 1, *, model_dtype: str = "bfloat16"
+    ) -> tuple[TensorShape, ...]:
+        """Return what each tensor that a rank has stores per token.
+
+        Args:
+            kv_dtype: one of ``KV_DTYPES`` but ``"auto"``.
+            tensor_parallel: number of ranks that divide the KV heads.
+            model_dtype: dtype of the model, in which scales and zero points are.
 
         Raises:
             ConfigError: ``kv_dtype`` does not suit the layer, or the ranks cannot divide the heads.
         """
-        index = (_scaled_fp8_bytes(self.index_elements),) if self.index_elements else ()
-        if kv_dtype == FP8_DS_MLA:
-            if not self.is_latent:
-                raise ConfigError(
-                    f"kv_dtype is {kv_dtype!r}, which only models with latent attention (MLA) have",
-                    hint="use 'fp8'",
-                )
-            return _scaled_fp8_bytes(self.key_elements) + 2 * self.value_elements, *index
-        element_bytes = ELEMENT_BYTES[kv_dtype]
         if self.is_latent:
-            return (self.key_elements + self.value_elements) * element_bytes, *index
-        heads = heads_per_rank(self.kv_heads, tensor_parallel)
-        sizes = (heads * self.key_elements, heads * self.value_elements)
-        return *(size * element_bytes for size in sizes if size), *index
+            tensors = [self._latent(kv_dtype)]
+        elif kv_dtype == FP8_DS_MLA:
+            raise ConfigError(
+                f"kv_dtype is {kv_dtype!r}, which only models with latent attention (MLA) have",
+                hint="use 'fp8'",
+            )
+        else:
+            heads = heads_per_rank(self.kv_heads, tensor_parallel)
+            tensors = [
+                tensor
+                for name, elements in (("k", self.key_elements), ("v", self.value_elements))
+                if elements
+                for tensor in _quantized(name, heads, elements, kv_dtype, model_dtype)
+            ]
+        if self.index_elements:
+            length = _scaled_fp8_bytes(self.index_elements)
+            tensors.append(TensorShape("index", None, length, _BYTES, _BYTES))
+        return tuple(tensors)
+
+    def _latent(self, kv_dtype: str) -> TensorShape:
+        if kv_dtype == FP8_DS_MLA:
+            length = _scaled_fp8_bytes(self.key_elements) + 2 * self.value_elements
+            return TensorShape("latent", None, length, _BYTES, _BYTES)
+        if kv_dtype in BLOCK_WISE or kv_dtype == INT4_ZP:
+            raise ConfigError(
+                f"kv_dtype is {kv_dtype!r}, which models with latent attention (MLA) do not have",
+                hint=f"use {FP8_DS_MLA!r}",
+            )
+        length = self.key_elements + self.value_elements
+        return TensorShape("latent", None, length, *_stored(kv_dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,7 +343,7 @@ class ModelShape:
             piece
             for layer, count in self.layers
             if layer.window_tokens == window
-            for piece in layer.pieces(kv_dtype, tensor_parallel) * count
+            for piece in _pieces(layer, kv_dtype, tensor_parallel, self.dtype) * count
         ]
 
 
@@ -300,6 +361,35 @@ def heads_per_rank(kv_heads: int, tensor_parallel: int) -> int:
         f"tensor_parallel is {tensor_parallel} for {kv_heads} KV heads; one number must divide the "
         "other"
     )
+
+
+def _pieces(layer: LayerShape, kv_dtype: str, tensor_parallel: int, model_dtype: str) -> list[int]:
+    tensors = layer.tensors(kv_dtype, tensor_parallel, model_dtype=model_dtype)
+    return [tensor.token_bytes for tensor in tensors]
+
+
+def _stored(kv_dtype: str) -> tuple[str, str]:
+    """Return the dtype of the memory and the element type of a KV dtype without scales."""
+    element = _ELEMENTS.get(kv_dtype)
+    return (kv_dtype, kv_dtype) if element is None else (_BYTES, element)
+
+
+def _quantized(
+    name: str, heads: int, elements: int, kv_dtype: str, model_dtype: str
+) -> list[TensorShape]:
+    """Return the tensor of keys or values, and those of its scales and zero points."""
+    scale = TensorShape(f"{name}_scale", heads, 1, model_dtype, model_dtype)
+    if kv_dtype == INT4_ZP:
+        if elements % 2:
+            raise ConfigError(
+                f"kv_dtype is {kv_dtype!r}, which packs two elements into a byte; a head has "
+                f"{elements} elements"
+            )
+        packed = TensorShape(name, heads, elements // 2, _BYTES, "int4x2")
+        return [packed, scale, scale._replace(name=f"{name}_zero_point")]
+    if kv_dtype in BLOCK_WISE:
+        return [TensorShape(name, heads, elements, *_stored(BLOCK_WISE[kv_dtype])), scale]
+    return [TensorShape(name, heads, elements, *_stored(kv_dtype))]
 
 
 def _scaled_fp8_bytes(elements: int) -> int:

@@ -31,6 +31,7 @@ BENCHES = (
     "ranks",
     "loop_held",
     "sync",
+    "fastdeploy",
     "peer_layouts",
     "peers_transports",
     "disk_io",

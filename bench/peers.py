@@ -11,7 +11,12 @@ Per size of a slice (the bytes of one layer of a block):
   on the decode side. The other half is computed afterwards: a chunk that became usable only when
   the prefill ended would stop the bench;
 * ``last_chunk_ms``: from the commit of the last two blocks, when the others have arrived, until the
-  decode side has all.
+  decode side has all;
+* ``after_prefill_ms``: from the commit of the last chunk of a prompt until the decode side has all.
+  Each of the chunks takes ``LAYERS`` times ``LAYER_SECONDS``, for which the prefill side waits in
+  place of a model. ``by_chunk``: blocks are sent when their chunk is committed; ``by_layer``:
+  ``layers_done`` names each layer, so that only the last of ``LAYER_RANGES`` parts is left. Both
+  alternate in one run; ``ratio`` is that of their medians.
 
 ``idle`` is the CPU time of each process, as a share of the elapsed time, while both engines are
 open and connected and nothing moves.
@@ -45,6 +50,9 @@ CHUNK_BLOCKS = 16
 TOTAL_BYTES = 64 << 20  # per round
 STEP_BLOCKS = 64  # of a prompt that is computed in steps
 LAST_BLOCKS = 2
+CHUNKS = 4  # of a prompt that is computed layer by layer
+LAYER_RANGES = 4
+LAYER_SECONDS = 0.005
 SECRET = b"a secret of the bench of peers"
 TIMEOUT = 60.0
 
@@ -82,6 +90,7 @@ class _Side:
                 secret=SECRET,
                 listen=listen,
                 chunk_blocks=CHUNK_BLOCKS,
+                layer_ranges=LAYER_RANGES,
                 ring_bytes="64MiB",
                 outgoing_bytes="64MiB",
             ),
@@ -140,6 +149,11 @@ class _Decode(_Side):
             plain.append(await self._copy_plain())
             whole.append(await self._receive_whole())
         first, last = zip(*[await self._receive_steps() for _ in range(1 + steps)], strict=True)
+        by_chunk, by_layer = [], []
+        for _ in range(2 + rounds):
+            by_chunk.append(await self._receive_chunks(by_layer=False))
+            by_layer.append(await self._receive_chunks(by_layer=True))
+        after = {"by_chunk": _percentiles(by_chunk[1:]), "by_layer": _percentiles(by_layer[1:])}
         del plain[0], whole[0]  # the first round warms the connections up
         ratios = [alone / engines for alone, engines in zip(plain, whole, strict=True)]
         return {
@@ -148,6 +162,10 @@ class _Decode(_Side):
             "ratio_to_plain": statistics.median(ratios),
             "first_chunk_ms": _percentiles(first[1:]),
             "last_chunk_ms": _percentiles(last[1:]),
+            "after_prefill_ms": {
+                **after,
+                "ratio": statistics.median(by_chunk[1:]) / statistics.median(by_layer[1:]),
+            },
         }
 
     async def idle(self, seconds: float) -> dict[str, float]:
@@ -193,6 +211,20 @@ class _Decode(_Side):
             began = await ask("rest")
             await _arrive(receiving, STEP_BLOCKS)
             return first, time.perf_counter() - began
+
+    async def _receive_chunks(self, *, by_layer: bool) -> float:
+        """Return the seconds from the last commit of a prompt until all blocks are cached."""
+        self._number += 1
+        num_blocks = self.num_blocks
+        async with (
+            await self.granted(self._number, num_blocks) as lease,
+            lease.receive(timeout=TIMEOUT) as receiving,
+        ):
+            ticket = receiving.ticket.hex()
+            self._commands.send("chunks", self._number, num_blocks, ticket, by_layer)
+            await _arrive(receiving, num_blocks)
+            ended = time.perf_counter()
+            return ended - await self._commands.receive()
 
 
 async def _arrive(receiving: Any, num_blocks: int) -> None:
@@ -251,6 +283,8 @@ async def _prefill(slice_bytes: int, port: int) -> None:
                         await loop.sock_sendall(plain, piece)
                 elif command == "idle":
                     commands.send(await _idle(*arguments))
+                elif command == "chunks":
+                    await _send_chunks(side, commands, *arguments)
                 elif command == "whole":
                     await _send_whole(side, commands, *arguments)
                 else:
@@ -271,6 +305,27 @@ async def _send_whole(
         async with side.engine.send(lease, bytes.fromhex(ticket)):
             began = time.perf_counter()
             lease.commit(lease.num_tokens)
+        commands.send(began)
+
+
+async def _send_chunks(
+    side: _Side,
+    commands: _Commands,
+    number: int,
+    num_blocks: int,
+    ticket: str,
+    by_layer: bool,
+) -> None:
+    async with await side.granted(number, num_blocks) as lease:
+        async with side.engine.send(lease, bytes.fromhex(ticket)) as sending:
+            for i in range(CHUNKS):
+                stop = (i + 1) * num_blocks // CHUNKS * BLOCK_TOKENS
+                for layer in range(LAYERS):
+                    await asyncio.sleep(LAYER_SECONDS)
+                    if by_layer:
+                        sending.layers_done(stop, layer + 1)
+                began = time.perf_counter()
+                lease.commit(stop)
         commands.send(began)
 
 

@@ -6,14 +6,14 @@ import itertools
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 import numpy as np
 
 from aiokv.demo.ledger import digest_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from aiokv.demo.transformer import NumpyCache, NumpyTransformer
     from aiokv.worker.device.base import Event
     from aiokv.worker.views import LayerView
+
+    OnLayers: TypeAlias = Callable[[int, Event | None], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class ModelRunner:
         batch: Batch,
         arriving: Sequence[LayerView] = (),
         read_back: Sequence[NDArray[np.int32]] = (),
+        on_layers: OnLayers | None = None,
     ) -> Future[StepOutput]:
         """Queue one step; layer ``i`` starts when ``arriving`` views have their layer ``i``.
 
@@ -81,8 +84,10 @@ class ModelRunner:
             batch: the rows to compute.
             arriving: views of layers that may still be on their way.
             read_back: device blocks whose bytes are to be digested after the pass, int32 each.
+            on_layers: called in the thread, before each further layer, with the number of layers
+                that are computed and an event behind them; None when they are computed already.
         """
-        return self._thread.submit(self._compute, batch, arriving, read_back)
+        return self._thread.submit(self._compute, batch, arriving, read_back, on_layers)
 
     def record(self) -> Event | None:
         """Return an event behind the steps computed so far; None when they have ended."""
@@ -94,18 +99,22 @@ class ModelRunner:
         batch: Batch,
         arriving: Sequence[LayerView],
         read_back: Sequence[NDArray[np.int32]],
+        on_layers: OnLayers | None,
     ) -> StepOutput:
         waited = 0.0
 
         def before_layer(layer: int) -> None:
             nonlocal waited
+            if on_layers is not None and layer > 0:
+                on_layers(layer, self._model.stream.record())
             start = time.perf_counter()
             for view in arriving:
                 view.gpu_wait(layer, self._model.stream)
             waited += time.perf_counter() - start
 
         start = time.perf_counter()
-        logits = self._model.forward(batch, self._cache, before_layer if arriving else None)
+        is_told = bool(arriving) or on_layers is not None
+        logits = self._model.forward(batch, self._cache, before_layer if is_told else None)
         for view in arriving:
             view.raise_for_error()
         computed = time.perf_counter()

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     import aiokv
     from aiokv import Item
     from aiokv.demo.batch import Span
-    from aiokv.demo.runner import ModelRunner, StepOutput
+    from aiokv.demo.runner import ModelRunner, OnLayers, StepOutput
     from aiokv.demo.workload import Conversation, Workload
+    from aiokv.worker.device.base import Event
 
     # Of a request and its lease: entered when the lease is granted, left when the attempt has
     # ended. The value is the first position to compute.
@@ -78,6 +79,8 @@ class Server:
             first step that reads it.
         on_done: called after every request.
         handover: receives the blocks of a request from another server, or sends them to one.
+        on_layers: called while a step computes, with a request, the end of its positions, the
+            number of layers that are computed for them, and an event behind these layers.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Server:
         on_hit: Callable[[aiokv.Lease], None] | None = None,
         on_done: Callable[[], None] | None = None,
         handover: Handover = no_handover,
+        on_layers: Callable[[Request, int, int, Event | None], None] | None = None,
     ) -> None:
         self.statistics = ServingStatistics()
         self.ledger = Ledger()
@@ -100,6 +104,7 @@ class Server:
         self._on_hit = on_hit
         self._on_done = on_done
         self._handover = handover
+        self._on_layers = on_layers
         self._random = random.Random(config.seed)
         self._slots = asyncio.Semaphore(config.max_running)
         self._running: list[Sequence] = []  # in order of admission
@@ -261,7 +266,8 @@ class Server:
         try:
             # requests keep their blocks until the thread has left the step, even without clients
             with self._engine.computing([sequence.lease for sequence, _ in chosen]) as computing:
-                work = self._runner.submit(batch, arriving, read_back)
+                on_layers = None if arriving else self._layer_callback(chosen)
+                work = self._runner.submit(batch, arriving, read_back, on_layers)
                 computing.ends_with(work)
                 self._disconnect(chosen)
                 output = await asyncio.wrap_future(work)
@@ -276,6 +282,19 @@ class Server:
             self._apply(chosen, batch.spans, output)
         finally:
             self._engine.step(self._runner.record())
+
+    def _layer_callback(self, chosen: list[tuple[Sequence, int]]) -> OnLayers | None:
+        """Return what the runner calls for each layer of a step."""
+        on_layers, loop = self._on_layers, asyncio.get_running_loop()
+        if on_layers is None:
+            return None
+        ends = [(sequence.request, sequence.computed + count) for sequence, count in chosen]
+
+        def note(layers: int, event: Event | None) -> None:
+            for request, end in ends:
+                on_layers(request, end, layers, event)
+
+        return lambda layers, event: loop.call_soon_threadsafe(note, layers, event)
 
     def _disconnect(self, chosen: list[tuple[Sequence, int]]) -> None:
         """Disconnect the clients that leave in this step, at a random instant of it."""

@@ -56,6 +56,7 @@ A = TypeVar("A", FirstToken, Served, Held)  # answers of a server
 
 # Blocks of one transfer: small, because the prompts of the demo are short.
 CHUNK_BLOCKS = 4
+LAYER_RANGES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,6 +352,8 @@ class Front:
             listen="127.0.0.1" if name == "decode" else None,
             transport=self._split.transport,
             chunk_blocks=CHUNK_BLOCKS,
+            # The transport 'cuda_ipc' moves whole blocks.
+            layer_ranges=1 if self._split.transport == "cuda_ipc" else LAYER_RANGES,
         )
         arguments = ServerArguments(self._make_scenario, self._config, peers, str(path))
         child = await self._stack.enter_async_context(start_in_new_process(main, arguments))

@@ -37,7 +37,8 @@ class ServerResult(ServingStatistics, kw_only=True):
         sent_bytes: of blocks that the other server has acknowledged.
         received_bytes: of blocks that were verified.
         sent_tokens: positions that the decode server has acknowledged.
-        sent_early_tokens: those of them that it had acknowledged before the last position of their
+        sent_blocks: blocks that it has acknowledged; some layers of a block are a part of it.
+        sent_early_blocks: those of them that it had acknowledged before the last position of their
             prompt was computed.
     """
 
@@ -45,11 +46,16 @@ class ServerResult(ServingStatistics, kw_only=True):
     sent_bytes: int
     received_bytes: int
     sent_tokens: int
-    sent_early_tokens: int
+    sent_blocks: float
+    sent_early_blocks: float
 
     @classmethod
     def of(
-        cls, server: Server, statistics: PeerStatistics, sent_early_tokens: int, sent_tokens: int
+        cls,
+        server: Server,
+        statistics: PeerStatistics,
+        sent_tokens: int,
+        sent_blocks: tuple[float, float],
     ) -> ServerResult:
         """Return the result of a server that has ended."""
         return cls(
@@ -58,7 +64,8 @@ class ServerResult(ServingStatistics, kw_only=True):
             sent_bytes=sum(rank.sent.sent_bytes for rank in statistics.ranks),
             received_bytes=sum(rank.received.received_bytes for rank in statistics.ranks),
             sent_tokens=sent_tokens,
-            sent_early_tokens=sent_early_tokens,
+            sent_early_blocks=sent_blocks[0],
+            sent_blocks=sent_blocks[1],
         )
 
     @classmethod
@@ -199,9 +206,9 @@ def _rows_of_runs(result: SplitResult) -> list[tuple[str, ...]]:
     early = sent = received = "-"
     if decode.received_bytes:
         received = _megabytes(decode.received_bytes)
-    if prefill is not None and prefill.sent_tokens:
+    if prefill is not None and prefill.sent_blocks:
         sent = _megabytes(prefill.sent_bytes)
-        early = f"{prefill.sent_early_tokens / prefill.sent_tokens:.0%}"
+        early = f"{prefill.sent_early_blocks / prefill.sent_blocks:.0%}"
     first_token = format_pair(one.ttft_ms, 1e-3)
     return [
         ("time to first token, p50 / p99", first_token, format_pair(result.first_token_ms, 1e-3)),

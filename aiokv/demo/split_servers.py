@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from aiokv.demo.ledger import Ledger
     from aiokv.demo.runs import DemoConfig, MakeScenario
     from aiokv.demo.split_messages import Message
+    from aiokv.worker.device.base import Event
 
 # Seconds after which the decode server computes what has not arrived.
 RECEIVE_TIMEOUT = 30.0
@@ -77,15 +78,18 @@ class Prefill:
 
     Attributes:
         sent_tokens: positions that the decode server has acknowledged.
-        sent_early_tokens: those of them that it had acknowledged when the prompt was computed.
+        sent_blocks: blocks that it has acknowledged; some layers of a block are a part of it.
+        sent_early_blocks: those of them that it had acknowledged when the prompt was computed.
     """
 
     def __init__(self, engine: aiokv.CacheEngine, channel: Channel) -> None:
         self._engine = engine
         self._channel = channel
         self._tickets: dict[str, bytes] = {}
+        self._sendings: dict[str, aiokv.Sending] = {}
         self.sent_tokens = 0
-        self.sent_early_tokens = 0
+        self.sent_blocks = 0.0
+        self.sent_early_blocks = 0.0
 
     @asynccontextmanager
     async def handover(self, request: Request, lease: aiokv.Lease) -> AsyncIterator[int]:
@@ -95,15 +99,25 @@ class Prefill:
             if ticket := self._tickets.pop(request.name, b""):
                 try:
                     sending = await stack.enter_async_context(self._engine.send(lease, ticket))
+                    self._sendings[request.name] = sending
                 except (PeerError, LayoutError):
                     self._channel.send(NotPrefilled(request.name))
             yield lease.cached_tokens
             if sending is not None:
-                self.sent_early_tokens += sending.delivered_tokens
+                self.sent_early_blocks += sending.delivered_blocks
+                del self._sendings[request.name]
             if request.generated:
                 self._channel.send(FirstToken(request.name, request.generated[0]))
         if sending is not None:
             self.sent_tokens += sending.delivered_tokens
+            self.sent_blocks += sending.delivered_blocks
+
+    def on_layers(
+        self, request: Request, num_tokens: int, num_layers: int, event: Event | None
+    ) -> None:
+        """Send the layers that are computed."""
+        if (sending := self._sendings.get(request.name)) is not None:
+            sending.layers_done(num_tokens, num_layers, event)
 
     async def serve(self, server: Server, message: Serve) -> None:
         """Compute one output token."""
@@ -118,7 +132,8 @@ class Decode:
     """Receives the blocks of each prompt, and computes what has not arrived."""
 
     sent_tokens = 0
-    sent_early_tokens = 0
+    sent_blocks = sent_early_blocks = 0.0
+    on_layers = None
 
     def __init__(self, engine: aiokv.CacheEngine, channel: Channel) -> None:
         self._engine = engine
@@ -191,7 +206,13 @@ async def _serve(
         channel = Channel(*await asyncio.open_unix_connection(arguments.socket_path))
         role = role_type(engine, channel)
         with ModelRunner(model, cache) as runner:
-            server = Server(engine, runner, config.serving, handover=role.handover)
+            server = Server(
+                engine,
+                runner,
+                config.serving,
+                handover=role.handover,
+                on_layers=role.on_layers,
+            )
             async with server.computing() as clients:
                 async for message in channel:
                     if isinstance(message, Serve):
@@ -203,5 +224,6 @@ async def _serve(
         if violations := engine.check_invariants():
             raise InternalError(f"after {name}: {'; '.join(violations)}")
         statistics = engine.peer_statistics()
-    result = ServerResult.of(server, statistics, role.sent_early_tokens, role.sent_tokens)
+    sent_blocks = (role.sent_early_blocks, role.sent_blocks)
+    result = ServerResult.of(server, statistics, role.sent_tokens, sent_blocks)
     return result, server.ledger

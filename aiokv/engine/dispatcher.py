@@ -273,23 +273,24 @@ class Dispatcher:
             future.set_exception(error)
 
     async def idle(self, lease_id: int) -> None:
-        """Wait until no transfer uses the device blocks that a lease has named.
-
-        Raises:
-            ClosedError: the engine was closed meanwhile.
+        """Wait until a lease becomes idle, or the engine is closed.
 
         Cancellation: nothing changed.
         """
-        while not self._scheduler.read.is_idle(lease_id):
-            future: asyncio.Future[None] = self._lifetime.loop.create_future()
-            waits = self._idle_waits.setdefault(lease_id, [])
-            waits.append(future)
-            try:
-                await future
-            finally:
-                waits.remove(future)
-                if not waits:
-                    self._idle_waits.pop(lease_id, None)
+        future: asyncio.Future[None] = self._lifetime.loop.create_future()
+        waits = self._idle_waits.setdefault(lease_id, [])
+        waits.append(future)
+        try:
+            await future
+        finally:
+            waits.remove(future)
+            if not waits:
+                self._idle_waits.pop(lease_id, None)
+
+    def end_idle_waits(self) -> None:
+        """Wake all who wait for idle leases: the worker has ended, and moves no byte any more."""
+        for lease_id in list(self._idle_waits):
+            self._end_idle_waits(lease_id)
 
     def _end_idle_waits(self, lease_id: int) -> None:
         for future in self._idle_waits.get(lease_id, ()):

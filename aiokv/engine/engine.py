@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from aiokv.worker.base import RankStatistics, Worker
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.lanes import WorkerStatistics
+    from aiokv.worker.layer_waits import LayerWaitStatistics
     from aiokv.worker.poller import PollerStatistics
     from aiokv.worker.views import LayerView
 
@@ -139,6 +140,7 @@ class CacheEngine(Unique):
         self._scheduler = parts.scheduler
         self._worker = parts.worker
         self._poller = parts.poller
+        self._transfers = parts.transfers
         self._requests = parts.requests
         self._observers = parts.observers
         self._steps = Steps(parts)
@@ -378,7 +380,8 @@ class CacheEngine(Unique):
                 again. Nothing changed.
             LeaseError: a lease is released, not granted, listed twice, or belongs to another
                 engine. Nothing changed.
-            UsageError: an argument has the wrong type. Nothing changed.
+            UsageError: an argument has the wrong type; or a server owns the device blocks, and
+                names those of new positions with ``lease.assign``. Nothing changed.
         """
         self._batches.extend(leases, num_tokens)
 
@@ -582,7 +585,8 @@ class CacheEngine(Unique):
     ) -> Hit:
         """Copy the cached prefix of a prompt from the stores and host memory to the device.
 
-        Does not wait for capacity: without room, the blocks stay in host memory.
+        Does not wait for capacity: without room, the blocks stay in host memory. With
+        ``CacheConfig.foreign_device``, they are copied from the stores to host memory only.
 
         Args:
             tokens: ``[N]`` token ids of the prompt, as for ``match``.
@@ -596,7 +600,8 @@ class CacheEngine(Unique):
                 Blocks that arrive later are cached in host memory.
 
         Returns:
-            The prefix that is on the device at the end, as ``device_tokens``.
+            The prefix that is on the device at the end, as ``device_tokens``; with
+            ``CacheConfig.foreign_device``, the prefix in host memory, as ``host_tokens``.
 
         Raises:
             UsageError: ``ttl_seconds`` is negative or not a number. Nothing changed.
@@ -941,6 +946,14 @@ class CacheEngine(Unique):
             UsageError: the call is made in another thread.
         """
         return self._exchange.statistics()
+
+    def layer_wait_statistics(self) -> LayerWaitStatistics:
+        """Return how long callers have waited for the layers of onloads. Any thread.
+
+        With ranks these are the waits in this process; see ``RankThread.layer_wait_statistics`` for
+        those of a rank.
+        """
+        return self._transfers.layer_waits.statistics()
 
     def poller_statistics(self) -> PollerStatistics:
         """Return counters and latencies of the event poller; zeros before ``async with``.

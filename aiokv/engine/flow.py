@@ -31,14 +31,18 @@ class _Part:
     Attributes:
         first_block: of the lease.
         num_blocks: number of blocks.
+        share: of the layers of each block.
         is_last: it has the last of their layers.
         is_early: their positions may not be committed yet.
         moved: leading blocks that have moved, once it has ended.
     """
 
-    __slots__ = ("first_block", "is_early", "is_last", "moved", "num_blocks")
+    __slots__ = ("first_block", "is_early", "is_last", "moved", "num_blocks", "share")
 
-    def __init__(self, first_block: int, num_blocks: int, *, is_last: bool, is_early: bool) -> None:
+    def __init__(
+        self, first_block: int, num_blocks: int, share: float, *, is_last: bool, is_early: bool
+    ) -> None:
+        self.share = share
         self.first_block = first_block
         self.num_blocks = num_blocks
         self.is_last = is_last
@@ -64,6 +68,7 @@ class Flow:
         ticket: as given.
         receives: as given.
         moved_block: blocks before it, from ``first_block`` on, have moved.
+        moved_blocks: blocks that have moved; some layers of a block count as a part of it.
         moved_sides: state and windows that have moved.
         kept_tokens: positions that the lease still has.
         is_loading: the flow waits for the onloads of its lease.
@@ -96,11 +101,13 @@ class Flow:
         self._next_block = first_block
         self._advance = advance
         self._is_entered = False
+        self._ticket_end = ""  # why the worker has ended the ticket
         self.lease = lease
         self.lease_id = lease.id
         self.ticket = ticket
         self.receives = receives
         self.moved_block = first_block
+        self.moved_blocks = 0.0
         self.moved_sides: set[Side] = set()
         self.kept_tokens = checks.MAX_INT32
         self.is_loading = False
@@ -158,6 +165,14 @@ class Flow:
             self.end(self.reason or "a transfer was cancelled")
         elif is_complete:
             self.end()
+        elif self._ticket_end and not self.in_flight:
+            self.end(self._ticket_end)
+
+    def note_ticket_end(self, reason: str) -> None:
+        """End when no transfer is in flight: none can succeed any more. Idempotent."""
+        self._ticket_end = self._ticket_end or reason
+        if not self.in_flight:
+            self.proceed()
 
     def cancel(self, reason: str) -> None:
         """End the flow for the application; the log has no warning of it."""
@@ -204,6 +219,7 @@ class Flow:
         first_block: int,
         num_blocks: int,
         *,
+        share: float = 1.0,
         is_last: bool = True,
         is_early: bool = False,
     ) -> None:
@@ -213,6 +229,7 @@ class Flow:
             transition: of the scheduler, with lease, ticket, first block and number of blocks.
             first_block: of the lease.
             num_blocks: number of blocks.
+            share: of the layers of each block.
             is_last: the blocks have moved when this transfer, and those before it, have ended;
                 otherwise it moves some of their layers only.
             is_early: the positions of the blocks may not be committed yet.
@@ -224,7 +241,7 @@ class Flow:
             self.lease_id, self.ticket.ticket_id, first_block, num_blocks
         )
         self._parts[transfer_id] = _Part(
-            first_block, num_blocks, is_last=is_last, is_early=is_early
+            first_block, num_blocks, share, is_last=is_last, is_early=is_early
         )
         self._exchange.submit(self, transfer_id, effects)
 
@@ -265,6 +282,8 @@ class Flow:
             return
         if (ended := self._parts.get(transfer_id)) is None:
             return
+        if ended.moved is None:
+            self.moved_blocks += blocks * ended.share
         ended.moved = blocks
         if blocks < ended.num_blocks:
             self.reason = self.reason or reason

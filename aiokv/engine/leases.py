@@ -452,12 +452,14 @@ class Leases:
     def is_idle(self, lease_id: int) -> bool:
         """See ``Lease.is_idle``."""
         self._lifetime.check_thread()
-        return self.read.is_idle(lease_id)
+        return self.read.is_idle(lease_id) or not self._lifetime.is_running
 
     async def idle(self, lease_id: int) -> None:
         """See ``Lease.idle``."""
-        self._lifetime.check_thread()
-        await self._dispatcher.idle(lease_id)
+        while not self.is_idle(lease_id):
+            if step := self.read.idle_after_step(lease_id):
+                self._open_step.check_wait(step, "transfers")
+            await self._dispatcher.idle(lease_id)
 
     def expire_after(self, lease: Lease, seconds: float) -> None:
         """See ``Lease.expire_after``."""

@@ -90,6 +90,7 @@ class Lifecycle:
                 on_lost=self._recovery.on_lost,
                 identity=self._identity,
                 windows=self._config.windows,
+                on_ticket_end=self._exchange.note_ticket_end,
             )
         except BaseException:
             self._poller.close()
@@ -153,6 +154,7 @@ class Lifecycle:
         self._expiries.close()
         self._exchange.lose_all("the engine was closed")
         self._observers.close()
+        self._dispatcher.end_idle_waits()
         self._dispatcher.conditions.test()
         log.info(
             "engine.closed",
@@ -180,6 +182,12 @@ class Lifecycle:
     async def _wait_for_leases(self, timeout: float | None) -> None:
         read = self._scheduler.read
         conditions = self._dispatcher.conditions
+        if self._config.foreign_device:
+            began = time.monotonic()
+            if await conditions.wait_for(lambda: not read.has_handles, timeout) and read.open_step:
+                self._steps.close(None)  # saves of released leases wait for it
+            if timeout is not None:
+                timeout = max(timeout - (time.monotonic() - began), 0.0)
         if not await conditions.wait_for(lambda: not read.has_leases, timeout):
             log.warning("engine.leases_held", owners=read.owners(), waited_seconds=timeout)
 

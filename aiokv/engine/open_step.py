@@ -45,11 +45,12 @@ class OpenStep:
         else:
             self._closers.add(task)
 
-    def check_wait(self, step: int) -> None:
+    def check_wait(self, step: int, awaited: str = "layers") -> None:
         """Raise if the calling task would wait for a step that only this task closes.
 
         Args:
             step: number of the step that the awaited transfer waits for.
+            awaited: names what the task waits for, in the plural.
 
         Raises:
             UsageError: the step is open, and the calling task is the only running task that has
@@ -59,9 +60,9 @@ class OpenStep:
             return
         if {task for task in self._closers if not task.done()} == {asyncio.current_task()}:
             raise UsageError(
-                f"the layers wait for the end of step {step}, which only the calling task closes: "
-                "waiting would never end",
-                hint="call engine.step(event) before waiting for the layers",
+                f"the {awaited} wait for the end of step {step}, which only the calling task "
+                "closes: waiting would never end",
+                hint=f"call engine.step(event) before waiting for the {awaited}",
             )
 
     def note_transfer(self, after_step: int) -> None:

@@ -249,6 +249,12 @@ def _check_stores(config: CacheConfig) -> None:
 
 
 def _check_peers(config: CacheConfig) -> None:
+    if config.foreign_device:
+        raise ConfigError(
+            "peers are given, and CacheConfig.foreign_device is True: leases that send or receive "
+            "need device blocks of the engine",
+            hint="leave the peers out, or set foreign_device=False",
+        )
     if not config.model:
         raise ConfigError(
             "CacheConfig.model is empty; with peers it must name the model",

@@ -370,19 +370,20 @@ class Exchange:
         num_tokens = checks.integer("num_tokens", num_tokens, minimum=0)
         event = as_event("event", event)
         self._worker.check_event(event)
+        mark = next(self._marks)
+        if flow.ended:
+            return layer_mark(flow.ticket.ticket_id, mark)
         if num_tokens > (allocated := self._read.num_tokens(flow.lease.live_id())):
             raise LeaseError(
                 f"layers_done: num_tokens is {num_tokens}; it must be at most the {allocated} "
                 f"positions of {flow.lease!r}"
             )
-        mark = next(self._marks)
         ticket = flow.ticket
-        if not flow.ended:
-            ranges = bisect_right(self._worker.layer_ends, num_layers)
-            end_block = self._sendable_block(ticket, num_tokens)
-            self._worker.layers_done(ticket.ticket_id, mark, event)
-            progress.note_computed(end_block, ranges, mark)
-            flow.proceed()
+        ranges = bisect_right(self._worker.layer_ends, num_layers)
+        end_block = self._sendable_block(ticket, num_tokens)
+        self._worker.layers_done(ticket.ticket_id, mark, event)
+        progress.note_computed(end_block, ranges, mark)
+        flow.proceed()
         return layer_mark(ticket.ticket_id, mark)
 
     def _sendable_block(self, ticket: Ticket, num_tokens: int) -> int:
@@ -405,6 +406,7 @@ class Exchange:
         if self._waits_for_onloads(flow):
             return
         if self._read.state(flow.lease_id) is not LeaseState.GRANTED:
+            progress.forget_computed()  # an onload has failed
             return  # the next commit calls again
         computed = self._read.computed_tokens(flow.lease_id)
         committed_block = self._sendable_block(flow.ticket, computed)
@@ -416,6 +418,7 @@ class Exchange:
                 partial(self._send_part, part),
                 part.first_block,
                 part.num_blocks,
+                share=progress.share(part),
                 is_last=progress.is_last(part),
                 is_early=is_early,
             )
@@ -588,6 +591,16 @@ class Exchange:
     def _forget(self, transfer_id: int) -> None:
         self._by_transfer.pop(transfer_id, None)
         self._reasons.pop(transfer_id, None)
+
+    def note_ticket_end(self, ticket_id: bytes, reason: str) -> None:
+        """End the send of a ticket that has ended, when none of its transfers is in flight.
+
+        Its last transfers may have succeeded. Idempotent.
+        """
+        for flow in [flow for flows in self.flows.values() for flow in flows]:
+            if flow.ticket.ticket_id == ticket_id and not flow.receives:
+                flow.note_ticket_end(reason)
+                self._settle(flow)
 
     # --- changes of leases and of the engine ------------------------------------------------------
 

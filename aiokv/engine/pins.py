@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from aiokv import checks
 from aiokv.checks import Unique
-from aiokv.errors import RequestTooLarge, WouldBlock
+from aiokv.errors import RequestTooLarge, UsageError, WouldBlock
 from aiokv.plan import Priority
 from aiokv.types import Hit
 
@@ -80,6 +80,7 @@ class Pins:
     """Pins of one engine, and the onloads of their prefixes."""
 
     def __init__(self, parts: Parts, leases: Leases, fetches: Fetches) -> None:
+        self._foreign_device = parts.config.foreign_device
         self._lifetime = parts.lifetime
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
@@ -113,6 +114,9 @@ class Pins:
         )
         lease = await self._fetched(match, timeout)
         found = lease.hit
+        if self._foreign_device:
+            lease.release()
+            return found
         pin = await self._bring(lease, until_used=ttl_seconds > 0)
         if pin is None:
             return Hit(found.device_tokens, 0)
@@ -133,6 +137,12 @@ class Pins:
         timeout: float | None,
     ) -> Pin:
         """See ``CacheEngine.pin``."""
+        if self._foreign_device:
+            raise UsageError(
+                "pin: with CacheConfig.foreign_device, a server owns the device blocks, not the "
+                "engine",
+                hint="a lease keeps its cached blocks in host memory from allocate to release",
+            )
         if ttl_seconds is not None:
             ttl_seconds = checks.seconds("ttl_seconds", ttl_seconds, minimum=0.0)
         match = partial(

@@ -57,6 +57,10 @@ class SendProgress:
             if self._computed[i] < end_block:
                 self._computed[i], self._marks[i] = end_block, mark
 
+    def forget_computed(self) -> None:
+        """Forget the layers that are not begun: their positions will be computed again."""
+        self._computed = list(self._next)
+
     def next_part(self, committed_block: int) -> SendPart | None:
         """Return the next part to begin, and note it with ``begin``; None if there is none.
 
@@ -90,6 +94,11 @@ class SendProgress:
         ranges = range(part.first_range, part.end_range or len(self._next))
         for i in ranges:
             self._next[i] = part.first_block + part.num_blocks
+
+    def share(self, part: SendPart) -> float:
+        """Return the share of the ranges of layers that a part has."""
+        num_ranges = len(self._next)
+        return (part.end_range - part.first_range or num_ranges) / num_ranges
 
     def is_last(self, part: SendPart) -> bool:
         """Return True if a part has the last layers of its blocks."""

@@ -126,6 +126,22 @@ class Sending(Unique):
         """
         self._entered().cancel("cancel() was called")
 
+    async def ended(self) -> str | None:
+        """Wait until all positions of the ticket were delivered, or the send has ended early.
+
+        Returns:
+            ``failure``: why it has ended early; None when all was delivered.
+
+        Raises:
+            UsageError: the ``async with`` block has not begun, or the call is made in another
+                thread.
+
+        Cancellation: nothing changed.
+        """
+        flow = self._entered()
+        await flow.wait_for(lambda: flow.ended)
+        return flow.failure
+
     @property
     def num_tokens(self) -> int:
         """Position after the last that the receiver waits for, where its state is needed."""
@@ -138,6 +154,14 @@ class Sending(Unique):
         ticket = flow.ticket
         delivered = min(flow.moved_block * self._exchange.block_tokens, ticket.num_tokens)
         return max(delivered - ticket.first_position, 0)
+
+    @property
+    def delivered_blocks(self) -> float:
+        """Number of blocks that the receiver has acknowledged.
+
+        Layers of a block that were sent before the others count as a part of the block.
+        """
+        return self._entered().moved_blocks
 
     @property
     def failure(self) -> str | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from aiokv.observe.logs import DEBUG, Log
 from aiokv.plan import FETCH_ROUTES, ONLOAD, PEER_ROUTES, Priority, TransferReport
 from aiokv.worker.device.base import CopyError
+from aiokv.worker.layer_waits import LayerWaits
 from aiokv.worker.layers import ALL, LayerDoneCounter
 from aiokv.worker.views import LayerView
 
@@ -40,6 +41,9 @@ class Transfers:
         observers: are told the ends of transfers.
         on_report: called in a later pass with the report of a plan that the worker refused.
         on_onload: called with the seconds of each onload that has copied all its blocks.
+
+    Attributes:
+        layer_waits: durations of the waits for layers.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Transfers:
         self._on_report = on_report
         self._on_onload = on_onload
         self._counters: dict[int, tuple[TransferPlan, LayerDoneCounter]] = {}
+        self.layer_waits = LayerWaits()
         self._ends: dict[int, list[asyncio.Future[None]]] = {}  # waits for the report, by transfer
         observers.follow(lambda: list(self._counters.values()))
 
@@ -123,6 +128,7 @@ class Transfers:
             owner=owner,
             check_wait=partial(self._open_step.check_wait, after_step) if after_step else None,
             locate=self._position_finder(lease_id, [plan for plan, _ in joined]),
+            waits=self.layer_waits,
         )
 
     def _position_finder(

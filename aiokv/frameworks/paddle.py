@@ -45,6 +45,7 @@ def add_region(
     layers: Sequence[Any],
     *,
     layer_indices: Sequence[int] | None = None,
+    more_blocks: bool = False,
     axes: Sequence[str] | None = None,
     heads: tuple[int, int] | None = None,
 ) -> None:
@@ -60,6 +61,7 @@ def add_region(
         name,
         layers=[as_integers(tensor) for tensor in layers],
         layer_indices=layer_indices,
+        more_blocks=more_blocks,
         dtypes=[dtype_name(tensor) for tensor in layers],
         axes=axes,
         heads=heads,

@@ -113,6 +113,17 @@ def _families(engine: CacheEngine, salt_label: Callable[[str], str]) -> Iterator
     yield from _rows(tables.WORKER, worker)
     for route in ROUTE_NAMES:
         yield from _rows(tables.LANE, getattr(worker, route), route=route)
+    layer_waits = engine.layer_wait_statistics()
+    yield from _rows(tables.LAYER_WAITS, layer_waits)
+    yield Family(
+        "aiokv_waited_layer_seconds_total",
+        "counter",
+        "Time of all waits for a layer of an onload; a wait for all layers counts for the last.",
+        [
+            Sample("", {"layer": str(layer)}, seconds)
+            for layer, seconds in enumerate(layer_waits.layer_seconds)
+        ],
+    )
     yield from _rows(tables.POLLER, engine.poller_statistics(), rank="")
     for rank in engine.rank_statistics():
         yield from _rows(tables.RANK, rank, rank=str(rank.rank))

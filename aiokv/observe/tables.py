@@ -383,6 +383,14 @@ LANE: Final[Table] = (
     ),
 )
 
+LAYER_WAITS: Final[Table] = (
+    one(
+        "layer_wait_seconds",
+        "waits",
+        "Waits of model runners for a layer of an onload that had not arrived.",
+    ),
+)
+
 POLLER: Final[Table] = (
     one("poller_events_total", "events", "Events of devices that were announced."),
     one("poller_queries_total", "queries", "Queries of events."),

@@ -61,7 +61,8 @@ class Peers:
         layer_ranges: parts into which the layers of the model are divided, so that the layers that
             ``Sending.layers_done`` names are sent while the model computes the others; at most one
             per layer. 1: blocks are sent when they are committed. A receiver takes blocks from
-            senders with 1, or with as many as it has itself.
+            senders with 1, or with as many as it has itself. Each part costs as much as a block
+            besides its bytes: it should have at least 64 KiB on each rank.
 
     Raises:
         ConfigError: a value is out of range; ``listen`` is the wildcard address, and ``advertise``

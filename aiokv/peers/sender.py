@@ -213,6 +213,9 @@ class SenderPort(Protocol[C]):
     def sent(self, send: Send) -> None:
         """Report a plan; nothing reads its blocks. Idempotent."""
 
+    def ended(self, ticket_id: bytes, reason: str) -> None:
+        """Tell that a ticket has ended: no plan of it is taken any more. Idempotent."""
+
 
 class _Way(Generic[C]):
     """A connection to a receiver rank.
@@ -738,6 +741,7 @@ class Sender(Generic[C]):
             self._give_up(send, outgoing.closed)
         for way in outgoing.ways.values():
             way.tickets.discard(ticket_id)
+        self._port.ended(ticket_id, outgoing.closed)
         self._forget(outgoing)
         self._pump_all()
 

@@ -174,7 +174,7 @@ class RankGroup(Unique):
             on_reports=self._on_reports,
             on_reply=self._control.on_reply,
             on_lookup=self._lookups.on_reply,
-            on_ticket=lambda state, reply: self._tickets.on_reply(state, reply),
+            on_ticket=lambda state, message: self._tickets.on_message(state, message),
             has_stores=has_stores,
             has_peers=has_peers,
             on_lost=self._on_rank_lost,
@@ -195,6 +195,7 @@ class RankGroup(Unique):
         on_lost: Callable[[RankLost], None],
         identity: StoreIdentity | None = None,
         windows: Mapping[str, WindowGroup] | None = None,
+        on_ticket_end: Callable[[bytes, str], None] = lambda ticket_id, reason: None,
     ) -> None:
         """Listen, start the ranks if ``entry`` names them, and wait until all are ready.
 
@@ -207,6 +208,7 @@ class RankGroup(Unique):
             on_lost: called when a rank is lost; no transfer can succeed until ``restart``.
             identity: origin of the blocks; each rank fills in its number.
             windows: ``CacheConfig.windows``; each rank reserves memory for their ``host_blocks``.
+            on_ticket_end: called when a ticket has ended on a rank.
 
         Raises:
             UsageError: opened before.
@@ -228,6 +230,7 @@ class RankGroup(Unique):
         if identity is not None:
             self._identity = msgspec.structs.replace(identity, num_ranks=self.num_ranks)
         self._transfers.open(on_report)
+        self._tickets.on_end = on_ticket_end
         try:
             await self._membership.open(device_blocks, self._windows)
             await self._membership.begin(

@@ -21,6 +21,7 @@ from aiokv.ranks.messages import (
     Pong,
     Ready,
     Reports,
+    TicketEnded,
     TicketReply,
     encode,
 )
@@ -81,7 +82,7 @@ class Membership:
         on_reports: Callable[[RankState, Reports], None],
         on_reply: Callable[[RankState, ControlReply], None],
         on_lookup: Callable[[RankState, LookupReply], None],
-        on_ticket: Callable[[RankState, TicketReply], None],
+        on_ticket: Callable[[RankState, TicketReply | TicketEnded], None],
         on_lost: Callable[[RankLost], None],
         has_stores: bool = False,
         has_peers: bool = False,
@@ -400,7 +401,9 @@ class Membership:
     def on_message(
         self,
         state: RankState,
-        message: Ready | Reports | ControlReply | LookupReply | TicketReply | Pong | Broken,
+        message: (
+            Ready | Reports | ControlReply | LookupReply | TicketReply | TicketEnded | Pong | Broken
+        ),
     ) -> None:
         """Process a message of a connected rank."""
         self._note_message(state)
@@ -418,7 +421,7 @@ class Membership:
             self.notify()
         elif isinstance(message, LookupReply):
             self._on_lookup(state, message)
-        elif isinstance(message, TicketReply):
+        elif isinstance(message, TicketReply | TicketEnded):
             self._on_ticket(state, message)
         elif isinstance(message, Pong):
             state.note_statistics(message)

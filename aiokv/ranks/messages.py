@@ -15,6 +15,7 @@
           ◄───────────────────────── Ping
           ◄───────────────────────── Expect, OpenTicket, CloseTicket: with peers only
     TicketReply ───────────────────►                     to OpenTicket
+    TicketEnded ───────────────────►                     a ticket that the rank sends
     Pong(statistics) ──────────────►                     while nothing else is sent
           ◄───────────────────────── Close
 
@@ -167,6 +168,13 @@ class TicketReply(_Message, frozen=True, tag="ticket_reply"):
     kind: str = ""
 
 
+class TicketEnded(_Message, frozen=True, tag="ticket_ended"):
+    """A ticket that this rank sends has ended; the reports of its plans may follow."""
+
+    ticket_id: bytes
+    reason: str
+
+
 class Pong(_Message, frozen=True, tag="pong"):
     """The rank's loop runs.
 
@@ -305,7 +313,9 @@ class Close(_Message, frozen=True, tag="close"):
     """Finish moving transfers, free the memory, and end the connection."""
 
 
-FromRank = Hello | Ready | Reports | ControlReply | LookupReply | TicketReply | Pong | Broken
+FromRank = (
+    Hello | Ready | Reports | ControlReply | LookupReply | TicketReply | TicketEnded | Pong | Broken
+)
 FromManager = (
     Begin
     | Refuse

@@ -41,6 +41,7 @@ from aiokv.ranks.messages import (
     Ready,
     Refuse,
     Sleep,
+    TicketEnded,
     TicketReply,
     TransferBatch,
     WakeUp,
@@ -57,6 +58,7 @@ from aiokv.worker.controller import CacheController
 from aiokv.worker.device.base import CopyError, as_event
 from aiokv.worker.device.names import named_device
 from aiokv.worker.layer_marks import split_layer_mark
+from aiokv.worker.layer_waits import LayerWaits
 from aiokv.worker.layers import ALL, LayerDoneCounter
 from aiokv.worker.poller import EventPoller
 from aiokv.worker.regions import Regions
@@ -108,6 +110,7 @@ class Rank(Unique):
         regions: the tensors; without memory while the device tier sleeps. Set it to new tensors of
             the same layout before ``engine.wake_up``.
         connected: True after the first connection to the group, also when it has ended.
+        layer_waits: durations of the waits of this rank's runner for layers.
     """
 
     def __init__(
@@ -143,6 +146,7 @@ class Rank(Unique):
         self._poller = EventPoller()
         self._outbox = Outbox(self._send)
         self._counters = Counters()
+        self.layer_waits = LayerWaits()
         self._channel = Channel(self._on_frame, self._on_closed)
         self._opened = False  # the controller
         self._closed_step = 0
@@ -289,7 +293,9 @@ class Rank(Unique):
             raise ClosedError(f"the group has ended: {self._ended.result()}")
         async with asyncio.timeout(timeout):
             counters = [await self._counters.get(transfer_id) for transfer_id in wanted]
-        return LayerView(counters) if counters else done_view(self.regions.num_layers)
+        if not counters:
+            return done_view(self.regions.num_layers)
+        return LayerView(counters, waits=self.layer_waits)
 
     def find_transfer(self, transfer_id: int) -> tuple[TransferPlan, LayerDoneCounter] | None:
         """Return the plan and the layer counter of a transfer, of any route. Any thread.
@@ -561,6 +567,9 @@ class Rank(Unique):
             on_lost=lambda lost: None,
             identity=identity,
             windows=begin.windows,
+            on_ticket_end=lambda ticket_id, reason: self._send(
+                TicketEnded(ticket_id=ticket_id, reason=reason)
+            ),
         )
         self._opened = True
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from aiokv.errors import ClosedError, LayoutError, PeerError, RankLost, UsageError
 from aiokv.peers.ticket import decode
 from aiokv.ranks.channel import frame_of
-from aiokv.ranks.messages import CloseTicket, Expect, OpenTicket, encode
+from aiokv.ranks.messages import CloseTicket, Expect, OpenTicket, TicketEnded, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,10 +49,14 @@ class GroupTickets:
     Args:
         membership: the ranks.
         key: returns the key of tickets.
+
+    Attributes:
+        on_end: called with the id of a ticket that has ended on a rank, and the reason.
     """
 
     def __init__(self, membership: Membership, key: Callable[[], bytes]) -> None:
         self._key = key
+        self.on_end: Callable[[bytes, str], None] = lambda ticket_id, reason: None
         self._membership = membership
         self._numbers = count(1)
         self._openings: dict[int, _Opening] = {}
@@ -94,11 +98,12 @@ class GroupTickets:
         """End a ticket on all ranks. Plans that were sent before it are ended, too."""
         self._membership.send(frame_of(encode(CloseTicket(ticket_id=ticket_id, reason=reason))))
 
-    def on_reply(self, state: RankState, reply: TicketReply) -> None:
-        """Note the answer of a rank; one that comes late is ignored."""
-        opening = self._openings.get(reply.number)
-        if opening is not None:
-            opening.note(state.rank, reply)
+    def on_message(self, state: RankState, message: TicketReply | TicketEnded) -> None:
+        """Note the answer of a rank, or the end of a ticket on it; a late answer is ignored."""
+        if isinstance(message, TicketEnded):
+            self.on_end(message.ticket_id, f"rank {state.rank}: {message.reason}")
+        elif (opening := self._openings.get(message.number)) is not None:
+            opening.note(state.rank, message)
 
     def end_all(self, lost: RankLost | None = None) -> None:
         """Fail the callers that wait: a rank was lost, or the group closes."""

@@ -265,6 +265,10 @@ class CacheReader:
         """
         return self._core.is_idle(lease_id)
 
+    def idle_after_step(self, lease_id: int) -> int:
+        """Return the newest unfinished step that the end of these transfers waits for; 0: none."""
+        return self._core.idle_after_step(lease_id)
+
     def saving(self, lease_id: int) -> int:
         """Return a backup in flight that a swap of the lease must wait for; 0 for none."""
         return self._core.saving(lease_id)
@@ -315,6 +319,11 @@ class CacheReader:
     def has_leases(self) -> bool:
         """True when a lease holds blocks or has a handle."""
         return bool(self._owners)
+
+    @property
+    def has_handles(self) -> bool:
+        """True when a lease has a handle."""
+        return bool(self._core.statistics().leases)
 
     @property
     def granted_leases(self) -> int:

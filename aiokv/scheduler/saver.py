@@ -56,7 +56,6 @@ class Saver:
         """Begin the backups of the write policy; return False if there are none."""
         self._is_wanted = False
         if not self.is_active:
-            self._core.give_up_saves()
             return False
         self._plans.take_backups(self._begun)
         submitted = False

@@ -679,6 +679,7 @@ class CacheScheduler:
         """Add ``num_tokens`` positions to each lease; return False, and add none, without room.
 
         Raises:
+            UsageError: a server owns the device blocks.
             LeaseError: a lease is not granted or listed twice, or ``num_tokens`` is out of range.
         """
         try:
@@ -870,7 +871,9 @@ class CacheScheduler:
 
     def _collect_backups(self) -> bool:
         begun = self._saver.collect()
-        if self._foreign is not None:  # blocks for which the host has no room are given up
+        if self._foreign is not None:  # what cannot be saved is given up
+            if not self._saver.is_active:
+                self._core.give_up_saves()
             self._foreign.settle()
         return begun
 
@@ -1305,9 +1308,8 @@ class CacheScheduler:
 
     def _stop_offloads(self, stopped: bool) -> None:
         self._saver.stopped = self._store_saver.stopped = stopped
-        if stopped and self._foreign is not None:
-            self._saver.collect()  # gives up what is queued
-            self._foreign.settle()
+        if stopped:
+            self._collect_backups()  # begins none
 
     def close(self) -> Done:
         """End all waits and pins: the engine closes."""

@@ -41,6 +41,10 @@ class SyncLayers(Unique):
         """Ids that a rank's runner passes to ``Rank.layers``. Does not cross."""
         return self._view.transfer_ids
 
+    def wait_seconds(self, layer: int) -> float:
+        """Return how long callers have waited for a layer, as ``LayerView``. Does not cross."""
+        return self._view.wait_seconds(layer)
+
     def wait(self, layer: int, timeout: float | None = None) -> None:
         """Block the calling thread, without the GIL, until a layer has arrived.
 

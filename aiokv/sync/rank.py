@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from aiokv.sync.rank_layers import Arrived
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.lanes import WorkerStatistics
+    from aiokv.worker.layer_waits import LayerWaitStatistics
     from aiokv.worker.peer_transfers import RankPeerStatistics
     from aiokv.worker.regions import Regions
     from aiokv.worker.views import LayerView
@@ -210,7 +211,7 @@ class RankThread(Unique):
         """
         self._thread.check_process()
         named = _checked_ids(transfer_ids)
-        return RankLayers(self, named, self._rank.regions.num_layers)
+        return RankLayers(self, named, self._rank.regions.num_layers, self._rank.layer_waits)
 
     def is_done(self, transfer_ids: Iterable[int]) -> bool:
         """Return True when no byte of the transfers moves any more on this rank. Does not wait.
@@ -271,6 +272,10 @@ class RankThread(Unique):
         cross(self._thread, self._rank.step, step, event)
 
     # --- statistics -------------------------------------------------------------------------------
+
+    def layer_wait_statistics(self) -> LayerWaitStatistics:
+        """Return how long threads of this process have waited for layers. Does not cross."""
+        return self._rank.layer_waits.statistics()
 
     def statistics(self) -> WorkerStatistics:
         """Return the counts of this rank's transfers; see :meth:`aiokv.ranks.Rank.statistics`."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiokv.plan import TransferPlan
+    from aiokv.worker.layer_waits import LayerWaits
     from aiokv.worker.layers import LayerDoneCounter
 
 
@@ -61,14 +62,20 @@ class RankLayers(Unique):
         transfer_ids: as given.
     """
 
-    __slots__ = ("_arrived", "_num_layers", "_transfers", "transfer_ids")
+    __slots__ = ("_arrived", "_num_layers", "_transfers", "_view", "_waits", "transfer_ids")
 
     def __init__(
-        self, transfers: Transfers, transfer_ids: tuple[int, ...], num_layers: int
+        self,
+        transfers: Transfers,
+        transfer_ids: tuple[int, ...],
+        num_layers: int,
+        waits: LayerWaits,
     ) -> None:
         self._transfers = transfers
         self._num_layers = num_layers
+        self._waits = waits
         self._arrived: list[Arrived] = []  # empty, or all
+        self._view: LayerView | None = None  # when all have arrived
         self.transfer_ids = transfer_ids
 
     def gpu_wait(self, layer: int, stream: Any, timeout: float | None = None) -> None:
@@ -120,6 +127,14 @@ class RankLayers(Unique):
         """Block the calling thread until all layers have arrived; see ``wait``."""
         deadline = Deadline(timeout)
         self._resolve(deadline).host_wait_all(deadline.left())
+
+    def wait_seconds(self, layer: int) -> float:
+        """Return how long callers of this object have waited for a layer; see ``LayerView``.
+
+        Raises:
+            UsageError: there is no such layer.
+        """
+        return 0.0 if self._view is None else self._view.wait_seconds(layer)
 
     @property
     def is_done(self) -> bool:
@@ -177,9 +192,12 @@ class RankLayers(Unique):
     def _resolve(self, deadline: Deadline) -> LayerView:
         if len(self._arrived_so_far()) < len(self.transfer_ids):
             self._arrived = self._transfers.arrived(self.transfer_ids, deadline)
-        if not self.transfer_ids:
-            return done_view(self._num_layers)
-        return LayerView([counter for _, counter in self._arrived])
+        if self._view is None:
+            counters = [counter for _, counter in self._arrived]
+            self._view = (
+                LayerView(counters, waits=self._waits) if counters else done_view(self._num_layers)
+            )
+        return self._view
 
     def __repr__(self) -> str:
         return f"<RankLayers of transfers {list(self.transfer_ids)}>"

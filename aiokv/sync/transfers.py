@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from aiokv.peers.statistics import ReceivingStatistics
     from aiokv.sync.futures import EngineFuture
     from aiokv.sync.port import Port
+    from aiokv.worker.device.base import Event
 
 F = TypeVar("F", Receiving, Sending)
 T = TypeVar("T")
@@ -95,3 +96,15 @@ class SyncSending(_SyncFlow[Sending]):
     def delivered_tokens(self) -> int:
         """Number of positions that the receiver has acknowledged, from the first on."""
         return self._ask(lambda flow: flow.delivered_tokens)
+
+    def layers_done(self, num_tokens: int, num_layers: int, event: Event | None = None) -> bytes:
+        """Send layers of positions that are not committed yet; see ``Sending.layers_done``."""
+        return self._ask(lambda flow: flow.layers_done(num_tokens, num_layers, event))
+
+    def ended(self) -> EngineFuture[str | None]:
+        """Wait until the send has ended, as ``Sending.ended``.
+
+        Returns:
+            A future of its failure; None when all was delivered. Cancelling it changes nothing.
+        """
+        return self._port.begin(self._entered().ended)

@@ -156,6 +156,7 @@ class Worker(Protocol):
         on_lost: Callable[[RankLost], None],
         identity: StoreIdentity | None = None,
         windows: Mapping[str, WindowGroup] | None = None,
+        on_ticket_end: Callable[[bytes, str], None] = lambda ticket_id, reason: None,
     ) -> None:
         """Take host memory, open the stores, and bind the worker to the running loop. Called once.
 
@@ -172,6 +173,9 @@ class Worker(Protocol):
             identity: origin of the blocks, for their keys in the stores, and for peers; required
                 with either.
             windows: ``CacheConfig.windows``; memory for their ``host_blocks`` is reserved here.
+            on_ticket_end: called with the id of a ticket that was opened, and the reason, when it
+                has ended: no plan of it can succeed any more. Reports of its plans may follow.
+                Idempotent.
 
         Raises:
             UsageError: opened before; or another open worker of this process has the device or a

@@ -150,6 +150,7 @@ class CacheController:
         on_lost: Callable[[RankLost], None],
         identity: StoreIdentity | None = None,
         windows: Mapping[str, WindowGroup] | None = None,
+        on_ticket_end: Callable[[bytes, str], None] = lambda ticket_id, reason: None,
     ) -> None:
         """Take host memory and the device, and open the stores; see :meth:`Worker.open`.
 
@@ -172,7 +173,7 @@ class CacheController:
         try:
             await self._stores.open(identity, poller, on_report)
             try:
-                await self._peers.open(identity, poller, on_report)
+                await self._peers.open(identity, poller, on_report, on_ticket_end)
             except BaseException:
                 await self._stores.aclose()
                 raise

@@ -31,8 +31,8 @@ class LayerMarks:
         self._events.setdefault(ticket_id, {})[mark] = event
 
     def has(self, ticket_id: bytes, mark: int) -> bool:
-        """Return True if the mark was noted."""
-        return mark in self._events.get(ticket_id, ())
+        """Return True if the mark was noted; False for 0, which is none."""
+        return mark > 0 and mark in self._events.get(ticket_id, ())
 
     def event(self, ticket_id: bytes, mark: int) -> Event | None:
         """Return the event of a mark that was noted."""

@@ -167,6 +167,7 @@ class PeerTransfers:
         self.layout = b""
         self._mappings: Mappings | None = None
         self._marks = LayerMarks()
+        self._on_ticket_end: Callable[[bytes, str], None] = lambda ticket_id, reason: None
         self._slots: ArenaSlots | None = None
         self._blocks_per_slot = 1  # of the landing ring
         self._landing: PeerMemory | None = None
@@ -207,6 +208,7 @@ class PeerTransfers:
         identity: StoreIdentity | None,
         poller: EventPoller,
         on_report: Callable[[TransferReport], None],
+        on_ticket_end: Callable[[bytes, str], None],
     ) -> None:
         """Listen, and prepare the slots; the host memory was allocated before.
 
@@ -225,6 +227,7 @@ class PeerTransfers:
         self._poller = poller
         self._guard.open(poller)
         self._plans.open(on_report)
+        self._on_ticket_end = on_ticket_end
         try:
             await self._open_slots()
             if (address := options.listen_address) is not None:
@@ -742,6 +745,10 @@ class PeerTransfers:
     def sent(self, send: Send) -> None:
         """Report a SEND plan. Idempotent."""
         self._plans.end(send.plan.transfer_id, send.leading_blocks, send.failure)
+
+    def ended(self, ticket_id: bytes, reason: str) -> None:
+        """Tell the end of a ticket that was sent. Idempotent."""
+        self._guard.soon(partial(self._on_ticket_end, ticket_id, reason))
 
     # --- deadlines --------------------------------------------------------------------------------
 

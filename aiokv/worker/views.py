@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,11 +12,12 @@ from aiokv.checks import integer
 from aiokv.checks import timeout as checked_timeout
 from aiokv.errors import TransferError
 from aiokv.worker.device.base import CopyError
+from aiokv.worker.layer_waits import LayerWaits
 from aiokv.worker.layers import ALL, LayerDoneCounter, LayerIterator
 from aiokv.worker.thread_waits import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
 
 class LayerView:
@@ -28,6 +30,7 @@ class LayerView:
             compute; None when the lease needs no block from there on.
         owner: name of the lease's owner, for messages.
         check_wait: called before a coroutine waits; raises when the wait would never end.
+        waits: gets the durations of the waits of this view, besides the view itself.
     """
 
     def __init__(
@@ -38,8 +41,11 @@ class LayerView:
         locate: Callable[[int, int], int | None] | None = None,
         owner: str = "",
         check_wait: Callable[[], None] | None = None,
+        waits: LayerWaits | None = None,
     ) -> None:
         self.check_wait = check_wait
+        self.waits = waits
+        self._own_waits: LayerWaits | None = None  # made by the first wait
         self._owner = f" for {owner}" if owner else ""
         self.counters = tuple(counters)
         self.num_layers = (
@@ -90,6 +96,35 @@ class LayerView:
         self._check(layer, first=ALL)
         return all(counter.has_arrived(layer) for counter in self.counters)
 
+    def wait_seconds(self, layer: int) -> float:
+        """Return how long callers of this view have waited for a layer so far. Any thread.
+
+        Counts the waits of ``wait``, ``host_wait`` and ``gpu_wait`` that have ended; see
+        :class:`LayerWaitStatistics`.
+
+        Raises:
+            UsageError: there is no such layer.
+        """
+        self._check(layer)
+        return 0.0 if self._own_waits is None else self._own_waits.seconds(layer)
+
+    @contextmanager
+    def _timed(self, layer: int) -> Iterator[None]:
+        """Note the duration of a wait for a layer that has not arrived."""
+        if not self.num_layers or self.has_arrived(layer):
+            yield
+            return
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - began
+            if self._own_waits is None:
+                self._own_waits = LayerWaits()
+            for waits in (self._own_waits, self.waits):
+                if waits is not None:
+                    waits.note(layer, self.num_layers, seconds)
+
     def raise_for_error(self) -> None:
         """Raise the failure with the lowest position.
 
@@ -138,13 +173,14 @@ class LayerView:
             self.check_wait()
         now = asyncio.get_running_loop().time
         deadline = None if timeout is None else now() + timeout
-        for counter in self.counters:
-            left = None if deadline is None else max(deadline - now(), 0.0)
-            await counter.settled(layer, left)
-        for counter in self.counters:  # one may have failed meanwhile
-            if counter.failure is not None:
+        with self._timed(layer):
+            for counter in self.counters:
                 left = None if deadline is None else max(deadline - now(), 0.0)
-                await counter.settled(ALL, left)
+                await counter.settled(layer, left)
+            for counter in self.counters:  # one may have failed meanwhile
+                if counter.failure is not None:
+                    left = None if deadline is None else max(deadline - now(), 0.0)
+                    await counter.settled(ALL, left)
         self.raise_for_error()
 
     def host_wait(self, layer: int, timeout: float | None = None) -> None:
@@ -164,11 +200,12 @@ class LayerView:
         """
         self._check(layer, first=ALL)
         deadline = Deadline(timeout)
-        for counter in self.counters:
-            counter.host_settled(layer, deadline)
-        for counter in self.counters:  # one may have failed meanwhile
-            if counter.failure is not None:
-                counter.host_settled(ALL, deadline)
+        with self._timed(layer):
+            for counter in self.counters:
+                counter.host_settled(layer, deadline)
+            for counter in self.counters:  # one may have failed meanwhile
+                if counter.failure is not None:
+                    counter.host_settled(ALL, deadline)
         self.raise_for_error()
 
     def host_wait_all(self, timeout: float | None = None) -> None:
@@ -203,16 +240,16 @@ class LayerView:
         """
         self._check(layer)
         deadline = Deadline(timeout)
-        self._raise_first(
-            (counter, counter.order(layer, stream, deadline)) for counter in self.counters
-        )
+        with self._timed(layer):
+            ends = [(counter, counter.order(layer, stream, deadline)) for counter in self.counters]
+        self._raise_first(ends)
 
     def gpu_wait_all(self, stream: Any, timeout: float | None = None) -> None:
         """Let ``stream`` wait for every layer of every transfer; see ``gpu_wait``. Any thread."""
         deadline = Deadline(timeout)
-        self._raise_first(
-            (counter, counter.order_all(stream, deadline)) for counter in self.counters
-        )
+        with self._timed(ALL):
+            ends = [(counter, counter.order_all(stream, deadline)) for counter in self.counters]
+        self._raise_first(ends)
 
     @classmethod
     def of_batch(cls, views: Iterable[LayerView]) -> LayerView | None:
@@ -239,7 +276,7 @@ class LayerView:
                 if view.check_wait is not None and not view.is_done:
                     view.check_wait()
 
-        return cls(list(counters), locate=locate, check_wait=check_wait)
+        return cls(list(counters), locate=locate, check_wait=check_wait, waits=views[0].waits)
 
 
 @cache

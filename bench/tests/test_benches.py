@@ -22,6 +22,7 @@ from bench import harness, redis_store
         "ranks",
         "loop_held",
         "sync",
+        "fastdeploy",
         "peers_transports",
         "disk_io",
         "disk",

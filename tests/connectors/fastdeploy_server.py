@@ -8,17 +8,30 @@ is compared with what it must be. A wrong, missing or early block is therefore a
 
 from __future__ import annotations
 
+import pickle
+import queue
 import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from types import SimpleNamespace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from aiokv import Regions
-from aiokv.connectors.fastdeploy import BatchRequest, CacheController, CacheManager
+from aiokv.connectors.fastdeploy import (
+    BatchRequest,
+    CacheController,
+    CacheManager,
+    PrefixCacheManager,
+)
+from aiokv.ranks import RankGroup
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 BLOCK = 4  # positions per block
 LAYERS = 2
@@ -54,8 +67,7 @@ class Request:
     cache_evict_metadata: list = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
-    prefill_start_index: int = 0
-    prefill_end_index: int = 0
+    num_cached_blocks: int = 0
     need_prefill_tokens: int = 0
     status: Status = Status.WAITING
     task_type: Type = Type.PREFILL
@@ -80,11 +92,17 @@ class Request:
 
 @dataclass
 class Task:
-    """A task of the batch that is no prefill: the worker continues or stops the request."""
+    """What the workers get of a request: copies, as through the pickled batch of a queue."""
 
-    request: Request
+    request_id: str
     task_type: Type
     block_tables: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    first: int = 0
+    last: int = 0
+    max_tokens: int = 0
+    cache_swap_metadata: list = field(default_factory=list)
+    cache_evict_metadata: list = field(default_factory=list)
 
 
 def fd_config(
@@ -111,6 +129,7 @@ def fd_config(
             prealloc_dec_block_slot_num_threshold=0,
         ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=batch_tokens),
+        model_config=SimpleNamespace(num_hidden_layers=LAYERS, dtype="int64"),
         speculative_config=SimpleNamespace(
             method=None if speculative is None else "mtp", num_speculative_tokens=speculative
         ),
@@ -142,63 +161,67 @@ def next_token(tokens: list[int]) -> int:
 
 
 class Worker:
-    """The model: reads and writes KV through block tables, and compares what it reads."""
+    """The model: reads and writes KV through block tables, and compares what it reads.
+
+    As in FastDeploy, a request that has its first token decodes in each step of the worker, until
+    it has its last token, or no position left, or the scheduler stops it.
+    """
 
     def __init__(self, layers: list[np.ndarray], controller: CacheController) -> None:
         self.layers = layers
         self.controller = controller
-        self.running: dict[str, Request] = {}
-        self.tables: dict[str, list[int]] = {}
+        self.running: dict[str, Task] = {}
         self.read_positions = 0
-        self.computed_positions = 0
 
-    def run(self, batch: BatchRequest) -> list[tuple[Request, int]]:
-        """Compute a batch, then one decoding step of all running requests; return new tokens."""
+    def run(self, batch: BatchRequest) -> list[tuple[str, int | None]]:
+        """Compute a batch, and one step of all requests that decode.
+
+        Returns:
+            Generated tokens by request, and None for a request that was stopped.
+        """
         counter = self.controller.submit_swap_tasks(
             batch.cache_evict_metadata, batch.cache_swap_metadata
         )
-        work: list[tuple[Request, int, int]] = []
+        answers: list[tuple[str, int | None]] = []
+        work: list[tuple[Task, int, int]] = []
         for task in batch:
-            if isinstance(task, Task):
-                if task.task_type is Type.DECODE:
-                    self.tables[task.request.request_id] = list(task.block_tables)
-                else:
-                    self.running.pop(task.request.request_id, None)
+            if task.task_type is Type.DECODE:
+                if task.request_id in self.running:
+                    self.running[task.request_id].block_tables = task.block_tables
+            elif task.task_type is Type.PREFILL:
+                work.append((task, task.first, task.last))
             else:
-                self.tables[task.request_id] = list(task.block_tables)
-                work.append((task, task.prefill_start_index, task.prefill_end_index))
-        for request in self.running.values():
-            total = request.num_total_tokens
-            if total <= len(self.tables[request.request_id]) * BLOCK:
-                work.append((request, total - 1, total))
+                self.running.pop(task.request_id, None)
+                answers.append((task.request_id, None))
+        for task in self.running.values():
+            total = len(task.tokens)
+            if total <= len(task.block_tables) * BLOCK:
+                work.append((task, total - 1, total))
         for layer in range(LAYERS):
             if counter is not None:
                 assert counter.wait_for_layer(layer, timeout=30.0)
-            for request, first, last in work:
-                self._compute(request, layer, first, last)
-        answers = []
-        for request, _, last in work:
-            if last >= request.num_total_tokens:
-                self.running[request.request_id] = request
-                answers.append((request, next_token(request.tokens)))
+            for task, first, last in work:
+                self._compute(task, layer, first, last)
+        for task, _, last in work:
+            if last == len(task.tokens):
+                self.running[task.request_id] = task
+                task.tokens.append(next_token(task.tokens))
+                answers.append((task.request_id, task.tokens[-1]))
+                if len(task.tokens) == task.max_tokens:
+                    del self.running[task.request_id]
         return answers
 
-    def _compute(self, request: Request, layer: int, first: int, last: int) -> None:
-        table = self.tables[request.request_id]
-        expected = kv_of(request.tokens[:last], layer)
-        kv = self.layers[layer]
+    def _compute(self, task: Task, layer: int, first: int, last: int) -> None:
+        table, kv = task.block_tables, self.layers[layer]
+        expected = kv_of(task.tokens[:last], layer)
         blocks = -(-last // BLOCK)
-        assert len(set(table[:blocks])) == blocks, f"{request.request_id}: {table}"
+        assert len(set(table[:blocks])) == blocks, f"{task.request_id}: {table}"
         rows = kv[table[:blocks]].reshape(-1, WIDTH)
         wrong = np.flatnonzero((rows[:first] != expected[:first]).any(axis=1))
-        assert wrong.size == 0, f"{request.request_id}: wrong KV at {wrong} of {first}"
+        assert wrong.size == 0, f"{task.request_id}: wrong KV at {wrong} of {first}, {table}"
         for position in range(first, last):
             kv[table[position // BLOCK], position % BLOCK] = expected[position]
         self.read_positions += first
-        self.computed_positions += last - first
-
-    def stop(self, request: Request) -> None:
-        self.running.pop(request.request_id, None)
 
 
 class Scheduler:
@@ -210,15 +233,18 @@ class Scheduler:
         self.config = manager.config
         self.max_requests = max_requests
         self.lock = threading.Lock()
+        self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.preempted: list[Request] = []  # until the worker has stopped them
+        self.preempted: dict[str, Request] = {}  # until the worker has stopped them
+        self.stopping: dict[str, Request] = {}  # aborted ones, likewise
         self.aborted: set[str] = set()
         self.finished: list[Request] = []
         self.preemptions = 0
 
     def add(self, *requests: Request) -> None:
         with self.lock:
+            self.requests |= {request.request_id: request for request in requests}
             self.waiting.extend(requests)
 
     def abort(self, request_id: str) -> None:
@@ -226,7 +252,7 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not (self.waiting or self.running or self.preempted)
+        return not (self.waiting or self.running or self.preempted or self.stopping)
 
     # --- schedule() -------------------------------------------------------------------------------
 
@@ -240,7 +266,7 @@ class Scheduler:
                     continue
                 if request.request_id in self.aborted:
                     self._drop(request, batch, Type.ABORT)
-                    self.finished.append(request)
+                    self.stopping[request.request_id] = request
                     continue
                 if request.num_computed_tokens >= request.need_prefill_tokens:
                     if request.num_total_tokens > request.need_prefill_tokens:
@@ -254,7 +280,7 @@ class Scheduler:
                         continue
                     self._take(request, num_blocks)
                     tables = list(request.block_tables)
-                    batch.add_request(Task(request, Type.DECODE, tables))
+                    batch.add_request(Task(request.request_id, Type.DECODE, tables))
                 else:
                     chunk = min(request.need_prefill_tokens - request.num_computed_tokens, budget)
                     if not self._make_room(request, self._new_blocks(request, chunk), batch):
@@ -277,10 +303,7 @@ class Scheduler:
                     continue
                 request.need_prefill_tokens = request.num_total_tokens
                 if self.config.cache_config.enable_prefix_caching:
-                    self.manager.match_prefix(request, True)
-                    found = request.match_result
-                    request.block_tables = found.device_block_ids
-                    request.num_computed_tokens = found.total_matched_blocks * BLOCK
+                    request.block_tables, request.num_computed_tokens = self._match(request)
                     request.num_cached_tokens = request.num_computed_tokens
                 chunk = min(request.need_prefill_tokens - request.num_computed_tokens, budget)
                 num_blocks = self._new_blocks(request, chunk)
@@ -297,22 +320,38 @@ class Scheduler:
             metadata = self.manager.issue_pending_backup_to_batch_request()
             if metadata is not None:
                 batch.append_evict_metadata([metadata])
-            self.manager.check_and_add_pending_backup()
             return batch
 
     def _new_blocks(self, request: Request, chunk: int) -> int:
         return -(-(request.num_computed_tokens + chunk) // BLOCK) - len(request.block_tables)
 
+    def _match(self, request: Request) -> tuple[list[int], int]:
+        self.manager.match_prefix(request, True)
+        found = request.match_result
+        return found.device_block_ids, found.total_matched_blocks * BLOCK
+
+    def _allocate(self, request: Request, num_blocks: int) -> list[int]:
+        return self.manager.allocate_gpu_blocks(request, num_blocks)
+
     def _take(self, request: Request, num_blocks: int) -> None:
-        ids = self.manager.allocate_gpu_blocks(request, num_blocks)
+        ids = self._allocate(request, num_blocks)
         assert len(ids) == num_blocks, f"{request.request_id}: {len(ids)} of {num_blocks} blocks"
         request.block_tables.extend(ids)
 
     def _prefill(self, request: Request, chunk: int, batch: BatchRequest) -> None:
-        request.prefill_start_index = request.num_computed_tokens
         request.num_computed_tokens += chunk
-        request.prefill_end_index = request.num_computed_tokens
-        batch.add_request(request)
+        task = Task(
+            request.request_id,
+            Type.PREFILL,
+            list(request.block_tables),
+            list(request.tokens),
+            request.num_computed_tokens - chunk,
+            request.num_computed_tokens,
+            len(request.prompt_token_ids) + request.max_outputs,
+            request.cache_swap_metadata,
+        )
+        request.cache_swap_metadata = []
+        batch.add_request(task)
 
     def _make_room(self, request: Request, num_blocks: int, batch: BatchRequest) -> bool:
         while not self.manager.can_allocate_gpu_blocks(num_blocks):
@@ -320,7 +359,7 @@ class Scheduler:
             self._drop(victim, batch, Type.PREEMPTED)
             victim.preempted_count += 1
             self.preemptions += 1
-            self.preempted.append(victim)
+            self.preempted[victim.request_id] = victim
             if victim is request:
                 return False
         return True
@@ -330,7 +369,7 @@ class Scheduler:
         request.status = Status.PREEMPTED
         request.num_computed_tokens = 0
         self._free(request)
-        batch.add_request(Task(request, why))
+        batch.add_request(Task(request.request_id, why))
 
     def _free(self, request: Request) -> None:
         self.manager.request_finish(request)
@@ -338,27 +377,33 @@ class Scheduler:
 
     # --- results ----------------------------------------------------------------------------------
 
-    def take_answers(self, answers: list[tuple[Request, int]]) -> list[Request]:
-        """Append generated tokens; return the requests that have ended."""
+    def take_answers(self, answers: list[tuple[str, int | None]]) -> list[Request]:
+        """Append generated tokens, and queue stopped requests; return the requests that ended."""
         ended = []
-        for request, token in answers:
-            request.output_token_ids.append(token)
-            if len(request.output_token_ids) >= request.max_outputs:
-                self.worker.stop(request)
-                ended.append(request)
-        with self.lock:
-            for request in self.preempted:
-                self.waiting.appendleft(request)
-            self.preempted = []
+        for request_id, token in answers:
+            request = self.requests[request_id]
+            if token is not None:
+                request.output_token_ids.append(token)
+                if len(request.output_token_ids) == request.max_outputs:
+                    ended.append(request)
+                continue
+            with self.lock:
+                if self.stopping.pop(request_id, None):
+                    self.finished.append(request)
+                elif self.preempted.pop(request_id, None) and request not in ended:
+                    self.waiting.appendleft(request)
         return ended
 
     def finish(self, request: Request) -> None:
         with self.lock:
+            if request in self.finished:
+                return
             if request in self.running:
                 self.running.remove(request)
-            request.status = Status.FINISHED
             if request in self.waiting:
                 self.waiting.remove(request)
+            self.preempted.pop(request.request_id, None)
+            request.status = Status.FINISHED
             self._free(request)
             self.manager.write_cache_to_storage(request)
             self.finished.append(request)
@@ -376,20 +421,55 @@ class Scheduler:
         raise AssertionError(f"not idle after {max_steps} steps: {self.waiting} {self.running}")
 
 
+class OldScheduler(Scheduler):
+    """The same scheduler without cache manager v1: it calls ``PrefixCacheManager``."""
+
+    manager: PrefixCacheManager
+
+    def __init__(self, manager: PrefixCacheManager, worker: Worker) -> None:
+        super().__init__(manager.cache, worker)
+        self.manager = manager
+
+    def _match(self, request: Request) -> tuple[list[int], int]:
+        ids, num_tokens, figures = self.manager.request_match_blocks(request, BLOCK)
+        assert len(ids) * BLOCK == num_tokens
+        assert ids == figures["match_gpu_block_ids"] + figures["gpu_recv_block_ids"]
+        return ids, num_tokens
+
+    def _allocate(self, request: Request, num_blocks: int) -> list[int]:
+        return self.manager.allocate_gpu_blocks(num_blocks, request.request_id)
+
+    def _prefill(self, request: Request, chunk: int, batch: BatchRequest) -> None:
+        super()._prefill(request, chunk, batch)
+        self.manager.update_cache_blocks(request, BLOCK, request.num_computed_tokens)
+
+    def _free(self, request: Request) -> None:
+        self.manager.release_block_ids(request)
+        self.manager.recycle_gpu_blocks(
+            request.block_tables[request.num_cached_blocks :], request.request_id
+        )
+        request.block_tables = []
+
+
 class Server:
     """Manager, worker and scheduler of one process, on the cpu device."""
 
-    def __init__(self, device_blocks: int, host_blocks: int = 0, device=None, **options) -> None:
-        self.config = fd_config(device_blocks, host_blocks, **options)
+    def __init__(
+        self, device_blocks: int, host_blocks: int = 0, device=None, kind="v1", **options
+    ) -> None:
+        config = fd_config(device_blocks, host_blocks, **options)
         layers = tensors(device_blocks)
-        self.manager = CacheManager(
-            self.config,
-            regions=regions_of(layers),
-            device=device,
-            verify="off" if device else "checksum",
-        )
-        self.worker = Worker(layers, CacheController(LAYERS, self.manager))
-        self.scheduler = Scheduler(self.manager, self.worker)
+        regions, verify = regions_of(layers), "off" if device else "checksum"
+        if kind == "v1":
+            self.manager = CacheManager(config, regions=regions, device=device, verify=verify)
+        else:
+            prefix = PrefixCacheManager(config, regions=regions, device=device, verify=verify)
+            self.manager = prefix.cache
+        self.worker = Worker(layers, CacheController(config, source=self.manager))
+        if kind == "v1":
+            self.scheduler = Scheduler(self.manager, self.worker)
+        else:
+            self.scheduler = OldScheduler(prefix, self.worker)
 
     def __enter__(self) -> Self:
         return self
@@ -408,3 +488,103 @@ class Server:
     def drain(self) -> None:
         engine = self.manager.engine
         engine.call(engine.cache.drain, timeout=30.0)
+
+
+class Backend:
+    """Attention backend that creates cache tensors, as those of FastDeploy do."""
+
+    def create_kv_cache(self, max_num_blocks, cache_dtype, kv_cache_quant_type):
+        assert cache_dtype == "int64"
+        assert kv_cache_quant_type is None
+        return {"key": np.zeros((max_num_blocks, BLOCK, WIDTH), np.int64)}
+
+
+class Cluster:
+    """A scheduler, and two workers with a rank each, in threads: each goes at its own pace.
+
+    The scheduler hands a batch to the workers and schedules the next one while they compute, as
+    soon as they have taken it; batches are pickled.
+    """
+
+    RANKS = 2
+
+    def __init__(self, path: Path, device_blocks: int, host_blocks: int, **options) -> None:
+        config = fd_config(device_blocks, host_blocks, **options)
+        config.parallel_config = SimpleNamespace(tensor_parallel_size=self.RANKS)
+        group = RankGroup(self.RANKS, path=path / "ranks")
+        self.manager = CacheManager(config, ranks=group)
+        self.workers = []
+        for number in range(self.RANKS):
+            controller = CacheController(config, number, path=path / "ranks")
+            layers = controller.initialize_kv_cache(Backend(), device_blocks)
+            self.workers.append(Worker(layers, controller))
+        self.scheduler = Scheduler(self.manager, self.workers[0])
+        self.batches: queue.Queue[bytes | None] = queue.Queue(1)
+        self.answers: queue.Queue = queue.Queue()
+        self.threads = ThreadPoolExecutor(4)
+        self.sent_batches = 0
+        self.empty_batches = 0
+
+    def __enter__(self) -> Self:
+        self.manager.engine.health()
+        self.ends = [self.threads.submit(self._compute), self.threads.submit(self._take_answers)]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with suppress(queue.Full):
+            self.batches.put(None, timeout=1.0)
+        try:
+            for end in self.ends:
+                end.result(30.0)
+            if exc[0] is None:
+                engine = self.manager.engine
+                assert engine.call(engine.cache.check_invariants) == []
+        finally:
+            self.manager.close()
+            for worker in self.workers:
+                worker.controller.stop()
+            self.threads.shutdown()
+
+    def _compute(self) -> None:
+        """The loop of the workers: a batch if there is one, else one more token of each request."""
+        try:
+            while True:
+                try:
+                    pickled = self.batches.get(block=not self.workers[0].running)
+                except queue.Empty:
+                    batch = BatchRequest()
+                else:
+                    if pickled is None:
+                        return
+                    batch = pickle.loads(pickled)
+                copies = [pickle.loads(pickle.dumps(batch)) for _ in self.workers]
+                answers = [
+                    worker.run(copy) for worker, copy in zip(self.workers, copies, strict=True)
+                ]
+                assert answers[0] == answers[1]
+                self.answers.put(answers[0])
+        except BaseException as error:
+            self.answers.put(error)
+            raise
+        finally:
+            self.answers.put(None)
+
+    def _take_answers(self) -> None:
+        while (answers := self.answers.get()) is not None:
+            if isinstance(answers, BaseException):
+                continue
+            for request in self.scheduler.take_answers(answers):
+                self.scheduler.finish(request)
+
+    def run(self) -> None:
+        """Schedule until all requests have ended."""
+        while not self.scheduler.is_idle:
+            for end in self.ends:
+                if end.done():
+                    end.result()
+                    raise AssertionError("a thread has ended")
+            batch = self.scheduler.schedule()
+            if batch.has_pending_work:
+                self.sent_batches += 1
+                self.empty_batches += not len(batch)
+                self.batches.put(pickle.dumps(batch), timeout=30.0)

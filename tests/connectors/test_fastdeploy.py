@@ -11,7 +11,7 @@ import pytest
 from aiokv import TransferError, UsageError
 from aiokv.connectors.fastdeploy import LayerSwapTimeoutError
 from aiokv.testing import ScriptedDevice
-from tests.connectors.fastdeploy_server import BLOCK, Request, Server, next_token
+from tests.connectors.fastdeploy_server import BLOCK, Cluster, Request, Server, next_token
 
 POLICIES = ("write_through", "write_through_selective", "write_back")
 
@@ -48,11 +48,12 @@ def test_second_turn_hits_prompt_and_outputs():
         assert second.output_token_ids == outputs_of(second)
 
 
+@pytest.mark.parametrize("kind", ["v1", "v0"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_random_requests_get_their_outputs(policy):
+def test_random_requests_get_their_outputs(policy, kind):
     """Chunks, shared prefixes, decoding, preemption, resume and abort, with a small device."""
     choose = random.Random(policy)
-    with Server(14, 40, write_policy=policy, batch_tokens=16) as server:
+    with Server(14, 40, kind=kind, write_policy=policy, batch_tokens=16) as server:
         requests = []
         for i in range(60):
             length = choose.randint(1, 24)
@@ -171,7 +172,7 @@ def test_failed_onload_reaches_worker_and_scheduler():
         scheduler.finish(again)
         assert manager.failed_requests() == []
         assert manager.engine.would_hit(again.tokens) == before, "nothing of it was shared"
-        server.worker.stop(again)
+        server.worker.running.clear()
         retried = Request("d", tokens, 3)
         scheduler.add(retried)
         scheduler.run()
@@ -208,3 +209,21 @@ def test_layer_that_does_not_arrive_in_time_is_a_timeout():
         for request in scheduler.take_answers(server.worker.run(batch)):
             scheduler.finish(request)
         assert again.output_token_ids == outputs_of(again)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_ranks_compute_while_the_next_batch_is_scheduled(policy, tmp_path):
+    choose = random.Random(policy)
+    with Cluster(tmp_path, 14, 40, write_policy=policy, batch_tokens=16) as cluster:
+        requests = [
+            Request(f"r{i}", prompt(choose.randint(1, 4), choose.randint(1, 24)), 6)
+            for i in range(80)
+        ]
+        cluster.scheduler.add(*requests)
+        cluster.run()
+        for request in requests:
+            assert request.output_token_ids == outputs_of(request), request.request_id
+        statistics = cluster.manager.engine.statistics()
+        assert statistics.onloaded_blocks > 10, statistics
+        assert cluster.workers[1].read_positions > 500
+        assert cluster.empty_batches < cluster.sent_batches

@@ -155,7 +155,11 @@ def test_b4_15_profile_run_replaces_the_number_of_blocks_before_the_engine_opens
         assert manager.update_cache_config(fd_config(20).cache_config)
         assert not manager.is_initialized()
         assert manager.num_gpu_blocks == manager.num_free_device_blocks == 20
+        assert not manager.is_initialized()
+        manager.open()
+        manager.open()
         assert manager.is_initialized()
+        assert manager.num_free_device_blocks == 20
         assert manager.update_cache_config(fd_config(24).cache_config)
         assert manager.num_free_device_blocks == 24
 
@@ -580,6 +584,7 @@ def test_step_of_64_new_requests_crosses_twice_per_request(monkeypatch):
     with opened(4_096, batch_tokens=4_096) as manager:
         counts = count_crossings(monkeypatch)
         requests = [Request(f"r{i}", prompt(i, 2, more=2)) for i in range(64)]
+        manager.open()
         manager.issue_pending_backup_to_batch_request()
         counts.clear()
         for request in requests:

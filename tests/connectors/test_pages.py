@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -65,8 +66,13 @@ def digests(numbers: Iterable[int]) -> bytes:
 def opened(
     *stores: Store | StoreUse | str, fingerprint: bytes = FINGERPRINT, staging_pages: int = 3
 ) -> closing[PageStore]:
+    """Open stores, with deadlines that a busy machine keeps unless they are given as uses."""
+    patient = {"deadline_seconds": 60.0, "lookup_deadline_seconds": 60.0}
     pages = PageStore(
-        stores_from(stores),
+        [
+            use if isinstance(store, StoreUse) else replace(use, **patient)
+            for store, use in zip(stores, stores_from(stores), strict=True)
+        ],
         fingerprint=fingerprint,
         page_bytes=PAGE_BYTES,
         staging_bytes=staging_pages * 12288,
@@ -153,7 +159,7 @@ class LoopedStore(ScriptedStore):
 @pytest.mark.parametrize("operation", ["load", "save"])
 def test_staging_blocks_of_an_overdue_operation_are_not_used_until_it_has_ended(operation):
     store = LoopedStore()
-    with opened(StoreUse(store, deadline_seconds=0.05), staging_pages=8) as pages:
+    with opened(StoreUse(store, deadline_seconds=1.0), staging_pages=8) as pages:
         saved(pages, range(4))
         gate = store.hold(operation, call=store.calls[operation])
         pool = HostPool()

@@ -125,7 +125,9 @@ def fill(pool: Any) -> Any:
 
 
 def config(stores: list[str], **changes: Any) -> Any:
-    aiokv = {"model": "llama@1", "stores": stores} | changes.pop("aiokv", {})
+    """Return the configuration of one rank; its stores have deadlines that a busy machine keeps."""
+    patient = [f"{u}{'&' if '?' in u else '?'}deadline=60&lookup_deadline=60" for u in stores]
+    aiokv = {"model": "llama@1", "stores": patient} | changes.pop("aiokv", {})
     extra = {
         "backend_name": "aiokv",
         "module_path": "aiokv.connectors.sglang",

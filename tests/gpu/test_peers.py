@@ -13,7 +13,7 @@ PROMPT = np.arange(42, dtype=np.int32)  # 10 full blocks and a partial one
 SECRET = "0123456789abcdef"
 
 
-def make(*, block_tokens: int = BLOCK, seed: int = 1):
+def make(*, block_tokens: int = BLOCK, seed: int = 1, layer_ranges: int = 1):
     """Return an engine and its tensors, one a layer, of random bytes."""
     import cupy
 
@@ -37,6 +37,7 @@ def make(*, block_tokens: int = BLOCK, seed: int = 1):
         ring_bytes=24 * slot_bytes,
         outgoing_bytes=4 * slot_bytes,
         chunk_blocks=2,
+        layer_ranges=layer_ranges,
     )
     device = CudaDevice(options=CudaOptions(slot_bytes=1 << 20, register_chunk_bytes=4 << 20))
     return aiokv.CacheEngine(config, regions, device, peers=peers), kv
@@ -86,6 +87,54 @@ async def exchange(p, sent, d, kept, *, sender_tokens: int, receiver_tokens: int
     step(p, stream)
     step(d, stream)
     assert p.check_invariants() == d.check_invariants() == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("sender_tokens", "receiver_tokens"), [(4, 4), (4, 8), (8, 4)])
+@pytest.mark.parametrize("layer_ranges", [2, 3])
+async def test_layers_on_the_gpu_arrive_behind_their_events(
+    sender_tokens, receiver_tokens, layer_ranges
+):
+    """The stream computes slowly: a copy that did not wait for its event would read old bytes."""
+    import cupy
+
+    (p, sent), (d, kept) = (
+        make(block_tokens=sender_tokens, layer_ranges=layer_ranges),
+        make(block_tokens=receiver_tokens, seed=2, layer_ranges=layer_ranges),
+    )
+    stream = cupy.cuda.Stream(non_blocking=True)
+    random = np.random.default_rng(7)
+    prompt = cupy.asarray(random.standard_normal((LAYERS, len(PROMPT), HEADS, DIM), np.float32))
+    delay = cupy.ones((4096, 4096), cupy.float32)
+    async with p, d, d.match(PROMPT) as receiving, p.match(PROMPT) as source:
+        await receiving.allocate(len(PROMPT))
+        await source.allocate(len(PROMPT))
+        async with receiving.receive(timeout=30.0) as arriving:
+            async with p.send(source, arriving.ticket) as sending:
+                first = 0
+                for end in (17, 30, len(PROMPT)):
+                    for layer in range(LAYERS):
+                        with stream:
+                            delay @ delay
+                            for position in range(first, end):
+                                block, row = divmod(position, sender_tokens)
+                                target = sent[layer][source.block_table[block]]
+                                target[row] = prompt[layer, position]
+                        event = cupy.cuda.Event(disable_timing=True)
+                        event.record(stream)
+                        sending.layers_done(end, layer + 1, event)
+                    source.commit(end)
+                    step(p, stream)
+                    first = end
+            assert sending.failure is None
+            assert await arriving.wait() == len(PROMPT)
+        found = rows(kept, receiving, len(PROMPT), receiver_tokens)
+        assert (found == prompt.get()).all()
+        statistics = d.worker.peer_statistics()[0].received
+        assert statistics.wrong == statistics.stale == 0
+        assert statistics.parcels > len(PROMPT) // sender_tokens + 1, "no block came in layers"
+        step(p, stream)
+        step(d, stream)
 
 
 @pytest.mark.asyncio

@@ -14,6 +14,7 @@ from aiokv.stores.guard_statistics import GuardStatistics
 from aiokv.types import DurationHistogram, RequestStatistics, Statistics
 from aiokv.worker.base import RankStatistics
 from aiokv.worker.lanes import WorkerStatistics
+from aiokv.worker.layer_waits import LayerWaitStatistics
 from aiokv.worker.poller import PollerStatistics
 
 _numbers = count(1_000)
@@ -44,6 +45,7 @@ def filled_records() -> dict[str, Any]:
         "request_statistics": filled(RequestStatistics),
         "salt_statistics": filled(dict[str, int]),
         "worker_statistics": filled(WorkerStatistics),
+        "layer_wait_statistics": filled(LayerWaitStatistics),
         "poller_statistics": filled(PollerStatistics),
         "rank_statistics": [filled(RankStatistics)],
         "peer_statistics": filled(PeerStatistics),

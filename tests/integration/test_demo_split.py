@@ -53,7 +53,7 @@ def test_decode_process_computes_one_position_per_prompt(split: Demo) -> None:
     assert 0 < decode["received_tokens"] < decode["prompt_tokens"] - decode["requests"]
     assert prefill["sent_tokens"] == decode["received_tokens"]
     assert prefill["sent_bytes"] == decode["received_bytes"] > 0
-    assert prefill["sent_early_tokens"] < prefill["sent_tokens"]
+    assert prefill["sent_early_blocks"] < prefill["sent_blocks"]
     assert prefill["generated_tokens"] == prefill["requests"] == one["requests"]
     assert found["killed"] is None
 

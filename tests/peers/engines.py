@@ -82,6 +82,7 @@ class Side:
             layers=layers,
         )
         self.device = device
+        self.is_layered = layer_ranges > 1
         self.block_tokens = block_tokens
         slot_bytes = self.memory.largest_block_bytes + TRAILER_BYTES
         if (transport or self.default_transport) == "cuda_ipc":
@@ -188,7 +189,10 @@ class Side:
         places = self._places(lease, positions.start, positions.stop)
         for layer in layers or range(self.memory.layers):
             self.memory.write(places, words[positions.start :], range(layer, layer + 1))
-            sending.layers_done(positions.stop, layer + 1)
+            self.note_layers(sending.layers_done(positions.stop, layer + 1))
+
+    def note_layers(self, mark: bytes) -> None:
+        """Do nothing: without ranks, ``layers_done`` has noted the mark."""
 
     def finish(self, lease: Lease, tokens: np.ndarray, first: int) -> None:
         """Check the positions before ``first``, compute the others, and check all."""
@@ -227,10 +231,19 @@ class Side:
         ticket: bytes,
         *,
         step: int = 8,
-        by_layer: bool = False,
+        by_layer: bool | None = None,
         **names: Any,
     ) -> tuple[int, str | None]:
-        """Compute a prompt and send it; return what was delivered, and the failure."""
+        """Compute a prompt and send it; return what was delivered, and the failure.
+
+        Args:
+            tokens: of the prompt.
+            ticket: of the receiver.
+            step: positions that are computed at once.
+            by_layer: name each layer when it is computed; by default, with ``layer_ranges``.
+            names: as for ``granted``.
+        """
+        by_layer = self.is_layered if by_layer is None else by_layer
         async with await self.granted(tokens, **names) as lease:
             async with self.engine.send(lease, ticket) as sending:
                 await lease.layers.wait_all()

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import uvloop
 
@@ -26,6 +26,9 @@ from aiokv import AiokvError
 from aiokv.testing.leftovers import open_descriptors, running_threads
 from tests.peers.engines import Side, prompt
 from tests.peers.ranked import RankedSide, run_rank
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _MAX_REQUEST = 4096  # bytes of the options of a child
 
@@ -118,9 +121,15 @@ class Child:
         number, reply = self._ask("receive", {"seed": seed, "length": length, "timeout": timeout})
         return self._tickets[number], reply
 
-    def send(self, seed: int, length: int, ticket: bytes, step: int = 16) -> Any:
-        """Return how the send of a prompt ended."""
-        options = {"seed": seed, "length": length, "step": step}
+    def send(
+        self, seed: int, length: int, ticket: bytes, step: int = 16, *, committed: int = -1
+    ) -> Any:
+        """Return how the send of a prompt ended.
+
+        With ``committed``, the child computes all layers of all positions, commits only so many,
+        and waits for the end of the send.
+        """
+        options = {"seed": seed, "length": length, "step": step, "committed": committed}
         return self._ask("send", {"ticket": base64.b64encode(ticket).decode(), **options})[1]
 
     def _ask(self, verb: str, options: Any) -> tuple[int, asyncio.Future[dict[str, Any]]]:
@@ -192,11 +201,25 @@ class _Server:
             return {"first": first, "failure": receiving.failure}
 
     async def send(
-        self, number: int, seed: int, length: int, ticket: str, step: int
+        self, number: int, seed: int, length: int, ticket: str, step: int, committed: int
     ) -> dict[str, Any]:
         blob = base64.b64decode(ticket)
+        if committed >= 0:
+            return await self._send_uncommitted(prompt(length, seed), blob, committed)
         delivered, failure = await self.side.prefill(prompt(length, seed), blob, step=step)
         return {"delivered": delivered, "failure": failure}
+
+    async def _send_uncommitted(
+        self, tokens: np.ndarray, blob: bytes, committed: int
+    ) -> dict[str, Any]:
+        async with (
+            await self.side.granted(tokens) as lease,
+            self.side.engine.send(lease, blob) as sending,
+        ):
+            self.side.compute_layers(lease, tokens, range(len(tokens)), sending)
+            lease.commit(committed)
+            await sending.ended()
+        return {"delivered": sending.delivered_tokens, "failure": sending.failure}
 
     async def rest(self, number: int) -> dict[str, Any]:
         """Check that nothing is held."""

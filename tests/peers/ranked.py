@@ -43,14 +43,21 @@ class HeadsMemory(SideMemory):
     Args:
         directory: of the files; a process creates those that are missing.
         heads: of the regions; the bytes that are written and checked are those of all heads.
+        layers: of the model.
     """
 
     def __init__(
-        self, directory: Path, device_blocks: int, block_tokens: int, heads: slice = slice(HEADS)
+        self,
+        directory: Path,
+        device_blocks: int,
+        block_tokens: int,
+        heads: slice = slice(HEADS),
+        *,
+        layers: int = 2,
     ) -> None:
         self._directory = directory
         self._heads = heads
-        super().__init__(device_blocks, block_tokens, windows={})
+        super().__init__(device_blocks, block_tokens, windows={}, layers=layers)
 
     def take(self, device_blocks: int) -> None:
         """Map the files."""
@@ -77,13 +84,20 @@ class HeadsMemory(SideMemory):
         return (words + np.uint64(index))[..., np.newaxis, np.newaxis] + heads
 
 
-def peers_for(regions: Regions, ring_blocks: int, listen: str | None, chunk_blocks: int) -> Peers:
+def peers_for(
+    regions: Regions,
+    ring_blocks: int,
+    listen: str | None,
+    chunk_blocks: int,
+    layer_ranges: int = 1,
+) -> Peers:
     """Return the options of a rank with rings of so many of its blocks."""
     ring_bytes = ring_blocks * (regions.host_block_bytes + TRAILER_BYTES)
     return Peers(
         secret=SECRET,
         listen=listen,
         chunk_blocks=chunk_blocks,
+        layer_ranges=layer_ranges,
         ring_bytes=ring_bytes,
         outgoing_bytes=ring_bytes,
     )
@@ -100,6 +114,8 @@ class RankedSide(Side):
         block_tokens: positions per block.
         ring_blocks: landing slots, and outgoing slots.
         chunk_blocks: as for ``Peers``.
+        layers: of the model.
+        layer_ranges: as for ``Peers``.
     """
 
     def __init__(
@@ -112,17 +128,22 @@ class RankedSide(Side):
         block_tokens: int,
         ring_blocks: int,
         chunk_blocks: int,
+        layers: int = 2,
+        layer_ranges: int = 1,
     ) -> None:
         self.directory = Path(directory)
+        self.is_layered = layer_ranges > 1
         self.device = None
         self.block_tokens = block_tokens
         self.num_ranks = num_ranks
-        self.memory: HeadsMemory = HeadsMemory(self.directory, device_blocks, block_tokens)
+        self.memory: HeadsMemory = HeadsMemory(
+            self.directory, device_blocks, block_tokens, layers=layers
+        )
         config = CacheConfig(
             model="m", device_blocks=device_blocks, host_blocks=0, block_tokens=block_tokens
         )
         if num_ranks == 1:
-            peers = peers_for(self.memory.regions, ring_blocks, listen, chunk_blocks)
+            peers = peers_for(self.memory.regions, ring_blocks, listen, chunk_blocks, layer_ranges)
             self.engine = CacheEngine(config, self.memory.regions, peers=peers)
         else:
             group = RankGroup(num_ranks, path=self.directory / "ranks", has_peers=True)
@@ -171,14 +192,19 @@ class RankedSide(Side):
         super().compute(lease, tokens, first, end)
         self.step()
 
+    def note_layers(self, mark: bytes) -> None:
+        """Let all ranks send the layers of a mark."""
+        self._tell_runners(f"mark {mark.hex()}")
+
     def step(self) -> None:
         """Close the open step on all ranks."""
-        if not self._runners:
-            return
-        number = self.engine.step()  # raises for a rank that was lost
+        if self._runners:
+            self._tell_runners(str(self.engine.step()))  # raises for a rank that was lost
+
+    def _tell_runners(self, line: str) -> None:
         for _, writer in self._runners.values():
             if not writer.is_closing():
-                writer.write(f"{number}\n".encode())
+                writer.write(f"{line}\n".encode())
 
     async def at_rest(self, *, empty: bool = False) -> None:
         """Wait until nothing moves; check that neither a lease nor a rank holds anything."""
@@ -193,6 +219,10 @@ class RankedSide(Side):
             assert statistics.device_free == statistics.device_blocks
             assert not statistics.leases
         assert self.engine.check_invariants() == []
+        await self.heard()
+
+    async def heard(self) -> None:
+        """Wait until the ranks have got all messages of the engine; they hold nothing."""
         for rank, (reader, writer) in self._runners.items():
             writer.write(b"rest\n")
             assert json.loads(await reader.readline()) == [], rank
@@ -308,12 +338,19 @@ async def run_rank(rank: int, options: dict[str, Any], replies: asyncio.StreamWr
     directory, num_ranks = Path(options["directory"]), options["num_ranks"]
     own = HEADS // num_ranks
     heads = slice(rank * own, (rank + 1) * own)
-    memory = HeadsMemory(directory, options["device_blocks"], options["block_tokens"], heads)
+    memory = HeadsMemory(
+        directory,
+        options["device_blocks"],
+        options["block_tokens"],
+        heads,
+        layers=options.get("layers", 2),
+    )
     peers = peers_for(
         memory.regions,
         options["ring_blocks"],
         options.get("listen", "127.0.0.1"),
         options["chunk_blocks"],
+        options.get("layer_ranges", 1),
     )
     async with Rank(directory / "ranks", rank, memory.regions, peers=peers) as worker:
         reader, writer = await asyncio.open_unix_connection(str(directory / "runner"))
@@ -323,6 +360,8 @@ async def run_rank(rank: int, options: dict[str, Any], replies: asyncio.StreamWr
             while line := await reader.readline():
                 if line == b"rest\n":
                     writer.write(json.dumps(await _held(worker)).encode() + b"\n")
+                elif line.startswith(b"mark "):
+                    worker.layers_done(bytes.fromhex(line[5:].decode()))
                 else:
                     worker.step(int(line))
         await worker.closed()

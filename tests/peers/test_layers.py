@@ -8,10 +8,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from aiokv import LayoutError, LeaseError, UsageError
-from aiokv.testing import TransitionLog, record, replay_transitions, run_until_idle
+from aiokv.testing import (
+    ManualDevice,
+    ManualEvent,
+    TransitionLog,
+    record,
+    replay_transitions,
+    run_until_idle,
+    spin,
+)
 from tests.harness.closing import complete_during
 
 from .engines import Side, prompt, two_engines
+from .test_sides import complete
 
 if TYPE_CHECKING:
     from aiokv import Lease
@@ -265,6 +274,97 @@ async def test_assembly_slots_are_left_for_committed_blocks():
             source.commit(120)
             assert await receiving.wait() == 120
         d.check(lease, one)
+
+
+async def test_layers_wait_for_their_event_and_the_last_ones_for_their_step():
+    tokens = prompt(8)
+    device = ManualDevice()
+    device.computes_in_stream = True
+    p = Side(device, listen=None, layers=LAYERS, layer_ranges=3)
+    d = Side(layers=LAYERS, layer_ranges=3)
+    async with two_engines(p, d), await d.granted(tokens) as lease:
+        async with (
+            lease.receive() as receiving,
+            await p.granted(tokens) as source,
+            p.engine.send(source, receiving.ticket) as sending,
+        ):
+            events = [ManualEvent(), ManualEvent()]
+            sending.layers_done(8, 1, events[0])
+            sending.layers_done(8, 3, events[1])
+            await run_until_idle(lambda: len(device.sends) == 2)
+            assert [copy.after for copy in device.sends] == events
+            p.compute(source, tokens, 0, 8)
+            p.engine.step(step := ManualEvent())
+            for copy, event in zip(list(device.sends), events, strict=True):
+                event.complete()
+                copy.complete_all()
+            await run_until_idle(lambda: [copy.after for copy in device.sends] == [step])
+            step.complete()
+            await complete(device, until=lambda: receiving.received_tokens == 8)
+        d.check(lease, tokens)
+
+
+async def test_layers_computed_behind_a_failed_onload_are_not_sent():
+    tokens = prompt(29)
+    device = ManualDevice()
+    options: dict[str, Any] = {"layers": LAYERS, "layer_ranges": 3}
+    p = Side(device, listen=None, write_policy="write_through", **options)
+    async with two_engines(p, Side(**options)) as (_, d):
+        await p.serve(tokens[:17])
+        await complete(device, until=lambda: p.engine.statistics().offloaded_blocks == 4)
+        await p.engine.evict(64)
+        async with await d.granted(tokens) as lease, await p.granted(tokens) as source:
+            async with (
+                lease.receive() as receiving,
+                p.engine.send(source, receiving.ticket) as sending,
+            ):
+                p.compute_layers(source, tokens + 1, range(16, 29), sending)  # wrong bytes
+                device.onloads[0].fail_all(block=2)
+                await run_until_idle(lambda: source.state == "failed")
+                assert source.recompute_from() == 8
+                for first, end in ((8, 16), (16, 29)):
+                    p.compute(source, tokens, first, end)
+                    await complete(device, until=lambda e=end: receiving.received_tokens == e)
+            d.check(lease, tokens)
+
+
+async def test_end_of_an_idle_send_is_known_at_once():
+    tokens = prompt(30)
+    async with (
+        two_engines(*sides(3)) as (p, d),
+        await d.granted(tokens) as lease,
+        lease.receive() as receiving,
+        await p.granted(tokens) as source,
+        p.engine.send(source, receiving.ticket) as sending,
+    ):
+        p.compute(source, tokens, 0, 8)
+        assert await receiving.wait(8) == 8
+        ended = asyncio.create_task(sending.ended())
+        await spin(10)
+        assert not ended.done()
+        receiving.cancel()
+        assert await ended == "the receiver gave up: cancel() was called"
+        assert sending.failure == await ended
+        assert sending.delivered_blocks == sending.delivered_tokens / 4 == 2
+
+
+async def test_end_of_a_complete_send_has_no_failure():
+    tokens = prompt(30)
+    async with (
+        two_engines(*sides(3)) as (p, d),
+        await d.granted(tokens) as lease,
+        lease.receive() as receiving,
+        await p.granted(tokens) as source,
+    ):
+        async with p.engine.send(source, receiving.ticket) as sending:
+            p.compute_layers(source, tokens, range(30), sending)
+            await arrival(d, 16)
+            await run_until_idle(lambda: sending.delivered_blocks > 5.3)
+            assert sending.delivered_blocks == pytest.approx(16 / 3)
+            source.commit(30)
+            assert await sending.ended() is None
+            assert sending.delivered_blocks == pytest.approx(8)
+        assert await receiving.wait() == 30
 
 
 async def test_wrong_arguments_are_refused():

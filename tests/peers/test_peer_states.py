@@ -11,7 +11,7 @@ from aiokv.peers.messages import Want
 from aiokv.peers.sender import Target
 from aiokv.plan import RECEIVE
 
-from .world import EQUAL, GROUPS, SPLIT, World
+from .world import EQUAL, GROUPS, RANGES, SPLIT, World
 
 
 def walk(
@@ -21,6 +21,7 @@ def walk(
     copy_failures: float = 0.0,
     corruptions: float = 0.0,
     mapping: Any = EQUAL,
+    layers: bool = False,
 ) -> World:
     least = 1 if mapping is EQUAL else 3
     world = World(seed, landing=least + seed % 5, outgoing=least + seed % 4, mapping=mapping)
@@ -58,9 +59,18 @@ def walk(
             if mapping is SPLIT and choose.random() < 0.8:
                 blocks = range(num_blocks)  # more than half of them would never be whole
             group = choose.choice([0, 0, 0, *range(GROUPS)])
+            step = choose.choice([0, 0, 1])
+            parts: list[tuple[tuple[int, int], int]] = [((0, 0), 0)]  # ranges of layers, mark
+            if layers and not group:  # all layers, or some that are never committed
+                cut = choose.randrange(RANGES)
+                early = [((i, i + 1), choose.randint(1, 3)) for i in range(cut)]
+                parts = [*early, ((cut, RANGES), 0)]
+                if choose.random() < 0.3:
+                    parts = parts[: choose.randint(1, cut + 1)]
             for each in [sender] if mapping is EQUAL else world.senders:
-                step = choose.choice([0, 0, 1])
-                world.send(each, ticket, blocks, after_step=step, group=group)
+                for ranges, mark in parts:
+                    after = 1 if mark else step
+                    world.send(each, ticket, blocks, after, group, ranges=ranges, mark=mark)
         elif action == 5 and open_ranges:
             ticket, part = open_ranges.pop()
             world.receive(ticket, part)
@@ -80,7 +90,8 @@ def walk(
             world.receiver.logic.expire(world.now)
             sender.logic.expire(world.now)
         elif action == 11:
-            sender.closed_step = 1
+            sender.closed_step = choose.choice([0, 1])
+            sender.marks.add(choose.randint(1, 3))
             sender.logic.release_held()
         else:
             world.step()
@@ -116,6 +127,23 @@ def test_random_walks_of_blocks_that_are_put_together(first, failures):
         if world.plans[transfer_id].route == RECEIVE
     ]
     assert received.count(None) > 5
+
+
+@pytest.mark.parametrize("failures", [0.0, 0.03])
+@pytest.mark.parametrize("mapping", [EQUAL, SPLIT], ids=["equal", "split"])
+@pytest.mark.parametrize("first", range(0, 150, 50))
+def test_random_walks_of_layers_that_may_never_be_committed(first, mapping, failures):
+    worlds = [
+        walk(seed, mapping=mapping, copy_failures=failures, corruptions=failures, layers=True)
+        for seed in range(first, first + 50)
+    ]
+    received = [
+        failure
+        for world in worlds
+        for transfer_id, (_, failure) in world.reports.items()
+        if world.plans[transfer_id].route == RECEIVE
+    ]
+    assert received.count(None) > (5 if not failures else 1)
 
 
 @pytest.mark.parametrize(("landing", "outgoing"), [(1, 1), (8, 2), (2, 8)])

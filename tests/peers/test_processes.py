@@ -19,7 +19,7 @@ import structlog
 from aiokv import CacheConfig, CacheEngine, ConfigError, PeerError, Peers
 from aiokv.errors import LayoutError
 from aiokv.stores.base import TRAILER_BYTES
-from aiokv.testing import running_clock
+from aiokv.testing import run_until_idle, running_clock
 from tests.peers.engines import SECRET, Side, prompt
 from tests.peers.processes import Child, Nursery
 from tests.peers.proxy import Proxy, Unit
@@ -34,6 +34,8 @@ pytestmark = pytest.mark.asyncio
 
 KILLS = 50 if os.environ.get("AIOKV_DEEP") else 5  # of each side, on each loop
 LENGTH = 301
+LAYERED: dict[str, Any] = {"layers": 5, "layer_ranges": 3}
+MODELS = pytest.mark.parametrize("model", [{}, LAYERED], ids=["blocks", "layers"])
 REQUESTS = 6
 PATIENCE = 60.0  # seconds; what ends at a deadline or at once ends long before
 TICKET_SECONDS = 1.0  # a ticket that the killed server has not opened ends then
@@ -93,12 +95,13 @@ def reasons(logs: list[Any], event: str) -> list[str]:
 # --- killed -------------------------------------------------------------------------------------
 
 
-async def test_prefill_server_is_killed_at_a_random_instant(nursery):
+@MODELS
+async def test_prefill_server_is_killed_at_a_random_instant(nursery, model):
     rng = random.Random(1)
     failures = logged = 0
-    async with Side(**options()) as d:
+    async with Side(**options(**model)) as d:
         for number in range(KILLS):
-            async with nursery.child(**options(listen=None)) as p:
+            async with nursery.child(**options(listen=None, **model)) as p:
                 seeds = range(1 + number * REQUESTS, 1 + (number + 1) * REQUESTS)
                 receives = [asyncio.create_task(received(d, p, seed)) for seed in seeds]
                 await asyncio.sleep(rng.uniform(0.0, 0.03))
@@ -115,12 +118,13 @@ async def test_prefill_server_is_killed_at_a_random_instant(nursery):
     assert logged, "no reason was logged"
 
 
-async def test_decode_server_is_killed_at_a_random_instant(nursery):
+@MODELS
+async def test_decode_server_is_killed_at_a_random_instant(nursery, model):
     rng = random.Random(2)
     failures = 0
-    async with Side(**options(listen=None)) as p:
+    async with Side(**options(listen=None, **model)) as p:
         for number in range(KILLS):
-            async with nursery.child(**options()) as d:
+            async with nursery.child(**options(**model)) as d:
                 seeds = range(1 + number * REQUESTS, 1 + (number + 1) * REQUESTS)
                 sends = [asyncio.create_task(sent(p, d, seed)) for seed in seeds]
                 await asyncio.sleep(rng.uniform(0.0, 0.03))
@@ -152,6 +156,53 @@ async def test_lease_takes_the_blocks_of_a_receive_at_once_after_a_kill(nursery)
                     await d.at_rest()
                     d.check(taker, other)
             await d.at_rest(empty=True)
+
+
+# --- layers that were sent before their commit ---------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["kill", "stop", "cancel", "release"])
+@pytest.mark.parametrize("committed", [0, 64])
+async def test_sender_ends_in_the_middle_of_a_chunk(nursery, end, committed):
+    """All layers but the last range have arrived; the next lease gets their blocks."""
+    blocks = -(-LENGTH // 4)
+    child = options(listen=None, **LAYERED)
+    async with Side(**options(device_blocks=blocks, **LAYERED)) as d, nursery.child(**child) as p:
+        tokens, other = prompt(LENGTH, 1), prompt(LENGTH, 2)
+        lease = await d.granted(tokens)
+        seconds = 4.0 if end == "stop" else PATIENCE
+        receiving = await lease.receive(timeout=seconds).__aenter__()
+        sending = p.send(1, LENGTH, receiving.ticket, committed=committed)
+        await run_until_idle(lambda: parcels(d) == 2 * blocks + committed // 4)
+        first = await in_time(receiving.wait(committed))
+        assert first == committed == receiving.received_tokens
+        if end == "kill":
+            await p.killed()
+        elif end == "stop":
+            p.signal(signal.SIGSTOP)
+        elif end == "cancel":
+            receiving.cancel()
+        else:
+            lease.release()
+        first = await in_time(receiving.wait())
+        assert first == (0 if end == "release" else committed)
+        assert receiving.failure
+        await receiving.__aexit__(None, None, None)
+        lease.release()
+        async with await in_time(d.granted(other)) as taker:
+            d.finish(taker, other, 0)
+            if end == "stop":
+                p.signal(signal.SIGCONT)
+            if end != "kill":
+                assert (await in_time(sending))["delivered"] == committed
+            d.check(taker, other)
+        await d.at_rest(empty=True)
+
+
+def parcels(side: Side) -> int:
+    """Return the parcels that an engine has received and verified."""
+    (rank,) = side.engine.peer_statistics().ranks
+    return rank.received.parcels
 
 
 # --- stopped and continued ----------------------------------------------------------------------
@@ -252,7 +303,8 @@ async def test_ticket_goes_to_two_prefill_servers(nursery):
 @pytest.mark.parametrize(
     "fault", ["cut", "cut inside", "flip", "replay", "swap", "drop", "stall", "trickle"]
 )
-async def test_fault_between_the_processes_shortens_the_received_prefix(nursery, fault):
+@MODELS
+async def test_fault_between_the_processes_shortens_the_received_prefix(nursery, fault, model):
     rng = random.Random(fault)
     count = 0
 
@@ -261,8 +313,8 @@ async def test_fault_between_the_processes_shortens_the_received_prefix(nursery,
         count += 1
         return fault if count in places else "none"
 
-    child = options(listen=None)
-    async with Side(**options()) as d, nursery.child(**child) as p:
+    child = options(listen=None, **model)
+    async with Side(**options(**model)) as d, nursery.child(**child) as p:
         (endpoint,) = d.engine.worker.endpoints
         async with Proxy(endpoint.port, choose, rng) as proxy:
             for seed in range(1, 5):
@@ -329,8 +381,9 @@ async def test_tickets_that_no_engine_uses_leave_nothing_behind():
 
 
 @pytest.mark.parametrize("chunk_blocks", [1, 16])
-async def test_ring_of_one_slot(nursery, chunk_blocks):
-    small = {"ring_blocks": 1, "chunk_blocks": chunk_blocks}
+@MODELS
+async def test_ring_of_one_slot(nursery, chunk_blocks, model):
+    small = {"ring_blocks": 1, "chunk_blocks": chunk_blocks, **model}
     async with (
         Side(**options(**small)) as d,
         nursery.child(**options(listen=None, **small)) as p,

@@ -13,12 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv import AiokvError
+from aiokv import AiokvError, LayoutError
 from aiokv.testing import run_until_idle
 from tests.peers.engines import prompt
 from tests.peers.processes import Nursery
 from tests.peers.ranked import LocalServer, RankedSide, Server
-from tests.peers.test_processes import LENGTH, PATIENCE, REQUESTS, in_time, received, sent
+from tests.peers.test_processes import (
+    LENGTH,
+    PATIENCE,
+    REQUESTS,
+    in_time,
+    parcels,
+    received,
+    sent,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +44,7 @@ ONE_TO_TWO, TWO_TO_ONE, TWO_TO_FOUR = layouts = [
     pytest.param(2, 4, 8, id="2 to 4, other blocks"),
 ]
 TICKET_SECONDS = 3.0  # a ticket that the killed side has not opened ends then
+LAYERED = {"layers": 5, "layer_ranges": 2}
 NAMES = ("senders", "receivers", "block_tokens")
 
 
@@ -125,6 +134,68 @@ async def test_all_processes_of_the_decode_side_are_killed(
     assert failures, "no send was cut: the prompts are too short"
 
 
+# --- layers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(NAMES, layouts)
+async def test_ranks_send_layers_before_the_commit(
+    nursery, options, senders, receivers, block_tokens
+):
+    prefill = options("p", senders, listen=None, block_tokens=block_tokens, **LAYERED)
+    async with (
+        LocalServer(nursery, prefill) as p,
+        LocalServer(nursery, options("d", receivers, **LAYERED)) as d,
+    ):
+        tokens = prompt(LENGTH)
+        async with await d.side.granted(tokens) as lease:
+            async with (
+                lease.receive(timeout=PATIENCE) as receiving,
+                await p.side.granted(tokens) as source,
+            ):
+                await d.side.heard()  # of the ticket
+                async with p.side.engine.send(source, receiving.ticket) as sending:
+                    p.side.compute_layers(source, tokens, range(LENGTH), sending)
+                    if receivers == 1:  # ranks tell their counts with the next heartbeat only
+                        await run_until_idle(lambda: parcels(d.side) > 0)
+                    assert receiving.received_tokens == 0
+                    source.commit(LENGTH)
+                    p.side.step()
+                    assert await in_time(receiving.wait()) == LENGTH
+                    assert await in_time(sending.ended()) is None
+            d.side.finish(lease, tokens, LENGTH)
+
+
+async def test_end_of_a_ticket_is_told_by_the_ranks(nursery, options):
+    async with (
+        LocalServer(nursery, options("p", 2, listen=None)) as p,
+        LocalServer(nursery, options("d", 1)) as d,
+    ):
+        tokens = prompt(LENGTH)
+        async with await d.side.granted(tokens) as lease, await p.side.granted(tokens) as source:
+            receiving = await lease.receive(timeout=PATIENCE).__aenter__()
+            async with p.side.engine.send(source, receiving.ticket) as sending:
+                receiving.cancel()
+                assert "the receiver gave up" in str(await in_time(sending.ended()))
+                assert sending.failure is not None
+            await receiving.__aexit__(None, None, None)
+
+
+async def test_ranks_with_other_ranges_of_layers_cannot_send(nursery, options):
+    prefill = options("p", 2, listen=None, **LAYERED)
+    async with (
+        LocalServer(nursery, prefill) as p,
+        LocalServer(nursery, options("d", 1, layers=5)) as d,
+    ):
+        tokens = prompt(LENGTH)
+        async with (
+            await d.side.granted(tokens) as lease,
+            await p.side.granted(tokens) as source,
+            lease.receive() as receiving,
+        ):
+            with pytest.raises(LayoutError, match="into 2 ranges, the receiver into 1"):
+                await p.side.engine.send(source, receiving.ticket).__aenter__()
+
+
 # --- one rank is killed -------------------------------------------------------------------------
 
 
@@ -176,13 +247,14 @@ async def kill_ranks(
 
 
 @pytest.mark.parametrize(NAMES, [TWO_TO_ONE, TWO_TO_FOUR])
+@pytest.mark.parametrize("model", [{}, LAYERED], ids=["blocks", "layers"])
 async def test_rank_of_the_prefill_side_is_killed(
-    nursery, options, senders, receivers, block_tokens
+    nursery, options, senders, receivers, block_tokens, model
 ):
-    prefill = options("p", senders, listen=None, block_tokens=block_tokens)
+    prefill = options("p", senders, listen=None, block_tokens=block_tokens, **model)
     async with (
         LocalServer(nursery, prefill) as p,
-        LocalServer(nursery, options("d", receivers)) as d,
+        LocalServer(nursery, options("d", receivers, **model)) as d,
     ):
         await kill_ranks(p, d, p, random.Random(3))
 

@@ -1,9 +1,9 @@
 """Senders and a receiver without sockets, memory or loop: every message, copy and thread is a job
 that a test runs in any order.
 
-Memory holds values instead of bytes. A block of a prompt has the value ``(ticket id, block)``. The
-test gives device blocks to "other leases" when their plan was reported, and any later write to one
-of them is a violation of I11.
+Memory holds values instead of bytes. A block of a prompt has the value ``(ticket id, block)`` in
+each range of its layers. The test gives device blocks to "other leases" when their plan was
+reported, and any later write to one of them is a violation of I11.
 """
 
 from __future__ import annotations
@@ -79,11 +79,31 @@ class Contents(NamedTuple):
 
 
 GROUPS = 3  # of blocks, such as those of the prompt, of the state and of a window
+RANGES = 3  # of layers of the blocks of the prompt: further groups
 
 
 def group_of(plan: TransferPlan) -> int:
     """Return the group that a plan of the world names."""
     return int(plan.group)
+
+
+def groups_of(plan: TransferPlan) -> list[int]:
+    """Return the groups of a plan that sends: ranges of layers, or the one that it names."""
+    if plan.end_range:
+        return list(range(GROUPS + plan.first_range, GROUPS + plan.end_range))
+    return [group_of(plan)]
+
+
+def ranges_of(group: int) -> list[int]:
+    """Return the ranges of layers that a parcel of a group has."""
+    return [group - GROUPS] if group >= GROUPS else list(range(RANGES))
+
+
+def whole_value(value: Any) -> Any:
+    """Return the value of the block that a range of layers belongs to."""
+    *names, key = value
+    group, block = split_key(key)
+    return (*names, block_key(0, block)) if group >= GROUPS else value
 
 
 class Wire:
@@ -118,14 +138,17 @@ class ReceiverSide(Side):
     def __init__(self, world: World, num_slots: int) -> None:
         super().__init__(world, "receiver")
         self.slots: list[Contents | None] = [None] * num_slots
-        # (rank, half of the tokens) -> value; what an earlier block left stays until overwritten.
-        self.assembly: list[dict[tuple[int, int], Any]] = [{} for _ in range(num_slots)]
+        # (rank, half of the tokens, range of layers) -> value; what an earlier block left stays
+        # until overwritten.
+        self.assembly: list[dict[tuple[int, int, int], Any]] = [{} for _ in range(num_slots)]
         self.logic: Receiver[Wire] = Receiver(
             self,
             LandingRing(num_slots),
             rank=0,
             slot_bytes=PARCEL_BYTES,
-            source=lambda message: Source((world.mapping,) * GROUPS, message.sender_rank, 4),
+            source=lambda message: Source(
+                (world.mapping,) * (GROUPS + RANGES), message.sender_rank, 4
+            ),
             covers=lambda ranks: world.mapping is EQUAL or set(ranks) == {0, 1},
             group=group_of,
             num_pools=GROUPS,
@@ -156,8 +179,10 @@ class ReceiverSide(Side):
                 assert contents is not None
                 assert contents.key == parcel.key
                 half = parcel.sender_block % 2
+                value = whole_value(contents.value)
                 for slot in targets.values():
-                    self.assembly[slot][parcel.sender_rank, half] = contents.value
+                    for layers in ranges_of(parcel.group):
+                        self.assembly[slot][parcel.sender_rank, half, layers] = value
             self.logic.placed(parcels)
 
         self.job(run)
@@ -175,7 +200,7 @@ class ReceiverSide(Side):
                 contents = self.slots[slot]
                 if copy.is_assembled:
                     contents = Contents(b"", dict(self.assembly[slot]))
-                self.world.write(target, contents)
+                self.world.write(target, contents, copy.group)
             self.logic.copied(copy, CopyError(good, "failed") if fails else None)
 
         self.job(run)
@@ -198,12 +223,15 @@ class SenderSide(Side):
         self.wire: Wire | None = None
         self.filling = 0
         self.closed_step = 0
+        self.marks: set[int] = set()  # noted
+        self.ended_tickets: dict[bytes, str] = {}
         self.logic: Sender[Wire] = Sender(
             self,
             num_slots=num_slots,
             rank=rank,
             block_tokens=4,
-            groups=lambda plan: [group_of(plan)],
+            groups=groups_of,
+            last_range=GROUPS + RANGES - 1,
         )
 
     def value(self, ticket_id: bytes, block: int) -> Any:
@@ -211,7 +239,7 @@ class SenderSide(Side):
         return (ticket_id, block) if self.world.mapping is EQUAL else (ticket_id, self.rank, block)
 
     def is_open(self, plan: TransferPlan) -> bool:
-        return plan.after_step > self.closed_step
+        return plan.after_step > self.closed_step and plan.mark not in self.marks
 
     def send(self, connection: Wire, message: Any) -> None:
         if not connection.is_cut:
@@ -271,6 +299,9 @@ class SenderSide(Side):
     def sent(self, send: Any) -> None:
         self.world.report(send.plan.transfer_id, send.leading_blocks, send.failure)
 
+    def ended(self, ticket_id: bytes, reason: str) -> None:
+        self.ended_tickets[ticket_id] = reason
+
 
 class World:
     """One receiver, some senders, and everything that is in flight between them."""
@@ -291,7 +322,8 @@ class World:
         self.now = 0.0
         self.jobs: list[Callable[[], object]] = []
         self.reports: dict[int, tuple[int, CopyError | None]] = {}
-        self.memory: dict[int, Any] = {}  # device blocks of the receiver
+        self.memory: dict[int, dict[int, Any]] = {}  # device blocks of the receiver, by range
+        self.committed: set[tuple[bytes, int, int]] = set()  # ticket, rank and block of senders
         self.others: dict[int, Any] = {}  # blocks that were reported, with their values
         self.wires: list[Wire] = []
         self.receiver = ReceiverSide(self, landing)
@@ -306,10 +338,13 @@ class World:
 
     # --- memory and reports ---------------------------------------------------------------------
 
-    def write(self, target: int, contents: Contents | None) -> None:
+    def write(self, target: int, contents: Contents | None, group: int) -> None:
         assert target not in self.others, f"I11: block {target} was written after its report"
         assert contents is not None
-        self.memory[target] = contents.value
+        value = contents.value
+        if group >= GROUPS:
+            value = whole_value(value)
+        self.memory.setdefault(target, {}).update(dict.fromkeys(ranges_of(group), value))
 
     def report(self, transfer_id: int, leading: int, failure: CopyError | None) -> None:
         assert transfer_id not in self.reports, "a plan was reported twice"
@@ -323,17 +358,28 @@ class World:
         blocks, targets = plan.source_ids.tolist(), plan.target_ids.tolist()
         for block, target in list(zip(blocks, targets, strict=True))[: receive.leading_blocks]:
             expected = self.expected(plan.peer, block, receive.group)
-            assert self.memory[target] == expected, "I4: wrong bytes"
+            assert self.memory[target] == dict.fromkeys(range(RANGES), expected), "I4: wrong bytes"
+            if receive.group == 0:
+                self.check_committed(plan.peer, block)
         self.others |= {target: self.memory.get(target) for target in targets}
+
+    def check_committed(self, ticket_id: bytes, block: int) -> None:
+        """Assert that the senders have committed all positions of a block of the receiver."""
+        sent = [(0, block)]
+        if self.mapping is SPLIT:
+            sent = [(rank, 2 * block + half) for rank in (0, 1) for half in (0, 1)]
+        for rank, each in sent:
+            assert (ticket_id, rank, each) in self.committed, "I11: the block was not committed"
 
     def expected(self, ticket_id: bytes, block: int, group: int) -> Any:
         """Return the value of a block of the receiver."""
         if self.mapping is EQUAL:
             return (ticket_id, block_key(group, block))
         return {
-            (rank, half): (ticket_id, rank, block_key(group, 2 * block + half))
+            (rank, half, layers): (ticket_id, rank, block_key(group, 2 * block + half))
             for rank in (0, 1)
             for half in (0, 1)
+            for layers in range(RANGES)
         }
 
     # --- what users do --------------------------------------------------------------------------
@@ -381,7 +427,23 @@ class World:
         blocks: Sequence[int],
         after_step: int = 0,
         group: int = 0,
+        *,
+        ranges: tuple[int, int] = (0, 0),
+        mark: int = 0,
     ) -> int:
+        """Send blocks.
+
+        Args:
+            sender: the rank.
+            ticket: that is sent.
+            blocks: of the prompt.
+            after_step: that they wait for.
+            group: of whole blocks.
+            ranges: of their layers; (0, 0) for whole blocks.
+            mark: of layers that are being computed; 0 for committed positions.
+        """
+        if not group and not mark:
+            self.committed |= {(ticket.ticket_id, sender.rank, block) for block in blocks}
         plan = TransferPlan(
             transfer_id=next(self._ids),
             route=SEND,
@@ -390,6 +452,9 @@ class World:
             peer=ticket.ticket_id,
             after_step=after_step,
             group=str(group),
+            first_range=ranges[0],
+            end_range=ranges[1],
+            mark=mark,
         )
         self.plans[plan.transfer_id] = plan
         sender.logic.submit(plan)
@@ -486,7 +551,7 @@ class World:
         sender = next(s for s in self.senders if wire.name.startswith(s.name + "."))
         if isinstance(message, Accepted):
             ticket = self.tickets[message.ticket_id]
-            target = Target(wire, (self.mapping,) * GROUPS)
+            target = Target(wire, (self.mapping,) * (GROUPS + RANGES))
             sender.logic.add_ticket(ticket, self.now + ticket.timeout_seconds, {0: target})
         elif not isinstance(message, Refused):
             sender.logic.on_message(wire, message)
@@ -524,6 +589,7 @@ class World:
         for sender in self.senders:
             assert sender.logic.is_quiet
             assert sender.logic.free_slots == len(sender.slots)
+            assert len(sender.ended_tickets) == sender.logic.counts().opened
         for wire in self.wires:
             if not wire.is_cut:
                 self.cut(wire)

@@ -3,8 +3,9 @@
 Each engine receives and sends. Between them, proxies cut, change, repeat, reorder and hold back
 what is on its way; leases are released, preempted, forked, truncated and cancelled during
 transfers; engines are reset, put to sleep, get other weights, and are restarted on the same port.
-Every position that is cached or was received is compared with the bytes of its prompt, and so are
-the recurrent state and the windows before each position that is computed.
+With layers, some parts of a prompt are sent layer by layer; layers that are never committed have
+wrong bytes. Every position that is cached or was received is compared with the bytes of its prompt,
+and so are the recurrent state and the windows before each position that is computed.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from aiokv import Lease
     from aiokv.engine.receiving import Receiving
+    from aiokv.engine.sending import Sending
     from tests.peers.proxy import Fault
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.clock]
@@ -46,6 +48,7 @@ STEPS = 120
 SALTS = ("", "tenant")
 SEEDS = range(200 if os.environ.get("AIOKV_DEEP") else 6)
 STATE: dict[str, Any] = {"state_slots": 8}
+LAYERS: dict[str, Any] = {"layers": 4, "layer_ranges": 3}
 WINDOWS: dict[str, Any] = {
     "windows": {
         "near": WindowGroup(window_tokens=6, device_blocks=40, step_tokens=8),
@@ -244,6 +247,11 @@ class Request:
                     done = await part.cached()
                     while done < len(tokens) and rng.random() > 0.03:
                         end = min(done + rng.randint(1, 12), len(tokens))
+                        if self.load.is_layered and rng.random() < 0.7:
+                            is_right = rng.random() < 0.85
+                            await part.announce(sending, done, end, rng, is_right=is_right)
+                            if not is_right:
+                                break
                         await part.compute(done, end)
                         done = end
                         await spin(rng.randrange(4))
@@ -335,6 +343,20 @@ class Part:
                 first = stop
         self.check(end)
 
+    async def announce(
+        self, sending: Sending, first: int, end: int, rng: random.Random, *, is_right: bool
+    ) -> None:
+        """Write layers of positions, and let them be sent; commit none."""
+        end = min(end, self.lease.num_tokens)
+        num_layers = rng.randint(1, self.side.memory.layers)
+        for layer in range(num_layers):
+            if self.lease.state != "granted" or sending.failure is not None:
+                return
+            places, words = self._places(self.lease, first, end)
+            self.side.memory.write(places, words if is_right else ~words, range(layer, layer + 1))
+            sending.layers_done(end, layer + 1)
+            await spin(rng.randrange(4))
+
     async def _enter_batch(self, stack: ExitStack) -> None:
         """Begin a batch of the lease, when its state is not being sent any more."""
         while True:
@@ -376,6 +398,7 @@ class Load:
         self.requests: set[asyncio.Task[None]] = set()
         self.control: set[asyncio.Task[None]] = set()
         self.tickets: list[tuple[Request, bytes]] = []
+        self.is_layered = "layer_ranges" in (model or {})
         self.fault_share = self.rng.choice((0.0, 0.002, 0.01, 0.05))
         self.received = 0
 
@@ -510,6 +533,13 @@ class Load:
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_no_fault_of_a_peer_yields_a_wrong_byte(seed):
     load = Load(seed)
+    await load.run()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("model", [LAYERS, LAYERS | STATE | WINDOWS], ids=["layers", "all"])
+async def test_no_fault_of_a_peer_yields_a_wrong_layer(seed, model):
+    load = Load(seed, model)
     await load.run()
 
 

@@ -320,6 +320,20 @@ class PeerWalk:
             )
             self.note_begin(transfer_id, lease_id, first, num_blocks, computed)
 
+    def send_early(self) -> None:
+        """Send layers of any blocks; those that are not computed have no meaning yet."""
+        if (lease_id := self.pick(LeaseState.GRANTED)) is None:
+            return
+        first, num_blocks = self.random.randint(0, 4), self.random.randint(1, 3)
+        computed = self.read.computed_tokens(lease_id)
+        with suppress(AiokvError):
+            transfer_id = self.apply(
+                self.scheduler.send_early(
+                    lease_id, self.ticket(), first, num_blocks, 0, 2, self.random.randint(1, 9)
+                )
+            )
+            self.note_begin(transfer_id, lease_id, first, num_blocks, computed)
+
     def receive_state(self) -> None:
         if (lease_id := self.pick(LeaseState.GRANTED)) is None:
             return
@@ -491,7 +505,8 @@ class PeerWalk:
     def run(self, steps: int) -> None:
         verbs = [
             *[self.match] * 4, *[self.allocate] * 5, *[self.commit] * 2, *[self.end_batch] * 5,
-            *[self.receive] * 8, *[self.send] * 6, *[self.commit_received] * 5, self.end_peer,
+            *[self.receive] * 8, *[self.send] * 6, *[self.send_early] * 3,
+            *[self.commit_received] * 5, self.end_peer,
             self.release, self.preempt, *[self.truncate] * 2, self.fork, *[self.step] * 8,
             *[self.transfer] * 16, self.control,
         ]  # fmt: skip

@@ -185,6 +185,9 @@ def test_a_wait_ends_when_its_layer_has_arrived(loading):
         last.result(LONG)
     rank.wait_done(layers.transfer_ids, LONG)
     assert layers.is_done
+    statistics = rank.layer_wait_statistics()
+    assert 2 <= statistics.waits.count <= 3, "the wait for layer 0 may have begun too late"
+    assert layers.wait_seconds(1) == statistics.layer_seconds[1] > 0
 
 
 def test_a_stream_waits_for_the_layers(loading, device):

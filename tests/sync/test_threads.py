@@ -75,6 +75,9 @@ def test_a_runner_thread_waits_for_layers(loading, device):
     layers.wait_all()
     layers.raise_for_error()
     assert layers.is_done
+    statistics = engine.cache.layer_wait_statistics()
+    assert statistics.layer_seconds == [layers.wait_seconds(layer) for layer in range(2)]
+    assert statistics.waits.count >= 1
     with pytest.raises(UsageError):
         layers.wait(2)
 

@@ -121,6 +121,45 @@ def test_observers_are_imported_above_the_engine_only(path: Path) -> None:
         assert observers - allowed == set()
 
 
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_connectors_are_above_everything(path: Path) -> None:
+    """Nothing imports a connector; connectors import neither internals nor one another."""
+    name = ".".join(("aiokv", *path.relative_to(PACKAGE).with_suffix("").parts))
+    found = {n for n in imported(path) if n.startswith("aiokv.connectors.")}
+    if not name.startswith("aiokv.connectors."):
+        assert found == set()
+        return
+    own = ".".join(name.split(".")[:3])
+    packages = {f"aiokv.connectors.{p.name}" for p in PACKAGE.glob("connectors/*/")}
+    assert {n for n in found if not n.startswith(own) and n.startswith(tuple(packages))} == set()
+    internals = ("aiokv.scheduler", "aiokv.engine")
+    assert {n for n in imported(path) if n.startswith(internals)} == set()
+    private = {n for n in imported(path) if n.rpartition(".")[2].startswith("_")}
+    assert private - {"aiokv._native"} == set()
+
+
+@pytest.mark.parametrize("path", modules("connectors/fastdeploy"), ids=lambda p: p.stem)
+def test_the_fastdeploy_connector_imports_public_modules_only(path: Path) -> None:
+    public = {
+        *("aiokv", "aiokv.sync", "aiokv.ranks", "aiokv.types", "aiokv.observe.logs"),
+        "aiokv.frameworks.paddle",
+    }
+    loaded = {n for n in imported(path) if n.rpartition(".")[2].islower()} - public
+    assert {
+        n
+        for n in loaded
+        if not n.startswith("aiokv.connectors.fastdeploy") and n.rpartition(".")[0] not in public
+    } == set()
+
+
+def test_import_of_the_fastdeploy_connector_loads_no_framework() -> None:
+    code = "import sys, aiokv.connectors.fastdeploy; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, text=True
+    )
+    assert {"paddle", "torch", "cupy", "fastdeploy"}.isdisjoint(loaded.stdout.split())
+
+
 def test_import_loads_no_framework() -> None:
     code = "import sys, aiokv; print(*sys.modules)"
     loaded = subprocess.run(

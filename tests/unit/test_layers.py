@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 from aiokv.errors import TransferError, TransferTimeout, UsageError
 from aiokv.testing import ManualEvent, spin
 from aiokv.worker.device.base import CopyError
+from aiokv.worker.layer_waits import LayerWaits
 from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.views import DONE, LayerView, done_view
 
@@ -539,3 +541,52 @@ async def test_a_view_waits_in_a_thread_for_every_transfer() -> None:
     done_view(3).host_wait_all(0)
     with pytest.raises(UsageError, match="layer"):
         done_view(3).host_wait(3)
+
+
+async def test_a_view_counts_the_waits_for_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = itertools.count(100, 3)
+    waits = LayerWaits()
+    counter = LayerDoneCounter(3)
+    monkeypatch.setattr("aiokv.worker.views.time.monotonic", lambda: next(times))
+    view = LayerView([counter], waits=waits)
+    assert view.wait_seconds(1) == 0
+    with pytest.raises(TransferTimeout):
+        await view.wait(1, 0)
+    first = view.wait_seconds(1)
+    assert first > 0
+    thread, end = await in_thread(view.host_wait, 1, 0)
+    thread.join()
+    assert isinstance(end[0], TransferTimeout)
+    assert view.wait_seconds(1) > first
+    thread, end = await in_thread(view.gpu_wait_all, [], 0)
+    thread.join()
+    assert view.wait_seconds(2) > 0, "a wait for all layers counts for the last one"
+    assert view.wait_seconds(0) == 0
+    for layer in range(3):
+        counter.mark_layer_done(layer)
+    await view.wait_all()
+    view.host_wait(0)
+    view.gpu_wait(1, [])
+    statistics = waits.statistics()
+    assert statistics.waits.count == 3, "layers that have arrived are not waited for"
+    assert statistics.layer_seconds == [view.wait_seconds(layer) for layer in range(3)]
+    assert statistics.waits.sum_seconds == pytest.approx(sum(statistics.layer_seconds))
+    batch = LayerView.of_batch([view])
+    assert batch is not None
+    assert batch.waits is waits
+    with pytest.raises(UsageError, match="layer"):
+        view.wait_seconds(3)
+
+
+async def test_threads_that_note_waits_at_once_lose_none() -> None:
+    waits = LayerWaits()
+
+    def note() -> None:
+        for _ in range(500):
+            waits.note(1, 2, 1.0)
+
+    threads = [(await in_thread(note))[0] for _ in range(4)]
+    for thread in threads:
+        thread.join()
+    assert waits.statistics().layer_seconds == [0.0, 2000.0]
+    assert waits.statistics().waits.count == 2000

@@ -1120,3 +1120,74 @@ def test_cancelled_state_behind_received_windows_fails_the_lease():
     cache.end(state, "cancelled")
     assert cache.read.state(lease_id) == LeaseState.FAILED
     assert cache.read.computed_tokens(lease_id) == 0
+
+
+# --- layers of blocks that are being computed -----------------------------------------------------
+
+
+def send_early(cache: Cache, lease_id: int, first: int, num: int, ranges: Any = (0, 2)) -> int:
+    args = lease_id, TICKET, first, num, *ranges
+    transfer_id: int = cache.apply(cache.scheduler.send_early(*args, 7))
+    return transfer_id
+
+
+def test_early_plan_names_layers_and_blocks_that_are_not_computed():
+    cache = Cache()
+    cache.apply(cache.scheduler.track_steps(True))
+    lease_id = cache.granted(18)
+    cache.commit(lease_id, 4)
+    plan = cache.plans[send_early(cache, lease_id, 1, 3)]
+    assert (plan.route, plan.peer, plan.mark) == (SEND, TICKET, 7)
+    assert (plan.first_range, plan.end_range) == (0, 2)
+    assert plan.after_step == 1  # the open one, in which they are computed at the latest
+    assert plan.source_ids.tolist() == cache.table(lease_id)[1:4]
+    assert plan.target_ids.tolist() == [1, 2, 3]
+
+    cache.commit(lease_id, 18)
+    plan = cache.plans[cache.apply(cache.scheduler.send(lease_id, TICKET, 1, 3, 2, 5))]
+    assert (plan.first_range, plan.end_range, plan.mark) == (2, 5, 0)
+
+
+@pytest.mark.parametrize("verb", ["release", "preempt"])
+def test_blocks_of_an_early_send_are_kept_until_its_end(verb):
+    cache = Cache()
+    free = cache.free
+    lease_id = cache.granted(16)
+    transfer_id = send_early(cache, lease_id, 0, 4)
+    cache.apply(getattr(cache.scheduler, verb)(lease_id))
+    assert cache.cancelled == [transfer_id]
+    assert cache.free == free - 4
+    cache.end(transfer_id, "cancelled")
+    assert cache.free == free
+    assert cache.moved == []
+
+
+def test_early_send_of_wrong_blocks_is_refused():
+    cache = Cache()
+    lease_id = cache.granted(16)
+    with pytest.raises(UsageError, match="not inside the table of 4 blocks"):
+        send_early(cache, lease_id, 3, 2)
+    with pytest.raises(UsageError, match="the ranges of layers are 1 to 1"):
+        send_early(cache, lease_id, 0, 1, (1, 1))
+    cache.receive(lease_id, 1, 2)
+    for first in (0, 1, 2):
+        with pytest.raises(LeaseError, match="blocks 1 to 2 are being received"):
+            send_early(cache, lease_id, first, 2)
+    send_early(cache, lease_id, 3, 1)
+    with pytest.raises(LeaseError, match="blocks 3 to 3 are being sent"):
+        cache.receive(lease_id, 3, 1)
+
+
+def test_block_of_an_early_send_is_not_cut_before_it_is_computed():
+    cache = Cache()
+    lease_id = cache.apply(cache.scheduler.match(np.arange(18, dtype=np.int32)))
+    assert cache.apply(cache.scheduler.try_allocate(lease_id, 20)) is not None
+    transfer_id = send_early(cache, lease_id, 3, 2)
+    for computed in (0, 17):
+        cache.commit(lease_id, computed)
+        with pytest.raises(LeaseError, match="block 4 would be cut"):
+            cache.apply(cache.scheduler.truncate(lease_id, 19))
+    cache.commit(lease_id, 18)  # what the transfer reads does not change any more
+    cache.apply(cache.scheduler.truncate(lease_id, 19))
+    cache.end(transfer_id)
+    assert [moved.blocks for moved in cache.moved] == [2]

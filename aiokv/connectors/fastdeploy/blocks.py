@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +18,12 @@ from aiokv import (
     UsageError,
     WouldBlock,
 )
-from aiokv.connectors.fastdeploy.requests import items_of, prompt_length, tokens_of
+from aiokv.connectors.fastdeploy.requests import (
+    UnknownRequest,
+    items_of,
+    prompt_length,
+    tokens_of,
+)
 from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
@@ -33,7 +39,7 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-SAVE_WAIT_SECONDS: Final = 0.02  # for saves in flight, before blocks count as missing
+WAIT_SECONDS: Final = 0.02  # for copies in flight, before blocks count as missing
 
 
 class Holding:
@@ -99,6 +105,11 @@ class Holding:
         """Number of blocks that the scheduler has not taken yet."""
         return len(self.table) - self.given
 
+    @property
+    def has_arrived(self) -> bool:
+        """True when no onload of the request is in flight. Does not cross."""
+        return self.lease is None or not self.table or self.lease.layers.is_done
+
     def check_alignment(self) -> None:
         """Find out if the scheduler uses its blocks in another order than the lease.
 
@@ -133,7 +144,7 @@ class RequestBlocks:
         sizes: settings of the scheduler.
         step_event: returns an event behind all work that the runner has submitted, or None when all
             of it has finished; None with ranks, which close steps themselves.
-        save_wait_seconds: how long an allocation waits for blocks that are being saved.
+        wait_seconds: how long an allocation waits for blocks that are being copied.
     """
 
     def __init__(
@@ -141,28 +152,26 @@ class RequestBlocks:
         engine: SyncEngine,
         sizes: Sizes,
         step_event: Callable[[], Any] | None = None,
-        save_wait_seconds: float = SAVE_WAIT_SECONDS,
+        wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         self.engine = engine
         self._sizes = sizes
         self._block_tokens = sizes.block_tokens
         self._step_event = step_event
-        self._save_wait_seconds = save_wait_seconds
+        self._wait_seconds = wait_seconds
         self._lock = threading.RLock()
         self._holdings: dict[str, Holding] = {}
+        self._leaving: list[Holding] = []  # ended, but a batch still waits for their onloads
         self._room = 0  # blocks that can be taken for sure
         self._promised = 0  # blocks that a caller was told it can take
+        self._has_committed = False  # since the last batch was scheduled
         self.last_step = 0  # number of the step that was closed last
-        self._probe = engine.match([0], read=False, write=False, owner="FastDeploy")
 
     def close(self) -> None:
         """Release everything that is held."""
         with self._lock:
             calls = self.engine.calls()
-            for holding in self._holdings.values():
-                _release(calls, holding)
-            calls.release(self._probe)
-            self._holdings.clear()
+            self._record_release_of_all(calls)
             calls.run()
 
     # --- state ------------------------------------------------------------------------------------
@@ -184,27 +193,34 @@ class RequestBlocks:
 
     # --- verbs of requests ------------------------------------------------------------------------
 
-    def match(self, request: Request) -> Holding:
+    def match(self, request: Request, *, onload: bool = True) -> Holding:
         """Match the tokens of a request, and grant the cached prefix, in one crossing.
 
         Onloads of blocks in host memory begin. Without room for these, only the prefix on the
         device is granted. What the request held before is given back.
+
+        Args:
+            request: the scheduler's object.
+            onload: False to grant only the prefix on the device.
         """
         tokens = tokens_of(request)
         with self._lock:
             calls = self.engine.calls()
             self._record_end(calls, request.request_id)
-            self._record_commits(calls)
+            if not self._has_committed:  # once per `schedule()`
+                self._record_commits(calls)
             holding = self._hold(request, len(tokens))
             if not holding.shares_blocks:
                 calls.run(raise_errors=False)
                 return holding
             holding.lease = self._match(calls, holding, tokens, read=True)
-            granted = calls.add(_grant_hit, holding.lease)
+            granted = calls.add(_grant_hit, holding.lease, onload)
             calls.run(raise_errors=False)
             if granted.error is None:
-                holding.hit, holding.table = granted.value
+                holding.hit, holding.table, holds_blocks = granted.value
                 holding.given = len(holding.table)
+                if holds_blocks and not holding.table:
+                    self._drop_lease(holding)
                 cached = holding.given * self._block_tokens
                 holding.scheduled_tokens = holding.committed_tokens = cached
                 self._room = max(self._room - holding.given, 0)
@@ -258,23 +274,68 @@ class RequestBlocks:
             self._promised = max(self._promised - num_blocks, 0)
             return holding.table[first : holding.given]
 
-    def end(self, request: Request) -> None:
+    def allocate_unshared(self, request_id: str, num_blocks: int) -> list[int]:
+        """Take blocks for a request whose tokens are not known; see ``allocate``."""
+        with self._lock:
+            holding = self._holdings.get(request_id)
+            if holding is None:
+                request = UnknownRequest(request_id)
+                holding = Holding(request, 1, shares_blocks=False)
+                self._holdings[request_id] = holding
+            return self.allocate(holding.request, num_blocks)
+
+    def give_back(self, request_id: str, block_ids: list[int]) -> None:
+        """Give the last blocks of a request back, or all of them.
+
+        Raises:
+            UsageError: the ids are not the last blocks of the request. Nothing changed.
+        """
+        with self._lock:
+            holding = self._holdings.get(request_id)
+            if holding is None or not block_ids:
+                return  # `end` has given them back
+            kept = holding.given - len(block_ids)
+            given = holding.table[: holding.given]
+            if sorted(given[max(kept, 0) :]) != sorted(block_ids):
+                raise UsageError(
+                    f"request {request_id!r} cannot give blocks {block_ids} back: its blocks are "
+                    f"{given}",
+                    hint="give back its last blocks, or all of them",
+                )
+            if not kept:
+                self.end(request_id)
+                return
+            calls = self.engine.calls()
+            if holding.lease is not None:
+                calls.truncate(holding.lease, kept * self._block_tokens)
+            self._record_step(calls)
+            calls.run()
+            holding.given = kept
+            self._update_table(holding)
+
+    def holder(self, block_id: int) -> str | None:
+        """Return the id of a request that has taken a block; None without one."""
+        with self._lock:
+            for request_id, holding in self._holdings.items():
+                if block_id in holding.table[: holding.given]:
+                    return request_id
+            return None
+
+    def end(self, request_id: str) -> None:
         """Commit what is computed, and give all blocks back. Idempotent.
 
         Full blocks of known tokens stay cached.
         """
         with self._lock:
             calls = self.engine.calls()
-            if self._record_end(calls, request.request_id):
+            if self._record_end(calls, request_id):
                 calls.run(raise_errors=False)
 
     def end_all(self) -> None:
         """Give all blocks of all requests back; nothing that is not shared yet stays cached."""
         with self._lock:
             calls = self.engine.calls()
-            for holding in self._holdings.values():
-                _release(calls, holding)
-            self._holdings.clear()
+            self._record_release_of_all(calls)
             self._record_step(calls)
             calls.run(raise_errors=False)
 
@@ -289,21 +350,21 @@ class RequestBlocks:
         """
         with self._lock:
             calls = self.engine.calls()
+            self._record_departures(calls)
             self._record_commits(calls)
             ahead = [holding for holding in self._holdings.values() if self._needs_blocks(holding)]
             blocks = self._sizes.decode_blocks
             leases = [holding.lease for holding in ahead if holding.lease is not None]
             extended = calls.extend(leases, blocks * self._block_tokens)
-            room = self._sizes.step_blocks(len(self._holdings))
-            can_allocate = calls.can_allocate(self._probe, room * self._block_tokens)
+            room = self._record_room(calls, 0)
             self._record_step(calls)
             calls.run(raise_errors=False)
             if extended.error is None:
                 for holding in ahead:
                     self._update_table(holding)
-            has_room = can_allocate.error is None and can_allocate.value
-            self._room = room if has_room else self.engine.statistics().device_free
+            self._room = room.value
             self._promised = 0
+            self._has_committed = False
             for holding in self._holdings.values():
                 holding.scheduled_tokens = max(
                     holding.scheduled_tokens,
@@ -338,6 +399,14 @@ class RequestBlocks:
 
     # --- recording of calls -----------------------------------------------------------------------
 
+    def _drop_lease(self, holding: Holding) -> None:
+        """Give back blocks of a grant that has no hit after all."""
+        calls = self.engine.calls()
+        _release(calls, holding)
+        self._record_step(calls)
+        calls.run()
+        holding.lease = None
+
     def _hold(self, request: Request, num_tokens: int) -> Holding:
         shares_blocks = self._sizes.shares_blocks and items_of(request) is not None
         holding = Holding(request, num_tokens, shares_blocks=shares_blocks)
@@ -357,6 +426,7 @@ class RequestBlocks:
         )
 
     def _record_commits(self, calls: Calls) -> None:
+        self._has_committed = True
         for holding in self._holdings.values():
             self._record_commit(calls, holding)
 
@@ -388,9 +458,28 @@ class RequestBlocks:
             return False
         if holding.is_scheduled:
             self._record_commit(calls, holding)
-        _release(calls, holding)
+        if holding.is_scheduled and not holding.has_arrived:
+            # A release would cancel the onload, and the workers may not have begun the batch that
+            # waits for it.
+            self._leaving.append(holding)
+        else:
+            _release(calls, holding)
         self._record_step(calls)
         return True
+
+    def _record_release_of_all(self, calls: Calls) -> None:
+        for holding in (*self._holdings.values(), *self._leaving):
+            _release(calls, holding)
+        self._holdings.clear()
+        self._leaving.clear()
+
+    def _record_departures(self, calls: Calls) -> bool:
+        """Release requests that have ended, and whose onloads have arrived since."""
+        arrived = [holding for holding in self._leaving if holding.has_arrived]
+        for holding in arrived:
+            _release(calls, holding)
+            self._leaving.remove(holding)
+        return bool(arrived)
 
     def _record_step(self, calls: Calls) -> None:
         """Close the step: transfers may write the blocks that were given back in it."""
@@ -471,33 +560,57 @@ class RequestBlocks:
                 self._update_table(holding)
             if self._has_room(num_blocks):
                 return True
+        if self._leaving and self._wait_for_departures() and self._has_room(num_blocks):
+            return True
         statistics = self.engine.statistics()
         if statistics.device_free + statistics.evictable_blocks < num_blocks:
             return False
-        future = self._probe.allocate(
-            num_blocks * self._block_tokens, timeout=self._save_wait_seconds
+        return self._wait_for_saves(num_blocks)
+
+    def _wait_for_departures(self) -> bool:
+        """Release ended requests when their onloads have arrived; return True if there are any."""
+        deadline = time.monotonic() + self._wait_seconds
+        for holding in self._leaving:
+            if holding.lease is not None:
+                with suppress(TransferError, TimeoutError):
+                    left = deadline - time.monotonic()
+                    holding.lease.layers.wait_all(max(left, 0.0))
+        calls = self.engine.calls()
+        has_departed = self._record_departures(calls)
+        self._record_step(calls)
+        calls.run()
+        return has_departed
+
+    def _wait_for_saves(self, num_blocks: int) -> bool:
+        """Evict blocks that have to be saved first, or are being saved."""
+        lease = self.engine.match([0], read=False, write=False, owner="FastDeploy")
+        future = lease.allocate(
+            num_blocks * self._block_tokens, timeout=self._wait_seconds, reserve_blocks=0
         )
+        has_room = True
         try:
             future.result()
         except (AllocateTimeout, RequestTooLarge):
-            return False
+            has_room = False
         calls = self.engine.calls()
-        calls.preempt(self._probe)
+        calls.release(lease)
         self._record_step(calls)
         calls.run()
-        self._room = num_blocks
-        return True
+        return has_room and self._has_room(num_blocks)
 
     def _has_room(self, num_blocks: int) -> bool:
         if num_blocks <= 0:
             return True
-        answer = self.engine.calls()
-        can_allocate = answer.can_allocate(self._probe, num_blocks * self._block_tokens)
-        answer.run(raise_errors=False)
-        if isinstance(can_allocate.error, RequestTooLarge) or not can_allocate.value:
-            return False
-        self._room = num_blocks
-        return True
+        calls = self.engine.calls()
+        room = self._record_room(calls, num_blocks)
+        calls.run()
+        self._room = room.value
+        return self._room >= num_blocks
+
+    def _record_room(self, calls: Calls, num_blocks: int) -> Answer[int]:
+        """Ask how many blocks can be taken: at least ``num_blocks``, or those of a step."""
+        limit = max(self._sizes.step_blocks(len(self._holdings)), num_blocks)
+        return calls.allocatable_blocks(reserve_blocks=0, limit=limit)
 
 
 def _release(calls: Calls, holding: Holding) -> None:
@@ -505,17 +618,23 @@ def _release(calls: Calls, holding: Holding) -> None:
         calls.release(holding.lease)
 
 
-def _grant_hit(lease: SyncLease) -> tuple[Hit, list[int]]:
-    """Take the cached prefix, or the part on the device if the rest has no room. On the loop."""
+def _grant_hit(lease: SyncLease, onload: bool) -> tuple[Hit, list[int], bool]:
+    """Take the cached prefix, or as much of it as there is room for. On the loop.
+
+    Returns:
+        The prefix by tier, the ids of its blocks, and True if the lease holds blocks.
+    """
     inner: Lease = lease.inner
     found = inner.hit
-    for num_tokens in (found.total, found.device_tokens):
+    for num_tokens in (found.total if onload else 0, found.device_tokens):
         if num_tokens and inner.try_allocate(num_tokens):
-            if inner.cached_tokens != num_tokens:
-                raise UsageError(f"{inner!r} was granted {inner.cached_tokens} cached tokens")
-            hit = Hit(found.device_tokens, num_tokens - found.device_tokens)
-            return hit, inner.block_table.tolist()
-    return Hit(0, 0), []
+            cached = inner.cached_tokens  # less, when too few blocks may be written by a transfer
+            if cached < num_tokens and cached:
+                inner.truncate(cached)
+            device = min(found.device_tokens, cached)
+            table = inner.block_table.tolist() if cached else []
+            return Hit(device, cached - device), table, True
+    return Hit(0, 0), [], False
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -61,26 +61,25 @@ class EngineHost:
 
     @property
     def blocks(self) -> RequestBlocks:
-        """Leases of the requests; opens the engine at the first use.
+        """Leases of the requests; opens the engine, once."""
+        blocks = self._blocks
+        return self.open() if blocks is None else blocks
+
+    def open(self) -> RequestBlocks:
+        """Open the engine, unless it is open.
 
         Raises:
             AiokvError: the engine could not be opened, as ``SyncEngine.open``.
         """
-        blocks = self._blocks
-        if blocks is None:
-            with self._lock:
-                blocks = self._blocks
-                if blocks is None:
-                    blocks = self._blocks = self._open()
-        return blocks
-
-    def _open(self) -> RequestBlocks:
-        config = self.sizes.cache_config(**self._options)
-        engine = SyncEngine(
-            config, self._regions, self._device, ranks=self._ranks, stores=self._stores
-        )
-        engine.open()
-        return RequestBlocks(engine, self.sizes, self._step_event)
+        with self._lock:
+            if self._blocks is None:
+                config = self.sizes.cache_config(**self._options)
+                engine = SyncEngine(
+                    config, self._regions, self._device, ranks=self._ranks, stores=self._stores
+                )
+                engine.open()
+                self._blocks = RequestBlocks(engine, self.sizes, self._step_event)
+            return self._blocks
 
     def resize(self, device_blocks: int) -> bool:
         """Change the number of device blocks.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aiokv import Device, Regions
-    from aiokv.connectors.fastdeploy.blocks import Holding
+    from aiokv.connectors.fastdeploy.blocks import Holding, RequestBlocks
     from aiokv.connectors.fastdeploy.metadata import CacheSwapMetadata
     from aiokv.connectors.fastdeploy.requests import Request
     from aiokv.ranks import RankGroup
@@ -53,8 +53,8 @@ class CacheManager:
             batch of one ``schedule()`` must have been computed when the next one begins.
         options: further fields of :class:`aiokv.CacheConfig`, such as ``model`` for stores.
 
-    The engine opens at the first verb that needs it, so that ``update_cache_config`` may come
-    first. Then ``num_gpu_blocks`` is what the profile run has measured.
+    The engine opens with ``open``, or at the first verb that needs it, so that
+    ``update_cache_config`` may come first. Numbers of blocks can be read before.
 
     Raises:
         ConfigError: a field of ``config`` is missing or out of range.
@@ -88,6 +88,15 @@ class CacheManager:
         self._sent_step = 0
         self._has_scheduled = False  # since the last batch
 
+    def open(self) -> None:
+        """Open the engine: with ranks, wait until all workers have connected. Idempotent.
+
+        Raises:
+            RankLost: not all workers have connected in time; see :class:`RankTimeouts`.
+            AiokvError: as for ``SyncEngine.open``.
+        """
+        self._host.open()
+
     def close(self) -> None:
         """Give all blocks back, and close the engine. Idempotent."""
         self._host.close()
@@ -102,6 +111,11 @@ class CacheManager:
     def engine(self) -> SyncEngine:
         """The engine, for everything else that aiokv offers. Opens it."""
         return self._host.blocks.engine
+
+    @property
+    def blocks(self) -> RequestBlocks:
+        """Leases of the requests. Opens the engine."""
+        return self._host.blocks
 
     @property
     def num_gpu_blocks(self) -> int:
@@ -131,12 +145,14 @@ class CacheManager:
     @property
     def num_free_device_blocks(self) -> int:
         """Number of device blocks that hold nothing. Does not cross."""
+        if not self._host.is_open:
+            return self.num_gpu_blocks
         return statistics.free_device_blocks(self._host.blocks)
 
     @property
     def num_free_host_blocks(self) -> int:
         """Number of host blocks that hold nothing. Does not cross."""
-        return self.engine.statistics().host_free
+        return self.engine.statistics().host_free if self._host.is_open else self.num_cpu_blocks
 
     @property
     def gpu_free_block_list(self) -> BlockCount:
@@ -193,8 +209,16 @@ class CacheManager:
         )
         request._match_result = result  # type: ignore[attr-defined]
         self._announce_onloads(request, holding)
+        self.note_match(holding)
+
+    def note_match(self, holding: Holding) -> None:
+        """Count a match in ``metrics``."""
         with self._lock:
             self.metrics.note(holding.prefill_tokens, *holding.hit)
+
+    def note_scheduled(self) -> None:
+        """Note that the next batch uses, or gives back, blocks."""
+        self._has_scheduled = True
 
     def _announce_onloads(self, request: Any, holding: Holding) -> None:
         """Tell the workers, through the request, which transfers its batch waits for."""
@@ -233,7 +257,7 @@ class CacheManager:
             WouldBlock: ``can_allocate_device_blocks`` has just promised the blocks, and saves of
                 the meantime took the room. Nothing changed.
         """
-        self._has_scheduled = True
+        self.note_scheduled()
         return self._host.blocks.allocate(request, num_blocks)
 
     def request_finish(self, request: Request) -> None:
@@ -245,10 +269,10 @@ class CacheManager:
         if holding is None:
             return
         if holding.is_scheduled:
-            self._has_scheduled = True
+            self.note_scheduled()
         else:
             request.cache_swap_metadata = []  # type: ignore[attr-defined]
-        self._host.blocks.end(request)
+        self._host.blocks.end(request.request_id)
 
     def cache_output_blocks(self, request: Request, block_size: int) -> None:
         """Share the blocks of the tokens that have been generated so far.
@@ -276,6 +300,8 @@ class CacheManager:
             Metadata for ``BatchRequest.append_evict_metadata``: send the batch even if it has no
             requests. None when the workers need not be told anything, and always without ranks.
         """
+        if not self._host.is_open:
+            return None
         step = self._host.blocks.end_schedule()
         has_scheduled, self._has_scheduled = self._has_scheduled, False
         if not self._host.has_ranks or step == self._sent_step:
@@ -291,7 +317,7 @@ class CacheManager:
 
     def get_pending_backup_count(self) -> int:
         """Return the number of blocks that are being copied to host memory. Does not cross."""
-        return self.engine.statistics().host_in_flight
+        return self.engine.statistics().host_in_flight if self._host.is_open else 0
 
     # --- stores -----------------------------------------------------------------------------------
 

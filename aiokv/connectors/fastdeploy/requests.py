@@ -40,6 +40,21 @@ class Request(Protocol):
     num_computed_tokens: int
 
 
+class UnknownRequest:
+    """Request of which only the id is known: its blocks are never shared.
+
+    Args:
+        request_id: as given by the scheduler.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = (0,)
+        self.output_token_ids: list[int] = []
+        self.block_tables: list[int] = []
+        self.num_computed_tokens = 0
+
+
 def tokens_of(request: Request) -> NDArray[np.int32]:
     """Return the prompt and the tokens that were generated so far.
 

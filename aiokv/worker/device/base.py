@@ -39,6 +39,12 @@ def layers_group(first: int, end: int) -> str:
     return f"{first}:{end}"
 
 
+def is_layer_range(key: PoolKey) -> bool:
+    """Return True for a range of layers of the blocks."""
+    pool, group = key
+    return pool == "peer" and group.startswith("device ")
+
+
 def pool_key(route: Route, group: str = "") -> PoolKey:
     """Return the key of the blocks that a route copies between the device and host memory."""
     pool = route.device_pool

@@ -32,7 +32,14 @@ from aiokv.plan import (
     WINDOW_OFFLOAD,
     WINDOW_ONLOAD,
 )
-from aiokv.worker.device.base import CopyError, blocks_of, check_event_type, peer_key, pool_key
+from aiokv.worker.device.base import (
+    CopyError,
+    blocks_of,
+    check_event_type,
+    is_layer_range,
+    peer_key,
+    pool_key,
+)
 from aiokv.worker.device.cuda_handles import event_handle, stream_handle
 from aiokv.worker.device.cuda_numa import placement
 from aiokv.worker.device.cuda_slots import CudaSlots, DeviceArena, SlotCopy
@@ -52,6 +59,7 @@ _cuda: Any = getattr(_native, "cuda", None)  # absent when aiokv was built witho
 
 _MAIN: Final[PoolKey] = ("device", "")  # the pool of the blocks
 _STATES: Final = (("state", ""), peer_key("state"))  # pools of slots of recurrent state
+_STAGING_ALIGNMENT: Final = 4096
 HIGHEST_PRIORITY: Final = -5  # clamped by CUDA: a short scatter runs before the model's next CTAs
 
 Path = Literal["auto", "staged", "direct"]
@@ -254,12 +262,22 @@ class CudaDevice(Unique):
         # Slots of recurrent state move one by one: a staging slot need not be larger.
         moved_bytes = arena.block_bytes if key in _STATES else arena.nbytes
         slot_bytes = self.options.slot_bytes
+        if is_layer_range(key):
+            slot_bytes = self._share_of_slot(slot_bytes, blocks)
         if key != _MAIN:
             slot_bytes = min(slot_bytes, moved_bytes)
         engine = self._make_engine(blocks, arena, self._hosts[arena.pointer], slot_bytes)
         self._engines[key] = engine
         for direction in (_cuda.Direction.ONLOAD, _cuda.Direction.OFFLOAD):
             self._layer_groups[key, direction] = engine.groups(direction)
+
+    def _share_of_slot(self, slot_bytes: int, blocks: Regions) -> int:
+        """Return the staging slot of a range of layers: all ranges together have that of a pool."""
+        if self._memory is None:
+            raise UsageError(f"{self.name} has no blocks: attach() it first")
+        own_bytes, all_bytes = blocks.host_block_bytes, self._memory[0].host_block_bytes
+        share = max(slot_bytes * own_bytes // all_bytes, own_bytes)
+        return -(-share // _STAGING_ALIGNMENT) * _STAGING_ALIGNMENT
 
     def open_peer_slots(self, num_slots: int, slot_bytes: int) -> CudaSlots:
         """Reserve slots for peers in the memory of the GPU, until ``detach``.

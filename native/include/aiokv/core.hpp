@@ -91,6 +91,8 @@ class Core {
     }
     // Of an id that match() has returned, also when the lease was released since then.
     bool is_idle(LeaseId id) const { return foreign_.uses().is_idle(id); }
+    // The newest unfinished step that is_idle() waits for, or 0.
+    Step idle_after_step(LeaseId id) const { return foreign_.after_step(id); }
     std::vector<LeaseId> take_idle() { return foreign_.uses().take_idle(); }
     std::vector<LeaseId> take_advanced() { return foreign_.saves().take_advanced(); }
     std::vector<BlockId> take_queued_ids() { return foreign_.saves().take_queued_ids(); }

@@ -70,6 +70,9 @@ class ForeignBlocks {
     // The first `good` blocks have arrived. `cancelled`: the others are as good as before.
     ForeignEnd complete(TransferId id, std::uint32_t good, bool cancelled);
 
+    // The newest unfinished step that transfers of ids which the lease has named wait for; 0: none.
+    Step after_step(LeaseId lease) const;
+
     ForeignSaves& saves() { return saves_; }
     const ForeignSaves& saves() const { return saves_; }
     DeviceUses& uses() { return uses_; }

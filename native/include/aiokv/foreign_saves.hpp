@@ -68,6 +68,9 @@ class ForeignSaves {
     // The first `good` blocks have arrived.
     void complete(TransferId id, std::uint32_t good);
 
+    // The newest unfinished step that saves of ids which the lease has named wait for; 0: none.
+    Step after_step(LeaseId lease) const;
+
     // Released leases that waited for saves only; the caller ends them.
     std::vector<LeaseId> take_ended();
     // Leases of which blocks have become matchable since the last call.

@@ -181,6 +181,14 @@ const Transfer& ForeignBlocks::get(TransferId id) const {
     return found == onloads_.end() ? saves_.get(id) : found->second.transfer;
 }
 
+Step ForeignBlocks::after_step(LeaseId lease) const {
+    Step newest = saves_.after_step(lease);
+    for (const auto& [id, onload] : onloads_) {
+        if (onload.named_by == lease) newest = std::max(newest, onload.transfer.after_step);
+    }
+    return newest > device_.finished_step() ? newest : 0;
+}
+
 void ForeignBlocks::leave_onload(TransferId id, LeaseId lease) {
     std::erase(onloads_.at(id).transfer.leases, lease);
     abandoned_.push_back(id);

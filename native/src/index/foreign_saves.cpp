@@ -439,6 +439,15 @@ void ForeignSaves::complete(TransferId id, std::uint32_t good) {
     announce_changed();
 }
 
+Step ForeignSaves::after_step(LeaseId lease) const {
+    Step newest = 0;
+    for (const Block& block : blocks_) {
+        if (block.reader != lease || block.device == kNoBlock) continue;
+        newest = std::max(newest, device_.after_step(block.device));
+    }
+    return newest;
+}
+
 std::vector<LeaseId> ForeignSaves::take_ended() {
     std::vector<LeaseId> ended = std::exchange(ended_, {});
     std::erase_if(ended, [this](LeaseId id) {

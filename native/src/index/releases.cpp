@@ -157,7 +157,8 @@ LeaseId Releases::truncate(Lease& lease, std::int64_t num_tokens, Step step) {
     promises_.remove(lease);  // it reads fields of the lease that change below
     lease.table.resize(blocks);
     lease.keep_received(0, length);
-    lease.num_tokens = length;
+    // A lease has all positions of the blocks that a server has named.
+    lease.num_tokens = foreign_.exist() ? blocks * config_.block_tokens : length;
     lease.computed_tokens = std::min(lease.computed_tokens, length);
     if (lease.tokens.size() > length) {
         lease.tokens.resize(length);

@@ -436,6 +436,8 @@ void bind_core(nb::module_& m) {
             "Append device ids of a server to the table of a lease.")
         .def("is_idle", &Core::is_idle, "lease"_a,
              "Return whether no transfer uses ids that the lease, which may have ended, has named.")
+        .def("idle_after_step", &Core::idle_after_step, "lease"_a,
+             "Return the newest unfinished step that the transfers of is_idle() wait for, or 0.")
         .def("take_idle", &Core::take_idle, "Return leases that have become idle.")
         .def("take_advanced", &Core::take_advanced,
              "Return leases of which foreign saves have made blocks matchable.")

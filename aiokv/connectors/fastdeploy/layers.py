@@ -1,4 +1,4 @@
-"""CacheController and LayerDoneCounter: what FastDeploy's model runner calls, on aiokv."""
+"""LayerDoneCounter: waits of FastDeploy's model runner for the layers of onloads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aiokv import UsageError
-from aiokv.connectors.fastdeploy.metadata import step_of, transfer_ids_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ class LayerSwapTimeoutError(TimeoutError):
 
 
 class Layers(Protocol):
-    """Layers of transfers, such as :class:`aiokv.sync.SyncLayers`."""
+    """Layers of transfers: :class:`aiokv.sync.SyncLayers`, or :class:`aiokv.sync.RankLayers`."""
 
     @property
     def is_done(self) -> bool:
@@ -29,18 +28,11 @@ class Layers(Protocol):
     def wait_all(self, timeout: float | None = None) -> None:
         """Block the calling thread until all layers have arrived."""
 
-    def gpu_wait(self, layer: int, stream: Any) -> None:
+    def gpu_wait(self, layer: int, stream: Any, timeout: float | None = None) -> None:
         """Let a stream wait for a layer."""
 
     def raise_for_error(self) -> None:
         """Raise the failure of a transfer."""
-
-
-class LayerSource(Protocol):
-    """Finds the layers of transfers: the ``CacheManager`` of this process, for example."""
-
-    def layers(self, transfer_ids: Sequence[int]) -> Sequence[Layers]:
-        """Return the layers of transfers that have not arrived yet."""
 
 
 class LayerDoneCounter:
@@ -80,10 +72,7 @@ class LayerDoneCounter:
             TransferError: an onload failed: do not use what the batch computes.
             UsageError: there is no such layer.
         """
-        if not 0 <= layer_idx < self._num_layers:
-            raise UsageError(
-                f"layer_idx is {layer_idx}; it must be between 0 and {self._num_layers - 1}"
-            )
+        self._check_layer(layer_idx)
         began = time.monotonic()
         try:
             self._wait(f"layer {layer_idx}", timeout, lambda part, left: part.wait(layer_idx, left))
@@ -97,13 +86,26 @@ class LayerDoneCounter:
         self._wait("all layers", timeout, lambda part, left: part.wait_all(left))
         return True
 
-    def gpu_wait(self, layer_idx: int, stream: Any) -> None:
+    def gpu_wait(self, layer_idx: int, stream: Any, timeout: float | None = 30.0) -> None:
         """Let a compute stream wait for a layer, without blocking the host for its bytes.
 
         Call ``raise_for_error`` before what the batch has computed is used.
+
+        Args:
+            layer_idx: from 0.
+            stream: the stream of the model.
+            timeout: seconds for the layer to be submitted; None for no limit.
+
+        Raises:
+            LayerSwapTimeoutError: the layer was not submitted in time.
+            TransferError, UsageError: as for ``wait_for_layer``.
         """
-        for part in self._parts:
-            part.gpu_wait(layer_idx, stream)
+        self._check_layer(layer_idx)
+        self._wait(
+            f"layer {layer_idx}",
+            timeout,
+            lambda part, left: part.gpu_wait(layer_idx, stream, left),
+        )
 
     def raise_for_error(self) -> None:
         """Raise the failure of an onload, if there is one.
@@ -126,6 +128,12 @@ class LayerDoneCounter:
         """Return the seconds since the counter was made."""
         return time.monotonic() - self._created
 
+    def _check_layer(self, layer_idx: int) -> None:
+        if not 0 <= layer_idx < self._num_layers:
+            raise UsageError(
+                f"layer_idx is {layer_idx}; it must be between 0 and {self._num_layers - 1}"
+            )
+
     def _wait(
         self, what: str, timeout: float | None, wait: Callable[[Layers, float | None], None]
     ) -> None:
@@ -136,54 +144,3 @@ class LayerDoneCounter:
                 wait(part, left)
             except TimeoutError as error:
                 raise LayerSwapTimeoutError(f"{what} did not arrive within {timeout} s") from error
-
-
-class CacheController:
-    """Replaces ``fastdeploy.cache_manager.v1.cache_controller.CacheController``. Runner thread.
-
-    Args:
-        num_layers: layers of the model, those of draft models included.
-        source: where the layers of onloads are found: the ``CacheManager`` of this process, or the
-            rank of this worker process.
-        close_step: closes a step of the rank; None without ranks, where the manager closes steps.
-    """
-
-    def __init__(
-        self,
-        num_layers: int,
-        source: LayerSource,
-        close_step: Callable[[int], None] | None = None,
-    ) -> None:
-        self._num_layers = num_layers
-        self._source = source
-        self._close_step = close_step
-        self._counter: LayerDoneCounter | None = None
-
-    @property
-    def swap_layer_done_counter(self) -> LayerDoneCounter | None:
-        """Counter of the last batch that waits for onloads; None before the first one."""
-        return self._counter
-
-    def submit_swap_tasks(
-        self, evict_metadata: Any, swap_in_metadata: Any
-    ) -> LayerDoneCounter | None:
-        """Begin a batch: close the step that it names, and find the onloads that it waits for.
-
-        aiokv has submitted the onloads itself. Call this for each batch, before the model computes
-        it, and after all work of earlier batches was submitted.
-
-        Args:
-            evict_metadata: ``BatchRequest.cache_evict_metadata``.
-            swap_in_metadata: ``BatchRequest.cache_swap_metadata``.
-
-        Returns:
-            Counter of the onloads; None when the batch waits for none.
-        """
-        step = step_of(evict_metadata)
-        if step and self._close_step is not None:
-            self._close_step(step)
-        transfer_ids = transfer_ids_of(swap_in_metadata)
-        self._counter = None
-        if transfer_ids:
-            self._counter = LayerDoneCounter(self._num_layers, self._source.layers(transfer_ids))
-        return self._counter

@@ -1,0 +1,261 @@
+"""CacheController: what FastDeploy's worker processes call, on aiokv."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from aiokv import ConfigError, UsageError
+from aiokv.connectors.fastdeploy.caches import cache_name, regions_of
+from aiokv.connectors.fastdeploy.layers import LayerDoneCounter
+from aiokv.connectors.fastdeploy.metadata import step_of, transfer_ids_of
+from aiokv.sync import RankThread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from aiokv import Device
+    from aiokv.connectors.fastdeploy.layers import Layers
+
+
+class LayerSource(Protocol):
+    """Finds the layers of transfers: the ``CacheManager`` of this process."""
+
+    def layers(self, transfer_ids: Sequence[int]) -> Sequence[Layers]:
+        """Return the layers of transfers that have not arrived yet."""
+
+
+class CacheController:
+    """Replaces ``fastdeploy.cache_manager.v1.cache_controller.CacheController``.
+
+    A worker process creates its cache tensors with ``initialize_kv_cache``; then the controller
+    connects to the ``CacheManager`` of the scheduler's process, in a thread of its own, and moves
+    the bytes of this rank.
+
+    Args:
+        config: the ``FDConfig`` of the worker, or any object with its fields.
+        local_rank: number of this worker on its machine.
+        device_id: number of its GPU, for the names of tensors.
+        path: socket of the manager's ``RankGroup``; None with ``source``.
+        source: the ``CacheManager`` of this process, which owns the tensors; None with ``path``.
+        device: device of the tensors, as for ``CacheEngine``.
+        stores: stores of this rank's shard of the blocks.
+        step_event: on a GPU: returns an event that was recorded just now on the stream of the
+            model. None where all submitted work has finished when a batch begins.
+
+    Raises:
+        ConfigError: a field of ``config`` is missing, or not exactly one of ``path`` and ``source``
+            is given.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        local_rank: int = 0,
+        device_id: int = 0,
+        *,
+        path: Path | str | None = None,
+        source: LayerSource | None = None,
+        device: Device | str | None = None,
+        stores: Sequence[Any] = (),
+        step_event: Callable[[], Any] | None = None,
+    ) -> None:
+        if (path is None) == (source is None):
+            raise ConfigError(
+                "path and source: exactly one of them must be given",
+                hint="path=ranks.path in worker processes, source=manager in the same process",
+            )
+        self.config = config
+        self._num_layers, self._draft_layers = _layers_of(config)
+        ranks = int(getattr(getattr(config, "parallel_config", None), "tensor_parallel_size", 1))
+        self._rank_number = local_rank % ranks
+        self._device_id = device_id
+        self._path, self._source, self._device = path, source, device
+        self._stores = stores
+        self._step_event = step_event
+        self._rank: RankThread | None = None
+        self._closed_step = 0
+        self._caches: dict[int, Mapping[str, Any]] = {}
+        self._counter: LayerDoneCounter | None = None
+
+    # --- tensors ----------------------------------------------------------------------------------
+
+    def initialize_kv_cache(self, attn_backend: Any, num_gpu_blocks: int) -> list[Any]:
+        """Create the cache tensors of the model's layers, and register them.
+
+        A later call replaces the tensors, such as those of a profile run, until the manager has
+        opened the engine.
+
+        Args:
+            attn_backend: its ``create_kv_cache`` creates the tensors of a layer by role.
+            num_gpu_blocks: number of device blocks.
+
+        Returns:
+            The tensors, layer by layer, for the model.
+
+        Raises:
+            UsageError: the engine uses the tensors already. Nothing changed.
+            LayoutError: the tensors do not fit.
+        """
+        return self._create(attn_backend, num_gpu_blocks, range(self._num_layers))
+
+    def initialize_mtp_kv_cache(
+        self, attn_backend: Any, num_gpu_blocks: int, num_mtp_layers: int, layer_offset: int
+    ) -> list[Any]:
+        """Create the cache tensors of draft layers; see ``initialize_kv_cache``.
+
+        Args:
+            attn_backend: attention backend of the draft model.
+            num_gpu_blocks: number of device blocks, that of the model.
+            num_mtp_layers: number of draft layers.
+            layer_offset: number of the first one, behind the layers of the model.
+        """
+        layers = range(layer_offset, layer_offset + num_mtp_layers)
+        return self._create(attn_backend, num_gpu_blocks, layers)
+
+    def register_kv_cache(self, layers: Sequence[Mapping[str, Any]]) -> None:
+        """Register tensors that exist, per layer and role, in place of ``initialize_kv_cache``.
+
+        Raises:
+            UsageError, LayoutError: as for ``initialize_kv_cache``.
+        """
+        self._register(dict(enumerate(layers)))
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Block the calling thread until the manager has opened the engine.
+
+        Raises:
+            ControlTimeout: it has not done so in time.
+            ClosedError: the engine was closed, or has refused this worker.
+            UsageError: no cache tensors are registered.
+        """
+        self._connected().wait_ready(timeout)
+
+    def _connected(self) -> RankThread:
+        if self._rank is None:
+            raise UsageError(
+                "no cache tensors are registered", hint="call initialize_kv_cache first"
+            )
+        return self._rank
+
+    def get_kv_caches(self) -> dict[str, Any]:
+        """Return the tensors by FastDeploy's names."""
+        return {
+            cache_name(role, layer, self._rank_number, self._device_id): tensor
+            for layer, caches in self._caches.items()
+            for role, tensor in caches.items()
+        }
+
+    def _create(self, attn_backend: Any, num_gpu_blocks: int, layers: range) -> list[Any]:
+        quantization = getattr(
+            getattr(self.config, "quant_config", None), "kv_cache_quant_type", None
+        )
+        caches = {
+            layer: attn_backend.create_kv_cache(
+                max_num_blocks=num_gpu_blocks,
+                cache_dtype=self.config.model_config.dtype,
+                kv_cache_quant_type=quantization,
+            )
+            for layer in layers
+        }
+        self._register(caches)
+        return [tensor for layer in layers for tensor in caches[layer].values()]
+
+    def _register(self, caches: Mapping[int, Mapping[str, Any]]) -> None:
+        if self._rank is not None:
+            if self._rank.is_ready:
+                raise UsageError(
+                    "the engine uses the cache tensors already",
+                    hint="call free_gpu_cache() when the engine is closed",
+                )
+            self.stop()
+        known = {**self._caches, **caches}
+        num_layers = self._num_layers + self._draft_layers
+        if self._path is not None and known.keys() >= set(range(num_layers)):
+            regions = regions_of([known[layer] for layer in range(num_layers)])
+            self._rank = RankThread(
+                self._path, self._rank_number, regions, self._device, stores=self._stores
+            )
+            self._rank.start()
+        self._caches = known
+
+    # --- batches ----------------------------------------------------------------------------------
+
+    @property
+    def swap_layer_done_counter(self) -> LayerDoneCounter | None:
+        """Counter of the onloads that the present batch waits for; None without any."""
+        return self._counter
+
+    def submit_swap_tasks(
+        self, evict_metadata: Any, swap_in_metadata: Any
+    ) -> LayerDoneCounter | None:
+        """Begin a batch: close the step that it names, and find the onloads that it waits for.
+
+        aiokv has submitted the onloads itself. Call this for each batch, before the model computes
+        it, and after all work of earlier batches was submitted. The transfers of blocks that
+        earlier batches compute or use begin when that work has finished.
+
+        Args:
+            evict_metadata: ``BatchRequest.cache_evict_metadata``.
+            swap_in_metadata: ``BatchRequest.cache_swap_metadata``.
+
+        Returns:
+            Counter of the onloads; None when the batch waits for none.
+        """
+        step = step_of(evict_metadata)
+        if self._rank is not None and step > self._closed_step:
+            self._rank.step(step, None if self._step_event is None else self._step_event())
+            self._closed_step = step
+        self._counter = None
+        transfer_ids = transfer_ids_of(swap_in_metadata)
+        if transfer_ids:
+            num_layers = self._num_layers + self._draft_layers
+            self._counter = LayerDoneCounter(num_layers, self._find(transfer_ids))
+        return self._counter
+
+    def _find(self, transfer_ids: list[int]) -> Sequence[Layers]:
+        if self._source is not None:
+            return self._source.layers(transfer_ids)
+        return [self._connected().layers(transfer_ids)]
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def reset_cache(self) -> bool:
+        """Forget the onloads of the last batch; return True. The scheduler resets the cache."""
+        self._counter = None
+        return True
+
+    def free_gpu_cache(self) -> None:
+        """Disconnect from the manager, and drop the references to the tensors. Idempotent."""
+        self.stop()
+        self._caches = {}
+
+    def stop(self) -> None:
+        """Finish moving transfers, and disconnect from the manager. Idempotent."""
+        rank, self._rank = self._rank, None
+        if rank is not None:
+            rank.close()
+
+    def get_stats(self) -> dict[str, Any]:
+        """Return the number of layers, and the counts of this rank's transfers by direction."""
+        stats: dict[str, Any] = {
+            "initialized": bool(self._caches) or self._source is not None,
+            "num_layers": self._num_layers + self._draft_layers,
+        }
+        if self._rank is not None and self._rank.is_ready:
+            counts = self._rank.statistics()
+            stats |= {"swap_in": counts.onload, "swap_out": counts.offload}
+        return stats
+
+
+def _layers_of(config: Any) -> tuple[int, int]:
+    """Return the numbers of layers of the model, and of draft layers."""
+    try:
+        layers = int(config.model_config.num_hidden_layers)
+    except AttributeError as error:
+        raise ConfigError(
+            f"the configuration of FastDeploy lacks a field: {error}",
+            hint="pass the FDConfig of the worker",
+        ) from error
+    drafts = getattr(getattr(config, "speculative_config", None), "num_extra_cache_layer", 0)
+    return layers, int(drafts or 0)

@@ -1,0 +1,57 @@
+"""A cache on device blocks that a server owns, whose copies the test completes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from aiokv.testing import spin
+from tests.harness.cache import BLOCK_TOKENS, Cache
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import numpy as np
+
+    from aiokv import Lease
+
+
+class ForeignCache(Cache):
+    """Cache with blocks of four tokens; the test is the server, and chooses the ids."""
+
+    def __init__(self, *, device_blocks: int = 24, host_blocks: int = 24, **config: Any) -> None:
+        super().__init__(
+            device_blocks=device_blocks, host_blocks=host_blocks, foreign_device=True, **config
+        )
+
+    async def begin(
+        self,
+        tokens: np.ndarray,
+        ids: Iterable[int],
+        *,
+        computed_tokens: int = 0,
+        write: bool = True,
+        owner: str = "",
+        **allocate: Any,
+    ) -> Lease:
+        """Return a granted lease that has these blocks."""
+        lease = self.engine.match(tokens, write=write, owner=owner)
+        await lease.allocate(len(tokens), **allocate)
+        lease.assign(list(ids), computed_tokens=computed_tokens)
+        return lease
+
+    async def compute_new(self, tokens: np.ndarray, ids: Iterable[int], **begin: Any) -> Lease:
+        """Return a lease that has computed and committed its prompt."""
+        lease = await self.begin(tokens, ids, **begin)
+        self.compute(lease, tokens)
+        return lease
+
+    async def store(self, tokens: np.ndarray, ids: Iterable[int]) -> None:
+        """Cache the full blocks of a prompt in host memory."""
+        lease = await self.compute_new(tokens, ids)
+        lease.release()
+        await self.finish()
+        assert self.hit(tokens) == (0, len(tokens) // BLOCK_TOKENS)
+
+    async def saves_begun(self) -> None:
+        """Let the saves of this pass of the loop begin."""
+        await spin(2)
