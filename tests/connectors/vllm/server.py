@@ -249,10 +249,15 @@ class Server:
             drafts = [self.runners[0].drafts[request_id] for request_id in ids]
             self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
 
+    @property
+    def is_busy(self) -> bool:
+        """False when all requests have finished."""
+        return bool(self.scheduler.has_requests() or self._in_flight)
+
     def run(self, max_steps: int = 10_000) -> None:
         """Run until all requests have finished."""
         for _ in range(max_steps):
-            if not self.scheduler.has_requests() and not self._in_flight:
+            if not self.is_busy:
                 return
             self.step()
         raise AssertionError(f"requests have not finished in {max_steps} steps")

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import random
+from concurrent.futures import wait
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv.testing.flaky import FlakyDevice
+from aiokv.connectors.vllm import opening
+from aiokv.connectors.vllm.cache import HostCache
+from aiokv.sync import SyncEngine
+from aiokv.testing.flaky import ChaosDevice, FlakyDevice
 from tests.connectors.vllm.model import VOCABULARY, generate
 from tests.connectors.vllm.runner import LAYOUTS
 from tests.connectors.vllm.server import Server, vllm_config
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from vllm.v1.request import Request
 
 STEPS = 3_000 if os.environ.get("AIOKV_DEEP") else 400
@@ -31,12 +38,24 @@ MODES: dict[str, dict[str, Any]] = {
     "flaky, async scheduling": {"flaky": True, "async_scheduling": True},
     "flaky, layerwise": {"flaky": True, "load": "layerwise"},
     "flaky, failed requests": {"flaky": True, "failure_policy": "fail"},
+    "slow": {"slow": True},
+    "slow, async scheduling": {"slow": True, "async_scheduling": True},
+    "slow, no prefix cache": {"slow": True, "prefix_caching": False, "async_scheduling": True},
     "sockets": {"in_process": False},
     "two ranks": {"num_ranks": 2},
     "two ranks, async scheduling": {"num_ranks": 2, "async_scheduling": True},
     "two ranks, layerwise": {"num_ranks": 2, "load": "layerwise"},
 }
 EXTRA = ("load", "write_policy", "in_process")
+
+
+def use_device(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines in this process use a device for tests."""
+
+    def make(config: Any, regions: Any, _: str, **options: Any) -> SyncEngine:
+        return SyncEngine(config, regions, device, **options)
+
+    monkeypatch.setattr(opening, "SyncEngine", make)
 
 
 class Walk:
@@ -48,8 +67,14 @@ class Walk:
         extra: dict[str, Any] = {key: options.pop(key) for key in EXTRA if key in options}
         host_blocks = options.pop("host_blocks", 400)
         extra["cpu_bytes_to_use"] = host_blocks * 256 * options.get("num_ranks", 1)
+        self.chaos: ChaosDevice | None = None
         if options.pop("flaky", False):
-            self._make_flaky(seed, monkeypatch)
+            flaky = FlakyDevice(random.Random(seed), refuse_share=0.05, fail_share=0.2)
+            use_device(flaky, monkeypatch)
+        elif options.pop("slow", False):
+            self.chaos = ChaosDevice(random.Random(seed), refuse_share=0.0, fail_share=0.05)
+            use_device(self.chaos, monkeypatch)
+            monkeypatch.setattr(HostCache, "wait_idle", self._move_until)
         config = vllm_config(extra=extra, num_blocks=self.rng.choice([32, 40, 64]), **options)
         self.server = Server(
             config,
@@ -61,17 +86,15 @@ class Walk:
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.sessions: list[tuple[list[int], str | None, int]] = []
-        self.num_loaded = 0
+        self.num_waits = 0  # of steps for a copy
 
-    def _make_flaky(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        from aiokv.connectors.vllm import opening
-        from aiokv.sync import SyncEngine
-
-        def make(config: Any, regions: Any, device: Any, **options: Any) -> SyncEngine:
-            flaky = FlakyDevice(random.Random(seed), refuse_share=0.05, fail_share=0.2)
-            return SyncEngine(config, regions, flaky, **options)
-
-        monkeypatch.setattr(opening, "SyncEngine", make)
+    def _move_until(self, idle: Future[None], timeout: float) -> None:
+        """Let the slow device end copies until those of a lease have ended."""
+        assert self.chaos is not None
+        self.num_waits += 1
+        while not idle.done():
+            self.chaos.move(1)
+            wait([idle], 0.001)
 
     def act(self) -> None:
         """Do one random thing, and run one step."""
@@ -84,9 +107,32 @@ class Walk:
                 name = self.rng.choice(alive)
                 self.aborted.add(name)
                 self.server.abort(name)
-        elif choice < 0.533:
+        elif choice < 0.533 and self.chaos is None:
             self.server.scheduler.reset_prefix_cache(reset_connector=self.rng.random() < 0.5)
+        self.step()
+
+    def step(self) -> None:
+        """Run one step, during which a slow device ends some layers of some copies."""
         self.server.step()
+        if self.chaos is not None:
+            self.chaos.move(self.rng.randrange(4))
+
+    def finish(self) -> None:
+        """Run until all requests have finished."""
+        for _ in range(10_000):
+            if not self.server.is_busy:
+                return
+            self.step()
+        raise AssertionError("requests have not finished")
+
+    def close(self) -> None:
+        """Close the server, and let a slow device end all copies."""
+        closing = Thread(target=self.server.close)
+        closing.start()
+        while closing.is_alive():
+            if self.chaos is not None:
+                self.chaos.move(4)
+            closing.join(0.001)
 
     def _add(self) -> None:
         if self.sessions and self.rng.random() < 0.7:  # a further turn, or a shared beginning
@@ -122,8 +168,8 @@ def test_random_load(mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> N
         for _ in range(STEPS):
             walk.act()
             walk.check()
-        walk.server.run()
+        walk.finish()
         walk.check()
         assert walk.server.num_loaded > 0 or mode == "small host", "nothing was loaded"
     finally:
-        walk.server.close()
+        walk.close()

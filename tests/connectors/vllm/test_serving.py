@@ -16,6 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from aiokv import ConfigError
 from aiokv.connectors.vllm import opening, sources
+from aiokv.connectors.vllm.blocks import FreedBlocks
 from aiokv.connectors.vllm.connector import check_config
 from aiokv.connectors.vllm.options import Options
 from aiokv.sync import SyncEngine
@@ -272,8 +273,11 @@ def test_blocks_of_a_failed_load_leave_the_prefix_cache(
     server.add("b", tokens, 4)
     server.step()
     broken.is_broken = False
-    # vLLM preempts the request before it has computed the blocks again.
-    assert server.scheduler.reset_prefix_cache(reset_running_requests=True)
+    (request,) = server.scheduler.running
+    assert request.num_computed_tokens == 0
+    server.scheduler.running.clear()  # preempted before the blocks are computed again
+    server.scheduler._preempt_request(request, 0.0)
+    server.scheduler.prev_step_scheduled_req_ids.clear()
     server.add("c", tokens, 4)
     server.run()
     for name in ("b", "c"):
@@ -305,16 +309,35 @@ def test_replayed_graph_waits_for_all_layers(make_server: MakeServer) -> None:
 
 def test_requests_with_loaded_blocks_do_not_block_one_another(make_server: MakeServer) -> None:
     server = make_server(num_blocks=32)
-    tokens = [prompt(i, 56) for i in range(3)]
-    for i in range(3):
-        server.add(f"first{i}", tokens[i], 1)
+    tokens = [prompt(0, 32), prompt(1, 56)]
+    for i, known in enumerate(tokens):
+        server.add(f"first{i}", known, 1)
         evict_all(server)
-    longer = [tokens[i] + prompt(10 + i, 20) for i in range(3)]
-    for i in range(3):
-        server.add(f"r{i}", longer[i], 2)
+    # The first needs 19 of 31 blocks, the second 17 of the 23 that the first load leaves. With both
+    # loads in place, 9 blocks are left, and the first request needs 11.
+    longer = [tokens[0] + prompt(10, 44), tokens[1] + prompt(11, 10)]
+    for i, known in enumerate(longer):
+        server.add(f"r{i}", known, 2)
     server.run(2_000)
-    for i in range(3):
-        assert server.outputs[f"r{i}"] == generate(longer[i], 0, 2)
+    for i, known in enumerate(longer):
+        assert server.outputs[f"r{i}"] == generate(known, 0, 2)
+
+
+def test_abort_of_a_load_that_has_not_begun(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server()
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 1)
+    evict_all(server)
+    monkeypatch.setattr(FreedBlocks, "are_used", lambda freed, block_ids: True)
+    request = server.add("b", tokens, 1)
+    server.step()
+    server.step()
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    server.abort("b")
+    server.run(100)
+    assert "b" not in server.scheduler.requests
 
 
 def test_reset_forgets_host_memory(make_server: MakeServer) -> None:
