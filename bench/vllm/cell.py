@@ -188,7 +188,7 @@ class _Bench:
                 external[name] += _external_hit_tokens() - before
             await self._reset_device_cache()  # forgets the damaged blocks
         seconds = time.perf_counter() - started
-        self.note(f"compared {len(prompts)} prompts in {seconds:.1f} s")
+        self.note(f"compared {len(answers[names[0]])} prompts in {seconds:.1f} s")
         return {
             name: LoadResult(answers=answers[name], seconds=seconds).summary()
             | {"external_hit_tokens": external[name]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 _BASELINE = "device_hits"
 _COMPARED = ("repeated", "reloaded", "damaged")
@@ -64,8 +64,8 @@ def print_tables(results: Mapping[str, Any]) -> None:
     print("\noutputs that differ from those after equal hits in the device cache")
     for server, passes in results.get("comparison", {}).items():
         cells = ", ".join(
-            f"{name.replace('_', ' ')} {figures['different']} of {figures['compared']}"
-            f" (of {figures['requests']} requests, external hits: {figures['external_hit_tokens']} tokens)"
+            f"{name.replace('_', ' ')} {figures['different']} of {figures['compared']} compared"
+            f" (requests: {figures['requests']}, external hits: {figures['external_hit_tokens']})"
             for name, figures in passes.items()
         )
         print(f"{server:14}{cells}")
