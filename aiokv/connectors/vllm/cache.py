@@ -49,6 +49,11 @@ class HostCache:
         self._num_errors = 0
 
     @property
+    def engine(self) -> SyncEngine:
+        """The engine."""
+        return self._engine
+
+    @property
     def is_usable(self) -> bool:
         """False after the engine has failed."""
         return self._failure is None

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from aiokv.connectors.vllm.worker import WorkerHalf
+    from aiokv.sync import SyncEngine
 
 REPORT_SECONDS: Final = 1.0  # between two reports of statistics without a load
 
@@ -177,6 +178,11 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._cache.reset(self._options.transfer_timeout_seconds)
 
     @property
+    def engine(self) -> SyncEngine:
+        """The engine of the scheduler half."""
+        return self._cache.engine
+
+    @property
     def _half_of_scheduler(self) -> SchedulerHalf:
         assert self._scheduler is not None, "this is the connector of a worker"
         return self._scheduler
@@ -241,6 +247,12 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
             raise ConfigError(
                 f"{name} is {getattr(parallel, name)}; AiokvConnector serves 1 only", hint=hint
             )
+    if parallel.distributed_executor_backend == "external_launcher":
+        raise ConfigError(
+            "distributed_executor_backend is 'external_launcher'; AiokvConnector needs one "
+            "scheduler for all ranks",
+            hint="drop --distributed-executor-backend",
+        )
     if vllm_config.model_config.enable_sleep_mode:
         raise ConfigError(
             "enable_sleep_mode is set; vLLM unmaps the KV cache without telling its connector, "

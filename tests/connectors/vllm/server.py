@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import SamplingParams
-from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig, SchedulerConfig
+from vllm.config import (
+    CacheConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
@@ -68,6 +74,7 @@ def vllm_config(
     async_scheduling: bool = False,
     failure_policy: str = "recompute",
     num_drafts: int = 0,
+    kv_events: bool = False,
 ) -> Any:
     """Return what the scheduler and the connector read of a VllmConfig; None: no connector."""
     parallel = ParallelConfig()
@@ -104,7 +111,9 @@ def vllm_config(
         cache_config=cache,
         parallel_config=parallel,
         lora_config=None,
-        kv_events_config=None,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        if kv_events
+        else None,
         kv_transfer_config=transfer,
         ec_transfer_config=None,
         speculative_config=drafts if num_drafts else None,
@@ -261,6 +270,11 @@ class Server:
                 return
             self.step()
         raise AssertionError(f"requests have not finished in {max_steps} steps")
+
+    def drain(self) -> None:
+        """Wait until all saves have ended."""
+        engine = self.connector.engine
+        engine.call(engine.cache.drain, timeout=30.0)
 
     def close(self) -> None:
         """End the engine and the ranks. Idempotent."""

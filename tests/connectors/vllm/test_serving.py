@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import random
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_events import BlockStored
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
@@ -15,7 +19,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from aiokv import CacheEngine, ConfigError
-from aiokv.connectors.vllm import opening, prefills, sources
+from aiokv.connectors.vllm import AiokvConnector, opening, prefills, sources
 from aiokv.connectors.vllm.blocks import FreedBlocks
 from aiokv.connectors.vllm.connector import check_config
 from aiokv.connectors.vllm.options import Options
@@ -28,6 +32,8 @@ from tests.connectors.vllm.server import BLOCK_TOKENS, Server, kv_cache_config, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from aiokv.worker.arena import HostArena
 
     MakeServer = Callable[..., Server]
 
@@ -205,6 +211,11 @@ class BrokenDevice(FlakyDevice):
     """A device whose onloads fail once ``is_broken`` is set."""
 
     is_broken = False
+    arena: HostArena
+
+    def attach(self, regions: Any, arena: HostArena, *args: Any) -> None:
+        self.arena = arena
+        super().attach(regions, arena, *args)
 
     def copy(self, route: Any, source_ids: Any, target_ids: Any, *args: Any) -> Any:
         self.faults.first_bad = self._first_bad if route.source == "host" else _never
@@ -247,6 +258,22 @@ def test_failed_load_is_computed_again(
     server.add("c", tokens, 4)
     server.run()
     assert server.outputs["c"] == generate(tokens, 0, 4)
+
+
+@pytest.mark.parametrize("load", ["async", "layerwise"])
+def test_corrupt_block_is_computed_again(
+    make_server: MakeServer, broken: BrokenDevice, load: str
+) -> None:
+    server = make_server({"load": load, "verify": "checksum"})
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 4)
+    evict_all(server)
+    server.drain()
+    broken.arena.blocks[:, 17] ^= 1
+    server.add("b", tokens, 4)
+    server.run()
+    assert server.outputs["b"] == generate(tokens, 0, 4)
+    assert server.statistics.reduce()["failed_blocks"] > 0
 
 
 def test_failed_load_fails_the_request_with_policy_fail(
@@ -294,6 +321,56 @@ def test_ranks_over_sockets(make_server: MakeServer, num_ranks: int) -> None:
     server.run()
     assert server.outputs["b"] == generate(tokens, 0, 4)
     assert server.loaded(request) == 40
+
+
+def test_server_goes_on_without_a_lost_rank(make_server: MakeServer) -> None:
+    server = make_server(num_ranks=2)
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 4)
+    evict_all(server)
+    running = server.add("running", prompt(2, 30), 20)
+    server.step()
+    server.runners[1].connector.shutdown()
+    request = server.add("b", tokens, 4)
+    server.run()
+    assert server.outputs["b"] == generate(tokens, 0, 4)
+    assert server.outputs["running"] == generate(prompt(2, 30), 0, 20)
+    evict_all(server)
+    request = server.add("c", tokens, 4)
+    server.run()
+    assert server.outputs["c"] == generate(tokens, 0, 4)
+    assert server.loaded(request) == server.loaded(running) == 0
+    assert server.connector.get_kv_connector_stats().reduce()["usable"] == 0
+
+
+def test_events_of_host_memory_reach_vllm(make_server: MakeServer) -> None:
+    server = make_server(kv_events=True)
+    events = []
+    server.scheduler.kv_event_publisher = SimpleNamespace(
+        publish=lambda batch: events.extend(batch.events), shutdown=lambda: None
+    )
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 1)
+    evict_all(server)
+    server.drain()
+    server.add("b", tokens, 1)
+    server.run()
+    stored = [e for e in events if isinstance(e, BlockStored) and e.medium == "CPU"]
+    assert tokens[:4] in [event.token_ids[:4] for event in stored]
+
+
+def test_metrics_are_registered_with_vllm() -> None:
+    registry = CollectorRegistry()
+    kinds = {
+        kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)
+    }
+    config = vllm_config(extra=HOST)
+    metrics = AiokvConnector.build_prom_metrics(config, kinds, ["engine"], {0: ["0"]})
+    metrics.observe({"loaded_blocks": 3, "host_blocks": 7})
+    metrics.observe({"loaded_blocks": 2, "host_blocks": 8})
+    value = registry.get_sample_value
+    assert value("vllm:aiokv_loaded_blocks_total", {"engine": "0"}) == 5
+    assert value("vllm:aiokv_host_blocks", {"engine": "0"}) == 8
 
 
 def test_replayed_graph_waits_for_all_layers(make_server: MakeServer) -> None:
@@ -456,6 +533,10 @@ def test_configuration_that_is_not_served_is_refused() -> None:
     config = vllm_config(extra=HOST)
     config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(ConfigError, match="pipeline_parallel_size is 2"):
+        _check(config)
+    config = vllm_config(extra=HOST)
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    with pytest.raises(ConfigError, match="external_launcher"):
         _check(config)
     config = vllm_config(extra=HOST)
     config.model_config.enable_sleep_mode = True

@@ -1,0 +1,16 @@
+"""The tests of this folder run with vLLM only."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+
+import pytest
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vLLM is not installed: make test-vllm installs it and runs the tests of its connector",
+)
+def test_vllm_has_the_version_that_the_connector_serves() -> None:
+    assert importlib.metadata.version("vllm").startswith("0.22.")
