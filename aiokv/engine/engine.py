@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 import msgspec
 
+from aiokv import checks
 from aiokv.checks import Unique, arguments
 from aiokv.engine.batches import Batches
 from aiokv.engine.computing import Computing
@@ -144,6 +145,7 @@ class CacheEngine(Unique):
         self._transfers = parts.transfers
         self._requests = parts.requests
         self._observers = parts.observers
+        self._speed = parts.speed
         self._steps = Steps(parts)
         exchange = Exchange(parts)
         self._recovery = Recovery(parts, self._steps, exchange)
@@ -534,6 +536,27 @@ class CacheEngine(Unique):
         """
         self._lifetime.check_loop()
         return self._steps.close(as_event("event", event))
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Note the time in which the model has computed tokens of prompts.
+
+        From it, the engine knows which blocks of a store are sooner computed than fetched. A caller
+        that uses ``computing`` need not measure: its batches are measured. A
+        ``prefill_tokens_per_second`` of the configuration comes before any measurement.
+
+        Args:
+            num_tokens: positions of prompts that one batch has computed. Batches of fewer than 64
+                positions are left out: they decode.
+            seconds: of the batch alone, without pauses.
+
+        Raises:
+            UsageError: an argument is no number, or not above 0.
+        """
+        self._lifetime.check_loop()
+        self._speed.note(
+            checks.integer("num_tokens", num_tokens, minimum=1),
+            checks.positive("seconds", seconds),
+        )
 
     @property
     def open_step(self) -> int:

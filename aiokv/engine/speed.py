@@ -38,7 +38,8 @@ class PrefillSpeed:
     def batch_begins(self, batch_id: int) -> None:
         """Note that the model begins to compute a batch."""
         now = time.monotonic()
-        self._measure(self._ended or now)
+        if self._began:
+            self.note(self._tokens, (self._ended or now) - self._began)
         self._batch_id, self._began, self._ended, self._tokens = batch_id, now, 0.0, 0
 
     def batch_ends(self, batch_id: int) -> None:
@@ -50,10 +51,10 @@ class PrefillSpeed:
         """Note that a lease has published blocks that the newest batch has computed."""
         self._tokens += blocks * self._block_tokens
 
-    def _measure(self, ended: float) -> None:
-        seconds = ended - self._began
-        if self._tokens < LEAST_TOKENS or seconds <= 0 or not self._began:
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """Note that the model has computed tokens of prompts in a batch of the caller."""
+        if num_tokens < LEAST_TOKENS or seconds <= 0:
             return
-        newest = self._tokens / seconds
+        newest = num_tokens / seconds
         weight = FASTER_WEIGHT if newest > self._average else SLOWER_WEIGHT
         self._average += (weight if self._average else 1.0) * (newest - self._average)

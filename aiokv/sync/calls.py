@@ -368,6 +368,12 @@ class Calls(Unique):
         self._add(answer)
         return answer
 
+    def note_prefill(self, num_tokens: int, seconds: float) -> Answer[None]:
+        """Note the time of a prefill; see ``CacheEngine.note_prefill``."""
+        answer = Answer(self._port.cache.note_prefill, (num_tokens, seconds))
+        self._add(answer)
+        return answer
+
     def step(self, event: Event | None = None) -> Answer[int]:
         """Close the open step, whose work finishes with ``event``; see ``CacheEngine.step``."""
         answer = Answer(self._port.cache.step, (event,))

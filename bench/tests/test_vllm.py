@@ -155,31 +155,41 @@ async def test_an_answer_without_a_token_fails_the_load():
     assert failed.group_contains(RuntimeError, match="without a token")
 
 
-def _passes(**digests: list[str]) -> dict[str, object]:
+def _pass(digests: list[str], hits: list[int]) -> dict[str, object]:
     return {
-        "equality": {
-            name: {"requests": len(one), "digests": one, "external_hit_tokens": 16}
-            for name, one in digests.items()
-        }
+        "requests": len(digests),
+        "digests": digests,
+        "cached_of_each": hits,
+        "external_hit_tokens": 16,
     }
 
 
-def test_outputs_are_compared_with_those_without_offload():
+def test_outputs_are_compared_with_those_after_equal_hits_in_the_device_cache():
     comparison = compare_outputs(
         {
-            "none": _passes(computed=["a", "b"], damaged=["x", "y"]),
-            "aiokv": _passes(computed=["a", "b"], reloaded=["a", "z"]),
+            "aiokv": {
+                "equality": {
+                    "computed": _pass(["x", "x", "x"], [0, 0, 0]),
+                    "device_hits": _pass(["a", "b", "c"], [16, 32, 48]),
+                    "reloaded": _pass(["a", "z", "z"], [16, 32, 32]),
+                    "damaged": _pass(["x", "y", "z"], [16, 32, 48]),
+                }
+            },
             "lmcache": {"equality": {"error": "exit code 1"}},
         }
     )
-    assert comparison["none"]["damaged"]["different"] == 2
-    assert comparison["aiokv"]["computed"]["different"] == 0
-    assert comparison["aiokv"]["reloaded"]["different"] == 1
-    assert "lmcache" not in comparison
+    assert comparison["aiokv"]["reloaded"] == {
+        "requests": 3,
+        "compared": 2,
+        "different": 1,
+        "external_hit_tokens": 16,
+    }
+    assert comparison["aiokv"]["damaged"]["different"] == 3
+    assert set(comparison) == {"aiokv"}
 
 
 def test_tables_name_a_server_that_failed(capsys):
-    results = {"none": _passes(computed=["a"]), "lmcache": {"load": {"error": "exit code 1"}}}
+    results = {"none": {}, "lmcache": {"load": {"error": "exit code 1"}}}
     results["comparison"] = compare_outputs(results)
     print_tables(results)
     assert "lmcache load: exit code 1" in capsys.readouterr().out

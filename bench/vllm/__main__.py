@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from bench.vllm.cell import Cell
+from bench.vllm.cell import HOST_HITS_TOKENS, LOADS, Cell
 from bench.vllm.model import block_bytes
 from bench.vllm.report import compare_outputs, print_tables
 from bench.vllm.servers import BLOCK_TOKENS, SERVERS, Settings
@@ -57,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             at_once = args.at_once if kind == "equality" else 1
             with ThreadPoolExecutor(at_once) as pool:
                 for cell, figures in pool.map(partial(_run_cell, args, Path(scratch)), cells):
-                    results.setdefault(cell.server, {})[kind] = figures
+                    known = results.setdefault(cell.server, {})
+                    # With --add, other loads of the server stay.
+                    known[kind] = known.get(kind, {}) | figures if args.add else figures
                     _save_results(results, args.out / "results.json")
     comparison = compare_outputs(results)
     results["comparison"] = comparison
@@ -76,8 +78,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help=f"of {', '.join(SERVERS)}; default: all",
     )
     parser.add_argument(
-        "--kinds", nargs="+", choices=("load", "equality"), default=("load", "equality")
+        "--kinds",
+        nargs="+",
+        choices=("load", "small_host", "equality"),
+        default=("load", "equality"),
     )
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=LOADS)
     parser.add_argument("--shape", default="8b", help="8b, or tiny to try the bench itself")
     parser.add_argument("--workload", type=Path, metavar="FILE", help="default: from the trace")
     parser.add_argument("--write-workload", type=Path, metavar="FILE", help="write it and exit")
@@ -125,12 +131,14 @@ def _workload_from_trace(quick: bool):
 def _cell(args: argparse.Namespace, server: str, kind: str, workload: Path, scratch: Path) -> Cell:
     equality = kind == "equality"
     disk = scratch / f"disk-{server}-{kind}"
-    max_prompt_tokens = load_workload(workload).max_prompt_tokens
+    max_prompt_tokens = max(load_workload(workload).max_prompt_tokens, HOST_HITS_TOKENS)
     if equality:
         max_prompt_tokens = max(prompt.num_tokens for prompt in load_workload(workload).equality)
+    host_gib = args.small_host_gib if kind == "small_host" else args.host_gib
     return Cell(
         server=server,
         kind=kind,
+        loads=("multi_turn",) if kind == "small_host" else tuple(args.loads),
         shape=args.shape,
         workload=str(workload),
         settings=Settings(
@@ -138,7 +146,7 @@ def _cell(args: argparse.Namespace, server: str, kind: str, workload: Path, scra
             block_bytes=block_bytes(args.shape, BLOCK_TOKENS),
             # The prompts whose outputs are compared need few blocks.
             device_blocks=min(1_024, args.device_blocks) if equality else args.device_blocks,
-            host_gib=min(8.0, args.host_gib) if equality else args.host_gib,
+            host_gib=min(8.0, host_gib) if equality else host_gib,
             small_host_gib=min(1.0, args.small_host_gib) if equality else args.small_host_gib,
             disk=str(disk),
             disk_gib=args.disk_gib,

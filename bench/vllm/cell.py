@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sys
 import time
@@ -14,21 +15,31 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from bench.vllm.load import run_load
+from bench.vllm.load import LoadResult, run_load
 from bench.vllm.model import SHAPES, write_model
-from bench.vllm.servers import Settings, engine_options, environment
-from bench.vllm.workload import Prompt, load_workload
+from bench.vllm.servers import BLOCK_TOKENS, Settings, engine_options, environment
+from bench.vllm.workload import HASH_BLOCK_TOKENS, Prompt, load_workload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bench.vllm.load import LoadResult
+    from bench.vllm.load import Answer
     from bench.vllm.workload import Workload
 
 WEIGHTS_SEED = 1
 # One block of 32 gets wrong KV, to show that the comparison of outputs notices it.
 _DAMAGE_EVERY = 32
 _RESET_TIMEOUT_SECONDS = 30.0
+_SAVE_SECONDS = 0.3  # for the saves of one prompt to end
+
+LOADS = ("multi_turn", "one_client", "no_hits", "host_hits")
+# Prompts of "host hits": a head that host memory has, and a tail that nothing has.
+_HEAD_HASH_BLOCKS = 28
+_NUM_HEADS = 8
+_TAIL_TOKENS = (256, 1_536)
+_HOST_HITS_OUTPUT_TOKENS = 3
+_HOST_HITS = {1: 16, 4: 24}  # prompts of each load by its number of clients
+HOST_HITS_TOKENS = _HEAD_HASH_BLOCKS * HASH_BLOCK_TOKENS + max(_TAIL_TOKENS)
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +47,9 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         server: name in ``bench.vllm.servers.SERVERS``.
-        kind: ``load`` measures; ``equality`` compares outputs.
+        kind: ``load`` measures; ``small_host`` too, with a host tier that the working set
+            exceeds; ``equality`` compares outputs.
+        loads: loads to measure, of ``LOADS``.
         shape: name in ``bench.vllm.model.SHAPES``.
         workload: file of the workload.
         settings: of the server.
@@ -46,7 +59,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     server: str
-    kind: Literal["load", "equality"]
+    kind: Literal["load", "small_host", "equality"]
+    loads: tuple[str, ...]
     shape: str
     workload: str
     settings: Settings
@@ -79,9 +93,9 @@ async def _run(cell: Cell) -> dict[str, Any]:
         bench = _Bench(cell, engine, load_workload(Path(cell.workload)))
         bench.note(f"started in {time.perf_counter() - started:.1f} s")
         figures = {"start_seconds": round(time.perf_counter() - started, 1)}
-        if cell.kind == "load":
-            return figures | await bench.measure()
-        return figures | await bench.compare()
+        if cell.kind == "equality":
+            return figures | await bench.compare()
+        return figures | await bench.measure(cell.loads)
     finally:
         engine.shutdown()
 
@@ -97,30 +111,91 @@ class _Bench:
     def note(self, text: str) -> None:
         print(f"{self._cell.server}: {text}", file=sys.stderr, flush=True)
 
-    async def measure(self) -> dict[str, Any]:
+    async def measure(self, loads: Sequence[str]) -> dict[str, Any]:
         """Run the loads that are timed."""
         workload = self._workload
         longest = max(workload.unique, key=lambda prompt: prompt.num_tokens)
-        await self._load("warm-up", [_other(longest, id_) for id_ in range(4)])
-        await self._load("opening", workload.opening)
-        return {
-            "multi_turn": await self._load("multi-turn", workload.turns),
-            "one_client": await self._load("one client", workload.turns[-20:], clients=1),
-            "no_hits": await self._load("no hits", workload.unique),
-        }
+        # Without a working set to fill the caches later, the warm-up leaves room in them.
+        warm_ups = self._cell.clients if "multi_turn" in loads else 1
+        await self._load("warm-up", [_other(longest, id_) for id_ in range(warm_ups)])
+        figures: dict[str, Any] = {}
+        if "host_hits" in loads:
+            figures |= await self._host_hits()
+        if "multi_turn" in loads:
+            await self._load("opening", workload.opening)
+            figures["multi_turn"] = await self._load("multi-turn", workload.turns)
+        if "one_client" in loads:
+            turns = workload.turns[-20:]
+            figures["one_client"] = await self._load("one client", turns, clients=1)
+        if "no_hits" in loads:
+            figures["no_hits"] = await self._load("no hits", workload.unique)
+        return figures
+
+    async def _host_hits(self) -> dict[str, Any]:
+        """Send prompts whose heads are in host memory only.
+
+        The heads take turns, and the device cache has room for half of them.
+        """
+        heads = [
+            list(range(first, first + _HEAD_HASH_BLOCKS))
+            for first in range(2_000_000_000, 2_000_000_000 + _NUM_HEADS * 1_000, 1_000)
+        ]
+        whole = _HEAD_HASH_BLOCKS * HASH_BLOCK_TOKENS
+        await self._load("heads", [Prompt(whole, head) for head in heads], clients=2)
+        figures = {}
+        tail_ids = itertools.count(3_000_000_000)
+        head_ids = itertools.cycle(heads)
+        for tail in _TAIL_TOKENS:
+            for clients, count in _HOST_HITS.items():
+                prompts = [
+                    Prompt(
+                        whole + tail,
+                        [
+                            *next(head_ids),
+                            *itertools.islice(tail_ids, -(-tail // HASH_BLOCK_TOKENS)),
+                        ],
+                    )
+                    for _ in range(count)
+                ]
+                name = f"host_hits_{tail}_new_{clients}_clients"
+                figures[name] = await self._load(
+                    name, prompts, clients=clients, output_tokens=_HOST_HITS_OUTPUT_TOKENS
+                )
+        return figures
 
     async def compare(self) -> dict[str, Any]:
-        """Answer prompts one at a time, first computed, then from the cache behind the device."""
-        prompts = self._workload.equality
+        """Answer each prompt with its KV from different places, one prompt at a time.
+
+        Passes: ``computed``; ``device_hits`` and ``repeated`` find all full blocks in the device
+        cache; ``reloaded`` finds as many behind it, in host memory; ``damaged`` finds them in the
+        device cache, some with wrong KV. vLLM's numbers depend on the length of the hit, which
+        splits the prompt, so only answers after hits of equal lengths must be equal.
+        """
+        names = ("computed", "device_hits", "repeated", "reloaded", "damaged")
+        answers: dict[str, list[Answer]] = {name: [] for name in names}
+        external = dict.fromkeys(names, 0)
+        prompts = [_unaligned(prompt) for prompt in self._workload.equality]
         await self._load("warm-up", [_other(prompts[0], 0)], clients=1)
-        figures = {"computed": await self._load("computed", prompts, clients=1)}
-        await self._reset_device_cache()
-        figures["reloaded"] = await self._load("reloaded", prompts, clients=1)
-        if self._cell.server == "none":
-            figures["device_hits"] = await self._load("device hits", prompts, clients=1)
-            await self._engine.collective_rpc("damage_blocks", args=(_DAMAGE_EVERY,))
-            figures["damaged"] = await self._load("damaged", prompts, clients=1)
-        return figures
+        started = time.perf_counter()
+        for tokens in self._tokens(prompts):
+            for name in names:
+                if name == "reloaded":
+                    await asyncio.sleep(_SAVE_SECONDS)
+                    await self._reset_device_cache()
+                elif name == "damaged":
+                    await self._engine.collective_rpc("damage_blocks", args=(_DAMAGE_EVERY,))
+                before = _external_hit_tokens()
+                result = await run_load(self._engine, [tokens], self._sampling(), clients=1)
+                answers[name] += result.answers
+                external[name] += _external_hit_tokens() - before
+            await self._reset_device_cache()  # forgets the damaged blocks
+        seconds = time.perf_counter() - started
+        self.note(f"compared {len(answers[names[0]])} prompts in {seconds:.1f} s")
+        return {
+            name: LoadResult(answers=answers[name], seconds=seconds).summary()
+            | {"external_hit_tokens": external[name]}
+            for name in names
+        }
 
     async def _reset_device_cache(self) -> None:
         """Forget the device cache; vLLM refuses while a save still reads its blocks."""
@@ -132,29 +207,42 @@ class _Bench:
                 )
             await asyncio.sleep(0.05)
 
-    async def _load(
-        self, name: str, prompts: Sequence[Prompt], *, clients: int | None = None
-    ) -> dict[str, Any]:
+    def _tokens(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        vocab = SHAPES[self._cell.shape]["vocab_size"]
+        return [prompt.token_ids(vocab) for prompt in prompts[: self._cell.limit]]
+
+    def _sampling(self, output_tokens: int | None = None) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = SamplingParams(
+        return SamplingParams(
             temperature=0.0,
-            max_tokens=self._cell.max_output_tokens,
+            max_tokens=output_tokens or self._cell.max_output_tokens,
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.CUMULATIVE,
         )
-        vocab = SHAPES[self._cell.shape]["vocab_size"]
-        tokens = [prompt.token_ids(vocab) for prompt in prompts[: self._cell.limit]]
-        before = _counters()
-        result: LoadResult = await run_load(
-            self._engine, tokens, sampling, clients=clients or self._cell.clients
+
+    async def _load(
+        self,
+        name: str,
+        prompts: Sequence[Prompt],
+        *,
+        clients: int | None = None,
+        output_tokens: int | None = None,
+    ) -> dict[str, Any]:
+        before = _external_hit_tokens()
+        result = await run_load(
+            self._engine,
+            self._tokens(prompts),
+            self._sampling(output_tokens),
+            clients=clients or self._cell.clients,
         )
         figures = result.summary()
-        after = _counters()
-        for key in ("device_hit_tokens", "external_hit_tokens"):
-            figures[key] = after[key] - before[key]
+        # vLLM counts the hits in its own cache again each time it asks a connector that is not
+        # ready, so those are what is left.
+        figures["external_hit_tokens"] = _external_hit_tokens() - before
+        figures["device_hit_tokens"] = figures["cached_tokens"] - figures["external_hit_tokens"]
         first = figures["first_token_ms"]
         self.note(
             f"{name}: {figures['requests']} requests, {figures['seconds']:.1f} s, "
@@ -171,20 +259,26 @@ def _other(prompt: Prompt, seed: int) -> Prompt:
     return Prompt(prompt.num_tokens, [first + place for place in range(len(prompt.hash_ids))])
 
 
-def _counters() -> dict[str, int]:
-    """Return vLLM's counters of hit tokens."""
+def _unaligned(prompt: Prompt) -> Prompt:
+    """Return the prompt without a last token that fills a block.
+
+    Connectors differ in whether the hit of a prompt of whole blocks has the last one.
+    """
+    if prompt.num_tokens % BLOCK_TOKENS:
+        return prompt
+    return Prompt(prompt.num_tokens - 1, prompt.hash_ids)
+
+
+def _external_hit_tokens() -> int:
+    """Return vLLM's counter of the tokens that connectors have loaded."""
     from prometheus_client import REGISTRY
 
-    names = {
-        "vllm:prefix_cache_hits_total": "device_hit_tokens",
-        "vllm:external_prefix_cache_hits_total": "external_hit_tokens",
-    }
-    totals = dict.fromkeys(names.values(), 0)
-    for metric in REGISTRY.collect():
-        for sample in metric.samples:
-            if sample.name in names:
-                totals[names[sample.name]] += int(sample.value)
-    return totals
+    return sum(
+        int(sample.value)
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name == "vllm:external_prefix_cache_hits_total"
+    )
 
 
 if __name__ == "__main__":

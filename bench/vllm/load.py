@@ -70,6 +70,7 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
             "prompt_tokens": prompt_tokens,
             "cached_tokens": sum(answer.cached_tokens for answer in self.answers),
             "distinct_output_tokens": len({t for a in self.answers for t in a.token_ids}),
+            "cached_of_each": [answer.cached_tokens for answer in self.answers],
             "digests": [answer.digest for answer in self.answers],
         }
 

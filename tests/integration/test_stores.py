@@ -534,9 +534,12 @@ async def test_dead_store_is_waited_for_once_and_then_costs_nothing():
 # --- fetch or compute -----------------------------------------------------------------------------
 
 
-async def test_prefix_that_the_model_computes_sooner_is_not_fetched():
+@pytest.mark.parametrize("known", [100.0, None])
+async def test_prefix_that_the_model_computes_sooner_is_not_fetched(known):
     store = await restarted(A, B)
-    async with cache(store, device_blocks=16, prefill_tokens_per_second=100.0) as c:
+    async with cache(store, device_blocks=16, prefill_tokens_per_second=known) as c:
+        if known is None:
+            c.engine.note_prefill(6_400, 64.0)
         store.delay("load", seconds=1.0)  # 16 tokens take 0.16 s to compute
         serving = asyncio.create_task(c.serve(A, wait_store=math.inf))
         await running_clock().advance(1.1)

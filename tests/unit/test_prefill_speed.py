@@ -58,3 +58,14 @@ def test_configured_speed_is_taken_as_it_is(monkeypatch):
     batches.compute(100, 0.5)
     batches.compute(100, 0.5)
     assert batches.speed.tokens_per_second == 1234.0
+
+
+def test_batches_that_the_caller_has_measured_count():
+    speed = PrefillSpeed(None, 16)
+    speed.note(1_600, 0.5)
+    assert speed.tokens_per_second == pytest.approx(3200)
+    speed.note(speed_module.LEAST_TOKENS - 1, 9.0)  # decodes
+    assert speed.tokens_per_second == pytest.approx(3200)
+    for _ in range(40):
+        speed.note(3_200, 0.5)
+    assert speed.tokens_per_second == pytest.approx(6400, rel=1e-3)

@@ -93,6 +93,7 @@ def cache_config(
         verify=options.verify,
         model=_model_name(vllm_config) if options.model is None else options.model,
         weights_version=options.weights_version,
+        prefill_tokens_per_second=options.prefill_tokens_per_second,
         store_policy=options.store_policy,
         store_admission=options.store_admission,
     )

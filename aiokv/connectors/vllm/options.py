@@ -46,6 +46,7 @@ class Options:
         store_admission: as ``CacheConfig.store_admission``.
         store_wait_seconds: the longest that a request waits for blocks of the stores; 0 never asks
             them.
+        prefill_tokens_per_second: as ``CacheConfig.prefill_tokens_per_second``; None to measure it.
         model: name under which blocks are kept in stores; None for the name of the model, its
             revision and the element types.
         weights_version: as ``CacheConfig.weights_version``.
@@ -68,6 +69,7 @@ class Options:
     store_policy: StorePolicy = "at_commit"
     store_admission: StoreAdmission = "all"
     store_wait_seconds: float = 1.0
+    prefill_tokens_per_second: float | None = None
     model: str | None = None
     weights_version: str = ""
     in_process: bool = True

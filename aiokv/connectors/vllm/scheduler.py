@@ -23,6 +23,7 @@ import numpy as np
 
 from aiokv.connectors.vllm.blocks import FreedBlocks
 from aiokv.connectors.vllm.messages import Load, StepMetadata
+from aiokv.connectors.vllm.prefills import PrefillClock
 from aiokv.connectors.vllm.requests import (
     CachedRequest,
     Onload,
@@ -81,6 +82,7 @@ class SchedulerHalf:
         self._has_no_room = False  # for a load in the step that is being scheduled
         self._records: dict[int, list[tuple[CachedRequest, int]]] = {}  # by step: computed up to
         self._freed = FreedBlocks()
+        self._prefills = PrefillClock()
 
     # --- schedule() -------------------------------------------------------------------------------
 
@@ -231,6 +233,8 @@ class SchedulerHalf:
         for cached in deferred:
             if not cached.ended:
                 self._begin_or_defer(cached)
+        if not any(load.in_step for load in self._loads):  # the step would wait for them
+            self._prefills.begin(self._step, output.total_num_scheduled_tokens)
         message = StepMetadata(self._step, self._loads)
         self._loads = []
         self._swept = False
@@ -298,6 +302,7 @@ class SchedulerHalf:
             step: number of the step.
             failed_blocks: blocks whose loads have failed; vLLM computes them again.
         """
+        prefill = self._prefills.end(step)
         self._drop_preempted()
         if failed_blocks:
             self._note_failures(set(failed_blocks))
@@ -309,13 +314,15 @@ class SchedulerHalf:
                 # The last token was not computed with; drafts behind it were rejected.
                 cached.computed = max(cached.computed, min(end, cached.request.num_tokens - 1))
                 ended[cached.request_id] = cached
-        self._commit(step, ended.values())
+        self._commit(step, ended.values(), prefill)
         self._freed.note_ended(step)
         for cached in self._finishing:
             self._leave_lease(cached)
         self._finishing.clear()
 
-    def _commit(self, step: int, requests: Iterable[CachedRequest]) -> None:
+    def _commit(
+        self, step: int, requests: Iterable[CachedRequest], prefill: tuple[int, float] | None
+    ) -> None:
         """Commit the full blocks that are computed, and close the step, in one crossing."""
         if not self._cache.is_usable:
             return
@@ -328,6 +335,8 @@ class SchedulerHalf:
                 committed.append((cached, blocks, answers))
         if not committed and not self._cache.closes_steps_on_ranks:
             return
+        if prefill is not None:
+            calls.note_prefill(*prefill)
         calls.step(self._cache.take_event(step))  # transfers of the blocks wait for this event
         self._cache.run(calls)
         for cached, blocks, answers in committed:

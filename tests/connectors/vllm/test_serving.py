@@ -18,8 +18,8 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
-from aiokv import ConfigError
-from aiokv.connectors.vllm import AiokvConnector, opening, sources
+from aiokv import CacheEngine, ConfigError
+from aiokv.connectors.vllm import AiokvConnector, opening, prefills, sources
 from aiokv.connectors.vllm.blocks import FreedBlocks
 from aiokv.connectors.vllm.connector import check_config
 from aiokv.connectors.vllm.options import Options
@@ -447,6 +447,27 @@ def test_store_survives_a_restart(make_server: MakeServer, tmp_path: Path) -> No
     second.run()
     assert second.outputs["b"] == generate(tokens, 0, 4)
     assert second.loaded(request) == 40
+
+
+@pytest.mark.parametrize("load", ["async", "layerwise"])
+def test_speed_of_prefills_reaches_the_engine(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, load: str
+) -> None:
+    noted: list[int] = []
+    monkeypatch.setattr(prefills, "LEAST_TOKENS", 16)
+    monkeypatch.setattr(
+        CacheEngine, "note_prefill", lambda _, tokens, seconds: noted.append(tokens)
+    )
+    server = make_server({"load": load})
+    server.add("a", prompt(1, 41), 3)
+    server.run()
+    assert noted == [24, 17]  # a step has at most 24 tokens; decode steps are left out
+    evict_all(server)
+    noted.clear()
+    request = server.add("b", [*prompt(1, 40), *prompt(2, 20)], 1)
+    server.run()
+    assert server.loaded(request) == 40
+    assert noted == ([20] if load == "async" else [])  # this step has waited for its blocks
 
 
 def test_reset_hides_blocks_of_stores(make_server: MakeServer, tmp_path: Path) -> None:
