@@ -682,6 +682,38 @@ async def test_checksums_are_those_of_the_commit_that_is_saved():
             lease.release()
 
 
+async def test_a_released_lease_whose_blocks_find_no_room_in_host_memory_ends():
+    async with ForeignCache(host_blocks=3) as cache:
+        await cache.store(A, range(4))
+        keeper = cache.engine.match(A)
+        await keeper.allocate(13)  # nothing of it can be evicted
+        lease = await cache.compute_new(B, range(8, 12))
+        lease.release()
+        assert not lease.is_idle
+        await cache.saves_begun()
+        assert not cache.device.copies
+        assert lease.is_idle
+        assert cache.engine.check_invariants() == []
+        keeper.release()
+
+
+async def test_who_waits_for_blocks_goes_on_when_they_are_saved():
+    """The lease that has computed them is not released."""
+    async with ForeignCache() as cache:
+        lease = await cache.begin(A, range(4))
+        other = cache.engine.match(A)
+        waiting = asyncio.create_task(other.allocate(13, wait_pending=60))
+        await spin(2)
+        cache.compute(lease, A)
+        await cache.saves_begun()
+        assert not waiting.done()
+        cache.device.complete_all()
+        await waiting
+        assert other.cached_tokens == 12
+        lease.release()
+        other.release()
+
+
 # ---- steps
 
 
