@@ -104,9 +104,10 @@ class CacheEngine(Unique):
 
     ``async with`` binds the engine to the running event loop. Call every method on that loop.
     Read-only methods may also be called before ``async with`` and after closing. Any thread may
-    call ``statistics()``, ``request_statistics()``, ``worker_statistics()``, ``asleep``,
-    ``open_step``, ``loop``, ``has_begun`` and ``repr()``; all other methods raise ``UsageError`` in
-    another thread.
+    call ``statistics()``, ``request_statistics()``, ``salt_statistics()``,
+    ``worker_statistics()``, ``layer_wait_statistics()``, ``asleep``, ``sentinel_state_slot``,
+    ``open_step``, ``loop``, ``has_begun`` and ``repr()``; all other methods raise ``UsageError``
+    in another thread.
 
     Raises:
         ConfigError: an argument has the wrong type, is unknown, or contradicts another argument;

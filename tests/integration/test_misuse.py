@@ -342,7 +342,8 @@ async def test_reading_calls_work_on_an_engine_of_ranks_before_entry(tmp_path):
 ANY_THREAD = {
     "CacheEngine": {
         "statistics", "worker_statistics", "asleep", "has_begun", "open_step", "regions",
-        "scheduler", "worker", "loop", "request_statistics",
+        "scheduler", "worker", "loop", "request_statistics", "salt_statistics",
+        "layer_wait_statistics", "sentinel_state_slot",
     },
     "Lease": {"block_table", "window_table"},
 }  # fmt: skip
@@ -355,6 +356,7 @@ OF_THE_HANDLE: dict[str, set[str]] = {
         "leave_layers",
         "live_id",
         "note_capacity_wait",
+        "note_expired",
         "note_peer_wait",
         "note_pending_wait",
         "note_received",
@@ -381,6 +383,8 @@ ARGUMENTS: dict[str, Callable[[CacheEngine, Lease], tuple[Any, ...]]] = {
     "can_allocate": lambda e, lease: (12,),
     "resume": lambda e, lease: (12,),
     "commit": lambda e, lease: (8,),
+    "expire_after": lambda e, lease: (60.0,),
+    "assign": lambda e, lease: ([0],),
     "truncate": lambda e, lease: (9,),
     "snapshot": lambda e, lease: (8,),
     "append": lambda e, lease: ([5],),
