@@ -37,6 +37,14 @@ class SyncLayers(Unique):
         return self._view.is_done
 
     @property
+    def has_arrived(self) -> bool:
+        """True when all layers have arrived in every transfer, none of which failed.
+
+        Does not cross.
+        """
+        return self._view.has_arrived()
+
+    @property
     def transfer_ids(self) -> tuple[int, ...]:
         """Ids that a rank's runner passes to ``Rank.layers``. Does not cross."""
         return self._view.transfer_ids

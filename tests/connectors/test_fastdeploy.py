@@ -179,6 +179,31 @@ def test_failed_onload_reaches_worker_and_scheduler():
         assert retried.output_token_ids == outputs_of(retried)
 
 
+def test_failed_onload_reaches_a_worker_that_gets_the_batch_late():
+    """The scheduler has begun other onloads meanwhile."""
+    device = ScriptedDevice()
+    device.fail("onload", copy=0, layer=1, block=1)
+    with Server(16, 24, device, write_policy="write_through") as server:
+        manager, controller = server.manager, server.worker.controller
+        prompts = [prompt(seed, 13) for seed in (1, 2)]
+        server.scheduler.add(*(Request(f"a{i}", tokens, 1) for i, tokens in enumerate(prompts)))
+        server.scheduler.run()
+        server.drain()
+        manager.free_all_device_blocks()
+        late, other = (Request(f"b{i}", tokens, 1) for i, tokens in enumerate(prompts))
+        manager.match_prefix(late)
+        server.drain()  # the onload has failed
+        manager.match_prefix(other)
+        server.drain()
+        counter = controller.submit_swap_tasks(None, late.cache_swap_metadata[0])
+        with pytest.raises(TransferError):
+            counter.wait_all(timeout=30.0)
+        counter = controller.submit_swap_tasks(None, other.cache_swap_metadata[0])
+        assert counter.wait_all(timeout=30.0)
+        manager.request_finish(late)
+        manager.request_finish(other)
+
+
 def test_layer_that_does_not_arrive_in_time_is_a_timeout():
     device = ScriptedDevice()
     with Server(6, 12, device, write_policy="write_through") as server:

@@ -56,7 +56,7 @@ def test_tensors_have_the_names_of_fastdeploy():
 
 
 def test_layers_may_lack_a_role_and_draft_layers_may_have_more_blocks():
-    """B7.11: scales of quantised caches, no value cache of MLA, extra layers of MTP."""
+    """Scales of quantised caches, no value cache of MLA, extra layers of MTP."""
     key = np.zeros((8, 4, 16), np.uint8)
     scale = np.zeros((8, 4), np.float32)
     layers = [

@@ -1,4 +1,4 @@
-"""Verbs of ``CacheManager`` one by one; a row such as B4.7 names the behaviour of FastDeploy."""
+"""Verbs of ``CacheManager`` one by one."""
 
 from __future__ import annotations
 

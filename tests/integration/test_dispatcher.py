@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from aiokv import LeaseState
 from aiokv.engine.transfers import Transfers
 from aiokv.errors import AllocateTimeout, TransferError
 from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.scheduler.scheduler import CacheScheduler
 from aiokv.testing import ManualDevice, ManualEvent, run_until_idle, spin
 from tests.harness.cache import Cache, prompt
+from tests.harness.foreign import ForeignCache
 
 if TYPE_CHECKING:
     from aiokv import Lease
@@ -60,6 +62,45 @@ async def test_plan_whose_submission_is_interrupted_is_submitted_once(monkeypatc
         assert statistics.offloaded_blocks == 2
         await cache.engine.evict(8)
         assert cache.hit(A) == (0, 2)
+
+
+@pytest.mark.parametrize("after", [False, True])
+async def test_lease_whose_assign_is_interrupted_is_not_granted(monkeypatch, after):
+    """Its layers are not known: the caller would read blocks that have not arrived."""
+    async with ForeignCache() as cache:
+        await cache.store(A, range(3))
+        lease = cache.engine.match(A)
+        await lease.allocate(9)
+        submit = Interrupts(cache.engine.worker.submit, after=after)
+        monkeypatch.setattr(cache.engine.worker, "submit", submit)
+        with pytest.raises(KeyboardInterrupt):
+            lease.assign([4, 5, 6])
+        assert submit.left == 0
+        assert lease.state is LeaseState.MATCHED
+        await cache.finish()
+        assert lease.is_idle
+        await lease.allocate(9)
+        lease.assign([7, 8, 9])
+        assert not lease.layers.is_done
+        await cache.finish()
+        cache.check(lease, A)
+        lease.release()
+
+
+async def test_each_first_assign_of_a_lease_shows_its_own_onload():
+    async with ForeignCache() as cache:
+        await cache.store(A, range(3))
+        lease = await cache.begin(A, [4, 5, 6])
+        await cache.finish()
+        for ids in ([7, 8, 9], [10, 11, 12]):
+            await lease.preempt()
+            await lease.allocate(9)
+            lease.assign(ids)
+            assert not lease.layers.is_done
+            assert lease.layers.transfer_ids == lease.transfer_ids
+            await cache.finish()
+            cache.check(lease, A)
+        lease.release()
 
 
 async def test_interrupt_in_front_of_a_submission_does_not_lose_the_plan(monkeypatch):

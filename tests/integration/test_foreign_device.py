@@ -597,6 +597,50 @@ async def test_a_block_that_an_onload_writes_is_not_saved():
         assert cache.hit(B) == (0, 0)
 
 
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("extra", [0, 1])
+async def test_a_failed_onload_fails_the_leases_that_share_its_blocks(released, extra):
+    """Otherwise, bytes that have not arrived would be saved as those of the prefix."""
+    async with ForeignCache() as cache:
+        await cache.store(A, range(4))
+        lease = await cache.begin(A, range(8, 12))
+        (copy,) = cache.device.onloads
+        tokens = np.concatenate([A[:12], prompt(7, extra)])
+        other = await cache.begin(tokens, [8, 9, 10, *range(20, 21 + extra)], computed_tokens=12)
+        copy.complete(0)
+        if released:
+            lease.release()
+        copy.fail_all(block=1)
+        await lease.idle()
+        assert other.commit(len(tokens)) == 0
+        assert other.recompute_from() == 4
+        assert other.cached_tokens == 4
+        cache.compute(other, tokens, first=1)
+        await cache.finish()
+        lease.release()
+        other.release()
+        check = await cache.begin(tokens, range(12, 17))
+        await cache.finish()
+        assert check.cached_tokens == 12 + 4 * extra
+        cache.check(check, tokens)
+        check.release()
+
+
+async def test_a_failed_onload_fails_a_lease_that_has_no_hit():
+    async with ForeignCache() as cache:
+        await cache.store(A, range(4))
+        lease = await cache.begin(A, range(8, 12))
+        other = cache.engine.match(A, read=False)
+        await other.allocate(13)
+        other.assign([8, 9, 10, 20], computed_tokens=12)
+        (copy,) = cache.device.onloads
+        copy.fail_all(block=2)
+        await lease.idle()
+        assert other.recompute_from() == 8
+        lease.release()
+        other.release()
+
+
 async def test_a_lease_whose_onload_fails_after_its_release_leaves_nothing():
     async with ForeignCache() as cache:
         await cache.store(A, range(4))
@@ -642,6 +686,45 @@ async def test_a_failed_save_of_one_lease_is_tried_by_another():
         second.release()
 
 
+async def test_a_block_that_a_store_brings_while_it_is_saved_is_saved_twice_below():
+    store = ScriptedStore()
+    async with ForeignCache(stores=[store]) as cache:
+        lease = await cache.begin(A, range(4))
+        cache.memory.write([0, 1, 2], cache.memory.words(A))
+        lease.commit(4)
+        await cache.finish()
+        lease.release()
+        assert len(store.objects) == 1
+        assert await cache.engine.evict(1, "host") == 1
+        first = await cache.begin(A, range(4))
+        for end in (4, 8):  # one save each
+            first.commit(end)
+            await cache.saves_begun()
+        assert await cache.engine.prefetch(A) == Hit(0, 4)
+        second = await cache.begin(A, range(8, 12))
+        cache.memory.write([8, 9, 10], cache.memory.words(A))
+        for copy in cache.device.onloads:
+            copy.complete_all()
+        await second.layers.wait_all()
+        await run_until_idle(lambda: not second.transfer_ids)
+        second.commit(8)
+        await cache.saves_begun()
+        first_save, *others = cache.device.offloads
+        first_save.complete_all()
+        await run_until_idle(lambda: cache.engine.statistics().offloaded_blocks == 2)
+        assert cache.engine.check_invariants() == []
+        for copy in reversed(others):
+            copy.complete_all()
+        await cache.finish()
+        assert cache.hit(A) == (0, 2)
+        first.release()
+        second.release()
+        check = await cache.begin(A, range(12, 16))
+        await cache.finish()
+        cache.check(check, A)
+        check.release()
+
+
 async def test_checksums_find_a_changed_host_block():
     async with ForeignCache(verify="checksum") as cache:
         await cache.store(A, range(4))
@@ -668,6 +751,38 @@ async def test_checksums_are_those_of_the_commit_that_is_saved():
             await lease.layers.wait_all()
             cache.check(lease, tokens)
             lease.release()
+
+
+async def test_a_released_lease_whose_blocks_find_no_room_in_host_memory_ends():
+    async with ForeignCache(host_blocks=3) as cache:
+        await cache.store(A, range(4))
+        keeper = cache.engine.match(A)
+        await keeper.allocate(13)  # nothing of it can be evicted
+        lease = await cache.compute_new(B, range(8, 12))
+        lease.release()
+        assert not lease.is_idle
+        await cache.saves_begun()
+        assert not cache.device.copies
+        assert lease.is_idle
+        assert cache.engine.check_invariants() == []
+        keeper.release()
+
+
+async def test_who_waits_for_blocks_goes_on_when_they_are_saved():
+    """The lease that has computed them is not released."""
+    async with ForeignCache() as cache:
+        lease = await cache.begin(A, range(4))
+        other = cache.engine.match(A)
+        waiting = asyncio.create_task(other.allocate(13, wait_pending=60))
+        await spin(2)
+        cache.compute(lease, A)
+        await cache.saves_begun()
+        assert not waiting.done()
+        cache.device.complete_all()
+        await waiting
+        assert other.cached_tokens == 12
+        lease.release()
+        other.release()
 
 
 # ---- steps

@@ -235,7 +235,7 @@ class CacheManager:
                 self._layers = {
                     transfer_id: view
                     for transfer_id, view in self._layers.items()
-                    if not view.is_done
+                    if not view.has_arrived  # the worker still has to learn of a failure
                 }
                 self._layers.update(dict.fromkeys(transfer_ids, layers))
 

@@ -62,7 +62,7 @@ class EngineTransfers:
         if stream is None:
             self._layers.wait(layer, timeout)
         else:
-            self._layers.gpu_wait(layer, stream)
+            self._layers.gpu_wait(layer, stream, timeout)
 
     def wait_all(self, timeout: float) -> None:
         self._layers.wait_all(timeout)

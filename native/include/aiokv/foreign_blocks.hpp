@@ -29,6 +29,8 @@ struct ForeignEnd {
     LeaseId lease = 0;  // 0: it has left
     bool failed = false;
     std::uint32_t good_blocks = 0;  // of the lease
+    // Other leases that have named ids whose bytes have not arrived, and their good blocks.
+    std::vector<std::pair<LeaseId, std::uint32_t>> sharing;
 };
 
 class ForeignBlocks {
@@ -38,6 +40,7 @@ class ForeignBlocks {
                   TransferLedger& transfers, Promises& promises)
         : config_(config),
           device_(device),
+          leases_(leases),
           index_(index),
           residency_(residency),
           transfers_(transfers),
@@ -97,9 +100,12 @@ class ForeignBlocks {
     void check_targets(const Lease& lease, std::span<const BlockId> ids, std::size_t from,
                        std::size_t to) const;
     void begin_onload(Lease& lease, std::size_t first);
+    std::vector<std::pair<LeaseId, std::uint32_t>> leases_with(std::vector<BlockId> ids,
+                                                               LeaseId except) const;
 
     const CoreConfig& config_;
     const DevicePool& device_;
+    const LeaseTable& leases_;
     Index& index_;
     Residency& residency_;
     TransferLedger& transfers_;

@@ -8,6 +8,9 @@
 //   node --- saved, proven --- copying --- queued      blocks of lease a
 //                         \--- queued                  a block of lease b, behind the same node
 //
+// While a block is copied, a store may bring it, and another lease may save the block below behind
+// its node. The block below is then saved twice: the first one that is proven enters the tree.
+//
 // A proven block waits for the block above it. A block that is lost takes those below it along; the
 // host id of a copy in flight is given back when the copy ends (I3).
 #pragma once

@@ -43,6 +43,7 @@ void Completions::finish_foreign(TransferId id, Outcome outcome, std::uint32_t f
     const ForeignEnd end = foreign_.complete(id, proven(outcome, first_bad_block, blocks),
                                              outcome == Outcome::kCancelled);
     index_.change();
+    for (const auto& [sharing, good_blocks] : end.sharing) fail(leases_.at(sharing), good_blocks);
     if (end.lease == 0) return;
     Lease& lease = leases_.at(end.lease);
     if (end.failed) fail(lease, end.good_blocks);
@@ -108,7 +109,7 @@ void Completions::fail(Lease& lease, std::uint32_t good_blocks) {
         state_.forget_snapshots(lease, 0);
     }
     lease.cached_tokens = std::min(lease.cached_tokens, good_blocks * config_.block_tokens);
-    lease.computed_tokens = std::min(lease.computed_tokens, lease.cached_tokens);
+    lease.computed_tokens = std::min(lease.computed_tokens, good_blocks * config_.block_tokens);
     promises_.withdraw(lease);
     if (lease.is(LeaseState::kGranted)) {
         leases_.move(lease, LeaseState::kFailed);
@@ -132,7 +133,7 @@ std::int64_t Completions::recompute_from(Lease& lease) {
             .hint("preempt the lease, then resume it");
     }
     leases_.move(lease, LeaseState::kGranted);
-    return lease.cached_tokens;
+    return lease.computed_tokens;
 }
 
 }  // namespace aiokv

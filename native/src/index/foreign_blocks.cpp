@@ -226,7 +226,28 @@ ForeignEnd ForeignBlocks::complete(TransferId id, std::uint32_t good, bool cance
     residency_.unhold(transfer.nodes);
     end.failed = good < blocks;
     end.good_blocks = onload.first_block + good;
+    if (end.failed) {
+        end.sharing = leases_with(
+            {transfer.device_blocks.begin() + good, transfer.device_blocks.end()}, end.lease);
+    }
     return end;
+}
+
+// The server may share an id while an onload writes it.
+std::vector<std::pair<LeaseId, std::uint32_t>> ForeignBlocks::leases_with(std::vector<BlockId> ids,
+                                                                          LeaseId except) const {
+    std::sort(ids.begin(), ids.end());
+    const auto is_listed = [&ids](BlockId id) {
+        return std::binary_search(ids.begin(), ids.end(), id);
+    };
+    std::vector<std::pair<LeaseId, std::uint32_t>> found;
+    for (const Lease& lease : leases_) {
+        if (lease.id() == except || !lease.has_blocks()) continue;
+        const auto first = std::find_if(lease.table.begin(), lease.table.end(), is_listed);
+        if (first == lease.table.end()) continue;
+        found.emplace_back(lease.id(), static_cast<std::uint32_t>(first - lease.table.begin()));
+    }
+    return found;
 }
 
 void ForeignBlocks::give_up(Lease& lease) {

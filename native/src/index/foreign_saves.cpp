@@ -476,8 +476,10 @@ void ForeignSaves::check(Report& report) const {
         ++known;
         listed += block.leases.size();
         report.item_refs += block.items != kNoItems;
-        report.require(find(block.above, block.tokens, block.items) == id, "I2: saved block ", id,
-                       " is not found behind the block above it");
+        const auto [begin, end] = by_place_.equal_range(hash_of(block.above, block.token_hash));
+        report.require(
+            std::any_of(begin, end, [id = id](auto& entry) { return entry.second == id; }),
+            "I2: saved block ", id, " is not found behind the block above it");
         if ((block.above & kSaveBit) != 0) {
             const Block& above = blocks_[static_cast<SaveId>(block.above)];
             report.require(std::count(above.below.begin(), above.below.end(), id) == 1,
