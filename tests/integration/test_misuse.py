@@ -388,7 +388,6 @@ ARGUMENTS: dict[str, Callable[[CacheEngine, Lease], tuple[Any, ...]]] = {
     "truncate": lambda e, lease: (9,),
     "snapshot": lambda e, lease: (8,),
     "append": lambda e, lease: ([5],),
-    "assign": lambda e, lease: ([0],),
     "window_table": lambda e, lease: ("local",),
     "add_observer": lambda e, lease: (lambda record, context: None,),
     "remove_observer": lambda e, lease: (lambda record, context: None,),
