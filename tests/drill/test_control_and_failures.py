@@ -16,6 +16,7 @@ from aiokv import (
     Item,
     RequestTooLarge,
     TransferError,
+    TransferTimeout,
 )
 from aiokv.testing import running_clock, spin
 from tests.drill.drill import BLOCK_TOKENS, Drill, prompt
@@ -88,8 +89,8 @@ async def test_every_wait_ends_at_its_deadline():
         await clock.advance(2.0)
         kinds = {name: type(task.exception()) for name, task in tasks.items()}
         assert kinds == {
-            "layer": TimeoutError,
-            "layers": TimeoutError,
+            "layer": TransferTimeout,
+            "layers": TransferTimeout,
             "capacity": AllocateTimeout,
             "reset": ControlTimeout,
             "drain": ControlTimeout,

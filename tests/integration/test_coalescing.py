@@ -253,10 +253,10 @@ async def test_grant_examines_only_the_first_waiter(monkeypatch):
         tries = 0
         attempt = Granting.attempt
 
-        def counting(*args):
+        def counting(*args, **options):
             nonlocal tries
             tries += 1
-            return attempt(*args)
+            return attempt(*args, **options)
 
         monkeypatch.setattr(Granting, "attempt", counting)
         cache.engine.match(B).release()

@@ -375,6 +375,7 @@ ARGUMENTS: dict[str, Callable[[CacheEngine, Lease], tuple[Any, ...]]] = {
     "layers": lambda e, lease: ([lease],),
     "block_tables": lambda e, lease: ([lease],),
     "evict": lambda e, lease: (1,),
+    "note_prefill": lambda e, lease: (16, 0.1),
     "resize": lambda e, lease: (8,),
     "prefetch": lambda e, lease: (TOKENS,),
     "pin": lambda e, lease: (TOKENS,),

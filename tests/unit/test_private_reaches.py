@@ -22,6 +22,7 @@ PUBLIC = (
     "_SubParsersAction",
     "_get_running_loop",
     "_getframe",
+    "_match_result",  # an attribute that FastDeploy's scheduler reads
     "_register_atexit",
 )
 

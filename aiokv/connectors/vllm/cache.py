@@ -96,13 +96,13 @@ class HostCache:
         if isinstance(error, BrokenEngineError | ClosedError | DeviceError):
             self._note_failure(error)
         else:
-            log.warning("vllm_call_failed", what=what, error=str(error))
+            log.warning("vllm.call_failed", what=what, error=str(error))
         return False
 
     def _note_failure(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
-            log.error("vllm_cache_failed", error=str(error))
+            log.error("vllm.cache_failed", error=str(error))
 
     def release_and_watch(self, lease: SyncLease) -> Future[None] | None:
         """Release a lease.
@@ -147,7 +147,7 @@ class HostCache:
             forget: Callable[[float], Any] = self._forget
             self._engine.call(forget, timeout)
         except AiokvError as error:
-            log.warning("vllm_reset_failed", error=str(error))
+            log.warning("vllm.reset_failed", error=str(error))
             return False
         return True
 

@@ -96,10 +96,15 @@ class Options:
         if "stores" in values:
             values["stores"] = _urls(values["stores"])
         options = cls(**values)
-        options._check()
+        options.check()
         return options
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise if a value is out of range.
+
+        Raises:
+            ConfigError: names the key, its value and the limit.
+        """
         checks.choice("load", self.load, get_args(Load), ConfigError)
         checks.choice("write_policy", self.write_policy, get_args(SavePolicy), ConfigError)
         checks.flag("in_process", self.in_process, ConfigError)

@@ -125,7 +125,7 @@ class WorkerHalf:
             try:
                 transfers.wait_layer(layer, self._timeout)
             except (TransferError, ClosedError) as error:
-                log.warning("vllm_load_failed", request=load.request_id, error=str(error))
+                log.warning("vllm.load_failed", request=load.request_id, error=str(error))
 
     def end_step(self) -> None:
         """Wait for the ends of the loads of this step, and note their failures."""
@@ -137,7 +137,7 @@ class WorkerHalf:
                 # A layer was computed without waiting: compute again what used its blocks.
                 self._failed.update(load.block_ids)
         if self._in_step and self._layers_left:
-            log.error("vllm_layers_not_hooked", layers=sorted(self._layers_left))
+            log.error("vllm.layers_not_hooked", layers=sorted(self._layers_left))
         self._in_step.clear()
         self._layers_left.clear()
 

@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 if importlib.util.find_spec("vllm") is None:
-    collect_ignore_glob = ["test_serving.py", "test_random_serving.py"]
+    collect_ignore_glob = ["test_serving.py", "test_random_serving.py", "test_prefills.py"]
 else:
     with warnings.catch_warnings():  # of the libraries that vLLM imports
         warnings.simplefilter("ignore")
