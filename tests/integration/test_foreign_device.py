@@ -626,6 +626,60 @@ async def test_a_failed_onload_fails_the_leases_that_share_its_blocks(released, 
         check.release()
 
 
+@pytest.mark.parametrize("end", ["done", "failed", "cancelled"])
+async def test_blocks_computed_behind_an_onload_of_another_lease_are_saved_once_it_has_ended(
+    end: str,
+):
+    """The server may compute behind shared blocks before their bytes are there."""
+    async with ForeignCache() as cache:
+        for tokens in (A, B, C):
+            await cache.store(tokens, range(4))
+        ahead = [await cache.begin(B, range(4)), await cache.begin(C, range(4, 8))]
+        lease = await cache.begin(A, range(8, 12))  # its onload has not begun
+        tokens = np.concatenate([A[:12], prompt(7, 1)])
+        other = await cache.begin(tokens, [8, 9, 10, 20, 21], computed_tokens=12)
+        words = cache.memory.words(tokens)[3:4]
+        cache.memory.write([20], words if end == "done" else words + np.uint64(1))
+        assert other.commit(len(tokens)) == 0
+        await cache.saves_begun()
+        assert not cache.device.offloads
+        if end == "failed":
+            cache.device.complete_all()
+            await spin(2)
+            (copy,) = cache.device.onloads
+            copy.fail_all(block=1)
+        elif end == "cancelled":
+            lease.release()
+        await cache.finish()
+        assert cache.hit(tokens) == (0, {"done": 4, "failed": 1, "cancelled": 3}[end])
+        check = await cache.begin(tokens, range(12, 17))
+        await cache.finish()
+        cache.check(check, tokens)
+        for each in (*ahead, lease, other, check):
+            each.release()
+
+
+async def test_a_lease_that_is_released_before_an_onload_of_another_has_ended_saves_nothing():
+    """Its batch keeps the lease open, but the server may reuse its ids once it is idle."""
+    async with ForeignCache() as cache:
+        await cache.store(A, range(4))
+        lease = await cache.begin(A, range(8, 12))
+        tokens = np.concatenate([A[:12], prompt(7, 1)])
+        other = await cache.begin(tokens, [8, 9, 10, 20, 21], computed_tokens=12)
+        with cache.engine.computing([other]):
+            cache.memory.write([20], cache.memory.words(tokens)[3:4])
+            other.commit(len(tokens))
+            other.release()
+            assert other.is_idle
+            reusing = await cache.begin(B, range(20, 24))
+            cache.memory.write([20, 21, 22], cache.memory.words(B))
+            await cache.finish()
+        await cache.finish()
+        assert cache.hit(tokens) == (0, 3)
+        lease.release()
+        reusing.release()
+
+
 async def test_a_failed_onload_fails_a_lease_that_has_no_hit():
     async with ForeignCache() as cache:
         await cache.store(A, range(4))

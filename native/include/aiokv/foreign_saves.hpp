@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <deque>
 #include <optional>
+#include <set>
 #include <span>
 #include <unordered_map>
 #include <vector>
@@ -44,8 +45,11 @@ class ForeignSaves {
                  TransferLedger& transfers, Promises& promises, DeviceUses& uses);
 
     // Queues the computed, named, full blocks of a lease that the host lacks, as far as the write
-    // policy wants them. Returns their number.
+    // policy wants them, and before the first block that an onload writes. Returns their number.
     std::uint32_t publish(Lease& lease);
+    // Publishes the granted leases again that publish() has stopped before a block that an onload
+    // wrote.
+    void publish_postponed();
     // Device ids of the blocks that publish() has queued since the last call, or take().
     std::vector<BlockId> take_queued_ids() { return std::exchange(queued_ids_, {}); }
     // Other leases may wait for what this lease will save.
@@ -116,6 +120,7 @@ class ForeignSaves {
 
     std::size_t target(Lease& lease);
     void count_uses(Lease& lease, std::size_t blocks);
+    std::size_t before_written(const Lease& lease, std::size_t blocks);
     SaveId find(Place above, Tokens tokens, ItemKey items) const;
     SaveId queue(Lease& lease, std::size_t block, Place above);
     void join(Lease& lease, SaveId id);
@@ -151,6 +156,7 @@ class ForeignSaves {
     std::deque<SaveId> queue_;  // lost blocks stay until they are taken
     std::unordered_map<TransferId, InFlight> in_flight_;
     std::vector<BlockId> queued_ids_;
+    std::set<LeaseId> postponed_;   // that publish() has stopped before a block that is written
     std::vector<LeaseId> changed_;  // their promises are withdrawn until announce_changed()
     std::vector<LeaseId> advanced_;
     std::vector<LeaseId> ended_;

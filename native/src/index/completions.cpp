@@ -44,10 +44,12 @@ void Completions::finish_foreign(TransferId id, Outcome outcome, std::uint32_t f
                                              outcome == Outcome::kCancelled);
     index_.change();
     for (const auto& [sharing, good_blocks] : end.sharing) fail(leases_.at(sharing), good_blocks);
-    if (end.lease == 0) return;
-    Lease& lease = leases_.at(end.lease);
-    if (end.failed) fail(lease, end.good_blocks);
-    settle(lease, id);
+    if (end.lease != 0) {
+        Lease& lease = leases_.at(end.lease);
+        if (end.failed) fail(lease, end.good_blocks);
+        settle(lease, id);
+    }
+    foreign_.saves().publish_postponed();
 }
 
 void Completions::finish_move(TransferId id, Outcome outcome, std::uint32_t first_bad_block) {

@@ -91,7 +91,7 @@ std::uint32_t ForeignSaves::publish(Lease& lease) {
         lease.path.resize(attached);
     }
     const std::size_t size = config_.block_tokens;
-    const std::size_t end = target(lease);
+    const std::size_t end = before_written(lease, target(lease));
     const bool saves = config_.write_policy != WritePolicy::kNone && !lease.save_failed;
     std::uint32_t queued = 0;
     for (std::size_t block = lease.path.size() + lease.saving.size(); block < end; ++block) {
@@ -112,7 +112,7 @@ std::uint32_t ForeignSaves::publish(Lease& lease) {
         SaveId id = find(above, tokens, items);
         if (id == kNone) {
             const bool due = saves && (!offered_ || block < lease.due_blocks);
-            if (!due || uses_.is_written(lease.table[block])) break;
+            if (!due) break;
             id = queue(lease, block, above);
             ++queued;
         }
@@ -121,6 +121,24 @@ std::uint32_t ForeignSaves::publish(Lease& lease) {
     }
     announce_changed();
     return queued;
+}
+
+// The number of these blocks before the first that an onload writes: the blocks behind it were
+// computed from bytes that may never arrive.
+std::size_t ForeignSaves::before_written(const Lease& lease, std::size_t blocks) {
+    if (uses_.writes().empty() || lease.path.size() + lease.saving.size() >= blocks) return blocks;
+    const auto end = lease.table.begin() + static_cast<std::ptrdiff_t>(blocks);
+    const auto written =
+        std::find_if(lease.table.begin(), end, [this](BlockId id) { return uses_.is_written(id); });
+    if (written != end) postponed_.insert(lease.id());
+    return static_cast<std::size_t>(written - lease.table.begin());
+}
+
+void ForeignSaves::publish_postponed() {
+    for (const LeaseId id : std::exchange(postponed_, {})) {
+        // A released lease may be idle, and its ids reused.
+        if (leases_.is_open(id) && leases_.at(id).is(LeaseState::kGranted)) publish(leases_.at(id));
+    }
 }
 
 void ForeignSaves::announce(Lease& lease) {
