@@ -424,6 +424,7 @@ class Sender(Generic[C]):
         if send is None:
             return False
         self._give_up(send, reason)
+        self._pump_all()
         return True
 
     def close_ticket(self, ticket_id: bytes, reason: str) -> None:
@@ -536,6 +537,7 @@ class Sender(Generic[C]):
             parcel.again = True
             if not parcel.busy:
                 self._again(parcel)
+        self._pump_all()  # parcels that were deferred have freed their slots
 
     def _on_again(self, connection: C, message: Again) -> None:
         outgoing = self._tickets.get(message.ticket_id)
@@ -585,13 +587,9 @@ class Sender(Generic[C]):
         """Begin to send as many parcels as there are credits and outgoing slots."""
         fills: dict[tuple[Send, int], list[Parcel[C]]] = {}
         sealed: list[Parcel[C]] = []
-        most = max(self._num_slots // 2, 1)  # a receiver that stalls leaves slots for the others
-        while way.credits and way.waiting:
-            parcel = way.waiting[0]
+        while self._may_take(way):
+            parcel = way.waiting.popleft()
             needed = self._slots_needed(parcel)
-            if len(self._free) < needed or (needed and way.slots >= most):
-                break
-            way.waiting.popleft()
             parcel.credit = way.credits.popleft()
             parcel.tries += 1
             parcel.busy = True
@@ -609,6 +607,14 @@ class Sender(Generic[C]):
         if sealed:
             self._port.write(way.connection, sealed)
         self._return_spare(way)
+
+    def _may_take(self, way: _Way[C]) -> bool:
+        """Return True if there are a credit and outgoing slots for the next parcel of a way."""
+        if not way.credits or not way.waiting:
+            return False
+        needed = self._slots_needed(way.waiting[0])
+        most = max(self._num_slots // 2, 1)  # a receiver that stalls leaves slots for the others
+        return not needed or (len(self._free) >= needed and way.slots < most)
 
     def _slots_needed(self, parcel: Parcel[C]) -> int:
         """Return the outgoing slots that a parcel takes with its next credit."""
@@ -650,6 +656,7 @@ class Sender(Generic[C]):
         if ready:
             self._port.seal(ready)
         self._settle(send)
+        self._pump_all()  # a failure, or a dropped parcel, has freed slots
 
     def sealed(self, parcels: Sequence[Parcel[C]]) -> None:
         """Write parcels whose trailers are there."""
@@ -661,6 +668,7 @@ class Sender(Generic[C]):
             ready.setdefault(parcel.way.connection, []).append(parcel)
         for connection, its in ready.items():
             self._port.write(connection, its)
+        self._pump_all()  # with the slots of whole blocks
 
     def written(self, parcels: Sequence[Parcel[C]]) -> None:
         """Note that the transport reads the slots of these parcels no more."""
@@ -798,6 +806,11 @@ class Sender(Generic[C]):
             problems.append(
                 f"{used} outgoing slots used and {len(self._free)} free of {self._num_slots}"
             )
+        problems += [
+            f"{shown_block(way.waiting[0].block)} waits, but has a credit and outgoing slots"
+            for way in self._ways.values()
+            if self._may_take(way)
+        ]
         problems += [
             f"plan {transfer_id} is at rest, but was not reported"
             for transfer_id, send in self._sends.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -274,6 +275,72 @@ async def test_assembly_slots_are_left_for_committed_blocks():
             source.commit(120)
             assert await receiving.wait() == 120
         d.check(lease, one)
+
+
+@pytest.mark.parametrize("sizes", [(8, 4), (8, 12)])
+async def test_parcels_without_room_leave_their_outgoing_slots_to_others(sizes):
+    """Layers fill their half of the assembly slots; the last layers then need an outgoing slot."""
+    tokens = prompt(42)
+    p = Side(listen=None, layers=LAYERS, layer_ranges=3, block_tokens=sizes[0], ring_blocks=2)
+    d = Side(layers=LAYERS, layer_ranges=3, block_tokens=sizes[1], ring_blocks=24)
+    async with two_engines(p, d), await d.granted(tokens) as lease:
+        async with (
+            lease.receive(timeout=20.0) as receiving,
+            await p.granted(tokens) as source,
+            p.engine.send(source, receiving.ticket) as sending,
+        ):
+            first = 0
+            for end in (17, 30, 42):  # no pass of the loop between them
+                p.compute_layers(source, tokens, range(first, end), sending)
+                source.commit(end)
+                first = end
+            assert await receiving.wait() == 42
+        d.check(lease, tokens)
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_every_order_of_layers_commits_and_copies_ends(seed):
+    """All positions are committed, and both engines run: all of them arrive."""
+    random = Random(seed)
+    sizes = random.choice([(8, 4), (4, 8), (12, 8), (8, 12), (4, 4)])
+    length = random.choice([42, 90, 130])
+    ends = sorted({*random.sample(range(1, length), random.randrange(4)), length})
+    options: dict[str, Any] = {"layers": LAYERS, "layer_ranges": random.choice([2, 3, 5])}
+    devices = [ManualDevice(), ManualDevice()]
+    p = Side(
+        devices[0],
+        listen=None,
+        block_tokens=sizes[0],
+        ring_blocks=random.choice([2, 3, 8]),
+        **options,
+    )
+    d = Side(devices[1], block_tokens=sizes[1], ring_blocks=random.choice([24, 32, 48]), **options)
+
+    async def complete_copies() -> None:
+        while True:
+            for device in devices:
+                if device.copies and random.random() < 0.3:
+                    random.choice(device.copies).complete_all()
+            await asyncio.sleep(0)
+
+    tokens = prompt(length)
+    async with two_engines(p, d), await d.granted(tokens) as lease:
+        copying = asyncio.create_task(complete_copies())
+        async with (
+            lease.receive(timeout=20.0) as receiving,
+            await p.granted(tokens) as source,
+            p.engine.send(source, receiving.ticket) as sending,
+        ):
+            first = 0
+            for end in ends:
+                p.compute_layers(source, tokens, range(first, end), sending)
+                await spin(random.choice([0, 0, 60]))
+                source.commit(end)
+                await spin(random.choice([0, 0, 30]))
+                first = end
+            assert await receiving.wait() == length, receiving.failure
+        d.check(lease, tokens)
+        copying.cancel()
 
 
 async def test_layers_wait_for_their_event_and_the_last_ones_for_their_step():
