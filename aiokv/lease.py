@@ -543,7 +543,8 @@ class Lease(Unique):
         ``layers`` waits for it. Its blocks must cover ``cached_tokens``. Later calls append blocks,
         for further chunks of the prompt and for decoding.
 
-        Leases may share blocks that they read. The server must not free or reuse a block before
+        Leases may share blocks that they read, and that hold the same positions of the same tokens
+        in each of them. The server must not free or reuse a block before
         each lease that has named it has given it up and is idle. When the onload that writes a
         block fails, each lease that has named the block fails: see ``recompute_from``. When a save
         still reads a block that a lease is to compute, the save is given up, so that no other bytes

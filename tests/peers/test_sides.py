@@ -462,6 +462,7 @@ async def test_state_is_sent_when_the_batch_that_computes_it_has_ended(model):
         with p.engine.computing([source]):
             p.compute(source, tokens, 0, 20)
             await run_until_idle(lambda: d.engine.statistics().received_blocks == 5)
+            await run_until_idle(lambda: p.engine.statistics().sent_blocks == 5)  # all reported
             assert p.engine.statistics().sends == p.engine.statistics().sent_blocks // 2 + 1
             assert sending.failure is None
         assert await receiving.wait() == 20
