@@ -72,6 +72,8 @@ class Server:
         """Stop the process with SIGSTOP: its connections stay, and nothing answers."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        # Its threads run on until the signal has reached each of them.
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         """Let a stopped process continue."""
