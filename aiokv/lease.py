@@ -544,11 +544,10 @@ class Lease(Unique):
         for further chunks of the prompt and for decoding.
 
         Leases may share blocks that they read, and that hold the same positions of the same tokens
-        in each of them. The server must not free or reuse a block before
-        each lease that has named it has given it up and is idle. When the onload that writes a
-        block fails, each lease that has named the block fails: see ``recompute_from``. When a save
-        still reads a block that a lease is to compute, the save is given up, so that no other bytes
-        are cached.
+        in each of them. The server must not free or reuse a block before each lease that has named
+        it has given it up and is idle. When the onload that writes a block fails, each lease that
+        has named the block fails: see ``recompute_from``. When a save still reads a block that a
+        lease is to compute, the save is given up, so that no other bytes are cached.
 
         Args:
             block_ids: one-dimensional integers, from 0 to ``device_blocks - 1``, in the order of

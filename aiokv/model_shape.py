@@ -51,7 +51,7 @@ _HOST_ALIGNMENT_BYTES: Final = 64  # of a piece in a host block, as aiokv.worker
 
 
 class TensorShape(NamedTuple):
-    """What a tensor of a layer stores per token.
+    """Elements and bytes that a tensor of a layer stores per token.
 
     Attributes:
         name: such as ``"k"``, ``"v"``, ``"k_scale"``, ``"latent"`` or ``"index"``.

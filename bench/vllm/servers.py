@@ -14,7 +14,7 @@ BLOCK_TOKENS = 16
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What all servers have in common.
+    """Settings that all servers have in common.
 
     Attributes:
         model: directory of the model's configuration.

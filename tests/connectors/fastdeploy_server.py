@@ -93,7 +93,7 @@ class Request:
 
 @dataclass
 class Task:
-    """What the workers get of a request: copies, as through the pickled batch of a queue."""
+    """Parts of a request that the workers get: copies, as through the pickled batch of a queue."""
 
     request_id: str
     task_type: Type

@@ -44,7 +44,7 @@ PROMISE_SECONDS: Final = 10.0  # likewise, for blocks that `can_allocate` has pr
 
 
 class Holding:
-    """What one request holds in the cache.
+    """Blocks that one request holds in the cache.
 
     ::
 
