@@ -128,12 +128,8 @@ def replace_what_needs_a_gpu() -> None:
     """Replace it in this process, which becomes the scheduler."""
     for module in ("mem_cache.l2_transfer", "managers.cache_controller"):
         vars(importlib.import_module(f"sglang.srt.{module}"))["device_module"] = DEVICE_MODULE
-    for module in (
-        "mem_cache.pool_host.common",
-        "mem_cache.pool_host.base",
-        "mem_cache.pool_host.mha",
-    ):
-        names = vars(importlib.import_module(f"sglang.srt.{module}"))
+    for module in ("common", "base", "mha"):
+        names = vars(importlib.import_module(f"sglang.srt.mem_cache.pool_host.{module}"))
         names["_cuda_host_register"] = names["_cuda_host_unregister"] = lambda *_: None
     mha = vars(importlib.import_module("sglang.srt.mem_cache.pool_host.mha"))
     mha["transfer_kv_all_layer_lf_pf"] = save_page_first
