@@ -7,7 +7,7 @@ of transitions need not know the follow-ups.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -125,6 +125,9 @@ class Effects:
             else:
                 setattr(self, name, False)
 
+
+Done: TypeAlias = tuple[None, Effects]
+"""Result of a transition that returns no value."""
 
 NO_EFFECTS: Final = Effects()
 """Effects of all transitions without follow-ups; never changed."""

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from aiokv.scheduler.admission import Admission
     from aiokv.scheduler.clock import StepClock
     from aiokv.scheduler.gate import Gate
+    from aiokv.scheduler.owners import Owners
     from aiokv.scheduler.pending import PendingBlocks
     from aiokv.scheduler.pins import PinnedLeases
     from aiokv.scheduler.preemption import Preemption
     from aiokv.scheduler.quota import SaltQuota
     from aiokv.scheduler.releases import Releases
-    from aiokv.scheduler.sharded import Sharded
     from aiokv.scheduler.waits import Entry
     from aiokv.types import LeaseWait
 
@@ -91,7 +91,7 @@ class CacheReader:
         config: CacheConfig,
         core: Core,
         *,
-        owners: Sharded[str],
+        owners: Owners,
         clock: StepClock,
         gate: Gate,
         quota: SaltQuota,
@@ -298,7 +298,7 @@ class CacheReader:
 
     def owner(self, lease_id: int) -> str:
         """Return the name of a lease for messages."""
-        return self._owners.get(lease_id) or "unnamed"
+        return self._owners.name(lease_id)
 
     def would_hit(
         self, tokens: NDArray[np.int32], context: str, items: Sequence[tuple[bytes, int, int]]

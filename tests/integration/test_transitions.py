@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from aiokv import CacheConfig, CacheEngine, Item, LeaseError, UsageError
+from aiokv.scheduler.peers import Peers
 from aiokv.scheduler.scheduler import TRANSITIONS, CacheScheduler
 from aiokv.testing import Mismatch, TransitionLog, record, replay_transitions
 
@@ -142,8 +143,9 @@ def test_a_file_that_is_no_log_is_refused(tmp_path: Path, text: str, match: str)
 
 def test_every_transition_returns_effects_and_is_recorded() -> None:
     methods = {
-        name: method
-        for name, method in inspect.getmembers(CacheScheduler, inspect.isfunction)
+        prefix + name: method
+        for prefix, owner in (("", CacheScheduler), ("peers.", Peers))
+        for name, method in inspect.getmembers(owner, inspect.isfunction)
         if not name.startswith("_")
     }
     returning = {
@@ -158,5 +160,7 @@ def test_every_transition_returns_effects_and_is_recorded() -> None:
         "applied",
         "can_allocate",
         "extendable_blocks",
+        "peers.cancel_abandoned",
+        "peers.note_ends",
         "violations",
     }

@@ -338,14 +338,14 @@ class Walk:
         with suppress(LeaseError, UsageError):
             draw = self.random.random()
             if draw < 0.6:
-                verb = self.random.choice((self.scheduler.receive, self.scheduler.send))
+                verb = self.random.choice((self.scheduler.peers.receive, self.scheduler.peers.send))
                 self.apply(verb(lease_id, ticket, first, self.random.randint(1, 3)))
                 self.seen["peer transfers"] += 1
             elif draw < 0.9:
-                self.apply(self.scheduler.commit_received(lease_id, first * BLOCK_TOKENS))
+                self.apply(self.scheduler.peers.commit_received(lease_id, first * BLOCK_TOKENS))
                 self.seen["commit_received"] += 1
             else:
-                self.apply(self.scheduler.end_peer(lease_id, ticket))
+                self.apply(self.scheduler.peers.end(lease_id, ticket))
 
     def extend(self) -> None:
         if (lease_id := self.pick(granted=True)) is not None:
