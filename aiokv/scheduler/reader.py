@@ -10,7 +10,7 @@ import numpy as np
 from aiokv._native import LeaseState as NativeState
 from aiokv.errors import UsageError
 from aiokv.scheduler.events import BlockEvents
-from aiokv.scheduler.pools import auxiliary_pools
+from aiokv.scheduler.pools import auxiliary_pools, group_numbers
 from aiokv.types import (
     DurationHistogram,
     Hit,
@@ -104,7 +104,7 @@ class CacheReader:
     ) -> None:
         self._config = config
         self.pools = auxiliary_pools(config)
-        self._group_numbers = {pool.name: pool.group for pool in self.pools}
+        self._group_numbers = group_numbers(config)
         self._core = core
         self._owners = owners
         self._clock = clock
@@ -209,12 +209,8 @@ class CacheReader:
         """Return for each cached block from ``first`` to ``end`` of the prompt of a matched lease
         whether a tier has its copy in an auxiliary pool."""
         return np.frombuffer(
-            self._core.has_copies(lease_id, self.group_of(pool), first, end), np.bool_
+            self._core.has_copies(lease_id, self._group_numbers[pool], first, end), np.bool_
         )
-
-    def group_of(self, pool: StorePool) -> int:
-        """Return the number of an auxiliary pool in the core."""
-        return self._group_numbers[pool]
 
     def block_table(self, lease_id: int, group: str | None = None) -> NDArray[np.int32]:
         """Return a copy of the block table of a window group, or of all other layers. Any thread.

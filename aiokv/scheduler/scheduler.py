@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.config import CacheConfig
-    from aiokv.plan import StorePool, TransferReport
+    from aiokv.plan import TransferReport
     from aiokv.scheduler.effects import Done, Effects
     from aiokv.scheduler.gate import GateChange
     from aiokv.types import Tier
@@ -82,9 +82,9 @@ TRANSITIONS: Final = (
     "close_step",
     "finish_step",
     "collect_backups",
-    "fetch",
-    "fetch_auxiliary",
-    "collect_saves",
+    "fetches.begin",
+    "fetches.begin_auxiliary",
+    "store_saver.collect",
     "save",
     "peers.commit_received",
     "peers.receive",
@@ -152,6 +152,8 @@ class CacheScheduler:
 
     Attributes:
         read: read access to the state.
+        store_saver: transition that saves blocks to the stores.
+        fetches: transitions that fetch blocks from the stores.
         peers: transitions of the receives and sends.
         has_stores: as given.
     """
@@ -173,8 +175,8 @@ class CacheScheduler:
         self._gate = Gate()
         self._plans = Plans(core, saves_states=config.host_state_slots > 0, windows=config.windows)
         self._saver = Saver(config, core, self._plans, self._outbox)
-        self._store_saver = StoreSaver(core, self._gate, self._plans, self._outbox)
-        self._fetches = Fetches(core, self._plans, self._outbox)
+        self.store_saver = StoreSaver(core, self._gate, self._plans, self._outbox, has_stores)
+        self.fetches = Fetches(config, core, self._plans, self._outbox, self.store_saver)
         self._granting = Granting(core, self._plans, self._saver, self._outbox, config.block_tokens)
         self._quota = SaltQuota(config.salt_quota_blocks)
         self._admission = Admission(core, self._gate, self._quota, self._granting, self._outbox)
@@ -363,7 +365,7 @@ class CacheScheduler:
                 grant = self._grant_counted(lease_id, num_tokens, onload_priority, reserve_blocks)
             if grant is not None:
                 if self.has_stores:
-                    self._store_saver.want()
+                    self.store_saver.want()
                 if self._pins.num_until_used:
                     return grant, self._settle()
             return grant, self._outbox.pending
@@ -865,63 +867,6 @@ class CacheScheduler:
             self._foreign.settle()
         return begun
 
-    def fetch(self, lease_id: int, num_blocks: int, priority: Priority) -> tuple[int, Effects]:
-        """Begin to fetch up to ``num_blocks`` blocks that follow the cached prefix of a lease.
-
-        A lease joins the fetch in flight that brings its next missing block. Blocks that have
-        arrived are cached on the host, also when the lease has ended; room is made by evicting
-        host blocks.
-
-        Args:
-            lease_id: a matched lease.
-            num_blocks: blocks that a store has, of ``read.missing``.
-            priority: of the transfer; it becomes more urgent if the lease joins it with a lower
-                one.
-
-        Returns:
-            The transfer; 0 when there is nothing to fetch, no host room can be made, admission is
-            paused, or a tier is asleep.
-        """
-        if not self.has_stores or not self._store_saver.is_active:
-            return 0, self._outbox.pending
-        return self._fetches.begin(lease_id, num_blocks, priority), self._outbox.pending
-
-    def fetch_auxiliary(
-        self, lease_id: int, num_blocks: int, pool: StorePool, priority: Priority
-    ) -> tuple[int, Effects]:
-        """Begin to fetch what a hit of ``num_blocks`` cached blocks lacks in an auxiliary pool.
-
-        A lease joins the fetch in flight that brings the first of it. Copies that have arrived are
-        cached on the host, also when the lease has ended; room is made by evicting copies.
-
-        Args:
-            lease_id: a matched lease.
-            num_blocks: of its prompt; all are cached.
-            pool: name of the pool, of ``read.pools``.
-            priority: as for ``fetch``.
-
-        Returns:
-            The transfer; 0 when the tiers have all that the hit needs, the blocks are not cached,
-            no host room can be made, admission is paused, or a tier is asleep.
-        """
-        if not self.has_stores or not self._store_saver.is_active:
-            return 0, self._outbox.pending
-        group = self.read.group_of(pool)
-        begun = self._fetches.begin_auxiliary(lease_id, num_blocks, group, priority)
-        return begun, self._outbox.pending
-
-    def collect_saves(self, *, by_holder: bool = False) -> tuple[bool, Effects]:
-        """Begin a save of blocks to the stores; return False if there are none.
-
-        ``Effects.collect`` requests this call, too.
-
-        Args:
-            by_holder: True if the caller has one hold of the gate: it forbids this save only if
-                there is another hold, or a pause.
-        """
-        begun = self.has_stores and self._store_saver.collect(by_holder=by_holder)
-        return begun, self._outbox.pending
-
     def save(self, num_blocks: int) -> tuple[int, Effects]:
         """Begin to save the blocks that must be saved before ``num_blocks`` can be evicted.
 
@@ -938,8 +883,8 @@ class CacheScheduler:
         self.peers.note_ends()
         self._granting.ended(transfer_id)
         if self.has_stores:
-            self._fetches.ended(transfer_id)
-            self._store_saver.want()
+            self.fetches.ended(transfer_id)
+            self.store_saver.want()
         self._preemption.ended(transfer_id)
         if report.outcome != "done":
             # Leases of the transfer may not compute the blocks that other leases wait for.
@@ -1010,8 +955,8 @@ class CacheScheduler:
         self._gate.change(change)
         if self.has_stores:
             # A hold waits for the saves in flight: their blocks belong to the present weights.
-            self._store_saver.submit_begun()
-            self._store_saver.want()
+            self.store_saver.submit_begun()
+            self.store_saver.want()
         return None, self._settle()
 
     def evict(self, num_blocks: int, tier: Tier) -> tuple[tuple[int, int], Effects]:
@@ -1073,13 +1018,13 @@ class CacheScheduler:
         return None, self._outbox.pending
 
     def _stop_offloads(self, stopped: bool) -> None:
-        self._saver.stopped = self._store_saver.stopped = stopped
+        self._saver.stopped = self.store_saver.stopped = stopped
         if stopped:
             self._collect_backups()  # begins none
 
     def close(self) -> Done:
         """End all waits and pins: the engine closes."""
-        self._is_closed = self._store_saver.is_closing = True
+        self._is_closed = self.store_saver.is_closing = True
         self._admission.refuse_all(
             lambda: ClosedError("allocate: the engine was closed while the lease waited")
         )
@@ -1123,7 +1068,7 @@ class CacheScheduler:
             if core.is_granted(lease_id)
         }
         found = core.violations() + self._admission.check(live) + self._pending.check(live)
-        found += self._quota.check(held, live) + self._pins.check() + self._fetches.check()
+        found += self._quota.check(held, live) + self._pins.check() + self.fetches.check()
         if self._is_closed and (len(self._admission) or self._quota.requests()):
             found.append("lines: leases wait for capacity of a closed engine")
         statistics = core.statistics()
