@@ -158,9 +158,13 @@ class _Bench:
                     for _ in range(count)
                 ]
                 name = f"host_hits_{tail}_new_{clients}_clients"
+                if self._cell.settings.profile:
+                    await self._engine.start_profile(name)
                 figures[name] = await self._load(
                     name, prompts, clients=clients, output_tokens=_HOST_HITS_OUTPUT_TOKENS
                 )
+                if self._cell.settings.profile:
+                    await self._engine.stop_profile()
         return figures
 
     async def compare(self) -> dict[str, Any]:
