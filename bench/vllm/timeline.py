@@ -64,10 +64,9 @@ def _kind(event: dict[str, Any]) -> str | None:
             return None  # inputs and outputs of a step
         return "onload" if "HtoD" in name else "offload" if "DtoH" in name else "within"
     if category == "kernel":
-        lower = name.lower()
-        if "scatter_" in lower or "scatter<" in lower or "direct" in lower:
-            return "scatter"
-        return "gather" if "gather" in lower and "aiokv" in lower else "compute"
+        if "aiokv" not in name:
+            return "compute"
+        return "gather" if "gather" in name else "scatter"
     return None
 
 
