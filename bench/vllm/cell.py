@@ -38,7 +38,7 @@ _HEAD_HASH_BLOCKS = 28
 _NUM_HEADS = 8
 _TAIL_TOKENS = (256, 1_536)
 _HOST_HITS_OUTPUT_TOKENS = 3
-_HOST_HITS = {1: 16, 4: 24}  # prompts of each load by its number of clients
+_HOST_HITS = {1: 24, 4: 64}  # prompts of each load by its number of clients
 HOST_HITS_TOKENS = _HEAD_HASH_BLOCKS * HASH_BLOCK_TOKENS + max(_TAIL_TOKENS)
 
 

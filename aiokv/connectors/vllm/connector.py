@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
 
 from aiokv.connectors.vllm import opening
 from aiokv.connectors.vllm.blocks import VllmBlocks
+from aiokv.connectors.vllm.link import Link
 from aiokv.connectors.vllm.messages import StepMetadata, StepOutcome
 from aiokv.connectors.vllm.options import Options
 from aiokv.connectors.vllm.scheduler import SchedulerHalf
@@ -71,6 +72,11 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 self._options,
                 block_tokens=opening.block_tokens_of(kv_cache_config),
                 pool=self._pool,
+                link=Link(
+                    opening.block_bytes_of(vllm_config, kv_cache_config),
+                    self._cache.load_rate,
+                    self._options.step_wait_seconds,
+                ),
             )
             self._counts = EngineCounts()
         self._reported = 0.0
@@ -140,9 +146,7 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded, and if the request waits for them."""
-        half = self._half_of_scheduler
-        found = half.matched(request, num_computed_tokens)
-        return found, bool(found) and half.waits_between_steps
+        return self._half_of_scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int

@@ -69,11 +69,10 @@ def cache_config(
     Raises:
         ConfigError: a setting is wrong, or host memory is less than one block.
     """
-    num_blocks = kv_cache_config.num_blocks
-    block_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors) // num_blocks
+    num_ranks = vllm_config.parallel_config.world_size
+    block_bytes = block_bytes_of(vllm_config, kv_cache_config)
     if options.stores:
-        block_bytes = store_pitch_bytes(block_bytes)
-    block_bytes *= vllm_config.parallel_config.world_size
+        block_bytes = store_pitch_bytes(block_bytes // num_ranks) * num_ranks
     host_blocks = options.host_bytes // block_bytes
     if host_blocks == 0:
         raise ConfigError(
@@ -83,7 +82,7 @@ def cache_config(
         )
     return CacheConfig(
         foreign_device=True,
-        device_blocks=num_blocks,
+        device_blocks=kv_cache_config.num_blocks,
         block_tokens=block_tokens_of(kv_cache_config),
         host_blocks=host_blocks,
         write_policy=options.write_policy,
@@ -163,6 +162,14 @@ def stores_of(options: Options, rank: int, num_ranks: int) -> list[str]:
                 hint='write {rank} for the number of the rank: "disk:/var/cache/aiokv/{rank}"',
             )
     return [url.replace("{rank}", str(rank)) for url in options.stores]
+
+
+def block_bytes_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Return the bytes of a block over all ranks."""
+    tensors: list[int] = [tensor.size for tensor in kv_cache_config.kv_cache_tensors]
+    num_blocks: int = kv_cache_config.num_blocks
+    num_ranks: int = vllm_config.parallel_config.world_size
+    return sum(tensors) // num_blocks * num_ranks
 
 
 def block_tokens_of(kv_cache_config: KVCacheConfig) -> int:

@@ -9,9 +9,11 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from vllm.v1.request import RequestStatus
 
-from aiokv.connectors.vllm import opening
+from aiokv.connectors.vllm import link, opening
 from aiokv.connectors.vllm.cache import HostCache
+from aiokv.connectors.vllm.sources import EngineTransfers
 from aiokv.sync import SyncEngine
 from aiokv.testing.flaky import ChaosDevice, FlakyDevice
 from tests.connectors.vllm.model import VOCABULARY, generate
@@ -40,6 +42,7 @@ MODES: dict[str, dict[str, Any]] = {
     "flaky, failed requests": {"flaky": True, "failure_policy": "fail"},
     "slow": {"slow": True},
     "slow, async scheduling": {"slow": True, "async_scheduling": True},
+    "slow, layerwise": {"slow": True, "load": "layerwise"},
     "slow, no prefix cache": {"slow": True, "prefix_caching": False, "async_scheduling": True},
     "sockets": {"in_process": False},
     "two ranks": {"num_ranks": 2},
@@ -75,6 +78,25 @@ class Walk:
             self.chaos = ChaosDevice(random.Random(seed), refuse_share=0.0, fail_share=0.05)
             use_device(self.chaos, monkeypatch)
             monkeypatch.setattr(HostCache, "wait_idle", self._move_until)
+            monkeypatch.setattr(link, "FRONT_SECONDS", 0.0)  # a load behind another one waits
+            wait_layer, wait_all = EngineTransfers.wait_layer, EngineTransfers.wait_all
+
+            def moved(load: EngineTransfers) -> bool:
+                self.num_in_step += not load.is_done
+                while not load.is_done:
+                    self.chaos.move(1)
+                return True
+
+            monkeypatch.setattr(
+                EngineTransfers,
+                "wait_layer",
+                lambda load, *args: moved(load) and wait_layer(load, *args),
+            )
+            monkeypatch.setattr(
+                EngineTransfers,
+                "wait_all",
+                lambda load, *args: moved(load) and wait_all(load, *args),
+            )
         config = vllm_config(extra=extra, num_blocks=self.rng.choice([32, 40, 64]), **options)
         self.server = Server(
             config,
@@ -87,6 +109,8 @@ class Walk:
         self.aborted: set[str] = set()
         self.sessions: list[tuple[list[int], str | None, int]] = []
         self.num_waits = 0  # of steps for a copy
+        self.num_in_step = 0  # waits of steps for a load of their own
+        self.num_beside = 0  # steps beside which requests wait for loads
 
     def _move_until(self, idle: Future[None], timeout: float) -> None:
         """Let the slow device end copies until those of a lease have ended."""
@@ -114,6 +138,10 @@ class Walk:
     def step(self) -> None:
         """Run one step, during which a slow device ends some layers of some copies."""
         self.server.step()
+        self.num_beside += any(
+            request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            for request in self.server.scheduler.requests.values()
+        )
         if self.chaos is not None:
             self.chaos.move(self.rng.randrange(4))
 
@@ -171,5 +199,8 @@ def test_random_load(mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> N
         walk.finish()
         walk.check()
         assert walk.server.num_loaded > 0 or mode == "small host", "nothing was loaded"
+        if mode == "slow, layerwise":
+            assert walk.num_in_step > 0
+            assert walk.num_beside > 0
     finally:
         walk.close()
