@@ -81,6 +81,7 @@ def _recorded(base: type) -> type:
             began = time.perf_counter()
             super().update_connector_output(connector_output)
             self._record.note("update", began)
+            self._record.flush()
 
         def request_finished(self, request: Any, block_ids: Any) -> Any:
             began = time.perf_counter()

@@ -104,6 +104,7 @@ SERVERS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "lmcache": _lmcache,
     "aiokv": _aiokv,
     "aiokv-layers": _aiokv_layers,
+    "aiokv-layers-sync": _aiokv_layers,
     "aiokv-disk": _aiokv_disk,
 }
 
@@ -139,7 +140,7 @@ def engine_options(server: str, settings: Settings) -> dict[str, Any]:
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": list(settings.graph_sizes),
         }
-    if server == "aiokv-layers":  # its connector refuses asynchronous scheduling
+    if server == "aiokv-layers-sync":
         options["async_scheduling"] = False
     transfer = SERVERS[server](settings)
     if transfer:

@@ -72,6 +72,11 @@ class HostCache:
         """Return the event behind the work of a step of a worker in this process."""
         return None if self._tensors is None else self._tensors.take_event(step)
 
+    def wait_computed(self, step: int) -> None:
+        """Block the calling thread until a worker in this process has computed a step."""
+        if self._tensors is not None:
+            self._tensors.wait_computed(step)
+
     def calls(self) -> Calls:
         """Return an empty list of calls."""
         return self._engine.calls()

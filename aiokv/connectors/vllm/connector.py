@@ -282,8 +282,15 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
                 "attention (MHA, GQA, MLA), whose blocks stay until a request ends"
             )
     if options.load == "layerwise" and vllm_config.scheduler_config.async_scheduling:
-        raise ConfigError(
-            'load is "layerwise" with asynchronous scheduling: a step could begin on blocks of '
-            "the step before, and a failed load would be noticed a step too late",
-            hint='pass --no-async-scheduling, or set "load": "async"',
-        )
+        if not opening.is_in_process(vllm_config, options):
+            raise ConfigError(
+                'load is "layerwise" with asynchronous scheduling and workers in other processes: '
+                "a load could write to blocks that a step still computes with",
+                hint='pass --no-async-scheduling, or set "load": "async"',
+            )
+        if options.verify != "off":
+            raise ConfigError(
+                f'load is "layerwise" with asynchronous scheduling, and verify is '
+                f"{options.verify!r}: a block that is wrong would be noticed a step too late",
+                hint='pass --no-async-scheduling, or set "load": "async"',
+            )

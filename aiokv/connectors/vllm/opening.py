@@ -40,7 +40,7 @@ def open_cache(
     engine_id = engine_id_of(vllm_config)
     num_ranks = vllm_config.parallel_config.world_size
     config = cache_config(vllm_config, kv_cache_config, options)
-    tensors = tensors_here.take(engine_id) if options.in_process and num_ranks == 1 else None
+    tensors = tensors_here.take(engine_id) if is_in_process(vllm_config, options) else None
     if tensors is not None:
         engine = SyncEngine(
             config,
@@ -129,7 +129,7 @@ def worker_half(
     num_ranks = vllm_config.parallel_config.world_size
     rank = vllm_config.parallel_config.rank
     source: Source
-    if options.in_process and num_ranks == 1 and not _has_worker_process(vllm_config):
+    if is_in_process(vllm_config, options):
         source = EngineSource(tensors_here.offer(engine_id, layers))
     else:
         thread = RankThread(
@@ -141,12 +141,22 @@ def worker_half(
         )
         thread.start()
         source = RankSource(thread, layers.device)
-    return WorkerHalf(layers, source, options.transfer_timeout_seconds)
+    return WorkerHalf(
+        layers,
+        source,
+        options.transfer_timeout_seconds,
+        is_async=vllm_config.scheduler_config.async_scheduling,
+    )
 
 
-def _has_worker_process(vllm_config: VllmConfig) -> bool:
-    """Return True if vLLM runs the worker in a process other than the scheduler's."""
-    return vllm_config.parallel_config.distributed_executor_backend not in (None, "uni")
+def is_in_process(vllm_config: VllmConfig, options: Options) -> bool:
+    """Return True if the only worker is in the process of the scheduler, and needs no socket."""
+    parallel = vllm_config.parallel_config
+    return (
+        options.in_process
+        and parallel.world_size == 1
+        and parallel.distributed_executor_backend in (None, "uni")
+    )
 
 
 def stores_of(options: Options, rank: int, num_ranks: int) -> list[str]:

@@ -33,7 +33,8 @@ class Options:
         cpu_bytes_to_use: the same in bytes, under the name of vLLM's own offloading.
         load: ``"async"``: a request waits for its blocks while others compute; ``"layerwise"``: the
             first step of a request waits for its blocks layer by layer, unless other loads are in
-            front of them. It needs ``--no-async-scheduling``.
+            front of them. With several ranks or ``verify``, it needs ``--no-async-scheduling``;
+            with asynchronous scheduling, a failed load of a step ends the server.
         step_wait_seconds: with ``"layerwise"``: a load that takes longer does not let a step wait
             that computes other requests; its request waits.
         write_policy: when computed blocks are copied to host memory, as

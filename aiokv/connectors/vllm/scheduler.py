@@ -198,8 +198,18 @@ class SchedulerHalf:
         first = cached.local
         cached.onload = Onload(first, first + num_loaded, cached.loads_in_step)
         if cached.loads_in_step:
-            self._wait_for_transfers(self._targets(cached))
+            self._wait_until_unused(self._targets(cached))
         self._begin_or_defer(cached)
+
+    def _wait_until_unused(self, block_ids: Sequence[int]) -> None:
+        """Block until no transfer and no step in flight uses blocks that a load writes to.
+
+        With asynchronous scheduling, a request may have ended while its next step is computed.
+        """
+        self._wait_for_transfers(block_ids)
+        step = self._freed.step_with(block_ids)
+        if step:
+            self._cache.wait_computed(step)
 
     def _targets(self, cached: CachedRequest) -> list[int]:
         onload = cached.onload

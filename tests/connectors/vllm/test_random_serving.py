@@ -36,6 +36,7 @@ MODES: dict[str, dict[str, Any]] = {
     "drafts": {"num_drafts": 3},
     "small host": {"host_blocks": 30},
     "selective": {"write_policy": "write_through_selective"},
+    "layerwise, async scheduling": {"load": "layerwise", "async_scheduling": True},
     "flaky": {"flaky": True},
     "flaky, async scheduling": {"flaky": True, "async_scheduling": True},
     "flaky, layerwise": {"flaky": True, "load": "layerwise"},
@@ -43,6 +44,12 @@ MODES: dict[str, dict[str, Any]] = {
     "slow": {"slow": True},
     "slow, async scheduling": {"slow": True, "async_scheduling": True},
     "slow, layerwise": {"slow": True, "load": "layerwise"},
+    "slow, layerwise, async scheduling": {
+        "slow": True,
+        "fail_share": 0.0,
+        "load": "layerwise",
+        "async_scheduling": True,
+    },
     "slow, no prefix cache": {"slow": True, "prefix_caching": False, "async_scheduling": True},
     "sockets": {"in_process": False},
     "two ranks": {"num_ranks": 2},
@@ -75,7 +82,8 @@ class Walk:
             flaky = FlakyDevice(random.Random(seed), refuse_share=0.05, fail_share=0.2)
             use_device(flaky, monkeypatch)
         elif options.pop("slow", False):
-            self.chaos = ChaosDevice(random.Random(seed), refuse_share=0.0, fail_share=0.05)
+            fail_share = options.pop("fail_share", 0.05)
+            self.chaos = ChaosDevice(random.Random(seed), refuse_share=0.0, fail_share=fail_share)
             use_device(self.chaos, monkeypatch)
             monkeypatch.setattr(HostCache, "wait_idle", self._move_until)
             monkeypatch.setattr(link, "FRONT_SECONDS", 0.0)  # a load behind another one waits
@@ -104,6 +112,8 @@ class Walk:
             self.rng.choice(LAYOUTS),
             num_drafts=options.get("num_drafts", 0),
         )
+        self.num_step_waits = 0  # of loads for a step that writes to their blocks
+        monkeypatch.setattr(HostCache, "wait_computed", self._compute_in_flight)
         self.expected: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
@@ -119,6 +129,10 @@ class Walk:
         while not idle.done():
             self.chaos.move(1)
             wait([idle], 0.001)
+
+    def _compute_in_flight(self, step: int) -> None:
+        self.num_step_waits += 1
+        self.server.compute_in_flight()
 
     def act(self) -> None:
         """Do one random thing, and run one step."""
@@ -199,7 +213,9 @@ def test_random_load(mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> N
         walk.finish()
         walk.check()
         assert walk.server.num_loaded > 0 or mode == "small host", "nothing was loaded"
-        if mode == "slow, layerwise":
+        if "layerwise, async scheduling" in mode:
+            assert walk.num_step_waits > 0
+        if "slow, layerwise" in mode:
             assert walk.num_in_step > 0
             assert walk.num_beside > 0
     finally:

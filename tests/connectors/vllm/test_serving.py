@@ -18,7 +18,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
-from aiokv import CacheEngine, ConfigError
+from aiokv import CacheEngine, ConfigError, TransferError
 from aiokv.connectors.vllm import AiokvConnector, link, opening, prefills, sources
 from aiokv.connectors.vllm.blocks import FreedBlocks
 from aiokv.connectors.vllm.connector import check_config
@@ -300,6 +300,20 @@ def test_failed_load_is_computed_again(
     assert server.outputs["c"] == generate(tokens, 0, 4)
 
 
+def test_failed_load_of_a_step_ends_an_asynchronous_server(
+    make_server: MakeServer, broken: BrokenDevice
+) -> None:
+    server = make_server({"load": "layerwise"}, async_scheduling=True)
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 4)
+    evict_all(server)
+    broken.is_broken = True
+    server.add("b", tokens, 4)
+    with pytest.raises(TransferError, match="loads of 10 blocks have failed"):
+        server.run()
+    assert server.outputs["b"] == []
+
+
 @pytest.mark.parametrize("load", ["async", "layerwise"])
 def test_corrupt_block_is_computed_again(
     make_server: MakeServer, broken: BrokenDevice, load: str
@@ -568,8 +582,11 @@ def test_configuration_that_is_not_served_is_refused() -> None:
         _check(vllm_config(extra=HOST), spec=window)
     with pytest.raises(ConfigError, match="2 KV cache groups"):
         _check(vllm_config(extra=HOST), groups=2)
-    with pytest.raises(ConfigError, match="asynchronous scheduling"):
-        _check(vllm_config(extra=HOST, async_scheduling=True), load="layerwise")
+    config = vllm_config(extra=HOST, async_scheduling=True)
+    _check(config, load="layerwise")
+    for extra in ({"in_process": False}, {"verify": "checksum"}):
+        with pytest.raises(ConfigError, match="asynchronous scheduling"):
+            _check(config, load="layerwise", **extra)
     config = vllm_config(extra=HOST)
     config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(ConfigError, match="pipeline_parallel_size is 2"):
