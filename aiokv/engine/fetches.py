@@ -1,6 +1,6 @@
 """Fetches: bring blocks from the stores to the host tier, as far as computing them takes longer.
 
-    read.missing ─► worker.lookup ─► fetch or compute? ─► scheduler.fetch ─► its end ─► missing ...
+    read.missing ─► worker.lookup ─► fetch or compute? ─► fetches.begin ─► its end ─► missing ...
 
 With recurrent state or sliding windows, a hit may end only where a tier has a snapshot, or the
 window: see :class:`~aiokv.engine.borders.BorderSearch`.
@@ -179,7 +179,7 @@ class Fetches:
         reached, digests = self._read.missing(lease_id)
         while digests and reached < end:
             before = reached
-            fetching = self._scheduler.fetch(lease_id, end - reached, priority)
+            fetching = self._scheduler.fetches.begin(lease_id, end - reached, priority)
             transfer_id = self._dispatcher.apply(fetching)
             if not transfer_id:
                 break
@@ -208,7 +208,7 @@ class Fetches:
                 continue
             begun = [
                 self._dispatcher.apply(
-                    self._scheduler.fetch_auxiliary(lease_id, end, pool.name, priority)
+                    self._scheduler.fetches.begin_auxiliary(lease_id, end, pool.name, priority)
                 )
                 for pool in self._pools
             ]
