@@ -21,6 +21,7 @@ from aiokv.connectors.vllm.options import Options
 from aiokv.connectors.vllm.scheduler import SchedulerHalf
 from aiokv.connectors.vllm.statistics import ConnectorStatistics, EngineCounts, PromMetrics
 from aiokv.errors import ConfigError
+from aiokv.observe.logs import join_log
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +61,7 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        join_log("vllm")
         self._options = Options.parse(self._kv_transfer_config.kv_connector_extra_config)
         check_config(vllm_config, kv_cache_config, self._options)
         self._scheduler: SchedulerHalf | None = None
