@@ -1036,7 +1036,7 @@ async def test_a_lease_is_idle_when_the_engine_was_closed_after_its_loop():
     loop = asyncio.new_event_loop()
     cache = ForeignCache()
 
-    async def open_and_save() -> Lease:
+    async def open_and_save():
         await cache.engine.__aenter__()
         lease = await cache.compute_new(A, range(4))
         await cache.saves_begun()
