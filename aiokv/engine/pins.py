@@ -179,7 +179,7 @@ class Pins:
         if not self._fetches.has_stores or timeout == 0.0:
             return lease
         try:
-            await self._fetches.bring(lease.live_id(), timeout, Priority.PREFETCH, at_any_cost=True)
+            await self._fetches.bring(lease.live_id(), timeout, Priority.PREFETCH)
         finally:
             lease.release()
         return match()

@@ -292,6 +292,19 @@ REQUESTS: Final[Table] = (
         refused_waits="refused",
         too_large_requests="too_large",
     ),
+    by(
+        "computed_stored_total",
+        "reason",
+        "Requests that computed blocks that a store had: computing was sooner (declined), or the "
+        "store was slower than expected (late).",
+        declined_fetches="declined",
+        late_fetches="late",
+    ),
+    one(
+        "prefill_tokens_per_second",
+        "prefill_tokens_per_second",
+        "Known or measured speed of the model on prompts; 0 before the first measurement.",
+    ),
 )
 
 WINDOW: Final[Table] = (

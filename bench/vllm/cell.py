@@ -254,6 +254,9 @@ class _Bench:
             f"p99 {first['p99']:.0f} ms, cached {figures['cached_tokens']} of "
             f"{figures['prompt_tokens']} tokens (external {figures['external_hit_tokens']})"
         )
+        figures["counters"] = _connector_counters()
+        if figures["counters"]:
+            self.note(f"{name}: " + " ".join(f"{k}={v:g}" for k, v in figures["counters"].items()))
         return figures
 
 
@@ -283,6 +286,19 @@ def _external_hit_tokens() -> int:
         for sample in metric.samples
         if sample.name == "vllm:external_prefix_cache_hits_total"
     )
+
+
+def _connector_counters() -> dict[str, float]:
+    """Return aiokv's counters and gauges so far; those of stores are up to a second old."""
+    from prometheus_client import REGISTRY
+
+    prefix = "vllm:aiokv_"
+    return {
+        sample.name.removeprefix(prefix): sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name.startswith(prefix) and not sample.name.endswith("_created")
+    }
 
 
 if __name__ == "__main__":

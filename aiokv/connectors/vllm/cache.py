@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
     from aiokv.connectors.vllm.events import EventCollector
     from aiokv.connectors.vllm.tensors_here import Tensors
+    from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.sync import Answer, Calls, SyncEngine, SyncLayers, SyncLease
-    from aiokv.types import Statistics
+    from aiokv.types import RequestStatistics, Statistics
     from aiokv.worker.device.base import Event
 
 log = Log(__name__)
@@ -145,6 +146,18 @@ class HostCache:
     def load_rate(self) -> float:
         """Return the measured speed of loads in bytes per second; 0.0 before the first."""
         return self._engine.cache.worker_statistics().onload.bytes_per_second
+
+    def request_statistics(self) -> RequestStatistics:
+        """Return the waits of the requests."""
+        return self._engine.cache.request_statistics()
+
+    def store_statistics(self) -> list[GuardStatistics]:
+        """Return the use of the stores; empty after a failure of the engine."""
+        try:
+            stores: list[GuardStatistics] = self._engine.call(self._engine.cache.store_statistics)
+        except AiokvError:
+            return []
+        return stores
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the changes of the blocks in host memory since the last call."""

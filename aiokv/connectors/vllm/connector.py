@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from aiokv.connectors.vllm.worker import WorkerHalf
     from aiokv.sync import SyncEngine
 
-REPORT_SECONDS: Final = 1.0  # between two reports of statistics without a load
+REPORT_SECONDS: Final = 1.0  # between two reports of the stores, or of a worker without a load
 
 
 class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -197,17 +197,24 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> ConnectorStatistics | None:
         """Return what has been counted since the last report of this half; None for nothing new."""
+        now = time.monotonic()
         if self._scheduler is not None:
             counts = self._counts.report(self._cache.statistics(), errors=self._cache.num_errors)
             counts["requests"] = self._scheduler.num_requests
             counts["usable"] = int(self._cache.is_usable)
+            if self._options.stores and now - self._reported >= REPORT_SECONDS:
+                self._reported = now
+                counts |= self._counts.report_stores(
+                    self._cache.statistics(),
+                    self._cache.request_statistics(),
+                    self._cache.store_statistics(),
+                )
             return ConnectorStatistics(counts)
-        counts = self._half_of_worker.take_counts()
-        now = time.monotonic()
-        if not any(counts.values()) and now - self._reported < REPORT_SECONDS:
+        loads = self._half_of_worker.take_counts()
+        if not any(loads.values()) and now - self._reported < REPORT_SECONDS:
             return None
         self._reported = now
-        return ConnectorStatistics(counts)
+        return ConnectorStatistics(loads)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStatistics:

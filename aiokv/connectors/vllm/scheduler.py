@@ -17,7 +17,8 @@ to a block that something still uses.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import wait
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -47,6 +48,10 @@ if TYPE_CHECKING:
     from aiokv.sync import Answer, Calls, SyncLease
 
 log = Log(__name__)
+
+# For the decision to fetch nothing, as for most requests. vLLM asks again only after a step, which
+# takes much longer while other prompts are computed.
+DECISION_SECONDS: Final = 0.002
 
 
 class SchedulerHalf:
@@ -145,16 +150,33 @@ class SchedulerHalf:
         lease = calls.match(tokens, read=read, owner=request.request_id, **names_of(request))
         future = None
         if self._wait_store and read:
-            future = calls.allocate(lease, len(tokens), wait_store=self._wait_store)
+            future = calls.allocate(
+                lease,
+                len(tokens),
+                wait_store=self._wait_store,
+                queued_tokens=self._queued_tokens(),
+            )
         else:
             calls.try_allocate(lease, len(tokens))
         answers = self._cache.run(calls)
         if self._cache.succeeded(answers, f"match of request {request.request_id}"):
             cached.lease, cached.granting = lease, future
             cached.known_tokens = len(tokens)
+            if future is not None:
+                wait([future], DECISION_SECONDS)
         else:
             self._cache.release_and_watch(lease)
         return cached
+
+    def _queued_tokens(self) -> int:
+        """Return the tokens of running prompts that are not computed yet."""
+        queued = 0
+        for cached in self._requests.values():
+            if cached.table:
+                loaded = 0 if cached.onload is None else cached.onload.end
+                done = max(cached.computed, cached.local, loaded)
+                queued += max(cached.request.num_tokens - done, 0)
+        return queued
 
     def _loadable(self, cached: CachedRequest) -> int:
         lease = cached.lease

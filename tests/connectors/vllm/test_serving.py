@@ -18,8 +18,16 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
-from aiokv import CacheEngine, ConfigError, TransferError
-from aiokv.connectors.vllm import AiokvConnector, link, opening, prefills, sources
+from aiokv import CacheEngine, ConfigError, Lease, TransferError
+from aiokv.connectors.vllm import (
+    AiokvConnector,
+    connector,
+    link,
+    opening,
+    prefills,
+    scheduler,
+    sources,
+)
 from aiokv.connectors.vllm.blocks import FreedBlocks
 from aiokv.connectors.vllm.connector import check_config
 from aiokv.connectors.vllm.options import Options
@@ -522,6 +530,56 @@ def test_speed_of_prefills_reaches_the_engine(
     server.run()
     assert server.loaded(request) == 40
     assert noted == ([20] if load == "async" else [])  # this step has waited for its blocks
+
+
+def test_request_whose_blocks_no_store_has_is_scheduled_at_once(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(scheduler, "DECISION_SECONDS", 60.0)
+    server = make_server({"stores": [f"disk:{tmp_path}?bytes=64MiB"]})
+    server.add("a", prompt(1, 20), 2)
+    server.step()
+    assert len(server.outputs["a"]) == 1
+
+
+def test_engine_is_told_the_running_prompts(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    queued: list[int] = []
+    allocate = Lease.allocate
+
+    async def noting(lease: Lease, num_tokens: int, **options: Any) -> Lease:
+        queued.append(options["queued_tokens"])
+        return await allocate(lease, num_tokens, **options)
+
+    monkeypatch.setattr(Lease, "allocate", noting)
+    monkeypatch.setattr(scheduler, "DECISION_SECONDS", 60.0)
+    server = make_server({"stores": [f"disk:{tmp_path}?bytes=64MiB"]})
+    server.add("a", prompt(1, 61), 3)
+    server.step()  # computes 24 tokens
+    server.step()
+    server.add("b", prompt(2, 30), 1)
+    server.step()  # the last 13 of 61, and the first ones of "b"
+    server.run()
+    assert queued == [0, 61 - 48]
+
+
+def test_figures_of_stores_reach_vllm(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(connector, "REPORT_SECONDS", 0.0)
+    server = make_server({"stores": [f"disk:{tmp_path}?bytes=64MiB"], "cpu_bytes_to_use": 1 << 18})
+    server.add("a", prompt(1, 41), 1)
+    server.drain()
+    evict_all(server)
+    counts = server.statistics.reduce()
+    assert counts["prefill_tokens_per_second"] == 0  # all steps were small
+    assert {"store_wait_seconds", "declined_fetches", "late_fetches"} <= counts.keys()
+    engine = server.connector.engine
+    engine.call(engine.cache.note_prefill, 1_000, 1.0)
+    server.add("b", prompt(2, 10), 1)
+    server.run()
+    assert server.statistics.reduce()["prefill_tokens_per_second"] == 1_000
 
 
 def test_reset_hides_blocks_of_stores(make_server: MakeServer, tmp_path: Path) -> None:
