@@ -1,9 +1,10 @@
 """A program that serves prompts with SGLang on the CPU, and writes the answers as JSON.
 
 ``python -m tests.connectors.sglang.server DIRECTORY LAYOUT STORE ROUND...`` serves the prompts once
-per round. Rounds: ``computed`` and ``again`` are the same prompts; ``changed`` has another token in
-each; ``flushed`` empties the device and host caches first, when the store has all pages;
-``damaged`` does, too, and changes a byte of each second file of the store.
+per round. Rounds: ``computed`` and ``again`` are the same prompts; ``half`` and ``half_again`` are
+the first half of each; ``changed`` has another token in each; ``flushed`` empties the device and
+host caches first, when the store has all pages; ``damaged`` does, too, and changes a byte of each
+second file of the store.
 """
 
 from __future__ import annotations
@@ -68,14 +69,14 @@ def started(directory: Path, layout: str, store: str) -> CpuEngine:
     )
 
 
-def prompts(*, changed: bool) -> list[list[int]]:
+def prompts(name: str) -> list[list[int]]:
     """Return the prompts of a round."""
     draw = random.Random(7)
     many = [[draw.randrange(10, VOCABULARY) for _ in range(LENGTH)] for _ in range(PROMPTS)]
-    if changed:
+    if name == "changed":
         for tokens in many:
             tokens[draw.randrange(LENGTH - PAGE)] = 3
-    return many
+    return [tokens[: LENGTH // 2] for tokens in many] if name.startswith("half") else many
 
 
 def answer(engine: CpuEngine, tokens: list[int]) -> dict[str, Any]:
@@ -116,8 +117,7 @@ def main() -> None:
             if name == "damaged":
                 damage(Path(directory) / "store")
             wait_until(lambda: engine.flush_cache().success, 60)  # refused while pages move
-        many = prompts(changed=name == "changed")
-        answers[name] = [answer(engine, tokens) for tokens in many]
+        answers[name] = [answer(engine, tokens) for tokens in prompts(name)]
     (Path(directory) / "answers.json").write_text(json.dumps(answers))
     engine.shutdown()
 

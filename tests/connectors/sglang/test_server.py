@@ -56,11 +56,16 @@ def assert_computed_equally(answers: list[dict[str, Any]], others: list[dict[str
 
 def test_flushed_and_restarted_servers_load_equal_pages_from_disk(tmp_path):
     store = f"disk:{tmp_path}/store/{{rank}}?bytes=64MiB"
-    rounds = ("computed", "again", "changed", "flushed")
+    rounds = ("computed", "again", "half", "changed", "flushed", "half_again")
     first = served(tmp_path, "page_first", store, *rounds)
     assert cached(first["again"]) == [{"device": CACHED, "host": 0, "storage": 0}] * PROMPTS
     assert cached(first["flushed"]) == [{"device": 0, "host": 0, "storage": CACHED}] * PROMPTS
     assert outputs(first["flushed"]) == outputs(first["again"])  # to the last bit
+    # Attention over all pages is the same in any order of them, over the first half it is not.
+    assert (
+        cached(first["half_again"]) == [{"device": CACHED // 2, "host": 0, "storage": 0}] * PROMPTS
+    )
+    assert outputs(first["half_again"]) == outputs(first["half"])
     assert_computed_equally(first["flushed"], first["computed"])
     for answer, changed in zip(first["computed"], first["changed"], strict=True):
         assert answer["logprobs"] != pytest.approx(changed["logprobs"], abs=0.01)
