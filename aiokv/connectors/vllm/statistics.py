@@ -22,6 +22,8 @@ COUNTERS: Final = {
     "loaded_tokens": "Tokens that requests did not compute because host memory had them",
     "saved_blocks": "Blocks that were copied to host memory",
     "store_hit_tokens": "Tokens of loaded_tokens that came from stores",
+    "stored_blocks": "Blocks that were saved to stores",
+    "unstored_blocks": "Blocks that no store has saved: the queue was full, or a store has failed",
     "evicted_blocks": "Blocks that were evicted from host memory",
     "errors": "Calls of the cache that have failed; their requests are computed without it",
 }
@@ -96,6 +98,10 @@ class EngineCounts:
             "loaded_tokens": statistics.hit_host_tokens,
             "saved_blocks": statistics.offloaded_blocks,
             "store_hit_tokens": statistics.hit_store_tokens,
+            "stored_blocks": statistics.saved_blocks,
+            "unstored_blocks": statistics.dropped_saves
+            + statistics.refused_saves
+            + statistics.failed_saves,
             "evicted_blocks": statistics.evicted_host_blocks,
             "errors": errors,
         }
