@@ -101,6 +101,7 @@ class Lease(Unique):
         timeout: float | None = None,
         wait_pending: float = _NO_WAIT,
         wait_store: float = _NO_WAIT,
+        queued_tokens: int = 0,
         reserve_blocks: int | None = None,
         ttl_seconds: float | None = None,
     ) -> Self:
@@ -123,8 +124,12 @@ class Lease(Unique):
                 the time has passed, this lease computes the blocks again.
             wait_store: seconds to wait for blocks that a store has. The lease stands in line
                 meanwhile, and lets other leases pass. 0 asks no store, ``math.inf`` sets no limit.
-                A block that the model computes sooner is not waited for. Blocks that arrive later
-                are cached for the next lease.
+                Blocks that the model computes sooner are not waited for: see
+                ``CacheConfig.prefill_tokens_per_second``. Blocks that arrive later are cached for
+                the next lease.
+            queued_tokens: tokens of other prompts that the model computes before this one. The
+                lease has to wait for the model as long in any case, so blocks that a store brings
+                meanwhile cost no time. Without ``wait_store`` it has no effect.
             reserve_blocks: free or evictable device blocks that the grant leaves to ``extend``,
                 also when the lease has waited; None for ``CacheConfig.reserve_blocks``. A lease
                 that waits for a large reserve keeps the leases behind it waiting.
@@ -140,8 +145,8 @@ class Lease(Unique):
                 request; raised without waiting.
             LeaseError: the lease is released (also while it waits), is granted already, or waits
                 in another task; or ``num_tokens`` is out of range.
-            UsageError: ``num_tokens``, ``priority`` or ``reserve_blocks`` is not an integer,
-                ``reserve_blocks`` or ``ttl_seconds`` is negative, or another argument is not a
+            UsageError: ``num_tokens``, ``priority``, ``queued_tokens`` or ``reserve_blocks`` is not
+                an integer, one of the latter two or ``ttl_seconds`` is negative, or another
                 number. Nothing changed.
             ClosedError: the engine is closed or closing.
             BrokenEngineError: the device failed, or a rank was lost.
@@ -167,8 +172,9 @@ class Lease(Unique):
             wait_store = checks.seconds("wait_store", wait_store)
             if wait_store > 0:
                 limit = checks.timeout(wait_store)
+                queued_tokens = checks.integer("queued_tokens", queued_tokens, minimum=0)
                 await self.leases.allocate_from_stores(
-                    self, num_tokens, priority, timeout, limit, reserve_blocks
+                    self, num_tokens, priority, timeout, limit, queued_tokens, reserve_blocks
                 )
                 if ttl_seconds is not None:
                     self.leases.expire_after(self, ttl_seconds)

@@ -26,6 +26,7 @@ BENCHES = (
     "transfer",
     "serving",
     "admission",
+    "fetch_or_compute",
     "cancel_storm",
     "shutdown",
     "ranks",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from aiokv.engine.comparison import Comparison
     from aiokv.scheduler.pools import AuxiliaryPool
     from aiokv.scheduler.reader import Borders
     from aiokv.stores.store_set import Found, StoreAnswer
@@ -143,26 +144,36 @@ class BorderSearch:
         have none."""
         self._pools[pool].note_cached(is_cached)
 
-    def best(self, tokens_per_second: float) -> int:
+    def best(self, comparison: Comparison | None) -> int:
         """Return the number of blocks before the border at which the prompt is ready soonest.
 
         Args:
-            tokens_per_second: speed of the model; 0 to return the last border that can be reached.
+            comparison: with the time to compute the blocks; None to return the last border that
+                can be reached.
 
         Returns:
             The number of blocks, those of the hit included; 0 when it is best to fetch nothing.
         """
-        seconds = self._block_seconds + sum(pool.seconds() for pool in self._pools.values())
+        seconds = self._seconds()
         can_end = self._may_end & np.isfinite(seconds)
         if not can_end.any():
             return 0
-        ends = np.arange(1, self.asked + 1)
-        if not tokens_per_second:
-            return self.hit + int(ends[can_end][-1])
-        computing = ends * (self._block_tokens / tokens_per_second)
-        gains = np.where(can_end, computing - seconds, -np.inf)
+        if comparison is None:
+            return self.hit + int(np.flatnonzero(can_end)[-1]) + 1
+        gains = comparison.gains(np.where(can_end, seconds, np.inf))
         best = int(gains.argmax())
         return self.hit + best + 1 if gains[best] > 0 else 0
+
+    def patience(self, end: int, comparison: Comparison) -> float:
+        """Return the seconds after which a fetch to a hit of ``end`` blocks is given up."""
+        num_blocks = end - self.hit
+        return comparison.patience(num_blocks, float(self._seconds()[num_blocks - 1]))
+
+    def _seconds(self) -> NDArray[np.float64]:
+        seconds: NDArray[np.float64] = self._block_seconds + sum(
+            pool.seconds() for pool in self._pools.values()
+        )
+        return seconds
 
     def note_blocks(self, cached: int, *, is_end: bool) -> None:
         """Note that the first ``cached`` blocks of the prompt are in a tier.

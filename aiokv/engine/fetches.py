@@ -1,6 +1,9 @@
 """Fetches: bring blocks from the stores to the host tier, as far as computing them takes longer.
 
-    read.missing ─► worker.lookup ─► fetch or compute? ─► scheduler.fetch ─► its end ─► missing ...
+    read.missing ─► worker.lookup ─► fetch or compute? ─► fetches.begin ─► its end ─► missing ...
+
+Blocks that the model computes sooner are not fetched: see :mod:`aiokv.engine.comparison`. A store
+that was found too slow is measured again with a fetch for which no lease waits.
 
 With recurrent state or sliding windows, a hit may end only where a tier has a snapshot, or the
 window: see :class:`~aiokv.engine.borders.BorderSearch`.
@@ -12,23 +15,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
-
-import numpy as np
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.engine.borders import BorderSearch
+from aiokv.engine.comparison import Comparison, rest_of
+from aiokv.engine.fetch_line import AT_A_TIME, FetchLine
 from aiokv.errors import AiokvError
 from aiokv.plan import Priority
 from aiokv.stores.base import KEY_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
+    import numpy as np
     from numpy.typing import NDArray
 
+    from aiokv.engine.comparison import Part
+    from aiokv.engine.fetch_line import Place
     from aiokv.engine.observers import End
     from aiokv.engine.parts import Parts
     from aiokv.stores.store_set import Found
+
+PROBE_PAUSE: Final = 100  # times the duration of the last fetch: probes take 1 % of the time
+LEAST_PROBE_PAUSE_SECONDS: Final = 1.0
 
 
 class StoreWait:
@@ -89,7 +99,11 @@ class Fetches:
         self._lifetime = parts.lifetime
         self._speed = parts.speed
         self._observers = parts.observers
+        self._requests = parts.requests
+        self._line = FetchLine(lambda: self._lifetime.loop.time())
         self._tasks: set[asyncio.Task[None]] = set()  # the loop keeps weak references only
+        self._num_compared = 0  # fetches in flight that were begun after a comparison
+        self._probe_at = 0.0  # time of the loop
 
     def is_incomplete(self, lease_id: int) -> bool:
         """Return True if the tiers lack something that a longer hit of the lease needs."""
@@ -97,12 +111,13 @@ class Fetches:
             return bool(self._read.borders(lease_id).digests)
         return bool(self._read.missing(lease_id)[1])
 
-    def begin(self, lease_id: int, timeout: float | None) -> StoreWait:
+    def begin(self, lease_id: int, timeout: float | None, queued_tokens: int) -> StoreWait:
         """Fetch the missing blocks of a lease that has its place in line, then let it be served.
 
         Args:
             lease_id: a lease that waits for a store in line.
             timeout: seconds after which the lease is served without them; None for no limit.
+            queued_tokens: tokens of other prompts that the model computes first.
 
         Returns:
             The wait. The caller must call ``stop``.
@@ -111,18 +126,25 @@ class Fetches:
         wait = StoreWait(lambda wait, outcome: self._note_end(lease_id, owner, wait, outcome))
         if self._observers.active:
             self._observers.begin_wait(lease_id, owner, "store", wait.began)
-        wait.task = self._lifetime.loop.create_task(self._bring_and_serve(lease_id, timeout, wait))
-        self._tasks.add(wait.task)
-        wait.task.add_done_callback(self._tasks.discard)
+        wait.task = self._spawn(self._bring_and_serve(lease_id, timeout, queued_tokens, wait))
         return wait
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._lifetime.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _note_end(self, lease_id: int, owner: str, wait: StoreWait, outcome: End) -> None:
         if self._observers.active:
             self._observers.end_wait(lease_id, owner, "store", wait.began, outcome, wait.ended)
 
-    async def _bring_and_serve(self, lease_id: int, timeout: float | None, wait: StoreWait) -> None:
+    async def _bring_and_serve(
+        self, lease_id: int, timeout: float | None, queued_tokens: int, wait: StoreWait
+    ) -> None:
         try:
-            await self.bring(lease_id, timeout, Priority.DEMAND)
+            comparison = self._comparison(queued_tokens)
+            await self.bring(lease_id, timeout, Priority.DEMAND, comparison)
         finally:
             wait.end()
             if self._observers.active and not wait.is_stopped:
@@ -131,8 +153,19 @@ class Fetches:
             if self._lifetime.is_running:
                 self._dispatcher.apply(self._scheduler.end_store_wait(lease_id))
 
+    def _comparison(self, queued_tokens: int) -> Comparison | None:
+        """Return the comparison for a request; None while the speed of the model is not known."""
+        speed = self._speed.tokens_per_second
+        if not speed:
+            return None
+        return Comparison(speed, self._block_tokens, self._lifetime.loop.time, queued_tokens)
+
     async def bring(
-        self, lease_id: int, timeout: float | None, priority: Priority, *, at_any_cost: bool = False
+        self,
+        lease_id: int,
+        timeout: float | None,
+        priority: Priority,
+        comparison: Comparison | None = None,
     ) -> None:
         """Fetch the missing blocks of a matched lease to the host tier; return when they are there.
 
@@ -143,35 +176,145 @@ class Fetches:
             lease_id: the lease.
             timeout: seconds; None for no limit.
             priority: of the fetches.
-            at_any_cost: True to fetch what the model could compute sooner, too.
+            comparison: with the time to compute the blocks; None to fetch all blocks that a store
+                has, at any speed.
 
         Cancellation: begins no more fetches; those in flight go on.
         """
         try:
             async with asyncio.timeout(timeout):
                 if self._pools:
-                    await self._bring_to_border(lease_id, priority, at_any_cost=at_any_cost)
+                    await self._bring_to_border(lease_id, priority, comparison)
                 else:
-                    await self._bring(lease_id, priority, at_any_cost=at_any_cost)
+                    await self._bring(lease_id, priority, comparison)
         except TimeoutError:
             return
         except AiokvError:  # the lease was released, or the engine fails: its waiters are told
             return
 
-    async def _bring(self, lease_id: int, priority: Priority, *, at_any_cost: bool) -> None:
+    async def _bring(
+        self, lease_id: int, priority: Priority, comparison: Comparison | None
+    ) -> None:
         """Bring the missing blocks in parts: ``read.missing`` returns a bounded number of them."""
         first, digests = self._read.missing(lease_id)
         while digests:
             answer = await self._worker.lookup(digests)
-            blocks = answer.blocks if at_any_cost else self._worthwhile(answer.seconds)
-            end, is_whole = first + blocks, blocks == len(digests) // KEY_BYTES
-            reached, digests = await self._bring_blocks(lease_id, end, priority)
+            end = first + answer.blocks
+            is_whole = answer.blocks == len(digests) // KEY_BYTES
+            if comparison is None:
+                reached, digests = await self._bring_blocks(lease_id, end, priority)
+            else:
+                await self._bring_while_sooner(
+                    lease_id, first, answer.seconds[: answer.blocks], priority, comparison
+                )
+                reached, digests = self._read.missing(lease_id)
             if reached < end or (reached == end and not is_whole):
                 return
             first = reached  # the next part; other leases may have brought blocks of it
 
-    async def _bring_blocks(self, lease_id: int, end: int, priority: Priority) -> tuple[int, bytes]:
+    async def _bring_while_sooner(
+        self,
+        lease_id: int,
+        first: int,
+        seconds: NDArray[np.float64],
+        priority: Priority,
+        comparison: Comparison,
+    ) -> None:
+        """Bring blocks from block ``first`` on, part by part, while fetching them is sooner.
+
+        Args:
+            lease_id: the lease.
+            first: the first missing block.
+            seconds: expected time to fetch the first i + 1 blocks.
+            priority: of the fetches.
+            comparison: with the time to compute the blocks.
+        """
+        loop = self._lifetime.loop
+        part = comparison.next_part(seconds, self._line.seconds)
+        if part.blocks:
+            place = self._line.enter(part.work)
+            try:
+                if not await self._turn(place, part, comparison):
+                    return
+                while (part := comparison.next_part(seconds)).blocks:
+                    self._line.note(place, part.work)
+                    began = loop.time()
+                    reached = await self._bring_part(lease_id, first, part, priority, comparison)
+                    moved = reached - first
+                    if moved < part.blocks:
+                        return
+                    elapsed = (loop.time() - began) / self._line.num_fetching
+                    seconds = rest_of(seconds, min(moved, len(seconds)), elapsed)
+                    first = reached
+            finally:
+                self._line.leave(place)
+        if len(seconds):
+            self._requests.note_declined_fetch()
+            self._probe(lease_id, comparison)
+
+    async def _turn(self, place: Place, part: Part, comparison: Comparison) -> bool:
+        """Wait for the turn of a request; return False when it has taken too long."""
+        try:
+            async with asyncio.timeout(comparison.patience(part.blocks, self._line.seconds)):
+                await place.turn
+        except TimeoutError:
+            self._requests.note_late_fetch()
+            return False
+        return True
+
+    async def _bring_part(
+        self, lease_id: int, first: int, part: Part, priority: Priority, comparison: Comparison
+    ) -> int:
+        """Bring a part of a fetch unless it is late; return the first missing block at the end."""
+        seconds = part.seconds * AT_A_TIME
+        try:
+            async with asyncio.timeout(comparison.patience(part.blocks, seconds)):
+                reached, _ = await self._bring_blocks(
+                    lease_id, first + part.blocks, priority, is_compared=True
+                )
+        except TimeoutError:
+            self._requests.note_late_fetch()
+            reached, _ = self._read.missing(lease_id)
+        return reached
+
+    def _probe(self, lease_id: int, comparison: Comparison) -> None:
+        """Fetch a few blocks for which the lease does not wait, to measure the stores again."""
+        is_measured = self._num_compared or not self._line.is_empty
+        if is_measured or self._lifetime.loop.time() < self._probe_at:
+            return
+        blocks = comparison.probe_blocks
+        transfer_id = self._dispatcher.apply(
+            self._scheduler.fetches.begin(lease_id, blocks, Priority.BACKUP)
+        )
+        if transfer_id:
+            self._note_compared(transfer_id)
+
+    def _note_compared(self, transfer_id: int) -> None:
+        """Delay the next probe: a fetch has begun that measures the stores, too."""
+        self._num_compared += 1
+        self._spawn(self._delay_probe(transfer_id))
+
+    async def _delay_probe(self, transfer_id: int) -> None:
+        loop = self._lifetime.loop
+        began = loop.time()
+        try:
+            with suppress(AiokvError):
+                await self._transfers.settled(transfer_id)
+        finally:
+            self._num_compared -= 1
+            pause = max(PROBE_PAUSE * (loop.time() - began), LEAST_PROBE_PAUSE_SECONDS)
+            self._probe_at = loop.time() + pause
+
+    async def _bring_blocks(
+        self, lease_id: int, end: int, priority: Priority, *, is_compared: bool = False
+    ) -> tuple[int, bytes]:
         """Bring the missing blocks before block ``end``, as far as possible.
+
+        Args:
+            lease_id: the lease.
+            end: number of blocks of its prompt.
+            priority: of the fetches.
+            is_compared: True if the fetches were compared with the time to compute the blocks.
 
         Returns:
             As ``read.missing``, at the end.
@@ -179,12 +322,14 @@ class Fetches:
         reached, digests = self._read.missing(lease_id)
         while digests and reached < end:
             before = reached
-            fetching = self._scheduler.fetch(lease_id, end - reached, priority)
+            fetching = self._scheduler.fetches.begin(lease_id, end - reached, priority)
             transfer_id = self._dispatcher.apply(fetching)
             if not transfer_id:
                 break
             if self._observers.active:
                 self._observers.caused(lease_id, transfer_id)
+            if is_compared:
+                self._note_compared(transfer_id)
             await self._transfers.settled(transfer_id)
             reached, digests = self._read.missing(lease_id)
             if reached <= before:
@@ -192,7 +337,7 @@ class Fetches:
         return reached, digests
 
     async def _bring_to_border(
-        self, lease_id: int, priority: Priority, *, at_any_cost: bool
+        self, lease_id: int, priority: Priority, comparison: Comparison | None
     ) -> None:
         """Bring the blocks before a border, and the copies that a hit needs in other pools.
 
@@ -200,22 +345,34 @@ class Fetches:
         next best border is tried.
         """
         search = await self._find_borders(lease_id)
-        speed = 0.0 if at_any_cost else self._speed.tokens_per_second or 0.0
-        while end := search.best(speed):
-            reached, _ = await self._bring_blocks(lease_id, end, priority)
-            search.note_blocks(reached, is_end=reached < end)
-            if reached < end:
-                continue
-            begun = [
-                self._dispatcher.apply(
-                    self._scheduler.fetch_auxiliary(lease_id, end, pool.name, priority)
-                )
-                for pool in self._pools
-            ]
-            for transfer_id in filter(None, begun):
-                await self._transfers.settled(transfer_id)
+        while end := search.best(comparison):
+            patience = None if comparison is None else search.patience(end, comparison)
+            try:
+                async with asyncio.timeout(patience):
+                    await self._bring_one_border(lease_id, end, priority, search)
+            except TimeoutError:
+                self._requests.note_late_fetch()
+                return
             if self._read.borders(lease_id).hit >= end:
                 return
+
+    async def _bring_one_border(
+        self, lease_id: int, end: int, priority: Priority, search: BorderSearch
+    ) -> None:
+        """Bring what a hit of ``end`` blocks needs; note what does not arrive."""
+        reached, _ = await self._bring_blocks(lease_id, end, priority)
+        search.note_blocks(reached, is_end=reached < end)
+        if reached < end:
+            return
+        begun = [
+            self._dispatcher.apply(
+                self._scheduler.fetches.begin_auxiliary(lease_id, end, pool.name, priority)
+            )
+            for pool in self._pools
+        ]
+        for transfer_id in filter(None, begun):
+            await self._transfers.settled(transfer_id)
+        if self._read.borders(lease_id).hit < end:
             self._note_cached(search, lease_id)
             search.note_failure(end)
 
@@ -243,17 +400,3 @@ class Fetches:
             search.note_cached(
                 pool.name, self._read.has_copies(lease_id, pool.name, search.hit, end)
             )
-
-    def _worthwhile(self, seconds: NDArray[np.float64]) -> int:
-        """Return how many blocks to fetch, so that the prompt is ready soonest.
-
-        Args:
-            seconds: ``[N]`` expected time to fetch the first i + 1 blocks.
-        """
-        speed = self._speed.tokens_per_second
-        if not speed or not len(seconds):
-            return len(seconds)
-        computing = np.arange(1, len(seconds) + 1) * (self._block_tokens / speed)
-        gains = computing - seconds
-        best = int(gains.argmax())
-        return best + 1 if gains[best] > 0 else 0

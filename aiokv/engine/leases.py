@@ -216,6 +216,7 @@ class Leases:
         priority: int,
         timeout: float | None,
         wait_store: float | None,
+        queued_tokens: int,
         reserve_blocks: int | None,
     ) -> None:
         """Allocate after the missing blocks were fetched from the stores; see ``Lease.allocate``.
@@ -235,7 +236,7 @@ class Leases:
             raise
         self._apply(result)
         try:
-            wait = self._fetches.begin(lease_id, wait_store)
+            wait = self._fetches.begin(lease_id, wait_store, queued_tokens)
         except BaseException:
             self._stop_waiting(lease, lease_id)
             raise

@@ -87,7 +87,8 @@ class Parts:
         can = worker.capabilities
         scheduler = _new_scheduler(config, has_stores=can.stores)
         open_step = OpenStep(lifetime, scheduler.read, worker)
-        requests = RequestCounts(scheduler.read)
+        speed = PrefillSpeed(config.prefill_tokens_per_second, config.block_tokens)
+        requests = RequestCounts(scheduler.read, speed)
         observers = Observers(scheduler.read, poller)
         transfers = Transfers(
             config,
@@ -110,7 +111,7 @@ class Parts:
             open_step=open_step,
             transfers=transfers,
             dispatcher=Dispatcher(scheduler, lifetime, worker, poller, transfers),
-            speed=PrefillSpeed(config.prefill_tokens_per_second, config.block_tokens),
+            speed=speed,
             requests=requests,
             identity=_identity_of(config) if can.stores or can.peers else None,
             peers=peers,

@@ -10,6 +10,7 @@ from aiokv.errors import RequestTooLarge
 from aiokv.types import DurationHistogram, RequestStatistics
 
 if TYPE_CHECKING:
+    from aiokv.engine.speed import PrefillSpeed
     from aiokv.scheduler.reader import CacheReader
 
 
@@ -18,13 +19,15 @@ class RequestCounts:
 
     Args:
         read: has the times for which leases had blocks.
+        speed: of the model.
 
     Attributes:
         capacity_wait: as in :class:`RequestStatistics`, and so are the others.
     """
 
-    def __init__(self, read: CacheReader) -> None:
+    def __init__(self, read: CacheReader, speed: PrefillSpeed) -> None:
         self._read = read
+        self._speed = speed
         self.capacity_wait = Histogram()
         self.pending_wait = Histogram()
         self.store_wait = Histogram()
@@ -34,6 +37,8 @@ class RequestCounts:
         self._cancelled_waits = 0
         self._refused_waits = 0
         self._too_large_requests = 0
+        self._declined_fetches = 0
+        self._late_fetches = 0
 
     def note_timeout(self) -> None:
         """Count an ``allocate`` whose timeout has passed."""
@@ -48,6 +53,14 @@ class RequestCounts:
         else:
             self._refused_waits += 1
 
+    def note_declined_fetch(self) -> None:
+        """Count a request whose blocks a store had, and that computes them because it is sooner."""
+        self._declined_fetches += 1
+
+    def note_late_fetch(self) -> None:
+        """Count a request that has stopped waiting for a fetch that was late."""
+        self._late_fetches += 1
+
     def statistics(self) -> RequestStatistics:
         """Return the counts so far."""
         return RequestStatistics(
@@ -61,4 +74,7 @@ class RequestCounts:
             cancelled_waits=self._cancelled_waits,
             refused_waits=self._refused_waits,
             too_large_requests=self._too_large_requests,
+            declined_fetches=self._declined_fetches,
+            late_fetches=self._late_fetches,
+            prefill_tokens_per_second=self._speed.tokens_per_second,
         )

@@ -10,7 +10,7 @@ import numpy as np
 from aiokv._native import LeaseState as NativeState
 from aiokv.errors import UsageError
 from aiokv.scheduler.events import BlockEvents
-from aiokv.scheduler.pools import auxiliary_pools
+from aiokv.scheduler.pools import auxiliary_pools, group_numbers
 from aiokv.types import (
     DurationHistogram,
     Hit,
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from aiokv.scheduler.admission import Admission
     from aiokv.scheduler.clock import StepClock
     from aiokv.scheduler.gate import Gate
+    from aiokv.scheduler.owners import Owners
     from aiokv.scheduler.pending import PendingBlocks
-    from aiokv.scheduler.pins import PinnedLeases
+    from aiokv.scheduler.pins import Pins
     from aiokv.scheduler.preemption import Preemption
     from aiokv.scheduler.quota import SaltQuota
     from aiokv.scheduler.releases import Releases
-    from aiokv.scheduler.sharded import Sharded
     from aiokv.scheduler.waits import Entry
     from aiokv.types import LeaseWait
 
@@ -77,7 +77,7 @@ class CacheReader:
         quota: blocks per salt.
         admission: requests that wait for capacity.
         lost: leases whose blocks were lost with a rank, and the reason.
-        pins: leases of the pins.
+        pins: pins of the cache.
         pending: leases that wait for other leases to compute.
         preemption: counts of preempted leases.
         releases: count of expired leases.
@@ -91,20 +91,20 @@ class CacheReader:
         config: CacheConfig,
         core: Core,
         *,
-        owners: Sharded[str],
+        owners: Owners,
         clock: StepClock,
         gate: Gate,
         quota: SaltQuota,
         admission: Admission,
         lost: Mapping[int, str],
-        pins: PinnedLeases,
+        pins: Pins,
         pending: PendingBlocks,
         preemption: Preemption,
         releases: Releases,
     ) -> None:
         self._config = config
         self.pools = auxiliary_pools(config)
-        self._group_numbers = {pool.name: pool.group for pool in self.pools}
+        self._group_numbers = group_numbers(config)
         self._core = core
         self._owners = owners
         self._clock = clock
@@ -209,12 +209,8 @@ class CacheReader:
         """Return for each cached block from ``first`` to ``end`` of the prompt of a matched lease
         whether a tier has its copy in an auxiliary pool."""
         return np.frombuffer(
-            self._core.has_copies(lease_id, self.group_of(pool), first, end), np.bool_
+            self._core.has_copies(lease_id, self._group_numbers[pool], first, end), np.bool_
         )
-
-    def group_of(self, pool: StorePool) -> int:
-        """Return the number of an auxiliary pool in the core."""
-        return self._group_numbers[pool]
 
     def block_table(self, lease_id: int, group: str | None = None) -> NDArray[np.int32]:
         """Return a copy of the block table of a window group, or of all other layers. Any thread.
@@ -298,7 +294,7 @@ class CacheReader:
 
     def owner(self, lease_id: int) -> str:
         """Return the name of a lease for messages."""
-        return self._owners.get(lease_id) or "unnamed"
+        return self._owners.name(lease_id)
 
     def would_hit(
         self, tokens: NDArray[np.int32], context: str, items: Sequence[tuple[bytes, int, int]]

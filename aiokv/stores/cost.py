@@ -1,4 +1,4 @@
-"""Cost: moving averages of the latency and the bandwidth of a store."""
+"""Cost: measured latency and bandwidth of one operation of a store, and its work in flight."""
 
 from __future__ import annotations
 
@@ -6,40 +6,102 @@ from typing import Final
 
 WEIGHT: Final = 0.2  # of the newest measurement
 LATENCY_BYTES: Final = 256 << 10  # smaller batches measure the latency, larger ones the bandwidth
-HALF_LIFE_SECONDS: Final = 60.0  # of an estimate that no new measurement confirms
 
 
 class Cost:
-    """Duration of the batches of one operation.
+    """Duration of the batches of one operation, as a caller sees it under the present load.
 
-    The estimate for a store that was not used for a while decreases, so that the store is tried
-    again after it was too slow. It is 0 before the first measurement.
+    The bandwidth is that of all batches together: the bytes that were moved in the time in which
+    at least one batch was in flight. An estimate holds until the next measurement.
 
     Attributes:
         latency_seconds: average duration of a small batch; 0.0 before the first.
-        bytes_per_second: average bandwidth of a large batch; 0.0 before the first.
     """
 
     def __init__(self) -> None:
         self.latency_seconds = 0.0
-        self.bytes_per_second = 0.0
-        self._measured_at = 0.0
+        # Of large batches: sums over the measurements; each newer one lowers the weight of these.
+        self._moved_bytes = 0.0
+        self._busy_seconds = 0.0
+        self._batches = 0  # in flight
+        self._bytes = 0  # of them, in no operation that has ended
+        self._counted_until = 0.0  # the busy time before it is in the sum
 
-    def note(self, num_bytes: int, seconds: float, now: float) -> None:
-        """Learn from a batch that took ``seconds``."""
-        if seconds <= 0.0:
-            return
-        self._measured_at = now
-        if num_bytes < LATENCY_BYTES:
+    @property
+    def bytes_per_second(self) -> float:
+        """Average bandwidth of large batches; 0.0 before the first."""
+        return self._moved_bytes / self._busy_seconds if self._busy_seconds else 0.0
+
+    def note_latency(self, seconds: float) -> None:
+        """Learn from a small batch that took ``seconds``."""
+        if seconds > 0.0:
             weight = WEIGHT if self.latency_seconds else 1.0
             self.latency_seconds += weight * (seconds - self.latency_seconds)
-        else:
-            newest = num_bytes / max(seconds - self.latency_seconds, seconds / 2)
-            weight = WEIGHT if self.bytes_per_second else 1.0
-            self.bytes_per_second += weight * (newest - self.bytes_per_second)
+
+    def begin(self, num_bytes: int, now: float) -> Batch:
+        """Note that a batch has begun."""
+        return Batch(self, num_bytes, now)
+
+    def add(self, num_bytes: int, now: float) -> None:
+        """Note that a large batch has begun."""
+        if not self._batches:
+            self._counted_until = now
+        self._batches += 1
+        self._bytes += num_bytes
+
+    def note_moved(self, num_bytes: int, moved_bytes: int, now: float) -> None:
+        """Note the end of an operation of ``num_bytes``, a part of a large batch."""
+        self._bytes -= num_bytes
+        seconds = now - self._counted_until
+        self._counted_until = now
+        self._moved_bytes = (1 - WEIGHT) * self._moved_bytes + moved_bytes
+        seconds = max(seconds - self.latency_seconds, seconds / 2)
+        self._busy_seconds = (1 - WEIGHT) * self._busy_seconds + seconds
+
+    def remove(self, num_bytes: int) -> None:
+        """Note the end of a large batch, of which ``num_bytes`` were in no operation that ended."""
+        self._batches -= 1
+        self._bytes -= num_bytes
 
     def parts(self, now: float) -> tuple[float, float]:
-        """Return the expected ``(seconds per batch, seconds per byte)``."""
-        per_byte = 1 / self.bytes_per_second if self.bytes_per_second else 0.0
-        trust = 0.5 ** (max(now - self._measured_at, 0.0) / HALF_LIFE_SECONDS)
-        return trust * self.latency_seconds, trust * per_byte
+        """Return the expected ``(seconds per batch, seconds per byte)``.
+
+        Both are 0 before the first measurement. Batches in flight that take longer than expected
+        count before their end.
+        """
+        per_byte = self._busy_seconds / max(self._moved_bytes, 1.0)
+        if self._bytes:
+            late = now - self._counted_until - self.latency_seconds
+            per_byte = max(per_byte, late / self._bytes)
+        return self.latency_seconds, per_byte
+
+
+class Batch:
+    """One load or save, whose bytes are moved by one or more operations.
+
+    Args:
+        cost: learns from the batch.
+        num_bytes: payload of all blocks.
+        now: time of the loop.
+    """
+
+    def __init__(self, cost: Cost, num_bytes: int, now: float) -> None:
+        self._cost = cost
+        self._began = now
+        self._left = num_bytes
+        self._is_large = num_bytes >= LATENCY_BYTES
+        if self._is_large:
+            cost.add(num_bytes, now)
+
+    def note(self, num_bytes: int, moved_bytes: int, now: float) -> None:
+        """Note the end of an operation of ``num_bytes``, of which ``moved_bytes`` were moved."""
+        self._left -= num_bytes
+        if self._is_large:
+            self._cost.note_moved(num_bytes, moved_bytes, now)
+        elif moved_bytes:
+            self._cost.note_latency(now - self._began)
+
+    def end(self) -> None:
+        """Note that no further operation follows."""
+        if self._is_large:
+            self._cost.remove(self._left)

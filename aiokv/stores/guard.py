@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from aiokv.stores.accesses import Accesses
     from aiokv.stores.base import Store, StoreMemory
     from aiokv.stores.breaker import State
+    from aiokv.stores.cost import Batch
     from aiokv.stores.proof import Proof
     from aiokv.stores.use import StoreUse
 
@@ -224,7 +225,7 @@ class StoreGuard:
             self._reads.fail("lookup", reason, _now())
             return nothing
         self._reads.succeed("lookup")
-        self.lookup_cost.note(0, _now() - began, _now())
+        self.lookup_cost.note_latency(_now() - began)
         self._counts.found_keys += int(np.count_nonzero(found))
         return found
 
@@ -271,17 +272,36 @@ class StoreGuard:
     ) -> Reply:
         """Load or save blocks, one operation of the store per part."""
         results = np.full(len(blocks), Result.FAILED, np.uint8)
+        batch = way.cost.begin(len(blocks) * self._payload_bytes, _now())
+        try:
+            overdue = await self._move_parts(way, keys, blocks, priority, accesses, results, batch)
+        finally:
+            batch.end()
+        return Reply(results, overdue)
+
+    async def _move_parts(
+        self,
+        way: _Way,
+        keys: bytes,
+        blocks: NDArray[np.int32],
+        priority: int,
+        accesses: Accesses | None,
+        results: NDArray[np.uint8],
+        batch: Batch,
+    ) -> asyncio.Task[Any] | None:
+        """Move the parts until one fails, and write their results; return its overdue task."""
         overdue, num_counted = None, 0
         for part in self._parts(len(blocks)):
             if not way.admits():
                 break
-            began = _now()
+            num_bytes = (part.stop - part.start) * self._payload_bytes
             part_keys = keys[part.start * KEY_BYTES : part.stop * KEY_BYTES]
             call = partial(way.call, part_keys, blocks[part])
             ended, overdue = await self._run(
                 way.operation, call, self._slots, way.breaker, priority, accesses
             )
             if ended is None:
+                batch.note(num_bytes, 0, _now())
                 break
             moved, reason = _array(ended, part.stop - part.start, np.uint8)
             if moved is None:
@@ -290,10 +310,13 @@ class StoreGuard:
             if way is self._loading:
                 moved = await self._verified(part_keys, blocks[part], moved, accesses)
             results[part] = moved
-            self._note(way, moved, _now() - began)
+            self._note(way, moved)
+            done = int(np.count_nonzero(moved == Result.DONE))
+            if done:
+                batch.note(num_bytes, done * self._payload_bytes, _now())
             num_counted = part.stop
         self._counts.note(way.operation, results[num_counted:])
-        return Reply(results, overdue)
+        return overdue
 
     def _parts(self, num_blocks: int) -> list[slice]:
         step = max(1, PART_BYTES // max(self._payload_bytes, 1))
@@ -327,7 +350,7 @@ class StoreGuard:
                 self._spawn(self._quarantine(wrong_keys))
         return results
 
-    def _note(self, way: _Way, results: NDArray[np.uint8], seconds: float) -> None:
+    def _note(self, way: _Way, results: NDArray[np.uint8]) -> None:
         """Note the results of one operation."""
         self._counts.note(way.operation, results)
         done = int(np.count_nonzero(results == Result.DONE))
@@ -339,8 +362,6 @@ class StoreGuard:
             way.breaker.fail(way.operation, f"{wrong} of {len(results)} blocks were wrong", _now())
         else:
             way.breaker.succeed(way.operation)
-        if done and not failed:
-            way.cost.note(done * self._payload_bytes, seconds, _now())
 
     async def _quarantine(self, keys: bytes) -> None:
         """Remove wrong objects, so that no later load finds them, and no save uses their places."""

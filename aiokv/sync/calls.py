@@ -216,6 +216,7 @@ class Calls(Unique):
         timeout: float | None = None,
         wait_pending: float = 0.0,
         wait_store: float = 0.0,
+        queued_tokens: int = 0,
         reserve_blocks: int | None = None,
         ttl_seconds: float | None = None,
     ) -> EngineFuture[SyncLease]:
@@ -229,7 +230,7 @@ class Calls(Unique):
             raise them, and does not wait for the future.
         """
         future: EngineFuture[SyncLease] = self._new_future()
-        wait = (wait_pending, wait_store)
+        wait = verbs.Waits(wait_pending, wait_store, queued_tokens)
         args = (future, lease, num_tokens, priority, timeout, wait, reserve_blocks, ttl_seconds)
         self._add(Answer(verbs.allocate, args))
         return future

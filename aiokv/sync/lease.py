@@ -114,6 +114,7 @@ class SyncLease(Unique):
         timeout: float | None = None,
         wait_pending: float = 0.0,
         wait_store: float = 0.0,
+        queued_tokens: int = 0,
         reserve_blocks: int | None = None,
         ttl_seconds: float | None = None,
     ) -> EngineFuture[SyncLease]:
@@ -129,6 +130,7 @@ class SyncLease(Unique):
             timeout: seconds to wait for capacity; None for no limit.
             wait_pending: seconds to wait first for blocks that another lease is computing.
             wait_store: seconds to wait for blocks that a store has.
+            queued_tokens: tokens of other prompts that the model computes before this one.
             reserve_blocks: blocks that the grant leaves to ``extend``; None for the configured
                 number.
             ttl_seconds: seconds after the grant at which the lease is released unless it is used
@@ -146,6 +148,7 @@ class SyncLease(Unique):
                 timeout=timeout,
                 wait_pending=wait_pending,
                 wait_store=wait_store,
+                queued_tokens=queued_tokens,
                 reserve_blocks=reserve_blocks,
                 ttl_seconds=ttl_seconds,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from aiokv import checks
 from aiokv.errors import AiokvError, InternalError
@@ -26,6 +26,20 @@ if TYPE_CHECKING:
     from aiokv.worker.device.base import Event
 
 T = TypeVar("T")
+
+
+class Waits(NamedTuple):
+    """Waits of ``Lease.allocate`` for blocks.
+
+    Attributes:
+        pending: as ``wait_pending``.
+        store: as ``wait_store``.
+        queued_tokens: as the argument.
+    """
+
+    pending: float
+    store: float
+    queued_tokens: int
 
 
 def match(
@@ -91,7 +105,7 @@ def allocate(
     num_tokens: int,
     priority: int,
     timeout: float | None,
-    waits: tuple[float, float],
+    waits: Waits,
     reserve_blocks: int | None,
     ttl_seconds: float | None,
 ) -> None:
@@ -103,7 +117,7 @@ def allocate(
         inner = inner_of(lease)
         checks.timeout(timeout)
         as_priority(priority)
-        at_once = waits == (0.0, 0.0)
+        at_once = waits.pending == waits.store == 0.0
         if at_once and try_allocate(lease, num_tokens, reserve_blocks, ttl_seconds):
             if not future.settle(lease):
                 give_back(inner)
@@ -117,8 +131,9 @@ def allocate(
             num_tokens,
             priority=priority,
             timeout=timeout,
-            wait_pending=waits[0],
-            wait_store=waits[1],
+            wait_pending=waits.pending,
+            wait_store=waits.store,
+            queued_tokens=waits.queued_tokens,
             reserve_blocks=reserve_blocks,
             ttl_seconds=ttl_seconds,
         )

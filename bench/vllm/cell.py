@@ -38,7 +38,7 @@ _HEAD_HASH_BLOCKS = 28
 _NUM_HEADS = 8
 _TAIL_TOKENS = (256, 1_536)
 _HOST_HITS_OUTPUT_TOKENS = 3
-_HOST_HITS = {1: 16, 4: 24}  # prompts of each load by its number of clients
+_HOST_HITS = {1: 24, 4: 64}  # prompts of each load by its number of clients
 HOST_HITS_TOKENS = _HEAD_HASH_BLOCKS * HASH_BLOCK_TOKENS + max(_TAIL_TOKENS)
 
 
@@ -158,9 +158,13 @@ class _Bench:
                     for _ in range(count)
                 ]
                 name = f"host_hits_{tail}_new_{clients}_clients"
+                if self._cell.settings.profile:
+                    await self._engine.start_profile(name)
                 figures[name] = await self._load(
                     name, prompts, clients=clients, output_tokens=_HOST_HITS_OUTPUT_TOKENS
                 )
+                if self._cell.settings.profile:
+                    await self._engine.stop_profile()
         return figures
 
     async def compare(self) -> dict[str, Any]:
@@ -250,6 +254,9 @@ class _Bench:
             f"p99 {first['p99']:.0f} ms, cached {figures['cached_tokens']} of "
             f"{figures['prompt_tokens']} tokens (external {figures['external_hit_tokens']})"
         )
+        figures["counters"] = _connector_counters()
+        if figures["counters"]:
+            self.note(f"{name}: " + " ".join(f"{k}={v:g}" for k, v in figures["counters"].items()))
         return figures
 
 
@@ -279,6 +286,19 @@ def _external_hit_tokens() -> int:
         for sample in metric.samples
         if sample.name == "vllm:external_prefix_cache_hits_total"
     )
+
+
+def _connector_counters() -> dict[str, float]:
+    """Return aiokv's counters and gauges so far; those of stores are up to a second old."""
+    from prometheus_client import REGISTRY
+
+    prefix = "vllm:aiokv_"
+    return {
+        sample.name.removeprefix(prefix): sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name.startswith(prefix) and not sample.name.endswith("_created")
+    }
 
 
 if __name__ == "__main__":

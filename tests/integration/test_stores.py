@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.clock]
 
-A, B = prompt(1, 4), prompt(2, 4)
+A, B, C = prompt(1, 4), prompt(2, 4), prompt(4, 4)
 LONG = prompt(3, 6)
 
 
@@ -552,6 +552,88 @@ async def test_prefix_that_the_model_computes_sooner_is_not_fetched(known):
         hit = asyncio.create_task(c.engine.prefetch(prompt(2, 4)))
         await running_clock().advance(1.1)
         assert (await hit).device_tokens == 16
+
+
+async def test_part_that_is_late_is_given_up_and_those_before_it_are_a_hit():
+    store = await restarted(LONG)
+    async with cache(store, device_blocks=16, prefill_tokens_per_second=400.0) as c:
+        store.delay("load", seconds=0.001)
+        late = store.hold("load", call=1)
+        serving = asyncio.create_task(c.serve(LONG, wait_store=math.inf))
+        await running_clock().advance(0.02)
+        assert not serving.done()  # the store may be late by half of what computing takes
+        await running_clock().advance(0.05)
+        assert serving.done()
+        lease = await serving
+        assert (lease.cached_tokens, lease.usage.fetched_tokens) == (8, 8)  # the first part
+        lease.release()
+        assert c.engine.request_statistics().late_fetches == 1
+        late.open()
+        await running_clock().advance(0.01)
+
+
+async def served(c: StoreCache, tokens: np.ndarray, seconds: float, **allocate: Any) -> Lease:
+    """Return a lease that is served within ``seconds``."""
+    serving = asyncio.create_task(c.serve(tokens, wait_store=math.inf, **allocate))
+    await running_clock().advance(seconds)
+    assert serving.done()
+    return await serving
+
+
+async def measured(c: StoreCache, tokens: np.ndarray, seconds: float) -> None:
+    """Fetch a prompt from the store at any price, with loads of ``seconds``."""
+    c.stores[0].delay("load", seconds=seconds)
+    fetching = asyncio.create_task(c.engine.prefetch(tokens))
+    await running_clock().advance(seconds + 0.1)
+    assert (await fetching).total == 16
+
+
+async def test_blocks_that_arrive_before_the_model_is_free_are_fetched_from_a_slow_store():
+    store = await restarted(A, B)
+    async with cache(store, device_blocks=16, prefill_tokens_per_second=100.0) as c:
+        await measured(c, A, 0.5)
+        for queued, fetched in ((30, 0), (40, 16)):  # 16 tokens take 0.16 s to compute
+            lease = await served(c, B, 1.0, queued_tokens=queued)
+            assert lease.usage.fetched_tokens == fetched
+            lease.release()
+            await c.finish()
+            await c.engine.reset()
+        assert c.engine.request_statistics().declined_fetches == 1
+
+
+async def test_fetches_of_waiting_requests_are_counted_together():
+    store = await restarted(A, B, C)
+    async with cache(store, device_blocks=24, prefill_tokens_per_second=20.0) as c:
+        await measured(c, A, 0.5)
+        first = asyncio.create_task(c.serve(B, wait_store=math.inf))  # 0.5 s instead of 0.8 s
+        await running_clock().advance(0.1)
+        second = await served(c, C, 0.1)  # 0.4 s for the first one, and 0.5 s
+        assert second.usage.fetched_tokens == 0
+        second.release()
+        await running_clock().advance(1.0)
+        lease = await first
+        assert lease.usage.fetched_tokens == 16
+        lease.release()
+
+
+async def test_slow_store_is_measured_again_and_used_when_it_is_fast():
+    store = await restarted(A, B)
+    async with cache(store, device_blocks=16, prefill_tokens_per_second=100.0) as c:
+        await measured(c, A, 1.0)
+        store.end_script()
+        store.delay("load", seconds=0.01)
+        fetched: list[int] = []
+        while 16 not in fetched and len(fetched) < 20:
+            fetches = c.statistics.fetches
+            lease = await served(c, B, 1.0)
+            fetched.append(lease.usage.fetched_tokens)
+            lease.release()
+            assert c.statistics.fetches == fetches + 1  # with or without a request that waits
+            await c.finish()
+            await c.engine.reset()
+            await running_clock().advance(1.0)
+        assert fetched[0] == 0
+        assert fetched[-1] == 16
 
 
 # --- prefetch and pin -----------------------------------------------------------------------------

@@ -10,7 +10,11 @@ import msgspec
 import pytest
 
 from aiokv import CacheConfig, CacheEngine, Item, LeaseError, UsageError
+from aiokv.scheduler.fetches import Fetches
+from aiokv.scheduler.peers import Peers
+from aiokv.scheduler.pins import Pins
 from aiokv.scheduler.scheduler import TRANSITIONS, CacheScheduler
+from aiokv.scheduler.store_saver import StoreSaver
 from aiokv.testing import Mismatch, TransitionLog, record, replay_transitions
 
 if TYPE_CHECKING:
@@ -65,7 +69,7 @@ async def test_replayed_transitions_equal_the_recorded_ones(
     with record(engine) as recording:
         await use(engine)
     names = {transition.name for transition in recording.log.transitions}
-    assert {"match", "allocate", "commit", "complete", "swap_out", "pin", "reset"} <= names
+    assert {"match", "allocate", "commit", "complete", "swap_out", "pins.pin", "reset"} <= names
     assert replay_transitions(recording.log) == len(recording.log.transitions) > 30
 
 
@@ -140,10 +144,20 @@ def test_a_file_that_is_no_log_is_refused(tmp_path: Path, text: str, match: str)
         TransitionLog.load(path)
 
 
+PARTS = {
+    "": CacheScheduler,
+    "fetches.": Fetches,
+    "peers.": Peers,
+    "pins.": Pins,
+    "store_saver.": StoreSaver,
+}
+
+
 def test_every_transition_returns_effects_and_is_recorded() -> None:
     methods = {
-        name: method
-        for name, method in inspect.getmembers(CacheScheduler, inspect.isfunction)
+        prefix + name: method
+        for prefix, owner in PARTS.items()
+        for name, method in inspect.getmembers(owner, inspect.isfunction)
         if not name.startswith("_")
     }
     returning = {
@@ -158,5 +172,14 @@ def test_every_transition_returns_effects_and_is_recorded() -> None:
         "applied",
         "can_allocate",
         "extendable_blocks",
+        "fetches.check",
+        "fetches.ended",
+        "peers.cancel_abandoned",
+        "peers.note_ends",
+        "pins.check",
+        "pins.end_all",
+        "pins.end_used",
+        "store_saver.submit_begun",
+        "store_saver.want",
         "violations",
     }

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from aiokv.engine.borders import BorderSearch
+from aiokv.engine.comparison import Comparison
 from aiokv.scheduler.pools import AuxiliaryPool
 from aiokv.scheduler.reader import Borders
 from aiokv.stores.base import KEY_BYTES
@@ -44,30 +45,35 @@ def search_of(seconds, found, *, pool=STATE, latency=0.0, **blocks) -> BorderSea
 
 
 def test_last_border_that_can_be_reached():
-    assert search_of([1, 2, 3], [NEVER, 1, NEVER]).best(0.0) == 4
-    assert search_of([1], [NEVER, 1, 1]).best(0.0) == 0
-    assert search_of([1, 2, 3], [1, 1, 1], may_end=[True, False, False]).best(0.0) == 3
+    assert search_of([1, 2, 3], [NEVER, 1, NEVER]).best(None) == 4
+    assert search_of([1], [NEVER, 1, 1]).best(None) == 0
+    assert search_of([1, 2, 3], [1, 1, 1], may_end=[True, False, False]).best(None) == 3
 
 
 def test_whole_window_is_needed_but_what_the_hit_has():
-    assert search_of([1, 2, 3], [1, 1, NEVER], pool=WINDOW).best(0.0) == 4
-    assert search_of([1, 2, 3], [NEVER, 1, 1], pool=WINDOW).best(0.0) == 5
-    assert search_of([1, 2, 3], [1, NEVER, 1], pool=WINDOW).best(0.0) == 3
+    assert search_of([1, 2, 3], [1, 1, NEVER], pool=WINDOW).best(None) == 4
+    assert search_of([1, 2, 3], [NEVER, 1, 1], pool=WINDOW).best(None) == 5
+    assert search_of([1, 2, 3], [1, NEVER, 1], pool=WINDOW).best(None) == 3
 
 
 def test_sink_is_needed_but_what_the_hit_has():
     """The sink has 3 blocks, of which the hit has 2."""
-    assert search_of([1, 2, 3], [1, NEVER, 1], pool=SINK).best(0.0) == 5
-    assert search_of([1, 2, 3], [NEVER, 1, 1], pool=SINK).best(0.0) == 0
-    assert search_of([1, 2, 3], [NEVER, 1, 1], pool=SINK, hit=3, cached=3).best(0.0) == 6
+    assert search_of([1, 2, 3], [1, NEVER, 1], pool=SINK).best(None) == 5
+    assert search_of([1, 2, 3], [NEVER, 1, 1], pool=SINK).best(None) == 0
+    assert search_of([1, 2, 3], [NEVER, 1, 1], pool=SINK, hit=3, cached=3).best(None) == 6
+
+
+def computing(seconds: float) -> Comparison:
+    """Return the comparison with a model that computes a block in ``seconds``."""
+    return Comparison(BLOCK_TOKENS / seconds, BLOCK_TOKENS, lambda: 0.0)
 
 
 def test_all_pools_are_needed():
     search = BorderSearch(borders(3), [STATE, WINDOW], BLOCK_TOKENS)
     search.note(answer(1, 2, 3), [copies(1, 1, NEVER), copies(1, 1, 1)])
-    assert search.best(0.0) == 4
+    assert search.best(None) == 4
     search.note_cached("host_state", np.array([False, False, True]))
-    assert search.best(0.0) == 5
+    assert search.best(None) == 5
 
 
 @pytest.mark.parametrize(
@@ -81,24 +87,24 @@ def test_all_pools_are_needed():
 def test_time_of_snapshots_counts(snapshots, best):
     """A block takes 1 s to fetch, and 2 s to compute."""
     search = search_of([1.0, 2.0, 3.0], snapshots)
-    assert search.best(BLOCK_TOKENS / 2.0) == best
+    assert search.best(computing(2.0)) == best
 
 
 @pytest.mark.parametrize(("latency", "best"), [(2.5, 5), (3.5, 0)])
 def test_latency_counts_once_per_fetch(latency, best):
     search = search_of([1.0, 2.0, 3.0], [0.0] * 3, pool=WINDOW, latency=latency)
-    assert search.best(BLOCK_TOKENS / 2.0) == best
+    assert search.best(computing(2.0)) == best
 
 
 def test_what_a_tier_has_costs_nothing():
     search = BorderSearch(borders(4, cached=4), [STATE], BLOCK_TOKENS)
     assert search.missing_digests == search.digests[2 * KEY_BYTES :]
     search.note(answer(9.0), [copies(*[1.5] * 4, latency=0.1)])
-    assert search.best(BLOCK_TOKENS / 1.0) == 4
+    assert search.best(computing(1.0)) == 4
     search.note_blocks(5, is_end=False)
-    assert search.best(BLOCK_TOKENS / 1.0) == 5
+    assert search.best(computing(1.0)) == 5
     search.note_cached("host_state", np.array([True]))
-    assert search.best(BLOCK_TOKENS / 0.55) == 3
+    assert search.best(computing(0.55)) == 3
 
 
 def test_search_goes_on_while_all_blocks_are_found():
@@ -107,7 +113,7 @@ def test_search_goes_on_while_all_blocks_are_found():
     search.go_on(borders(2, first=4))
     assert search.asked == 2
     assert not search.note(answer(1.0), [copies(NEVER, 1.0)])
-    assert search.best(0.0) == 0
+    assert search.best(None) == 0
     assert not search.digests
 
 
@@ -116,21 +122,21 @@ def test_search_ends_when_the_hit_has_changed():
     assert search.note(answer(1.0, 2.0), [copies(1.0, NEVER)])
     search.go_on(borders(2, hit=3))
     assert not search.digests
-    assert search.best(0.0) == 3
+    assert search.best(None) == 3
 
 
 def test_failures_leave_earlier_borders():
     search = search_of([1.0, 2.0, 3.0], [1.0, 1.0, 1.0])
     search.note_failure(5)
-    assert search.best(0.0) == 4
+    assert search.best(None) == 4
     search.note_blocks(3, is_end=True)
-    assert search.best(0.0) == 3
+    assert search.best(None) == 3
     search.note_failure(3)
-    assert search.best(0.0) == 0
+    assert search.best(None) == 0
 
 
 def test_failed_copies_count_for_all_windows_that_need_them():
     search = search_of([1.0, 2.0, 3.0, 4.0], [0.0] * 4, pool=WINDOW)
     search.note_cached("host_window:local", np.array([True, True, False, False]))
     search.note_failure(5)
-    assert search.best(0.0) == 4, "the border behind it needs the copy of block 4, too"
+    assert search.best(None) == 4, "the border behind it needs the copy of block 4, too"

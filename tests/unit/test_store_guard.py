@@ -562,7 +562,6 @@ async def test_latency_and_bandwidth_are_averages():
         latency, per_byte = g.guard.load_cost.parts(now)
         assert latency == pytest.approx(0.5, rel=0.01)
         assert per_byte == 0.0
-        assert g.guard.load_cost.parts(now + 600)[0] < 0.01  # it is tried again
 
 
 async def test_use_flags_switch_directions_off():

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
     from aiokv.connectors.vllm.events import EventCollector
     from aiokv.connectors.vllm.tensors_here import Tensors
+    from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.sync import Answer, Calls, SyncEngine, SyncLayers, SyncLease
-    from aiokv.types import Statistics
+    from aiokv.types import RequestStatistics, Statistics
     from aiokv.worker.device.base import Event
 
 log = Log(__name__)
@@ -71,6 +72,11 @@ class HostCache:
     def take_event(self, step: int) -> Event | None:
         """Return the event behind the work of a step of a worker in this process."""
         return None if self._tensors is None else self._tensors.take_event(step)
+
+    def wait_computed(self, step: int) -> None:
+        """Block the calling thread until a worker in this process has computed a step."""
+        if self._tensors is not None:
+            self._tensors.wait_computed(step)
 
     def calls(self) -> Calls:
         """Return an empty list of calls."""
@@ -136,6 +142,22 @@ class HostCache:
     def statistics(self) -> Statistics:
         """Return the counters of the engine."""
         return self._engine.statistics()
+
+    def load_rate(self) -> float:
+        """Return the measured speed of loads in bytes per second; 0.0 before the first."""
+        return self._engine.cache.worker_statistics().onload.bytes_per_second
+
+    def request_statistics(self) -> RequestStatistics:
+        """Return the waits of the requests."""
+        return self._engine.cache.request_statistics()
+
+    def store_statistics(self) -> list[GuardStatistics]:
+        """Return the use of the stores; empty after a failure of the engine."""
+        try:
+            stores: list[GuardStatistics] = self._engine.call(self._engine.cache.store_statistics)
+        except AiokvError:
+            return []
+        return stores
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the changes of the blocks in host memory since the last call."""

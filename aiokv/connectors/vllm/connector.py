@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
 
 from aiokv.connectors.vllm import opening
 from aiokv.connectors.vllm.blocks import VllmBlocks
+from aiokv.connectors.vllm.link import Link
 from aiokv.connectors.vllm.messages import StepMetadata, StepOutcome
 from aiokv.connectors.vllm.options import Options
 from aiokv.connectors.vllm.scheduler import SchedulerHalf
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from aiokv.connectors.vllm.worker import WorkerHalf
     from aiokv.sync import SyncEngine
 
-REPORT_SECONDS: Final = 1.0  # between two reports of statistics without a load
+REPORT_SECONDS: Final = 1.0  # between two reports of the stores, or of a worker without a load
 
 
 class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -73,6 +74,11 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 self._options,
                 block_tokens=opening.block_tokens_of(kv_cache_config),
                 pool=self._pool,
+                link=Link(
+                    opening.block_bytes_of(vllm_config, kv_cache_config),
+                    self._cache.load_rate,
+                    self._options.step_wait_seconds,
+                ),
             )
             self._counts = EngineCounts()
         self._reported = 0.0
@@ -142,9 +148,7 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded, and if the request waits for them."""
-        half = self._half_of_scheduler
-        found = half.matched(request, num_computed_tokens)
-        return found, bool(found) and half.waits_between_steps
+        return self._half_of_scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -193,17 +197,24 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> ConnectorStatistics | None:
         """Return what has been counted since the last report of this half; None for nothing new."""
+        now = time.monotonic()
         if self._scheduler is not None:
             counts = self._counts.report(self._cache.statistics(), errors=self._cache.num_errors)
             counts["requests"] = self._scheduler.num_requests
             counts["usable"] = int(self._cache.is_usable)
+            if self._options.stores and now - self._reported >= REPORT_SECONDS:
+                self._reported = now
+                counts |= self._counts.report_stores(
+                    self._cache.statistics(),
+                    self._cache.request_statistics(),
+                    self._cache.store_statistics(),
+                )
             return ConnectorStatistics(counts)
-        counts = self._half_of_worker.take_counts()
-        now = time.monotonic()
-        if not any(counts.values()) and now - self._reported < REPORT_SECONDS:
+        loads = self._half_of_worker.take_counts()
+        if not any(loads.values()) and now - self._reported < REPORT_SECONDS:
             return None
         self._reported = now
-        return ConnectorStatistics(counts)
+        return ConnectorStatistics(loads)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStatistics:
@@ -280,8 +291,15 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
                 "attention (MHA, GQA, MLA), whose blocks stay until a request ends"
             )
     if options.load == "layerwise" and vllm_config.scheduler_config.async_scheduling:
-        raise ConfigError(
-            'load is "layerwise" with asynchronous scheduling: a step could begin on blocks of '
-            "the step before, and a failed load would be noticed a step too late",
-            hint='pass --no-async-scheduling, or set "load": "async"',
-        )
+        if not opening.is_in_process(vllm_config, options):
+            raise ConfigError(
+                'load is "layerwise" with asynchronous scheduling and workers in other processes: '
+                "a load could write to blocks that a step still computes with",
+                hint='pass --no-async-scheduling, or set "load": "async"',
+            )
+        if options.verify != "off":
+            raise ConfigError(
+                f'load is "layerwise" with asynchronous scheduling, and verify is '
+                f"{options.verify!r}: a block that is wrong would be noticed a step too late",
+                hint='pass --no-async-scheduling, or set "load": "async"',
+            )

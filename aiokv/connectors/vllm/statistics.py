@@ -12,9 +12,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.config import VllmConfig
 
-    from aiokv.types import Statistics
+    from aiokv.stores.guard_statistics import GuardStatistics
+    from aiokv.types import RequestStatistics, Statistics
 
 COUNTERS: Final = {
     "loaded_blocks": "Blocks that were loaded into the KV cache, summed over ranks",
@@ -22,8 +25,12 @@ COUNTERS: Final = {
     "loaded_tokens": "Tokens that requests did not compute because host memory had them",
     "saved_blocks": "Blocks that were copied to host memory",
     "store_hit_tokens": "Tokens of loaded_tokens that came from stores",
+    "store_fetched_blocks": "Blocks that were fetched from stores to host memory",
     "stored_blocks": "Blocks that were saved to stores",
     "unstored_blocks": "Blocks that no store has saved: the queue was full, or a store has failed",
+    "store_wait_seconds": "Time that requests have waited for stores",
+    "declined_fetches": "Requests that computed blocks that a store had, because that was sooner",
+    "late_fetches": "Requests that stopped waiting for a store that was slower than expected",
     "evicted_blocks": "Blocks that were evicted from host memory",
     "errors": "Calls of the cache that have failed; their requests are computed without it",
 }
@@ -31,6 +38,9 @@ GAUGES: Final = {
     "host_blocks": "Capacity of host memory in blocks",
     "host_cached_blocks": "Blocks in host memory",
     "requests": "Requests that the connector follows",
+    "prefill_tokens_per_second": "Known or measured speed of the model on prompts",
+    "store_load_bytes_per_second": "Measured bandwidth of loads, summed over stores and ranks",
+    "store_save_bytes_per_second": "Measured bandwidth of saves, summed over stores and ranks",
     "usable": "1, or 0 after a failure of the cache",
 }
 
@@ -41,7 +51,7 @@ class ConnectorStatistics(KVConnectorStats):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Set all counts to 0."""
-        self.data: dict[str, int] = {}
+        self.data: dict[str, float] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add the counts of another report, and take its state."""
@@ -49,7 +59,7 @@ class ConnectorStatistics(KVConnectorStats):  # type: ignore[misc]
             self.data[name] = self.data.get(name, 0) + value if name in COUNTERS else value
         return self
 
-    def reduce(self) -> dict[str, int | float]:
+    def reduce(self) -> dict[str, float]:
         """Return the counts, for vLLM's log."""
         return dict(self.data)
 
@@ -90,24 +100,46 @@ class EngineCounts:
     """Counts of an engine since the last report."""
 
     def __init__(self) -> None:
-        self._last: dict[str, int] = {}
+        self._last: dict[str, float] = {}
 
-    def report(self, statistics: Statistics, *, errors: int) -> dict[str, int]:
+    def report(self, statistics: Statistics, *, errors: int) -> dict[str, float]:
         """Return what has been counted since the last call."""
-        now = {
+        now: dict[str, float] = {
             "loaded_tokens": statistics.hit_host_tokens,
             "saved_blocks": statistics.offloaded_blocks,
             "store_hit_tokens": statistics.hit_store_tokens,
+            "evicted_blocks": statistics.evicted_host_blocks,
+            "errors": errors,
+        }
+        return self._since_last(now) | {
+            "host_blocks": statistics.host_blocks,
+            "host_cached_blocks": statistics.host_cached,
+        }
+
+    def report_stores(
+        self,
+        statistics: Statistics,
+        requests: RequestStatistics,
+        stores: Sequence[GuardStatistics],
+    ) -> dict[str, float]:
+        """Return what has been counted of the stores since the last call."""
+        now: dict[str, float] = {
+            "store_fetched_blocks": statistics.fetched_blocks,
             "stored_blocks": statistics.saved_blocks,
             "unstored_blocks": statistics.dropped_saves
             + statistics.refused_saves
             + statistics.failed_saves,
-            "evicted_blocks": statistics.evicted_host_blocks,
-            "errors": errors,
+            "store_wait_seconds": requests.store_wait.sum_seconds,
+            "declined_fetches": requests.declined_fetches,
+            "late_fetches": requests.late_fetches,
         }
+        return self._since_last(now) | {
+            "prefill_tokens_per_second": requests.prefill_tokens_per_second,
+            "store_load_bytes_per_second": sum(store.load_bytes_per_second for store in stores),
+            "store_save_bytes_per_second": sum(store.save_bytes_per_second for store in stores),
+        }
+
+    def _since_last(self, now: dict[str, float]) -> dict[str, float]:
         counts = {name: value - self._last.get(name, 0) for name, value in now.items()}
-        self._last = now
-        return counts | {
-            "host_blocks": statistics.host_blocks,
-            "host_cached_blocks": statistics.host_cached,
-        }
+        self._last |= now
+        return counts
