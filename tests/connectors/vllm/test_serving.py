@@ -611,7 +611,10 @@ def test_statistics_reach_vllm(make_server: MakeServer) -> None:
     assert counts["usable"] == 1
 
 
-def test_statistics_count_blocks_of_stores(make_server: MakeServer, tmp_path: Path) -> None:
+def test_statistics_count_blocks_of_stores(
+    make_server: MakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiokv.connectors.vllm.connector.REPORT_SECONDS", 0.0)
     server = make_server({"stores": [f"disk:{tmp_path}?bytes=64MiB"]})
     server.add("a", prompt(1, 41), 1)
     evict_all(server)
