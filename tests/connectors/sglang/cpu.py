@@ -150,7 +150,7 @@ def run_scheduler_on_the_cpu(*arguments: Any, **options: Any) -> Any:
     return run_scheduler_process(*arguments, **options)
 
 
-class CpuEngine(Engine):  # type: ignore[misc]  # the checker does not follow SGLang
+class CpuEngine(Engine):
     """SGLang's engine with its scheduler on the CPU."""
 
     run_scheduler_process_func: Callable[..., Any] = staticmethod(run_scheduler_on_the_cpu)
