@@ -857,7 +857,7 @@ class Core:
 
     def blocks(self) -> list[tuple[str, bytes, int, int, int, int, int]]:
         """
-        What can be matched: (context, prefix tokens, device id, host id, flags, refs, pins); flags are 1, 2: device valid, loading; 4, 8: host valid, loading.
+        Return the blocks that can be matched: (context, prefix tokens, device id, host id, flags, refs, pins); flags are 1, 2: device valid, loading; 4, 8: host valid, loading.
         """
 
 class BlockEvent(enum.Enum):
@@ -876,7 +876,7 @@ class Medium(enum.Enum):
     HOST = 1
 
 class EventStream:
-    """What the tiers hold, then each change; a full queue begins again."""
+    """Contents of the tiers, then each change; a full queue begins again."""
 
     def __init__(self, core: Core, max_blocks: int) -> None: ...
 

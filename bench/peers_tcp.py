@@ -20,38 +20,24 @@ import socket
 import statistics
 import sys
 import time
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import uvloop
 
-from aiokv._native import seal_blocks, verify_blocks
+from aiokv._native import verify_blocks
 from aiokv.peers.listener import listen
-from aiokv.peers.messages import (
-    MAX_LISTED,
-    Credit,
-    Done,
-    Landed,
-    Proven,
-    SlotCredit,
-    Want,
-    parcel_key,
-)
+from aiokv.peers.messages import Credit, Done, Landed, Proven, Want
 from aiokv.peers.ring import LandingRing
-from aiokv.peers.tcp import TcpLink, TcpTransport
-from aiokv.peers.transport import Outgoing, PeerMemory
+from aiokv.peers.tcp import TcpTransport
 from aiokv.peers.wire import Connection
-from aiokv.stores.base import TRAILER_BYTES
-from aiokv.worker.arena import HostArena
+from bench.parcels import BATCH_BYTES, SECRET, SIZES, TICKET, Sending, Slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from aiokv.peers.messages import Message
+    from aiokv.peers.transport import PeerMemory
 
-SIZES = {"128_kib": 128 << 10, "1_mib": 1 << 20, "4_mib": 4 << 20}
 LOOPS: dict[str, Callable[[Coroutine[Any, Any, Any]], Any]] = {
     "asyncio": asyncio.run,
     "uvloop": uvloop.run,
@@ -59,12 +45,7 @@ LOOPS: dict[str, Callable[[Coroutine[Any, Any, Any]], Any]] = {
 PLAIN, PEERS, END = b"p", b"w", b"q"  # commands to the sender
 TOTAL_BYTES = 256 << 20  # per round
 MEMORY_BYTES = 32 << 20  # of the slots of each side
-INLINE_BYTES = 256 << 10  # fewer are read on the loop, which is faster than a thread
-BATCH_BYTES = 8 << 20  # that the sender seals at once
 ACKNOWLEDGED_PART = 8  # of the slots at once: each message wakes the sender
-SECRET = b"a secret of the bench of peers"
-TICKET = bytes(16)
-GENERATION = bytes(range(16))
 IDLE_CONNECTIONS = 16
 
 
@@ -97,55 +78,12 @@ def _summary(seconds: dict[str, list[tuple[float, float]]], num_bytes: int) -> d
     return results
 
 
-class _Slots:
-    """Memory of one side."""
-
-    def __init__(self, parcel_bytes: int) -> None:
-        self.arena = HostArena(
-            num_blocks=max(4, MEMORY_BYTES // parcel_bytes), block_bytes=parcel_bytes
-        )
-        self.arena.blocks[:] = np.random.default_rng(0).integers(0, 256, parcel_bytes, np.uint8)
-        self.memory = PeerMemory(
-            address=self.arena.pointer,
-            num_slots=self.arena.num_blocks,
-            slot_bytes=parcel_bytes,
-            view=self.arena.blocks.reshape(-1).data,
-        )
-        self.threads = ThreadPoolExecutor(1)
-
-    async def proof(self, function: Callable[..., Any], slots: list[int], keys: bytes) -> Any:
-        memory = self.memory
-        blocks = np.array(slots, np.int32)
-        payload_bytes = memory.slot_bytes - TRAILER_BYTES
-
-        def call() -> Any:
-            return function(
-                memory.address,
-                memory.slot_bytes,
-                payload_bytes,
-                blocks,
-                keys,
-                num_blocks=memory.num_slots,
-            )
-
-        if len(slots) * payload_bytes < INLINE_BYTES:
-            return call()
-        return await asyncio.get_running_loop().run_in_executor(self.threads, call)
-
-    def close(self) -> None:
-        self.threads.shutdown()
-
-
-def _keys(blocks: list[int]) -> bytes:
-    return b"".join(parcel_key(TICKET, GENERATION, 0, block, 0) for block in blocks)
-
-
 # --- receiver, in this process ------------------------------------------------------------------
 
 
 async def _receive(loop_name: str, size: int, count: int, rounds: int) -> list[tuple[float, float]]:
     """Return the seconds in which ``count`` parcels arrived, plain and as a peer, per round."""
-    slots = _Slots(size)
+    slots = Slots(size, MEMORY_BYTES // size)
     receiver = _Receiver(slots)
     listener = await listen("127.0.0.1", 0, SECRET, receiver.start)
     loop = asyncio.get_running_loop()
@@ -187,7 +125,7 @@ async def _receive_plain(plain: socket.socket, memory: PeerMemory, count: int) -
 class _Receiver:
     """Handler of the receiving end."""
 
-    def __init__(self, slots: _Slots) -> None:
+    def __init__(self, slots: Slots) -> None:
         self.slots = slots
         self.left = 0
         self.ring: LandingRing[str] = LandingRing(slots.memory.num_slots)
@@ -232,7 +170,7 @@ class _Receiver:
             landed, self.arrived = self.arrived, []
             blocks = [parcel.sender_block for parcel in landed]
             slots = [parcel.slot for parcel in landed]
-            results = await self.slots.proof(verify_blocks, slots, _keys(blocks))
+            results = await self.slots.proof(verify_blocks, slots, blocks)
             if results.any():
                 raise RuntimeError("peers_tcp: a parcel is wrong")
             for slot in slots:
@@ -257,7 +195,7 @@ class _Receiver:
 
 
 async def _send(loop_name: str, plain_port: int, port: int, size: int, count: int) -> None:
-    slots = _Slots(size)
+    slots = Slots(size, MEMORY_BYTES // size)
     sender = _Sender()
     connection = await Connection.open("127.0.0.1", port, SECRET, timeout=30.0)
     connection.start(sender)
@@ -271,7 +209,9 @@ async def _send(loop_name: str, plain_port: int, port: int, size: int, count: in
             if command == PLAIN:
                 await _send_plain(plain, slots.memory, count)
             else:
-                await _send_parcels(connection, link, sender, slots, count)
+                await sender.sending.send(
+                    connection, link, slots, count, max_writes=MEMORY_BYTES // BATCH_BYTES - 1
+                )
     connection.close()
     await connection.closed()
     slots.close()
@@ -287,16 +227,10 @@ class _Sender:
     """Handler of the sending end."""
 
     def __init__(self) -> None:
-        self.credits: deque[SlotCredit] = deque()
-        self.given = asyncio.Event()
-        self.done: asyncio.Future[None] | None = None  # of the parcels that are being sent
+        self.sending = Sending()
 
     def on_message(self, message: Message) -> None:
-        if isinstance(message, Credit):
-            self.credits.extend(message.slots)
-            self.given.set()
-        elif isinstance(message, Done) and self.done is not None:
-            self.done.set_result(None)
+        self.sending.on_message(message)
 
     def place(self, landed: Landed) -> memoryview | None:
         return None
@@ -305,52 +239,7 @@ class _Sender:
         pass
 
     def on_closed(self, reason: str) -> None:
-        if self.done is not None and not self.done.done():
-            self.done.set_exception(RuntimeError(f"peers_tcp: {reason}"))
-
-
-async def _send_parcels(
-    connection: Connection, link: TcpLink, sender: _Sender, slots: _Slots, count: int
-) -> None:
-    sender.done = asyncio.get_running_loop().create_future()
-    for begin in range(0, count, MAX_LISTED):
-        connection.send(Want(ticket_id=TICKET, parcels=min(MAX_LISTED, count - begin)))
-    batch = max(1, BATCH_BYTES // slots.memory.slot_bytes)
-    batches = slots.memory.num_slots // batch
-    writes: deque[asyncio.Task[None]] = deque()
-    for begin in range(0, count, batch):
-        blocks = list(range(begin, min(begin + batch, count)))
-        if len(writes) == batches - 1:  # these slots are still being read
-            await writes.popleft()
-        places = [block % (batch * batches) for block in blocks]
-        await slots.proof(seal_blocks, places, _keys(blocks))
-        writes.append(asyncio.ensure_future(_write(link, sender, blocks, places, slots.memory)))
-    for write in writes:
-        await write
-    await sender.done
-
-
-async def _write(
-    link: TcpLink, sender: _Sender, blocks: list[int], places: list[int], memory: PeerMemory
-) -> None:
-    waiting = deque(zip(blocks, places, strict=True))
-    while waiting:
-        while not sender.credits:
-            sender.given.clear()
-            await sender.given.wait()
-        parcels = []
-        while waiting and sender.credits:
-            block, place = waiting.popleft()
-            slot, generation = sender.credits.popleft()
-            landed = Landed(
-                ticket_id=TICKET,
-                sender_block=block,
-                slot=slot,
-                slot_generation=generation,
-                parcel_bytes=memory.slot_bytes,
-            )
-            parcels.append(Outgoing(place, landed))
-        await link.write(parcels)
+        self.sending.fail(f"peers_tcp: {reason}")
 
 
 # --- idle connections ---------------------------------------------------------------------------

@@ -22,19 +22,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict, deque
-from concurrent.futures import ThreadPoolExecutor
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 import uvloop
 
-from aiokv._native import seal_blocks, verify_blocks
+from aiokv._native import verify_blocks
 from aiokv.errors import ConfigError
 from aiokv.peers.listener import listen
 from aiokv.peers.messages import (
-    MAX_LISTED,
     PROTOCOL_VERSION,
     Accepted,
     Credit,
@@ -42,25 +39,21 @@ from aiokv.peers.messages import (
     Landed,
     Open,
     Proven,
-    SlotCredit,
     Want,
-    parcel_key,
 )
 from aiokv.peers.mooncake import MooncakeBackend
 from aiokv.peers.nixl import NixlBackend
 from aiokv.peers.one_sided import OneSidedTransport, Piece
 from aiokv.peers.ring import LandingRing
-from aiokv.peers.transport import Outgoing, PeerMemory
 from aiokv.peers.wire import Connection
-from aiokv.stores.base import TRAILER_BYTES
-from aiokv.worker.arena import HostArena
+from bench.parcels import GENERATION, SECRET, SIZES, TICKET, Sending, Slots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from aiokv.peers.messages import Message
+    from aiokv.peers.transport import PeerMemory
 
-SIZES = {"128_kib": 128 << 10, "1_mib": 1 << 20, "4_mib": 4 << 20}
 HOST = "127.0.0.1"
 WAYS = ("raw", "peers")
 TRANSPORTS: dict[str, tuple[str, dict[str, str]]] = {  # name and environment of each
@@ -71,10 +64,7 @@ TRANSPORTS: dict[str, tuple[str, dict[str, str]]] = {  # name and environment of
 TOTAL_BYTES = 512 << 20  # per round
 TRANSFER_SECONDS = 120.0  # afterwards the sender counts as lost
 MEMORY_BYTES = 64 << 20  # of the slots of each side
-INLINE_BYTES = 256 << 10  # fewer are read on the loop, which is faster than a thread
-SECRET = b"a secret of the bench of peers"
-TICKET = bytes(16)
-GENERATION = bytes(range(16))
+MAX_WRITES = 4  # batches that are written while the next one is sealed
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -121,44 +111,6 @@ def _backend(library: str) -> NixlBackend | MooncakeBackend:
     return NixlBackend({}) if library == "nixl" else MooncakeBackend(HOST, {})
 
 
-class _Slots:
-    """Memory of one side."""
-
-    def __init__(self, parcel_bytes: int, num_slots: int | None = None) -> None:
-        if num_slots is None:
-            num_slots = max(4, MEMORY_BYTES // parcel_bytes)
-        self.arena = HostArena(num_blocks=max(num_slots, 1), block_bytes=parcel_bytes)
-        random = np.random.default_rng(0)
-        self.arena.blocks[:] = random.integers(0, 256, parcel_bytes, np.uint8)
-        self.memory = PeerMemory(
-            address=self.arena.pointer,
-            num_slots=num_slots,
-            slot_bytes=parcel_bytes,
-            view=self.arena.blocks.reshape(-1).data,
-        )
-        self.threads = ThreadPoolExecutor(1)
-
-    async def proof(self, function: Callable[..., Any], slots: list[int], blocks: list[int]) -> Any:
-        memory = self.memory
-        payload_bytes = memory.slot_bytes - TRAILER_BYTES
-        numbers = np.array(slots, np.int32)
-
-        def call() -> Any:
-            keys = b"".join(parcel_key(TICKET, GENERATION, 0, block, 0) for block in blocks)
-            return function(
-                memory.address,
-                memory.slot_bytes,
-                payload_bytes,
-                numbers,
-                keys,
-                num_blocks=memory.num_slots,
-            )
-
-        if len(slots) * payload_bytes < INLINE_BYTES:
-            return call()
-        return await asyncio.get_running_loop().run_in_executor(self.threads, call)
-
-
 class _End:
     """Handler of one end; parcels do not travel on the connection."""
 
@@ -184,7 +136,7 @@ class _End:
 
 
 class _Receiver(_End):
-    def __init__(self, transport: OneSidedTransport, slots: _Slots, count: int) -> None:
+    def __init__(self, transport: OneSidedTransport, slots: Slots, count: int) -> None:
         super().__init__()
         self.transport = transport
         self.slots = slots
@@ -247,9 +199,9 @@ class _Receiver(_End):
 
 async def _receive(way: str, library: str, parcel_bytes: int, count: int) -> float:
     """Return the seconds in which ``count`` parcels of another process arrived."""
-    slots = _Slots(parcel_bytes)
+    slots = Slots(parcel_bytes, MEMORY_BYTES // parcel_bytes)
     transport = OneSidedTransport(_backend(library))
-    await transport.open(slots.memory, _Slots(parcel_bytes, 0).memory)
+    await transport.open(slots.memory, Slots(parcel_bytes, 0).memory)
     receiver = _Receiver(transport, slots, count)
     listener = await listen(HOST, 0, SECRET, receiver.start)
     options = json.dumps([way, library, listener.port, parcel_bytes, count])
@@ -270,7 +222,7 @@ async def _receive(way: str, library: str, parcel_bytes: int, count: int) -> flo
             sender.kill()
             raise
     await listener.aclose()
-    slots.threads.shutdown()
+    slots.close()
     return receiver.seconds.result()
 
 
@@ -281,19 +233,14 @@ class _Sender(_End):
     def __init__(self) -> None:
         super().__init__()
         loop = asyncio.get_running_loop()
-        self.credits: deque[SlotCredit] = deque()
-        self.given = asyncio.Event()
+        self.sending = Sending()
         self.accepted: asyncio.Future[bytes] = loop.create_future()
-        self.done: asyncio.Future[None] = loop.create_future()
 
     def on_message(self, message: Message) -> None:
         if isinstance(message, Accepted):
             self.accepted.set_result(message.transport_metadata)
-        elif isinstance(message, Credit):
-            self.credits.extend(message.slots)
-            self.given.set()
-        elif isinstance(message, Done):
-            self.done.set_result(None)
+        else:
+            self.sending.on_message(message)
 
     async def open(self, transport: OneSidedTransport) -> Any:
         self.connection.send(
@@ -313,21 +260,21 @@ class _Sender(_End):
 
 
 async def _send(way: str, library: str, port: int, parcel_bytes: int, count: int) -> None:
-    slots = _Slots(parcel_bytes)
+    slots = Slots(parcel_bytes, MEMORY_BYTES // parcel_bytes)
     backend = _ObservedBackend(_backend(library))
     transport = OneSidedTransport(backend)
-    await transport.open(_Slots(parcel_bytes, 0).memory, slots.memory)
+    await transport.open(Slots(parcel_bytes, 0).memory, slots.memory)
     sender = _Sender()
     sender.start(await Connection.open(HOST, port, SECRET, timeout=30.0))
     link = await sender.open(transport)
     if way == "raw":
         await _send_raw(sender, backend, slots, count)
     else:
-        await _send_parcels(sender, link, slots, count)
+        await sender.sending.send(sender.connection, link, slots, count, max_writes=MAX_WRITES)
     sender.connection.close()
     await sender.closed
     await transport.aclose()
-    slots.threads.shutdown()
+    slots.close()
 
 
 class _ObservedBackend:
@@ -346,12 +293,10 @@ class _ObservedBackend:
         return self.endpoint
 
 
-async def _send_raw(sender: _Sender, backend: Any, slots: _Slots, count: int) -> None:
+async def _send_raw(sender: _Sender, backend: Any, slots: Slots, count: int) -> None:
     """Write half of the slots per call, of the credits that the ring has given once."""
     sender.connection.send(Want(ticket_id=TICKET, parcels=1))
-    while not sender.credits:
-        sender.given.clear()
-        await sender.given.wait()
+    await sender.sending.credit()
     target = msgspec.msgpack.decode(sender.accepted.result())[0]  # address of the landing slots
     memory = slots.memory
     half = memory.num_slots // 2
@@ -372,54 +317,14 @@ async def _send_raw(sender: _Sender, backend: Any, slots: _Slots, count: int) ->
     sender.connection.send(Done(ticket_id=TICKET))
 
 
-async def _send_parcels(sender: _Sender, link: Any, slots: _Slots, count: int) -> None:
-    for begin in range(0, count, MAX_LISTED):
-        parcels = min(MAX_LISTED, count - begin)
-        sender.connection.send(Want(ticket_id=TICKET, parcels=parcels))
-    batch = max(1, slots.memory.num_slots // 8)
-    writes: deque[asyncio.Task[None]] = deque()
-    for begin in range(0, count, batch):
-        blocks = list(range(begin, min(begin + batch, count)))
-        if len(writes) > 3:  # these slots are still being read
-            await writes.popleft()
-        places = [block % (batch * 8) for block in blocks]
-        await slots.proof(seal_blocks, places, blocks)
-        writes.append(asyncio.ensure_future(_write(link, sender, blocks, places, slots.memory)))
-    for write in writes:
-        await write
-    await sender.done
-
-
-async def _write(
-    link: Any, sender: _Sender, blocks: list[int], places: list[int], memory: PeerMemory
-) -> None:
-    waiting = deque(zip(blocks, places, strict=True))
-    while waiting:
-        while not sender.credits:
-            sender.given.clear()
-            await sender.given.wait()
-        parcels = []
-        while waiting and sender.credits:
-            block, place = waiting.popleft()
-            slot, generation = sender.credits.popleft()
-            landed = Landed(
-                ticket_id=TICKET,
-                sender_block=block,
-                slot=slot,
-                slot_generation=generation,
-                parcel_bytes=memory.slot_bytes,
-            )
-            parcels.append(Outgoing(place, landed))
-        await link.write(parcels)
-
-
 # --- idle connections ---------------------------------------------------------------------------
 
 
 async def _idle(library: str, seconds: float) -> float:
     """Return the CPU share of one idle connection, both of whose ends are on this loop."""
     transports = [OneSidedTransport(_backend(library)) for _ in range(2)]
-    slots, none = _Slots(SIZES["1_mib"]), _Slots(SIZES["1_mib"], 0)
+    size = SIZES["1_mib"]
+    slots, none = Slots(size, MEMORY_BYTES // size), Slots(size, 0)
     await transports[0].open(slots.memory, none.memory)
     await transports[1].open(none.memory, slots.memory)
     receiver, sender = _Receiver(transports[0], slots, 1), _Sender()
@@ -434,7 +339,7 @@ async def _idle(library: str, seconds: float) -> float:
     for transport in reversed(transports):
         await transport.aclose()
     await listener.aclose()
-    slots.threads.shutdown()
+    slots.close()
     return share
 
 

@@ -92,7 +92,7 @@ class Control:
         apply, scheduler = self._dispatcher.apply, self._scheduler
         if apply(scheduler.collect_backups()):
             return True
-        return scheduler.has_stores and apply(scheduler.collect_saves())
+        return scheduler.has_stores and apply(scheduler.store_saver.collect())
 
     async def quiesce(self, timeout: float | None) -> None:
         """See ``CacheEngine.quiesce``."""

@@ -175,7 +175,7 @@ class Dispatcher:
     def _collect(self) -> None:
         self.apply(self._scheduler.collect_backups())
         if self._scheduler.has_stores:
-            self.apply(self._scheduler.collect_saves())
+            self.apply(self._scheduler.store_saver.collect())
 
     def _schedule_advance(self) -> None:
         self._wants_advance = True

@@ -1,6 +1,6 @@
 """Fetches: bring blocks from the stores to the host tier, as far as computing them takes longer.
 
-    read.missing ─► worker.lookup ─► fetch or compute? ─► scheduler.fetch ─► its end ─► missing ...
+    read.missing ─► worker.lookup ─► fetch or compute? ─► fetches.begin ─► its end ─► missing ...
 
 Blocks that the model computes sooner are not fetched: see :mod:`aiokv.engine.comparison`. A store
 that was found too slow is measured again with a fetch for which no lease waits.
@@ -284,7 +284,7 @@ class Fetches:
             return
         blocks = comparison.probe_blocks
         transfer_id = self._dispatcher.apply(
-            self._scheduler.fetch(lease_id, blocks, Priority.BACKUP)
+            self._scheduler.fetches.begin(lease_id, blocks, Priority.BACKUP)
         )
         if transfer_id:
             self._note_compared(transfer_id)
@@ -322,7 +322,7 @@ class Fetches:
         reached, digests = self._read.missing(lease_id)
         while digests and reached < end:
             before = reached
-            fetching = self._scheduler.fetch(lease_id, end - reached, priority)
+            fetching = self._scheduler.fetches.begin(lease_id, end - reached, priority)
             transfer_id = self._dispatcher.apply(fetching)
             if not transfer_id:
                 break
@@ -366,7 +366,7 @@ class Fetches:
             return
         begun = [
             self._dispatcher.apply(
-                self._scheduler.fetch_auxiliary(lease_id, end, pool.name, priority)
+                self._scheduler.fetches.begin_auxiliary(lease_id, end, pool.name, priority)
             )
             for pool in self._pools
         ]

@@ -174,7 +174,7 @@ class Lifecycle:
         try:
             async with asyncio.timeout(limit):
                 await self._worker.drain()  # only blocks whose backup has ended can be saved
-                while apply(scheduler.collect_backups()) or apply(scheduler.collect_saves()):
+                while apply(scheduler.collect_backups()) or apply(scheduler.store_saver.collect()):
                     await self._worker.drain()
         except TimeoutError:
             log.warning("engine.not_saved", waited_seconds=limit)

@@ -69,7 +69,7 @@ class Exchange:
 
     def __init__(self, parts: Parts) -> None:
         self._lifetime = parts.lifetime
-        self._scheduler = parts.scheduler
+        self._transitions = parts.scheduler.peers
         self._read = parts.scheduler.read
         self._apply = parts.dispatcher.apply
         self._worker = parts.worker
@@ -248,7 +248,7 @@ class Exchange:
             flow.end(flow.reason or "an onload of the lease has failed")
             return
         end_block = self._read.blocks_for(flow.ticket.num_tokens)
-        flow.begin(self._scheduler.receive, end_block, self._chunk_blocks)
+        flow.begin(self._transitions.receive, end_block, self._chunk_blocks)
 
     def commit_arrived(self, flow: Flow, num_tokens: int) -> bool:
         """Commit the first ``num_tokens`` positions, whose blocks have arrived.
@@ -269,7 +269,7 @@ class Exchange:
         if any(("window", group) not in flow.moved_sides for group in self._windows):
             return False
         if _STATE not in self.sides:
-            self._apply(self._scheduler.commit_received(flow.lease_id, num_tokens))
+            self._apply(self._transitions.commit_received(flow.lease_id, num_tokens))
             return True
         # The end of the transfer commits the positions.
         flow.begin_side(_STATE, partial(self._receive_state, num_tokens))
@@ -282,12 +282,12 @@ class Exchange:
     def _receive_window(
         self, group: str, num_tokens: int, lease_id: int, ticket_id: bytes
     ) -> tuple[int, Effects]:
-        return self._scheduler.receive_window(lease_id, ticket_id, group, num_tokens)
+        return self._transitions.receive_window(lease_id, ticket_id, group, num_tokens)
 
     def _receive_state(
         self, num_tokens: int, lease_id: int, ticket_id: bytes
     ) -> tuple[int, Effects]:
-        return self._scheduler.receive_state(lease_id, ticket_id, num_tokens)
+        return self._transitions.receive_state(lease_id, ticket_id, num_tokens)
 
     def note_received(self, lease: Lease, tokens: int) -> None:
         """Count positions that have arrived."""
@@ -431,8 +431,8 @@ class Exchange:
     ) -> tuple[int, Effects]:
         args = lease_id, ticket_id, first_block, num_blocks, part.first_range, part.end_range
         if part.mark:
-            return self._scheduler.send_early(*args, part.mark)
-        return self._scheduler.send(*args)
+            return self._transitions.send_early(*args, part.mark)
+        return self._transitions.send(*args)
 
     def _begin_sides(self, flow: Flow, computed: int) -> None:
         """Send the state and the windows behind the computed positions."""
@@ -458,8 +458,8 @@ class Exchange:
         self, side: Side, num_tokens: int, lease_id: int, ticket_id: bytes
     ) -> tuple[int, Effects]:
         if side == _STATE:
-            return self._scheduler.send_state(lease_id, ticket_id, num_tokens)
-        return self._scheduler.send_window(lease_id, ticket_id, side[1], num_tokens)
+            return self._transitions.send_state(lease_id, ticket_id, num_tokens)
+        return self._transitions.send_window(lease_id, ticket_id, side[1], num_tokens)
 
     # --- flows ----------------------------------------------------------------------------------
 
@@ -513,7 +513,7 @@ class Exchange:
             # Before the transfers are cancelled: the other engine gets the reason.
             self._worker.close_ticket(ticket_id, flow.failure or _COMPLETE)
             if not flow.at_rest:
-                self._apply(self._scheduler.end_peer(flow.lease_id, ticket_id))
+                self._apply(self._transitions.end(flow.lease_id, ticket_id))
         flow.context.run(_log_end, flow)
         flow.is_closed = True
         self._settle(flow)

@@ -96,7 +96,7 @@ class Sleep:
 
     async def _save_to_stores(self) -> None:
         """Save the queued blocks; begin no more saves after ``SAVE_SECONDS``."""
-        loop, collect = self._lifetime.loop, self._scheduler.collect_saves
+        loop, collect = self._lifetime.loop, self._scheduler.store_saver.collect
         until = loop.time() + SAVE_SECONDS
         while self._dispatcher.apply(collect(by_holder=True)):
             await self._worker.drain()

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, Self
 
 import msgspec
 
 from aiokv import _native
 from aiokv.checks import Unique
 from aiokv.errors import ClosedError, ConfigError, DeviceError, LayoutError, UsageError
-from aiokv.peers.cuda_ipc import THIS_PROCESS
+from aiokv.peers.cuda_ipc import this_process
 from aiokv.peers.one_sided import this_machine
-from aiokv.worker.arrays import dense_strides, dtype_name, interface_of
+from aiokv.worker.arrays import dense_strides, dtype_name, interface_of, item_bytes_of
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -44,6 +44,9 @@ class SharedTensor(msgspec.Struct, frozen=True, kw_only=True):
         strides_bytes: bytes from one element to the next, per axis.
         item_bytes: bytes of an element.
         dtype: name of the element type, such as ``"bfloat16"``.
+
+    Raises:
+        LayoutError: the shape, the strides and the sizes contradict one another.
     """
 
     machine: str
@@ -56,6 +59,24 @@ class SharedTensor(msgspec.Struct, frozen=True, kw_only=True):
     strides_bytes: tuple[int, ...]
     item_bytes: int
     dtype: str
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.strides_bytes) or min(self.shape, default=1) < 1:
+            self._refuse(f"the shape is {self.shape}, the strides are {self.strides_bytes}")
+        typestr = _TYPESTRS.get(self.dtype)
+        if self.item_bytes < 1 or (typestr and int(typestr[2:]) != self.item_bytes):
+            self._refuse(f"an element of dtype {self.dtype!r} has {self.item_bytes} bytes")
+        reach = sum(
+            (length - 1) * stride
+            for length, stride in zip(self.shape, self.strides_bytes, strict=True)
+        )
+        if min(self.strides_bytes, default=0) < 0 or self.offset_bytes < 0:
+            self._refuse(f"the strides are {self.strides_bytes}, the offset {self.offset_bytes}")
+        if self.num_bytes != reach + self.item_bytes:
+            self._refuse(f"num_bytes is {self.num_bytes}, not {reach + self.item_bytes}")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise LayoutError(f"a SharedTensor is not consistent: {what}")
 
     def to_bytes(self) -> bytes:
         """Return the description as MessagePack, about 250 bytes."""
@@ -151,7 +172,8 @@ def share(tensor: Any, *, dtype: str | None = None) -> SharedTensor:
         dtype: name of the element type; None for the tensor's own.
 
     Raises:
-        LayoutError: it is no tensor on a GPU, or has negative strides.
+        LayoutError: it is no tensor on a GPU, or has negative strides; or its elements have another
+            size than ``dtype``.
         ConfigError: aiokv was built without CUDA, or CuPy is not installed.
         DeviceError: the memory cannot be shared.
     """
@@ -159,7 +181,7 @@ def share(tensor: Any, *, dtype: str | None = None) -> SharedTensor:
     if kind != "cuda":
         raise LayoutError(f"the tensor is on the {kind}; only memory of a GPU can be shared")
     shape = tuple(int(length) for length in interface["shape"])
-    item_bytes = int(interface["typestr"][2:])
+    item_bytes = item_bytes_of(interface["typestr"], "tensor")
     strides = interface.get("strides") or dense_strides(shape, item_bytes)
     if 0 in shape or min(strides, default=0) < 0:
         raise LayoutError(
@@ -183,7 +205,7 @@ def share(tensor: Any, *, dtype: str | None = None) -> SharedTensor:
         raise
     return SharedTensor(
         machine=this_machine(),
-        process=THIS_PROCESS,
+        process=this_process(),
         device_uuid=driver.uuid(ordinal),
         handle=handle,
         offset_bytes=pointer - base,
@@ -219,7 +241,7 @@ def open_shared(shared: SharedTensor | bytes) -> MappedTensor:
         raise UsageError(
             "the tensor is on another machine; CUDA shares memory between processes of one machine"
         )
-    if shared.process == THIS_PROCESS:
+    if shared.process == this_process():
         raise UsageError(
             "the tensor belongs to this process, which cannot map it",
             hint="use the tensor itself",

@@ -70,6 +70,28 @@ def log_fields(**fields: object) -> Iterator[None]:
         _fields.reset(token)
 
 
+def join_log(of: str) -> None:
+    """Show the lines of aiokv in the log of a server, which configures its own loggers only.
+
+    Nothing changes if the application has configured ``structlog``, the root logger or the logger
+    ``aiokv``: the lines are shown there. Idempotent.
+
+    Args:
+        of: name of the server's logger, whose handlers and level the logger ``aiokv`` gets.
+    """
+    structlog = sys.modules.get("structlog")
+    if structlog is not None and structlog.is_configured():
+        return
+    ours, theirs = logging.getLogger("aiokv"), logging.getLogger(of)
+    shown_by = [*ours.handlers, *(ours.parent.handlers if ours.parent and ours.propagate else ())]
+    if any(not isinstance(handler, logging.NullHandler) for handler in shown_by):
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    if ours.level == logging.NOTSET:
+        ours.setLevel(theirs.getEffectiveLevel())
+
+
 class Log:
     """Log of one module; event names are ``noun.verb``, and all values are keywords."""
 

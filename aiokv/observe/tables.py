@@ -42,6 +42,26 @@ def by(name: str, label: str, help: str, **fields: str) -> Metric:  # noqa: A002
     return Metric(name, help, {field: {label: value} for field, value in fields.items()})
 
 
+def by_tier(name: str, help: str, *, device: str, host: str) -> Metric:  # noqa: A002
+    """Return a metric with a field per tier."""
+    return by(name, "tier", help, **{device: "device", host: "host"})
+
+
+def by_direction(name: str, help: str, *, receive: str, send: str) -> Metric:  # noqa: A002
+    """Return a metric with a field per direction of transfers from and to other engines."""
+    return by(name, "direction", help, **{receive: "receive", send: "send"})
+
+
+def by_state(name: str, help: str, **states: tuple[str, ...]) -> Metric:  # noqa: A002
+    """Return a metric of the fields ``{tier}_{state}``; the arguments are the states by tier."""
+    fields = {
+        f"{tier}_{state}": {"tier": tier, "state": state}
+        for tier, its_states in states.items()
+        for state in its_states
+    }
+    return Metric(name, help, fields)
+
+
 LOCAL_ROUTES: Final = tuple(
     name for name in ROUTE_NAMES if not name.endswith(("fetch", "receive", "send"))
 )
@@ -53,12 +73,11 @@ STATISTICS: Final[Table] = (
         "prompt_tokens",
         "Prompt tokens of grants: the denominator of the hit rates.",
     ),
-    by(
+    by_tier(
         "hit_tokens_total",
-        "tier",
         "Prompt tokens of grants that a tier had in its cache.",
-        hit_device_tokens="device",
-        hit_host_tokens="host",
+        device="hit_device_tokens",
+        host="hit_host_tokens",
     ),
     one(
         "hit_store_tokens_total",
@@ -106,25 +125,17 @@ STATISTICS: Final[Table] = (
         "expired_leases",
         "Leases that were released because they were not used within their ttl_seconds.",
     ),
-    by(
+    by_tier(
         "capacity_blocks",
-        "tier",
         "Capacity of a tier in blocks: the denominator of the occupancy.",
-        device_blocks="device",
-        host_blocks="host",
+        device="device_blocks",
+        host="host_blocks",
     ),
-    Metric(
+    by_state(
         "blocks",
         "Blocks of a tier by state; their sum is the capacity.",
-        {
-            "device_free": {"tier": "device", "state": "free"},
-            "device_cached": {"tier": "device", "state": "cached"},
-            "device_leased": {"tier": "device", "state": "leased"},
-            "device_in_flight": {"tier": "device", "state": "in_flight"},
-            "host_free": {"tier": "host", "state": "free"},
-            "host_cached": {"tier": "host", "state": "cached"},
-            "host_in_flight": {"tier": "host", "state": "in_flight"},
-        },
+        device=("free", "cached", "leased", "in_flight"),
+        host=("free", "cached", "in_flight"),
     ),
     one(
         "evictable_device_blocks",
@@ -132,13 +143,12 @@ STATISTICS: Final[Table] = (
         "Cached device blocks that no lease uses.",
     ),
     one("published_blocks_total", "published_blocks", "Computed blocks that became shareable."),
-    by(
+    by_tier(
         "evicted_blocks_total",
-        "tier",
         "Cached blocks that were evicted from a tier, by cause: room for leases, host copies or "
         "fetches (capacity), a call of evict (request), resize or sleep.",
-        evicted_device_by_cause="device",
-        evicted_host_by_cause="host",
+        device="evicted_device_by_cause",
+        host="evicted_host_by_cause",
     ),
     one(
         "dropped_blocks_total",
@@ -168,12 +178,11 @@ STATISTICS: Final[Table] = (
         "skipped_backups",
         "Blocks that were not copied to host memory, because it was full.",
     ),
-    by(
+    by_tier(
         "capacity_state_slots",
-        "tier",
         "Slots of recurrent state of a tier.",
-        state_slots="device",
-        host_state_slots="host",
+        device="state_slots",
+        host="host_state_slots",
     ),
     Metric(
         "state_slots",
@@ -191,12 +200,11 @@ STATISTICS: Final[Table] = (
         "Leases that began with a copy of a snapshot, from either tier.",
     ),
     one("onloaded_states_total", "onloaded_states", "Snapshots that were copied to the device."),
-    by(
+    by_tier(
         "evicted_snapshots_total",
-        "tier",
         "Snapshots of recurrent state that were evicted from a tier.",
-        evicted_snapshots="device",
-        evicted_host_snapshots="host",
+        device="evicted_snapshots",
+        host="evicted_host_snapshots",
     ),
     one("saved_snapshots_total", "saved_snapshots", "Snapshots that were copied to host memory."),
     by(
@@ -227,40 +235,35 @@ STATISTICS: Final[Table] = (
         refused_saves="refused",
         failed_saves="failed",
     ),
-    by(
+    by_direction(
         "peer_transfers_total",
-        "direction",
         "Transfers of blocks from (receive) and to (send) other engines.",
-        receives="receive",
-        sends="send",
+        receive="receives",
+        send="sends",
     ),
-    by(
+    by_direction(
         "peer_failed_transfers_total",
-        "direction",
         "Transfers from and to other engines that failed.",
-        failed_receives="receive",
-        failed_sends="send",
+        receive="failed_receives",
+        send="failed_sends",
     ),
-    by(
+    by_direction(
         "peer_blocks_total",
-        "direction",
         "Blocks that were received and verified, or sent and acknowledged.",
-        received_blocks="receive",
-        sent_blocks="send",
+        receive="received_blocks",
+        send="sent_blocks",
     ),
-    by(
+    by_direction(
         "peer_states_total",
-        "direction",
         "Recurrent states that were received and verified, or sent and acknowledged.",
-        received_states="receive",
-        sent_states="send",
+        receive="received_states",
+        send="sent_states",
     ),
-    by(
+    by_direction(
         "peer_window_blocks_total",
-        "direction",
         "Blocks of window groups that were received and verified, or sent and acknowledged.",
-        received_window_blocks="receive",
-        sent_window_blocks="send",
+        receive="received_window_blocks",
+        send="sent_window_blocks",
     ),
     one("index_nodes", "nodes", "Nodes of the prefix index."),
     one("index_bytes", "index_bytes", "Memory of the prefix index, without token ids."),
@@ -305,22 +308,17 @@ REQUESTS: Final[Table] = (
 )
 
 WINDOW: Final[Table] = (
-    by(
+    by_tier(
         "window_capacity_blocks",
-        "tier",
         "Capacity of a window group in blocks.",
-        device_blocks="device",
-        host_blocks="host",
+        device="device_blocks",
+        host="host_blocks",
     ),
-    Metric(
+    by_state(
         "window_blocks",
         "Blocks of a window group by state.",
-        {
-            "device_free": {"tier": "device", "state": "free"},
-            "device_cached": {"tier": "device", "state": "cached"},
-            "host_free": {"tier": "host", "state": "free"},
-            "host_cached": {"tier": "host", "state": "cached"},
-        },
+        device=("free", "cached"),
+        host=("free", "cached"),
     ),
     one(
         "window_set_aside_blocks",
@@ -509,26 +507,23 @@ STORE: Final[Table] = (
 )
 
 PEERS: Final[Table] = (
-    by(
+    by_direction(
         "peer_tickets_total",
-        "direction",
         "Tickets that were made (receive), and that were opened at their receiver (send).",
-        receives="receive",
-        sends="send",
+        receive="receives",
+        send="sends",
     ),
-    by(
+    by_direction(
         "peer_open_tickets",
-        "direction",
         "Tickets whose receive or send has not ended.",
-        receiving="receive",
-        sending="send",
+        receive="receiving",
+        send="sending",
     ),
-    by(
+    by_direction(
         "peer_complete_tickets_total",
-        "direction",
         "Tickets whose positions have all arrived, or were all acknowledged.",
-        complete_receives="receive",
-        complete_sends="send",
+        receive="complete_receives",
+        send="complete_sends",
     ),
     one(
         "peer_refused_sends_total",

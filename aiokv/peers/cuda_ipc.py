@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -42,9 +43,24 @@ class _Export(msgspec.Struct, frozen=True, array_like=True):
     handle: bytes
 
 
-THIS_PROCESS: Final = os.urandom(16)  # of this process; a forked one has no use of the GPU
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(_Export).decode
+
+
+@cache
+def this_process() -> bytes:
+    """Return 16 random bytes that name this process; each fork of it has others."""
+    return os.urandom(16)
+
+
+def _rename_process() -> None:
+    this_process.cache_clear()
+    this_process()  # before threads can make two names
+
+
+_rename_process()
+if hasattr(os, "register_at_fork"):  # a server forks its workers before it uses a GPU
+    os.register_at_fork(after_in_child=_rename_process)
 
 
 class CudaIpcBackend:
@@ -104,7 +120,7 @@ class CudaIpcEndpoint:
             return b""
         owner: Any = self._memory.owner
         handle = bytes(_checked(owner.handle))
-        return _encode(_Export(self._machine, THIS_PROCESS, self._memory.address, handle))
+        return _encode(_Export(self._machine, this_process(), self._memory.address, handle))
 
     def connect(self, metadata: bytes, device: int | None) -> None:
         """Map the memory of the receiver."""
@@ -119,7 +135,7 @@ class CudaIpcEndpoint:
                 "the receiver runs on another server; 'cuda_ipc' connects GPUs of one server: use "
                 "Peers(transport='nixl')"
             )
-        if export.process == THIS_PROCESS:
+        if export.process == this_process():
             self._base = export.address  # memory of this process needs no mapping
             return
         self._mapped = _checked(_cuda.MappedMemory, self._device, export.handle)

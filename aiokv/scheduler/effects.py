@@ -7,7 +7,7 @@ of transitions need not know the follow-ups.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,8 +74,8 @@ class Effects:
         idle: leases, also released ones, whose device blocks no transfer uses any more; only with
             ``CacheConfig.foreign_device``.
         cancel: transfers that no lease needs; the worker cancels them if they have not begun.
-        collect: True if ``collect_backups`` and, with stores, ``collect_saves`` must be called at
-            the end of this pass of the loop.
+        collect: True if ``collect_backups`` and, with stores, ``store_saver.collect`` must be
+            called at the end of this pass of the loop.
         advance: True if ``advance`` must be called in a later pass of the loop.
         has_entries: False if there is nothing but ``collect`` and ``advance``.
     """
@@ -125,6 +125,9 @@ class Effects:
             else:
                 setattr(self, name, False)
 
+
+Done: TypeAlias = tuple[None, Effects]
+"""Result of a transition that returns no value."""
 
 NO_EFFECTS: Final = Effects()
 """Effects of all transitions without follow-ups; never changed."""

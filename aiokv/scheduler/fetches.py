@@ -6,50 +6,87 @@ from collections import deque
 from itertools import starmap
 from typing import TYPE_CHECKING
 
+from aiokv.scheduler.pools import group_numbers
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiokv._native import Core
-    from aiokv.plan import Priority
-    from aiokv.scheduler.effects import Outbox
+    from aiokv.config import CacheConfig
+    from aiokv.plan import Priority, StorePool
+    from aiokv.scheduler.effects import Effects, Outbox
     from aiokv.scheduler.plans import Plans
+    from aiokv.scheduler.store_saver import StoreSaver
 
 
 class Fetches:
     """Fetches in flight, and their priorities."""
 
-    def __init__(self, core: Core, plans: Plans, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        core: Core,
+        plans: Plans,
+        outbox: Outbox,
+        store_saver: StoreSaver,
+    ) -> None:
         self._core = core
         self._plans = plans
         self._outbox = outbox
+        self._store_saver = store_saver
+        self._groups = group_numbers(config)
         self._begun: deque[int] = deque()  # begun in the core, not submitted yet
         self._priorities: dict[int, Priority] = {}  # of the fetches in flight
 
-    def begin(self, lease_id: int, num_blocks: int, priority: Priority) -> int:
-        """Begin to fetch the next missing blocks of a lease, or join the fetch that brings them.
+    # --- transitions ----------------------------------------------------------------------------
 
-        A fetch that the lease joins gets at least this priority.
+    def begin(self, lease_id: int, num_blocks: int, priority: Priority) -> tuple[int, Effects]:
+        """Begin to fetch up to ``num_blocks`` blocks that follow the cached prefix of a lease.
+
+        A lease joins the fetch in flight that brings its next missing block. Blocks that have
+        arrived are cached on the host, also when the lease has ended; room is made by evicting
+        host blocks.
+
+        Args:
+            lease_id: a matched lease.
+            num_blocks: blocks that a store has, of ``read.missing``.
+            priority: of the transfer; it becomes more urgent if the lease joins it with a lower
+                one.
 
         Returns:
-            The transfer; 0 when there is nothing to fetch, or no host room can be made.
+            The transfer; 0 when there is nothing to fetch, no host room can be made, admission is
+            paused, or a tier is asleep.
         """
         return self._begin(self._core.begin_fetch, (lease_id, num_blocks), priority)
 
     def begin_auxiliary(
-        self, lease_id: int, num_blocks: int, group: int, priority: Priority
-    ) -> int:
-        """Begin to fetch what a hit of the first blocks lacks in a group, or join such a fetch.
+        self, lease_id: int, num_blocks: int, pool: StorePool, priority: Priority
+    ) -> tuple[int, Effects]:
+        """Begin to fetch what a hit of ``num_blocks`` cached blocks lacks in an auxiliary pool.
+
+        A lease joins the fetch in flight that brings the first of it. Copies that have arrived are
+        cached on the host, also when the lease has ended; room is made by evicting copies.
+
+        Args:
+            lease_id: a matched lease.
+            num_blocks: of its prompt; all are cached.
+            pool: name of the pool, of ``read.pools``.
+            priority: as for ``begin``.
 
         Returns:
-            As ``begin``.
+            The transfer; 0 when the tiers have all that the hit needs, the blocks are not cached,
+            no host room can be made, admission is paused, or a tier is asleep.
         """
-        return self._begin(
-            self._core.begin_auxiliary_fetch, (lease_id, group, num_blocks), priority
-        )
+        arguments = lease_id, self._groups[pool], num_blocks
+        return self._begin(self._core.begin_auxiliary_fetch, arguments, priority)
+
+    # --- parts of transitions -------------------------------------------------------------------
 
     def _begin(
         self, begin: Callable[..., int], arguments: tuple[int, ...], priority: Priority
-    ) -> int:
+    ) -> tuple[int, Effects]:
+        if not self._store_saver.is_active:
+            return 0, self._outbox.pending
         # `extend` calls the core without Python code in between, where a signal handler could
         # raise and lose the id of a fetch that has begun.
         self._begun.extend(starmap(begin, (arguments,)))
@@ -57,7 +94,7 @@ class Fetches:
         while self._begun:
             self._submit(self._begun[0], priority)
             self._begun.popleft()
-        return transfer_id
+        return transfer_id, self._outbox.pending
 
     def _submit(self, transfer_id: int, priority: Priority) -> None:
         known = self._priorities.get(transfer_id)

@@ -6,36 +6,90 @@ from collections import deque
 from itertools import starmap
 from typing import TYPE_CHECKING
 
-from aiokv.errors import UsageError
+from aiokv.errors import AiokvError, UsageError
 from aiokv.scheduler.effects import Moved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from aiokv._native import Core
-    from aiokv.scheduler.effects import Outbox
+    from aiokv.config import CacheConfig
+    from aiokv.scheduler.clock import StepClock
+    from aiokv.scheduler.effects import Done, Effects, Outbox
+    from aiokv.scheduler.owners import Owners
+    from aiokv.scheduler.pending import PendingBlocks
     from aiokv.scheduler.plans import Plans
+    from aiokv.scheduler.saver import Saver
 
 
 class Peers:
     """Begins the receives and sends of one cache, cancels them, and reports their ends.
 
+    Its methods up to ``end`` are transitions of the scheduler.
+
     Args:
+        config: sizes and rules of the cache.
         core: state of the leases.
         plans: plans of the transfers.
         outbox: effects of the current transition.
-        groups: names of the window groups.
+        clock: numbers of the steps.
+        owners: names of all existing leases.
+        pending: leases that wait for blocks of other leases.
+        saver: saves received blocks to host memory.
+        settle: ends a transition that may have freed blocks, and returns its effects.
     """
 
-    def __init__(self, core: Core, plans: Plans, outbox: Outbox, groups: Sequence[str]) -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        core: Core,
+        plans: Plans,
+        outbox: Outbox,
+        clock: StepClock,
+        *,
+        owners: Owners,
+        pending: PendingBlocks,
+        saver: Saver,
+        settle: Callable[[], Effects],
+    ) -> None:
         self._core = core
         self._plans = plans
         self._outbox = outbox
-        self._groups = groups
+        self._clock = clock
+        self._owners = owners
+        self._pending = pending
+        self._saver = saver
+        self._settle = settle
+        self._groups = tuple(config.windows)
+        self._records_checksums = config.verify == "checksum"
+        self._block_tokens = config.block_tokens
         self._begun: deque[int] = deque()  # begun in the core, not submitted yet
 
-    def receive(self, lease_id: int, ticket_id: bytes, first_block: int, num_blocks: int) -> int:
-        """Begin to receive blocks of a lease; return the transfer."""
+    # --- transitions ----------------------------------------------------------------------------
+
+    def receive(
+        self, lease_id: int, ticket_id: bytes, first_block: int, num_blocks: int
+    ) -> tuple[int, Effects]:
+        """Begin to receive blocks of a lease from a peer.
+
+        The lease may be released, preempted or truncated meanwhile: its blocks are freed when the
+        transfer has ended. Until then, the lease can neither be swapped nor compute.
+
+        Args:
+            lease_id: a granted lease whose onloads have ended, and with which no batch computes.
+            ticket_id: 16 bytes.
+            first_block: index in the table; the block has no computed position.
+            num_blocks: number of blocks, at least 1.
+
+        Returns:
+            The transfer. An entry of ``Effects.moved`` names it when it has ended, unless the lease
+            was released or preempted. ``commit_received`` publishes its blocks.
+
+        Raises:
+            LeaseError: the lease is not in the state above, the blocks are computed, shared or
+                being received, or the cache was reset after the grant.
+            UsageError: the table does not have these blocks, or ``ticket_id`` is not 16 bytes.
+        """
         return self._begin(self._core.receive, lease_id, ticket_id, first_block, num_blocks)
 
     def send(
@@ -44,10 +98,31 @@ class Peers:
         ticket_id: bytes,
         first_block: int,
         num_blocks: int,
-        first_range: int,
-        end_range: int,
-    ) -> int:
-        """Begin to send computed blocks of a lease; return the transfer."""
+        first_range: int = 0,
+        end_range: int = 0,
+    ) -> tuple[int, Effects]:
+        """Begin to send computed blocks of a lease to a peer.
+
+        The lease may compute, be released, preempted or truncated meanwhile: the blocks are freed
+        when the transfer has ended. Until then, the lease cannot be swapped.
+
+        Args:
+            lease_id: a granted lease whose onloads have ended.
+            ticket_id: 16 bytes.
+            first_block: index in the table.
+            num_blocks: number of blocks, at least 1; the last one may be computed in part.
+            first_range: first range of layers, as the worker numbers them.
+            end_range: end of the ranges; 0 to send each block as a whole.
+
+        Returns:
+            The transfer. An entry of ``Effects.moved`` names it when it has ended, unless the lease
+            was released or preempted.
+
+        Raises:
+            LeaseError: the lease is not in the state above, the blocks are not computed, or the
+                cache was reset after the grant.
+            UsageError: the table does not have these blocks, or ``ticket_id`` is not 16 bytes.
+        """
         return self._begin(
             self._core.send, lease_id, ticket_id, first_block, num_blocks, first_range, end_range
         )
@@ -61,40 +136,195 @@ class Peers:
         first_range: int,
         end_range: int,
         mark: int,
-        step: int,
-    ) -> int:
-        """Begin to send layers of blocks that a lease computes; return the transfer."""
+    ) -> tuple[int, Effects]:
+        """Begin to send some layers of blocks that a lease is computing to a peer.
+
+        The caller never sends the last range of layers in this way, but with ``send``: so the
+        receiver completes no block before its positions are committed here. Otherwise as ``send``.
+
+        Args:
+            lease_id: a granted lease whose onloads have ended.
+            ticket_id: 16 bytes.
+            first_block: index in the table.
+            num_blocks: number of blocks, at least 1.
+            first_range: first range of layers, as the worker numbers them.
+            end_range: end of the ranges; not that of all layers.
+            mark: see ``TransferPlan.mark``.
+
+        Returns:
+            The transfer; ``Effects.moved`` as for ``send``.
+
+        Raises:
+            LeaseError: the lease is not in the state above, the blocks are being received, or the
+                cache was reset after the grant.
+            UsageError: the table does not have these blocks, there is no range, or ``ticket_id`` is
+                not 16 bytes.
+        """
         blocks = first_block, num_blocks
         ranges = first_range, end_range
+        step = self._clock.open
         return self._begin(self._core.send_early, lease_id, ticket_id, *blocks, *ranges, mark, step)
 
-    def receive_state(self, lease_id: int, ticket_id: bytes, num_tokens: int) -> int:
-        """Begin to receive the state after received positions; return the transfer."""
+    def receive_state(
+        self, lease_id: int, ticket_id: bytes, num_tokens: int
+    ) -> tuple[int, Effects]:
+        """Begin to receive the recurrent state after ``num_tokens`` positions from a peer.
+
+        The end of the transfer commits these positions, as ``commit_received`` does for models
+        without state. When it fails, the state of the lease is lost: the lease fails as after a
+        failed onload. When it is cancelled, the lease still has the state that it had before,
+        unless it has received windows: then it fails, too.
+        Until the transfer has ended, the lease cannot compute, commit, grow a snapshot or a fork,
+        be truncated or swapped.
+
+        Args:
+            lease_id: a granted lease whose onloads have ended, and with which no batch computes.
+            ticket_id: 16 bytes.
+            num_tokens: all positions before it are computed or received, and not all are computed.
+
+        Returns:
+            The transfer; ``Effects.moved`` as for ``receive``, with 1 block for the state.
+
+        Raises:
+            LeaseError: the lease is not in the state above, or the cache was reset after the grant.
+            UsageError: the model has no recurrent state, or ``ticket_id`` is not 16 bytes.
+        """
         return self._begin(self._core.receive_state, lease_id, ticket_id, num_tokens)
 
-    def send_state(self, lease_id: int, ticket_id: bytes, num_tokens: int) -> int:
-        """Begin to send the state after the computed positions; return the transfer."""
+    def send_state(self, lease_id: int, ticket_id: bytes, num_tokens: int) -> tuple[int, Effects]:
+        """Begin to send the recurrent state after ``num_tokens`` positions to a peer.
+
+        Until the transfer has ended, the lease cannot compute, commit or be swapped.
+
+        Args:
+            lease_id: a granted lease whose onloads have ended, and with which no batch computes.
+            ticket_id: 16 bytes.
+            num_tokens: the number of computed positions.
+
+        Returns:
+            The transfer; ``Effects.moved`` as for ``send``, with 1 block for the state.
+
+        Raises:
+            LeaseError: the lease is not in the state above, or the cache was reset after the grant.
+            UsageError: the model has no recurrent state, or ``ticket_id`` is not 16 bytes.
+        """
         return self._begin(self._core.send_state, lease_id, ticket_id, num_tokens)
 
     def receive_window(
-        self, lease_id: int, ticket_id: bytes, group: str, num_tokens: int, step: int
-    ) -> int:
-        """Begin to receive the window behind received positions; return the transfer.
+        self, lease_id: int, ticket_id: bytes, group: str, num_tokens: int
+    ) -> tuple[int, Effects]:
+        """Begin to receive the blocks of a window group that are needed behind ``num_tokens``.
+
+        All window tables of the lease are those behind ``num_tokens`` from now on. So the lease can
+        neither compute nor be truncated or swapped before all groups have arrived and
+        ``commit_received``, or the end of ``receive_state``, has committed these positions. When a
+        transfer ends without all its blocks, the lease fails as after a failed onload: it must be
+        preempted.
+
+        Args:
+            lease_id: a granted lease whose onloads have ended, and with which no batch computes.
+            ticket_id: 16 bytes.
+            group: name in ``CacheConfig.windows``.
+            num_tokens: all positions before it are computed or received, and not all are computed;
+                the same for all groups.
+
+        Returns:
+            The transfer; ``Effects.moved`` as for ``receive``.
 
         Raises:
-            UsageError: the group is unknown.
+            LeaseError: the lease is not in the state above, or the cache was reset after the grant.
+            UsageError: the group is unknown, or ``ticket_id`` is not 16 bytes.
         """
-        number = self._number(group)
+        number, step = self._number(group), self._clock.open
         return self._begin(self._core.receive_window, lease_id, ticket_id, number, num_tokens, step)
 
-    def send_window(self, lease_id: int, ticket_id: bytes, group: str, num_tokens: int) -> int:
-        """Begin to send the window behind the computed positions; return the transfer.
+    def send_window(
+        self, lease_id: int, ticket_id: bytes, group: str, num_tokens: int
+    ) -> tuple[int, Effects]:
+        """Begin to send the blocks of a window group that are needed behind ``num_tokens``.
+
+        Until the transfer has ended, the lease cannot compute, commit or be swapped.
+
+        Args:
+            lease_id: a granted lease whose onloads have ended, and with which no batch computes.
+            ticket_id: 16 bytes.
+            group: name in ``CacheConfig.windows``.
+            num_tokens: the number of computed positions.
+
+        Returns:
+            The transfer; ``Effects.moved`` as for ``send``.
 
         Raises:
-            UsageError: the group is unknown.
+            LeaseError: the lease is not in the state above, or the cache was reset after the grant.
+            UsageError: the group is unknown, or ``ticket_id`` is not 16 bytes.
         """
         number = self._number(group)
         return self._begin(self._core.send_window, lease_id, ticket_id, number, num_tokens)
+
+    def end(self, lease_id: int, ticket_id: bytes) -> Done:
+        """Cancel the transfers of a ticket that are in flight. Idempotent.
+
+        A lease that has received windows of the ticket, or receives them, and has not committed the
+        positions before them, fails as after a failed onload: it must be preempted.
+
+        ``Effects.moved`` still names each of them when it has ended. The release and the preemption
+        of a lease, and ``reset``, cancel the transfers, too.
+        """
+        if lease_id in self._owners:
+            self._core.end_ticket(lease_id, ticket_id)
+        return None, self._settle()
+
+    def commit_received(self, lease_id: int, num_tokens: int) -> tuple[int, Effects]:
+        """Index the full blocks of the first ``num_tokens`` positions, which were received.
+
+        They count as computed from now on, but belong to no step.
+
+        Returns:
+            The number of blocks that became shareable.
+
+        Raises:
+            LeaseError: a position that is not computed was not received, the windows behind
+                ``num_tokens`` were not, the model has recurrent state, or ``num_tokens`` exceeds
+                the positions of the lease.
+        """
+        core = self._core
+        try:
+            first = core.computed_tokens(lease_id) // self._block_tokens
+            published = core.commit_received(lease_id, num_tokens)
+        except AiokvError as error:
+            self._owners.add_to(error)
+            raise
+        self._note_received(lease_id, first)
+        if published:
+            self._saver.want()
+        return published, self._settle()
+
+    # --- parts of transitions -------------------------------------------------------------------
+
+    def cancel_abandoned(self) -> None:
+        """Cancel the transfers that no caller waits for any more."""
+        if self._core.has_peer_transfers and (
+            abandoned := self._core.take_abandoned_peer_transfers()
+        ):
+            self._outbox.effects.cancel.extend(abandoned)
+
+    def note_ends(self) -> None:
+        """Report the transfers that have ended since the last call, and the committed positions."""
+        ends = self._core.take_peer_ends()
+        for transfer_id, lease_id, blocks, _ in ends:
+            self._outbox.effects.moved.append(Moved(transfer_id, lease_id, blocks))
+        for _, lease_id, _, commits in ends:
+            if commits:
+                self._note_received(lease_id, 0)
+
+    def _note_received(self, lease_id: int, first_block: int) -> None:
+        """Note that received positions from ``first_block`` on count as computed."""
+        core = self._core
+        if self._records_checksums:
+            end_block = core.computed_tokens(lease_id) // self._block_tokens
+            received = core.block_table(lease_id)[first_block:end_block]
+            self._outbox.effects.computed.append(received)
+        self._pending.advanced(lease_id)
 
     def _number(self, group: str) -> int:
         if group not in self._groups:
@@ -104,30 +334,16 @@ class Peers:
             )
         return self._groups.index(group)
 
-    def _begin(self, begin: Callable[..., int], *args: int | bytes) -> int:
-        # `extend` calls the core without Python code in between, where a signal handler could
-        # raise and lose the id of a transfer that has begun.
-        self._begun.extend(starmap(begin, (args,)))
+    def _begin(self, begin: Callable[..., int], *args: int | bytes) -> tuple[int, Effects]:
+        try:
+            # `extend` calls the core without Python code in between, where a signal handler could
+            # raise and lose the id of a transfer that has begun.
+            self._begun.extend(starmap(begin, (args,)))
+        except AiokvError as error:
+            self._owners.add_to(error)
+            raise
         transfer_id = self._begun[-1]
         while self._begun:
             self._outbox.effects.submit.append(self._plans.peer(self._begun[0], self._groups))
             self._begun.popleft()
-        return transfer_id
-
-    def cancel_abandoned(self) -> None:
-        """Cancel the transfers that no caller waits for any more."""
-        if self._core.has_peer_transfers and (
-            abandoned := self._core.take_abandoned_peer_transfers()
-        ):
-            self._outbox.effects.cancel.extend(abandoned)
-
-    def note_ends(self) -> list[int]:
-        """Report the transfers that have ended since the last call.
-
-        Returns:
-            The leases of which these ends have committed positions.
-        """
-        ends = self._core.take_peer_ends()
-        for transfer_id, lease_id, blocks, _ in ends:
-            self._outbox.effects.moved.append(Moved(transfer_id, lease_id, blocks))
-        return [lease_id for _, lease_id, _, commits in ends if commits]
+        return transfer_id, self._outbox.pending

@@ -35,6 +35,11 @@ def is_storable(config: CacheConfig) -> bool:
     return has_windows and bool(config.host_state_slots or not config.state_slots)
 
 
+def group_numbers(config: CacheConfig) -> dict[StorePool, int]:
+    """Return the number of each auxiliary pool in the core."""
+    return {pool.name: pool.group for pool in auxiliary_pools(config)}
+
+
 def auxiliary_pools(config: CacheConfig) -> list[AuxiliaryPool]:
     """Return the auxiliary pools of a cache that is storable; none for another one."""
     if not is_storable(config):

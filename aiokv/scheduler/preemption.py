@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from aiokv.config import CacheConfig
     from aiokv.scheduler.clock import StepClock
     from aiokv.scheduler.effects import Outbox
+    from aiokv.scheduler.owners import Owners
     from aiokv.scheduler.pending import PendingBlocks
     from aiokv.scheduler.plans import Plans
     from aiokv.scheduler.quota import SaltQuota
-    from aiokv.scheduler.sharded import Sharded
 
 
 class Preemption:
@@ -46,7 +46,7 @@ class Preemption:
         outbox: Outbox,
         clock: StepClock,
         *,
-        owners: Sharded[str],
+        owners: Owners,
         quota: SaltQuota,
         pending: PendingBlocks,
         lost: dict[int, str],

@@ -10,7 +10,7 @@ import numpy as np
 from aiokv._native import LeaseState as NativeState
 from aiokv.errors import UsageError
 from aiokv.scheduler.events import BlockEvents
-from aiokv.scheduler.pools import auxiliary_pools
+from aiokv.scheduler.pools import auxiliary_pools, group_numbers
 from aiokv.types import (
     DurationHistogram,
     Hit,
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from aiokv.scheduler.admission import Admission
     from aiokv.scheduler.clock import StepClock
     from aiokv.scheduler.gate import Gate
+    from aiokv.scheduler.owners import Owners
     from aiokv.scheduler.pending import PendingBlocks
     from aiokv.scheduler.pins import PinnedLeases
     from aiokv.scheduler.preemption import Preemption
     from aiokv.scheduler.quota import SaltQuota
     from aiokv.scheduler.releases import Releases
-    from aiokv.scheduler.sharded import Sharded
     from aiokv.scheduler.waits import Entry
     from aiokv.types import LeaseWait
 
@@ -91,7 +91,7 @@ class CacheReader:
         config: CacheConfig,
         core: Core,
         *,
-        owners: Sharded[str],
+        owners: Owners,
         clock: StepClock,
         gate: Gate,
         quota: SaltQuota,
@@ -104,7 +104,7 @@ class CacheReader:
     ) -> None:
         self._config = config
         self.pools = auxiliary_pools(config)
-        self._group_numbers = {pool.name: pool.group for pool in self.pools}
+        self._group_numbers = group_numbers(config)
         self._core = core
         self._owners = owners
         self._clock = clock
@@ -209,12 +209,8 @@ class CacheReader:
         """Return for each cached block from ``first`` to ``end`` of the prompt of a matched lease
         whether a tier has its copy in an auxiliary pool."""
         return np.frombuffer(
-            self._core.has_copies(lease_id, self.group_of(pool), first, end), np.bool_
+            self._core.has_copies(lease_id, self._group_numbers[pool], first, end), np.bool_
         )
-
-    def group_of(self, pool: StorePool) -> int:
-        """Return the number of an auxiliary pool in the core."""
-        return self._group_numbers[pool]
 
     def block_table(self, lease_id: int, group: str | None = None) -> NDArray[np.int32]:
         """Return a copy of the block table of a window group, or of all other layers. Any thread.
@@ -298,7 +294,7 @@ class CacheReader:
 
     def owner(self, lease_id: int) -> str:
         """Return the name of a lease for messages."""
-        return self._owners.get(lease_id) or "unnamed"
+        return self._owners.name(lease_id)
 
     def would_hit(
         self, tokens: NDArray[np.int32], context: str, items: Sequence[tuple[bytes, int, int]]

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from aiokv._native import Core
     from aiokv.scheduler.admission import Admission
     from aiokv.scheduler.clock import StepClock
+    from aiokv.scheduler.owners import Owners
     from aiokv.scheduler.pending import PendingBlocks
     from aiokv.scheduler.quota import SaltQuota
-    from aiokv.scheduler.sharded import Sharded
 
 
 class Releases:
@@ -46,7 +46,7 @@ class Releases:
         core: Core,
         clock: StepClock,
         *,
-        owners: Sharded[str],
+        owners: Owners,
         salts: dict[int, str] | None,
         lost: dict[int, str],
         quota: SaltQuota,
@@ -83,8 +83,7 @@ class Releases:
         """Fail the waits of a lease that is being released; return False if there are none."""
         if lease_id not in self._requests and lease_id not in self._waiters:
             return False
-        owner = self._owners[lease_id] or "unnamed"
-        error = LeaseError(f"lease {owner!r} was released while it waited")
+        error = LeaseError(f"lease {self._owners.name(lease_id)!r} was released while it waited")
         self._pending.fail(lease_id, error)
         self._admission.refuse(lease_id, error)
         return True

@@ -21,11 +21,12 @@ from aiokv.errors import (
 from aiokv.plan import Priority
 from aiokv.scheduler.admission import Admission, Request, already_waits
 from aiokv.scheduler.clock import StepClock
-from aiokv.scheduler.effects import Effects, Fork, Grant, Outbox
+from aiokv.scheduler.effects import Fork, Grant, Outbox
 from aiokv.scheduler.fetches import Fetches
 from aiokv.scheduler.foreign import ForeignBlocks
 from aiokv.scheduler.gate import Gate
 from aiokv.scheduler.granting import Granting
+from aiokv.scheduler.owners import Owners
 from aiokv.scheduler.peers import Peers
 from aiokv.scheduler.pending import PendingBlocks
 from aiokv.scheduler.pins import PinnedLeases
@@ -35,7 +36,7 @@ from aiokv.scheduler.quota import SaltQuota
 from aiokv.scheduler.reader import CacheReader
 from aiokv.scheduler.releases import Releases
 from aiokv.scheduler.saver import Saver
-from aiokv.scheduler.sharded import SHARDS, Sharded
+from aiokv.scheduler.sharded import SHARDS
 from aiokv.scheduler.store_saver import StoreSaver
 from aiokv.scheduler.waits import PER_CALL
 from aiokv.types import LeaseState
@@ -47,11 +48,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.config import CacheConfig
-    from aiokv.plan import StorePool, TransferReport
+    from aiokv.plan import TransferReport
+    from aiokv.scheduler.effects import Done, Effects
     from aiokv.scheduler.gate import GateChange
     from aiokv.types import Tier
-
-Done = tuple[None, Effects]
 
 TRANSITIONS: Final = (
     "advance",
@@ -68,7 +68,6 @@ TRANSITIONS: Final = (
     "expire",
     "append",
     "commit",
-    "commit_received",
     "extend",
     "truncate",
     "recompute_from",
@@ -83,18 +82,19 @@ TRANSITIONS: Final = (
     "close_step",
     "finish_step",
     "collect_backups",
-    "fetch",
-    "fetch_auxiliary",
-    "collect_saves",
+    "fetches.begin",
+    "fetches.begin_auxiliary",
+    "store_saver.collect",
     "save",
-    "receive",
-    "send",
-    "send_early",
-    "receive_state",
-    "send_state",
-    "receive_window",
-    "send_window",
-    "end_peer",
+    "peers.commit_received",
+    "peers.receive",
+    "peers.send",
+    "peers.send_early",
+    "peers.receive_state",
+    "peers.send_state",
+    "peers.receive_window",
+    "peers.send_window",
+    "peers.end",
     "complete",
     "note_cancelling",
     "await_use",
@@ -112,7 +112,7 @@ TRANSITIONS: Final = (
     "lose_blocks",
     "restart",
 )
-"""Names of the methods of ``CacheScheduler`` that return ``(value, effects)``."""
+"""Methods of ``CacheScheduler``, or of a part of it, that return ``(value, effects)``."""
 
 
 P = ParamSpec("P")
@@ -132,7 +132,7 @@ def _naming_owner(
         try:
             return transition(self, *args, **kwargs)
         except AiokvError as error:
-            self._name_owner(error)
+            self._owners.add_to(error)
             raise
 
     functools.update_wrapper(call, transition)
@@ -142,7 +142,7 @@ def _naming_owner(
 class CacheScheduler:
     """Decides on matches, grants, transfers and evictions of one cache.
 
-    The methods named in ``TRANSITIONS`` are transitions: they return ``(value, effects)``, and the
+    The methods in ``TRANSITIONS`` are transitions: they return ``(value, effects)``, and the
     dispatcher applies the effects before the next transition. A transition that raises has changed
     nothing. The id of a released lease raises ``LeaseError``.
 
@@ -152,6 +152,9 @@ class CacheScheduler:
 
     Attributes:
         read: read access to the state.
+        store_saver: transition that saves blocks to the stores.
+        fetches: transitions that fetch blocks from the stores.
+        peers: transitions of the receives and sends.
         has_stores: as given.
     """
 
@@ -165,20 +168,30 @@ class CacheScheduler:
         self._state_slots = config.state_slots
         self._saves_states = config.host_state_slots > 0
         self._saves_windows = any(group.host_blocks for group in config.windows.values())
-        self._owners: Sharded[str] = Sharded()  # names of all existing leases
+        self._owners = Owners()
         self._salts: dict[int, str] | None = None if config.salt_quota_blocks is None else {}
         self._outbox = Outbox()
         self._clock = StepClock()
         self._gate = Gate()
         self._plans = Plans(core, saves_states=config.host_state_slots > 0, windows=config.windows)
         self._saver = Saver(config, core, self._plans, self._outbox)
-        self._store_saver = StoreSaver(core, self._gate, self._plans, self._outbox)
-        self._fetches = Fetches(core, self._plans, self._outbox)
-        self._peers = Peers(core, self._plans, self._outbox, tuple(config.windows))
+        self.store_saver = StoreSaver(core, self._gate, self._plans, self._outbox, has_stores)
+        self.fetches = Fetches(config, core, self._plans, self._outbox, self.store_saver)
         self._granting = Granting(core, self._plans, self._saver, self._outbox, config.block_tokens)
         self._quota = SaltQuota(config.salt_quota_blocks)
         self._admission = Admission(core, self._gate, self._quota, self._granting, self._outbox)
         self._pending = PendingBlocks(core, self._outbox)
+        self.peers = Peers(
+            config,
+            core,
+            self._plans,
+            self._outbox,
+            self._clock,
+            owners=self._owners,
+            pending=self._pending,
+            saver=self._saver,
+            settle=self._settle,
+        )
         self._pins = PinnedLeases(core)
         self._releases = Releases(
             core,
@@ -236,11 +249,6 @@ class CacheScheduler:
         """Note that the dispatcher has applied all effects that were returned."""
         self._outbox.clear()
 
-    def _name_owner(self, error: AiokvError) -> None:
-        """Add the name of the lease that an error is about."""
-        if error.lease_id:
-            error.owner = self._owners.get(error.lease_id) or "unnamed"
-
     def _settle(self) -> Effects:
         """End a transition that may have freed blocks: serve the leases that wait for them."""
         if self._foreign is not None:
@@ -251,7 +259,7 @@ class CacheScheduler:
             self._granting.cancel_abandoned()
         if self._saves_windows and self._core.wants_backups():
             self._saver.want()  # a save of window blocks needs ids that no lease has set aside
-        self._peers.cancel_abandoned()
+        self.peers.cancel_abandoned()
         if (self._requests or self._waiters) and not self._advances:
             if self._outbox.pending.cancel:
                 # The worker may cancel these onloads at once: no grant may join them until then.
@@ -357,12 +365,12 @@ class CacheScheduler:
                 grant = self._grant_counted(lease_id, num_tokens, onload_priority, reserve_blocks)
             if grant is not None:
                 if self.has_stores:
-                    self._store_saver.want()
+                    self.store_saver.want()
                 if self._pins.num_until_used:
                     return grant, self._settle()
             return grant, self._outbox.pending
         except AiokvError as error:
-            self._name_owner(error)
+            self._owners.add_to(error)
             raise
 
     def _must_wait(
@@ -535,7 +543,7 @@ class CacheScheduler:
         """
         if lease_id in self._waiters:
             raise LeaseError(
-                f"lease {self._owners[lease_id] or 'unnamed'!r} already waits for pending blocks "
+                f"lease {self._owners.name(lease_id)!r} already waits for pending blocks "
                 "in another task"
             )
         return self._pending.join(lease_id), self._outbox.pending
@@ -654,40 +662,8 @@ class CacheScheduler:
                 return published, self._settle()
             return published, self._outbox.pending
         except AiokvError as error:
-            self._name_owner(error)
+            self._owners.add_to(error)
             raise
-
-    @_naming_owner
-    def commit_received(self, lease_id: int, num_tokens: int) -> tuple[int, Effects]:
-        """Index the full blocks of the first ``num_tokens`` positions, which were received.
-
-        They count as computed from now on, but belong to no step.
-
-        Returns:
-            The number of blocks that became shareable.
-
-        Raises:
-            LeaseError: a position that is not computed was not received, the windows behind
-                ``num_tokens`` were not, the model has recurrent state, or ``num_tokens`` exceeds
-                the positions of the lease.
-        """
-        core = self._core
-        first = core.computed_tokens(lease_id) // self._block_tokens
-        published = core.commit_received(lease_id, num_tokens)
-        self._note_received(lease_id, first)
-        if published:
-            self._saver.want()
-        return published, self._settle()
-
-    def _note_received(self, lease_id: int, first_block: int) -> None:
-        """Note that received positions from ``first_block`` on count as computed."""
-        core = self._core
-        if self._records_checksums:
-            end_block = core.computed_tokens(lease_id) // self._block_tokens
-            received = core.block_table(lease_id)[first_block:end_block]
-            self._outbox.effects.computed.append(received)
-        if self._waiters:
-            self._pending.advanced(lease_id)
 
     def extend(self, lease_ids: Sequence[int], num_tokens: int) -> tuple[bool, Effects]:
         """Add ``num_tokens`` positions to each lease; return False, and add none, without room.
@@ -713,7 +689,7 @@ class CacheScheduler:
                 return True, self._settle()
             return True, self._outbox.pending
         except AiokvError as error:
-            self._name_owner(error)
+            self._owners.add_to(error)
             raise
 
     def _blocks_to_add(self, lease_id: int, num_tokens: int) -> int:
@@ -891,63 +867,6 @@ class CacheScheduler:
             self._foreign.settle()
         return begun
 
-    def fetch(self, lease_id: int, num_blocks: int, priority: Priority) -> tuple[int, Effects]:
-        """Begin to fetch up to ``num_blocks`` blocks that follow the cached prefix of a lease.
-
-        A lease joins the fetch in flight that brings its next missing block. Blocks that have
-        arrived are cached on the host, also when the lease has ended; room is made by evicting
-        host blocks.
-
-        Args:
-            lease_id: a matched lease.
-            num_blocks: blocks that a store has, of ``read.missing``.
-            priority: of the transfer; it becomes more urgent if the lease joins it with a lower
-                one.
-
-        Returns:
-            The transfer; 0 when there is nothing to fetch, no host room can be made, admission is
-            paused, or a tier is asleep.
-        """
-        if not self.has_stores or not self._store_saver.is_active:
-            return 0, self._outbox.pending
-        return self._fetches.begin(lease_id, num_blocks, priority), self._outbox.pending
-
-    def fetch_auxiliary(
-        self, lease_id: int, num_blocks: int, pool: StorePool, priority: Priority
-    ) -> tuple[int, Effects]:
-        """Begin to fetch what a hit of ``num_blocks`` cached blocks lacks in an auxiliary pool.
-
-        A lease joins the fetch in flight that brings the first of it. Copies that have arrived are
-        cached on the host, also when the lease has ended; room is made by evicting copies.
-
-        Args:
-            lease_id: a matched lease.
-            num_blocks: of its prompt; all are cached.
-            pool: name of the pool, of ``read.pools``.
-            priority: as for ``fetch``.
-
-        Returns:
-            The transfer; 0 when the tiers have all that the hit needs, the blocks are not cached,
-            no host room can be made, admission is paused, or a tier is asleep.
-        """
-        if not self.has_stores or not self._store_saver.is_active:
-            return 0, self._outbox.pending
-        group = self.read.group_of(pool)
-        begun = self._fetches.begin_auxiliary(lease_id, num_blocks, group, priority)
-        return begun, self._outbox.pending
-
-    def collect_saves(self, *, by_holder: bool = False) -> tuple[bool, Effects]:
-        """Begin a save of blocks to the stores; return False if there are none.
-
-        ``Effects.collect`` requests this call, too.
-
-        Args:
-            by_holder: True if the caller has one hold of the gate: it forbids this save only if
-                there is another hold, or a pause.
-        """
-        begun = self.has_stores and self._store_saver.collect(by_holder=by_holder)
-        return begun, self._outbox.pending
-
     def save(self, num_blocks: int) -> tuple[int, Effects]:
         """Begin to save the blocks that must be saved before ``num_blocks`` can be evicted.
 
@@ -956,238 +875,16 @@ class CacheScheduler:
         """
         return self._saver.make_clean(num_blocks), self._outbox.pending
 
-    @_naming_owner
-    def receive(
-        self, lease_id: int, ticket_id: bytes, first_block: int, num_blocks: int
-    ) -> tuple[int, Effects]:
-        """Begin to receive blocks of a lease from a peer.
-
-        The lease may be released, preempted or truncated meanwhile: its blocks are freed when the
-        transfer has ended. Until then, the lease can neither be swapped nor compute.
-
-        Args:
-            lease_id: a granted lease whose onloads have ended, and with which no batch computes.
-            ticket_id: 16 bytes.
-            first_block: index in the table; the block has no computed position.
-            num_blocks: number of blocks, at least 1.
-
-        Returns:
-            The transfer. An entry of ``Effects.moved`` names it when it has ended, unless the lease
-            was released or preempted. ``commit_received`` publishes its blocks.
-
-        Raises:
-            LeaseError: the lease is not in the state above, the blocks are computed, shared or
-                being received, or the cache was reset after the grant.
-            UsageError: the table does not have these blocks, or ``ticket_id`` is not 16 bytes.
-        """
-        begun = self._peers.receive(lease_id, ticket_id, first_block, num_blocks)
-        return begun, self._outbox.pending
-
-    @_naming_owner
-    def send(
-        self,
-        lease_id: int,
-        ticket_id: bytes,
-        first_block: int,
-        num_blocks: int,
-        first_range: int = 0,
-        end_range: int = 0,
-    ) -> tuple[int, Effects]:
-        """Begin to send computed blocks of a lease to a peer.
-
-        The lease may compute, be released, preempted or truncated meanwhile: the blocks are freed
-        when the transfer has ended. Until then, the lease cannot be swapped.
-
-        Args:
-            lease_id: a granted lease whose onloads have ended.
-            ticket_id: 16 bytes.
-            first_block: index in the table.
-            num_blocks: number of blocks, at least 1; the last one may be computed in part.
-            first_range: first range of layers, as the worker numbers them.
-            end_range: end of the ranges; 0 to send each block as a whole.
-
-        Returns:
-            The transfer. An entry of ``Effects.moved`` names it when it has ended, unless the lease
-            was released or preempted.
-
-        Raises:
-            LeaseError: the lease is not in the state above, the blocks are not computed, or the
-                cache was reset after the grant.
-            UsageError: the table does not have these blocks, or ``ticket_id`` is not 16 bytes.
-        """
-        begun = self._peers.send(
-            lease_id, ticket_id, first_block, num_blocks, first_range, end_range
-        )
-        return begun, self._outbox.pending
-
-    @_naming_owner
-    def send_early(
-        self,
-        lease_id: int,
-        ticket_id: bytes,
-        first_block: int,
-        num_blocks: int,
-        first_range: int,
-        end_range: int,
-        mark: int,
-    ) -> tuple[int, Effects]:
-        """Begin to send some layers of blocks that a lease is computing to a peer.
-
-        The caller never sends the last range of layers in this way, but with ``send``: so the
-        receiver completes no block before its positions are committed here. Otherwise as ``send``.
-
-        Args:
-            lease_id: a granted lease whose onloads have ended.
-            ticket_id: 16 bytes.
-            first_block: index in the table.
-            num_blocks: number of blocks, at least 1.
-            first_range: first range of layers, as the worker numbers them.
-            end_range: end of the ranges; not that of all layers.
-            mark: see ``TransferPlan.mark``.
-
-        Returns:
-            The transfer; ``Effects.moved`` as for ``send``.
-
-        Raises:
-            LeaseError: the lease is not in the state above, the blocks are being received, or the
-                cache was reset after the grant.
-            UsageError: the table does not have these blocks, there is no range, or ``ticket_id`` is
-                not 16 bytes.
-        """
-        blocks = first_block, num_blocks
-        ranges = first_range, end_range
-        begun = self._peers.send_early(
-            lease_id, ticket_id, *blocks, *ranges, mark, self._clock.open
-        )
-        return begun, self._outbox.pending
-
-    @_naming_owner
-    def receive_state(
-        self, lease_id: int, ticket_id: bytes, num_tokens: int
-    ) -> tuple[int, Effects]:
-        """Begin to receive the recurrent state after ``num_tokens`` positions from a peer.
-
-        The end of the transfer commits these positions, as ``commit_received`` does for models
-        without state. When it fails, the state of the lease is lost: the lease fails as after a
-        failed onload. When it is cancelled, the lease still has the state that it had before,
-        unless it has received windows: then it fails, too.
-        Until the transfer has ended, the lease cannot compute, commit, grow a snapshot or a fork,
-        be truncated or swapped.
-
-        Args:
-            lease_id: a granted lease whose onloads have ended, and with which no batch computes.
-            ticket_id: 16 bytes.
-            num_tokens: all positions before it are computed or received, and not all are computed.
-
-        Returns:
-            The transfer; ``Effects.moved`` as for ``receive``, with 1 block for the state.
-
-        Raises:
-            LeaseError: the lease is not in the state above, or the cache was reset after the grant.
-            UsageError: the model has no recurrent state, or ``ticket_id`` is not 16 bytes.
-        """
-        begun = self._peers.receive_state(lease_id, ticket_id, num_tokens)
-        return begun, self._outbox.pending
-
-    @_naming_owner
-    def send_state(self, lease_id: int, ticket_id: bytes, num_tokens: int) -> tuple[int, Effects]:
-        """Begin to send the recurrent state after ``num_tokens`` positions to a peer.
-
-        Until the transfer has ended, the lease cannot compute, commit or be swapped.
-
-        Args:
-            lease_id: a granted lease whose onloads have ended, and with which no batch computes.
-            ticket_id: 16 bytes.
-            num_tokens: the number of computed positions.
-
-        Returns:
-            The transfer; ``Effects.moved`` as for ``send``, with 1 block for the state.
-
-        Raises:
-            LeaseError: the lease is not in the state above, or the cache was reset after the grant.
-            UsageError: the model has no recurrent state, or ``ticket_id`` is not 16 bytes.
-        """
-        begun = self._peers.send_state(lease_id, ticket_id, num_tokens)
-        return begun, self._outbox.pending
-
-    @_naming_owner
-    def receive_window(
-        self, lease_id: int, ticket_id: bytes, group: str, num_tokens: int
-    ) -> tuple[int, Effects]:
-        """Begin to receive the blocks of a window group that are needed behind ``num_tokens``.
-
-        All window tables of the lease are those behind ``num_tokens`` from now on. So the lease can
-        neither compute nor be truncated or swapped before all groups have arrived and
-        ``commit_received``, or the end of ``receive_state``, has committed these positions. When a
-        transfer ends without all its blocks, the lease fails as after a failed onload: it must be
-        preempted.
-
-        Args:
-            lease_id: a granted lease whose onloads have ended, and with which no batch computes.
-            ticket_id: 16 bytes.
-            group: name in ``CacheConfig.windows``.
-            num_tokens: all positions before it are computed or received, and not all are computed;
-                the same for all groups.
-
-        Returns:
-            The transfer; ``Effects.moved`` as for ``receive``.
-
-        Raises:
-            LeaseError: the lease is not in the state above, or the cache was reset after the grant.
-            UsageError: the group is unknown, or ``ticket_id`` is not 16 bytes.
-        """
-        step = self._clock.open
-        begun = self._peers.receive_window(lease_id, ticket_id, group, num_tokens, step)
-        return begun, self._outbox.pending
-
-    @_naming_owner
-    def send_window(
-        self, lease_id: int, ticket_id: bytes, group: str, num_tokens: int
-    ) -> tuple[int, Effects]:
-        """Begin to send the blocks of a window group that are needed behind ``num_tokens``.
-
-        Until the transfer has ended, the lease cannot compute, commit or be swapped.
-
-        Args:
-            lease_id: a granted lease whose onloads have ended, and with which no batch computes.
-            ticket_id: 16 bytes.
-            group: name in ``CacheConfig.windows``.
-            num_tokens: the number of computed positions.
-
-        Returns:
-            The transfer; ``Effects.moved`` as for ``send``.
-
-        Raises:
-            LeaseError: the lease is not in the state above, or the cache was reset after the grant.
-            UsageError: the group is unknown, or ``ticket_id`` is not 16 bytes.
-        """
-        begun = self._peers.send_window(lease_id, ticket_id, group, num_tokens)
-        return begun, self._outbox.pending
-
-    def end_peer(self, lease_id: int, ticket_id: bytes) -> Done:
-        """Cancel the transfers of a ticket that are in flight. Idempotent.
-
-        A lease that has received windows of the ticket, or receives them, and has not committed the
-        positions before them, fails as after a failed onload: it must be preempted.
-
-        ``Effects.moved`` still names each of them when it has ended. The release and the preemption
-        of a lease, and ``reset``, cancel the transfers, too.
-        """
-        if lease_id in self._owners:
-            self._core.end_ticket(lease_id, ticket_id)
-        return None, self._settle()
-
     def complete(self, report: TransferReport) -> Done:
         """Account for the end of a transfer. The poller repeats a report after an interrupt."""
         transfer_id = report.transfer_id
         self._plans.complete(report, self._releases.freed)
         self._releases.forget_freed()
-        for lease_id in self._peers.note_ends():
-            self._note_received(lease_id, 0)
+        self.peers.note_ends()
         self._granting.ended(transfer_id)
         if self.has_stores:
-            self._fetches.ended(transfer_id)
-            self._store_saver.want()
+            self.fetches.ended(transfer_id)
+            self.store_saver.want()
         self._preemption.ended(transfer_id)
         if report.outcome != "done":
             # Leases of the transfer may not compute the blocks that other leases wait for.
@@ -1258,8 +955,8 @@ class CacheScheduler:
         self._gate.change(change)
         if self.has_stores:
             # A hold waits for the saves in flight: their blocks belong to the present weights.
-            self._store_saver.submit_begun()
-            self._store_saver.want()
+            self.store_saver.submit_begun()
+            self.store_saver.want()
         return None, self._settle()
 
     def evict(self, num_blocks: int, tier: Tier) -> tuple[tuple[int, int], Effects]:
@@ -1321,13 +1018,13 @@ class CacheScheduler:
         return None, self._outbox.pending
 
     def _stop_offloads(self, stopped: bool) -> None:
-        self._saver.stopped = self._store_saver.stopped = stopped
+        self._saver.stopped = self.store_saver.stopped = stopped
         if stopped:
             self._collect_backups()  # begins none
 
     def close(self) -> Done:
         """End all waits and pins: the engine closes."""
-        self._is_closed = self._store_saver.is_closing = True
+        self._is_closed = self.store_saver.is_closing = True
         self._admission.refuse_all(
             lambda: ClosedError("allocate: the engine was closed while the lease waited")
         )
@@ -1371,7 +1068,7 @@ class CacheScheduler:
             if core.is_granted(lease_id)
         }
         found = core.violations() + self._admission.check(live) + self._pending.check(live)
-        found += self._quota.check(held, live) + self._pins.check() + self._fetches.check()
+        found += self._quota.check(held, live) + self._pins.check() + self.fetches.check()
         if self._is_closed and (len(self._admission) or self._quota.requests()):
             found.append("lines: leases wait for capacity of a closed engine")
         statistics = core.statistics()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aiokv._native import Core
-    from aiokv.scheduler.effects import Outbox
+    from aiokv.scheduler.effects import Effects, Outbox
     from aiokv.scheduler.gate import Gate
     from aiokv.scheduler.plans import Plans
 
@@ -24,7 +24,10 @@ class StoreSaver:
         is_closing: the engine closes.
     """
 
-    def __init__(self, core: Core, gate: Gate, plans: Plans, outbox: Outbox) -> None:
+    def __init__(
+        self, core: Core, gate: Gate, plans: Plans, outbox: Outbox, has_stores: bool
+    ) -> None:
+        self._has_stores = has_stores
         self._core = core
         self._gate = gate
         self._plans = plans
@@ -35,17 +38,19 @@ class StoreSaver:
 
     @property
     def is_active(self) -> bool:
-        """True when saves may begin."""
+        """True when saves and fetches may begin."""
         is_shut = self._gate.held if self.is_closing else self._gate.closed
-        return not self.stopped and not is_shut
+        return self._has_stores and not self.stopped and not is_shut
 
     def want(self) -> None:
         """Request a call of ``collect`` if blocks may have to be saved."""
         if self._core.wants_saves() and self.is_active:
             self._outbox.request_collect()
 
-    def collect(self, *, by_holder: bool = False) -> bool:
+    def collect(self, *, by_holder: bool = False) -> tuple[bool, Effects]:
         """Begin one save of the blocks that are due; return False if there are none.
+
+        A transition of the scheduler, which ``Effects.collect`` requests, too.
 
         Args:
             by_holder: True if the caller has one hold of the gate, which then forbids no save. With
@@ -57,7 +62,7 @@ class StoreSaver:
         submitted = self.submit_begun()
         if submitted:
             self.want()
-        return submitted
+        return submitted, self._outbox.pending
 
     def submit_begun(self) -> bool:
         """Submit the saves that have begun, also one that an interrupt has left; return True if

@@ -83,11 +83,21 @@ class SyncLayers(Unique):
             yield layer
 
     def gpu_wait(self, layer: int, stream: Any, timeout: float | None = None) -> None:
-        """Let ``stream`` wait for the layer, as ``LayerView.gpu_wait``. Does not cross."""
+        """Let ``stream`` wait for the layer, as ``LayerView.gpu_wait``. Does not cross.
+
+        Raises:
+            ClosedError: this process is a fork of the process of the engine.
+        """
+        self._port.thread.check_process()
         self._view.gpu_wait(layer, stream, timeout)
 
     def gpu_wait_all(self, stream: Any, timeout: float | None = None) -> None:
-        """Let ``stream`` wait for every layer, as ``LayerView.gpu_wait_all``. Does not cross."""
+        """Let ``stream`` wait for every layer, as ``LayerView.gpu_wait_all``. Does not cross.
+
+        Raises:
+            ClosedError: this process is a fork of the process of the engine.
+        """
+        self._port.thread.check_process()
         self._view.gpu_wait_all(stream, timeout)
 
     def raise_for_error(self) -> None:

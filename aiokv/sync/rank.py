@@ -170,10 +170,13 @@ class RankThread(Unique):
     def failure(self) -> AiokvError | None:
         """Reason why the rank has ended; None before, and when ``close`` has ended it.
 
-        ``ClosedError`` after the end of the group, ``BrokenEngineError`` after a failure of the
-        rank's thread, and the error of the connection when there was none.
+        ``ClosedError`` after the end of the group and in a fork of the process,
+        ``BrokenEngineError`` after a failure of the rank's thread, and the error of the connection
+        when there was none.
         """
-        return self._thread.new_error() if self._thread.has_failed else self._service.failure
+        if self._thread.has_failed or self._thread.is_abandoned:
+            return self._thread.new_error()
+        return self._service.failure
 
     def raise_for_error(self) -> None:
         """Raise if the rank has ended, for any reason but ``close``.
@@ -300,13 +303,22 @@ class RankThread(Unique):
         """
         self._thread.check_process()
         found = self._rank.find_transfer(transfer_id)
-        if found is None and self._rank.is_at_rest(transfer_id):
+        if found is not None or not self._rank.is_at_rest(transfer_id):
+            return found
+        # Its plan may have arrived, and ended, after the first look.
+        if (found := self._rank.find_transfer(transfer_id)) is None:
             raise UsageError(
                 f"rank {self.number} has forgotten transfer {transfer_id}, which ended long ago or "
                 "before a restart of the group",
                 hint="ask for the layers in the step that uses them",
             )
         return found
+
+    def check_process(self) -> None:
+        """Raises:
+        ClosedError: this process is a fork of the process of the rank.
+        """
+        self._thread.check_process()
 
     def arrived(self, transfer_ids: Sequence[int], deadline: Deadline) -> list[Arrived]:
         """Wait until plans have arrived, and return their transfers.

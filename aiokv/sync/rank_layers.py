@@ -41,6 +41,11 @@ Arrived: TypeAlias = "tuple[TransferPlan, LayerDoneCounter]"
 class Transfers(Protocol):
     """The transfers of a rank in a thread."""
 
+    def check_process(self) -> None:
+        """Raises:
+        ClosedError: this process is a fork of the process of the rank.
+        """
+
     def find(self, transfer_id: int) -> Arrived | None:
         """Return a transfer; None before its plan has arrived. Does not cross.
 
@@ -182,6 +187,7 @@ class RankLayers(Unique):
 
     def _arrived_so_far(self) -> list[Arrived]:
         if self._arrived:
+            self._transfers.check_process()
             return self._arrived
         found = [self._transfers.find(transfer_id) for transfer_id in self.transfer_ids]
         arrived = [transfer for transfer in found if transfer is not None]

@@ -92,6 +92,8 @@ class LoopThread:
         self._service = service
         self._loop_factory = loop_factory
         self._opening = threading.Lock()
+        self._is_claimed = False  # by a call of open()
+        self._has_begun = False  # the thread runs the loop, and will end it
         self._thread: threading.Thread | None = None
         self._ident = 0  # of the thread, while it runs
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -112,12 +114,14 @@ class LoopThread:
         self.check_process()
         opened: Future[None] = Future()
         with self._opening:
-            if self._loop is not None or self._has_ended:
+            if self._is_claimed or self._has_ended:
                 facade = self._service.facade
                 raise UsageError(
                     f"this {facade} was opened or closed before; it can be opened once",
                     hint=f"make a new {facade}",
                 )
+            self._is_claimed = True
+        try:
             loop = self._loop = self._loop_factory()
             self._closing = loop.create_future()
             self._thread = threading.Thread(
@@ -126,8 +130,7 @@ class LoopThread:
                 name=f"aiokv-{self._service.noun}",
                 daemon=True,
             )
-        _threads.add(self)
-        try:
+            _threads.add(self)
             self._thread.start()
             opened.result()
         except BaseException:
@@ -140,22 +143,16 @@ class LoopThread:
         if self._is_abandoned:
             return
         self.check_not_current("close()")
-        with self._opening:
-            thread, loop = self._thread, self._loop
-            if thread is None or loop is None:
-                self._has_ended = True
-                return
-        if thread.ident is None:  # an interrupt came before the thread began
-            self._has_ended = True
-            loop.close()
+        if self._end_unbegun():
             return
         self.post(self._begin_closing, drain_timeout)
         self._over.wait()
-        thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def close_at_exit(self) -> None:
         """Close without waiting for leases; leave a loop that does not react behind."""
-        if self._is_abandoned or self._thread is None:
+        if self._is_abandoned or self._end_unbegun():
             return
         self.post(self._begin_closing, 0.0)
         if not self._over.wait(EXIT_SECONDS):
@@ -167,6 +164,17 @@ class LoopThread:
         self._is_abandoned = True
         self._ident = 0
         _native.keep_forever(self)  # so that no destructor closes what the parent uses
+
+    def _end_unbegun(self) -> bool:
+        """End a service whose thread does not run its loop, and never will; else return False."""
+        with self._opening:
+            if self._has_begun:
+                return False
+            self._has_ended = True
+            if self._loop is not None:
+                self._loop.close()
+        self._end()
+        return True
 
     def _begin_closing(self, drain_timeout: float | None) -> None:
         if self._closing is not None and not self._closing.done():
@@ -180,7 +188,13 @@ class LoopThread:
         closing: asyncio.Future[float | None],
         opened: Future[None],
     ) -> None:
-        self._ident = get_ident()
+        with self._opening:
+            if self._has_ended:  # closed while the thread started
+                loop.close()
+                opened.set_exception(self.new_error())
+                return
+            self._has_begun = True
+            self._ident = get_ident()
         try:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
                 try:
@@ -227,6 +241,11 @@ class LoopThread:
     def is_ending(self) -> bool:
         """True when the service was asked to close, or failed: tasks are cancelled for that."""
         return self.has_failed or (self._closing is not None and self._closing.done())
+
+    @property
+    def is_abandoned(self) -> bool:
+        """True when this process is a fork of the process of the thread."""
+        return self._is_abandoned
 
     @property
     def has_failed(self) -> bool:
@@ -301,8 +320,7 @@ class LoopThread:
         if not self._has_ended:
             self.post(crossing.run)
         if self._has_ended:  # `_end` may not have seen the crossing
-            if self._thread is not None:
-                self._over.wait()
+            self._over.wait()
             crossing.fail(self.new_error)
 
     def forget(self, crossing: Crossing) -> None:

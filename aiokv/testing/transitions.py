@@ -40,7 +40,7 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
     """One transition, as plain values.
 
     Attributes:
-        name: of the method of ``CacheScheduler``.
+        name: of the method of ``CacheScheduler``; with a dot, of one of its parts.
         args: its positional arguments; arrays, bytes, sets and reports are tagged objects.
         kwargs: its keyword arguments.
         result: the value that it returned, or the error that it raised.
@@ -142,7 +142,8 @@ class Recording(Unique):
         if file is not None:
             self._write(_Head(VERSION, self.log.config, has_stores))
         for name in TRANSITIONS:
-            setattr(scheduler, name, self._recorded(name, getattr(scheduler, name)))
+            owner, method = _method_of(scheduler, name)
+            setattr(owner, method, self._recorded(name, getattr(owner, method)))
 
     def _recorded(self, name: str, transition: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(transition)
@@ -187,7 +188,7 @@ class Recording(Unique):
         """Record no more, and close the file. Idempotent."""
         names, self._names = self._names, ()
         for name in names:
-            delattr(self._scheduler, name)
+            delattr(*_method_of(self._scheduler, name))
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -252,7 +253,7 @@ def _run(scheduler: CacheScheduler, transitions: Iterable[Transition]) -> Iterat
     for transition in transitions:
         if transition.name not in TRANSITIONS:
             raise UsageError(f"the log has an unknown transition {transition.name!r}")
-        call = getattr(scheduler, transition.name)
+        call = getattr(*_method_of(scheduler, transition.name))
         args = [_value(arg) for arg in transition.args]
         kwargs = {key: _value(value) for key, value in transition.kwargs.items()}
         try:
@@ -265,6 +266,12 @@ def _run(scheduler: CacheScheduler, transitions: Iterable[Transition]) -> Iterat
             )
             effects.clear()
         scheduler.applied()
+
+
+def _method_of(scheduler: CacheScheduler, name: str) -> tuple[object, str]:
+    """Return the object that has a transition, and the name of its method."""
+    part, _, method = name.rpartition(".")
+    return (getattr(scheduler, part) if part else scheduler), method
 
 
 # --- plain values ---------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from aiokv import _native
-from aiokv.errors import LayoutError
+from aiokv.errors import ClosedError, LayoutError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -153,7 +153,7 @@ def describe(tensor: Any, what: str, dtype: str | None = None) -> DescribedArray
     """
     owner, interface, device = interface_of(tensor, what)
     shape = tuple(int(length) for length in interface["shape"])
-    item_bytes = int(interface["typestr"][2:])
+    item_bytes = item_bytes_of(interface["typestr"], what)
     pointer, read_only = interface["data"]
     strides = interface.get("strides") or dense_strides(shape, item_bytes)
     if not shape or 0 in shape:
@@ -197,15 +197,33 @@ def dtype_name(tensor: Any, typestr: str = "") -> str:
     return name if with_module is None else with_module[1]
 
 
+def item_bytes_of(typestr: str, what: str) -> int:
+    """Return the bytes per element of an element type, as array interfaces name it.
+
+    Raises:
+        LayoutError: the elements are Python objects, texts or times, whose names give no bytes.
+    """
+    plain = re.fullmatch(r"[<>|=][biufcVS](\d+)", typestr)
+    if plain is None:
+        raise LayoutError(
+            f"{what}: elements of type {typestr!r} are no numbers",
+            hint="pass tensors of numbers, or a view of the same memory as uint8",
+        )
+    return int(plain[1])
+
+
 def interface_of(tensor: Any, what: str) -> tuple[Any, dict[str, Any], str]:
     """Return the owner of the memory, its array interface, and ``"cpu"`` or ``"cuda"``.
 
     Raises:
         LayoutError: the tensor exports no layout.
+        ClosedError: it is a ``MappedTensor`` that was closed.
     """
     for name, device in (("__cuda_array_interface__", "cuda"), ("__array_interface__", "cpu")):
         try:
             return tensor, getattr(tensor, name), device
+        except ClosedError:
+            raise
         except Exception:
             continue  # PyTorch raises more than AttributeError, of float8 for example
     if not hasattr(tensor, "__dlpack__"):

@@ -100,6 +100,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit-seconds", type=float, default=180.0, help="of each process")
     parser.add_argument("--at-once", type=int, default=1, help="equality runs that share the GPU")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument(
+        "--record", action="store_true", help="write the calls of connectors to DIR/*.calls"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="write vLLM's traces of host hits to DIR/*.trace"
+    )
     parser.add_argument("--quick", action="store_true", help="few short sessions")
     args = parser.parse_args(argv)
     for server in args.servers:
@@ -154,6 +160,8 @@ def _cell(args: argparse.Namespace, server: str, kind: str, workload: Path, scra
             gpu_share=min(0.9, 0.9 / args.at_once) if equality else 0.9,
             batch_invariant=equality,
             graph_sizes=() if equality or args.eager else (1, 2, 4, 8),
+            record=str(args.out.resolve() / f"{server}-{kind}.calls") if args.record else "",
+            profile=str(args.out.resolve() / f"{server}-{kind}.trace") if args.profile else "",
         ),
         clients=args.clients,
         max_output_tokens=args.output_tokens,

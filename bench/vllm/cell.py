@@ -38,7 +38,7 @@ _HEAD_HASH_BLOCKS = 28
 _NUM_HEADS = 8
 _TAIL_TOKENS = (256, 1_536)
 _HOST_HITS_OUTPUT_TOKENS = 3
-_HOST_HITS = {1: 16, 4: 24}  # prompts of each load by its number of clients
+_HOST_HITS = {1: 24, 4: 64}  # prompts of each load by its number of clients
 HOST_HITS_TOKENS = _HEAD_HASH_BLOCKS * HASH_BLOCK_TOKENS + max(_TAIL_TOKENS)
 
 
@@ -158,9 +158,13 @@ class _Bench:
                     for _ in range(count)
                 ]
                 name = f"host_hits_{tail}_new_{clients}_clients"
+                if self._cell.settings.profile:
+                    await self._engine.start_profile(name)
                 figures[name] = await self._load(
                     name, prompts, clients=clients, output_tokens=_HOST_HITS_OUTPUT_TOKENS
                 )
+                if self._cell.settings.profile:
+                    await self._engine.stop_profile()
         return figures
 
     async def compare(self) -> dict[str, Any]:

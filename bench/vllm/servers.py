@@ -28,6 +28,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         gpu_share: part of the GPU's memory that must be free at the start.
         batch_invariant: equal outputs whatever runs beside a request, at a lower speed.
         graph_sizes: batch sizes whose decode steps run as CUDA graphs; none: all steps are eager.
+        record: file for the calls of the connector; see ``bench.vllm.recorded``. Empty: none.
+        profile: directory for traces of vLLM's profiler. Empty: none.
     """
 
     model: str
@@ -41,6 +43,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     gpu_share: float = 0.9
     batch_invariant: bool = False
     graph_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    record: str = ""
+    profile: str = ""
 
 
 def _no_offload(settings: Settings) -> dict[str, Any]:
@@ -100,8 +104,15 @@ SERVERS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "lmcache": _lmcache,
     "aiokv": _aiokv,
     "aiokv-layers": _aiokv_layers,
+    "aiokv-layers-sync": _aiokv_layers,
     "aiokv-disk": _aiokv_disk,
 }
+
+RECORDED = {
+    "OffloadingConnector": "RecordedOffloading",
+    "AiokvConnector": "RecordedAiokv",
+}
+"""Classes of ``bench.vllm.recorded`` by the connector that they record."""
 
 
 def engine_options(server: str, settings: Settings) -> dict[str, Any]:
@@ -129,11 +140,25 @@ def engine_options(server: str, settings: Settings) -> dict[str, Any]:
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": list(settings.graph_sizes),
         }
-    if server == "aiokv-layers":  # its connector refuses asynchronous scheduling
+    if server == "aiokv-layers-sync":
         options["async_scheduling"] = False
     transfer = SERVERS[server](settings)
     if transfer:
+        recorded = RECORDED.get(transfer["kv_connector"]) if settings.record else None
+        if recorded is not None:
+            transfer |= {
+                "kv_connector": recorded,
+                "kv_connector_module_path": "bench.vllm.recorded",
+            }
         options["kv_transfer_config"] = {"kv_role": "kv_both", **transfer}
+    if settings.profile:
+        options["profiler_config"] = {
+            "profiler": "torch",
+            "torch_profiler_dir": settings.profile,
+            "torch_profiler_with_stack": False,
+            "torch_profiler_dump_cuda_time_total": False,
+            "ignore_frontend": True,
+        }
     return options
 
 
@@ -147,6 +172,8 @@ def environment(settings: Settings) -> dict[str, str]:
         "VLLM_USE_DEEP_GEMM": "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
+    if settings.record:
+        variables["BENCH_VLLM_RECORD"] = settings.record
     if settings.batch_invariant:
         variables["VLLM_BATCH_INVARIANT"] = "1"
     return variables

@@ -648,7 +648,7 @@ async def test_blocks_computed_behind_an_onload_of_another_lease_are_saved_once_
         assert not cache.device.offloads
         if end == "failed":
             cache.device.complete_all()
-            await spin(2)
+            await run_until_idle(lambda: bool(cache.device.onloads))
             (copy,) = cache.device.onloads
             copy.fail_all(block=1)
         elif end == "cancelled":
@@ -976,6 +976,79 @@ async def test_closing_waits_for_saves_and_wakes_who_waits_for_idle():
     assert lease.is_idle
     with pytest.raises(ClosedError):
         cache.engine.match(A)
+
+
+async def _released_at_pass(passes: int) -> tuple[int, bool]:
+    """Commit and release a lease in a pass of a close that has to wait for another save.
+
+    Returns:
+        The number of saves that have begun then, and whether the lease is idle.
+    """
+    cache = ForeignCache()
+    await cache.engine.__aenter__()
+    saved = await cache.compute_new(A, range(4))
+    await cache.saves_begun()
+    late = await cache.begin(B, range(8, 12))
+    closing = asyncio.create_task(cache.engine.aclose(drain_timeout=0))
+    await spin(passes)
+    cache.compute(late, B)
+    late.release()
+    await spin(8)
+    assert not saved.is_idle
+    found = len(cache.device.offloads), late.is_idle
+    cache.device.complete_all()
+    await closing
+    saved.release()
+    return found
+
+
+async def test_closing_gives_up_saves_that_have_not_begun():
+    found = [await _released_at_pass(passes) for passes in range(8)]
+    assert (2, False) in found  # saved before the engine stops saving
+    assert (1, True) in found  # queued in the pass in which the engine stops saving
+    assert (2, True) not in found
+
+
+async def test_a_lease_that_commits_while_the_engine_closes_is_idle_once_it_is_closed():
+    """The commit queues a save that no transfer takes."""
+    cache = ForeignCache()
+    await cache.engine.__aenter__()
+    saved = await cache.compute_new(A, range(4))
+    await cache.saves_begun()
+    late = await cache.begin(B, range(8, 12))
+    closing = asyncio.create_task(cache.engine.aclose(drain_timeout=0))
+    await spin(8)
+    cache.compute(late, B)
+    idle = [asyncio.create_task(lease.idle()) for lease in (saved, late)]
+    cache.device.complete_all()
+    await closing
+    await spin(8)
+    assert [task.done() for task in idle] == [True, True]
+    assert saved.is_idle
+    assert late.is_idle
+    assert not cache.device.offloads
+    saved.release()
+    late.release()
+
+
+async def test_a_lease_is_idle_when_the_engine_was_closed_after_its_loop():
+    """No report can come any more, and the device was joined."""
+    loop = asyncio.new_event_loop()
+    cache = ForeignCache()
+
+    async def open_and_save():
+        await cache.engine.__aenter__()
+        lease = await cache.compute_new(A, range(4))
+        await cache.saves_begun()
+        return lease
+
+    lease = await asyncio.to_thread(loop.run_until_complete, open_and_save())
+    loop.close()
+    cache.device.complete_all()
+    await cache.engine.aclose()
+    assert lease.is_idle
+    await lease.idle()
+    lease.release()
 
 
 async def test_cancelled_allocate_leaves_no_refs():

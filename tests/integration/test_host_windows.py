@@ -308,7 +308,7 @@ async def test_a_save_waits_until_the_step_of_its_blocks_is_closed():
 
 
 async def test_an_onload_never_waits_for_the_open_step():
-    """What is only in host memory is computed again when all device blocks are of the open step."""
+    """Blocks only in host memory are computed again if the open step has all device blocks."""
     device = ManualDevice()
     device.computes_in_stream = True
     async with windowed(device=device, window_blocks=6) as model:

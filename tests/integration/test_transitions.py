@@ -10,7 +10,10 @@ import msgspec
 import pytest
 
 from aiokv import CacheConfig, CacheEngine, Item, LeaseError, UsageError
+from aiokv.scheduler.fetches import Fetches
+from aiokv.scheduler.peers import Peers
 from aiokv.scheduler.scheduler import TRANSITIONS, CacheScheduler
+from aiokv.scheduler.store_saver import StoreSaver
 from aiokv.testing import Mismatch, TransitionLog, record, replay_transitions
 
 if TYPE_CHECKING:
@@ -140,10 +143,19 @@ def test_a_file_that_is_no_log_is_refused(tmp_path: Path, text: str, match: str)
         TransitionLog.load(path)
 
 
+PARTS = {
+    "": CacheScheduler,
+    "fetches.": Fetches,
+    "peers.": Peers,
+    "store_saver.": StoreSaver,
+}
+
+
 def test_every_transition_returns_effects_and_is_recorded() -> None:
     methods = {
-        name: method
-        for name, method in inspect.getmembers(CacheScheduler, inspect.isfunction)
+        prefix + name: method
+        for prefix, owner in PARTS.items()
+        for name, method in inspect.getmembers(owner, inspect.isfunction)
         if not name.startswith("_")
     }
     returning = {
@@ -158,5 +170,11 @@ def test_every_transition_returns_effects_and_is_recorded() -> None:
         "applied",
         "can_allocate",
         "extendable_blocks",
+        "fetches.check",
+        "fetches.ended",
+        "peers.cancel_abandoned",
+        "peers.note_ends",
+        "store_saver.submit_begun",
+        "store_saver.want",
         "violations",
     }

@@ -1,4 +1,4 @@
-"""Which transports of peers can be used here."""
+"""Names of the transports of peers that can be used here."""
 
 from __future__ import annotations
 

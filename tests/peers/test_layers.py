@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,12 @@ from .engines import Side, prompt, two_engines
 from .test_sides import complete
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import numpy as np
+
     from aiokv import Lease
+    from aiokv.engine.receiving import Receiving
     from aiokv.engine.sending import Sending
 
 pytestmark = pytest.mark.asyncio
@@ -41,6 +47,19 @@ def parcels(side: Side) -> int:
     """Return the parcels that an engine has received and verified."""
     (rank,) = side.engine.peer_statistics().ranks
     return rank.received.parcels
+
+
+@asynccontextmanager
+async def transfer(
+    p: Side, lease: Lease, tokens: np.ndarray, **receive: Any
+) -> AsyncIterator[tuple[Receiving, Lease, Sending]]:
+    """Let ``lease`` receive a prompt that a granted lease of ``p`` sends."""
+    async with (
+        lease.receive(**receive) as receiving,
+        await p.granted(tokens) as source,
+        p.engine.send(source, receiving.ticket) as sending,
+    ):
+        yield receiving, source, sending
 
 
 async def arrival(side: Side, count: int) -> None:
@@ -71,11 +90,7 @@ async def test_prompt_arrives_in_layers(length, step, layer_ranges):
 async def test_layers_arrive_before_the_commit_and_are_used_after_it():
     tokens = prompt(30)
     async with two_engines(*sides(3)) as (p, d), await d.granted(tokens) as lease:
-        async with (
-            lease.receive() as receiving,
-            await p.granted(tokens) as source,
-            p.engine.send(source, receiving.ticket) as sending,
-        ):
+        async with transfer(p, lease, tokens) as (receiving, source, sending):
             p.compute_layers(source, tokens, range(21), sending)  # all layers
             await arrival(d, 2 * 5)  # but for the last range of layers
             assert receiving.received_tokens == 0
@@ -148,11 +163,7 @@ async def test_layers_that_are_never_committed_are_dropped(give_up, committed):
 async def test_last_layers_wait_for_the_commit_of_their_own_positions():
     tokens = prompt(24)
     async with two_engines(*sides(2)) as (p, d), await d.granted(tokens) as lease:
-        async with (
-            lease.receive() as receiving,
-            await p.granted(tokens) as source,
-            p.engine.send(source, receiving.ticket) as sending,
-        ):
+        async with transfer(p, lease, tokens) as (receiving, source, sending):
             p.compute_layers(source, tokens, range(8), sending)
             p.compute_layers(source, tokens, range(8, 24), sending, range(4))
             await arrival(d, 6)
@@ -169,11 +180,7 @@ async def test_last_layers_wait_for_the_commit_of_their_own_positions():
 async def test_layers_of_a_later_call_do_not_bring_those_of_an_earlier_one():
     tokens = prompt(16)
     async with two_engines(*sides(5)) as (p, d), await d.granted(tokens) as lease:
-        async with (
-            lease.receive() as receiving,
-            await p.granted(tokens) as source,
-            p.engine.send(source, receiving.ticket) as sending,
-        ):
+        async with transfer(p, lease, tokens) as (receiving, source, sending):
             p.compute_layers(source, tokens, range(8), sending, range(3))
             p.compute_layers(source, tokens, range(8, 16), sending, range(1))
             sending.layers_done(4, 2)  # known
@@ -188,11 +195,7 @@ async def test_layers_of_a_later_call_do_not_bring_those_of_an_earlier_one():
 async def test_without_ranges_layers_are_sent_when_they_are_committed():
     tokens = prompt(16)
     async with two_engines(*sides(1)) as (p, d), await d.granted(tokens) as lease:
-        async with (
-            lease.receive() as receiving,
-            await p.granted(tokens) as source,
-            p.engine.send(source, receiving.ticket) as sending,
-        ):
+        async with transfer(p, lease, tokens) as (receiving, source, sending):
             p.compute_layers(source, tokens, range(16), sending)
             await arrival(d, 0)
             source.commit(16)
@@ -205,11 +208,7 @@ async def test_long_prompt_with_more_parts_than_transfers_in_flight():
     tokens = prompt(1200)
     options: dict[str, Any] = {"device_blocks": 400, "chunk_blocks": 1}
     async with two_engines(*sides(5, **options)) as (p, d), await d.granted(tokens) as lease:
-        async with (
-            lease.receive() as receiving,
-            await p.granted(tokens) as source,
-            p.engine.send(source, receiving.ticket) as sending,
-        ):
+        async with transfer(p, lease, tokens) as (receiving, source, sending):
             p.compute_layers(source, tokens, range(1200), sending)
             source.commit(1200)
             assert await receiving.wait() == 1200
@@ -239,11 +238,7 @@ async def test_blocks_of_other_sizes_arrive_in_layers(sizes):
     p = Side(listen=None, layers=LAYERS, layer_ranges=3, block_tokens=sizes[0], ring_blocks=32)
     d = Side(layers=LAYERS, layer_ranges=3, block_tokens=sizes[1], ring_blocks=32)
     async with two_engines(p, d), await d.granted(tokens) as lease:
-        async with (
-            lease.receive() as receiving,
-            await p.granted(tokens) as source,
-            p.engine.send(source, receiving.ticket) as sending,
-        ):
+        async with transfer(p, lease, tokens) as (receiving, source, sending):
             p.compute_layers(source, tokens, range(48), sending)
             await run_until_idle(lambda: parcels(d) > 0)
             assert receiving.received_tokens == 0
@@ -261,11 +256,7 @@ async def test_assembly_slots_are_left_for_committed_blocks():
     d = Side(layers=LAYERS, layer_ranges=3, block_tokens=8, ring_blocks=16)
     one, other = prompt(120), prompt(96, seed=2)
     async with two_engines(p, d), await d.granted(one) as lease, await d.granted(other) as second:
-        async with (
-            lease.receive() as receiving,
-            await p.granted(one) as source,
-            p.engine.send(source, receiving.ticket) as sending,
-        ):
+        async with transfer(p, lease, one) as (receiving, source, sending):
             p.compute_layers(source, one, range(120), sending)
             await run_until_idle(lambda: parcels(d) > 0)
             async with second.receive(timeout=20.0) as arriving:
@@ -284,11 +275,7 @@ async def test_parcels_without_room_leave_their_outgoing_slots_to_others(sizes):
     p = Side(listen=None, layers=LAYERS, layer_ranges=3, block_tokens=sizes[0], ring_blocks=2)
     d = Side(layers=LAYERS, layer_ranges=3, block_tokens=sizes[1], ring_blocks=24)
     async with two_engines(p, d), await d.granted(tokens) as lease:
-        async with (
-            lease.receive(timeout=20.0) as receiving,
-            await p.granted(tokens) as source,
-            p.engine.send(source, receiving.ticket) as sending,
-        ):
+        async with transfer(p, lease, tokens, timeout=20.0) as (receiving, source, sending):
             first = 0
             for end in (17, 30, 42):  # no pass of the loop between them
                 p.compute_layers(source, tokens, range(first, end), sending)
@@ -326,11 +313,7 @@ async def test_every_order_of_layers_commits_and_copies_ends(seed):
     tokens = prompt(length)
     async with two_engines(p, d), await d.granted(tokens) as lease:
         copying = asyncio.create_task(complete_copies())
-        async with (
-            lease.receive(timeout=20.0) as receiving,
-            await p.granted(tokens) as source,
-            p.engine.send(source, receiving.ticket) as sending,
-        ):
+        async with transfer(p, lease, tokens, timeout=20.0) as (receiving, source, sending):
             first = 0
             for end in ends:
                 p.compute_layers(source, tokens, range(first, end), sending)
@@ -350,11 +333,7 @@ async def test_layers_wait_for_their_event_and_the_last_ones_for_their_step():
     p = Side(device, listen=None, layers=LAYERS, layer_ranges=3)
     d = Side(layers=LAYERS, layer_ranges=3)
     async with two_engines(p, d), await d.granted(tokens) as lease:
-        async with (
-            lease.receive() as receiving,
-            await p.granted(tokens) as source,
-            p.engine.send(source, receiving.ticket) as sending,
-        ):
+        async with transfer(p, lease, tokens) as (receiving, source, sending):
             events = [ManualEvent(), ManualEvent()]
             sending.layers_done(8, 1, events[0])
             sending.layers_done(8, 3, events[1])
@@ -400,9 +379,7 @@ async def test_end_of_an_idle_send_is_known_at_once():
     async with (
         two_engines(*sides(3)) as (p, d),
         await d.granted(tokens) as lease,
-        lease.receive() as receiving,
-        await p.granted(tokens) as source,
-        p.engine.send(source, receiving.ticket) as sending,
+        transfer(p, lease, tokens) as (receiving, source, sending),
     ):
         p.compute(source, tokens, 0, 8)
         assert await receiving.wait(8) == 8

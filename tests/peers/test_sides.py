@@ -637,6 +637,7 @@ async def test_decisions_of_both_engines_replay(model):
         log = recording.log
         assert replay_transitions(log) == len(log.transitions)
         names = {transition.name for transition in log.transitions}
-        sides_of = {"state_slots": f"{verb}_state", "windows": f"{verb}_window"}
-        assert {verb, "end_peer" if verb == "receive" else verb} <= names
+        sides_of = {"state_slots": f"peers.{verb}_state", "windows": f"peers.{verb}_window"}
+        ends = {"peers.end"} if verb == "receive" else set()
+        assert {f"peers.{verb}"} | ends <= names
         assert {sides_of[name] for name in model} <= names

@@ -71,7 +71,7 @@ SPLIT = SplitBlocks()
 
 
 class Contents(NamedTuple):
-    """What a slot holds: the key of the trailer, the value, and True if the checksum is right."""
+    """Contents of a slot: the key of the trailer, the value, and True if the checksum is right."""
 
     key: bytes
     value: Any

@@ -304,7 +304,7 @@ class PeerWalk:
         num_blocks = self.random.randint(1, 4)
         with suppress(AiokvError):
             transfer_id = self.apply(
-                self.scheduler.receive(lease_id, self.ticket(), first, num_blocks)
+                self.scheduler.peers.receive(lease_id, self.ticket(), first, num_blocks)
             )
             self.note_begin(transfer_id, lease_id, first, num_blocks, known)
 
@@ -316,7 +316,7 @@ class PeerWalk:
         num_blocks = self.random.randint(1, 3)
         with suppress(AiokvError):
             transfer_id = self.apply(
-                self.scheduler.send(lease_id, self.ticket(), first, num_blocks)
+                self.scheduler.peers.send(lease_id, self.ticket(), first, num_blocks)
             )
             self.note_begin(transfer_id, lease_id, first, num_blocks, computed)
 
@@ -328,7 +328,7 @@ class PeerWalk:
         computed = self.read.computed_tokens(lease_id)
         with suppress(AiokvError):
             transfer_id = self.apply(
-                self.scheduler.send_early(
+                self.scheduler.peers.send_early(
                     lease_id, self.ticket(), first, num_blocks, 0, 2, self.random.randint(1, 9)
                 )
             )
@@ -340,7 +340,9 @@ class PeerWalk:
         tokens = self.tokens[lease_id]
         stop = self.random.randint(0, len(tokens))
         with suppress(AiokvError):
-            transfer_id = self.apply(self.scheduler.receive_state(lease_id, self.ticket(), stop))
+            transfer_id = self.apply(
+                self.scheduler.peers.receive_state(lease_id, self.ticket(), stop)
+            )
             self.awaited[transfer_id] = lease_id
             self.expected[transfer_id] = [(state_word(tokens, stop),)]
 
@@ -349,7 +351,9 @@ class PeerWalk:
             return
         computed = self.read.computed_tokens(lease_id)
         with suppress(AiokvError):
-            transfer_id = self.apply(self.scheduler.send_state(lease_id, self.ticket(), computed))
+            transfer_id = self.apply(
+                self.scheduler.peers.send_state(lease_id, self.ticket(), computed)
+            )
             self.awaited[transfer_id] = lease_id
             self.expected[transfer_id] = [(state_word(self.tokens[lease_id], computed),)]
 
@@ -361,7 +365,7 @@ class PeerWalk:
         group = self.random.choice(list(self.windows))
         with suppress(AiokvError):
             transfer_id = self.apply(
-                self.scheduler.receive_window(lease_id, self.ticket(), group, stop)
+                self.scheduler.peers.receive_window(lease_id, self.ticket(), group, stop)
             )
             self.stops[lease_id] = stop
             self.note_window(transfer_id, lease_id, stop)
@@ -373,7 +377,7 @@ class PeerWalk:
         group = self.random.choice(list(self.windows))
         with suppress(AiokvError):
             transfer_id = self.apply(
-                self.scheduler.send_window(lease_id, self.ticket(), group, computed)
+                self.scheduler.peers.send_window(lease_id, self.ticket(), group, computed)
             )
             self.note_window(transfer_id, lease_id, computed)
 
@@ -418,7 +422,7 @@ class PeerWalk:
             return
         stop = self.stops.get(lease_id) or self.random.randint(0, len(self.tokens[lease_id]))
         with suppress(LeaseError):
-            if self.apply(self.scheduler.commit_received(lease_id, stop)):
+            if self.apply(self.scheduler.peers.commit_received(lease_id, stop)):
                 self.seen["received"] += 1
                 self.seen["windows committed"] += lease_id in self.stops
                 self.stops.pop(lease_id, None)
@@ -426,7 +430,7 @@ class PeerWalk:
     def end_peer(self) -> None:
         if self.tokens:
             lease_id = self.random.choice(sorted(self.tokens))
-            self.apply(self.scheduler.end_peer(lease_id, self.ticket()))
+            self.apply(self.scheduler.peers.end(lease_id, self.ticket()))
 
     def forget(self, lease_id: int) -> None:
         """The lease gives its blocks back: nothing waits for its transfers."""

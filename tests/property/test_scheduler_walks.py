@@ -171,7 +171,7 @@ class Walk:
         if self.collects:
             self.collects = False
             self.apply(self.scheduler.collect_backups())
-            if self.apply(self.scheduler.collect_saves()):
+            if self.apply(self.scheduler.store_saver.collect()):
                 self.seen["saves"] += 1
         if self.advances:
             self.advances = False
@@ -270,7 +270,7 @@ class Walk:
             urgency = self.random.choice((Priority.DEMAND, Priority.PREFETCH))
             num_blocks = self.random.randint(0, 6)
             _, digests = self.scheduler.read.missing(lease_id)
-            fetched = self.apply(self.scheduler.fetch(lease_id, num_blocks, urgency))
+            fetched = self.apply(self.scheduler.fetches.begin(lease_id, num_blocks, urgency))
             assert not fetched or digests
             if fetched:
                 assert self.in_flight[fetched].route == FETCH
@@ -281,7 +281,7 @@ class Walk:
         if (lease_id := self.pick(waiting=True)) is not None:
             borders = self.scheduler.read.borders(lease_id)
             num_blocks = self.random.randint(0, borders.cached + 1)
-            fetching = self.scheduler.fetch_auxiliary(
+            fetching = self.scheduler.fetches.begin_auxiliary(
                 lease_id, num_blocks, "host_state", Priority.DEMAND
             )
             if fetched := self.apply(fetching):
@@ -338,14 +338,14 @@ class Walk:
         with suppress(LeaseError, UsageError):
             draw = self.random.random()
             if draw < 0.6:
-                verb = self.random.choice((self.scheduler.receive, self.scheduler.send))
+                verb = self.random.choice((self.scheduler.peers.receive, self.scheduler.peers.send))
                 self.apply(verb(lease_id, ticket, first, self.random.randint(1, 3)))
                 self.seen["peer transfers"] += 1
             elif draw < 0.9:
-                self.apply(self.scheduler.commit_received(lease_id, first * BLOCK_TOKENS))
+                self.apply(self.scheduler.peers.commit_received(lease_id, first * BLOCK_TOKENS))
                 self.seen["commit_received"] += 1
             else:
-                self.apply(self.scheduler.end_peer(lease_id, ticket))
+                self.apply(self.scheduler.peers.end(lease_id, ticket))
 
     def extend(self) -> None:
         if (lease_id := self.pick(granted=True)) is not None:
@@ -565,8 +565,8 @@ class Walk:
         self.match()
         self.apply(self.scheduler.sleep(frozenset(("device", "host"))))
         (lease_id,) = self.tokens
-        assert not self.apply(self.scheduler.fetch(lease_id, 9, Priority.DEMAND))
-        assert not self.apply(self.scheduler.collect_saves())
+        assert not self.apply(self.scheduler.fetches.begin(lease_id, 9, Priority.DEMAND))
+        assert not self.apply(self.scheduler.store_saver.collect())
         self.apply(self.scheduler.release(lease_id))
         statistics = self.scheduler.read.statistics()
         assert (statistics.host_free, statistics.device_free) == (

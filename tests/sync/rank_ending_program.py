@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from aiokv import CacheConfig, ClosedError, Regions
-from aiokv.ranks import RankGroup
 from aiokv.sync import RankThread, SyncEngine
+from aiokv.sync import thread as thread_module
+from aiokv.testing.manual import ManualStream
+from tests.sync.served_ranks import LONG, Device, Served
 
 
 def started(folder: str) -> RankThread:
@@ -48,39 +50,79 @@ def is_refused(call) -> bool:
 
 
 def fork(folder: str) -> None:
-    rank = started(folder)
-    engine = SyncEngine(
-        CacheConfig(block_tokens=4, device_blocks=8),
-        ranks=RankGroup(1, path=Path(folder) / "ranks"),
-    )
-    engine.open()
-    layers = rank.layers([1])
-    pid = os.fork()
-    if pid == 0:
-        verbs = (
-            rank.start,
-            rank.wait_ready,
-            lambda: rank.layers([1]),
-            lambda: rank.is_done([1]),
-            lambda: rank.wait_done([1]),
-            lambda: rank.step(1),
-            lambda: layers.wait(0),
-            lambda: layers.is_done,
-        )
+    device = Device()
+    served = Served(Path(folder), [device])
+    with served:
+        rank = served.ranks[0]
+        served.fill_host()
+        lease = served.load()
+        copy = device.taken.get(timeout=LONG)
+        moving = rank.layers(lease.layers.transfer_ids)
+        moving.gpu_wait(0, ManualStream())  # its plan has arrived
+        absent = rank.layers([99])
+        pid = os.fork()
+        if pid == 0:
+            verbs = (
+                rank.start,
+                rank.wait_ready,
+                rank.raise_for_error,
+                lambda: rank.layers([1]),
+                lambda: rank.is_done([1]),
+                lambda: rank.wait_done([1]),
+                lambda: rank.step(1),
+                rank.statistics,
+                rank.store_statistics,
+                rank.peer_statistics,
+                lambda: absent.wait(0),
+                lambda: absent.is_done,
+                lambda: moving.wait(1),
+                moving.wait_all,
+                lambda: moving.gpu_wait(1, ManualStream()),
+                lambda: moving.gpu_wait_all(ManualStream()),
+                lambda: moving.is_done,
+                moving.raise_for_error,
+                moving.failures,
+                lambda: lease.layers.wait(0),
+                lambda: lease.layers.gpu_wait(0, ManualStream()),
+                lambda: lease.layers.gpu_wait_all(ManualStream()),
+            )
+            try:
+                refused = [is_refused(verb) for verb in verbs]
+            except BaseException as error:
+                print(repr(error), flush=True)
+                refused = []
+            rank.close()
+            print("child", set(refused), rank.is_ready, repr(rank.failure)[:11], flush=True)
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        print("child status", os.waitstatus_to_exitcode(status), flush=True)
+        copy.complete_all()
+        moving.wait_all(LONG)
+        lease.release()
+        print("parent", rank.is_ready, flush=True)
+
+
+def interrupt(folder: str) -> None:
+    """End after Ctrl-C before the threads of a rank and an engine have begun."""
+    thread_module.EXIT_SECONDS = 1000.0  # longer than the test waits
+    start = threading.Thread.start
+
+    def interrupted_start(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    threading.Thread.start = interrupted_start
+    engines = [SyncEngine(CacheConfig(block_tokens=4, device_blocks=8)) for _ in range(2)]
+    close = thread_module.LoopThread.close
+    for begin in (lambda: started(folder), engines[0].open, engines[1].open):
         try:
-            ok = all(is_refused(verb) for verb in verbs)
-        except BaseException as error:
-            print(repr(error), flush=True)
-            ok = False
-        rank.close()
-        print("child", ok, flush=True)
-        sys.exit(0 if ok else 1)
-    _, status = os.waitpid(pid, 0)
-    print("child status", os.waitstatus_to_exitcode(status), flush=True)
-    print("parent", rank.is_ready, flush=True)
-    engine.close()
-    rank.close()
+            begin()
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        thread_module.LoopThread.close = interrupted_start  # the next one comes in the close, too
+    threading.Thread.start = start
+    thread_module.LoopThread.close = close
+    globals()["kept"] = engines  # until the interpreter frees the modules
 
 
 if __name__ == "__main__":
-    {"leave": leave, "fork": fork}[sys.argv[1]](sys.argv[2])
+    {"leave": leave, "fork": fork, "interrupt": interrupt}[sys.argv[1]](sys.argv[2])

@@ -231,6 +231,37 @@ def test_calls_have_the_methods_of_the_engine_that_never_wait():
     assert crossing <= public(Calls) & public(SyncEngine) & public(CacheEngine)
 
 
+def parameters(method):
+    """Return name, kind and default of each parameter, without the lease of a recorded call."""
+    return [
+        (parameter.name, parameter.kind, parameter.default)
+        for parameter in inspect.signature(method).parameters.values()
+        if parameter.name not in ("self", "lease")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cls", "model", "at_least"),
+    [
+        (SyncEngine, CacheEngine, 13),
+        (Calls, SyncEngine, 9),
+        (SyncLease, Lease, 16),
+        (Calls, SyncLease, 16),
+    ],
+)
+def test_methods_of_one_name_have_the_same_parameters(cls, model, at_least):
+    elsewhere = {"preempt": "swap"} if model is Lease else {}  # a thread calls swap_out
+    methods = [
+        (name, getattr(cls, name), getattr(model, name))
+        for name in sorted(public(cls) & public(model))
+        if inspect.isfunction(getattr(cls, name)) and inspect.isfunction(getattr(model, name))
+    ]
+    assert len(methods) >= at_least
+    for name, method, original in methods:
+        wanted = [entry for entry in parameters(original) if entry[0] != elsewhere.get(name)]
+        assert parameters(method) == wanted, name
+
+
 def test_calls_after_close_are_refused_and_release_has_nothing_to_do(config):
     with SyncEngine(config) as engine:
         lease = engine.match(PROMPT)

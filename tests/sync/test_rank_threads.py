@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, Self
+from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
 from aiokv import (
@@ -22,119 +20,29 @@ from aiokv import (
     ControlTimeout,
     CpuStream,
     RankLost,
-    Regions,
     TransferError,
     TransferTimeout,
     UsageError,
 )
 from aiokv.ranks import RankGroup
 from aiokv.ranks import counters as counters_module
-from aiokv.sync import RankThread, SyncEngine, SyncLease
-from aiokv.testing import ManualDevice
-from aiokv.testing.manual import ManualCopy, ManualStream
+from aiokv.sync import RankThread, SyncEngine
+from aiokv.testing.manual import ManualStream
+from tests.sync.served_ranks import (
+    BLOCKS,
+    LONG,
+    PROMPT,
+    TOKENS,
+    Device,
+    Served,
+    new_regions,
+    tensors,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).parents[2]
-LAYERS, BLOCKS, TOKENS = 2, 8, 4
-PROMPT = list(range(17))
-LONG = 60.0  # seconds; no test waits that long
-
-
-def new_regions() -> Regions:
-    regions = Regions(num_layers=LAYERS)
-    regions.add("kv", layers=[np.zeros((BLOCKS, 64), np.int8) for _ in range(LAYERS)])
-    return regions
-
-
-def tensors(regions: Regions) -> list[np.ndarray]:
-    return [piece.view() for piece in regions.pieces()]
-
-
-class Device(ManualDevice):
-    """A device that hands its copies to the thread of the test, which ends them.
-
-    Attributes:
-        taken: gets each copy.
-        loop: of the rank, after the first copy.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.taken: SimpleQueue[ManualCopy] = SimpleQueue()
-        self.loop: Any = None
-
-    def copy(self, *args: Any, **kwargs: Any) -> ManualCopy:
-        self.loop = asyncio.get_running_loop()
-        copy = super().copy(*args, **kwargs)
-        self.taken.put(copy)
-        return copy
-
-
-class Served:
-    """An engine in a thread, whose ranks are threads of the same process."""
-
-    def __init__(self, path: Path, devices: list[Device | None]) -> None:
-        self.devices = devices
-        self.ranks = [
-            RankThread(path / "ranks", number, new_regions(), device)
-            for number, device in enumerate(devices)
-        ]
-        config = CacheConfig(
-            block_tokens=TOKENS, device_blocks=BLOCKS, host_blocks=8, drain_timeout_seconds=0.0
-        )
-        self.engine = SyncEngine(config, ranks=RankGroup(len(devices), path=path / "ranks"))
-
-    def __enter__(self) -> Self:
-        for rank in self.ranks:
-            rank.start()
-        self.engine.open()
-        for rank in self.ranks:
-            rank.wait_ready(LONG)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        with ThreadPoolExecutor(1) as threads:
-            closed = threads.submit(self.engine.close, 0.0)
-            while not closed.done():
-                for device in self.devices:
-                    if device is not None:
-                        device.complete_all()
-            closed.result()
-        for rank in self.ranks:
-            rank.close()
-
-    def step(self) -> None:
-        number = self.engine.call(lambda: self.engine.cache.open_step)
-        for rank in self.ranks:
-            rank.step(number)
-        self.engine.step()
-
-    def content(self, rank: int, layer: int, block: int) -> int:
-        return 50 * rank + 10 * layer + block
-
-    def fill_host(self) -> None:
-        """Compute the prompt, and evict its 4 blocks to host memory."""
-        with self.engine.match(PROMPT) as lease:
-            lease.allocate(17).result()
-            for number, rank in enumerate(self.ranks):
-                for layer, tensor in enumerate(tensors(rank.regions)):
-                    for position, block in enumerate(lease.block_table):
-                        tensor[block] = self.content(number, layer, position)
-            lease.commit(17)
-        self.step()
-        for device in self.devices:
-            if device is not None:
-                device.taken.get(timeout=LONG).complete_all()
-        self.engine.call(self.engine.cache.drain)
-        self.engine.call(self.engine.cache.evict, BLOCKS)
-        for rank in self.ranks:
-            for tensor in tensors(rank.regions):
-                tensor[:] = 77
-
-    def load(self) -> SyncLease:
-        lease = self.engine.match(PROMPT)
-        lease.allocate(17).result()
-        assert lease.cached_tokens == 16
-        return lease
 
 
 @pytest.fixture
@@ -476,8 +384,92 @@ def test_the_interpreter_exits_with_a_running_rank(tmp_path):
 
 def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path):
     done = run_program("fork", tmp_path)
-    assert done.stdout.splitlines() == ["child True", "child status 0", "parent True"], done.stderr
+    assert done.stdout.splitlines() == [
+        "child {True} False ClosedError",
+        "child status 0",
+        "parent True",
+    ], done.stderr
     assert done.returncode == 0, done.stderr
+
+
+@contextmanager
+def manager(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Callable[[str], str]]]:
+    """Run an engine in a process of its own; yield the process, and a function that asks it."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.sync.manager_program", str(folder)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def ask(line: str) -> str:
+        print(line, file=process.stdin, flush=True)
+        return process.stdout.readline().strip()
+
+    try:
+        yield process, ask
+    finally:
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            stream.close()
+
+
+def test_a_manager_that_disappears_ends_the_rank_and_its_waits(tmp_path, device):
+    """What the device has ends; and a rank of the same process joins the next group."""
+    regions = new_regions()
+    with manager(tmp_path) as (process, ask), ThreadPoolExecutor(3) as threads:
+        rank = RankThread(tmp_path / "ranks", 0, regions, device, connect_timeout=LONG)
+        with rank:
+            assert ask("open") == "open"
+            rank.wait_ready(LONG)
+            assert ask("compute") == "step 1"
+            rank.step(1)
+            device.taken.get(timeout=LONG).complete_all()
+            assert ask("evict") == "evicted"
+            transfer_id = int(ask("load"))
+            copy = device.taken.get(timeout=LONG)
+            layers = rank.layers([transfer_id])
+            layers.gpu_wait(0, ManualStream())
+            absent = threads.submit(rank.layers([99]).wait, 0)
+            done = threads.submit(rank.wait_done, [99])
+            process.kill()
+            for wait in (absent, done):
+                assert isinstance(wait.exception(LONG), ClosedError)
+            moving = threads.submit(layers.wait_all)
+            while rank.failure is None:
+                pass
+            assert not rank.is_ready
+            assert not rank.is_done([transfer_id])  # the copy writes its blocks
+            copy.complete_all()
+            moving.result(LONG)
+            rank.wait_done([transfer_id], LONG)
+            with pytest.raises(ClosedError, match="the rank has ended"):
+                rank.raise_for_error()
+        assert isinstance(rank.failure, ClosedError)
+        with pytest.raises(ClosedError):
+            rank.step(2)
+    with manager(tmp_path) as (_, ask), RankThread(tmp_path / "ranks", 0, regions) as rank:
+        assert ask("open") == "open"
+        rank.wait_ready(LONG)
+
+
+def test_a_plan_that_arrives_during_the_look_for_it_is_not_forgotten(tmp_path, monkeypatch):
+    with Served(tmp_path, [None]) as served:
+        served.fill_host()
+        with served.load() as lease:
+            lease.layers.wait_all()
+            rank, find = served.ranks[0], counters_module.Counters.find
+            rank.wait_done(lease.layers.transfer_ids, LONG)
+            looks = []
+
+            def find_later(counters: counters_module.Counters, transfer_id: int) -> object:
+                looks.append(transfer_id)
+                return None if len(looks) == 1 else find(counters, transfer_id)
+
+            monkeypatch.setattr(counters_module.Counters, "find", find_later)
+            assert rank.layers(lease.layers.transfer_ids).is_done
 
 
 def test_ranks_in_worker_processes_wait_for_their_layers(tmp_path):

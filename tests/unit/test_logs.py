@@ -105,6 +105,41 @@ def test_a_json_formatter_gets_fields_as_attributes():
     assert (second["event"], second["rank"]) == ("rank.cannot_begin", 3)
 
 
+SERVER = """
+import logging
+handler = logging.StreamHandler()
+handler.setFormatter(logging.Formatter("SERVER %(levelname)s %(message)s"))
+logging.getLogger("server").addHandler(handler)
+logging.getLogger("server").setLevel("WARNING")
+logging.getLogger("server").propagate = False
+"""
+JOIN = """
+from aiokv.observe.logs import Log, join_log
+join_log("server")
+join_log("server")
+Log("aiokv.engine").info("engine.opened")
+"""
+
+
+def test_lines_join_the_log_of_a_server_once():
+    first, second, *_ = lines_of(SERVER + JOIN)
+    assert first == "SERVER WARNING transfer.failed transfer_id=7 reason='disk is full'"
+    assert second == "SERVER ERROR rank.cannot_begin rank=3"
+
+
+@pytest.mark.parametrize("set_up", [BASIC_CONFIG, STRUCTLOG_ALONE, STRUCTLOG_IN_LOGGING, CLI])
+def test_lines_do_not_join_the_log_of_a_server_if_they_are_shown(set_up):
+    lines = lines_of(SERVER + set_up + JOIN)
+    assert any("transfer.failed" in line for line in lines)
+    assert not any("SERVER" in line for line in lines)
+
+
+def test_a_level_of_the_user_outlasts_the_log_of_a_server():
+    quiet = "import logging; logging.getLogger('aiokv').setLevel('ERROR')"
+    first, *_ = lines_of(SERVER + quiet + JOIN)
+    assert first == "SERVER ERROR rank.cannot_begin rank=3"
+
+
 def test_nothing_configured_is_silent():
     assert lines_of("") == []
 

@@ -64,10 +64,10 @@ class Cache:
         return lease_id
 
     def receive(self, lease_id: int, first: int, num: int, ticket: bytes = TICKET) -> int:
-        return self.apply(self.scheduler.receive(lease_id, ticket, first, num))
+        return self.apply(self.scheduler.peers.receive(lease_id, ticket, first, num))
 
     def send(self, lease_id: int, first: int, num: int, ticket: bytes = TICKET) -> int:
-        return self.apply(self.scheduler.send(lease_id, ticket, first, num))
+        return self.apply(self.scheduler.peers.send(lease_id, ticket, first, num))
 
     def end(self, transfer_id: int, outcome: Any = "done", first_bad: int = 0) -> None:
         del self.plans[transfer_id]
@@ -79,7 +79,7 @@ class Cache:
         return self.apply(self.scheduler.commit(lease_id, num_tokens))
 
     def commit_received(self, lease_id: int, num_tokens: int) -> int:
-        return self.apply(self.scheduler.commit_received(lease_id, num_tokens))
+        return self.apply(self.scheduler.peers.commit_received(lease_id, num_tokens))
 
     def table(self, lease_id: int) -> list[int]:
         return self.read.block_table(lease_id).tolist()
@@ -287,7 +287,7 @@ def test_send_refuses_blocks_that_are_not_computed():
 def test_transfers_refuse_leases_that_have_no_blocks_or_await_them(verb: str):
     cache = Cache(6, host_blocks=6, write_policy="write_through")
     matched = cache.apply(cache.scheduler.match(np.arange(9, dtype=np.int32)))
-    transfer = getattr(cache.scheduler, verb)
+    transfer = getattr(cache.scheduler.peers, verb)
     with pytest.raises(LeaseError, match=f"{verb}: the lease is matched"):
         transfer(matched, TICKET, 0, 1)
 
@@ -586,17 +586,17 @@ def test_end_of_a_ticket_cancels_its_transfers_once():
     transfers = [cache.receive(lease_id, 0, 1), cache.receive(lease_id, 1, 1)]
     other = cache.receive(lease_id, 2, 1, OTHER_TICKET)
 
-    cache.apply(cache.scheduler.end_peer(lease_id, TICKET))
-    cache.apply(cache.scheduler.end_peer(lease_id, TICKET))
+    cache.apply(cache.scheduler.peers.end(lease_id, TICKET))
+    cache.apply(cache.scheduler.peers.end(lease_id, TICKET))
     assert cache.cancelled == transfers
     cache.end(transfers[0], "cancelled")
     cache.end(transfers[1])  # too late to be cancelled
     assert cache.moved == [(transfers[0], lease_id, 0), (transfers[1], lease_id, 1)]
     cache.apply(cache.scheduler.release(lease_id))
     assert cache.cancelled == [*transfers, other]
-    cache.apply(cache.scheduler.end_peer(lease_id, TICKET))
+    cache.apply(cache.scheduler.peers.end(lease_id, TICKET))
     cache.end(other)
-    cache.apply(cache.scheduler.end_peer(lease_id, TICKET))  # of a lease that has ended
+    cache.apply(cache.scheduler.peers.end(lease_id, TICKET))  # of a lease that has ended
 
 
 def test_reset_cancels_transfers_and_publishes_nothing_of_them():
@@ -732,11 +732,11 @@ def state_granted(cache: Cache) -> int:
 
 
 def receive_state(cache: Cache, lease_id: int, num_tokens: int) -> int:
-    return cache.apply(cache.scheduler.receive_state(lease_id, TICKET, num_tokens))
+    return cache.apply(cache.scheduler.peers.receive_state(lease_id, TICKET, num_tokens))
 
 
 def send_state(cache: Cache, lease_id: int, num_tokens: int) -> int:
-    return cache.apply(cache.scheduler.send_state(lease_id, TICKET, num_tokens))
+    return cache.apply(cache.scheduler.peers.send_state(lease_id, TICKET, num_tokens))
 
 
 def test_received_state_commits_the_positions_before_it():
@@ -786,15 +786,15 @@ def test_lease_whose_state_is_in_flight_is_not_changed(verb: str):
     refused = [
         lambda: cache.scheduler.begin_batch([lease_id]),
         lambda: cache.scheduler.commit(lease_id, 5),
-        lambda: cache.scheduler.commit_received(lease_id, 18),
-        lambda: cache.scheduler.receive_state(lease_id, TICKET, 18),
+        lambda: cache.scheduler.peers.commit_received(lease_id, 18),
+        lambda: cache.scheduler.peers.receive_state(lease_id, TICKET, 18),
         lambda: cache.scheduler.swap_out(lease_id),
     ]
     if verb == "receive":
         refused += [
             lambda: cache.scheduler.snapshot(lease_id, 4),
             lambda: cache.scheduler.fork(lease_id, "child"),
-            lambda: cache.scheduler.send_state(lease_id, TICKET, 4),
+            lambda: cache.scheduler.peers.send_state(lease_id, TICKET, 4),
             lambda: cache.scheduler.truncate(lease_id, 17),
         ]
     for call in refused:
@@ -880,11 +880,11 @@ def windowed(num_tokens: int = 26, **config: Any) -> tuple[Cache, int]:
 
 
 def receive_window(cache: Cache, lease_id: int, group: str, num_tokens: int) -> int:
-    return cache.apply(cache.scheduler.receive_window(lease_id, TICKET, group, num_tokens))
+    return cache.apply(cache.scheduler.peers.receive_window(lease_id, TICKET, group, num_tokens))
 
 
 def send_window(cache: Cache, lease_id: int, group: str, num_tokens: int) -> int:
-    return cache.apply(cache.scheduler.send_window(lease_id, TICKET, group, num_tokens))
+    return cache.apply(cache.scheduler.peers.send_window(lease_id, TICKET, group, num_tokens))
 
 
 def entries(cache: Cache, lease_id: int, group: str) -> dict[int, int]:
@@ -978,11 +978,11 @@ def test_lease_that_waits_for_windows_is_not_changed():
     for call in (
         lambda: cache.scheduler.begin_batch([lease_id]),
         lambda: cache.scheduler.commit(lease_id, 26),
-        lambda: cache.scheduler.commit_received(lease_id, 25),
+        lambda: cache.scheduler.peers.commit_received(lease_id, 25),
         lambda: cache.scheduler.truncate(lease_id, 25),
         lambda: cache.scheduler.swap_out(lease_id),
-        lambda: cache.scheduler.send_window(lease_id, TICKET, "near", 26),
-        lambda: cache.scheduler.receive_window(lease_id, TICKET, "near", 25),
+        lambda: cache.scheduler.peers.send_window(lease_id, TICKET, "near", 26),
+        lambda: cache.scheduler.peers.receive_window(lease_id, TICKET, "near", 25),
     ):
         with pytest.raises(LeaseError):
             call()
@@ -1043,7 +1043,7 @@ def test_sent_windows_are_those_behind_the_computed_positions():
         assert plan.source_ids.tolist() == [table[block] for block in blocks]
     for call in (
         lambda: cache.scheduler.begin_batch([lease_id]),
-        lambda: cache.scheduler.receive(lease_id, TICKET, 6, 1),
+        lambda: cache.scheduler.peers.receive(lease_id, TICKET, 6, 1),
     ):
         with pytest.raises(LeaseError):
             call()
@@ -1076,14 +1076,14 @@ def test_lease_whose_ticket_ends_before_its_windows_are_committed_must_be_preemp
     transfers = [receive_window(cache, lease_id, group, 26) for group in WINDOWS]
     for number, transfer_id in enumerate(transfers):
         if number == {"before": 0, "between": 1}.get(ended):
-            cache.apply(cache.scheduler.end_peer(lease_id, TICKET))
+            cache.apply(cache.scheduler.peers.end(lease_id, TICKET))
         cache.end(transfer_id)
     assert cache.read.state(lease_id) == (
         LeaseState.GRANTED if ended == "after" else LeaseState.FAILED
     )
-    cache.apply(cache.scheduler.end_peer(lease_id, OTHER_TICKET))
+    cache.apply(cache.scheduler.peers.end(lease_id, OTHER_TICKET))
     assert (cache.read.state(lease_id) == LeaseState.FAILED) == (ended != "after")
-    cache.apply(cache.scheduler.end_peer(lease_id, TICKET))
+    cache.apply(cache.scheduler.peers.end(lease_id, TICKET))
 
     assert cache.read.state(lease_id) == LeaseState.FAILED
     with suppress(LeaseError):
@@ -1100,7 +1100,7 @@ def test_end_of_a_ticket_leaves_windows_that_are_committed():
     for group in WINDOWS:
         cache.end(receive_window(cache, lease_id, group, 26))
     cache.commit_received(lease_id, 26)
-    cache.apply(cache.scheduler.end_peer(lease_id, TICKET))
+    cache.apply(cache.scheduler.peers.end(lease_id, TICKET))
     assert cache.read.state(lease_id) == LeaseState.GRANTED
     cache.apply(cache.scheduler.begin_batch([lease_id]))
 
@@ -1115,7 +1115,7 @@ def test_cancelled_state_behind_received_windows_fails_the_lease():
     for group in WINDOWS:
         cache.end(receive_window(cache, lease_id, group, 26))
     state = receive_state(cache, lease_id, 26)
-    cache.apply(cache.scheduler.end_peer(lease_id, TICKET))
+    cache.apply(cache.scheduler.peers.end(lease_id, TICKET))
     assert cache.read.state(lease_id) == LeaseState.GRANTED  # its end will tell
     cache.end(state, "cancelled")
     assert cache.read.state(lease_id) == LeaseState.FAILED
@@ -1127,7 +1127,7 @@ def test_cancelled_state_behind_received_windows_fails_the_lease():
 
 def send_early(cache: Cache, lease_id: int, first: int, num: int, ranges: Any = (0, 2)) -> int:
     args = lease_id, TICKET, first, num, *ranges
-    transfer_id: int = cache.apply(cache.scheduler.send_early(*args, 7))
+    transfer_id: int = cache.apply(cache.scheduler.peers.send_early(*args, 7))
     return transfer_id
 
 
@@ -1144,7 +1144,7 @@ def test_early_plan_names_layers_and_blocks_that_are_not_computed():
     assert plan.target_ids.tolist() == [1, 2, 3]
 
     cache.commit(lease_id, 18)
-    plan = cache.plans[cache.apply(cache.scheduler.send(lease_id, TICKET, 1, 3, 2, 5))]
+    plan = cache.plans[cache.apply(cache.scheduler.peers.send(lease_id, TICKET, 1, 3, 2, 5))]
     assert (plan.first_range, plan.end_range, plan.mark) == (2, 5, 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import msgspec
@@ -154,6 +155,85 @@ def test_tensors_that_cannot_be_mapped_are_refused(driver):
     with pytest.raises(UsageError, match="it must be a SharedTensor"):
         open_shared(7)
     assert driver.opened == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": (5,)},
+        {"shape": (5, 0)},
+        {"shape": (5, -3)},
+        {"strides_bytes": (16, -4)},
+        {"offset_bytes": -64},
+        {"item_bytes": 0, "dtype": "bfloat16"},
+        {"item_bytes": 2},
+        {"dtype": "float16"},
+        {"num_bytes": 4096},
+        {"shape": (6, 3)},
+    ],
+)
+def test_descriptions_that_contradict_themselves_are_refused(driver, change):
+    shared = of_another_process(shared_blocks(driver))
+    with pytest.raises(LayoutError, match="not consistent"):
+        msgspec.structs.replace(shared, **change)
+    forged = msgspec.msgpack.encode({**msgspec.structs.asdict(shared), **change})
+    with pytest.raises(UsageError, match="no SharedTensor"):
+        open_shared(forged)
+    assert driver.opened == 0
+
+
+def test_a_dtype_of_another_size_is_refused(driver):
+    with pytest.raises(LayoutError, match="dtype 'float32' has 2 bytes"):
+        share(Tensor(driver.mine[:8].view(np.int16)), dtype="float32")
+    with pytest.raises(LayoutError, match="no numbers"):
+        share(Tensor(driver.mine[:16].view("M8[s]")))
+
+
+def test_a_mapping_that_fails_is_tried_again(driver, monkeypatch):
+    shared = of_another_process(shared_blocks(driver))
+    with monkeypatch.context() as patch:
+
+        def refuse(ordinal, handle):
+            raise DeviceError("cudaIpcOpenMemHandle: cudaErrorMapBufferObjectFailed", cuda_code=205)
+
+        patch.setattr(driver, "open", refuse)
+        with pytest.raises(DeviceError):
+            open_shared(shared)
+    with open_shared(shared) as tensor:
+        assert tensor.device == "cuda:1"
+    assert driver.opened == 0
+
+
+def test_a_closed_tensor_is_closed_once_and_maps_anew(driver):
+    shared = of_another_process(shared_blocks(driver))
+    first, second = open_shared(shared), open_shared(shared)
+    first.close()
+    first.close()
+    assert driver.opened == 1, "the other tensor of the allocation is open"
+    with pytest.raises(ClosedError):
+        Regions(num_layers=1).add("kv", layers=[first])
+    second.close()
+    with open_shared(shared):
+        assert driver.opened == 1
+
+
+def test_processes_that_were_forked_have_different_names(driver):
+    """Such as the workers of a server, which import aiokv before the fork."""
+    shared = shared_blocks(driver)
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            open_shared(shared)
+            os.write(writing, open_shared(shared).device.encode())
+        except BaseException as error:
+            os.write(writing, repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    os.waitpid(pid, 0)
+    with open(reading, "rb") as answer:
+        assert answer.read() == b"cuda:1"
 
 
 def test_sharing_needs_cuda(monkeypatch):

@@ -192,7 +192,7 @@ def test_fetched_blocks_are_hit_and_counted():
     lease_id = allocated(scheduler, 1, 4, waits_for_store=True)
     first, digests = scheduler.read.missing(lease_id)
     assert (first, len(digests)) == (0, 3 * 32)
-    transfer_id, effects = scheduler.fetch(lease_id, 3, Priority.DEMAND)
+    transfer_id, effects = scheduler.fetches.begin(lease_id, 3, Priority.DEMAND)
     (plan,) = effects.submit
     assert (plan.route, plan.digests, plan.transfer_id) == (FETCH, digests, transfer_id)
     effects.clear()
@@ -213,7 +213,7 @@ def test_long_prompt_is_fetched_in_parts_of_2048_blocks():
     for first, part in ((0, 2048), (2048, 3)):
         found, digests = scheduler.read.missing(lease_id)
         assert (found, len(digests)) == (first, part * 32)
-        transfer_id, effects = scheduler.fetch(lease_id, blocks, Priority.DEMAND)
+        transfer_id, effects = scheduler.fetches.begin(lease_id, blocks, Priority.DEMAND)
         assert effects.submit[0].digests == digests
         effects.clear()
         completed(scheduler, transfer_id)
@@ -223,18 +223,18 @@ def test_long_prompt_is_fetched_in_parts_of_2048_blocks():
 def test_lease_joins_a_fetch_and_makes_it_more_urgent():
     scheduler = scheduler_of(8)
     first, second = (matched(scheduler, 1, 4) for _ in range(2))
-    transfer_id, effects = scheduler.fetch(first, 9, Priority.PREFETCH)
+    transfer_id, effects = scheduler.fetches.begin(first, 9, Priority.PREFETCH)
     effects.clear()
-    joined, effects = scheduler.fetch(second, 9, Priority.DEMAND)
+    joined, effects = scheduler.fetches.begin(second, 9, Priority.DEMAND)
     assert joined == transfer_id
     assert list(effects.urge) == [(transfer_id, Priority.DEMAND)]
     effects.clear()
     for priority in (Priority.DEMAND, Priority.PREFETCH):
-        joined, effects = scheduler.fetch(first, 9, priority)
+        joined, effects = scheduler.fetches.begin(first, 9, priority)
         assert joined == transfer_id
         assert not effects.urge
     completed(scheduler, transfer_id)
-    assert scheduler.fetch(second, 9, Priority.DEMAND)[0] == 0
+    assert scheduler.fetches.begin(second, 9, Priority.DEMAND)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_nothing_is_fetched_where_blocks_of_stores_cannot_be_hit(options: dict[s
     scheduler = scheduler_of(8, **options)
     lease_id = matched(scheduler, 1, 4)
     assert scheduler.read.missing(lease_id)[1] == b""
-    assert scheduler.fetch(lease_id, 9, Priority.DEMAND)[0] == 0
+    assert scheduler.fetches.begin(lease_id, 9, Priority.DEMAND)[0] == 0
 
 
 def test_nothing_is_fetched_or_saved_while_admission_is_paused():
@@ -256,11 +256,11 @@ def test_nothing_is_fetched_or_saved_while_admission_is_paused():
     scheduler.change_gate("pause")
     _, effects = completed(scheduler, backup.transfer_id)
     effects.clear()
-    assert scheduler.collect_saves()[0] is False
-    assert scheduler.fetch(matched(scheduler, 2, 4), 9, Priority.DEMAND)[0] == 0
+    assert scheduler.store_saver.collect()[0] is False
+    assert scheduler.fetches.begin(matched(scheduler, 2, 4), 9, Priority.DEMAND)[0] == 0
     _, effects = scheduler.change_gate("resume")
     assert effects.collect
-    assert scheduler.collect_saves()[0] is True
+    assert scheduler.store_saver.collect()[0] is True
 
 
 # --- saves ----------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def test_end_of_a_backup_requests_a_save():
     _, effects = completed(scheduler, backup.transfer_id)
     assert effects.collect
     effects.clear()
-    (plan,) = submitted_by(scheduler.collect_saves())
+    (plan,) = submitted_by(scheduler.store_saver.collect())
     assert (plan.route, plan.priority) == (SAVE, Priority.BACKUP)
     assert (plan.source_blocks, plan.target_ids.tolist()) == (backup.target_blocks, [0, 1])
 
@@ -283,12 +283,12 @@ def test_end_of_a_backup_requests_a_save():
     completed(scheduler, plan.transfer_id, results=b"\0\3")
     statistics = scheduler.read.statistics()
     assert (statistics.saved_blocks, statistics.refused_saves) == (1, 1)
-    assert scheduler.collect_saves()[0] is False
+    assert scheduler.store_saver.collect()[0] is False
 
 
 def test_repeated_report_of_a_save_or_a_fetch_changes_nothing():
     scheduler = scheduler_of(8)
-    transfer_id, effects = scheduler.fetch(matched(scheduler, 1, 4), 9, Priority.DEMAND)
+    transfer_id, effects = scheduler.fetches.begin(matched(scheduler, 1, 4), 9, Priority.DEMAND)
     effects.clear()
     for _ in range(2):
         completed(scheduler, transfer_id)
@@ -301,7 +301,7 @@ def test_scheduler_without_stores_has_no_digests():
     scheduler.commit(lease_id, 8)
     (backup,) = submitted_by(scheduler.collect_backups())
     completed(scheduler, backup.transfer_id)
-    assert scheduler.collect_saves()[0] is False
+    assert scheduler.store_saver.collect()[0] is False
     other = matched(scheduler, 2, 4)
     assert scheduler.read.missing(other) == (0, b"")
-    assert scheduler.fetch(other, 9, Priority.DEMAND)[0] == 0
+    assert scheduler.fetches.begin(other, 9, Priority.DEMAND)[0] == 0

@@ -90,6 +90,16 @@ def test_a_swap_waits_for_the_work_of_its_stream():
         ({"host_tensors": [np.zeros((6, 2, 4), np.int16)[:, :, ::2]]}, LayoutError, "C-contiguous"),
         ({"host_tensors": [object()]}, LayoutError, r"host_tensors\[0\]"),
         ({"host_tensors": 5}, UsageError, "host_tensors"),
+        ({"host_tensors": [np.zeros((6, 4), object)]}, LayoutError, "no numbers"),
+        ({"host_tensors": [np.zeros((6, 4), "M8[s]")]}, LayoutError, "no numbers"),
+        ({"host_tensors": [np.zeros(6, "U2")]}, LayoutError, "no numbers"),
+        ({"host_tensors": [np.broadcast_to(np.int16(1), (6, 4))]}, LayoutError, "read-only"),
+        ({"host_tensors": [np.ones((6, 4), np.int16)[::-1]]}, LayoutError, "overlap"),
+        ({"host_tensors": [np.ones((0, 4), np.int16)]}, LayoutError, "no blocks"),
+        ({"device_ids": [True, False]}, UsageError, "list of integers"),
+        ({"device_ids": [[0], [1, 2]]}, UsageError, "no array of integers"),
+        ({"device_ids": None}, UsageError, "list of integers"),
+        ({"device_ids": np.array([0, 2**63], np.uint64)}, UsageError, "no block"),
     ],
 )
 def test_wrong_arguments_copy_nothing(change, error, message):
@@ -104,6 +114,25 @@ def test_wrong_arguments_copy_nothing(change, error, message):
     }
     with pytest.raises(error, match=message):
         swap_blocks(**arguments)
+    assert not device.any()
+
+
+def test_a_closed_stream_copies_nothing():
+    device, host = np.zeros((4, 4), np.int16), np.ones((6, 4), np.int16)
+    stream = CpuStream("ended")
+    stream.close()
+    with pytest.raises(UsageError, match="is closed"):
+        swap_blocks([device], [host], [0], [1], direction="onload", stream=stream)
+    assert not device.any()
+
+
+def test_a_wrong_pair_behind_others_copies_nothing():
+    device, host = np.zeros((4, 4), np.int16), np.ones((6, 4), np.int16)
+    for wrong in (np.ones((6, 3), np.int16), np.ones((6, 4), object), np.ones((5, 4), np.int16)):
+        with pytest.raises(LayoutError, match=r"host_tensors\[2\]"):
+            swap_blocks(
+                [device] * 3, [host, host, wrong], [0, 1], [2, 3], direction="onload"
+            )  # fmt: skip
     assert not device.any()
 
 

@@ -81,6 +81,15 @@ class FreedBlocks:
             if use.idle is not None and not use.idle.done() and not use.block_ids.isdisjoint(wanted)
         ]
 
+    def step_with(self, block_ids: Iterable[int]) -> int:
+        """Return the last step that uses one of these blocks and has not ended; 0 for none."""
+        self._forget()
+        if not self._uses:
+            return 0
+        wanted = set(block_ids)
+        steps = (use.step for use in self._uses if not use.block_ids.isdisjoint(wanted))
+        return max((step for step in steps if step > self._ended_step), default=0)
+
     def are_used(self, block_ids: Iterable[int]) -> bool:
         """Return True while a step or a transfer uses one of these blocks."""
         self._forget()

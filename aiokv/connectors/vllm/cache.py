@@ -73,6 +73,11 @@ class HostCache:
         """Return the event behind the work of a step of a worker in this process."""
         return None if self._tensors is None else self._tensors.take_event(step)
 
+    def wait_computed(self, step: int) -> None:
+        """Block the calling thread until a worker in this process has computed a step."""
+        if self._tensors is not None:
+            self._tensors.wait_computed(step)
+
     def calls(self) -> Calls:
         """Return an empty list of calls."""
         return self._engine.calls()
@@ -149,6 +154,10 @@ class HostCache:
         except AiokvError:
             return []
         return stores
+
+    def load_rate(self) -> float:
+        """Return the measured speed of loads in bytes per second; 0.0 before the first."""
+        return self._engine.cache.worker_statistics().onload.bytes_per_second
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the changes of the blocks in host memory since the last call."""

@@ -15,11 +15,13 @@ from vllm.v1.kv_cache_interface import (
 
 from aiokv.connectors.vllm import opening
 from aiokv.connectors.vllm.blocks import VllmBlocks
+from aiokv.connectors.vllm.link import Link
 from aiokv.connectors.vllm.messages import StepMetadata, StepOutcome
 from aiokv.connectors.vllm.options import Options
 from aiokv.connectors.vllm.scheduler import SchedulerHalf
 from aiokv.connectors.vllm.statistics import ConnectorStatistics, EngineCounts, PromMetrics
 from aiokv.errors import ConfigError
+from aiokv.observe.logs import join_log
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +61,7 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        join_log("vllm")
         self._options = Options.parse(self._kv_transfer_config.kv_connector_extra_config)
         check_config(vllm_config, kv_cache_config, self._options)
         self._scheduler: SchedulerHalf | None = None
@@ -71,6 +74,11 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 self._options,
                 block_tokens=opening.block_tokens_of(kv_cache_config),
                 pool=self._pool,
+                link=Link(
+                    opening.block_bytes_of(vllm_config, kv_cache_config),
+                    self._cache.load_rate,
+                    self._options.step_wait_seconds,
+                ),
             )
             self._counts = EngineCounts()
         self._reported = 0.0
@@ -140,9 +148,7 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded, and if the request waits for them."""
-        half = self._half_of_scheduler
-        found = half.matched(request, num_computed_tokens)
-        return found, bool(found) and half.waits_between_steps
+        return self._half_of_scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -285,8 +291,15 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
                 "attention (MHA, GQA, MLA), whose blocks stay until a request ends"
             )
     if options.load == "layerwise" and vllm_config.scheduler_config.async_scheduling:
-        raise ConfigError(
-            'load is "layerwise" with asynchronous scheduling: a step could begin on blocks of '
-            "the step before, and a failed load would be noticed a step too late",
-            hint='pass --no-async-scheduling, or set "load": "async"',
-        )
+        if not opening.is_in_process(vllm_config, options):
+            raise ConfigError(
+                'load is "layerwise" with asynchronous scheduling and workers in other processes: '
+                "a load could write to blocks that a step still computes with",
+                hint='pass --no-async-scheduling, or set "load": "async"',
+            )
+        if options.verify != "off":
+            raise ConfigError(
+                f'load is "layerwise" with asynchronous scheduling, and verify is '
+                f"{options.verify!r}: a block that is wrong would be noticed a step too late",
+                hint='pass --no-async-scheduling, or set "load": "async"',
+            )

@@ -40,7 +40,7 @@ def open_cache(
     engine_id = engine_id_of(vllm_config)
     num_ranks = vllm_config.parallel_config.world_size
     config = cache_config(vllm_config, kv_cache_config, options)
-    tensors = tensors_here.take(engine_id) if options.in_process and num_ranks == 1 else None
+    tensors = tensors_here.take(engine_id) if is_in_process(vllm_config, options) else None
     if tensors is not None:
         engine = SyncEngine(
             config,
@@ -69,11 +69,10 @@ def cache_config(
     Raises:
         ConfigError: a setting is wrong, or host memory is less than one block.
     """
-    num_blocks = kv_cache_config.num_blocks
-    block_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors) // num_blocks
+    num_ranks = vllm_config.parallel_config.world_size
+    block_bytes = block_bytes_of(vllm_config, kv_cache_config)
     if options.stores:
-        block_bytes = store_pitch_bytes(block_bytes)
-    block_bytes *= vllm_config.parallel_config.world_size
+        block_bytes = store_pitch_bytes(block_bytes // num_ranks) * num_ranks
     host_blocks = options.host_bytes // block_bytes
     if host_blocks == 0:
         raise ConfigError(
@@ -83,7 +82,7 @@ def cache_config(
         )
     return CacheConfig(
         foreign_device=True,
-        device_blocks=num_blocks,
+        device_blocks=kv_cache_config.num_blocks,
         block_tokens=block_tokens_of(kv_cache_config),
         host_blocks=host_blocks,
         write_policy=options.write_policy,
@@ -130,7 +129,7 @@ def worker_half(
     num_ranks = vllm_config.parallel_config.world_size
     rank = vllm_config.parallel_config.rank
     source: Source
-    if options.in_process and num_ranks == 1 and not _has_worker_process(vllm_config):
+    if is_in_process(vllm_config, options):
         source = EngineSource(tensors_here.offer(engine_id, layers))
     else:
         thread = RankThread(
@@ -142,12 +141,22 @@ def worker_half(
         )
         thread.start()
         source = RankSource(thread, layers.device)
-    return WorkerHalf(layers, source, options.transfer_timeout_seconds)
+    return WorkerHalf(
+        layers,
+        source,
+        options.transfer_timeout_seconds,
+        is_async=vllm_config.scheduler_config.async_scheduling,
+    )
 
 
-def _has_worker_process(vllm_config: VllmConfig) -> bool:
-    """Return True if vLLM runs the worker in a process other than the scheduler's."""
-    return vllm_config.parallel_config.distributed_executor_backend not in (None, "uni")
+def is_in_process(vllm_config: VllmConfig, options: Options) -> bool:
+    """Return True if the only worker is in the process of the scheduler, and needs no socket."""
+    parallel = vllm_config.parallel_config
+    return (
+        options.in_process
+        and parallel.world_size == 1
+        and parallel.distributed_executor_backend in (None, "uni")
+    )
 
 
 def stores_of(options: Options, rank: int, num_ranks: int) -> list[str]:
@@ -163,6 +172,14 @@ def stores_of(options: Options, rank: int, num_ranks: int) -> list[str]:
                 hint='write {rank} for the number of the rank: "disk:/var/cache/aiokv/{rank}"',
             )
     return [url.replace("{rank}", str(rank)) for url in options.stores]
+
+
+def block_bytes_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Return the bytes of a block over all ranks."""
+    tensors: list[int] = [tensor.size for tensor in kv_cache_config.kv_cache_tensors]
+    num_blocks: int = kv_cache_config.num_blocks
+    num_ranks: int = vllm_config.parallel_config.world_size
+    return sum(tensors) // num_blocks * num_ranks
 
 
 def block_tokens_of(kv_cache_config: KVCacheConfig) -> int:

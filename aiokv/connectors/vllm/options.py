@@ -32,8 +32,11 @@ class Options:
         host_gib: host memory of all ranks together, in GiB. Set this or ``cpu_bytes_to_use``.
         cpu_bytes_to_use: the same in bytes, under the name of vLLM's own offloading.
         load: ``"async"``: a request waits for its blocks while others compute; ``"layerwise"``: the
-            step that computes a request waits for its blocks layer by layer, which needs
-            ``--no-async-scheduling``.
+            first step of a request waits for its blocks layer by layer, unless other loads are in
+            front of them. With several ranks or ``verify``, it needs ``--no-async-scheduling``;
+            with asynchronous scheduling, a failed load of a step ends the server.
+        step_wait_seconds: with ``"layerwise"``: a load that takes longer does not let a step wait
+            that computes other requests; its request waits.
         write_policy: when computed blocks are copied to host memory, as
             ``CacheConfig.write_policy``.
         write_through_threshold: as ``CacheConfig.write_through_threshold``.
@@ -60,6 +63,7 @@ class Options:
     host_gib: float | None = None
     cpu_bytes_to_use: int | None = None
     load: Load = "async"
+    step_wait_seconds: float = 0.05
     write_policy: SavePolicy = "write_through"
     write_through_threshold: int = 2
     eviction_policy: EvictionPolicy = "adaptive"
@@ -112,9 +116,8 @@ class Options:
         for name in ("model", "socket"):
             if getattr(self, name) is not None:
                 checks.text(name, getattr(self, name), ConfigError)
-        checks.seconds(
-            "store_wait_seconds", self.store_wait_seconds, error=ConfigError, minimum=0.0
-        )
+        for name in ("step_wait_seconds", "store_wait_seconds"):
+            checks.seconds(name, getattr(self, name), error=ConfigError, minimum=0.0)
         checks.positive("transfer_timeout_seconds", self.transfer_timeout_seconds, ConfigError)
         if (self.host_gib is None) == (self.cpu_bytes_to_use is None):
             raise ConfigError(

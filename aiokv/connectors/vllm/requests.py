@@ -24,7 +24,7 @@ class Onload:
     Attributes:
         first: first position, which follows vLLM's own hit.
         end: position behind the last one.
-        in_step: True if the step that is being scheduled computes with them.
+        in_step: True if the first step of the request waits for them, layer by layer.
         started: True after the transfers have begun.
     """
 
@@ -45,6 +45,7 @@ class CachedRequest:
         lease: the lease; None if the request is computed without the cache.
         known_tokens: tokens that the lease knows.
         granting: the wait for blocks of the stores; None when the lease is granted.
+        loads_in_step: True if its first step should wait for the load, as of the last match.
         onload: the load that the request waits for or has waited for.
         table: vLLM's blocks of the request.
         assigned: leading blocks of the table that the lease knows.
@@ -60,6 +61,7 @@ class CachedRequest:
     lease: SyncLease | None = None
     known_tokens: int = 0
     granting: EngineFuture[Any] | None = None
+    loads_in_step: bool = False
     onload: Onload | None = None
     table: list[int] = field(default_factory=list)
     assigned: int = 0

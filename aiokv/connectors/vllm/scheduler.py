@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from aiokv.connectors.vllm.blocks import VllmBlocks
     from aiokv.connectors.vllm.cache import HostCache
+    from aiokv.connectors.vllm.link import Link
     from aiokv.connectors.vllm.options import Options
     from aiokv.sync import Answer, Calls, SyncLease
 
@@ -61,6 +62,7 @@ class SchedulerHalf:
         options: settings of the connector.
         block_tokens: positions per block of vLLM.
         pool: vLLM's blocks.
+        link: the loads on their way.
     """
 
     def __init__(
@@ -70,11 +72,13 @@ class SchedulerHalf:
         *,
         block_tokens: int,
         pool: VllmBlocks,
+        link: Link,
     ) -> None:
         self._cache = cache
         self._pool = pool
+        self._link = link
         self._block_tokens = block_tokens
-        self._in_step = options.load == "layerwise"
+        self._layerwise = options.load == "layerwise"
         self._wait_store = options.store_wait_seconds if options.stores else 0.0
         self._timeout = options.transfer_timeout_seconds
         self._step = 0
@@ -91,10 +95,15 @@ class SchedulerHalf:
 
     # --- schedule() -------------------------------------------------------------------------------
 
-    def matched(self, request: Request, local: int) -> int | None:
-        """Return how many positions behind vLLM's own hit can be loaded; None: ask again later."""
+    def matched(self, request: Request, local: int) -> tuple[int | None, bool]:
+        """Return how many positions behind vLLM's own hit can be loaded.
+
+        Returns:
+            The number, or None to be asked again later; and True if the request waits for the load
+            while other requests compute, False if its first step waits layer by layer.
+        """
         if self._has_no_room:
-            return None
+            return None, False
         self._sweep()
         cached = self._requests.get(request.request_id)
         if cached is not None and cached.granting is None:
@@ -107,13 +116,28 @@ class SchedulerHalf:
         cached.local = local
         if cached.granting is not None:
             if not cached.granting.done():
-                return None
+                return None, False
             cached.granting = None
         found = self._loadable(cached)
-        if found and not self._has_room(cached):
+        if not found:
+            return 0, False
+        cached.loads_in_step = self._suits_step(cached, found)
+        if not cached.loads_in_step and not self._has_room(cached):
             self._has_no_room = True  # requests behind it do not overtake it
-            return None
-        return found
+            return None, False
+        return found, not cached.loads_in_step
+
+    def _suits_step(self, cached: CachedRequest, found: int) -> bool:
+        if not self._layerwise:
+            return False
+        return self._link.suits_step(
+            found // self._block_tokens,
+            deferred_blocks=sum(len(self._targets(other)) for other in self._deferred),
+            has_others=any(
+                other.last_step == self._step and other is not cached
+                for other in self._requests.values()
+            ),
+        )
 
     def _match(self, request: Request, local: int) -> CachedRequest:
         """Return a request with a lease, or without one if it is computed without the cache."""
@@ -171,12 +195,10 @@ class SchedulerHalf:
         request that waits. So a load begins only when vLLM's free blocks are enough for the prompt
         of each request that waits with loaded blocks, and for this one.
         """
-        if self._in_step:
-            return True
         waiting = [
             other
             for other in self._requests.values()
-            if other.onload is not None and not other.last_step
+            if other.onload is not None and not other.onload.in_step and not other.last_step
         ]
         if not waiting:
             return True  # vLLM's own check is enough
@@ -185,11 +207,6 @@ class SchedulerHalf:
 
     def _blocks_of(self, cached: CachedRequest) -> int:
         return int(-(-(cached.request.num_tokens + 1) // self._block_tokens))
-
-    @property
-    def waits_between_steps(self) -> bool:
-        """True if a request waits for its load while other requests compute."""
-        return not self._in_step
 
     def allocated(self, request: Request, block_ids: Sequence[int], num_loaded: int) -> None:
         """Note the blocks of a request, and begin its load."""
@@ -201,10 +218,20 @@ class SchedulerHalf:
         if num_loaded == 0:
             return
         first = cached.local
-        cached.onload = Onload(first, first + num_loaded, self._in_step)
-        if self._in_step:
-            self._wait_for_transfers(self._targets(cached))
+        cached.onload = Onload(first, first + num_loaded, cached.loads_in_step)
+        if cached.loads_in_step:
+            self._wait_until_unused(self._targets(cached))
         self._begin_or_defer(cached)
+
+    def _wait_until_unused(self, block_ids: Sequence[int]) -> None:
+        """Block until no transfer and no step in flight uses blocks that a load writes to.
+
+        With asynchronous scheduling, a request may have ended while its next step is computed.
+        """
+        self._wait_for_transfers(block_ids)
+        step = self._freed.step_with(block_ids)
+        if step:
+            self._cache.wait_computed(step)
 
     def _targets(self, cached: CachedRequest) -> list[int]:
         onload = cached.onload
@@ -213,7 +240,8 @@ class SchedulerHalf:
         return cached.table[onload.first // size : onload.end // size]
 
     def _begin_or_defer(self, cached: CachedRequest) -> None:
-        if not self._in_step and self._freed.are_used(self._targets(cached)):
+        assert cached.onload is not None
+        if not cached.onload.in_step and self._freed.are_used(self._targets(cached)):
             self._deferred.append(cached)
         else:
             self._begin(cached)
@@ -233,6 +261,7 @@ class SchedulerHalf:
                 cached.assigned = blocks
                 layers = lease.layers
                 self._cache.note_load(layers)
+                self._link.add(layers, len(targets))
                 load = Load(cached.request_id, layers.transfer_ids, targets, onload.in_step)
             else:
                 self._leave_lease(cached)
@@ -401,7 +430,7 @@ class SchedulerHalf:
                 computed_with.update(cached.table[first:])
                 if cached.onload is not None:
                     self._leave_lease(cached)
-        if self._in_step:
+        if self._layerwise:
             self._pool.evict(computed_with)
 
     # --- ends of requests -------------------------------------------------------------------------

@@ -42,6 +42,12 @@ class Tensors:
         """Note the event behind the work of a step; None when the work has finished."""
         self._events[step] = event
 
+    def wait_computed(self, step: int) -> None:
+        """Block the calling thread until the work of a step has ended."""
+        event = self._events.get(step)
+        if event is not None:
+            event.synchronize()
+
     def take_event(self, step: int) -> Event | None:
         """Return the event of a step, and forget it and those of earlier steps."""
         event = self._events.get(step)

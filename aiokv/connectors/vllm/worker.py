@@ -75,12 +75,20 @@ class WorkerHalf:
         tensors: the tensors of this worker.
         source: the transfers.
         timeout: seconds that a step waits for a layer.
+        is_async: True with asynchronous scheduling: vLLM learns of a failure only after it has
+            scheduled the next step, which would use the blocks.
     """
 
-    def __init__(self, tensors: LayerTensors, source: Source, timeout: float) -> None:
+    def __init__(
+        self, tensors: LayerTensors, source: Source, timeout: float, *, is_async: bool = False
+    ) -> None:
         self._tensors = tensors
         self._source = source
         self._timeout = timeout
+        self._is_async = is_async
+        self._layers = frozenset(range(tensors.regions.num_layers))
+        self._called: set[int] = set()  # layers that wait_layer() was called for in this step
+        self._calls_all = False  # as of the last step that called it
         self._loading: dict[str, tuple[Load, Transfers | None]] = {}  # by request
         self._in_step: list[tuple[Load, Transfers]] = []
         self._layers_left: set[int] = set()  # of the loads of this step
@@ -94,7 +102,11 @@ class WorkerHalf:
         Args:
             message: of the scheduler half.
             layers_are_hooked: False if vLLM replays a graph of the whole model, in which it does
-                not call ``wait_layer``: all layers are waited for here.
+                not call ``wait_layer``: all layers are waited for here. So they are until a step
+                has called ``wait_layer`` for each layer: some models do not.
+
+        Raises:
+            TransferError: as ``end_step``.
         """
         self._step = message.step
         for load in message.loads:
@@ -105,16 +117,20 @@ class WorkerHalf:
                 self._loading[load.request_id] = (load, transfers)
             elif transfers is not None:
                 self._in_step.append((load, transfers))
+            elif load.failed:
+                self._raise_if_late(len(load.block_ids))
         if self._in_step:
-            self._layers_left = set(range(self._tensors.regions.num_layers))
-            if not layers_are_hooked:
-                for layer in range(self._tensors.regions.num_layers):
+            self._layers_left = set(self._layers)
+            if not (layers_are_hooked and self._calls_all):
+                for layer in sorted(self._layers):
                     self._wait(layer)
 
     def wait_layer(self, layer_name: str) -> None:
         """Wait for one layer of the loads of this step."""
+        layer = self._tensors.layer_of[layer_name]
+        self._called.add(layer)
         if self._in_step:
-            self._wait(self._tensors.layer_of[layer_name])
+            self._wait(layer)
 
     def _wait(self, layer: int) -> None:
         # A timeout ends the server: bytes may still move, so the blocks cannot be computed again.
@@ -128,18 +144,37 @@ class WorkerHalf:
                 log.warning("vllm.load_failed", request=load.request_id, error=str(error))
 
     def end_step(self) -> None:
-        """Wait for the ends of the loads of this step, and note their failures."""
+        """Wait for the ends of the loads of this step, and note their failures.
+
+        Raises:
+            TransferError: a load has failed, with asynchronous scheduling. It ends the server.
+        """
+        failed: set[int] = set()
         for load, transfers in self._in_step:
             with contextlib.suppress(TransferError, ClosedError):  # noted below
                 transfers.wait_all(self._timeout)
-            self._note_end(load, transfers)
+            failed |= self._note_end(load, transfers)
             if self._layers_left:
                 # A layer was computed without waiting: compute again what used its blocks.
-                self._failed.update(load.block_ids)
+                failed.update(load.block_ids)
         if self._in_step and self._layers_left:
             log.error("vllm.layers_not_hooked", layers=sorted(self._layers_left))
         self._in_step.clear()
         self._layers_left.clear()
+        if self._called:
+            self._calls_all = self._called == self._layers
+            self._called.clear()
+        self._failed |= failed
+        if failed:
+            self._raise_if_late(len(failed))
+
+    def _raise_if_late(self, num_blocks: int) -> None:
+        if self._is_async:
+            raise TransferError(
+                f"the loads of {num_blocks} blocks have failed in step {self._step}; with "
+                "asynchronous scheduling, vLLM would compute the next step with them",
+                hint='set "load" to "async", or pass --no-async-scheduling',
+            )
 
     def take_loaded(self) -> set[str]:
         """Return the requests whose loads have ended since the last call."""
@@ -149,16 +184,17 @@ class WorkerHalf:
         for request_id, (load, transfers) in list(self._loading.items()):
             if transfers is None or transfers.is_done:
                 if transfers is not None:
-                    self._note_end(load, transfers)
+                    self._failed |= self._note_end(load, transfers)
                 loaded.add(request_id)
                 del self._loading[request_id]
         return loaded
 
-    def _note_end(self, load: Load, transfers: Transfers) -> None:
+    def _note_end(self, load: Load, transfers: Transfers) -> set[int]:
+        """Count the blocks of a load that has ended; return those that have failed."""
         failed = transfers.failed_blocks(load.block_ids)
-        self._failed |= failed
         self._counts["loaded_blocks"] += len(load.block_ids) - len(failed)
         self._counts["failed_blocks"] += len(failed)
+        return failed
 
     def take_failed(self) -> set[int]:
         """Return the blocks whose loads have failed since the last call."""

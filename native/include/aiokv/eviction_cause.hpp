@@ -22,7 +22,9 @@ const char* name_of(EvictionCause cause);
 // Blocks by cause.
 class EvictionCounts {
   public:
-    void add(EvictionCause cause) { ++counts_[static_cast<std::size_t>(cause)]; }
+    void add(EvictionCause cause, std::uint64_t blocks) {
+        counts_[static_cast<std::size_t>(cause)] += blocks;
+    }
     std::uint64_t of(EvictionCause cause) const { return counts_[static_cast<std::size_t>(cause)]; }
     std::uint64_t total() const {
         std::uint64_t sum = 0;

@@ -96,7 +96,9 @@ class Residency {
     void cancel_onload(const Transfer& transfer);
     // The host copy of a held node is wrong: the node, and all below it, are dropped. Idempotent.
     void lose_host_copy(NodeId node) {
-        if (!tree_[node].has(kDetached)) drop(node, EvictionCause::kFailure);
+        if (tree_[node].has(kDetached)) return;
+        drop(node);
+        count_as(EvictionCause::kFailure);
     }
     void begin_offload(const Transfer& transfer);
     void finish_offload(const Transfer& transfer, std::uint32_t good);
@@ -151,13 +153,15 @@ class Residency {
 
     // eviction
     bool must_save(NodeId node) const;
-    bool evict_one_device(EvictionCause cause);
-    bool evict_one_host(EvictionCause cause);
-    void release_device_copy(NodeId node, EvictionCause cause);
-    void drop(NodeId node, EvictionCause cause);
-    void drop_subtree(NodeId top, EvictionCause cause);
-    void detach(NodeId node, EvictionCause cause);
+    bool evict_one_device();
+    bool evict_one_host();
+    void release_device_copy(NodeId node);
+    void drop(NodeId node);
+    void drop_subtree(NodeId top);
+    void detach(NodeId node);
     void free_if_unowned(NodeId node);
+    // Counts the blocks of the present call. Each public call that evicts or drops blocks ends so.
+    void count_as(EvictionCause cause);
     // Blocks with a device id that is not below `blocks`, and all on the device below those in the
     // tree: children before parents, otherwise in order of eviction, what is not queued after that,
     // by id.
@@ -185,6 +189,9 @@ class Residency {
     std::unordered_map<NodeId, std::uint32_t> more_holds_;  // of nodes with kMaxHolds
     std::vector<NodeId> scratch_;
 
+    struct {
+        std::uint64_t evicted_device = 0, evicted_host = 0, dropped = 0;
+    } uncounted_;  // by the present call; see count_as()
     EvictionCounts evicted_device_;
     EvictionCounts evicted_host_;
     std::uint64_t evicted_unsaved_ = 0;  // host blocks that a save was to copy

@@ -48,7 +48,7 @@ void Residency::free_if_unowned(NodeId node) {
 }
 
 // Makes the node unmatchable; copies that no lease and no transfer owns are freed at once.
-void Residency::detach(NodeId node, EvictionCause cause) {
+void Residency::detach(NodeId node) {
     Node& n = tree_[node];
     if (n.has(kQueued | kParked)) order_.dequeue(node);
     n.parent = kNone;
@@ -58,28 +58,28 @@ void Residency::detach(NodeId node, EvictionCause cause) {
     if (n.has(kHostValid)) host_copies_.remove(n.host);
     if (n.has(kHasSides)) auxiliary_.forget(node);
     tree_.forget_children(node);
-    dropped_.add(cause);
+    ++uncounted_.dropped;
     free_if_unowned(node);
 }
 
-void Residency::drop_subtree(NodeId top, EvictionCause cause) {
+void Residency::drop_subtree(NodeId top) {
     scratch_.assign(1, top);
     while (!scratch_.empty()) {
         const NodeId node = scratch_.back();
         scratch_.pop_back();
         tree_.for_each_child(node, [&](NodeId child) { scratch_.push_back(child); });
-        detach(node, cause);
+        detach(node);
     }
 }
 
 // Drop a node and all below it.
-void Residency::drop(NodeId node, EvictionCause cause) {
+void Residency::drop(NodeId node) {
     const NodeId parent = tree_[node].parent;
     tree_.unlink(node);
     if (tree_[node].child == kNone) {
-        detach(node, cause);
+        detach(node);
     } else {
-        drop_subtree(node, cause);
+        drop_subtree(node);
     }
     index_.change();
     if (tree_[parent].has(kRoot)) {
@@ -89,7 +89,7 @@ void Residency::drop(NodeId node, EvictionCause cause) {
     }
 }
 
-void Residency::release_device_copy(NodeId node, EvictionCause cause) {
+void Residency::release_device_copy(NodeId node) {
     Node& n = tree_[node];
     order_.dequeue(node);
     device_.give_back(n.device);
@@ -97,15 +97,22 @@ void Residency::release_device_copy(NodeId node, EvictionCause cause) {
     --device_nodes_;
     lose(node, kDeviceValid);
     tree_.count_device_child(node, -1);
-    evicted_device_.add(cause);
-    if (!n.has(kHostValid)) return drop(node, cause);
+    ++uncounted_.evicted_device;
+    if (!n.has(kHostValid)) return drop(node);
     host_copies_.remove(n.host);
     index_.change();
     order_.enqueue(node);
     order_.requeue_if_free(n.parent);
 }
 
-bool Residency::evict_one_device(EvictionCause cause) {
+void Residency::count_as(EvictionCause cause) {
+    evicted_device_.add(cause, uncounted_.evicted_device);
+    evicted_host_.add(cause, uncounted_.evicted_host);
+    dropped_.add(cause, uncounted_.dropped);
+    uncounted_ = {};
+}
+
+bool Residency::evict_one_device() {
     for (NodeId node; (node = order_.device_front()) != kNone;) {
         const Node& n = tree_[node];
         if (n.pins == 0 && !tree_.has_device_child(node)) {
@@ -113,7 +120,7 @@ bool Residency::evict_one_device(EvictionCause cause) {
                 stopped_at_unsaved_ = true;
                 return false;
             }
-            release_device_copy(node, cause);
+            release_device_copy(node);
             return true;
         }
         // It can go when its save has ended. Deferring it now would defer its unsaved ancestors
@@ -124,13 +131,13 @@ bool Residency::evict_one_device(EvictionCause cause) {
     return false;
 }
 
-bool Residency::evict_one_host(EvictionCause cause) {
+bool Residency::evict_one_host() {
     for (NodeId node; (node = order_.host_front()) != kNone;) {
         const Node& n = tree_[node];
         if (n.pins == 0 && n.holds == 0 && n.child == kNone) {
-            evicted_host_.add(cause);
+            ++uncounted_.evicted_host;
             evicted_unsaved_ += stored_.awaits_save(node);
-            drop(node, cause);
+            drop(node);
             return true;
         }
         order_.defer(node);
@@ -140,21 +147,24 @@ bool Residency::evict_one_host(EvictionCause cause) {
 
 bool Residency::make_room(std::uint32_t blocks) {
     stopped_at_unsaved_ = false;
-    while (device_.free_blocks() < blocks) {
-        if (!evict_one_device(EvictionCause::kCapacity)) return false;
+    if (device_.free_blocks() >= blocks) return true;
+    while (device_.free_blocks() < blocks && evict_one_device()) {
     }
-    return true;
+    count_as(EvictionCause::kCapacity);
+    return device_.free_blocks() >= blocks;
 }
 
 std::uint32_t Residency::evict_device(std::uint32_t blocks) {
     std::uint32_t evicted = 0;
-    while (evicted < blocks && evict_one_device(EvictionCause::kRequest)) ++evicted;
+    while (evicted < blocks && evict_one_device()) ++evicted;
+    count_as(EvictionCause::kRequest);
     return evicted;
 }
 
 std::uint32_t Residency::evict_host(std::uint32_t blocks) {
     std::uint32_t evicted = 0;
-    while (evicted < blocks && evict_one_host(EvictionCause::kRequest)) ++evicted;
+    while (evicted < blocks && evict_one_host()) ++evicted;
+    count_as(EvictionCause::kRequest);
     return evicted;
 }
 

@@ -77,8 +77,9 @@ bool Residency::could_make_host_room(std::size_t blocks) const {
 }
 
 void Residency::evict_host_until_free(std::size_t blocks) {
-    while (host_.free_blocks() < blocks && evict_one_host(EvictionCause::kCapacity)) {
+    while (host_.free_blocks() < blocks && evict_one_host()) {
     }
+    count_as(EvictionCause::kCapacity);
 }
 
 }  // namespace aiokv

@@ -41,7 +41,8 @@ std::vector<NodeId> Residency::beyond_device(std::int64_t blocks) {
 }
 
 void Residency::evict(std::span<const NodeId> nodes, EvictionCause cause) {
-    for (const NodeId node : nodes) release_device_copy(node, cause);
+    for (const NodeId node : nodes) release_device_copy(node);
+    count_as(cause);
 }
 
 void Residency::forget_host() {
@@ -54,11 +55,12 @@ void Residency::forget_host() {
         stored_.clear(node, kSaveQueued);
     }
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
-        if (is_on_host_alone(node)) evicted_host_.add(EvictionCause::kSleep);
+        uncounted_.evicted_host += is_on_host_alone(node);
     }
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
-        if (is_on_host_alone(node)) drop(node, EvictionCause::kSleep);  // and all below it
+        if (is_on_host_alone(node)) drop(node);  // and all below it
     }
+    count_as(EvictionCause::kSleep);
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
         Node& n = tree_[node];
         if (!tree_.is_live(node) || !n.has(kHostValid)) continue;
@@ -78,9 +80,10 @@ void Residency::detach_all() {
         if (tree_[node].has(kRoot)) {
             tree_.forget_children(node);
         } else {
-            detach(node, EvictionCause::kReset);
+            detach(node);
         }
     }
+    count_as(EvictionCause::kReset);
 }
 
 void Residency::resize_device(std::uint32_t blocks) {

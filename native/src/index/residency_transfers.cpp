@@ -39,7 +39,8 @@ void Residency::finish_onload(const Transfer& transfer, std::uint32_t good) {
     onloaded_ += good;
     failed_ += nodes.size() - good;
     if (good < nodes.size() && !tree_[nodes[good]].has(kDetached)) {
-        drop(nodes[good], EvictionCause::kFailure);
+        drop(nodes[good]);
+        count_as(EvictionCause::kFailure);
     }
     for (std::size_t i = nodes.size(); i-- > 0;) {
         const Node& n = tree_[nodes[i]];
@@ -66,7 +67,7 @@ void Residency::cancel_onload(const Transfer& transfer) {
         // A lease that computed the same block meanwhile has put its refs, and perhaps a child,
         // on this copy. Without it the path would have a hole; that lease publishes its own.
         if (n.refs > 0 || tree_.has_device_child(node)) {
-            drop(node, EvictionCause::kFailure);
+            drop(node);
             continue;
         }
         device_.give_back(n.device);
@@ -77,6 +78,7 @@ void Residency::cancel_onload(const Transfer& transfer) {
         order_.enqueue(node);
         order_.requeue_if_free(n.parent);
     }
+    count_as(EvictionCause::kFailure);
 }
 
 void Residency::begin_offload(const Transfer& transfer) {

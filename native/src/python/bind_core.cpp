@@ -797,8 +797,9 @@ void bind_core(nb::module_& m) {
              "([(parent, node, context, first_block, blocks, device_blocks, host_blocks, uses, "
              "refs, children)], complete); parent is a place in the list, or -1.")
         .def("blocks", &blocks,
-             "What can be matched: (context, prefix tokens, device id, host id, flags, refs, "
-             "pins); flags are 1, 2: device valid, loading; 4, 8: host valid, loading.");
+             "Return the blocks that can be matched: (context, prefix tokens, device id, host id, "
+             "flags, refs, pins); flags are 1, 2: device valid, loading; 4, 8: host valid, "
+             "loading.");
 }
 
 }  // namespace aiokv

@@ -61,7 +61,7 @@ void bind_events(nb::module_& m) {
         .value("CLEARED", BlockEvent::kCleared, "No block is on any medium.");
     nb::enum_<Medium>(m, "Medium").value("DEVICE", Medium::kDevice).value("HOST", Medium::kHost);
     nb::class_<EventStream>(m, "EventStream",
-                            "What the tiers hold, then each change; a full queue begins again.")
+                            "Contents of the tiers, then each change; a full queue begins again.")
         .def(nb::init<Core&, std::size_t>(), "core"_a, "max_blocks"_a, nb::keep_alive<1, 2>())
         .def_prop_ro("is_due", &EventStream::is_due,
                      "True if drain() has or seeks events; False: all is reported.")

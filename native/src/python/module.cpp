@@ -26,13 +26,12 @@ nanobind::typed<nanobind::dict, nanobind::str, nanobind::object> build_info() {
 }  // namespace
 
 NB_MODULE(_native, m) {
+    // A server may end while it holds an engine; nanobind would report each object as a defect of
+    // the bindings.
+    nanobind::set_leak_warnings(false);
     m.doc() = "Native core of aiokv: prefix index, block pools, block copies, file I/O.";
     m.def(
-        "keep_forever",
-        [](nanobind::object object) {
-            nanobind::set_leak_warnings(false);
-            static_cast<void>(object.release());
-        },
+        "keep_forever", [](nanobind::object object) { static_cast<void>(object.release()); },
         "object"_a,
         "Never destroy an object: a forked process lacks the threads that its destructor joins.");
     m.def("build_info", &build_info,

@@ -95,6 +95,7 @@ class Launched:
     work: list[tuple[str, RunningRequest, int, int, list[int], list[int]]] = field(
         default_factory=list
     )
+    result: ModelRunnerOutput | None = None
 
 
 class Runner:
@@ -194,18 +195,21 @@ class Runner:
             self._computed[request_id] = running.num_computed_tokens[i]
 
     def compute(self, launched: Launched) -> ModelRunnerOutput:
-        """Compute a step: write the KV of its positions, and sample."""
+        """Compute a step, once: write the KV of its positions, and sample."""
+        if launched.result is not None:
+            return launched.result
         sampled = []
         self.drafts = {}
         for request_id, request, first, count, table, drafts in launched.work:
             sampled.append(self._compute_one(request_id, request, first, count, table, drafts))
         ids = [work[0] for work in launched.work]
-        return ModelRunnerOutput(
+        launched.result = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
             sampled_token_ids=sampled,
             kv_connector_output=launched.kv_output if self.connector is not None else None,
         )
+        return launched.result
 
     def _compute_one(
         self,

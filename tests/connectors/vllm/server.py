@@ -235,6 +235,12 @@ class Server:
     def _has_work(self) -> bool:
         return self.scheduler.has_requests()
 
+    def compute_in_flight(self) -> None:
+        """Compute the steps that were launched, as the work of a GPU whose end is waited for."""
+        for _, launched in self._in_flight:
+            for runner, step in zip(self.runners, launched, strict=True):
+                runner.compute(step)
+
     def _finish_step(self) -> None:
         output, launched = self._in_flight.pop(0)
         results = [

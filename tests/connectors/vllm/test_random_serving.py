@@ -9,9 +9,11 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from vllm.v1.request import RequestStatus
 
-from aiokv.connectors.vllm import opening
+from aiokv.connectors.vllm import link, opening
 from aiokv.connectors.vllm.cache import HostCache
+from aiokv.connectors.vllm.sources import EngineTransfers
 from aiokv.sync import SyncEngine
 from aiokv.testing.flaky import ChaosDevice, FlakyDevice
 from tests.connectors.vllm.model import VOCABULARY, generate
@@ -34,12 +36,20 @@ MODES: dict[str, dict[str, Any]] = {
     "drafts": {"num_drafts": 3},
     "small host": {"host_blocks": 30},
     "selective": {"write_policy": "write_through_selective"},
+    "layerwise, async scheduling": {"load": "layerwise", "async_scheduling": True},
     "flaky": {"flaky": True},
     "flaky, async scheduling": {"flaky": True, "async_scheduling": True},
     "flaky, layerwise": {"flaky": True, "load": "layerwise"},
     "flaky, failed requests": {"flaky": True, "failure_policy": "fail"},
     "slow": {"slow": True},
     "slow, async scheduling": {"slow": True, "async_scheduling": True},
+    "slow, layerwise": {"slow": True, "load": "layerwise"},
+    "slow, layerwise, async scheduling": {
+        "slow": True,
+        "fail_share": 0.0,
+        "load": "layerwise",
+        "async_scheduling": True,
+    },
     "slow, no prefix cache": {"slow": True, "prefix_caching": False, "async_scheduling": True},
     "sockets": {"in_process": False},
     "two ranks": {"num_ranks": 2},
@@ -72,9 +82,29 @@ class Walk:
             flaky = FlakyDevice(random.Random(seed), refuse_share=0.05, fail_share=0.2)
             use_device(flaky, monkeypatch)
         elif options.pop("slow", False):
-            self.chaos = ChaosDevice(random.Random(seed), refuse_share=0.0, fail_share=0.05)
+            fail_share = options.pop("fail_share", 0.05)
+            self.chaos = ChaosDevice(random.Random(seed), refuse_share=0.0, fail_share=fail_share)
             use_device(self.chaos, monkeypatch)
             monkeypatch.setattr(HostCache, "wait_idle", self._move_until)
+            monkeypatch.setattr(link, "FRONT_SECONDS", 0.0)  # a load behind another one waits
+            wait_layer, wait_all = EngineTransfers.wait_layer, EngineTransfers.wait_all
+
+            def moved(load: EngineTransfers) -> bool:
+                self.num_in_step += not load.is_done
+                while not load.is_done:
+                    self.chaos.move(1)
+                return True
+
+            monkeypatch.setattr(
+                EngineTransfers,
+                "wait_layer",
+                lambda load, *args: moved(load) and wait_layer(load, *args),
+            )
+            monkeypatch.setattr(
+                EngineTransfers,
+                "wait_all",
+                lambda load, *args: moved(load) and wait_all(load, *args),
+            )
         config = vllm_config(extra=extra, num_blocks=self.rng.choice([32, 40, 64]), **options)
         self.server = Server(
             config,
@@ -82,11 +112,15 @@ class Walk:
             self.rng.choice(LAYOUTS),
             num_drafts=options.get("num_drafts", 0),
         )
+        self.num_step_waits = 0  # of loads for a step that writes to their blocks
+        monkeypatch.setattr(HostCache, "wait_computed", self._compute_in_flight)
         self.expected: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.sessions: list[tuple[list[int], str | None, int]] = []
         self.num_waits = 0  # of steps for a copy
+        self.num_in_step = 0  # waits of steps for a load of their own
+        self.num_beside = 0  # steps beside which requests wait for loads
 
     def _move_until(self, idle: Future[None], timeout: float) -> None:
         """Let the slow device end copies until those of a lease have ended."""
@@ -95,6 +129,10 @@ class Walk:
         while not idle.done():
             self.chaos.move(1)
             wait([idle], 0.001)
+
+    def _compute_in_flight(self, step: int) -> None:
+        self.num_step_waits += 1
+        self.server.compute_in_flight()
 
     def act(self) -> None:
         """Do one random thing, and run one step."""
@@ -114,6 +152,10 @@ class Walk:
     def step(self) -> None:
         """Run one step, during which a slow device ends some layers of some copies."""
         self.server.step()
+        self.num_beside += any(
+            request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            for request in self.server.scheduler.requests.values()
+        )
         if self.chaos is not None:
             self.chaos.move(self.rng.randrange(4))
 
@@ -171,5 +213,10 @@ def test_random_load(mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> N
         walk.finish()
         walk.check()
         assert walk.server.num_loaded > 0 or mode == "small host", "nothing was loaded"
+        if "layerwise, async scheduling" in mode:
+            assert walk.num_step_waits > 0
+        if "slow, layerwise" in mode:
+            assert walk.num_in_step > 0
+            assert walk.num_beside > 0
     finally:
         walk.close()

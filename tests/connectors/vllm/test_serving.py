@@ -18,10 +18,11 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
-from aiokv import CacheEngine, ConfigError, Lease
+from aiokv import CacheEngine, ConfigError, Lease, TransferError
 from aiokv.connectors.vllm import (
     AiokvConnector,
     connector,
+    link,
     opening,
     prefills,
     scheduler,
@@ -30,7 +31,7 @@ from aiokv.connectors.vllm import (
 from aiokv.connectors.vllm.blocks import FreedBlocks
 from aiokv.connectors.vllm.connector import check_config
 from aiokv.connectors.vllm.options import Options
-from aiokv.sync import SyncEngine
+from aiokv.sync import SyncEngine, SyncLayers
 from aiokv.testing.flaky import FlakyDevice
 from tests.connectors.vllm.model import VOCABULARY, generate
 from tests.connectors.vllm.runner import LAYOUTS
@@ -204,6 +205,46 @@ def test_aborted_load_frees_its_blocks_when_it_has_ended(
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
 
+def test_load_behind_another_does_not_hold_the_step(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "FRONT_SECONDS", 0.0)
+    monkeypatch.setattr(SyncLayers, "is_done", False)  # as seen by the scheduler half
+    server = make_server({"load": "layerwise"}, num_blocks=64)
+    prompts = [prompt(seed, 41) for seed in (1, 2)]
+    for seed, tokens in enumerate(prompts):
+        server.add(f"before{seed}", tokens, 1)
+    evict_all(server)
+    first, second = (server.add(f"r{i}", tokens, 2) for i, tokens in enumerate(prompts))
+    server.step()
+    assert first.status == RequestStatus.RUNNING
+    assert second.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    monkeypatch.undo()
+    server.run()
+    for i, (request, tokens) in enumerate(zip((first, second), prompts, strict=True)):
+        assert server.outputs[f"r{i}"] == generate(tokens, 0, 2)
+        assert server.loaded(request) == 40
+
+
+def test_long_load_does_not_hold_a_step_with_other_requests(make_server: MakeServer) -> None:
+    server = make_server({"load": "layerwise", "step_wait_seconds": 0.0}, num_blocks=64)
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 1)
+    evict_all(server)
+    server.add("other", prompt(2, 9), 30)
+    server.step()
+    behind = server.add("behind", tokens, 1)
+    server.step()
+    assert behind.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    server.run()
+    assert server.loaded(behind) == 40
+    evict_all(server)
+    alone = server.add("alone", tokens, 1)
+    server.step()
+    assert alone.status == RequestStatus.FINISHED_LENGTH_CAPPED
+    assert server.loaded(alone) == 40
+
+
 def test_preempted_request_loads_its_own_blocks(make_server: MakeServer) -> None:
     server = make_server(num_blocks=24)
     tokens = [prompt(i, 30) for i in range(3)]
@@ -265,6 +306,20 @@ def test_failed_load_is_computed_again(
     server.add("c", tokens, 4)
     server.run()
     assert server.outputs["c"] == generate(tokens, 0, 4)
+
+
+def test_failed_load_of_a_step_ends_an_asynchronous_server(
+    make_server: MakeServer, broken: BrokenDevice
+) -> None:
+    server = make_server({"load": "layerwise"}, async_scheduling=True)
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 4)
+    evict_all(server)
+    broken.is_broken = True
+    server.add("b", tokens, 4)
+    with pytest.raises(TransferError, match="loads of 10 blocks have failed"):
+        server.run()
+    assert server.outputs["b"] == []
 
 
 @pytest.mark.parametrize("load", ["async", "layerwise"])
@@ -585,8 +640,11 @@ def test_configuration_that_is_not_served_is_refused() -> None:
         _check(vllm_config(extra=HOST), spec=window)
     with pytest.raises(ConfigError, match="2 KV cache groups"):
         _check(vllm_config(extra=HOST), groups=2)
-    with pytest.raises(ConfigError, match="asynchronous scheduling"):
-        _check(vllm_config(extra=HOST, async_scheduling=True), load="layerwise")
+    config = vllm_config(extra=HOST, async_scheduling=True)
+    _check(config, load="layerwise")
+    for extra in ({"in_process": False}, {"verify": "checksum"}):
+        with pytest.raises(ConfigError, match="asynchronous scheduling"):
+            _check(config, load="layerwise", **extra)
     config = vllm_config(extra=HOST)
     config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(ConfigError, match="pipeline_parallel_size is 2"):

@@ -1,0 +1,71 @@
+"""Link: decides if a step waits for a load, or the request waits beside the steps."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FRONT_SECONDS: Final = 0.0025
+"""The longest that a step waits for loads in front of its own."""
+
+_DEFAULT_RATE: Final = 20e9  # bytes per second, until loads have been measured: PCIe 4
+_RATE_SECONDS: Final = 1.0  # between two looks at the measured speed
+
+
+class Moving(Protocol):
+    """Transfers of one load."""
+
+    @property
+    def is_done(self) -> bool:
+        """True when no byte moves any more."""
+        ...
+
+
+class Link:
+    """Loads that are on their way from host memory, which move one after the other.
+
+    Args:
+        block_bytes: bytes of a block over all ranks.
+        measured_rate: returns the speed of loads in bytes per second; 0.0 before the first.
+        step_wait_seconds: the longest that a step with other requests waits for one load.
+    """
+
+    def __init__(
+        self, block_bytes: int, measured_rate: Callable[[], float], step_wait_seconds: float
+    ) -> None:
+        self._block_bytes = block_bytes
+        self._measured_rate = measured_rate
+        self._step_wait_seconds = step_wait_seconds
+        self._loads: list[tuple[Moving, int]] = []
+        self._rate = _DEFAULT_RATE
+        self._looked = -_RATE_SECONDS
+
+    def add(self, load: Moving, num_blocks: int) -> None:
+        """Note a load that has begun."""
+        self._loads.append((load, num_blocks))
+
+    def suits_step(self, num_blocks: int, *, deferred_blocks: int, has_others: bool) -> bool:
+        """Return True if the step that computes a request should wait for its load.
+
+        Its layers then move while those before them are computed. If other loads are in front, the
+        step would wait for them too, while the model can compute other requests.
+
+        Args:
+            num_blocks: of the load.
+            deferred_blocks: of loads in front that have not begun.
+            has_others: True if the step computes other requests.
+        """
+        self._loads = [load for load in self._loads if not load[0].is_done]
+        front = deferred_blocks + sum(blocks for _, blocks in self._loads)
+        if front and self._seconds(front) > FRONT_SECONDS:
+            return False
+        return not has_others or self._seconds(front + num_blocks) <= self._step_wait_seconds
+
+    def _seconds(self, num_blocks: int) -> float:
+        now = time.monotonic()
+        if now - self._looked >= _RATE_SECONDS:
+            self._rate, self._looked = self._measured_rate() or _DEFAULT_RATE, now
+        return num_blocks * self._block_bytes / self._rate

@@ -1,0 +1,25 @@
+"""Owners: names of leases for messages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiokv.scheduler.sharded import Sharded
+
+if TYPE_CHECKING:
+    from aiokv.errors import AiokvError
+
+
+class Owners(Sharded[str]):
+    """Names of all existing leases, by lease id; empty for a lease without a name."""
+
+    __slots__ = ()
+
+    def name(self, lease_id: int) -> str:
+        """Return the name of a lease for messages."""
+        return self.get(lease_id) or "unnamed"
+
+    def add_to(self, error: AiokvError) -> None:
+        """Add the name of the lease that an error is about."""
+        if error.lease_id:
+            error.owner = self.name(error.lease_id)

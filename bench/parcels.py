@@ -1,0 +1,155 @@
+"""Memory of one side, and the sending of parcels: what the benches of peers share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aiokv._native import seal_blocks
+from aiokv.peers.messages import MAX_LISTED, Credit, Done, Landed, SlotCredit, Want, parcel_key
+from aiokv.peers.transport import Outgoing, PeerMemory
+from aiokv.stores.base import TRAILER_BYTES
+from aiokv.worker.arena import HostArena
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from aiokv.peers.messages import Message
+    from aiokv.peers.wire import Connection
+
+SIZES = {"128_kib": 128 << 10, "1_mib": 1 << 20, "4_mib": 4 << 20}  # of parcels
+INLINE_BYTES = 256 << 10  # fewer are read on the loop, which is faster than a thread
+BATCH_BYTES = 8 << 20  # that the sender seals at once
+SECRET = b"a secret of the bench of peers"
+TICKET = bytes(16)
+GENERATION = bytes(range(16))
+
+
+class Slots:
+    """Memory of one side.
+
+    Args:
+        parcel_bytes: size of a slot.
+        num_slots: 0 for a side that only sends, or only receives.
+    """
+
+    def __init__(self, parcel_bytes: int, num_slots: int) -> None:
+        self.arena = HostArena(num_blocks=max(num_slots, 1), block_bytes=parcel_bytes)
+        random = np.random.default_rng(0)
+        self.arena.blocks[:] = random.integers(0, 256, parcel_bytes, np.uint8)
+        self.memory = PeerMemory(
+            address=self.arena.pointer,
+            num_slots=num_slots,
+            slot_bytes=parcel_bytes,
+            view=self.arena.blocks.reshape(-1).data,
+        )
+        self.threads = ThreadPoolExecutor(1)
+
+    async def proof(
+        self, function: Callable[..., Any], slots: Sequence[int], blocks: Sequence[int]
+    ) -> Any:
+        """Seal or verify the parcels of blocks in slots."""
+        memory = self.memory
+        payload_bytes = memory.slot_bytes - TRAILER_BYTES
+        numbers = np.array(slots, np.int32)
+        keys = b"".join(parcel_key(TICKET, GENERATION, 0, block, 0) for block in blocks)
+
+        def call() -> Any:
+            return function(
+                memory.address,
+                memory.slot_bytes,
+                payload_bytes,
+                numbers,
+                keys,
+                num_blocks=memory.num_slots,
+            )
+
+        if len(slots) * payload_bytes < INLINE_BYTES:
+            return call()
+        return await asyncio.get_running_loop().run_in_executor(self.threads, call)
+
+    def close(self) -> None:
+        """End the thread."""
+        self.threads.shutdown()
+
+
+class Sending:
+    """The sending of parcels on one connection, whose handler passes the messages on."""
+
+    def __init__(self) -> None:
+        self._credits: deque[SlotCredit] = deque()
+        self._given = asyncio.Event()
+        self._done: asyncio.Future[None] | None = None  # of the parcels that are being sent
+
+    def on_message(self, message: Message) -> None:
+        """Note credits and the end."""
+        if isinstance(message, Credit):
+            self._credits.extend(message.slots)
+            self._given.set()
+        elif isinstance(message, Done) and self._done is not None:
+            self._done.set_result(None)
+
+    def fail(self, reason: str) -> None:
+        """Fail the send that waits for its end, if there is one."""
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(RuntimeError(reason))
+
+    async def credit(self) -> None:
+        """Wait until there is a credit."""
+        while not self._credits:
+            self._given.clear()
+            await self._given.wait()
+
+    async def send(
+        self, connection: Connection, link: Any, slots: Slots, count: int, *, max_writes: int
+    ) -> None:
+        """Send ``count`` parcels, and wait until the receiver has acknowledged them.
+
+        Args:
+            connection: carries the messages.
+            link: writes the parcels.
+            slots: outgoing slots, for more than ``max_writes`` batches.
+            count: number of parcels.
+            max_writes: batches that are written while the next one is sealed.
+        """
+        self._done = asyncio.get_running_loop().create_future()
+        for begin in range(0, count, MAX_LISTED):
+            connection.send(Want(ticket_id=TICKET, parcels=min(MAX_LISTED, count - begin)))
+        memory = slots.memory
+        batch = max(1, BATCH_BYTES // memory.slot_bytes)
+        used_slots = memory.num_slots // batch * batch
+        writes: deque[asyncio.Task[None]] = deque()
+        for begin in range(0, count, batch):
+            blocks = range(begin, min(begin + batch, count))
+            if len(writes) == max_writes:  # these slots are still being read
+                await writes.popleft()
+            places = [block % used_slots for block in blocks]
+            await slots.proof(seal_blocks, places, blocks)
+            writes.append(asyncio.ensure_future(self._write(link, blocks, places, memory)))
+        for write in writes:
+            await write
+        await self._done
+
+    async def _write(
+        self, link: Any, blocks: Sequence[int], places: Sequence[int], memory: PeerMemory
+    ) -> None:
+        waiting = deque(zip(blocks, places, strict=True))
+        while waiting:
+            await self.credit()
+            parcels = []
+            while waiting and self._credits:
+                block, place = waiting.popleft()
+                slot, generation = self._credits.popleft()
+                landed = Landed(
+                    ticket_id=TICKET,
+                    sender_block=block,
+                    slot=slot,
+                    slot_generation=generation,
+                    parcel_bytes=memory.slot_bytes,
+                )
+                parcels.append(Outgoing(place, landed))
+            await link.write(parcels)

@@ -1,0 +1,67 @@
+"""Link: which loads a step waits for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from aiokv.connectors.vllm.link import Link
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MIB = 1 << 20
+
+
+@dataclass
+class Load:
+    is_done: bool = False
+
+
+def make_link(rate: Callable[[], float] = lambda: 1_000.0 * MIB, wait: float = 0.05) -> Link:
+    """Return a link of 1,000 blocks per second, or 1 per millisecond."""
+    return Link(MIB, rate, wait)
+
+
+def test_a_step_waits_for_a_load_on_an_idle_link() -> None:
+    assert make_link().suits_step(1_000_000, deferred_blocks=0, has_others=False)
+
+
+@pytest.mark.parametrize(("front", "suits"), [(2, True), (3, False)])
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_a_step_does_not_wait_for_loads_in_front(
+    front: int, suits: bool, is_deferred: bool
+) -> None:
+    link = make_link()
+    if not is_deferred:
+        link.add(Load(), front)
+    deferred = front if is_deferred else 0
+    assert link.suits_step(1, deferred_blocks=deferred, has_others=False) is suits
+
+
+def test_loads_that_have_ended_are_not_in_front() -> None:
+    link, load = make_link(), Load()
+    link.add(load, 100)
+    assert not link.suits_step(1, deferred_blocks=0, has_others=False)
+    load.is_done = True
+    assert link.suits_step(1, deferred_blocks=0, has_others=False)
+
+
+@pytest.mark.parametrize(("blocks", "suits"), [(50, True), (51, False)])
+def test_a_long_load_does_not_hold_a_step_with_other_requests(blocks: int, suits: bool) -> None:
+    assert make_link().suits_step(blocks, deferred_blocks=0, has_others=True) is suits
+    assert make_link().suits_step(blocks, deferred_blocks=0, has_others=False)
+
+
+def test_no_step_with_other_requests_waits_with_a_limit_of_zero() -> None:
+    assert not make_link(wait=0.0).suits_step(1, deferred_blocks=0, has_others=True)
+
+
+def test_before_the_first_measurement_the_link_has_20_gb_per_second() -> None:
+    link = make_link(lambda: 0.0)
+    assert link.suits_step(953, deferred_blocks=0, has_others=True)  # 1 GB in 50 ms
+    assert not link.suits_step(954, deferred_blocks=0, has_others=True)

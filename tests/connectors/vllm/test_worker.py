@@ -1,0 +1,123 @@
+"""WorkerHalf: when a step waits for the layers of its loads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from aiokv.connectors.vllm.messages import Load, StepMetadata
+from aiokv.connectors.vllm.worker import WorkerHalf
+from aiokv.errors import TransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NAMES = ("layer.0", "layer.1", "layer.2")
+LOAD = Load("r", (7,), (1, 2), in_step=True)
+
+
+class Transfers:
+    """Transfers that note the layers that are waited for."""
+
+    is_done = True
+
+    def __init__(self) -> None:
+        self.waits: list[int] = []
+        self.failed: set[int] = set()
+
+    def failed_blocks(self, block_ids: Sequence[int]) -> set[int]:
+        return self.failed
+
+    def wait_layer(self, layer: int, timeout: float) -> None:
+        self.waits.append(layer)
+
+    def wait_all(self, timeout: float) -> None: ...
+
+
+class World:
+    """A worker half whose transfers are of this test."""
+
+    def __init__(self, *, is_async: bool = False) -> None:
+        self.transfers = Transfers()
+        tensors: Any = SimpleNamespace(
+            device="cpu",
+            regions=SimpleNamespace(num_layers=len(NAMES)),
+            layer_of={name: layer for layer, name in enumerate(NAMES)},
+        )
+        source: Any = SimpleNamespace(
+            transfers=lambda load: self.transfers, close_step=lambda step, event: None
+        )
+        self.half = WorkerHalf(tensors, source, 1.0, is_async=is_async)
+        self.step = 0
+
+    def compute(self, *loads: Load, names: Sequence[str] = NAMES) -> list[int]:
+        """Run a step; return the layers that were waited for before its first layer."""
+        self.step += 1
+        self.transfers.waits.clear()
+        self.half.begin(StepMetadata(self.step, list(loads)), layers_are_hooked=True)
+        before = list(self.transfers.waits)
+        for name in names:
+            self.half.wait_layer(name)
+        self.half.take_loaded()
+        return before
+
+
+def test_each_layer_is_waited_for_when_it_is_computed() -> None:
+    world = World()
+    world.compute()
+    assert world.compute(LOAD) == []
+    assert world.transfers.waits == [0, 1, 2]
+    assert world.half.take_failed() == set()
+
+
+def test_all_layers_are_waited_for_until_the_model_has_called_all() -> None:
+    world = World()
+    assert world.compute(LOAD) == [0, 1, 2]
+    assert world.compute(LOAD) == []
+
+
+def test_all_layers_are_waited_for_after_a_step_that_has_called_some() -> None:
+    world = World()
+    world.compute()
+    world.compute(names=NAMES[:2])
+    assert world.compute(LOAD, names=NAMES[:2]) == [0, 1, 2]
+    assert world.half.take_failed() == set()
+
+
+def test_a_step_without_calls_is_a_graph_and_changes_nothing() -> None:
+    world = World()
+    world.compute()
+    world.compute(names=())
+    assert world.compute(LOAD) == []
+
+
+def test_blocks_of_a_layer_that_was_not_called_have_failed() -> None:
+    world = World()
+    world.compute()
+    world.compute(LOAD, names=NAMES[:2])
+    assert world.half.take_failed() == {1, 2}
+
+
+def test_failed_load_ends_an_asynchronous_server() -> None:
+    world = World(is_async=True)
+    world.compute()
+    world.transfers.failed = {2}
+    with pytest.raises(TransferError, match="loads of 1 blocks have failed in step 2"):
+        world.compute(LOAD)
+
+
+def test_load_that_could_not_begin_ends_an_asynchronous_server() -> None:
+    world = World(is_async=True)
+    with pytest.raises(TransferError, match="loads of 2 blocks"):
+        world.compute(Load("r", (), (1, 2), in_step=True, failed=True))
+
+
+def test_failed_load_beside_the_steps_is_reported_to_an_asynchronous_server() -> None:
+    world = World(is_async=True)
+    world.transfers.failed = {2}
+    world.compute(Load("r", (7,), (1, 2)))
+    assert world.half.take_failed() == {2}
