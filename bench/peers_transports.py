@@ -71,12 +71,7 @@ def run(quick: bool) -> dict[str, Any]:
     """Return GB/s by transport and size of a parcel, and the CPU share of idle connections."""
     results: dict[str, Any] = {}
     for name, (library, environment) in TRANSPORTS.items():
-        try:
-            _backend(library).load()
-        except ConfigError as error:
-            print(f"bench: {name} is left out: {error}", file=sys.stderr)
-            continue
-        # In a process of its own: the libraries read their environment once.
+        # In a process of its own: the libraries read their environment once, and keep descriptors.
         command = [sys.executable, "-m", "bench.peers_transports", "measure", library]
         measured = subprocess.run(
             [*command, json.dumps(quick)],
@@ -84,12 +79,21 @@ def run(quick: bool) -> dict[str, Any]:
             stdout=subprocess.PIPE,
             check=True,
         )
-        results[name] = json.loads(measured.stdout.splitlines()[-1])
+        measures = json.loads(measured.stdout.splitlines()[-1])
+        if measures is None:
+            print(f"bench: {name} is left out", file=sys.stderr)
+        else:
+            results[name] = measures
     return results
 
 
-def measure(library: str, quick: bool) -> dict[str, Any]:
-    """Return the results of one transport."""
+def measure(library: str, quick: bool) -> dict[str, Any] | None:
+    """Return the results of one transport; None if its library is not installed."""
+    try:
+        _backend(library).load()
+    except ConfigError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return None
     rounds = 1 if quick else 3
     total = TOTAL_BYTES // 16 if quick else TOTAL_BYTES
     results: dict[str, Any] = {}

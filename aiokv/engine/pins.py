@@ -199,7 +199,7 @@ class Pins:
                 lease.release()
                 return None
             if until_used:
-                apply(scheduler.await_use(lease_id))
+                apply(scheduler.pins.await_use(lease_id))
             await lease.layers.wait_all()
             while onloads := scheduler.read.onloads(lease_id):  # until a match finds the blocks
                 await self._transfers.ended(onloads[0])
@@ -210,7 +210,7 @@ class Pins:
         except BaseException:
             lease.release()
             raise
-        tokens, reason = apply(scheduler.pin(lease_id, until_used=until_used))
+        tokens, reason = apply(scheduler.pins.pin(lease_id, until_used=until_used))
         if reason:
             lease.id = 0
             return Pin(tokens, release_reason=reason)
@@ -221,7 +221,7 @@ class Pins:
     def _release(self, lease_id: int, reason: str) -> None:
         if self._lifetime.is_running:
             self._lifetime.check_loop()
-            self._dispatcher.apply(self._scheduler.unpin(lease_id, reason))
+            self._dispatcher.apply(self._scheduler.pins.unpin(lease_id, reason))
         else:
             self._ended(lease_id, reason)
 

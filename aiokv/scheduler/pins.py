@@ -1,49 +1,94 @@
-"""PinnedLeases: leases that keep cached prefixes on the device."""
+"""Pins: leases that keep cached prefixes on the device."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aiokv._native import Core
+    from aiokv.scheduler.effects import Done, Effects, Outbox
+    from aiokv.scheduler.releases import Releases
 
 
-class PinnedLeases:
-    """Leases of the pins, by id.
+class Pins:
+    """Begins and ends the pins of one cache.
+
+    Args:
+        core: state of the leases.
+        outbox: effects of the current transition.
+        releases: releases the leases of pins that end.
+        settle: ends a transition that may have freed blocks, and returns its effects.
 
     Attributes:
         num_until_used: number of pins that end when another lease hits all their blocks.
     """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(
+        self, core: Core, outbox: Outbox, releases: Releases, settle: Callable[[], Effects]
+    ) -> None:
         self._core = core
-        self._until_used: dict[int, bool] = {}
+        self._outbox = outbox
+        self._releases = releases
+        self._settle = settle
+        self._until_used: dict[int, bool] = {}  # by lease id
         self.num_until_used = 0
 
     def __len__(self) -> int:
         return len(self._until_used)
 
-    def __contains__(self, lease_id: int) -> bool:
-        return lease_id in self._until_used
+    # --- transitions ----------------------------------------------------------------------------
 
-    def add(self, lease_id: int, *, until_used: bool) -> None:
-        """Pin the blocks of a granted lease."""
+    def await_use(self, lease_id: int) -> Done:
+        """Let the pin of this granted lease end when another lease has hit all its blocks."""
+        self._core.await_use(lease_id)
+        return None, self._outbox.pending
+
+    def pin(self, lease_id: int, *, until_used: bool) -> tuple[tuple[int, str], Effects]:
+        """Pin the blocks of a granted lease whose onloads have ended.
+
+        Returns:
+            (tokens, reason): the number of tokens on the device; and the reason why the pin has
+            already ended and its lease is released, empty if the blocks are pinned.
+        """
+        if not self._core.is_current(lease_id):
+            self._releases.release(lease_id)
+            return (0, "its blocks are no longer cached"), self._settle()
+        tokens = self._core.cached_tokens(lease_id)
+        if until_used and not self._core.awaits_use(lease_id):
+            self._releases.release(lease_id)
+            return (tokens, "a lease used it"), self._settle()
         self._until_used[lease_id] = until_used
         self.num_until_used += until_used
+        return (tokens, ""), self._outbox.pending
 
-    def remove(self, lease_id: int) -> bool:
-        """Remove the pin of a lease; return False if the lease has no pin."""
+    def unpin(self, lease_id: int, reason: str) -> Done:
+        """End a pin and release its lease. Idempotent."""
+        self._end(lease_id, reason)
+        return None, self._settle()
+
+    # --- parts of transitions -------------------------------------------------------------------
+
+    def end_used(self) -> bool:
+        """End the pins that another lease has used; return False when there is none."""
+        used = [lease_id for lease_id in self._core.take_used() if self._until_used.get(lease_id)]
+        for lease_id in used:
+            self._end(lease_id, "a lease used it")
+        return bool(used)
+
+    def end_all(self, reason: str) -> None:
+        """End all pins."""
+        for lease_id in list(self._until_used):
+            self._end(lease_id, reason)
+
+    def _end(self, lease_id: int, reason: str) -> None:
         until_used = self._until_used.pop(lease_id, None)
-        self.num_until_used -= until_used is True
-        return until_used is not None
-
-    def take_used(self) -> list[int]:
-        """Return the pins that end because another lease has hit all their blocks."""
-        return [lease_id for lease_id in self._core.take_used() if self._until_used.get(lease_id)]
-
-    def all(self) -> list[int]:
-        """Return the lease ids of all pins."""
-        return list(self._until_used)
+        if until_used is None:
+            return
+        self.num_until_used -= until_used
+        self._outbox.effects.unpinned.append((lease_id, reason))
+        self._releases.release(lease_id)
 
     def check(self) -> list[str]:
         """Return a description of each pin whose blocks cannot be hit."""

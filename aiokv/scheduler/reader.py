@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from aiokv.scheduler.gate import Gate
     from aiokv.scheduler.owners import Owners
     from aiokv.scheduler.pending import PendingBlocks
-    from aiokv.scheduler.pins import PinnedLeases
+    from aiokv.scheduler.pins import Pins
     from aiokv.scheduler.preemption import Preemption
     from aiokv.scheduler.quota import SaltQuota
     from aiokv.scheduler.releases import Releases
@@ -77,7 +77,7 @@ class CacheReader:
         quota: blocks per salt.
         admission: requests that wait for capacity.
         lost: leases whose blocks were lost with a rank, and the reason.
-        pins: leases of the pins.
+        pins: pins of the cache.
         pending: leases that wait for other leases to compute.
         preemption: counts of preempted leases.
         releases: count of expired leases.
@@ -97,7 +97,7 @@ class CacheReader:
         quota: SaltQuota,
         admission: Admission,
         lost: Mapping[int, str],
-        pins: PinnedLeases,
+        pins: Pins,
         pending: PendingBlocks,
         preemption: Preemption,
         releases: Releases,

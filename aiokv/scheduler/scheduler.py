@@ -29,7 +29,7 @@ from aiokv.scheduler.granting import Granting
 from aiokv.scheduler.owners import Owners
 from aiokv.scheduler.peers import Peers
 from aiokv.scheduler.pending import PendingBlocks
-from aiokv.scheduler.pins import PinnedLeases
+from aiokv.scheduler.pins import Pins
 from aiokv.scheduler.plans import Plans, new_core
 from aiokv.scheduler.preemption import Preemption
 from aiokv.scheduler.quota import SaltQuota
@@ -97,9 +97,9 @@ TRANSITIONS: Final = (
     "peers.end",
     "complete",
     "note_cancelling",
-    "await_use",
-    "pin",
-    "unpin",
+    "pins.await_use",
+    "pins.pin",
+    "pins.unpin",
     "change_gate",
     "evict",
     "reset",
@@ -155,6 +155,7 @@ class CacheScheduler:
         store_saver: transition that saves blocks to the stores.
         fetches: transitions that fetch blocks from the stores.
         peers: transitions of the receives and sends.
+        pins: transitions of the pins.
         has_stores: as given.
     """
 
@@ -192,7 +193,6 @@ class CacheScheduler:
             saver=self._saver,
             settle=self._settle,
         )
-        self._pins = PinnedLeases(core)
         self._releases = Releases(
             core,
             self._clock,
@@ -203,6 +203,7 @@ class CacheScheduler:
             admission=self._admission,
             pending=self._pending,
         )
+        self.pins = Pins(core, self._outbox, self._releases, self._settle)
         self._preemption = Preemption(
             config,
             core,
@@ -237,7 +238,7 @@ class CacheScheduler:
             quota=self._quota,
             admission=self._admission,
             lost=self._granting.lost,
-            pins=self._pins,
+            pins=self.pins,
             pending=self._pending,
             preemption=self._preemption,
             releases=self._releases,
@@ -253,8 +254,8 @@ class CacheScheduler:
         """End a transition that may have freed blocks: serve the leases that wait for them."""
         if self._foreign is not None:
             self._foreign.settle()
-        if self._pins.num_until_used:
-            self._release_used_pins()
+        if self.pins.num_until_used:
+            self.pins.end_used()
         if self._granting.onloads:
             self._granting.cancel_abandoned()
         if self._saves_windows and self._core.wants_backups():
@@ -279,7 +280,7 @@ class CacheScheduler:
                 break
         else:
             is_left = True
-        if self._pins.num_until_used and self._release_used_pins():
+        if self.pins.num_until_used and self.pins.end_used():
             is_left = True  # the quota of the pins may be enough for the next request
         if self._granting.onloads:
             self._granting.cancel_abandoned()
@@ -366,7 +367,7 @@ class CacheScheduler:
             if grant is not None:
                 if self.has_stores:
                     self.store_saver.want()
-                if self._pins.num_until_used:
+                if self.pins.num_until_used:
                     return grant, self._settle()
             return grant, self._outbox.pending
         except AiokvError as error:
@@ -898,52 +899,6 @@ class CacheScheduler:
         self._core.mark_cancelling(transfer_id)
         return None, self._outbox.pending
 
-    # --- pins -----------------------------------------------------------------------------------
-
-    def await_use(self, lease_id: int) -> Done:
-        """Let the pin of this granted lease end when another lease has hit all its blocks."""
-        self._core.await_use(lease_id)
-        return None, self._outbox.pending
-
-    def pin(self, lease_id: int, *, until_used: bool) -> tuple[tuple[int, str], Effects]:
-        """Pin the blocks of a granted lease whose onloads have ended.
-
-        Returns:
-            (tokens, reason): the number of tokens on the device; and the reason why the pin has
-            already ended and its lease is released, empty if the blocks are pinned.
-        """
-        if not self._core.is_current(lease_id):
-            _, effects = self.release(lease_id)
-            return (0, "its blocks are no longer cached"), effects
-        tokens = self._core.cached_tokens(lease_id)
-        if until_used and not self._core.awaits_use(lease_id):
-            _, effects = self.release(lease_id)
-            return (tokens, "a lease used it"), effects
-        self._pins.add(lease_id, until_used=until_used)
-        return (tokens, ""), self._outbox.pending
-
-    def unpin(self, lease_id: int, reason: str) -> Done:
-        """End a pin and release its lease. Idempotent."""
-        self._unpin(lease_id, reason)
-        return None, self._settle()
-
-    def _unpin(self, lease_id: int, reason: str) -> None:
-        if not self._pins.remove(lease_id):
-            return
-        self._outbox.effects.unpinned.append((lease_id, reason))
-        self._releases.release(lease_id)
-
-    def _release_used_pins(self) -> bool:
-        """Release the pins that another lease has used; return False when there is none."""
-        used = self._pins.take_used()
-        for lease_id in used:
-            self._unpin(lease_id, "a lease used it")
-        return bool(used)
-
-    def _unpin_all(self, reason: str) -> None:
-        for lease_id in self._pins.all():
-            self._unpin(lease_id, reason)
-
     # --- control --------------------------------------------------------------------------------
 
     def change_gate(self, change: GateChange) -> Done:
@@ -985,7 +940,7 @@ class CacheScheduler:
     def reset(self, reason: str) -> Done:
         """Drop all cached blocks and pins. Open leases keep their blocks, but publish no more."""
         self._core.reset()
-        self._unpin_all(reason)
+        self.pins.end_all(reason)
         self._pending.all_withdrawn()
         return None, self._settle()
 
@@ -1028,7 +983,7 @@ class CacheScheduler:
         self._admission.refuse_all(
             lambda: ClosedError("allocate: the engine was closed while the lease waited")
         )
-        self._unpin_all("the engine closed")
+        self.pins.end_all("the engine closed")
         self._pending.close()
         return None, self._settle()
 
@@ -1045,7 +1000,7 @@ class CacheScheduler:
     def lose_blocks(self, reason: str) -> Done:
         """Drop all cached blocks and take the blocks of all leases: a rank was lost."""
         self._preemption.lost_rank = reason
-        self._unpin_all("a rank was lost")
+        self.pins.end_all("a rank was lost")
         self._core.reset()
         self._preemption.take_all()
         self._pending.all_withdrawn()
@@ -1068,7 +1023,7 @@ class CacheScheduler:
             if core.is_granted(lease_id)
         }
         found = core.violations() + self._admission.check(live) + self._pending.check(live)
-        found += self._quota.check(held, live) + self._pins.check() + self.fetches.check()
+        found += self._quota.check(held, live) + self.pins.check() + self.fetches.check()
         if self._is_closed and (len(self._admission) or self._quota.requests()):
             found.append("lines: leases wait for capacity of a closed engine")
         statistics = core.statistics()

@@ -12,6 +12,7 @@ import pytest
 from aiokv import CacheConfig, CacheEngine, Item, LeaseError, UsageError
 from aiokv.scheduler.fetches import Fetches
 from aiokv.scheduler.peers import Peers
+from aiokv.scheduler.pins import Pins
 from aiokv.scheduler.scheduler import TRANSITIONS, CacheScheduler
 from aiokv.scheduler.store_saver import StoreSaver
 from aiokv.testing import Mismatch, TransitionLog, record, replay_transitions
@@ -68,7 +69,7 @@ async def test_replayed_transitions_equal_the_recorded_ones(
     with record(engine) as recording:
         await use(engine)
     names = {transition.name for transition in recording.log.transitions}
-    assert {"match", "allocate", "commit", "complete", "swap_out", "pin", "reset"} <= names
+    assert {"match", "allocate", "commit", "complete", "swap_out", "pins.pin", "reset"} <= names
     assert replay_transitions(recording.log) == len(recording.log.transitions) > 30
 
 
@@ -147,6 +148,7 @@ PARTS = {
     "": CacheScheduler,
     "fetches.": Fetches,
     "peers.": Peers,
+    "pins.": Pins,
     "store_saver.": StoreSaver,
 }
 
@@ -174,6 +176,9 @@ def test_every_transition_returns_effects_and_is_recorded() -> None:
         "fetches.ended",
         "peers.cancel_abandoned",
         "peers.note_ends",
+        "pins.check",
+        "pins.end_all",
+        "pins.end_used",
         "store_saver.submit_begun",
         "store_saver.want",
         "violations",

@@ -466,7 +466,7 @@ class Walk:
     def hold(self) -> None:
         """Pin or prefetch the cached part of a prompt."""
         if len(self.pins) > 2:
-            self.apply(self.scheduler.unpin(self.random.choice(sorted(self.pins)), "test"))
+            self.apply(self.scheduler.pins.unpin(self.random.choice(sorted(self.pins)), "test"))
             return
         lease_id = self.apply(self.scheduler.match(self.prompt(), holds="whole prompt"))
         hit = self.scheduler.read.hit(lease_id).total
@@ -476,12 +476,12 @@ class Walk:
             return
         until_used = self.random.random() < 0.5
         if until_used:
-            self.apply(self.scheduler.await_use(lease_id))
+            self.apply(self.scheduler.pins.await_use(lease_id))
         while onloads := self.scheduler.read.onloads(lease_id):
             if self.in_flight[onloads[0]].after_step > self.step:
                 self.close_step()
             self.end(onloads[0])
-        (_, reason), effects = self.scheduler.pin(lease_id, until_used=until_used)
+        (_, reason), effects = self.scheduler.pins.pin(lease_id, until_used=until_used)
         if not reason:
             self.pins.add(lease_id)
         self.apply((None, effects))
@@ -536,7 +536,7 @@ class Walk:
             self.apply(self.scheduler.release(lease_id))
         assert self.apply(self.scheduler.resize(DEVICE_BLOCKS))
         for pin in list(self.pins):
-            self.apply(self.scheduler.unpin(pin, "test"))
+            self.apply(self.scheduler.pins.unpin(pin, "test"))
         while self.batches:
             self.end_batch()
         busy = True

@@ -11,7 +11,8 @@ from aiokv import CacheConfig, ClosedError, LeaseError, RequestTooLarge
 from aiokv.errors import BrokenEngineError
 from aiokv.plan import TransferReport
 from aiokv.scheduler.admission import Request
-from aiokv.scheduler.pins import PinnedLeases
+from aiokv.scheduler.effects import NO_EFFECTS, Outbox
+from aiokv.scheduler.pins import Pins
 from aiokv.scheduler.plans import new_core
 from aiokv.scheduler.quota import SaltQuota
 from aiokv.scheduler.scheduler import CacheScheduler
@@ -285,26 +286,49 @@ def pinned(scheduler: CacheScheduler, seed: int, blocks: int, *, until_used: boo
     pin = matched(scheduler, seed, blocks, holds="whole prompt")
     scheduler.try_allocate(pin, blocks * BLOCK_TOKENS)
     if until_used:
-        scheduler.await_use(pin)
-    assert scheduler.pin(pin, until_used=until_used)[0] == (blocks * BLOCK_TOKENS, "")
+        scheduler.pins.await_use(pin)
+    assert scheduler.pins.pin(pin, until_used=until_used)[0] == (blocks * BLOCK_TOKENS, "")
     return pin
+
+
+def pins_of(core: Any) -> tuple[Pins, list[int]]:
+    """Return pins of a core, and the list of the leases that they release."""
+    released: list[int] = []
+
+    class Noted:
+        def release(self, lease_id: int) -> None:
+            released.append(lease_id)
+
+    releases: Any = Noted()
+    return Pins(core, Outbox(), releases, lambda: NO_EFFECTS), released
 
 
 def test_grant_ends_the_pins_that_it_uses_and_queries_all_of_them_at_once():
     queries = []
 
     class Used:
+        def is_current(self, lease_id: int) -> bool:
+            return True
+
+        def awaits_use(self, lease_id: int) -> bool:
+            return True
+
+        def cached_tokens(self, lease_id: int) -> int:
+            return BLOCK_TOKENS
+
         def take_used(self) -> list[int]:
             queries.append(len(queries))
-            return [7]
+            return [1, 7, 5000]
 
-    pins = PinnedLeases(Used())  # type: ignore[arg-type]
-    pins.add(1, until_used=False)
+    pins, released = pins_of(Used())
+    pins.pin(1, until_used=False)
     assert pins.num_until_used == 0, "the scheduler does not query the core"
     for pin in range(2, 1000):
-        pins.add(pin, until_used=True)
+        pins.pin(pin, until_used=True)
     assert pins.num_until_used == 998
-    assert pins.take_used() == [7]
+    assert pins.end_used()
+    assert released == [7], "those that do not end with a use are kept"
+    assert pins.num_until_used == 997
     assert queries == [0]
 
 
@@ -318,7 +342,7 @@ def test_pin_that_waits_for_a_use_ends_with_it():
         effects.unpinned.clear()
         scheduler.release(lease_id)
     assert scheduler.violations() == []
-    _, effects = scheduler.unpin(kept, "the test ends")
+    _, effects = scheduler.pins.unpin(kept, "the test ends")
     assert list(effects.unpinned) == [(kept, "the test ends")]
     assert scheduler.read.num_leases == 0
 
@@ -341,13 +365,14 @@ def test_pin_check_reports_a_pin_whose_blocks_cannot_be_hit():
     pin = core.match(tokens, "")[0]
     core.hold_only(pin, whole=True)
     core.allocate(pin, 8)
-    pins = PinnedLeases(core)
-    pins.add(pin, until_used=False)
+    pins, released = pins_of(core)
+    pins.pin(pin, until_used=False)
     assert pins.check() == []
     core.reset()
     assert pins.check() == [f"pin {pin:#x} holds blocks that no match can find"]
-    assert pins.remove(pin)
-    assert not pins.remove(pin)
+    pins.unpin(pin, "the test ends")
+    pins.unpin(pin, "the test ends")
+    assert released == [pin]
     assert pins.check() == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aiokv.config import CacheConfig
@@ -48,12 +49,15 @@ def open_cache(
             tensors.layers.device,
             stores=stores_of(options, 0, num_ranks),
         )
+        engine.open()
     else:
-        ranks = RankGroup(
-            num_ranks, path=options.socket_path(engine_id), has_stores=bool(options.stores)
-        )
+        path = options.socket_path(engine_id)
+        ranks = RankGroup(num_ranks, path=path, has_stores=bool(options.stores))
         engine = SyncEngine(config, ranks=ranks)
-    engine.open()
+        engine.open()
+        # All workers have connected, and none connects again. vLLM kills its processes when it is
+        # stopped, which would leave the file.
+        Path(path).unlink(missing_ok=True)
     events = vllm_config.kv_events_config
     collector = (
         EventCollector(engine) if events is not None and events.enable_kv_cache_events else None

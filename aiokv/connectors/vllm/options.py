@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
+import stat
 import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -138,12 +139,26 @@ class Options:
         return int((self.host_gib or 0.0) * GIB)
 
     def socket_path(self, engine_id: str) -> str:
-        """Return the path of the socket of one engine, on which scheduler and workers agree."""
+        """Return the path of the socket of one engine, on which scheduler and workers agree.
+
+        Raises:
+            ConfigError: another user could take the path.
+        """
         if self.socket is not None:
             return self.socket
         name = hashlib.sha256(engine_id.encode()).hexdigest()[:16]
         folder = Path(tempfile.gettempdir()) / f"aiokv-vllm-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+        if (
+            not stat.S_ISDIR(status.st_mode)
+            or status.st_uid != os.getuid()
+            or status.st_mode & 0o77
+        ):
+            raise ConfigError(
+                f"{folder} has another owner, or a mode other than 0700",
+                hint='set "socket" to a path in a directory of mode 0700 of this user',
+            )
         return str(folder / f"{name}.sock")
 
 

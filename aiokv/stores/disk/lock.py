@@ -47,7 +47,10 @@ class DirectoryLock:
         except BlockingIOError:
             holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._fd)
-            hint = "give each engine and each rank a path of its own"
+            hint = (
+                "give each engine and each rank a path of its own, and end processes that a killed "
+                "server has left"
+            )
             if holder == str(os.getpid()):
                 hint += (
                     "; this process uses it until aclose() of that engine, on that engine's loop"

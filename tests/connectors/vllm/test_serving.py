@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import random
+import stat
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +41,6 @@ from tests.connectors.vllm.server import BLOCK_TOKENS, Server, kv_cache_config, 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from aiokv.worker.arena import HostArena
 
@@ -374,8 +375,10 @@ def test_blocks_of_a_failed_load_leave_the_prefix_cache(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_ranks_over_sockets(make_server: MakeServer, num_ranks: int) -> None:
-    server = make_server({"in_process": False}, num_ranks=num_ranks)
+def test_ranks_over_sockets(make_server: MakeServer, num_ranks: int, tmp_path: Path) -> None:
+    path = tmp_path / "ranks"
+    server = make_server({"in_process": False, "socket": str(path)}, num_ranks=num_ranks)
+    assert not path.exists(), "a server that is killed leaves a file"
     tokens = prompt(1, 41)
     server.add("a", tokens, 4)
     evict_all(server)
@@ -629,6 +632,18 @@ def _check(config: Any, groups: int = 1, spec: Any = None, **extra: Any) -> None
     cache = kv_cache_config("flash", 40, spec)
     cache.kv_cache_groups *= groups
     check_config(config, cache, Options.parse({"host_gib": 1} | extra))
+
+
+def test_directory_of_sockets_that_others_may_enter_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    options = Options.parse({"host_gib": 1})
+    folder = Path(options.socket_path("engine")).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o750)
+    with pytest.raises(ConfigError, match=r"another owner, or a mode other than 0700"):
+        options.socket_path("engine")
 
 
 def test_configuration_that_is_not_served_is_refused() -> None:

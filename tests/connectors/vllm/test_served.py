@@ -1,0 +1,130 @@
+"""The connector in vLLM's own server: its processes, its log, its signals, and the disk store."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from tests.connectors.vllm.served import (
+    BLOCK_TOKENS,
+    Completion,
+    ServedModel,
+    can_serve,
+    prompt,
+    write_model,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        not can_serve(), reason="a vLLM that runs on the CPU is not installed: make test-vllm"
+    ),
+]
+
+SEEDS = range(4)
+TOKENS = 400
+FULL_BLOCKS = (TOKENS - 1) // BLOCK_TOKENS  # vLLM computes at least the last position
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("vllm") / "model")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    """Return the answers of a server without the connector."""
+    with ServedModel(model, None) as server:
+        server.wait_ready()
+        answers = tokens_of(answers_of(server))
+        for seed, answer in zip(SEEDS, answers, strict=True):
+            other = [*prompt(99, BLOCK_TOKENS), *prompt(seed, TOKENS)[BLOCK_TOKENS:]]
+            assert server.complete(other).tokens != answer, "the first block decides nothing"
+    return answers
+
+
+def answers_of(server: ServedModel) -> list[Completion]:
+    return [server.complete(prompt(seed, TOKENS)) for seed in SEEDS]
+
+
+def tokens_of(answers: list[Completion]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
+def send_until_it_ends(server: ServedModel, seed: int) -> None:
+    try:
+        while True:
+            server.complete(prompt(seed, 900), 4)
+            server.forget_device_blocks()
+    except httpx.HTTPError:
+        pass
+
+
+def test_answers_are_exact_through_restarts_kills_and_damage(
+    model: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "kv"
+    extra = {"host_gib": 0.125, "stores": [f"disk:{folder}?bytes=256MiB"]}
+    with ServedModel(model, extra) as server:
+        server.wait_ready()
+        assert server.found(r"store\.opened"), "the log of the server lacks aiokv's lines"
+        assert server.found(r"engine\.opened")
+        first = answers_of(server)
+        assert tokens_of(first) == expected
+        assert [answer.cached for answer in first] == [0] * len(SEEDS)
+        saved = len(SEEDS) * FULL_BLOCKS
+        server.wait_until(lambda: server.blocks_moved("save") >= saved, "the saves")
+        server.forget_device_blocks()
+        again = answers_of(server)
+        assert tokens_of(again) == expected
+        assert [answer.cached for answer in again] == [FULL_BLOCKS * BLOCK_TOKENS] * len(SEEDS)
+
+        loading = [
+            threading.Thread(target=send_until_it_ends, args=(server, 100 + i)) for i in range(4)
+        ]
+        for thread in loading:
+            thread.start()
+        loads = server.blocks_moved("onload")
+        server.wait_until(lambda: server.blocks_moved("onload") > loads + 200, "loads")
+        server.kill()  # as by the kernel when memory is short
+        for thread in loading:
+            thread.join()
+
+    with ServedModel(model, extra) as server:
+        server.wait_ready()
+        restarted = answers_of(server)
+        assert tokens_of(restarted) == expected
+        assert [answer.cached for answer in restarted] == [FULL_BLOCKS * BLOCK_TOKENS] * len(SEEDS)
+        server.stop()
+
+    segment = folder / "segment-00000"
+    damaged = bytearray(segment.read_bytes())
+    for start in range(0, len(damaged), 4 * 4096):
+        damaged[start + 100] ^= 1
+    segment.write_bytes(damaged)
+    with ServedModel(model, extra) as server:
+        server.wait_ready()
+        assert tokens_of(answers_of(server)) == expected
+        assert server.found(r"WARNING .*store\.wrong_block")
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"host_gb": 1}, "unknown key 'host_gb' .*did you mean 'host_gib'"),
+        ({"host_gib": 0.1, "stores": ["disk:/proc/kv?bytes=1GiB"]}, "'/proc/kv' cannot be opened"),
+    ],
+)
+def test_wrong_setting_ends_the_start_with_its_name(
+    model: Path, extra: dict[str, object], message: str
+) -> None:
+    with ServedModel(model, extra) as server:
+        assert server.wait_end() != 0
+        assert server.found(message)
