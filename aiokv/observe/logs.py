@@ -86,10 +86,13 @@ def join_log(of: str) -> None:
     shown_by = [*ours.handlers, *(ours.parent.handlers if ours.parent and ours.propagate else ())]
     if any(not isinstance(handler, logging.NullHandler) for handler in shown_by):
         return
+    if not theirs.handlers:
+        return
     for handler in theirs.handlers:
         ours.addHandler(handler)
-    if ours.level == logging.NOTSET:
-        ours.setLevel(theirs.getEffectiveLevel())
+    if ours.level == logging.NOTSET:  # the level of the lines that a handler shows
+        lowest = min(handler.level for handler in theirs.handlers)
+        ours.setLevel(max(theirs.getEffectiveLevel(), lowest))
 
 
 class Log:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -736,3 +738,28 @@ def test_room_is_exact_after_a_commit_that_keeps_other_blocks_cached():
         assert not manager.can_allocate_device_blocks(4)
         assert manager.can_allocate_device_blocks(3)
         assert len(manager.allocate_device_blocks(third, 3)) == 3
+
+
+LOG = """
+import logging
+from types import SimpleNamespace
+handler = logging.StreamHandler()
+logging.getLogger("fastdeploy").addHandler(handler)
+logging.getLogger("fastdeploy").propagate = False
+from aiokv.connectors.fastdeploy import CacheController, CacheManager
+cache = SimpleNamespace(
+    block_size=16, total_block_num=8, num_cpu_blocks=8, enable_prefix_caching=True,
+    write_policy="write_through_selective", write_through_threshold=1,
+)
+model = SimpleNamespace(num_hidden_layers=1, dtype="float16")
+config = SimpleNamespace(cache_config=cache, model_config=model)
+"""
+
+
+@pytest.mark.parametrize("made", ["CacheManager(config)", "CacheController(config, path='/x')"])
+def test_lines_of_aiokv_are_in_the_log_of_fastdeploy(made):
+    line = "logging.getLogger('aiokv.stores').warning('store.unavailable')"
+    process = subprocess.run(
+        [sys.executable, "-c", f"{LOG}\n{made}\n{line}"], capture_output=True, text=True, check=True
+    )
+    assert "store.unavailable" in process.stderr

@@ -134,6 +134,12 @@ def test_lines_do_not_join_the_log_of_a_server_if_they_are_shown(set_up):
     assert not any("SERVER" in line for line in lines)
 
 
+def test_lines_that_no_handler_of_a_server_shows_are_off():
+    level = "import logging; logging.getLogger('server').setLevel('DEBUG');handler.setLevel('INFO')"
+    shown = "print(Log('aiokv.x').is_on(logging.DEBUG), Log('aiokv.x').is_on(logging.INFO))"
+    assert "False True" in lines_of(SERVER + level + JOIN + shown)
+
+
 def test_a_level_of_the_user_outlasts_the_log_of_a_server():
     quiet = "import logging; logging.getLogger('aiokv').setLevel('ERROR')"
     first, *_ = lines_of(SERVER + quiet + JOIN)

@@ -8,6 +8,7 @@ from aiokv import ConfigError, UsageError
 from aiokv.connectors.fastdeploy.caches import cache_name, regions_of
 from aiokv.connectors.fastdeploy.layers import LayerDoneCounter
 from aiokv.connectors.fastdeploy.metadata import step_of, transfer_ids_of
+from aiokv.observe.logs import join_log
 from aiokv.sync import RankThread
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class CacheController:
                 "path and source: exactly one of them must be given",
                 hint="path=ranks.path in worker processes, source=manager in the same process",
             )
+        join_log("fastdeploy")
         self.config = config
         self._num_layers, self._draft_layers = _layers_of(config)
         ranks = int(getattr(getattr(config, "parallel_config", None), "tensor_parallel_size", 1))

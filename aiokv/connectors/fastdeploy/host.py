@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiokv import ClosedError, ControlTimeout
 from aiokv.connectors.fastdeploy.blocks import RequestBlocks
+from aiokv.observe.logs import join_log
 from aiokv.sync import SyncEngine
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class EngineHost:
         step_event: Callable[[], Any] | None,
         options: Mapping[str, Any],
     ) -> None:
+        join_log("fastdeploy")
         self.sizes = sizes
         self.has_ranks = ranks is not None
         self.has_stores = bool(stores) or (ranks is not None and ranks.capabilities.stores)

@@ -26,6 +26,8 @@ COUNTERS: Final = {
     "saved_blocks": "Blocks that were copied to host memory",
     "store_hit_tokens": "Tokens of loaded_tokens that came from stores",
     "store_fetched_blocks": "Blocks that were fetched from stores to host memory",
+    "stored_blocks": "Blocks that were saved to stores",
+    "unstored_blocks": "Blocks that no store has saved: the queue was full, or a store has failed",
     "store_wait_seconds": "Time that requests have waited for stores",
     "declined_fetches": "Requests that computed blocks that a store had, because that was sooner",
     "late_fetches": "Requests that stopped waiting for a store that was slower than expected",
@@ -123,6 +125,10 @@ class EngineCounts:
         """Return what has been counted of the stores since the last call."""
         now: dict[str, float] = {
             "store_fetched_blocks": statistics.fetched_blocks,
+            "stored_blocks": statistics.saved_blocks,
+            "unstored_blocks": statistics.dropped_saves
+            + statistics.refused_saves
+            + statistics.failed_saves,
             "store_wait_seconds": requests.store_wait.sum_seconds,
             "declined_fetches": requests.declined_fetches,
             "late_fetches": requests.late_fetches,

@@ -611,6 +611,21 @@ def test_statistics_reach_vllm(make_server: MakeServer) -> None:
     assert counts["usable"] == 1
 
 
+def test_statistics_count_blocks_of_stores(
+    make_server: MakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiokv.connectors.vllm.connector.REPORT_SECONDS", 0.0)
+    server = make_server({"stores": [f"disk:{tmp_path}?bytes=64MiB"]})
+    server.add("a", prompt(1, 41), 1)
+    evict_all(server)
+    server.drain()
+    server.add("b", prompt(1, 41), 1)  # its load is reported, and what was saved before
+    server.run()
+    counts = server.statistics.reduce()
+    assert counts["stored_blocks"] >= 10
+    assert counts["unstored_blocks"] == 0
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
