@@ -136,7 +136,8 @@ class CacheConfig:
             then the number of blocks of the server's tensors, whose ids are 0 to
             ``device_blocks - 1``.
         prefill_tokens_per_second: speed at which the model computes a prompt. A prefix is fetched
-            from a store only as far as that is faster than computing it. None to measure the speed.
+            from a store only as far as the prompt is ready sooner than by computing it. None to
+            measure the speed.
 
     Raises:
         ConfigError: a value is out of range.

@@ -17,6 +17,7 @@ from bench import harness, redis_store
         "digest",
         "policy",
         "admission",
+        "fetch_or_compute",
         "cancel_storm",
         "shutdown",
         "ranks",

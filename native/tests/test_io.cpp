@@ -378,6 +378,23 @@ TEST(reads_go_before_writes_which_still_have_their_turn) {
     CHECK_EQ(left, 22u);
 }
 
+TEST(reads_are_taken_alone_while_the_kernel_has_enough_writes) {
+    IoCompletions completions;
+    JobLine line(completions);
+    std::vector<IoRequest> requests(20);
+    for (std::size_t i = 0; i < requests.size(); ++i) {
+        requests[i].tag = i;
+        requests[i].operation = i < 10 ? IoOperation::kWrite : IoOperation::kRead;
+    }
+    line.append(requests, completions.open(requests.size()));
+    for (std::uint64_t tag = 10; tag < 20; ++tag) {
+        CHECK(line.has_reads());
+        CHECK_EQ(line.take(false).request.tag, tag);
+    }
+    CHECK(!line.has_reads() && !line.empty());
+    CHECK_EQ(line.take().request.tag, 0u);
+}
+
 TEST(wake_pace_sleeps_for_several_only_while_many_are_in_flight) {
     WakePace pace;
     CHECK_EQ(pace.wanted(64), 1u);  // nothing is known about the device
@@ -613,6 +630,40 @@ TEST(commands_are_taken_while_requests_are_in_the_kernel) {
     CHECK_EQ(results[1], 8);
     CHECK(results[2] == 0 || results[2] == -ENOMEM);
     CHECK_EQ(results[3], 8);
+}
+
+TEST(reads_pass_writes_that_wait_because_the_kernel_has_enough_of_them) {
+    if (!can_use(IoBackendChoice::kIoUring)) return;
+    constexpr std::size_t kMany = std::size_t{32} << 20;
+    Pipe pipe;
+    File file(kPage);
+    Memory memory(kMany);
+    IoQueue queue(8, IoBackendChoice::kIoUring);
+    const IoRequest stuck{.fd = pipe.ends[1],
+                          .operation = IoOperation::kWrite,
+                          .length = kMany,
+                          .address = memory.at(0),
+                          .tag = 1};
+    queue.submit({&stuck, 1});
+    const IoRequest waiting{.fd = file.fd,
+                            .operation = IoOperation::kWrite,
+                            .length = 8,
+                            .address = memory.at(0),
+                            .tag = 2};
+    queue.submit({&waiting, 1});
+    const IoRequest read{.fd = file.fd, .length = 8, .address = memory.at(8), .tag = 3};
+    queue.submit({&read, 1});
+    CHECK_EQ(wait_for(queue, 1)[3], 8);
+    CHECK_EQ(queue.pending(), 2u);
+    std::vector<std::uint8_t> bytes(1 << 20);
+    for (std::size_t moved = 0; moved < kMany;) {
+        const ssize_t some = ::read(pipe.ends[0], bytes.data(), bytes.size());
+        CHECK(some > 0);
+        moved += static_cast<std::size_t>(some);
+    }
+    auto results = wait_for(queue, 2);
+    CHECK_EQ(results[1], static_cast<std::int32_t>(kMany));
+    CHECK_EQ(results[2], 8);
 }
 
 TEST(queue_continues_a_short_read_behind_its_first_bytes) {

@@ -24,6 +24,7 @@ class JobLine {
     explicit JobLine(IoCompletions& completions) : completions_(completions) {}
 
     bool empty() const { return reads_.empty() && others_.empty(); }
+    bool has_reads() const { return !reads_.empty(); }
 
     void append(std::span<const IoRequest> requests, std::uint64_t batch) {
         for (const IoRequest& request : requests) {
@@ -32,9 +33,10 @@ class JobLine {
         }
     }
 
-    IoJob take() {
+    // Without `others`, only reads are taken: there must be one.
+    IoJob take(bool others = true) {
         const bool turn_of_others = ++reads_in_turn_ >= kTurn && !others_.empty();
-        if (!reads_.empty() && !turn_of_others) return take_from(reads_);
+        if (!reads_.empty() && !(turn_of_others && others)) return take_from(reads_);
         reads_in_turn_ = 0;
         return take_from(others_);
     }

@@ -68,11 +68,16 @@ class RingCommands {
         return {std::exchange(cancelled_tags_, {}), std::exchange(registrations_, {}), closing_};
     }
 
-    // Calls `start` with the oldest jobs, as long as `has_room`.
-    template <class HasRoom, class Start>
-    void take_jobs(const HasRoom& has_room, const Start& start) {
+    // Calls `start` with the oldest jobs, as long as `has_room`; without `may_write`, with reads
+    // only.
+    template <class HasRoom, class MayWrite, class Start>
+    void take_jobs(const HasRoom& has_room, const MayWrite& may_write, const Start& start) {
         std::lock_guard lock(mutex_);
-        while (!line_.empty() && has_room()) start(line_.take());
+        while (!line_.empty() && has_room()) {
+            const bool others = may_write();
+            if (!others && !line_.has_reads()) return;
+            start(line_.take(others));
+        }
     }
 
   private:

@@ -15,6 +15,14 @@ namespace {
 constexpr std::uint64_t kCommands = ~std::uint64_t{0};
 constexpr std::uint64_t kCancellation = kCommands - 1;
 constexpr timespec kRetryAfter{.tv_sec = 0, .tv_nsec = 1'000'000};
+// In the kernel at a time, where reads are to be expected: a read that comes later waits for them
+// on the medium. Many writes after the last read, no more reads are expected.
+constexpr std::size_t kMostWrittenBytes = std::size_t{32} << 20;
+constexpr std::size_t kManyWrites = 1024;
+
+std::size_t bytes_to_write(const IoJob& job) {
+    return job.request.operation == IoOperation::kWrite ? job.request.length : 0;
+}
 
 }  // namespace
 
@@ -87,13 +95,24 @@ void RingLoop::start_jobs() {
         }
     }
     if (!registrations_.empty()) return;
-    commands_.take_jobs([this] { return !free_.empty(); },
+    commands_.take_jobs([this] { return !free_.empty(); }, [this] { return may_write(); },
                         [this](const IoJob& job) {
+                            count(job);
                             const Slot slot = free_.back();
                             free_.pop_back();
                             transfers_[slot] = Transfer(job);
                             start(slot);
                         });
+}
+
+bool RingLoop::may_write() const {
+    return written_bytes_ < kMostWrittenBytes || writes_since_read_ >= kManyWrites;
+}
+
+void RingLoop::count(const IoJob& job) {
+    written_bytes_ += bytes_to_write(job);
+    const bool reads = job.request.operation == IoOperation::kRead;
+    writes_since_read_ = reads ? 0 : writes_since_read_ + 1;
 }
 
 void RingLoop::start(Slot slot) {
@@ -162,6 +181,7 @@ void RingLoop::handle(const uring::Cqe& completion) {
 }
 
 void RingLoop::end(Slot slot) {
+    written_bytes_ -= bytes_to_write(transfers_[slot].job());
     completions_.end(transfers_[slot].job(), transfers_[slot].result());
     free_.push_back(slot);
 }

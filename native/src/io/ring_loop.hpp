@@ -27,6 +27,8 @@ class RingLoop {
     void do_registrations();
     void register_buffer(const Registration& registration);
     void start_jobs();
+    bool may_write() const;
+    void count(const IoJob& job);
     void start(Slot slot);
     void watch_commands();
     void wait();
@@ -43,7 +45,9 @@ class RingLoop {
     std::vector<Slot> continued_;  // their remaining parts must go to the kernel
     bool watches_commands_ = false;
     WakePace pace_;
-    std::size_t in_kernel_ = 0;  // completions to come, of whatever kind
+    std::size_t in_kernel_ = 0;      // completions to come, of whatever kind
+    std::size_t written_bytes_ = 0;  // of the writes among them
+    std::size_t writes_since_read_ = 0;
 };
 
 }  // namespace aiokv

@@ -1,0 +1,39 @@
+"""A server with a store is never slower than one without, whatever the store's bandwidth is."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.fetch_or_compute import SESSIONS, Server, conversations, measure
+
+PROMPTS = conversations(SESSIONS)
+NOISE = 0.97
+
+
+@pytest.fixture(scope="module")
+def without_store() -> float:
+    return measure(Server(has_host=False), PROMPTS)["requests_per_second"]
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        Server(gbps=0.05),
+        Server(gbps=3.0),
+        Server(gbps=4.0, latency_seconds=0.05),
+        Server(gbps=20.0, changes=((30, 0.2),)),
+    ],
+    ids=["very slow", "slow", "late", "fast, then slow"],
+)
+def test_store_never_makes_a_server_slower(server, without_store):
+    assert measure(server, PROMPTS)["requests_per_second"] > NOISE * without_store
+
+
+def test_fast_store_makes_a_server_faster(without_store):
+    assert measure(Server(gbps=20.0), PROMPTS)["requests_per_second"] > 1.5 * without_store
+
+
+def test_fetching_at_any_price_makes_a_server_slower(without_store):
+    """So the tests above notice a decision that is wrong."""
+    server = Server(gbps=3.0, knows_speed=False)
+    assert measure(server, PROMPTS)["requests_per_second"] < NOISE * without_store
