@@ -12,6 +12,10 @@ elements per head. ``R`` is the elements per token of a latent, ``I`` those of a
 | ``latent`` (MLA) | ``[B, T, R]`` | ``[B, 1, T, R]`` | that of KV |
 | ``latent`` in ``fp8_ds_mla`` | ``[B, T, 656]`` for R = 512 + 64 | ``[B, 1, T, 656]`` | uint8 |
 | ``index`` (DSA) | ``[B, T, 132]`` for I = 128 | ``[B, T, 132]`` | uint8 |
+
+Recurrent state has one row per slot, equal in both: ``conv`` ``[state_slots, elements]`` in the
+dtype of the model, and ``recurrent`` ``[state_slots, elements]`` in that of the state. The model
+views the elements of a row in the shape of its kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from aiokv.model_shape import ELEMENT_BYTES, KV_DTYPES, LayerShape, ModelShape, 
 from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 Convention = Literal["vllm", "fastdeploy"]
 Library = Literal["numpy", "cupy", "torch", "paddle"]
@@ -66,7 +70,8 @@ class CacheTensors:
 
     Attributes:
         regions: all of them, for an engine or a rank.
-        layers: per layer, its tensors by name, for the model.
+        layers: per layer, its tensors by name, for the model. Layers with recurrent state, in the
+            order of ``ModelShape.states``, come behind all layers with KV.
     """
 
     regions: Regions
@@ -139,6 +144,7 @@ def create_tensors(
     num_blocks: int,
     *,
     window_blocks: Mapping[str, int] | None = None,
+    state_slots: int | None = None,
     library: Library = "numpy",
     device: str | None = None,
     block_tokens: int = 16,
@@ -149,7 +155,7 @@ def create_tensors(
     convention: Convention = "vllm",
     joined: bool = False,
 ) -> CacheTensors:
-    """Create the KV tensors of one rank, filled with zeros, and register them.
+    """Create the KV and state tensors of one rank, filled with zeros, and register them.
 
     ::
 
@@ -158,13 +164,17 @@ def create_tensors(
         engine = CacheEngine(config, created.regions, device="cuda:0")
         created.layers[0]["k"]  # [4096, 16, heads, dim]
 
-    Their bytes per block are ``ModelShape.bytes_per_block`` of the same arguments.
+    Their bytes per block are ``ModelShape.bytes_per_block`` of the same arguments, and their bytes
+    per state slot ``ModelShape.state_slot_bytes``.
 
     Args:
         model: as for :func:`tensor_layouts`.
         num_blocks: blocks of each tensor, ``B``.
         window_blocks: blocks of the tensors of each window group, by its name in
             ``ModelShape.windows``; required for a model that has such layers.
+        state_slots: rows of the tensors of recurrent state, as ``CacheConfig.state_slots``;
+            required for a model with recurrent state. 0 for none: the caller creates them, and
+            registers them with ``Regions.add_state``.
         library: creates the tensors. numpy, for the cpu device, and CuPy have no bfloat16: they get
             uint16 of the same size.
         device: such as ``"cuda:0"``; None for the CPU, or the current GPU with CuPy.
@@ -178,7 +188,7 @@ def create_tensors(
 
     Raises:
         ConfigError: as :func:`tensor_layouts`; or the library is not installed or cannot create
-            tensors on the device, or the blocks of a window group are missing.
+            tensors on the device; or the blocks of a window group or ``state_slots`` are missing.
         Exception: the library has not enough memory.
     """
     layouts = tensor_layouts(
@@ -201,9 +211,11 @@ def create_tensors(
             )
         what = "num_blocks" if group is None else f"window_blocks[{group!r}]"
         checks.integer(what, blocks[group], minimum=1, error=ConfigError)
+    states = _state_tensors(model, state_slots, tensor_parallel)
     checks.choice("library", library, _MAKERS, ConfigError)
     make = _MAKERS[library](device)
-    num_layers = 1 + max((layout.layer for layout in layouts), default=-1)
+    num_kv_layers = 1 + max((layout.layer for layout in layouts), default=-1)
+    num_layers = num_kv_layers + len(states)
     regions = Regions(num_layers=num_layers)
     layers: list[dict[str, Any]] = [{} for _ in range(num_layers)]
     by_region: dict[tuple[str, tuple[int, int] | None], list[TensorLayout]] = defaultdict(list)
@@ -214,7 +226,72 @@ def create_tensors(
         )
     for same in by_region.values():
         _register(regions, same, layers, library)
+    for layer, tensors in enumerate(states, num_kv_layers):
+        layers[layer] = {
+            name: make((state_slots or 0, elements), dtype)
+            for name, (elements, dtype) in tensors.items()
+        }
+    _register_states(regions, layers, range(num_kv_layers, num_layers), library)
     return CacheTensors(regions=regions, layers=layers)
+
+
+def _state_tensors(
+    model: ModelShape | Sequence[LayerShape], state_slots: int | None, tensor_parallel: int
+) -> list[dict[str, tuple[int, str]]]:
+    """Return (elements per slot, dtype) of the state tensors of each layer that has some."""
+    states = model.states if isinstance(model, ModelShape) else ()
+    if state_slots is not None:
+        checks.integer("state_slots", state_slots, minimum=0, error=ConfigError)
+    if not states and state_slots:
+        raise ConfigError(f"state_slots is {state_slots}, but the model has no recurrent state")
+    if states and state_slots is None:
+        raise ConfigError(
+            f"{sum(count for _, count in states)} layers of the model have recurrent state, and "
+            "state_slots is None",
+            hint="state_slots=CacheConfig.state_slots, or 0 to create their tensors yourself",
+        )
+    if not states or not state_slots or not isinstance(model, ModelShape):
+        return []
+    layers = []
+    for state, count in states:
+        recurrent = model.dtype if state.recurrent_dtype == "auto" else state.recurrent_dtype
+        tensors = {
+            "conv": (state.conv_elements, model.dtype),
+            "recurrent": (state.recurrent_elements, recurrent),
+        }
+        for name, (elements, _) in tensors.items():
+            if state.heads % tensor_parallel or elements % tensor_parallel:
+                raise ConfigError(
+                    f"tensor_parallel is {tensor_parallel}; it must divide the {state.heads} heads "
+                    f"and the {elements} {name} elements of the recurrent state"
+                )
+        divided = {
+            name: (elements // tensor_parallel, dtype)
+            for name, (elements, dtype) in tensors.items()
+            if elements
+        }
+        layers += [divided] * count
+    return layers
+
+
+def _register_states(
+    regions: Regions,
+    layers: Sequence[Mapping[str, Any]],
+    indices: Iterable[int],
+    library: Library,
+) -> None:
+    """Register the state tensors of the layers with these indices."""
+    by_name: dict[str, list[int]] = defaultdict(list)
+    for index in indices:
+        for name in layers[index]:
+            by_name[name].append(index)
+    for name, found in by_name.items():
+        tensors = [layers[index][name] for index in found]
+        if library == "paddle":
+            from aiokv.frameworks.paddle import as_integers
+
+            tensors = [as_integers(tensor) for tensor in tensors]
+        regions.add_state(name, layers=tensors, layer_indices=found)
 
 
 def _joined(tensors: tuple[TensorShape, ...]) -> list[TensorShape]:

@@ -129,6 +129,7 @@ class Transfers:
             check_wait=partial(self._open_step.check_wait, after_step) if after_step else None,
             locate=self._position_finder(lease_id, [plan for plan, _ in joined]),
             waits=self.layer_waits,
+            after_step=after_step,
         )
 
     def _position_finder(

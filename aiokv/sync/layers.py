@@ -49,6 +49,14 @@ class SyncLayers(Unique):
         """Ids that a rank's runner passes to ``Rank.layers``. Does not cross."""
         return self._view.transfer_ids
 
+    @property
+    def after_step(self) -> int:
+        """Newest step whose end the transfers waited for when they were granted; 0 for none.
+
+        No byte moves while that step is open. Does not cross.
+        """
+        return self._view.after_step
+
     def wait_seconds(self, layer: int) -> float:
         """Return how long callers have waited for a layer, as ``LayerView``. Does not cross."""
         return self._view.wait_seconds(layer)

@@ -31,6 +31,8 @@ class LayerView:
         owner: name of the lease's owner, for messages.
         check_wait: called before a coroutine waits; raises when the wait would never end.
         waits: gets the durations of the waits of this view, besides the view itself.
+        after_step: newest step whose end the transfers waited for when the view was made; 0 for
+            none.
     """
 
     def __init__(
@@ -42,8 +44,10 @@ class LayerView:
         owner: str = "",
         check_wait: Callable[[], None] | None = None,
         waits: LayerWaits | None = None,
+        after_step: int = 0,
     ) -> None:
         self.check_wait = check_wait
+        self.after_step = after_step
         self.waits = waits
         self._own_waits: LayerWaits | None = None  # made by the first wait
         self._owner = f" for {owner}" if owner else ""
@@ -276,7 +280,14 @@ class LayerView:
                 if view.check_wait is not None and not view.is_done:
                     view.check_wait()
 
-        return cls(list(counters), locate=locate, check_wait=check_wait, waits=views[0].waits)
+        after_step = max(view.after_step for view in views)
+        return cls(
+            list(counters),
+            locate=locate,
+            check_wait=check_wait,
+            waits=views[0].waits,
+            after_step=after_step,
+        )
 
 
 @cache

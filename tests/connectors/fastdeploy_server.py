@@ -538,11 +538,14 @@ class Cluster:
     RANKS = 2
     AHEAD = 2  # batches in the streams
 
-    def __init__(self, path: Path, device_blocks: int, host_blocks: int, **options) -> None:
+    def __init__(
+        self, path: Path, device_blocks: int, host_blocks: int, kind="v1", **options
+    ) -> None:
         config = fd_config(device_blocks, host_blocks, **options)
         config.parallel_config = SimpleNamespace(tensor_parallel_size=self.RANKS)
         group = RankGroup(self.RANKS, path=path / "ranks")
-        self.manager = CacheManager(config, ranks=group)
+        prefix = None if kind == "v1" else PrefixCacheManager(config, self.RANKS, ranks=group)
+        self.manager = CacheManager(config, ranks=group) if prefix is None else prefix.cache
         self.streams = [Stream() for _ in range(self.RANKS)]
         self.workers = []
         for number, stream in enumerate(self.streams):
@@ -551,7 +554,11 @@ class Cluster:
             )
             layers = controller.initialize_kv_cache(Backend(), device_blocks)
             self.workers.append(Worker(layers, controller))
-        self.scheduler = Scheduler(self.manager, self.workers[0])
+        self.scheduler = (
+            Scheduler(self.manager, self.workers[0])
+            if prefix is None
+            else OldScheduler(prefix, self.workers[0])
+        )
         self.batches: queue.Queue[bytes | None] = queue.Queue(1)
         self.answers: queue.Queue = queue.Queue()
         self.threads = ThreadPoolExecutor(2)

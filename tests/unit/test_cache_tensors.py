@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from aiokv import CacheConfig, CacheEngine, ConfigError
 from aiokv.cache_tensors import create_tensors, tensor_layouts
-from aiokv.model_shape import LayerShape, ModelShape
+from aiokv.model_shape import LayerShape, ModelShape, StateShape
 from tests.unit import model_configs as configs
 
 T = 8  # tokens per block
@@ -144,6 +145,94 @@ def test_layers_may_have_different_numbers_of_heads():
     assert [layer["k"].shape for layer in created.layers] == [
         (3, T, 4, 64), (3, T, 2, 64), (3, T, 4, 64),
     ]  # fmt: skip
+
+
+HYBRID = ModelShape(
+    name="hybrid",
+    dtype="bfloat16",
+    layers=((GQA, 2),),
+    states=(
+        (
+            StateShape(conv_elements=24, recurrent_elements=64, heads=4, recurrent_dtype="float32"),
+            2,
+        ),
+        (StateShape(conv_elements=0, recurrent_elements=32, heads=4), 1),
+    ),
+)
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 4])
+@pytest.mark.parametrize("shape", [HYBRID, ModelShape.from_config(configs.QWEN_3_NEXT_80B)])
+def test_state_tensors_have_the_bytes_of_the_model_shape(shape, tensor_parallel):
+    heads = {"tensor_parallel": tensor_parallel, "rank": tensor_parallel - 1}
+    created = create_tensors(shape, 2, state_slots=3, block_tokens=T, **heads)
+    regions, kv_layers = created.regions, sum(count for _, count in shape.layers)
+    assert regions.num_state_slots == 3
+    assert regions.block_bytes == shape.bytes_per_block(T, tensor_parallel=tensor_parallel)
+    pieces = regions.state_pieces
+    expected = shape.state_slot_bytes(tensor_parallel=tensor_parallel)
+    assert sum(piece.block_bytes for piece in pieces) == expected
+    assert len(created.layers) == regions.num_layers
+    assert {piece.layer for piece in pieces} == set(range(kv_layers, regions.num_layers))
+    for layer in created.layers[:kv_layers]:
+        assert set(layer) == {"k", "v"}
+
+
+def test_states_are_created_layer_by_layer():
+    layers = create_tensors(HYBRID, 2, state_slots=3, tensor_parallel=2).layers
+    assert [
+        {name: (t.shape, t.dtype.name) for name, t in layer.items()} for layer in layers[2:]
+    ] == [
+        {"conv": ((3, 12), "uint16"), "recurrent": ((3, 32), "float32")},
+        {"conv": ((3, 12), "uint16"), "recurrent": ((3, 32), "float32")},
+        {"recurrent": ((3, 16), "uint16")},
+    ]
+
+
+def test_recurrent_state_is_created_or_refused_but_not_left_out():
+    with pytest.raises(ConfigError, match="3 layers of the model have recurrent state") as caught:
+        create_tensors(HYBRID, 2)
+    assert "state_slots=" in caught.value.hint
+    for wrong in (-1, 1.5, "2"):
+        with pytest.raises(ConfigError, match="state_slots is"):
+            create_tensors(HYBRID, 2, state_slots=wrong)
+    with pytest.raises(ConfigError, match="no recurrent state"):
+        create_tensors([GQA], 2, state_slots=2)
+    odd = with_first_state(HYBRID, conv_elements=26)
+    with pytest.raises(ConfigError, match=r"tensor_parallel is 4.*26 conv elements"):
+        create_tensors(odd, 2, state_slots=2, tensor_parallel=4)
+    created = create_tensors(HYBRID, 2, state_slots=0)
+    assert (created.regions.num_state_slots, len(created.layers)) == (None, 2)
+    assert create_tensors([GQA], 2, state_slots=0).regions.num_layers == 1
+
+
+def with_first_state(shape: ModelShape, **fields: int) -> ModelShape:
+    (state, count), *others = shape.states
+    return replace(shape, states=((replace(state, **fields), count), *others))
+
+
+@pytest.mark.asyncio
+async def test_an_engine_restores_created_states():
+    created = create_tensors(HYBRID, 8, state_slots=4, block_tokens=4)
+    states = [tensor for layer in created.layers[2:] for tensor in layer.values()]
+    config = CacheConfig(block_tokens=4, device_blocks=8, state_slots=4)
+    async with CacheEngine(config, created.regions) as engine:
+        async with engine.match(range(9)) as lease:
+            await lease.allocate(9)
+            await lease.layers.wait_all()  # the slot was zeroed
+            for tensor in states:
+                assert not tensor[lease.state_slot].any()
+                tensor[lease.state_slot] = 7
+            lease.commit(8)
+            assert lease.snapshot(8)
+            lease.commit(9)
+        engine.step()
+        async with engine.match(range(9)) as lease:
+            await lease.allocate(9)
+            await lease.layers.wait_all()
+            assert lease.cached_tokens == 8
+            for tensor in states:
+                assert (tensor[lease.state_slot] == 7).all()
 
 
 @pytest.mark.asyncio

@@ -292,6 +292,11 @@ class CacheManager:
 
     # --- the end of schedule() --------------------------------------------------------------------
 
+    @property
+    def announced_step(self) -> int:
+        """Newest step that the workers close without a further batch."""
+        return self._sent_step if self._host.has_ranks else self._host.blocks.last_step
+
     def issue_pending_backup_to_batch_request(self) -> CacheSwapMetadata | None:
         """End one ``schedule()``; return what its batch has to tell the workers.
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aiokv.connectors.fastdeploy.metadata import CacheSwapMetadata
     from aiokv.connectors.fastdeploy.metrics import CacheMetrics
     from aiokv.connectors.fastdeploy.requests import Request
-    from aiokv.sync import SyncEngine
+    from aiokv.sync import SyncEngine, SyncLease
 
 ONLOAD_SECONDS: Final = 10.0
 
@@ -173,7 +173,8 @@ class PrefixCacheManager:
 
         Returns:
             Ids of all matched blocks in order, matched tokens, and FastDeploy's figures of the
-            match. When the onload fails, or takes over 10 s, only the blocks on the device count.
+            match. Only the blocks on the device count when the onload fails or takes over 10 s, or
+            would write blocks that the step of this ``schedule()`` has freed, which ends behind it.
         """
         holding = self._match(task)
         size = self.cache.block_size
@@ -261,13 +262,20 @@ class PrefixCacheManager:
 
     def _match(self, task: Request) -> Holding:
         holding = self._blocks.match(task)
-        if holding.lease is not None and holding.table:
-            try:
-                holding.lease.layers.wait_all(ONLOAD_SECONDS)
-            except (TransferError, TimeoutError):
-                holding = self._blocks.match(task, onload=False)
+        if holding.lease is not None and holding.table and not self._has_arrived(holding.lease):
+            holding = self._blocks.match(task, onload=False)
         self.cache.note_match(holding)
         return holding
+
+    def _has_arrived(self, lease: SyncLease) -> bool:
+        """Wait for the onload of a lease; return False if it has failed, or cannot end in time."""
+        if lease.layers.after_step > self.cache.announced_step:
+            return False  # the workers close that step when they get the next batch
+        try:
+            lease.layers.wait_all(ONLOAD_SECONDS)
+        except (TransferError, TimeoutError):
+            return False
+        return True
 
 
 def _onload_seconds(holding: Holding) -> float:
