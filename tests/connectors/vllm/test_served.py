@@ -105,8 +105,8 @@ def test_answers_are_exact_through_restarts_kills_and_damage(
 
     segment = folder / "segment-00000"
     damaged = bytearray(segment.read_bytes())
-    for start in range(0, len(damaged), 4 * 4096):
-        damaged[start + 100] ^= 1
+    for start in range(0, len(damaged), 16 * 1024):  # in each block
+        damaged[start : start + 2048] = b"\xc0" * 2048
     segment.write_bytes(damaged)
     with ServedModel(model, extra) as server:
         server.wait_ready()
