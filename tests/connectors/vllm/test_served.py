@@ -105,14 +105,27 @@ def test_answers_are_exact_through_restarts_kills_and_damage(
 
     segment = folder / "segment-00000"
     damaged = bytearray(segment.read_bytes())
-    for start in range(0, len(damaged), 4 * 4096):
-        damaged[start + 100] ^= 1
+    for start in range(0, len(damaged), 16 * 1024):  # in each block
+        damaged[start : start + 2048] = b"\xc0" * 2048
     segment.write_bytes(damaged)
     with ServedModel(model, extra) as server:
         server.wait_ready()
         assert tokens_of(answers_of(server)) == expected
         assert server.found(r"WARNING .*store\.wrong_block")
         assert server.stop() == 0
+
+
+def test_answers_are_exact_with_loads_by_layer(model: Path, expected: list[list[int]]) -> None:
+    with ServedModel(model, {"host_gib": 0.125, "load": "layerwise"}) as server:
+        server.wait_ready()
+        assert tokens_of(answers_of(server)) == expected
+        saved = len(SEEDS) * FULL_BLOCKS
+        server.wait_until(lambda: server.blocks_moved("offload") >= saved, "the copies")
+        server.forget_device_blocks()
+        again = answers_of(server)
+        assert tokens_of(again) == expected
+        assert [answer.cached for answer in again] == [FULL_BLOCKS * BLOCK_TOKENS] * len(SEEDS)
+        assert not server.found("layers_not_hooked")
 
 
 @pytest.mark.parametrize(
