@@ -465,7 +465,7 @@ class Leases:
     def expire_after(self, lease: Lease, seconds: float) -> None:
         """See ``Lease.expire_after``."""
         self._lifetime.check_loop()
-        if not self.read.is_granted(lease.live_id()):
+        if self.read.state(lease.live_id()) not in (LeaseState.GRANTED, LeaseState.FAILED):
             raise LeaseError(
                 f"expire_after: {lease!r} is {lease.state.value}; only a granted lease can expire",
                 hint="call allocate first",

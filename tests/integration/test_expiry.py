@@ -15,12 +15,21 @@ from aiokv import (
     CacheEngine,
     LeaseError,
     LeaseState,
+    TransferError,
     UnreleasedLeaseWarning,
     UsageError,
     WouldBlock,
 )
-from aiokv.testing import record, replay_transitions, running_clock, spin
+from aiokv.testing import (
+    record,
+    replay_transitions,
+    run_until_idle,
+    running_clock,
+    spin,
+)
 from tests.harness.cache import Cache, prompt
+from tests.harness.closing import complete_during
+from tests.harness.foreign import ForeignCache
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -256,3 +265,158 @@ async def test_expiry_is_a_recorded_transition():
     names = [transition.name for transition in recording.log.transitions]
     assert names.count("expire") == 1
     assert replay_transitions(recording.log) == len(names)
+
+
+# ---- together with other verbs
+
+
+async def test_sleep_waits_for_an_expiry_and_leases_expire_after_it():
+    clock = running_clock()
+    async with Cache() as cache:
+        lease = cache.engine.match(PROMPT)
+        await lease.allocate(9, ttl_seconds=1.0)
+        sleeping = asyncio.ensure_future(cache.engine.sleep(["device", "host"]))
+        await clock.advance(0.9)
+        assert not sleeping.done()
+        await clock.advance(0.2)
+        await sleeping
+        assert lease.state is LeaseState.RELEASED
+        waiting = cache.engine.match(PROMPT)
+        granting = asyncio.ensure_future(waiting.allocate(9, ttl_seconds=1.0))
+        await clock.advance(5.0)
+        assert not granting.done(), "a tier is asleep"
+        await cache.engine.wake_up(["device", "host"], regions=cache.memory.regions)
+        await granting
+        await clock.advance(0.9)
+        assert waiting.state is LeaseState.GRANTED, "its limit begins with its grant"
+        await clock.advance(0.2)
+        assert waiting.state is LeaseState.RELEASED
+        assert cache.statistics.expired_leases == 2
+
+
+async def test_expiry_during_an_update_of_the_weights_caches_nothing():
+    clock = running_clock()
+    async with Cache() as cache:
+        lease = cache.engine.match(PROMPT)
+        await lease.allocate(9)
+        cache.compute(lease, PROMPT)
+        lease.expire_after(1.0)
+        updating = cache.engine.updating_weights()
+        await complete_during(updating.__aenter__(), cache.device)
+        await clock.advance(1.1)
+        assert lease.state is LeaseState.RELEASED
+        await updating.__aexit__(None, None, None)
+        cache.memory.weights += 1
+        assert cache.hit(PROMPT) == (0, 0)
+        assert cache.statistics.device_free == 8
+
+
+async def test_expiry_in_a_batch_leaves_its_computed_blocks_unindexed_and_uncorrupted():
+    """The runner still writes the blocks, which no other lease may get."""
+    clock = running_clock()
+    async with Cache(device_blocks=4, host_blocks=0) as cache:
+        lease = cache.engine.match(PROMPT)
+        await lease.allocate(9)
+        other = cache.engine.match(prompt(2, 2))
+        with cache.engine.computing([lease]):
+            table = lease.block_table
+            lease.expire_after(1.0)
+            waiting = asyncio.ensure_future(other.allocate(9, ttl_seconds=1.0))
+            await clock.advance(1.5)
+            assert not waiting.done()
+            cache.memory.write(table, cache.memory.words(prompt(7, 3)))
+            with pytest.raises(LeaseError, match="expired"):
+                lease.commit(9)
+        await waiting
+        cache.compute(other, prompt(2, 2))
+        await clock.advance(5.0)
+        cache.check(other, prompt(2, 2))
+        assert other.state is LeaseState.GRANTED, "its commit has ended the limit"
+        assert cache.hit(PROMPT) == (0, 0)
+        other.release()
+
+
+async def test_preempted_lease_gets_a_limit_with_its_next_grant_only():
+    clock = running_clock()
+    async with Cache(write_policy="none") as cache:
+        lease = cache.engine.match(PROMPT)
+        await lease.allocate(9, ttl_seconds=1.0)
+        await lease.preempt()
+        with pytest.raises(LeaseError, match="only a granted lease"):
+            lease.expire_after(1.0)
+        lease.keep()
+        await clock.advance(5.0)
+        assert lease.state is LeaseState.MATCHED
+        await lease.allocate(9, ttl_seconds=1.0)
+        cache.compute(lease, PROMPT)  # a use
+        swapping = asyncio.ensure_future(lease.preempt(swap=True))
+        await spin(2)
+        with pytest.raises(LeaseError, match="only a granted lease"):
+            lease.expire_after(1.0)
+        await complete_during(swapping, cache.device)
+        await complete_during(lease.resume(9), cache.device)
+        await complete_during(lease.layers.wait_all(), cache.device)
+        lease.expire_after(1.0)
+        await clock.advance(1.1)
+        assert lease.state is LeaseState.RELEASED
+        assert cache.statistics.expired_leases == 1
+
+
+async def test_a_swap_that_fails_leaves_no_limit():
+    clock = running_clock()
+    async with Cache(write_policy="none") as cache:
+        lease = await cache.serve(PROMPT)
+        lease.expire_after(1.0)
+        swapping = asyncio.ensure_future(lease.preempt(swap=True))
+        await run_until_idle(lambda: bool(cache.device.offloads))
+        cache.device.offloads[0].fail_all()
+        with pytest.raises(TransferError):
+            await swapping
+        await clock.advance(5.0)
+        assert lease.state is LeaseState.GRANTED
+        lease.release()
+
+
+async def test_expiry_of_a_lease_that_others_wait_for_lets_them_compute():
+    clock = running_clock()
+    async with Cache() as cache:
+        first, second = cache.engine.match(PROMPT), cache.engine.match(PROMPT)
+        await first.allocate(9, ttl_seconds=1.0)
+        waiting = asyncio.ensure_future(second.allocate(9, wait_pending=60, ttl_seconds=1.0))
+        await clock.advance(0.9)
+        assert not waiting.done()
+        await clock.advance(0.2)  # the lease that promised the blocks has expired
+        await waiting
+        assert second.cached_tokens == 0
+        await clock.advance(0.8)
+        assert second.state is LeaseState.GRANTED
+        await clock.advance(0.2)
+        assert second.state is LeaseState.RELEASED
+
+
+@pytest.mark.parametrize("phase", ["onload", "save"])
+async def test_expiry_of_a_foreign_lease_ends_when_its_transfers_have(phase: str):
+    clock = running_clock()
+    async with ForeignCache() as cache:
+        if phase == "onload":
+            await cache.store(PROMPT, range(3))
+        lease = cache.engine.match(PROMPT)
+        await lease.allocate(9, ttl_seconds=1.0)
+        lease.assign([5, 6, 7])
+        await clock.advance(2.0)
+        assert lease.state is LeaseState.GRANTED, "assign has ended the limit"
+        if phase == "save":
+            cache.compute(lease, PROMPT)
+            await cache.saves_begun()
+        lease.expire_after(1.0)
+        await clock.advance(1.1)
+        assert lease.state is LeaseState.RELEASED
+        assert not lease.is_idle
+        idle = asyncio.ensure_future(lease.idle())
+        await spin(2)
+        assert not idle.done()
+        await cache.finish()
+        await idle
+        assert lease.is_idle
+        assert cache.hit(PROMPT) == (0, 2)
+        assert cache.statistics.expired_leases == 1

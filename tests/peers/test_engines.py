@@ -27,6 +27,7 @@ from aiokv import (
     Item,
     LayoutError,
     LeaseError,
+    LeaseState,
     PeerError,
     Peers,
     UsageError,
@@ -396,13 +397,17 @@ async def test_cancelled_receive_keeps_what_has_arrived_and_logs_no_warning(capl
     assert "send.ended" in caplog.text  # the sender did not ask for the end
 
 
-@pytest.mark.parametrize("how", ["error", "task", "release", "preempt", "truncate", "leave"])
+@pytest.mark.parametrize(
+    "how", ["error", "task", "release", "expire", "preempt", "truncate", "leave"]
+)
+@pytest.mark.clock
 async def test_send_that_ends_early_shortens_the_received_prefix(how):
     tokens = prompt(40)
     reasons = {
         "error": "the send was left with ZeroDivisionError",
         "task": "the send was left with CancelledError",
         "release": "the lease was released",
+        "expire": "the lease was not used for 2 s, and has expired",
         "preempt": "the lease was preempted",
         "truncate": "the lease was truncated to 17 positions",
         "leave": "the send was left before all positions were computed",
@@ -422,6 +427,10 @@ async def test_send_that_ends_early_shortens_the_received_prefix(how):
                         raise ZeroDivisionError
                     if how == "release":
                         source.release()
+                    elif how == "expire":
+                        source.expire_after(2.0)
+                        await running_clock().advance(2.1)
+                        assert source.state is LeaseState.RELEASED
                     elif how == "preempt":
                         await source.preempt()
                     elif how == "truncate":
@@ -452,11 +461,15 @@ async def test_send_that_ends_early_shortens_the_received_prefix(how):
         d.check(lease, tokens)
 
 
-@pytest.mark.parametrize("how", ["release", "preempt", "swap", "truncate", "reset", "weights"])
+@pytest.mark.parametrize(
+    "how", ["release", "expire", "preempt", "swap", "truncate", "reset", "weights"]
+)
+@pytest.mark.clock
 async def test_receive_ends_when_the_lease_gives_its_blocks_back(how):
     tokens = prompt(40)
     reasons = {
         "release": "the lease was released",
+        "expire": "the lease was not used for 2 s, and has expired",
         "preempt": "the lease was preempted",
         "swap": "the lease was preempted",
         "truncate": "the lease was truncated to 24 positions",
@@ -475,6 +488,9 @@ async def test_receive_ends_when_the_lease_gives_its_blocks_back(how):
             await spin(3)
             if how == "release":
                 lease.release()
+            elif how == "expire":
+                lease.expire_after(2.0)
+                await running_clock().advance(2.1)
             elif how == "truncate":
                 lease.truncate(24)
             elif how == "reset":
@@ -484,13 +500,13 @@ async def test_receive_ends_when_the_lease_gives_its_blocks_back(how):
                     pass
             else:
                 await lease.preempt(swap=how == "swap")
-            expected = {"release": 0, "preempt": 0}.get(how, 16)
+            expected = {"release": 0, "expire": 0, "preempt": 0}.get(how, 16)
             assert await waiting == expected
             assert reasons[how] in (receiving.failure or "")
             p.compute(source, tokens, 18, 40)
             await run_until_idle(lambda: sending.failure is not None)
             assert reasons[how] in (sending.failure or "")
-        if how not in ("release", "truncate", "reset", "weights"):
+        if how not in ("release", "expire", "truncate", "reset", "weights"):
             await lease.resume(40)
             d.check(lease, tokens, lease.cached_tokens)
             assert lease.cached_tokens == 16
@@ -655,7 +671,7 @@ async def test_send_is_left_at_the_deadline_of_the_ticket():
 # --- blocks that another lease takes --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ends", ["release", "preempt", "deadline", "cancel"])
+@pytest.mark.parametrize("ends", ["release", "expire", "preempt", "deadline", "cancel"])
 @pytest.mark.clock
 async def test_no_late_byte_reaches_a_lease_that_takes_the_blocks(ends):
     """I11: the copies of the receive are in the device when its lease gives its blocks back."""
@@ -675,6 +691,10 @@ async def test_no_late_byte_reaches_a_lease_that_takes_the_blocks(ends):
             device.receives[0].complete(0)
             if ends == "preempt":
                 await lease.preempt()
+            elif ends == "expire":
+                lease.expire_after(2.0)
+                await running_clock().advance(2.1)
+                assert lease.state is LeaseState.RELEASED
             elif ends == "deadline":
                 waiting = asyncio.create_task(receiving.wait())
                 await running_clock().advance(5.1)

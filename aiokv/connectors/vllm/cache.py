@@ -143,10 +143,6 @@ class HostCache:
         """Return the counters of the engine."""
         return self._engine.statistics()
 
-    def load_rate(self) -> float:
-        """Return the measured speed of loads in bytes per second; 0.0 before the first."""
-        return self._engine.cache.worker_statistics().onload.bytes_per_second
-
     def request_statistics(self) -> RequestStatistics:
         """Return the waits of the requests."""
         return self._engine.cache.request_statistics()
@@ -158,6 +154,10 @@ class HostCache:
         except AiokvError:
             return []
         return stores
+
+    def load_rate(self) -> float:
+        """Return the measured speed of loads in bytes per second; 0.0 before the first."""
+        return self._engine.cache.worker_statistics().onload.bytes_per_second
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the changes of the blocks in host memory since the last call."""

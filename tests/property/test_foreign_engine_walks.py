@@ -1,0 +1,372 @@
+"""Random walks of an engine on device blocks of a server, with real bytes and a clock.
+
+The walk is the server: it chooses ids, computes KV, and reuses a block when no request has it and
+all leases that have named it are idle. It mixes salts, items, limits of leases, preemption, resets,
+sleep and new weights with copies that are completed, failed and delayed, and records a trace, the
+transitions and the observations meanwhile.
+
+After every operation: the invariants of the engine hold, and no copy touches a block that the
+server may reuse. Blocks of a hit hold the KV of their prefix, tenant, items and weights. At the
+end every block is free, and what is cached is right byte for byte.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from aiokv import Item, LeaseState
+from aiokv.engine.observers import LeasePhase, TransferSpan
+from aiokv.observe.metrics import exposition
+from aiokv.testing import record, replay_transitions, running_clock, spin
+from aiokv.trace.format import read_trace
+from tests.harness.cache import BLOCK_TOKENS
+from tests.harness.closing import complete_during
+from tests.harness.foreign import ForeignCache
+from tests.models.foreign_device import ForeignDevice
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+    from pathlib import Path
+
+    from aiokv import Lease
+
+OPERATIONS = 400
+DEEP = bool(os.environ.get("AIOKV_DEEP"))
+DEVICE_BLOCKS, HOST_BLOCKS = 20, 8
+GARBAGE = np.uint64(0xEEEEEEEEEEEEEEEE)
+
+
+class Request:
+    """A lease and the blocks that the server has given it."""
+
+    def __init__(self, lease: Lease, tokens: list[int], tenant: str, weights: int) -> None:
+        self.lease = lease
+        self.tokens = tokens
+        self.tenant = tenant  # salt and item: what the KV depends on beside the tokens
+        self.weights = weights
+        self.table: list[int] = []
+        self.cached = 0  # full blocks that the lease has not computed
+        self.computed = 0  # positions
+        self.has_computed = False
+
+
+class Walk:
+    def __init__(self, cache: ForeignCache, rng: random.Random) -> None:
+        self.cache, self.engine, self.rng = cache, cache.engine, rng
+        self.server = ForeignDevice(DEVICE_BLOCKS)
+        self.requests: list[Request] = []
+        self.leases: dict[int, Lease] = {}  # by the key of the server's model
+        self.prompts: set[tuple[tuple[int, ...], str, int]] = set()
+        self.recorded = 0
+        self.served_hits = 0
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def match(self, tokens: list[int], salt: str, item: int, weights: int) -> Request:
+        items = [Item(f"image {item}".encode(), 1, 2)] if item else []
+        lease = self.engine.match(tokens, salt=salt, items=items)
+        self.leases[id(lease)] = lease
+        return Request(lease, tokens, f"{salt}|{item}", weights)
+
+    def begin(self) -> None:
+        rng = self.rng
+        if len(self.requests) == 5:
+            self.end()
+        blocks = [rng.randrange(2) for _ in range(rng.randint(1, 4))]
+        tokens = [10 * kind + place for kind in blocks for place in range(BLOCK_TOKENS)]
+        tokens += [rng.randrange(2) for _ in range(rng.randint(1, 3))]
+        salt, item = rng.choice(["", "", "tenant"]), rng.choice([0, 0, 1, 2])
+        self.prompts.add((tuple(tokens), salt, item))
+        request = self.match(tokens, salt, item, self.cache.memory.weights)
+        ttl = rng.choice([None, None, 1.0])
+        if not request.lease.try_allocate(len(tokens), ttl_seconds=ttl):
+            request.lease.release()
+            return
+        self.requests.append(request)
+        if rng.random() < 0.9:
+            self.assign(request)
+
+    def assign(self, request: Request) -> None:
+        """Name the first blocks, of which an idle request with the same prefix may have some."""
+        shared = self.shared_with(request)
+        request.cached = request.lease.cached_tokens // BLOCK_TOKENS
+        wanted = -(-len(request.tokens) // BLOCK_TOKENS) - len(shared)
+        fresh = self.server.free[:wanted]
+        if len(fresh) < wanted:
+            return
+        self.write_garbage(fresh)
+        request.lease.assign([*shared, *fresh], computed_tokens=len(shared) * BLOCK_TOKENS)
+        self.server.share(shared)
+        self.server.take(fresh)
+        request.table = [*shared, *fresh]
+        request.cached = max(request.cached, len(shared))
+        request.computed = request.cached * BLOCK_TOKENS
+
+    def shared_with(self, request: Request) -> list[int]:
+        full = len(request.tokens) // BLOCK_TOKENS
+        for other in self.requests:
+            same = (other.tenant, other.weights) == (request.tenant, request.weights)
+            if not same or not other.table or not self.has_arrived(other):
+                continue
+            common = 0
+            limit = min(full, other.computed // BLOCK_TOKENS)
+            while (
+                common < limit
+                and other.tokens[: (common + 1) * BLOCK_TOKENS]
+                == (request.tokens[: (common + 1) * BLOCK_TOKENS])
+            ):
+                common += 1
+            if common and self.rng.random() < 0.5:
+                return other.table[: self.rng.randint(1, common)]
+        return []
+
+    def has_arrived(self, request: Request) -> bool:
+        return not request.lease.transfer_ids and request.lease.state is LeaseState.GRANTED
+
+    def compute(self, request: Request) -> None:
+        """Check what the lease has, compute the rest, and commit it."""
+        lease = request.lease
+        if not request.table or lease.transfer_ids:
+            return
+        if (position := lease.recompute_from()) is not None:
+            request.computed = min(request.computed, position)
+        self.check(request)
+        begin = request.computed // BLOCK_TOKENS
+        words = self.words(request)
+        if self.rng.random() < 0.5:
+            with self.engine.computing([lease]):
+                self.cache.memory.write(request.table[begin : len(words)], words[begin:])
+        else:
+            self.cache.memory.write(request.table[begin : len(words)], words[begin:])
+        request.has_computed |= request.computed < len(request.tokens)
+        request.computed = len(request.tokens)
+        lease.commit(request.computed)
+
+    def check(self, request: Request) -> None:
+        full = request.computed // BLOCK_TOKENS
+        self.served_hits += full
+        self.cache.memory.check(request.table[:full], self.words(request)[:full], request.tenant)
+
+    def words(self, request: Request) -> np.ndarray:
+        return self.cache.memory.words(request.tokens, request.tenant, request.weights)
+
+    def decode(self, request: Request) -> None:
+        if not request.table or request.computed < len(request.tokens):
+            return
+        more = [self.rng.randrange(2) for _ in range(self.rng.randint(1, 5))]
+        total = -(-(len(request.tokens) + len(more)) // BLOCK_TOKENS)
+        fresh = self.server.free[: max(total - len(request.table), 0)]
+        if len(request.table) + len(fresh) < total:
+            return
+        if fresh:
+            self.write_garbage(fresh)
+            request.lease.assign(fresh)
+            self.server.take(fresh)
+        request.table += fresh
+        request.lease.append(more)
+        request.tokens = [*request.tokens, *more]
+        self.compute(request)
+
+    def truncate(self, request: Request) -> None:
+        if not request.table or request.lease.transfer_ids:
+            return
+        if request.lease.state is not LeaseState.GRANTED:
+            return
+        least = max(request.computed // BLOCK_TOKENS * BLOCK_TOKENS, 3)  # the end of an item
+        length = self.rng.randint(min(least, len(request.tokens)), len(request.tokens))
+        request.lease.truncate(length)
+        blocks = -(-length // BLOCK_TOKENS)
+        self.give_up(request, request.table[blocks:])
+        request.table = request.table[:blocks]
+        request.tokens = request.tokens[:length]
+        request.computed = min(request.computed, length)
+
+    def give_up(self, request: Request, blocks: list[int]) -> None:
+        self.server.give_up(id(request.lease), blocks)
+
+    async def preempt(self, request: Request) -> None:
+        await request.lease.preempt()
+        self.give_up(request, request.table)
+        request.table, request.computed = [], 0
+        request.weights = self.cache.memory.weights
+        if request.lease.try_allocate(len(request.tokens)):
+            self.assign(request)
+        else:
+            request.lease.release()
+            self.drop(request)
+
+    def end(self) -> None:
+        if self.requests:
+            request = self.rng.choice(self.requests)
+            request.lease.release()
+            self.drop(request)
+
+    def drop(self, request: Request) -> None:
+        self.recorded += request.has_computed
+        self.requests.remove(request)
+        self.give_up(request, request.table)
+
+    async def expire(self) -> None:
+        """Let the limits pass; a use that was made before has ended some."""
+        if self.requests and self.rng.random() < 0.5:
+            request = self.rng.choice(self.requests)
+            if request.lease.state is LeaseState.GRANTED:
+                request.lease.expire_after(1.0)
+        await running_clock().advance(1.1)
+        for request in list(self.requests):
+            if request.lease.state is LeaseState.RELEASED:
+                self.drop(request)
+
+    # --- the server -----------------------------------------------------------------------------
+
+    def write_garbage(self, blocks: list[int]) -> None:
+        for tensor in self.cache.memory.tensors:
+            tensor[blocks] = GARBAGE
+
+    def collect(self) -> None:
+        self.server.collect(lambda key: self.leases[key].is_idle)
+
+    def copy(self) -> None:
+        copies = self.cache.device.copies
+        if not copies:
+            return
+        copy = self.rng.choice(copies[:2])
+        if self.rng.random() < 0.2:
+            copy.fail_all(block=self.rng.randrange(len(copy.device_ids)))
+        else:
+            copy.complete_all()
+
+    async def completing(self, verb: Awaitable[object]) -> None:
+        await complete_during(verb, self.cache.device)
+
+    async def control(self) -> None:
+        verb = self.rng.choice(["reset", "weights", "sleep", "evict", "drain", "pause"])
+        if verb == "reset":
+            await self.completing(self.engine.reset())
+        elif verb == "weights":
+            updating = self.engine.updating_weights()
+            await self.completing(updating.__aenter__())
+            self.cache.memory.weights += 1
+            self.collect()
+            await self.completing(updating.__aexit__(None, None, None))
+        elif verb == "sleep":
+            await self.sleep(self.rng.choice([["device"], ["host"], ["device", "host"]]))
+        elif verb == "evict":
+            await self.engine.evict(self.rng.randint(1, 4), "host")
+        elif verb == "drain":
+            await self.completing(self.engine.drain())
+        else:
+            self.engine.pause()
+            await spin(2)
+            self.engine.resume()
+
+    async def sleep(self, tiers: Any) -> None:
+        while self.requests:
+            self.end()
+        await self.completing(self.engine.sleep(tiers))
+        self.collect()
+        assert len(self.server.free) == DEVICE_BLOCKS
+        if "device" in tiers:
+            self.write_garbage(list(range(DEVICE_BLOCKS)))
+        regions = self.cache.memory.regions if "device" in tiers else None
+        await self.completing(self.engine.wake_up(tiers, regions=regions))
+        if "host" in tiers:
+            assert self.engine.statistics().host_free == HOST_BLOCKS
+
+    # --- the walk -------------------------------------------------------------------------------
+
+    async def act(self) -> None:
+        verb = self.rng.choices(
+            [
+                "begin",
+                "compute",
+                "decode",
+                "truncate",
+                "preempt",
+                "end",
+                "expire",
+                "copy",
+                "spin",
+                "control",
+            ],
+            [6, 6, 3, 2, 1, 2, 1, 8, 4, 1],
+        )[0]
+        if verb in ("compute", "decode", "truncate", "preempt"):
+            if not self.requests:
+                return
+            request = self.rng.choice(self.requests)
+            done = getattr(self, verb)(request)
+        else:
+            done = spin(self.rng.randint(1, 3)) if verb == "spin" else getattr(self, verb)()
+        if done is not None:
+            await done
+        self.collect()
+        self.check_copies()
+
+    def check_copies(self) -> None:
+        assert self.engine.check_invariants() == []
+        free = set(self.server.free)
+        for copy in self.cache.device.copies:
+            assert not free & set(copy.device_ids.tolist()), "a copy uses blocks of an idle lease"
+
+    async def finish(self) -> None:
+        """Release everything, and read back all that is cached."""
+        while self.requests:
+            self.end()
+        await self.cache.finish()
+        self.collect()
+        assert len(self.server.free) == DEVICE_BLOCKS
+        assert self.engine.statistics().leases == 0
+        for tokens, salt, item in sorted(self.prompts):
+            request = self.match(list(tokens), salt, item, self.cache.memory.weights)
+            assert request.lease.try_allocate(len(tokens))
+            self.assign(request)
+            await self.cache.finish()
+            self.check(request)
+            request.lease.release()
+            self.give_up(request, request.table)
+            self.collect()
+
+
+@pytest.mark.clock
+@pytest.mark.asyncio
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective"])
+@pytest.mark.parametrize("seed", range(60 if DEEP else 6))
+async def test_random_walk_serves_the_right_bytes(policy: str, seed: int, tmp_path: Path):
+    cache = ForeignCache(device_blocks=DEVICE_BLOCKS, host_blocks=HOST_BLOCKS, write_policy=policy)
+    spans: list[object] = []
+    with record(cache.engine) as transitions:
+        async with cache:
+            walk = Walk(cache, random.Random(f"{policy} {seed}"))
+            cache.engine.add_observer(lambda span, context: spans.append(span))
+            async with cache.engine.record_trace(tmp_path / "trace.jsonl"):
+                for _ in range(OPERATIONS):
+                    await walk.act()
+                while walk.requests:
+                    walk.end()
+                await cache.finish()
+            recorded = walk.recorded
+            await walk.finish()
+            statistics = cache.engine.statistics()
+            text = exposition(cache.engine)
+    assert walk.served_hits
+    assert len(read_trace(tmp_path / "trace.jsonl")) == recorded
+    assert replay_transitions(transitions.log) > OPERATIONS
+    assert f'aiokv_expired_leases_total{{engine="default"}} {statistics.expired_leases}' in text
+    moved = [span for span in spans if isinstance(span, TransferSpan)]
+    assert len(moved) == len({span.transfer_id for span in moved})
+    assert sum(span.blocks for span in moved if not is_cancelled_onload(span)) == (
+        statistics.onloaded_blocks + statistics.offloaded_blocks + statistics.failed_blocks
+    )
+    granted = [s for s in spans if isinstance(s, LeasePhase) and s.phase == "granted"]
+    assert len(granted) == statistics.grants
+    assert {span.outcome for span in granted} == {"released", "preempted"}
+
+
+def is_cancelled_onload(span: TransferSpan) -> bool:
+    return (span.route, span.outcome) == ("onload", "cancelled")
