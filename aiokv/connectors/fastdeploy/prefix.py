@@ -5,8 +5,9 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
 
-from aiokv import ConfigError, TransferError, WouldBlock
+from aiokv import TransferError, WouldBlock
 from aiokv.connectors.fastdeploy.manager import CacheManager
+from aiokv.connectors.fastdeploy.settings import check_role
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,11 +47,7 @@ class PrefixCacheManager:
         local_data_parallel_id: int = 0,
         **options: Any,
     ) -> None:
-        if splitwise_role != "mixed":
-            raise ConfigError(
-                f"splitwise_role is {splitwise_role!r}; it must be 'mixed'",
-                hint="prefill and decoding on different servers need aiokv.Peers",
-            )
+        check_role(splitwise_role)
         self.tensor_parallel_size = tensor_parallel_size
         self.splitwise_role = splitwise_role
         self.local_data_parallel_id = local_data_parallel_id

@@ -51,8 +51,10 @@ class Sizes:
         """Read an ``FDConfig``, or any object with the same fields.
 
         Raises:
-            ConfigError: a required field is missing.
+            ConfigError: a required field is missing, or the role of the server is not "mixed".
         """
+        scheduler = getattr(config, "scheduler_config", None)
+        check_role(str(_field(scheduler, "splitwise_role", "mixed")))
         try:
             cache = config.cache_config
             block_tokens = int(cache.block_size)
@@ -76,9 +78,7 @@ class Sizes:
             shares_outputs=bool(_field(cache, "enable_output_caching", True)),
             decode_blocks=int(_field(cache, "enc_dec_block_num", 0)),
             decode_slots=slots + max(block_tokens // 4, 1 + drafts),
-            batch_tokens=int(
-                _field(getattr(config, "scheduler_config", None), "max_num_batched_tokens", 0)
-            ),
+            batch_tokens=int(_field(scheduler, "max_num_batched_tokens", 0)),
             tail_tokens=1 + drafts,
             leave_tokens=1 + drafts,
             splits_items=not _field(cache, "disable_chunked_mm_input", True),
@@ -114,6 +114,21 @@ class Sizes:
             "drain_timeout_seconds": 0.0,
         }
         return CacheConfig(**{**fields, **options})
+
+
+def check_role(role: str) -> None:
+    """Check that a server does both prefill and decoding.
+
+    A server with another role shares device blocks that its own workers have not computed.
+
+    Raises:
+        ConfigError: another role.
+    """
+    if role != "mixed":
+        raise ConfigError(
+            f"splitwise_role is {role!r}; it must be 'mixed'",
+            hint="prefill and decoding on different servers need aiokv.Peers",
+        )
 
 
 def _field(config: Any, name: str, default: Any) -> Any:
