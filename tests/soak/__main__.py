@@ -147,7 +147,7 @@ class Round:
             store_uses=rng.randint(1, 3),
             store_admission=rng.choice(("all", "all", "reused")),
             store_queue_blocks=rng.choice((8, 4096)),
-            prefill_tokens_per_second=rng.choice((1.0, 1.0, None)),
+            prefill_tokens_per_second=rng.choice((1.0, 2e3, None)),
         )
         self.memory = Memory(device_blocks, self.config.block_tokens, axes=("tokens", "dim"))
         self._new_device = partial(ChaosDevice if device == "chaos" else FlakyDevice, rng)
