@@ -128,12 +128,17 @@ class Flow:
     @property
     def at_rest(self) -> bool:
         """True when no transfer is in flight, nor an onload or a batch that the flow waits for."""
-        return not self.is_loading and not self.is_computing and not self.in_flight
+        return not self.is_loading and not self.is_computing and not self._has_transfers
 
     @property
     def in_flight(self) -> int:
         """Number of transfers in flight."""
         return len(self._sides) + sum(part.moved is None for part in self._parts.values())
+
+    @property
+    def _has_transfers(self) -> bool:
+        """True while a transfer is in flight, or an interrupt keeps its end from being counted."""
+        return bool(self._parts or self._sides)
 
     @property
     def transfer_ids(self) -> list[int]:
@@ -165,13 +170,13 @@ class Flow:
             self.end(self.reason or "a transfer was cancelled")
         elif is_complete:
             self.end()
-        elif self._ticket_end and not self.in_flight:
+        elif self._ticket_end and not self._has_transfers:
             self.end(self._ticket_end)
 
     def note_ticket_end(self, reason: str) -> None:
         """End when no transfer is in flight: none can succeed any more. Idempotent."""
         self._ticket_end = self._ticket_end or reason
-        if not self.in_flight:
+        if not self._has_transfers:
             self.proceed()
 
     def cancel(self, reason: str) -> None:
@@ -273,20 +278,21 @@ class Flow:
         Blocks behind the first that has not moved do not count.
         """
         if transfer_id in self._sides:
-            side, num_blocks = self._sides.pop(transfer_id)
+            side, num_blocks = self._sides[transfer_id]
             if blocks == num_blocks:
                 self.moved_sides.add(side)
             else:
                 self.is_broken = True
                 self.reason = self.reason or reason
+            del self._sides[transfer_id]
             return
-        if (ended := self._parts.get(transfer_id)) is None:
-            return
-        if ended.moved is None:
-            self.moved_blocks += blocks * ended.share
-        ended.moved = blocks
-        if blocks < ended.num_blocks:
-            self.reason = self.reason or reason
+        if (ended := self._parts.get(transfer_id)) is not None:
+            if ended.moved is None:
+                self.moved_blocks += blocks * ended.share
+            ended.moved = blocks
+            if blocks < ended.num_blocks:
+                self.reason = self.reason or reason
+        # Also when an interrupt has ended this call before, behind the part of this transfer.
         for first, part in list(self._parts.items()):
             if part.moved is None:
                 return

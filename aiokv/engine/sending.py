@@ -75,11 +75,16 @@ class Sending(Unique):
             flow.end(f"the send was left with {exc_type.__name__}")
             return
         try:
-            await flow.wait_for(lambda: flow.ended or flow.at_rest)
+            while True:
+                await flow.wait_for(lambda: flow.ended or flow.at_rest)
+                # An interrupt may have kept the last acknowledgement from being counted, and
+                # further transfers from beginning.
+                flow.proceed()
+                if flow.ended or flow.at_rest:
+                    break
         except BaseException:
             flow.end("the send was cancelled")
             raise
-        flow.proceed()  # an interrupt may have kept the last acknowledgement from being counted
         flow.end("the send was left before all positions were computed")
 
     def layers_done(self, num_tokens: int, num_layers: int, event: Event | None = None) -> bytes:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 ENGINE = Path(aiokv.engine.__file__).parent
 FILES = {str(ENGINE / f"{name}.py") for name in ("peers", "flow", "receiving", "sending")}
 PATIENCE_SECONDS = 20.0
+PARTS = range(6)  # a play for each line takes longer than one test may, on a busy machine
 TOKENS = prompt(22)
 
 
@@ -84,9 +85,10 @@ async def move() -> None:
         assert p.engine.peer_statistics().complete_sends <= 1
 
 
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_an_interrupt_at_any_line_of_a_callback_loses_no_transfer(
-    new_loop: Callable[[], asyncio.AbstractEventLoop],
+    new_loop: Callable[[], asyncio.AbstractEventLoop], part: int
 ) -> None:
     def play(at: int) -> int:
         loop = new_loop()
@@ -99,11 +101,12 @@ def test_an_interrupt_at_any_line_of_a_callback_loses_no_transfer(
 
     lines = play(0)
     assert lines > 50
-    for at in range(1, lines, 3):
+    for at in range(1 + 3 * part, lines, 3 * len(PARTS)):
         play(at)
 
 
-def test_interrupted_receive_that_is_left_gives_its_blocks_back() -> None:
+@pytest.mark.parametrize("part", PARTS)
+def test_interrupted_receive_that_is_left_gives_its_blocks_back(part: int) -> None:
     async def leave() -> None:
         async with (
             two_engines(Side(listen=None), Side()) as (p, d),
@@ -124,5 +127,5 @@ def test_interrupted_receive_that_is_left_gives_its_blocks_back() -> None:
         loop.close()
         return interrupter.lines
 
-    for at in range(1, play(0), 5):
+    for at in range(1 + 5 * part, play(0), 5 * len(PARTS)):
         play(at)
