@@ -151,11 +151,13 @@ class RankLost(DeviceError):
 
     Attributes:
         rank: number of the rank; of the first, when several were lost.
+        has_left: True if the process of the rank has closed it.
     """
 
-    def __init__(self, message: str, *, rank: int, hint: str = "") -> None:
+    def __init__(self, message: str, *, rank: int, has_left: bool = False, hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.rank = rank
+        self.has_left = has_left
 
 
 class BrokenEngineError(AiokvError):

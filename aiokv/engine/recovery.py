@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiokv.errors import ClosedError, UsageError
+from aiokv.errors import ClosedError, RankLost, UsageError
 from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
     from aiokv.engine.parts import Parts
     from aiokv.engine.peers import Exchange
     from aiokv.engine.steps import Steps
-    from aiokv.errors import RankLost
     from aiokv.plan import TransferReport
 
 log = Log(__name__)
@@ -62,7 +61,10 @@ class Recovery:
         self._lifetime.fail(error)
         self._dispatcher.apply(self._scheduler.fail(str(error)))
         self._exchange.end_all(str(error))
-        log.error("engine.broken", reason=str(error))
+        if isinstance(error, RankLost) and error.has_left:
+            log.info("engine.rank_left", rank=error.rank)
+        else:
+            log.error("engine.broken", reason=str(error))
 
     async def restart_ranks(self) -> None:
         """See ``CacheEngine.restart_ranks``."""

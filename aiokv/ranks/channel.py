@@ -61,8 +61,8 @@ class Channel(asyncio.Protocol):
         self.max_frame_bytes = max_frame_bytes
 
     def send(self, frame: bytes) -> None:
-        """Queue a frame; without effect on a channel that has ended."""
-        if self._transport is not None:
+        """Queue a frame; without effect on a channel that was closed or has ended."""
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame)
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from aiokv.ranks.messages import (
     Broken,
     Close,
     ControlReply,
+    Left,
     LookupReply,
     Ping,
     Pong,
@@ -322,8 +323,13 @@ class Membership:
         state.channel, state.absence_reason = None, reason
         state.stores, state.peers, state.endpoints = [], [], []
         if took_part and not self.closing:
-            log.error("rank.lost", rank=state.rank, reason=reason)
-            self._on_lost(RankLost(f"rank {state.rank} is lost: {reason}", rank=state.rank))
+            if state.has_left:
+                reason = "its process has closed it"
+                log.info("rank.left", rank=state.rank)
+            else:
+                log.error("rank.lost", rank=state.rank, reason=reason)
+            lost = f"rank {state.rank} is lost: {reason}"
+            self._on_lost(RankLost(lost, rank=state.rank, has_left=state.has_left))
         self.notify()
 
     # --- connections ----------------------------------------------------------------------------
@@ -383,7 +389,7 @@ class Membership:
             self.layout = hello.layout
         elif hello.layout.fingerprint != self.layout.fingerprint:
             raise ChannelError(f"the layout of rank {hello.rank} differs from the other ranks'")
-        state.channel, state.layout = channel, hello.layout
+        state.channel, state.layout, state.has_left = channel, hello.layout, False
         self._unauthenticated.pop(channel, None)
         self._note_message(state)
         self.notify()
@@ -402,13 +408,23 @@ class Membership:
         self,
         state: RankState,
         message: (
-            Ready | Reports | ControlReply | LookupReply | TicketReply | TicketEnded | Pong | Broken
+            Ready
+            | Reports
+            | ControlReply
+            | LookupReply
+            | TicketReply
+            | TicketEnded
+            | Pong
+            | Broken
+            | Left
         ),
     ) -> None:
         """Process a message of a connected rank."""
         self._note_message(state)
         if isinstance(message, Broken):
             self.lose(state, message.reason)
+        elif isinstance(message, Left):
+            state.has_left = True
         elif isinstance(message, Reports):
             if message.generation != self.generation or not state.ready:
                 self.stale_reports += 1

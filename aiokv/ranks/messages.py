@@ -18,6 +18,7 @@
     TicketEnded ───────────────────►                     a ticket that the rank sends
     Pong(statistics) ──────────────►                     while nothing else is sent
           ◄───────────────────────── Close
+    Left ──────────────────────────►                     its process closes the rank
 
 A *generation* is the time between two restarts. Ready(g) also means that no transfer of an earlier
 generation moves; Reports of an earlier generation are ignored.
@@ -44,7 +45,7 @@ from aiokv.worker.poller import PollerStatistics  # noqa: TC001
 if TYPE_CHECKING:
     from aiokv.worker.regions import Regions
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 MAX_LAYERS: Final = 1 << 16  # the manager keeps a counter per layer and transfer
 
 
@@ -199,6 +200,10 @@ class Broken(_Message, frozen=True, tag="broken"):
     reason: str
 
 
+class Left(_Message, frozen=True, tag="left"):
+    """The process of the rank closes it: the end of the connection is no failure."""
+
+
 # --- from the manager -----------------------------------------------------------------------------
 
 
@@ -314,7 +319,16 @@ class Close(_Message, frozen=True, tag="close"):
 
 
 FromRank = (
-    Hello | Ready | Reports | ControlReply | LookupReply | TicketReply | TicketEnded | Pong | Broken
+    Hello
+    | Ready
+    | Reports
+    | ControlReply
+    | LookupReply
+    | TicketReply
+    | TicketEnded
+    | Pong
+    | Broken
+    | Left
 )
 FromManager = (
     Begin

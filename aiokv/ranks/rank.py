@@ -33,6 +33,7 @@ from aiokv.ranks.messages import (
     ControlReply,
     Expect,
     Hello,
+    Left,
     Lookup,
     LookupReply,
     OpenTicket,
@@ -238,6 +239,8 @@ class Rank(Unique):
             await asyncio.wait(self._tasks)
         await self._controller.aclose()
         self._outbox.flush()
+        if self._outbox.generation:  # the rank takes part
+            self._send(Left())
         self._counters.clear("the rank is closed")
         self._poller.close()
         self._channel.close()

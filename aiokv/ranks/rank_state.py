@@ -80,6 +80,7 @@ class RankState:
         layout: of its tensors; None before the first connection.
         ready: the rank takes part in the current generation.
         absence_reason: why the rank is not connected.
+        has_left: True if its process has closed it.
         heard_at: time of its last message.
         unanswered: heartbeats that the manager has sent since then.
         progress_at: time of its last report.
@@ -102,6 +103,7 @@ class RankState:
         "channel",
         "endpoints",
         "finished_step",
+        "has_left",
         "heard_at",
         "layer_ends",
         "layout",
@@ -125,6 +127,7 @@ class RankState:
         self.layout: Layout | None = None
         self.ready = False
         self.absence_reason = "it has not connected"
+        self.has_left = False
         self.heard_at = 0.0
         self.unanswered = 0
         self.unpinned_bytes = 0

@@ -357,6 +357,28 @@ async def test_closing_while_a_rank_is_lost(tmp_path):
         lease.release()
 
 
+async def test_rank_that_its_process_closes_has_left(tmp_path, caplog):
+    caplog.set_level("INFO")
+    async with Ranked(tmp_path) as ranked:
+        await ranked.serve(A)
+        await ranked.shards[1].leave()
+        await run_until_idle(lambda: ranked.group.failure is not None)
+        assert ranked.group.failure.has_left
+        with pytest.raises(BrokenEngineError, match="rank 1 is lost: its process has closed it"):
+            ranked.engine.match(A)
+        messages = [(record.levelname, record.getMessage()) for record in caplog.records]
+        assert ("INFO", "rank.left rank=1") in messages
+        assert ("INFO", "engine.rank_left rank=1") in messages
+        assert "ERROR" not in dict(messages)
+        ranked.shards[1].fresh()
+        await ranked.restart(1)
+        await ranked.lose(1)
+        assert not ranked.group.failure.has_left
+        assert "rank.lost" in caplog.text
+        await ranked.restart(1)
+        await ranked.finish()
+
+
 async def test_rank_that_ignores_the_close_is_disconnected(tmp_path, caplog):
     timeouts = RankTimeouts(close=0.05, heartbeat=1000.0)
     ranked = Ranked(tmp_path, timeouts=timeouts)
