@@ -315,8 +315,10 @@ class RankThread(Unique):
         return found
 
     def check_process(self) -> None:
-        """Raises:
-        ClosedError: this process is a fork of the process of the rank.
+        """Check that this process is that of the rank.
+
+        Raises:
+            ClosedError: this process is a fork of the process of the rank.
         """
         self._thread.check_process()
 

@@ -263,8 +263,10 @@ class LoopThread:
         return self._service.noun
 
     def check_process(self) -> None:
-        """Raises:
-        ClosedError: this process is a fork of the process of the thread.
+        """Check that this process is that of the thread.
+
+        Raises:
+            ClosedError: this process is a fork of the process of the thread.
         """
         if self._is_abandoned:
             raise self.new_error()
