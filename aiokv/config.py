@@ -135,9 +135,9 @@ class CacheConfig:
             ``lease.assign``: the engine keeps host memory and the stores only. ``device_blocks`` is
             then the number of blocks of the server's tensors, whose ids are 0 to
             ``device_blocks - 1``.
-        prefill_tokens_per_second: speed at which the model computes a prompt. A prefix is fetched
-            from a store only as far as the prompt is ready sooner than by computing it. None to
-            measure the speed.
+        prefill_tokens_per_second: speed at which the model computes a prompt. The engine
+            fetches blocks from a store only if the prompt is then ready sooner than by computing
+            them. None to measure the speed.
 
     Raises:
         ConfigError: a value is out of range.

@@ -122,14 +122,14 @@ class Lease(Unique):
             timeout: seconds to wait for capacity; None or ``math.inf`` for no limit.
             wait_pending: seconds to wait first for blocks that another lease is computing; when
                 the time has passed, this lease computes the blocks again.
-            wait_store: seconds to wait for blocks that a store has. The lease stands in line
-                meanwhile, and lets other leases pass. 0 asks no store, ``math.inf`` sets no limit.
-                Blocks that the model computes sooner are not waited for: see
-                ``CacheConfig.prefill_tokens_per_second``. Blocks that arrive later are cached for
-                the next lease.
-            queued_tokens: tokens of other prompts that the model computes before this one. The
-                lease has to wait for the model as long in any case, so blocks that a store brings
-                meanwhile cost no time. Without ``wait_store`` it has no effect.
+            wait_store: seconds to wait for blocks that a store has. The lease keeps its place in
+                line meanwhile, and other leases may be granted before it. 0 asks no store,
+                ``math.inf`` sets no limit. The lease does not wait for blocks that the model
+                computes sooner: see ``CacheConfig.prefill_tokens_per_second``. Blocks that arrive
+                later are cached for the next lease.
+            queued_tokens: number of tokens of other prompts that the model computes before this
+                one, at least 0. Blocks that arrive from a store in this time do not delay the
+                request. It has no effect without ``wait_store``.
             reserve_blocks: free or evictable device blocks that the grant leaves to ``extend``,
                 also when the lease has waited; None for ``CacheConfig.reserve_blocks``. A lease
                 that waits for a large reserve keeps the leases behind it waiting.
@@ -146,8 +146,8 @@ class Lease(Unique):
             LeaseError: the lease is released (also while it waits), is granted already, or waits
                 in another task; or ``num_tokens`` is out of range.
             UsageError: ``num_tokens``, ``priority``, ``queued_tokens`` or ``reserve_blocks`` is not
-                an integer, one of the latter two or ``ttl_seconds`` is negative, or another
-                number. Nothing changed.
+                an integer; ``queued_tokens``, ``reserve_blocks`` or ``ttl_seconds`` is negative; or
+                another argument is not a number. Nothing changed.
             ClosedError: the engine is closed or closing.
             BrokenEngineError: the device failed, or a rank was lost.
 

@@ -110,9 +110,9 @@ class RequestStatistics(msgspec.Struct, frozen=True, kw_only=True):
         cancelled_waits: ``allocate`` calls that were cancelled while they waited.
         refused_waits: ``allocate`` calls that raised another error while they waited.
         too_large_requests: ``allocate`` calls that raised ``RequestTooLarge``.
-        declined_fetches: requests that computed blocks that a store had, because that was sooner.
+        declined_fetches: requests that computed blocks that a store had, because this was sooner.
         late_fetches: requests that stopped waiting for a store that was slower than expected.
-        prefill_tokens_per_second: known or measured speed of the model; 0.0 before the first
+        prefill_tokens_per_second: configured or measured speed of the model; 0.0 before the first
             measurement.
     """
 

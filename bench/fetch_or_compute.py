@@ -1,13 +1,13 @@
-"""Fetch or compute: a server with a store of any bandwidth, against one without a store.
+"""Fetch or compute: simulated servers with stores of different bandwidths and without a store.
 
-A simulation in which only the time is not real: the engine, its stores and its decisions are, on a
-loop whose clock stands still; the model, the disk and the clients of the server take time of that
-clock. So the figures are those of the decision alone, and equal on all machines.
+The engine, its stores and its decisions are real, and run on a loop with a simulated clock. The
+model, the disk and the clients of the server advance this clock. So the figures depend on the
+decisions alone, and are equal on all machines.
 
 The sizes are those of :mod:`bench.vllm` on an H100: a model of 8B parameters with 32,000 prompt
 tokens per second and 128 KiB of KV per token, 8 GiB on the device, 12 GiB of host memory, 4
-clients, conversations of 4 to 6 turns. The bytes are scaled down. Reads of the disk go before
-writes, of 8 operations at most 7 are reads.
+clients, conversations of 4 to 6 turns. The bytes are scaled down. The disk serves reads before
+writes, but at most 7 of 8 operations are reads.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ QUICK_SESSIONS: Final = 8
 OUTPUT_TOKENS: Final = 16
 STORE_WAIT_SECONDS: Final = 1.0
 DECISION_SECONDS: Final = 0.002
-MEASURED_TOKENS: Final = 1_024  # of a step whose time tells the speed of the model
+MEASURED_TOKENS: Final = 1_024  # tokens of a step that measures the speed of the model
 
-PAYLOAD_BYTES: Final = 2_048  # of a block in this process
+PAYLOAD_BYTES: Final = 2_048  # bytes per block in this process
 SCALE: Final = BYTES_PER_TOKEN * BLOCK_TOKENS // PAYLOAD_BYTES
-DISK_BLOCKS: Final = 8  # of one operation of the disk
+DISK_BLOCKS: Final = 8  # blocks per operation of the disk
 READS_PER_WRITE: Final = 7
 TICK_SECONDS: Final = 0.001
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Return requests per second and times to the first token, by server and bandwidth."""
+    """Return requests per second and times to first token, by server and bandwidth."""
     prompts = conversations(QUICK_SESSIONS if quick else SESSIONS)
     results: dict[str, Any] = {
         "no_offload": measure(Server(has_host=False), prompts),
@@ -73,14 +73,14 @@ def run(quick: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """What is compared.
+    """Settings of one simulated server.
 
     Attributes:
         has_host: False for a device cache only.
         gbps: bandwidth of the disk store; 0 without one.
-        latency_seconds: of each operation of the disk.
-        knows_speed: False if the engine is not told how fast the model is: it fetches all blocks
-            that the store has, as long as the request may wait.
+        latency_seconds: latency of each operation of the disk.
+        knows_speed: False if the engine does not know the speed of the model. Then it fetches all
+            blocks that the store has, as long as the request may wait.
         changes: later bandwidths, by number of requests answered.
     """
 
@@ -92,7 +92,7 @@ class Server:
 
 
 class Disk:
-    """A medium with a bandwidth, on which reads go before writes."""
+    """A medium with a bandwidth that serves reads before writes."""
 
     def __init__(self, server: Server) -> None:
         self.bytes_per_second = server.gbps * 1e9
@@ -103,7 +103,7 @@ class Disk:
         self._task: asyncio.Task[None] | None = None
 
     async def move(self, blocks: int, *, reads: bool) -> None:
-        """Take the time of an operation on blocks."""
+        """Wait for the duration of an operation on blocks."""
         await asyncio.sleep(self._latency_seconds)
         line = self._reads if reads else self._writes
         last = None
@@ -132,7 +132,7 @@ class Disk:
 
 
 class DiskStore(ScriptedStore):
-    """A store in memory with the times of a disk."""
+    """A store in memory whose operations take the time of a disk."""
 
     def __init__(self, disk: Disk) -> None:
         super().__init__("disk", max_concurrent=8)
@@ -154,9 +154,9 @@ class Running:
     """A request on the GPU.
 
     Attributes:
-        left: prompt tokens to compute.
+        left: number of prompt tokens to compute.
         outputs: tokens to generate.
-        first: is done with the first token; ``last`` with the last one.
+        first: is done when the first token is generated; ``last`` when the last one is.
     """
 
     left: int
@@ -166,7 +166,7 @@ class Running:
 
 
 class Gpu:
-    """Computes steps of the running requests: a token for each answer, then prompts in order."""
+    """Computes steps of the running requests: a token per answer, then prompts in order."""
 
     def __init__(self, engine: CacheEngine, *, tells_speed: bool) -> None:
         self._engine = engine
@@ -176,7 +176,7 @@ class Gpu:
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens that are not computed yet."""
+        """Number of prompt tokens that are not computed yet."""
         return sum(request.left for request in self._running)
 
     def start(self, num_tokens: int) -> Running:
@@ -239,8 +239,8 @@ def conversations(num_sessions: int, seed: int = 0) -> list[NDArray[np.int32]]:
 
 def measure(server: Server, prompts: Sequence[NDArray[np.int32]]) -> dict[str, Any]:
     """Return the figures of one server."""
-    # The sizes at which the engine behaves differently are scaled; all checksums are computed on
-    # the loop, because threads know no clock.
+    # The thresholds of the engine in bytes are scaled, too. All checksums are computed on the loop,
+    # because threads do not use the simulated clock.
     with (
         mock.patch("aiokv.stores.guard.PART_BYTES", (256 << 20) // SCALE),
         mock.patch("aiokv.stores.cost.LATENCY_BYTES", (256 << 10) // SCALE),
@@ -269,7 +269,7 @@ async def _run_server(server: Server, prompts: Sequence[NDArray[np.int32]]) -> d
             await running_clock().advance(TICK_SECONDS)
         await serving
         result = clients.result()
-        disk.bytes_per_second = math.inf  # the saves that are left take no time
+        disk.bytes_per_second = math.inf  # the remaining saves take no time
         closing = asyncio.create_task(engine.aclose())
         while not closing.done():
             await running_clock().advance(TICK_SECONDS)
@@ -277,7 +277,7 @@ async def _run_server(server: Server, prompts: Sequence[NDArray[np.int32]]) -> d
 
 
 class Clients:
-    """Clients that send a prompt when the answer to the one before has ended."""
+    """Clients that each send a prompt when the previous answer has ended."""
 
     def __init__(
         self,
@@ -294,7 +294,7 @@ class Clients:
         self._left: Iterator[NDArray[np.int32]] = iter(self._prompts)
         self._changes = list(server.changes)
         self._scheduling = asyncio.Lock()
-        self._loading_tokens = 0  # to be computed by requests that copy their hit to the device
+        self._loading_tokens = 0  # tokens to compute for requests whose hit is being copied
         self._first_tokens: list[float] = []
         self._hit_tokens = 0
         self._fetched_tokens = 0
@@ -316,7 +316,7 @@ class Clients:
             self._disk.bytes_per_second = self._changes.pop(0)[1] * 1e9
         arrived = loop.time()
         async with self._engine.match(tokens) as lease:
-            async with self._scheduling:  # one request after the other decides, as in vLLM
+            async with self._scheduling:  # one request at a time decides, as in vLLM
                 granting = asyncio.create_task(
                     lease.allocate(
                         len(tokens),

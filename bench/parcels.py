@@ -1,4 +1,4 @@
-"""Memory of one side, and the sending of parcels: what the benches of peers share."""
+"""Memory of one side and sending of parcels, for all benches of peers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from aiokv.peers.messages import Message
     from aiokv.peers.wire import Connection
 
-SIZES = {"128_kib": 128 << 10, "1_mib": 1 << 20, "4_mib": 4 << 20}  # of parcels
-INLINE_BYTES = 256 << 10  # fewer are read on the loop, which is faster than a thread
-BATCH_BYTES = 8 << 20  # that the sender seals at once
+SIZES = {"128_kib": 128 << 10, "1_mib": 1 << 20, "4_mib": 4 << 20}  # sizes of parcels
+INLINE_BYTES = 256 << 10  # smaller parcels are processed on the loop, faster than in a thread
+BATCH_BYTES = 8 << 20  # bytes that the sender seals at once
 SECRET = b"a secret of the bench of peers"
 TICKET = bytes(16)
 GENERATION = bytes(range(16))
@@ -34,7 +34,7 @@ class Slots:
 
     Args:
         parcel_bytes: size of a slot.
-        num_slots: 0 for a side that only sends, or only receives.
+        num_slots: number of slots; 0 for a side that only sends or only receives.
     """
 
     def __init__(self, parcel_bytes: int, num_slots: int) -> None:
@@ -78,15 +78,15 @@ class Slots:
 
 
 class Sending:
-    """The sending of parcels on one connection, whose handler passes the messages on."""
+    """Sender of parcels on one connection; the handler of the connection forwards the messages."""
 
     def __init__(self) -> None:
         self._credits: deque[SlotCredit] = deque()
         self._given = asyncio.Event()
-        self._done: asyncio.Future[None] | None = None  # of the parcels that are being sent
+        self._done: asyncio.Future[None] | None = None  # the send in progress
 
     def on_message(self, message: Message) -> None:
-        """Note credits and the end."""
+        """Process credits and the end of a send."""
         if isinstance(message, Credit):
             self._credits.extend(message.slots)
             self._given.set()
@@ -94,7 +94,7 @@ class Sending:
             self._done.set_result(None)
 
     def fail(self, reason: str) -> None:
-        """Fail the send that waits for its end, if there is one."""
+        """Fail the send in progress, if there is one."""
         if self._done is not None and not self._done.done():
             self._done.set_exception(RuntimeError(reason))
 
@@ -114,7 +114,7 @@ class Sending:
             link: writes the parcels.
             slots: outgoing slots, for more than ``max_writes`` batches.
             count: number of parcels.
-            max_writes: batches that are written while the next one is sealed.
+            max_writes: number of batches that are written while the next one is sealed.
         """
         self._done = asyncio.get_running_loop().create_future()
         for begin in range(0, count, MAX_LISTED):

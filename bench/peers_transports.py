@@ -64,14 +64,14 @@ TRANSPORTS: dict[str, tuple[str, dict[str, str]]] = {  # name and environment of
 TOTAL_BYTES = 512 << 20  # per round
 TRANSFER_SECONDS = 120.0  # afterwards the sender counts as lost
 MEMORY_BYTES = 64 << 20  # of the slots of each side
-MAX_WRITES = 4  # batches that are written while the next one is sealed
+MAX_WRITES = 4  # number of batches that are written while the next one is sealed
 
 
 def run(quick: bool) -> dict[str, Any]:
     """Return GB/s by transport and size of a parcel, and the CPU share of idle connections."""
     results: dict[str, Any] = {}
     for name, (library, environment) in TRANSPORTS.items():
-        # In a process of its own: the libraries read their environment once, and keep descriptors.
+        # A separate process: the libraries read their environment once and keep descriptors.
         command = [sys.executable, "-m", "bench.peers_transports", "measure", library]
         measured = subprocess.run(
             [*command, json.dumps(quick)],

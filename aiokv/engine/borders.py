@@ -148,8 +148,8 @@ class BorderSearch:
         """Return the number of blocks before the border at which the prompt is ready soonest.
 
         Args:
-            comparison: with the time to compute the blocks; None to return the last border that
-                can be reached.
+            comparison: compares fetching and computing; None to return the last border that can
+                be reached.
 
         Returns:
             The number of blocks, those of the hit included; 0 when it is best to fetch nothing.
@@ -165,7 +165,7 @@ class BorderSearch:
         return self.hit + best + 1 if gains[best] > 0 else 0
 
     def patience(self, end: int, comparison: Comparison) -> float:
-        """Return the seconds after which a fetch to a hit of ``end`` blocks is given up."""
+        """Return the seconds after which the fetch for a hit of ``end`` blocks is late."""
         num_blocks = end - self.hit
         return comparison.patience(num_blocks, float(self._seconds()[num_blocks - 1]))
 

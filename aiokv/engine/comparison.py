@@ -1,17 +1,18 @@
-"""Comparison: is it sooner to fetch blocks of a prompt from a store, or to compute them?
+"""Comparison of the times to fetch blocks of a prompt from a store and to compute them.
 
-The prompt of a request is ready when its blocks have arrived, but not before the model is free, and
-when the model has then computed the rest:
+The model computes the rest of a prompt when the fetched blocks have arrived and the model is free.
+Then the prompt is ready:
 
     model  | prompts before this one | the rest of this prompt |
     store  | other fetches | blocks of this prompt |
 
-So blocks that arrive before the model is free cost no time, whatever the speed of the store, and
-save the time to compute them. Blocks that arrive later are worth fetching while the store brings
-them faster than the model computes them.
+So blocks that arrive before the model is free do not delay the request at any speed of the store,
+and save the time to compute them. Later blocks are fetched only if the store delivers them faster
+than the model computes them.
 
-A fetch is made in parts, because predictions fail. After each part the rest is compared again, with
-the speed that the part had. A part that is late is given up; the blocks before it are a hit.
+A fetch is divided into parts, because the estimates can be wrong. After each part, the remaining
+blocks are compared again, with the measured speed of the part. The request stops waiting for a late
+part; the blocks before it are a hit.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-PARTS: Final = 4  # of a fetch
-FIRST_PARTS: Final = 8  # of the first fetch from a store, whose speed is not known
-LEAST_PART_SECONDS: Final = 0.02  # of computing: shorter parts only cost the latency of the store
-PART_LATENCIES: Final = 4  # a part takes at least so many times the latency of its first block
-PATIENCE: Final = 1.5  # of the time that a part should take: then it is given up
+PARTS: Final = 4  # parts per fetch
+FIRST_PARTS: Final = 8  # parts of the first fetch from a store, whose speed is unknown
+LEAST_PART_SECONDS: Final = 0.02  # time to compute the smallest part
+PART_LATENCIES: Final = 4  # shortest part, in multiples of the time to fetch one block
+PATIENCE: Final = 1.5  # a part is late after this multiple of its expected time
 
 
 class Part(NamedTuple):
-    """The next part of a fetch.
+    """Next part of a fetch.
 
     Attributes:
         blocks: number of blocks; 0 when computing is sooner.
-        seconds: expected time of the part.
-        work: expected time of the fetch, this part included.
+        seconds: expected duration of the part.
+        work: expected duration of the rest of the fetch, including this part.
     """
 
     blocks: int
@@ -51,12 +52,12 @@ NO_PART: Final = Part(0, 0.0, 0.0)
 
 
 class Comparison:
-    """Fetching against computing, for one prompt from the begin of its wait on.
+    """Comparison of fetching and computing for one prompt, from the start of its wait.
 
     Args:
         tokens_per_second: speed of the model, above 0.
         block_tokens: tokens per block.
-        clock: returns seconds.
+        clock: returns the time in seconds.
         queued_tokens: tokens of other prompts that the model computes before this one.
     """
 
@@ -74,25 +75,28 @@ class Comparison:
 
     @property
     def probe_blocks(self) -> int:
-        """Number of blocks whose fetch measures a store."""
+        """Smallest number of blocks in a fetch that measures the speed of a store."""
         return math.ceil(LEAST_PART_SECONDS / self._block_seconds)
 
     def gains(self, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return how much sooner the prompt is ready with its first i + 1 blocks fetched.
+        """Return the seconds that fetching the first i + 1 blocks saves, for each i.
 
         Args:
-            seconds: ``[N]`` expected time to fetch them; infinity if that is impossible.
+            seconds: ``[N]`` expected time to fetch the blocks; infinity if this is impossible.
+
+        Returns:
+            ``[N]`` seconds; negative where computing is sooner.
         """
         computing = np.arange(1, len(seconds) + 1, dtype=np.float64) * self._block_seconds
         return computing - np.maximum(seconds - self._seconds_until_free(), 0.0)
 
     def next_part(self, seconds: NDArray[np.float64], wait: float = 0.0) -> Part:
-        """Return the part of the first N blocks that are left of a fetch.
+        """Return the next part of a fetch with N remaining blocks; ``NO_PART`` to compute them.
 
         Args:
-            seconds: ``[N]`` expected time to fetch the first i + 1 blocks, ascending; zeros when
+            seconds: ``[N]`` expected time to fetch the first i + 1 blocks, ascending; zeros if
                 the store was not measured yet.
-            wait: expected time until the fetch begins.
+            wait: expected seconds until the fetch begins.
         """
         if not len(seconds):
             return NO_PART
@@ -115,11 +119,11 @@ class Comparison:
         )
 
     def patience(self, blocks: int, seconds: float) -> float:
-        """Return the seconds after which a fetch of ``blocks`` blocks is given up.
+        """Return the seconds after which a fetch of ``blocks`` blocks is late.
 
         Args:
             blocks: number of blocks.
-            seconds: expected time to fetch them.
+            seconds: expected time to fetch the blocks.
         """
         computing = PATIENCE * blocks * self._block_seconds
         return max(self._seconds_until_free() + computing, PATIENCE * seconds)
@@ -129,12 +133,13 @@ class Comparison:
 
 
 def rest_of(seconds: NDArray[np.float64], blocks: int, elapsed: float) -> NDArray[np.float64]:
-    """Return the expected times of the blocks behind a part that has arrived.
+    """Return the expected times to fetch the blocks that follow a part that has arrived.
 
     Args:
-        seconds: times that were expected before the part.
-        blocks: blocks of the part.
-        elapsed: time that the part has taken.
+        seconds: ``[N]`` expected times before the part was fetched; the first block of the part is
+            the first entry.
+        blocks: number of blocks in the part.
+        elapsed: seconds that the part has taken.
     """
     expected = float(seconds[blocks - 1])
     left = seconds[blocks:] - expected

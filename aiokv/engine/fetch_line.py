@@ -1,7 +1,7 @@
-"""FetchLine: fetches for waiting requests, in order of arrival, a few at a time.
+"""FetchLine: queue of the fetches for waiting requests, in order of arrival.
 
-All fetches share the bandwidth of the stores. One after the other, each ends as early as it can,
-and a request knows how long the fetches before it take.
+All fetches share the bandwidth of the stores. The first fetches end sooner if the later ones wait,
+and the wait of a request can be estimated from the fetches before it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-AT_A_TIME: Final = 2  # while one of them begins its next part, the other keeps the store busy
+AT_A_TIME: Final = 2  # while one fetch begins its next part, the other keeps the store busy
 
 
 class Place:
-    """The place of one request in line.
+    """Place of one request in the queue.
 
     Attributes:
-        work: expected seconds of its fetch, alone on the stores, that are left since ``since``.
-        since: time of ``work``; None before its turn.
+        work: expected seconds that the rest of the fetch takes without other fetches, as of
+            ``since``.
+        since: time of the estimate ``work``; None before the turn of the request.
+        turn: is done when the request may fetch.
     """
 
     def __init__(self, work: float) -> None:
@@ -30,16 +32,16 @@ class Place:
 
 
 class FetchLine:
-    """Requests whose blocks are fetched, or will be.
+    """Queue of the requests that fetch blocks or wait to fetch them.
 
     Args:
-        clock: returns seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._fetching: set[Place] = set()
-        self._waiting: dict[Place, None] = {}  # in order
+        self._waiting: dict[Place, None] = {}  # in order of arrival
 
     @property
     def is_empty(self) -> bool:
@@ -48,7 +50,7 @@ class FetchLine:
 
     @property
     def seconds(self) -> float:
-        """Expected time until all fetches of the line have ended."""
+        """Expected seconds until all fetches in the queue have ended."""
         now = self._clock()
         total = sum(place.work for place in self._waiting)
         for place in self._fetching:
@@ -58,14 +60,14 @@ class FetchLine:
 
     @property
     def num_fetching(self) -> int:
-        """Number of requests that share the stores now."""
+        """Number of requests that fetch now."""
         return len(self._fetching)
 
     def enter(self, work: float) -> Place:
-        """Take a place. ``leave`` must follow.
+        """Add a request at the end. The caller must call ``leave`` later.
 
         Args:
-            work: expected seconds of the fetch, alone on the stores.
+            work: expected seconds that the fetch takes without other fetches.
         """
         place = Place(work)
         self._waiting[place] = None
@@ -73,11 +75,11 @@ class FetchLine:
         return place
 
     def note(self, place: Place, work: float) -> None:
-        """Note the seconds that are left of a fetch whose turn it is."""
+        """Set the expected seconds that the rest of a running fetch takes."""
         place.work, place.since = work, self._clock()
 
     def leave(self, place: Place) -> None:
-        """Give the place back. Idempotent."""
+        """Remove a request from the queue. Idempotent."""
         self._waiting.pop(place, None)
         self._fetching.discard(place)
         self._give_turns()

@@ -3,7 +3,7 @@
     read.missing ─► worker.lookup ─► fetch or compute? ─► fetches.begin ─► its end ─► missing ...
 
 Blocks that the model computes sooner are not fetched: see :mod:`aiokv.engine.comparison`. A store
-that was found too slow is measured again with a fetch for which no lease waits.
+that was too slow is measured again with small fetches for which no lease waits.
 
 With recurrent state or sliding windows, a hit may end only where a tier has a snapshot, or the
 window: see :class:`~aiokv.engine.borders.BorderSearch`.
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from aiokv.engine.parts import Parts
     from aiokv.stores.store_set import Found
 
-PROBE_PAUSE: Final = 100  # times the duration of the last fetch: probes take 1 % of the time
+PROBE_PAUSE: Final = 100  # pause in multiples of the last fetch: probes take 1 % of the time
 LEAST_PROBE_PAUSE_SECONDS: Final = 1.0
 
 
@@ -102,8 +102,8 @@ class Fetches:
         self._requests = parts.requests
         self._line = FetchLine(lambda: self._lifetime.loop.time())
         self._tasks: set[asyncio.Task[None]] = set()  # the loop keeps weak references only
-        self._num_compared = 0  # fetches in flight that were begun after a comparison
-        self._probe_at = 0.0  # time of the loop
+        self._num_compared = 0  # fetches in flight that a comparison has begun
+        self._probe_at = 0.0  # earliest time of the next probe, on the clock of the loop
 
     def is_incomplete(self, lease_id: int) -> bool:
         """Return True if the tiers lack something that a longer hit of the lease needs."""
@@ -117,7 +117,7 @@ class Fetches:
         Args:
             lease_id: a lease that waits for a store in line.
             timeout: seconds after which the lease is served without them; None for no limit.
-            queued_tokens: tokens of other prompts that the model computes first.
+            queued_tokens: tokens of other prompts that the model computes before this one.
 
         Returns:
             The wait. The caller must call ``stop``.
@@ -154,7 +154,7 @@ class Fetches:
                 self._dispatcher.apply(self._scheduler.end_store_wait(lease_id))
 
     def _comparison(self, queued_tokens: int) -> Comparison | None:
-        """Return the comparison for a request; None while the speed of the model is not known."""
+        """Return the comparison for a request; None while the speed of the model is unknown."""
         speed = self._speed.tokens_per_second
         if not speed:
             return None
@@ -176,7 +176,7 @@ class Fetches:
             lease_id: the lease.
             timeout: seconds; None for no limit.
             priority: of the fetches.
-            comparison: with the time to compute the blocks; None to fetch all blocks that a store
+            comparison: decides which blocks are fetched; None to fetch all blocks that a store
                 has, at any speed.
 
         Cancellation: begins no more fetches; those in flight go on.
@@ -220,14 +220,14 @@ class Fetches:
         priority: Priority,
         comparison: Comparison,
     ) -> None:
-        """Bring blocks from block ``first`` on, part by part, while fetching them is sooner.
+        """Fetch blocks from block ``first`` on in parts, while this is sooner than computing.
 
         Args:
             lease_id: the lease.
             first: the first missing block.
             seconds: expected time to fetch the first i + 1 blocks.
             priority: of the fetches.
-            comparison: with the time to compute the blocks.
+            comparison: decides how many blocks are fetched.
         """
         loop = self._lifetime.loop
         part = comparison.next_part(seconds, self._line.seconds)
@@ -253,7 +253,7 @@ class Fetches:
             self._probe(lease_id, comparison)
 
     async def _turn(self, place: Place, part: Part, comparison: Comparison) -> bool:
-        """Wait for the turn of a request; return False when it has taken too long."""
+        """Wait for the turn of a request; return False if the wait was too long."""
         try:
             async with asyncio.timeout(comparison.patience(part.blocks, self._line.seconds)):
                 await place.turn
@@ -265,7 +265,7 @@ class Fetches:
     async def _bring_part(
         self, lease_id: int, first: int, part: Part, priority: Priority, comparison: Comparison
     ) -> int:
-        """Bring a part of a fetch unless it is late; return the first missing block at the end."""
+        """Fetch a part, and stop waiting if it is late; return the first block still missing."""
         seconds = part.seconds * AT_A_TIME
         try:
             async with asyncio.timeout(comparison.patience(part.blocks, seconds)):
@@ -278,7 +278,7 @@ class Fetches:
         return reached
 
     def _probe(self, lease_id: int, comparison: Comparison) -> None:
-        """Fetch a few blocks for which the lease does not wait, to measure the stores again."""
+        """Begin a small fetch that measures the stores again, without waiting for it."""
         is_measured = self._num_compared or not self._line.is_empty
         if is_measured or self._lifetime.loop.time() < self._probe_at:
             return
@@ -290,7 +290,7 @@ class Fetches:
             self._note_compared(transfer_id)
 
     def _note_compared(self, transfer_id: int) -> None:
-        """Delay the next probe: a fetch has begun that measures the stores, too."""
+        """Delay the next probe, because a fetch has begun that also measures the stores."""
         self._num_compared += 1
         self._spawn(self._delay_probe(transfer_id))
 
@@ -314,7 +314,7 @@ class Fetches:
             lease_id: the lease.
             end: number of blocks of its prompt.
             priority: of the fetches.
-            is_compared: True if the fetches were compared with the time to compute the blocks.
+            is_compared: True if a comparison has begun the fetch.
 
         Returns:
             As ``read.missing``, at the end.
@@ -359,7 +359,7 @@ class Fetches:
     async def _bring_one_border(
         self, lease_id: int, end: int, priority: Priority, search: BorderSearch
     ) -> None:
-        """Bring what a hit of ``end`` blocks needs; note what does not arrive."""
+        """Fetch what a hit of ``end`` blocks needs, and note what did not arrive."""
         reached, _ = await self._bring_blocks(lease_id, end, priority)
         search.note_blocks(reached, is_end=reached < end)
         if reached < end:

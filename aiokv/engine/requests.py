@@ -19,7 +19,7 @@ class RequestCounts:
 
     Args:
         read: has the times for which leases had blocks.
-        speed: of the model.
+        speed: measures the speed of the model.
 
     Attributes:
         capacity_wait: as in :class:`RequestStatistics`, and so are the others.
@@ -54,11 +54,11 @@ class RequestCounts:
             self._refused_waits += 1
 
     def note_declined_fetch(self) -> None:
-        """Count a request whose blocks a store had, and that computes them because it is sooner."""
+        """Count a request that computes blocks that a store has, because this is sooner."""
         self._declined_fetches += 1
 
     def note_late_fetch(self) -> None:
-        """Count a request that has stopped waiting for a fetch that was late."""
+        """Count a request that has stopped waiting for a late fetch."""
         self._late_fetches += 1
 
     def statistics(self) -> RequestStatistics:

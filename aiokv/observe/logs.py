@@ -71,13 +71,14 @@ def log_fields(**fields: object) -> Iterator[None]:
 
 
 def join_log(of: str) -> None:
-    """Show the lines of aiokv in the log of a server, which configures its own loggers only.
+    """Show the lines of aiokv in the log of a server that configures only its own loggers.
 
-    Nothing changes if the application has configured ``structlog``, the root logger or the logger
-    ``aiokv``: the lines are shown there. Idempotent.
+    This changes nothing if the application has configured ``structlog``, the root logger or the
+    logger ``aiokv``, which then show the lines. Idempotent.
 
     Args:
-        of: name of the server's logger, whose handlers and level the logger ``aiokv`` gets.
+        of: name of the server's logger. The logger ``aiokv`` gets its handlers, and its level
+            unless ``aiokv`` has a level.
     """
     structlog = sys.modules.get("structlog")
     if structlog is not None and structlog.is_configured():
@@ -90,7 +91,7 @@ def join_log(of: str) -> None:
         return
     for handler in theirs.handlers:
         ours.addHandler(handler)
-    if ours.level == logging.NOTSET:  # the level of the lines that a handler shows
+    if ours.level == logging.NOTSET:  # lines that no handler shows stay disabled
         lowest = min(handler.level for handler in theirs.handlers)
         ours.setLevel(max(theirs.getEffectiveLevel(), lowest))
 

@@ -53,7 +53,7 @@ def by_direction(name: str, help: str, *, receive: str, send: str) -> Metric:  #
 
 
 def by_state(name: str, help: str, **states: tuple[str, ...]) -> Metric:  # noqa: A002
-    """Return a metric of the fields ``{tier}_{state}``; the arguments are the states by tier."""
+    """Return a metric with the fields ``{tier}_{state}``; each argument lists a tier's states."""
     fields = {
         f"{tier}_{state}": {"tier": tier, "state": state}
         for tier, its_states in states.items()
@@ -295,15 +295,15 @@ REQUESTS: Final[Table] = (
     by(
         "computed_stored_total",
         "reason",
-        "Requests that computed blocks that a store had: computing was sooner (declined), or the "
-        "store was slower than expected (late).",
+        "Requests that computed blocks that a store had, because computing was sooner (declined) "
+        "or the store was slower than expected (late).",
         declined_fetches="declined",
         late_fetches="late",
     ),
     one(
         "prefill_tokens_per_second",
         "prefill_tokens_per_second",
-        "Known or measured speed of the model on prompts; 0 before the first measurement.",
+        "Configured or measured speed of the model on prompts; 0 before the first measurement.",
     ),
 )
 

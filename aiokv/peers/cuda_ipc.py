@@ -49,17 +49,17 @@ _decode: Final = msgspec.msgpack.Decoder(_Export).decode
 
 @cache
 def this_process() -> bytes:
-    """Return 16 random bytes that name this process; each fork of it has others."""
+    """Return 16 random bytes that identify this process; a forked process has different bytes."""
     return os.urandom(16)
 
 
 def _rename_process() -> None:
     this_process.cache_clear()
-    this_process()  # before threads can make two names
+    this_process()  # now, so that two threads cannot make different names
 
 
 _rename_process()
-if hasattr(os, "register_at_fork"):  # a server forks its workers before it uses a GPU
+if hasattr(os, "register_at_fork"):  # a server may fork its workers after the import
     os.register_at_fork(after_in_child=_rename_process)
 
 

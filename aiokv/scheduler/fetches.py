@@ -44,14 +44,14 @@ class Fetches:
         """Begin to fetch up to ``num_blocks`` blocks that follow the cached prefix of a lease.
 
         A lease joins the fetch in flight that brings its next missing block. Blocks that have
-        arrived are cached on the host, also when the lease has ended; room is made by evicting
-        host blocks.
+        arrived are cached on the host, even if the lease has ended. Host blocks are evicted to
+        make room.
 
         Args:
             lease_id: a matched lease.
-            num_blocks: blocks that a store has, of ``read.missing``.
-            priority: of the transfer; it becomes more urgent if the lease joins it with a lower
-                one.
+            num_blocks: number of blocks of ``read.missing`` that a store has.
+            priority: priority of the transfer. If the lease joins a transfer of lower priority,
+                that transfer gets this priority.
 
         Returns:
             The transfer; 0 when there is nothing to fetch, no host room can be made, admission is
@@ -64,13 +64,14 @@ class Fetches:
     ) -> tuple[int, Effects]:
         """Begin to fetch what a hit of ``num_blocks`` cached blocks lacks in an auxiliary pool.
 
-        A lease joins the fetch in flight that brings the first of it. Copies that have arrived are
-        cached on the host, also when the lease has ended; room is made by evicting copies.
+        A lease joins the fetch in flight that brings the first missing copy. Copies that have
+        arrived are cached on the host, even if the lease has ended. Copies are evicted to make
+        room.
 
         Args:
             lease_id: a matched lease.
-            num_blocks: of its prompt; all are cached.
-            pool: name of the pool, of ``read.pools``.
+            num_blocks: number of blocks of its prompt; all are cached.
+            pool: name of the pool, from ``read.pools``.
             priority: as for ``begin``.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Owners: names of leases for messages."""
+"""Owners: names of leases, for messages."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ class Owners(Sharded[str]):
         return self.get(lease_id) or "unnamed"
 
     def add_to(self, error: AiokvError) -> None:
-        """Add the name of the lease that an error is about."""
+        """Set ``error.owner`` to the name of the lease ``error.lease_id``."""
         if error.lease_id:
             error.owner = self.name(error.lease_id)

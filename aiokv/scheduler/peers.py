@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Peers:
     """Begins the receives and sends of one cache, cancels them, and reports their ends.
 
-    Its methods up to ``end`` are transitions of the scheduler.
+    The methods of the first section are transitions of the scheduler.
 
     Args:
         config: sizes and rules of the cache.
@@ -36,7 +36,7 @@ class Peers:
         owners: names of all existing leases.
         pending: leases that wait for blocks of other leases.
         saver: saves received blocks to host memory.
-        settle: ends a transition that may have freed blocks, and returns its effects.
+        settle: ends a transition that may have freed blocks, and returns the effects.
     """
 
     def __init__(
@@ -139,8 +139,8 @@ class Peers:
     ) -> tuple[int, Effects]:
         """Begin to send some layers of blocks that a lease is computing to a peer.
 
-        The caller never sends the last range of layers in this way, but with ``send``: so the
-        receiver completes no block before its positions are committed here. Otherwise as ``send``.
+        The caller must send the last range of layers with ``send``, so that the receiver completes
+        no block before its positions are committed here. Otherwise as ``send``.
 
         Args:
             lease_id: a granted lease whose onloads have ended.
@@ -267,8 +267,8 @@ class Peers:
         A lease that has received windows of the ticket, or receives them, and has not committed the
         positions before them, fails as after a failed onload: it must be preempted.
 
-        ``Effects.moved`` still names each of them when it has ended. The release and the preemption
-        of a lease, and ``reset``, cancel the transfers, too.
+        ``Effects.moved`` still names each transfer when it has ended. The release and the
+        preemption of a lease, and ``reset``, cancel the transfers, too.
         """
         if lease_id in self._owners:
             self._core.end_ticket(lease_id, ticket_id)
@@ -277,15 +277,15 @@ class Peers:
     def commit_received(self, lease_id: int, num_tokens: int) -> tuple[int, Effects]:
         """Index the full blocks of the first ``num_tokens`` positions, which were received.
 
-        They count as computed from now on, but belong to no step.
+        The positions count as computed from now on, but belong to no step.
 
         Returns:
             The number of blocks that became shareable.
 
         Raises:
-            LeaseError: a position that is not computed was not received, the windows behind
-                ``num_tokens`` were not, the model has recurrent state, or ``num_tokens`` exceeds
-                the positions of the lease.
+            LeaseError: a position is neither computed nor received, the windows behind
+                ``num_tokens`` were not received, the model has recurrent state, or
+                ``num_tokens`` exceeds the positions of the lease.
         """
         core = self._core
         try:
@@ -309,7 +309,7 @@ class Peers:
             self._outbox.effects.cancel.extend(abandoned)
 
     def note_ends(self) -> None:
-        """Report the transfers that have ended since the last call, and the committed positions."""
+        """Report the transfers that have ended since the last call, and what they commit."""
         ends = self._core.take_peer_ends()
         for transfer_id, lease_id, blocks, _ in ends:
             self._outbox.effects.moved.append(Moved(transfer_id, lease_id, blocks))

@@ -19,7 +19,7 @@ class Pins:
         core: state of the leases.
         outbox: effects of the current transition.
         releases: releases the leases of pins that end.
-        settle: ends a transition that may have freed blocks, and returns its effects.
+        settle: ends a transition that may have freed blocks, and returns the effects.
 
     Attributes:
         num_until_used: number of pins that end when another lease hits all their blocks.
@@ -41,7 +41,7 @@ class Pins:
     # --- transitions ----------------------------------------------------------------------------
 
     def await_use(self, lease_id: int) -> Done:
-        """Let the pin of this granted lease end when another lease has hit all its blocks."""
+        """Mark this granted lease, whose pin ends when another lease has hit all its blocks."""
         self._core.await_use(lease_id)
         return None, self._outbox.pending
 
@@ -49,8 +49,8 @@ class Pins:
         """Pin the blocks of a granted lease whose onloads have ended.
 
         Returns:
-            (tokens, reason): the number of tokens on the device; and the reason why the pin has
-            already ended and its lease is released, empty if the blocks are pinned.
+            (tokens, reason): the number of tokens on the device, and an empty string. If the pin
+            has already ended and its lease was released, ``reason`` says why.
         """
         if not self._core.is_current(lease_id):
             self._releases.release(lease_id)

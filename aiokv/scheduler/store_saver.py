@@ -50,7 +50,7 @@ class StoreSaver:
     def collect(self, *, by_holder: bool = False) -> tuple[bool, Effects]:
         """Begin one save of the blocks that are due; return False if there are none.
 
-        A transition of the scheduler, which ``Effects.collect`` requests, too.
+        A transition of the scheduler. ``Effects.collect`` requests it, too.
 
         Args:
             by_holder: True if the caller has one hold of the gate, which then forbids no save. With

@@ -51,9 +51,9 @@ class SyncLayers(Unique):
 
     @property
     def after_step(self) -> int:
-        """Newest step whose end the transfers waited for when they were granted; 0 for none.
+        """Last step whose end the transfers await, as of the grant; 0 for none.
 
-        No byte moves while that step is open. Does not cross.
+        No byte moves while this step is open. Does not cross.
         """
         return self._view.after_step
 

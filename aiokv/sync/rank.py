@@ -170,9 +170,9 @@ class RankThread(Unique):
     def failure(self) -> AiokvError | None:
         """Reason why the rank has ended; None before, and when ``close`` has ended it.
 
-        ``ClosedError`` after the end of the group and in a fork of the process,
-        ``BrokenEngineError`` after a failure of the rank's thread, and the error of the connection
-        when there was none.
+        ``ClosedError`` after the end of the group and in a fork of the process;
+        ``BrokenEngineError`` after a failure of the rank's thread; the error of the connection if
+        the rank never connected.
         """
         if self._thread.has_failed or self._thread.is_abandoned:
             return self._thread.new_error()
@@ -305,7 +305,7 @@ class RankThread(Unique):
         found = self._rank.find_transfer(transfer_id)
         if found is not None or not self._rank.is_at_rest(transfer_id):
             return found
-        # Its plan may have arrived, and ended, after the first look.
+        # The plan may have arrived, and the transfer ended, after the first lookup.
         if (found := self._rank.find_transfer(transfer_id)) is None:
             raise UsageError(
                 f"rank {self.number} has forgotten transfer {transfer_id}, which ended long ago or "
@@ -315,8 +315,10 @@ class RankThread(Unique):
         return found
 
     def check_process(self) -> None:
-        """Raises:
-        ClosedError: this process is a fork of the process of the rank.
+        """Check that this process is that of the rank.
+
+        Raises:
+            ClosedError: this process is a fork of the process of the rank.
         """
         self._thread.check_process()
 

@@ -42,8 +42,10 @@ class Transfers(Protocol):
     """The transfers of a rank in a thread."""
 
     def check_process(self) -> None:
-        """Raises:
-        ClosedError: this process is a fork of the process of the rank.
+        """Check that this process is that of the rank.
+
+        Raises:
+            ClosedError: this process is a fork of the process of the rank.
         """
 
     def find(self, transfer_id: int) -> Arrived | None:

@@ -92,8 +92,8 @@ class LoopThread:
         self._service = service
         self._loop_factory = loop_factory
         self._opening = threading.Lock()
-        self._is_claimed = False  # by a call of open()
-        self._has_begun = False  # the thread runs the loop, and will end it
+        self._is_claimed = False  # open() was called
+        self._has_begun = False  # the thread runs the loop and will close it
         self._thread: threading.Thread | None = None
         self._ident = 0  # of the thread, while it runs
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -166,7 +166,7 @@ class LoopThread:
         _native.keep_forever(self)  # so that no destructor closes what the parent uses
 
     def _end_unbegun(self) -> bool:
-        """End a service whose thread does not run its loop, and never will; else return False."""
+        """End a service whose thread will never run its loop; return False if it runs."""
         with self._opening:
             if self._has_begun:
                 return False
@@ -263,8 +263,10 @@ class LoopThread:
         return self._service.noun
 
     def check_process(self) -> None:
-        """Raises:
-        ClosedError: this process is a fork of the process of the thread.
+        """Check that this process is that of the thread.
+
+        Raises:
+            ClosedError: this process is a fork of the process of the thread.
         """
         if self._is_abandoned:
             raise self.new_error()

@@ -29,12 +29,12 @@ T = TypeVar("T")
 
 
 class Waits(NamedTuple):
-    """Waits of ``Lease.allocate`` for blocks.
+    """Arguments of ``Lease.allocate`` that say how long it waits for blocks.
 
     Attributes:
-        pending: as ``wait_pending``.
-        store: as ``wait_store``.
-        queued_tokens: as the argument.
+        pending: ``wait_pending``, in seconds.
+        store: ``wait_store``, in seconds.
+        queued_tokens: ``queued_tokens``.
     """
 
     pending: float

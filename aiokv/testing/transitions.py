@@ -40,7 +40,7 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
     """One transition, as plain values.
 
     Attributes:
-        name: of the method of ``CacheScheduler``; with a dot, of one of its parts.
+        name: name of the method of ``CacheScheduler``, or ``part.method``, e.g. ``peers.receive``.
         args: its positional arguments; arrays, bytes, sets and reports are tagged objects.
         kwargs: its keyword arguments.
         result: the value that it returned, or the error that it raised.

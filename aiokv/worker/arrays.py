@@ -198,15 +198,15 @@ def dtype_name(tensor: Any, typestr: str = "") -> str:
 
 
 def item_bytes_of(typestr: str, what: str) -> int:
-    """Return the bytes per element of an element type, as array interfaces name it.
+    """Return the bytes per element of a ``typestr`` of the array interfaces.
 
     Raises:
-        LayoutError: the elements are Python objects, texts or times, whose names give no bytes.
+        LayoutError: the elements are Python objects, texts or times.
     """
     plain = re.fullmatch(r"[<>|=][biufcVS](\d+)", typestr)
     if plain is None:
         raise LayoutError(
-            f"{what}: elements of type {typestr!r} are no numbers",
+            f"{what}: elements of type {typestr!r} are not numbers",
             hint="pass tensors of numbers, or a view of the same memory as uint8",
         )
     return int(plain[1])
@@ -217,7 +217,7 @@ def interface_of(tensor: Any, what: str) -> tuple[Any, dict[str, Any], str]:
 
     Raises:
         LayoutError: the tensor exports no layout.
-        ClosedError: it is a ``MappedTensor`` that was closed.
+        ClosedError: the tensor is a ``MappedTensor`` that was closed.
     """
     for name, device in (("__cuda_array_interface__", "cuda"), ("__array_interface__", "cpu")):
         try:

@@ -31,7 +31,7 @@ class LayerView:
         owner: name of the lease's owner, for messages.
         check_wait: called before a coroutine waits; raises when the wait would never end.
         waits: gets the durations of the waits of this view, besides the view itself.
-        after_step: newest step whose end the transfers waited for when the view was made; 0 for
+        after_step: last step whose end the transfers await, as of the creation of the view; 0 for
             none.
     """
 

@@ -1,4 +1,4 @@
-"""A server with a store is never slower than one without, whatever the store's bandwidth is."""
+"""A simulated server with a store is not slower than one without, at any tested bandwidth."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ def test_fast_store_makes_a_server_faster(without_store):
 
 
 def test_fetching_at_any_price_makes_a_server_slower(without_store):
-    """So the tests above notice a decision that is wrong."""
+    """This shows that the tests above detect wrong decisions."""
     server = Server(gbps=3.0, knows_speed=False)
     assert measure(server, PROMPTS)["requests_per_second"] < NOISE * without_store

@@ -289,7 +289,7 @@ def _external_hit_tokens() -> int:
 
 
 def _connector_counters() -> dict[str, float]:
-    """Return aiokv's counters and gauges so far; those of stores are up to a second old."""
+    """Return the present counters and gauges of aiokv; those of stores are up to 1 s old."""
     from prometheus_client import REGISTRY
 
     prefix = "vllm:aiokv_"

@@ -1,7 +1,7 @@
-"""Connectors whose calls are written to a file with their times, to see where a load spends them.
+"""Connectors that write the times of their calls to a file, to find the delays of a load.
 
-``python -m bench.vllm --record`` lets a server with a connector use these classes. The file has a
-line of JSON per call: time, name, and what the call is about; ``bench.vllm.timeline`` reads it.
+With ``python -m bench.vllm --record``, servers with a connector use these classes. The file has a
+line of JSON per call: time, duration in milliseconds, name, and the requests of the call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 RECORD_FILE = "BENCH_VLLM_RECORD"
-"""Environment variable: the file to append to."""
+"""Environment variable with the path of the file, to which lines are appended."""
 
 _CONNECTORS = {
     "RecordedOffloading": ("OffloadingConnector", None),
@@ -23,7 +23,7 @@ _CONNECTORS = {
 
 
 class _Record:
-    """Lines of one process; written when the connector is asked for finished loads."""
+    """Lines of one process, which are written when vLLM asks for finished loads."""
 
     def __init__(self) -> None:
         self._file = open(os.environ[RECORD_FILE], "a", encoding="utf-8")  # noqa: SIM115 - kept
@@ -41,7 +41,7 @@ class _Record:
 
 
 def _recorded(base: type) -> type:
-    """Return a subclass of a connector that notes the calls of both halves."""
+    """Return a subclass of a connector that records the calls of both halves."""
 
     class Recorded(base):  # type: ignore[misc, valid-type]
         def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

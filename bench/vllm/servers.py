@@ -28,8 +28,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         gpu_share: part of the GPU's memory that must be free at the start.
         batch_invariant: equal outputs whatever runs beside a request, at a lower speed.
         graph_sizes: batch sizes whose decode steps run as CUDA graphs; none: all steps are eager.
-        record: file for the calls of the connector; see ``bench.vllm.recorded``. Empty: none.
-        profile: directory for traces of vLLM's profiler. Empty: none.
+        record: path of the file for the calls of the connector, see ``bench.vllm.recorded``; empty
+            for no record.
+        profile: directory for traces of vLLM's profiler; empty for no traces.
     """
 
     model: str

@@ -1,7 +1,7 @@
 """Print when the GPU copied and computed, from a trace of ``python -m bench.vllm --profile``.
 
 ``python -m bench.vllm.timeline TRACE.json.gz...`` prints the share of time in which the GPU
-computes, copies, does both or nothing, and the intervals of each.
+computes, copies, does both or is idle, and the intervals of each.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _kind(event: dict[str, Any]) -> str | None:
 
 
 def merged(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
-    """Return the union of intervals, those with a gap of at most ``gap`` as one."""
+    """Return the union of intervals; intervals with a gap of at most ``gap`` are joined."""
     result: list[Interval] = []
     for began, ended in sorted(intervals):
         if result and began <= result[-1][1] + gap:

@@ -239,7 +239,7 @@ def test_layer_that_does_not_arrive_in_time_is_a_timeout():
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", ["v1", "v0"])
 def test_two_ranks_compute_while_the_next_batch_is_scheduled(kind, policy, tmp_path, monkeypatch):
-    # An onload that waits for the end of the present step would never end inside of schedule().
+    # An onload that waits for the end of the present step cannot end during schedule().
     monkeypatch.setattr(prefix, "ONLOAD_SECONDS", 1000.0)
     choose = random.Random(policy)
     with Cluster(tmp_path, 14, 40, kind, write_policy=policy, batch_tokens=16) as cluster:

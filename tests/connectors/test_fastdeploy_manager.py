@@ -693,7 +693,7 @@ def test_configuration_without_a_field_is_refused():
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_roles_that_share_blocks_computed_elsewhere_are_refused(role):
+def test_prefill_and_decode_roles_are_refused(role):
     config = fd_config(8)
     config.scheduler_config = SimpleNamespace(splitwise_role=role)
     with pytest.raises(ConfigError, match=f"splitwise_role is '{role}'"):
@@ -765,7 +765,7 @@ config = SimpleNamespace(cache_config=cache, model_config=model)
 
 
 @pytest.mark.parametrize("made", ["CacheManager(config)", "CacheController(config, path='/x')"])
-def test_lines_of_aiokv_are_in_the_log_of_fastdeploy(made):
+def test_log_of_fastdeploy_has_lines_of_aiokv(made):
     line = "logging.getLogger('aiokv.stores').warning('store.unavailable')"
     process = subprocess.run(
         [sys.executable, "-c", f"{LOG}\n{made}\n{line}"], capture_output=True, text=True, check=True

@@ -377,7 +377,7 @@ async def test_a_swap_that_fails_leaves_no_limit():
         lease.release()
 
 
-async def test_expiry_of_a_lease_that_others_wait_for_lets_them_compute():
+async def test_leases_compute_the_blocks_promised_by_an_expired_lease():
     clock = running_clock()
     async with Cache() as cache:
         first, second = cache.engine.match(PROMPT), cache.engine.match(PROMPT)
@@ -395,7 +395,7 @@ async def test_expiry_of_a_lease_that_others_wait_for_lets_them_compute():
 
 
 @pytest.mark.parametrize("phase", ["onload", "save"])
-async def test_expiry_of_a_foreign_lease_ends_when_its_transfers_have(phase: str):
+async def test_expired_foreign_lease_is_idle_after_its_transfers(phase: str):
     clock = running_clock()
     async with ForeignCache() as cache:
         if phase == "onload":

@@ -979,10 +979,10 @@ async def test_closing_waits_for_saves_and_wakes_who_waits_for_idle():
 
 
 async def _released_at_pass(passes: int) -> tuple[int, bool]:
-    """Commit and release a lease in a pass of a close that has to wait for another save.
+    """Commit and release a lease in one pass of a close that waits for another save.
 
     Returns:
-        The number of saves that have begun then, and whether the lease is idle.
+        The number of saves that have begun in the end; and True if the lease is idle.
     """
     cache = ForeignCache()
     await cache.engine.__aenter__()

@@ -554,7 +554,7 @@ async def test_prefix_that_the_model_computes_sooner_is_not_fetched(known):
         assert (await hit).device_tokens == 16
 
 
-async def test_part_that_is_late_is_given_up_and_those_before_it_are_a_hit():
+async def test_parts_before_a_late_part_are_a_hit():
     store = await restarted(LONG)
     async with cache(store, device_blocks=16, prefill_tokens_per_second=400.0) as c:
         store.delay("load", seconds=0.001)
@@ -588,7 +588,7 @@ async def measured(c: StoreCache, tokens: np.ndarray, seconds: float) -> None:
     assert (await fetching).total == 16
 
 
-async def test_blocks_that_arrive_before_the_model_is_free_are_fetched_from_a_slow_store():
+async def test_slow_store_fetches_blocks_that_arrive_before_the_model_is_free():
     store = await restarted(A, B)
     async with cache(store, device_blocks=16, prefill_tokens_per_second=100.0) as c:
         await measured(c, A, 0.5)
@@ -601,7 +601,7 @@ async def test_blocks_that_arrive_before_the_model_is_free_are_fetched_from_a_sl
         assert c.engine.request_statistics().declined_fetches == 1
 
 
-async def test_fetches_of_waiting_requests_are_counted_together():
+async def test_fetches_of_earlier_requests_count_in_the_comparison():
     store = await restarted(A, B, C)
     async with cache(store, device_blocks=24, prefill_tokens_per_second=20.0) as c:
         await measured(c, A, 0.5)
@@ -616,7 +616,7 @@ async def test_fetches_of_waiting_requests_are_counted_together():
         lease.release()
 
 
-async def test_slow_store_is_measured_again_and_used_when_it_is_fast():
+async def test_slow_store_is_measured_again_and_used_after_it_becomes_fast():
     store = await restarted(A, B)
     async with cache(store, device_blocks=16, prefill_tokens_per_second=100.0) as c:
         await measured(c, A, 1.0)

@@ -1,13 +1,13 @@
 """Random walks of an engine on device blocks of a server, with real bytes and a clock.
 
-The walk is the server: it chooses ids, computes KV, and reuses a block when no request has it and
-all leases that have named it are idle. It mixes salts, items, limits of leases, preemption, resets,
-sleep and new weights with copies that are completed, failed and delayed, and records a trace, the
-transitions and the observations meanwhile.
+The walk plays the server: it chooses ids, computes KV, and reuses a block when no request has the
+block and all leases that have named it are idle. It mixes salts, items, limits of leases,
+preemption, resets, sleep and new weights with copies that are completed, failed and delayed, and
+records a trace, the transitions and the observations.
 
-After every operation: the invariants of the engine hold, and no copy touches a block that the
-server may reuse. Blocks of a hit hold the KV of their prefix, tenant, items and weights. At the
-end every block is free, and what is cached is right byte for byte.
+Checked after every operation: the invariants of the engine hold, no copy accesses a block that the
+server may reuse, and the blocks of a hit hold the KV of their prefix, tenant, items and weights.
+Checked at the end: every block is free, and all cached bytes are right.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Request:
     def __init__(self, lease: Lease, tokens: list[int], tenant: str, weights: int) -> None:
         self.lease = lease
         self.tokens = tokens
-        self.tenant = tenant  # salt and item: what the KV depends on beside the tokens
+        self.tenant = tenant  # salt and item, on which the KV depends besides the tokens
         self.weights = weights
         self.table: list[int] = []
         self.cached = 0  # full blocks that the lease has not computed
-        self.computed = 0  # positions
+        self.computed = 0  # computed positions
         self.has_computed = False
 
 
@@ -129,7 +129,7 @@ class Walk:
         return not request.lease.transfer_ids and request.lease.state is LeaseState.GRANTED
 
     def compute(self, request: Request) -> None:
-        """Check what the lease has, compute the rest, and commit it."""
+        """Check the cached blocks of the lease, compute the rest, and commit it."""
         lease = request.lease
         if not request.table or lease.transfer_ids:
             return
@@ -212,7 +212,7 @@ class Walk:
         self.give_up(request, request.table)
 
     async def expire(self) -> None:
-        """Let the limits pass; a use that was made before has ended some."""
+        """Advance the clock beyond all limits; leases that were used in time have none."""
         if self.requests and self.rng.random() < 0.5:
             request = self.rng.choice(self.requests)
             if request.lease.state is LeaseState.GRANTED:
@@ -315,7 +315,7 @@ class Walk:
             assert not free & set(copy.device_ids.tolist()), "a copy uses blocks of an idle lease"
 
     async def finish(self) -> None:
-        """Release everything, and read back all that is cached."""
+        """Release all leases, and read all cached blocks back."""
         while self.requests:
             self.end()
         await self.cache.finish()

@@ -142,7 +142,7 @@ async def test_a_hit_of_old_weights_is_not_copied_on_any_rank(tmp_path):
         assert not any(shard.device.copies for shard in ranked.shards)
 
 
-async def test_all_ranks_sleep_behind_their_saves_and_onload_into_new_tensors(tmp_path):
+async def test_all_ranks_sleep_after_their_saves_and_onload_into_new_tensors(tmp_path):
     async with Ranked(tmp_path, foreign_device=True) as ranked:
         lease = await saving(ranked)
         first, second = await ranked.copies(onload=False)

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, with one rank that it does not start: run by a test."""
+"""A program, run by a test: an engine with one rank that it does not start."""
 
 from __future__ import annotations
 

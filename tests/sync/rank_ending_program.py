@@ -103,7 +103,7 @@ def fork(folder: str) -> None:
 
 
 def interrupt(folder: str) -> None:
-    """End after Ctrl-C before the threads of a rank and an engine have begun."""
+    """Exit after Ctrl-C before the threads of a rank and an engine have begun."""
     thread_module.EXIT_SECONDS = 1000.0  # longer than the test waits
     start = threading.Thread.start
 
@@ -118,7 +118,7 @@ def interrupt(folder: str) -> None:
             begin()
         except KeyboardInterrupt:
             print("interrupted", flush=True)
-        thread_module.LoopThread.close = interrupted_start  # the next one comes in the close, too
+        thread_module.LoopThread.close = interrupted_start  # close is interrupted, too
     threading.Thread.start = start
     thread_module.LoopThread.close = close
     globals()["kept"] = engines  # until the interpreter frees the modules

@@ -35,11 +35,11 @@ def tensors(regions: Regions) -> list[np.ndarray]:
 
 
 class Device(ManualDevice):
-    """A device that hands its copies to the thread of the test, which ends them.
+    """A device that passes its copies to the thread of the test, which completes them.
 
     Attributes:
         taken: gets each copy.
-        loop: of the rank, after the first copy.
+        loop: loop of the rank; set by the first copy.
     """
 
     def __init__(self) -> None:

@@ -56,7 +56,7 @@ def starting(monkeypatch, replacement: Callable[[threading.Thread], None]) -> It
 
 
 def check_ended(service: Service) -> None:
-    """Check that no call waits for a thread that does not run."""
+    """Check that no call waits for the thread, which does not run."""
     with ThreadPoolExecutor(1) as threads:
         with pytest.raises(ClosedError):
             threads.submit(use, service).result(LONG)
@@ -104,7 +104,7 @@ def test_a_close_while_the_thread_starts_ends_the_opening(service, monkeypatch):
     check_ended(service)
 
 
-def test_a_loop_that_cannot_be_made_ends_the_service():
+def test_failing_loop_factory_ends_the_service():
     def fail() -> Any:
         raise OSError("no more files")
 
@@ -137,9 +137,9 @@ def test_the_interpreter_exits_after_an_interrupted_opening(tmp_path):
 
 @contextmanager
 def interrupted(*functions: str) -> Iterator[None]:
-    """Interrupt the main thread, which runs the test, once it is inside of these functions.
+    """Interrupt the main thread, which runs the test, when it is inside these functions.
 
-    A signal that comes just before a system call does not end the call: it is sent again.
+    A signal just before a system call does not interrupt the call, so the signal is repeated.
     """
     main = threading.get_ident()
     assert main == threading.main_thread().ident

@@ -394,7 +394,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path):
 
 @contextmanager
 def manager(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Callable[[str], str]]]:
-    """Run an engine in a process of its own; yield the process, and a function that asks it."""
+    """Run an engine in a separate process; yield the process and a function that queries it."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.sync.manager_program", str(folder)],
         cwd=ROOT,
@@ -416,8 +416,8 @@ def manager(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Callable[[str
             stream.close()
 
 
-def test_a_manager_that_disappears_ends_the_rank_and_its_waits(tmp_path, device):
-    """What the device has ends; and a rank of the same process joins the next group."""
+def test_killed_manager_ends_the_rank_and_its_waits(tmp_path, device):
+    """The device finishes its copies, and a rank of the same process joins the next group."""
     regions = new_regions()
     with manager(tmp_path) as (process, ask), ThreadPoolExecutor(3) as threads:
         rank = RankThread(tmp_path / "ranks", 0, regions, device, connect_timeout=LONG)
@@ -455,7 +455,7 @@ def test_a_manager_that_disappears_ends_the_rank_and_its_waits(tmp_path, device)
         rank.wait_ready(LONG)
 
 
-def test_a_plan_that_arrives_during_the_look_for_it_is_not_forgotten(tmp_path, monkeypatch):
+def test_plan_that_arrives_during_the_lookup_is_found(tmp_path, monkeypatch):
     with Served(tmp_path, [None]) as served:
         served.fill_host()
         with served.load() as lease:

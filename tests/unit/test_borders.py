@@ -64,7 +64,7 @@ def test_sink_is_needed_but_what_the_hit_has():
 
 
 def computing(seconds: float) -> Comparison:
-    """Return the comparison with a model that computes a block in ``seconds``."""
+    """Return a comparison for a model that computes a block in ``seconds``."""
     return Comparison(BLOCK_TOKENS / seconds, BLOCK_TOKENS, lambda: 0.0)
 
 

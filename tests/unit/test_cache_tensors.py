@@ -189,7 +189,7 @@ def test_states_are_created_layer_by_layer():
     ]
 
 
-def test_recurrent_state_is_created_or_refused_but_not_left_out():
+def test_recurrent_state_is_created_or_refused():
     with pytest.raises(ConfigError, match="3 layers of the model have recurrent state") as caught:
         create_tensors(HYBRID, 2)
     assert "state_slots=" in caught.value.hint

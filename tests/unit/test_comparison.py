@@ -1,4 +1,4 @@
-"""Comparison: how many blocks are sooner fetched than computed, and when a fetch is given up."""
+"""Comparison: number of blocks to fetch, and the time after which a fetch is late."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def seconds(per_block: float, blocks: int = 100, *, latency: float = 0.0) -> np.
         (0.005, 0.6, False),
     ],
 )
-def test_prompt_is_fetched_if_that_is_sooner(per_block, latency, fetches):
+def test_prompt_is_fetched_if_fetching_is_sooner(per_block, latency, fetches):
     part = comparison().next_part(seconds(per_block, latency=latency))
     assert (part.work > 0) == fetches
     assert (part.blocks > 0) == fetches
@@ -53,7 +53,7 @@ def test_fetches_before_this_one_count():
     assert comparison().next_part(offer, wait=0.6).blocks == 0
 
 
-def test_slow_store_brings_what_arrives_before_the_model_is_free():
+def test_blocks_that_arrive_before_the_model_is_free_are_fetched():
     clock = Time()
     busy = comparison(queued_blocks=50, clock=clock)  # free in 0.5 s
     part = busy.next_part(seconds(0.02))
@@ -70,7 +70,7 @@ def test_queue_of_the_model_lets_a_prompt_wait_for_other_fetches():
     assert comparison(queued_blocks=30).next_part(offer, wait=0.85).blocks == 0
 
 
-def test_fetch_is_made_in_parts_of_one_size():
+def test_fetch_has_parts_of_equal_size():
     race = comparison()
     offer = seconds(0.005)
     sizes = []
@@ -87,14 +87,14 @@ def test_first_fetch_of_a_store_begins_with_a_small_part():
     assert comparison().next_part(np.zeros(0)).blocks == 0
 
 
-def test_parts_are_long_against_the_latency_of_the_store():
+def test_parts_take_several_times_the_latency_of_the_store():
     part = comparison().next_part(seconds(0.001, latency=0.02))
     assert part.seconds >= 4 * 0.02
 
 
 @pytest.mark.parametrize(("elapsed", "left"), [(0.1, 0.3), (0.05, 0.3), (0.2, 0.6)])
-def test_part_that_was_slow_makes_the_rest_slow(elapsed, left):
-    """A fast part may have come from a cache: it does not make the rest fast."""
+def test_slow_part_raises_the_expected_time_of_the_rest(elapsed, left):
+    """A fast part may have come from a cache, so it does not lower the expected time."""
     rest = rest_of(seconds(0.004), 25, elapsed)
     assert len(rest) == 75
     assert rest[-1] == pytest.approx(left)
@@ -107,7 +107,7 @@ def test_first_part_measures_a_store():
     assert comparison().next_part(rest).blocks == 0
 
 
-def test_part_is_given_up_when_computing_it_would_have_been_sooner():
+def test_part_is_late_when_computing_would_have_been_sooner():
     assert comparison().patience(25, 0.1) == pytest.approx(PATIENCE * 0.25)
     assert comparison().patience(25, 0.4) == pytest.approx(PATIENCE * 0.4)
     assert comparison(queued_blocks=50).patience(25, 0.1) == pytest.approx(0.5 + PATIENCE * 0.25)

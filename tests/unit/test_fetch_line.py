@@ -1,4 +1,4 @@
-"""FetchLine: turns of fetches, and the time that those before a request take."""
+"""FetchLine: turns of fetches, and the expected time of all fetches in line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def test_turns_come_in_order_of_arrival():
     places = [line.enter(1.0) for _ in range(AT_A_TIME + 2)]
     assert [place.turn.done() for place in places] == [True, True, False, False]
     assert line.num_fetching == AT_A_TIME
-    line.leave(places[2])  # it waits no longer
+    line.leave(places[2])  # it no longer waits
     line.leave(places[0])
     assert places[3].turn.done()
     for place in places:
@@ -42,7 +42,7 @@ async def test_place_whose_wait_was_cancelled_gets_no_turn_before_it_leaves():
     assert places[3].turn.done()
 
 
-async def test_fetches_in_line_take_their_work_one_after_the_other():
+async def test_expected_time_of_the_line_is_the_sum_of_its_fetches():
     clock = Time()
     line = FetchLine(clock)
     assert line.seconds == 0
@@ -56,6 +56,6 @@ async def test_fetches_in_line_take_their_work_one_after_the_other():
     line.note(first, 0.25)
     assert line.seconds == pytest.approx(0.25 + 1.5 + 3.0)
     clock.now += 10.0
-    assert line.seconds == pytest.approx(3.0)  # late ones: nothing is known of their rest
+    assert line.seconds == pytest.approx(3.0)  # both are late, so the time of their rest is unknown
     line.leave(first)
     assert line.seconds == pytest.approx(3.0)

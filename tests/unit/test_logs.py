@@ -128,19 +128,19 @@ def test_lines_join_the_log_of_a_server_once():
 
 
 @pytest.mark.parametrize("set_up", [BASIC_CONFIG, STRUCTLOG_ALONE, STRUCTLOG_IN_LOGGING, CLI])
-def test_lines_do_not_join_the_log_of_a_server_if_they_are_shown(set_up):
+def test_lines_do_not_join_the_log_of_a_server_if_shown_elsewhere(set_up):
     lines = lines_of(SERVER + set_up + JOIN)
     assert any("transfer.failed" in line for line in lines)
     assert not any("SERVER" in line for line in lines)
 
 
-def test_lines_that_no_handler_of_a_server_shows_are_off():
+def test_lines_below_the_level_of_all_handlers_are_disabled():
     level = "import logging; logging.getLogger('server').setLevel('DEBUG');handler.setLevel('INFO')"
     shown = "print(Log('aiokv.x').is_on(logging.DEBUG), Log('aiokv.x').is_on(logging.INFO))"
     assert "False True" in lines_of(SERVER + level + JOIN + shown)
 
 
-def test_a_level_of_the_user_outlasts_the_log_of_a_server():
+def test_join_log_keeps_a_level_set_by_the_user():
     quiet = "import logging; logging.getLogger('aiokv').setLevel('ERROR')"
     first, *_ = lines_of(SERVER + quiet + JOIN)
     assert first == "SERVER ERROR rank.cannot_begin rank=3"

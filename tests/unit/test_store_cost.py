@@ -1,4 +1,4 @@
-"""Cost: bandwidth of a store as its callers see it, with batches that share it."""
+"""Cost: bandwidth of a store that several batches share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aiokv.stores.cost import LATENCY_BYTES, WEIGHT, Cost
 MIB = 1 << 20
 
 
-def test_nothing_is_known_before_the_first_batch():
+def test_estimates_are_zero_before_the_first_batch():
     assert Cost().parts(5.0) == (0.0, 0.0)
     assert Cost().bytes_per_second == 0.0
 
@@ -29,11 +29,11 @@ def test_batches_at_the_same_time_share_the_bandwidth():
     for number, batch in enumerate(batches):  # all end at about the same time
         batch.note(100 * MIB, 100 * MIB, 14.0 + number * 1e-6)
         batch.end()
-    # The first end has all of the time, and counts less than the last.
+    # The first batch to end is charged all of the time, and has a smaller weight than the last.
     shares = [(1 - WEIGHT) ** (3 - number) for number in range(4)]
     expected = sum(shares) * 100 * MIB / (4.0 * shares[0])
     assert cost.bytes_per_second == pytest.approx(expected, rel=1e-3)
-    batch = cost.begin(100 * MIB, 20.0)  # the idle time between counts for nothing
+    batch = cost.begin(100 * MIB, 20.0)  # the idle time before it does not count
     batch.note(100 * MIB, 100 * MIB, 21.0)
     batch.end()
     assert cost.bytes_per_second > 80 * MIB
@@ -71,7 +71,7 @@ def test_estimate_holds_until_the_next_batch_and_then_recovers():
     assert cost.bytes_per_second > 500 * MIB
 
 
-def test_parts_of_a_batch_that_ends_early_are_not_in_flight():
+def test_bytes_of_a_batch_that_ended_early_are_not_in_flight():
     cost = Cost()
     batch = cost.begin(300 * MIB, 10.0)
     batch.note(100 * MIB, 100 * MIB, 11.0)

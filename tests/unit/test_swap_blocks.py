@@ -126,7 +126,7 @@ def test_a_closed_stream_copies_nothing():
     assert not device.any()
 
 
-def test_a_wrong_pair_behind_others_copies_nothing():
+def test_wrong_pair_after_valid_pairs_copies_nothing():
     device, host = np.zeros((4, 4), np.int16), np.ones((6, 4), np.int16)
     for wrong in (np.ones((6, 3), np.int16), np.ones((6, 4), object), np.ones((5, 4), np.int16)):
         with pytest.raises(LayoutError, match=r"host_tensors\[2\]"):

@@ -294,7 +294,7 @@ class CacheManager:
 
     @property
     def announced_step(self) -> int:
-        """Newest step that the workers close without a further batch."""
+        """Last step that the workers close without another batch."""
         return self._sent_step if self._host.has_ranks else self._host.blocks.last_step
 
     def issue_pending_backup_to_batch_request(self) -> CacheSwapMetadata | None:

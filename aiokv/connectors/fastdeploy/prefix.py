@@ -173,8 +173,8 @@ class PrefixCacheManager:
 
         Returns:
             Ids of all matched blocks in order, matched tokens, and FastDeploy's figures of the
-            match. Only the blocks on the device count when the onload fails or takes over 10 s, or
-            would write blocks that the step of this ``schedule()`` has freed, which ends behind it.
+            match. Only the blocks on the device count if the onload fails, takes over 10 s, or
+            writes blocks that the present step has freed, which ends after ``schedule()``.
         """
         holding = self._match(task)
         size = self.cache.block_size
@@ -268,9 +268,9 @@ class PrefixCacheManager:
         return holding
 
     def _has_arrived(self, lease: SyncLease) -> bool:
-        """Wait for the onload of a lease; return False if it has failed, or cannot end in time."""
+        """Wait for the onload of a lease; return False if it has failed or cannot end in time."""
         if lease.layers.after_step > self.cache.announced_step:
-            return False  # the workers close that step when they get the next batch
+            return False  # the workers close this step when they get the next batch
         try:
             lease.layers.wait_all(ONLOAD_SECONDS)
         except (TransferError, TimeoutError):

@@ -119,15 +119,15 @@ class Sizes:
 def check_role(role: str) -> None:
     """Check that a server does both prefill and decoding.
 
-    A server with another role shares device blocks that its own workers have not computed.
+    Servers with another role share device blocks that their own workers have not computed.
 
     Raises:
-        ConfigError: another role.
+        ConfigError: the role is not "mixed".
     """
     if role != "mixed":
         raise ConfigError(
             f"splitwise_role is {role!r}; it must be 'mixed'",
-            hint="prefill and decoding on different servers need aiokv.Peers",
+            hint="for prefill and decoding on different servers, use aiokv.Peers",
         )
 
 

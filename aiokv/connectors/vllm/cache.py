@@ -144,11 +144,11 @@ class HostCache:
         return self._engine.statistics()
 
     def request_statistics(self) -> RequestStatistics:
-        """Return the waits of the requests."""
+        """Return the waits and fetch decisions of requests."""
         return self._engine.cache.request_statistics()
 
     def store_statistics(self) -> list[GuardStatistics]:
-        """Return the use of the stores; empty after a failure of the engine."""
+        """Return the statistics of the stores; an empty list after a failure of the engine."""
         try:
             stores: list[GuardStatistics] = self._engine.call(self._engine.cache.store_statistics)
         except AiokvError:
@@ -156,7 +156,7 @@ class HostCache:
         return stores
 
     def load_rate(self) -> float:
-        """Return the measured speed of loads in bytes per second; 0.0 before the first."""
+        """Return the measured speed of loads in bytes per second; 0.0 before the first load."""
         return self._engine.cache.worker_statistics().onload.bytes_per_second
 
     def take_events(self) -> list[KVCacheEvent]:

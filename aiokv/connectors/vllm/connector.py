@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from aiokv.connectors.vllm.worker import WorkerHalf
     from aiokv.sync import SyncEngine
 
-REPORT_SECONDS: Final = 1.0  # between two reports of the stores, or of a worker without a load
+REPORT_SECONDS: Final = 1.0  # between reports of the stores, or of a worker without loads
 
 
 class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -294,12 +294,12 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
         if not opening.is_in_process(vllm_config, options):
             raise ConfigError(
                 'load is "layerwise" with asynchronous scheduling and workers in other processes: '
-                "a load could write to blocks that a step still computes with",
+                "a load could overwrite blocks that a step still uses",
                 hint='pass --no-async-scheduling, or set "load": "async"',
             )
         if options.verify != "off":
             raise ConfigError(
                 f'load is "layerwise" with asynchronous scheduling, and verify is '
-                f"{options.verify!r}: a block that is wrong would be noticed a step too late",
+                f"{options.verify!r}: a wrong block would be detected one step too late",
                 hint='pass --no-async-scheduling, or set "load": "async"',
             )

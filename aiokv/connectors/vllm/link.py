@@ -1,4 +1,4 @@
-"""Link: decides if a step waits for a load, or the request waits beside the steps."""
+"""Link: decides if a step waits for a load, or only the request of the load waits."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 FRONT_SECONDS: Final = 0.0025
-"""The longest that a step waits for loads in front of its own."""
+"""Longest time that a step waits for loads that are queued before its own."""
 
-_DEFAULT_RATE: Final = 20e9  # bytes per second, until loads have been measured: PCIe 4
-_RATE_SECONDS: Final = 1.0  # between two looks at the measured speed
+_DEFAULT_RATE: Final = 20e9  # bytes per second before the first measurement: PCIe 4
+_RATE_SECONDS: Final = 1.0  # between two reads of the measured speed
 
 
 class Moving(Protocol):
@@ -20,17 +20,17 @@ class Moving(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """True when no byte moves any more."""
+        """True when no byte of the load is copied any more."""
         ...
 
 
 class Link:
-    """Loads that are on their way from host memory, which move one after the other.
+    """Loads in flight from host memory, which are copied one after the other.
 
     Args:
-        block_bytes: bytes of a block over all ranks.
-        measured_rate: returns the speed of loads in bytes per second; 0.0 before the first.
-        step_wait_seconds: the longest that a step with other requests waits for one load.
+        block_bytes: bytes per block, summed over all ranks.
+        measured_rate: returns the speed of loads in bytes per second; 0.0 before the first load.
+        step_wait_seconds: longest expected time that a step with other requests waits for a load.
     """
 
     def __init__(
@@ -44,18 +44,19 @@ class Link:
         self._looked = -_RATE_SECONDS
 
     def add(self, load: Moving, num_blocks: int) -> None:
-        """Note a load that has begun."""
+        """Add a load that has begun."""
         self._loads.append((load, num_blocks))
 
     def suits_step(self, num_blocks: int, *, deferred_blocks: int, has_others: bool) -> bool:
         """Return True if the step that computes a request should wait for its load.
 
-        Its layers then move while those before them are computed. If other loads are in front, the
-        step would wait for them too, while the model can compute other requests.
+        The blocks of a layer are then copied while the model computes the layers before it. If
+        other loads are queued before this one, the step would wait for them too, although the
+        model could compute other requests.
 
         Args:
-            num_blocks: of the load.
-            deferred_blocks: of loads in front that have not begun.
+            num_blocks: number of blocks in the load.
+            deferred_blocks: number of blocks in earlier loads that have not begun.
             has_others: True if the step computes other requests.
         """
         self._loads = [load for load in self._loads if not load[0].is_done]

@@ -56,7 +56,7 @@ def open_cache(
         engine = SyncEngine(config, ranks=ranks)
         engine.open()
         # All workers have connected, and none connects again. vLLM kills its processes when it is
-        # stopped, which would leave the file.
+        # stopped, so the file would remain.
         Path(path).unlink(missing_ok=True)
     events = vllm_config.kv_events_config
     collector = (
@@ -154,7 +154,7 @@ def worker_half(
 
 
 def is_in_process(vllm_config: VllmConfig, options: Options) -> bool:
-    """Return True if the only worker is in the process of the scheduler, and needs no socket."""
+    """Return True if the only worker runs in the process of the scheduler, without a socket."""
     parallel = vllm_config.parallel_config
     return (
         options.in_process
@@ -179,7 +179,7 @@ def stores_of(options: Options, rank: int, num_ranks: int) -> list[str]:
 
 
 def block_bytes_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """Return the bytes of a block over all ranks."""
+    """Return the bytes per block, summed over all ranks."""
     tensors: list[int] = [tensor.size for tensor in kv_cache_config.kv_cache_tensors]
     num_blocks: int = kv_cache_config.num_blocks
     num_ranks: int = vllm_config.parallel_config.world_size

@@ -32,12 +32,13 @@ class Options:
     Attributes:
         host_gib: host memory of all ranks together, in GiB. Set this or ``cpu_bytes_to_use``.
         cpu_bytes_to_use: the same in bytes, under the name of vLLM's own offloading.
-        load: ``"async"``: a request waits for its blocks while others compute; ``"layerwise"``: the
-            first step of a request waits for its blocks layer by layer, unless other loads are in
-            front of them. With several ranks or ``verify``, it needs ``--no-async-scheduling``;
-            with asynchronous scheduling, a failed load of a step ends the server.
-        step_wait_seconds: with ``"layerwise"``: a load that takes longer does not let a step wait
-            that computes other requests; its request waits.
+        load: ``"async"``: a request waits for its blocks while other requests compute.
+            ``"layerwise"``: the first step of a request waits for its blocks layer by layer, unless
+            other loads are queued before its own; several ranks or ``verify`` require
+            ``--no-async-scheduling``, and with asynchronous scheduling, a failed load of a step
+            ends the server.
+        step_wait_seconds: with ``"layerwise"``, the longest expected duration of a load that a step
+            with other requests waits for. For a longer load, the request waits, not the step.
         write_policy: when computed blocks are copied to host memory, as
             ``CacheConfig.write_policy``.
         write_through_threshold: as ``CacheConfig.write_through_threshold``.
@@ -139,10 +140,10 @@ class Options:
         return int((self.host_gib or 0.0) * GIB)
 
     def socket_path(self, engine_id: str) -> str:
-        """Return the path of the socket of one engine, on which scheduler and workers agree.
+        """Return the path of the socket of one engine; the same for its scheduler and workers.
 
         Raises:
-            ConfigError: another user could take the path.
+            ConfigError: the directory belongs to another user, or other users can access it.
         """
         if self.socket is not None:
             return self.socket

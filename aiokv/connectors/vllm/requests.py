@@ -24,7 +24,7 @@ class Onload:
     Attributes:
         first: first position, which follows vLLM's own hit.
         end: position behind the last one.
-        in_step: True if the first step of the request waits for them, layer by layer.
+        in_step: True if the first step of the request waits for the blocks layer by layer.
         started: True after the transfers have begun.
     """
 
@@ -45,7 +45,7 @@ class CachedRequest:
         lease: the lease; None if the request is computed without the cache.
         known_tokens: tokens that the lease knows.
         granting: the wait for blocks of the stores; None when the lease is granted.
-        loads_in_step: True if its first step should wait for the load, as of the last match.
+        loads_in_step: True if, as of the last match, the first step should wait for the load.
         onload: the load that the request waits for or has waited for.
         table: vLLM's blocks of the request.
         assigned: leading blocks of the table that the lease knows.

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-# For the decision to fetch nothing, as for most requests. vLLM asks again only after a step, which
-# takes much longer while other prompts are computed.
+# Time to wait for the decision to fetch nothing, which is made for most requests. Otherwise vLLM
+# would call again only after a step, which takes much longer while it computes other prompts.
 DECISION_SECONDS: Final = 0.002
 
 
@@ -62,7 +62,7 @@ class SchedulerHalf:
         options: settings of the connector.
         block_tokens: positions per block of vLLM.
         pool: vLLM's blocks.
-        link: the loads on their way.
+        link: the loads in flight.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class SchedulerHalf:
         """Return how many positions behind vLLM's own hit can be loaded.
 
         Returns:
-            The number, or None to be asked again later; and True if the request waits for the load
-            while other requests compute, False if its first step waits layer by layer.
+            The number, or None if vLLM is to call again later; and True if the request waits for
+            the load while other requests compute, False if its first step waits layer by layer.
         """
         if self._has_no_room:
             return None, False
@@ -169,7 +169,7 @@ class SchedulerHalf:
         return cached
 
     def _queued_tokens(self) -> int:
-        """Return the tokens of running prompts that are not computed yet."""
+        """Return the number of tokens of running prompts that are not computed yet."""
         queued = 0
         for cached in self._requests.values():
             if cached.table:

@@ -27,9 +27,9 @@ COUNTERS: Final = {
     "store_hit_tokens": "Tokens of loaded_tokens that came from stores",
     "store_fetched_blocks": "Blocks that were fetched from stores to host memory",
     "stored_blocks": "Blocks that were saved to stores",
-    "unstored_blocks": "Blocks that no store has saved: the queue was full, or a store has failed",
+    "unstored_blocks": "Blocks that were not saved: the queue was full, or a store has failed",
     "store_wait_seconds": "Time that requests have waited for stores",
-    "declined_fetches": "Requests that computed blocks that a store had, because that was sooner",
+    "declined_fetches": "Requests that computed blocks that a store had, because this was sooner",
     "late_fetches": "Requests that stopped waiting for a store that was slower than expected",
     "evicted_blocks": "Blocks that were evicted from host memory",
     "errors": "Calls of the cache that have failed; their requests are computed without it",
@@ -38,9 +38,9 @@ GAUGES: Final = {
     "host_blocks": "Capacity of host memory in blocks",
     "host_cached_blocks": "Blocks in host memory",
     "requests": "Requests that the connector follows",
-    "prefill_tokens_per_second": "Known or measured speed of the model on prompts",
+    "prefill_tokens_per_second": "Configured or measured speed of the model on prompts",
     "store_load_bytes_per_second": "Measured bandwidth of loads, summed over stores and ranks",
-    "store_save_bytes_per_second": "Likewise, of saves; blocks that a store had already count, too",
+    "store_save_bytes_per_second": "Likewise, of saves; blocks that a store already had also count",
     "usable": "1, or 0 after a failure of the cache",
 }
 
@@ -122,7 +122,7 @@ class EngineCounts:
         requests: RequestStatistics,
         stores: Sequence[GuardStatistics],
     ) -> dict[str, float]:
-        """Return what has been counted of the stores since the last call."""
+        """Return the counts of the stores since the last call, and the present speeds."""
         now: dict[str, float] = {
             "store_fetched_blocks": statistics.fetched_blocks,
             "stored_blocks": statistics.saved_blocks,

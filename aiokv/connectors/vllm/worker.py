@@ -75,8 +75,8 @@ class WorkerHalf:
         tensors: the tensors of this worker.
         source: the transfers.
         timeout: seconds that a step waits for a layer.
-        is_async: True with asynchronous scheduling: vLLM learns of a failure only after it has
-            scheduled the next step, which would use the blocks.
+        is_async: True with asynchronous scheduling, where vLLM learns of a failure only after it
+            has scheduled the next step, which would use the failed blocks.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class WorkerHalf:
         self._timeout = timeout
         self._is_async = is_async
         self._layers = frozenset(range(tensors.regions.num_layers))
-        self._called: set[int] = set()  # layers that wait_layer() was called for in this step
-        self._calls_all = False  # as of the last step that called it
+        self._called: set[int] = set()  # layers for which this step has called wait_layer()
+        self._calls_all = False  # the last step that called wait_layer() did so for all layers
         self._loading: dict[str, tuple[Load, Transfers | None]] = {}  # by request
         self._in_step: list[tuple[Load, Transfers]] = []
         self._layers_left: set[int] = set()  # of the loads of this step
@@ -102,8 +102,8 @@ class WorkerHalf:
         Args:
             message: of the scheduler half.
             layers_are_hooked: False if vLLM replays a graph of the whole model, in which it does
-                not call ``wait_layer``: all layers are waited for here. So they are until a step
-                has called ``wait_layer`` for each layer: some models do not.
+                not call ``wait_layer``. Then this method waits for all layers. It also does so
+                until a step has called ``wait_layer`` for each layer, because some models do not.
 
         Raises:
             TransferError: as ``end_step``.
@@ -144,10 +144,11 @@ class WorkerHalf:
                 log.warning("vllm.load_failed", request=load.request_id, error=str(error))
 
     def end_step(self) -> None:
-        """Wait for the ends of the loads of this step, and note their failures.
+        """Wait until the loads of this step have ended, and record their failures.
 
         Raises:
-            TransferError: a load has failed, with asynchronous scheduling. It ends the server.
+            TransferError: a load has failed, with asynchronous scheduling; the error ends the
+                server.
         """
         failed: set[int] = set()
         for load, transfers in self._in_step:
@@ -172,7 +173,7 @@ class WorkerHalf:
         if self._is_async:
             raise TransferError(
                 f"the loads of {num_blocks} blocks have failed in step {self._step}; with "
-                "asynchronous scheduling, vLLM would compute the next step with them",
+                "asynchronous scheduling, vLLM would compute the next step with these blocks",
                 hint='set "load" to "async", or pass --no-async-scheduling',
             )
 
@@ -190,7 +191,7 @@ class WorkerHalf:
         return loaded
 
     def _note_end(self, load: Load, transfers: Transfers) -> set[int]:
-        """Count the blocks of a load that has ended; return those that have failed."""
+        """Count the blocks of a load that has ended; return the blocks that have failed."""
         failed = transfers.failed_blocks(load.block_ids)
         self._counts["loaded_blocks"] += len(load.block_ids) - len(failed)
         self._counts["failed_blocks"] += len(failed)

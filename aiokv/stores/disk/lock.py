@@ -48,8 +48,8 @@ class DirectoryLock:
             holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._fd)
             hint = (
-                "give each engine and each rank a path of its own, and end processes that a killed "
-                "server has left"
+                "give each engine and each rank its own path, and end the processes of a killed "
+                "server that still run"
             )
             if holder == str(os.getpid()):
                 hint += (

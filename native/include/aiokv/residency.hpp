@@ -160,7 +160,8 @@ class Residency {
     void drop_subtree(NodeId top);
     void detach(NodeId node);
     void free_if_unowned(NodeId node);
-    // Counts the blocks of the present call. Each public call that evicts or drops blocks ends so.
+    // Adds the uncounted blocks to the counts of a cause. Each public method that evicts or drops
+    // blocks calls it at its end.
     void count_as(EvictionCause cause);
     // Blocks with a device id that is not below `blocks`, and all on the device below those in the
     // tree: children before parents, otherwise in order of eviction, what is not queued after that,
@@ -191,7 +192,7 @@ class Residency {
 
     struct {
         std::uint64_t evicted_device = 0, evicted_host = 0, dropped = 0;
-    } uncounted_;  // by the present call; see count_as()
+    } uncounted_;  // by the current public call; see count_as()
     EvictionCounts evicted_device_;
     EvictionCounts evicted_host_;
     std::uint64_t evicted_unsaved_ = 0;  // host blocks that a save was to copy

@@ -62,7 +62,7 @@ void Residency::check(Report& report) const {
     report.require(device_nodes == device_nodes_, "I1: ", device_nodes,
                    " nodes have a device id, not ", device_nodes_);
     report.require(uncounted_.evicted_device + uncounted_.evicted_host + uncounted_.dropped == 0,
-                   "residency: evicted blocks have no cause");
+                   "residency: evicted or dropped blocks have not been counted");
     order_.check(report);
     report.device.check([this](BlockId id) { return device_.is_free(id); });
     report.host.check([this](BlockId id) { return host_.is_free(id); });

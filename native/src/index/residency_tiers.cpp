@@ -58,7 +58,7 @@ void Residency::forget_host() {
         uncounted_.evicted_host += is_on_host_alone(node);
     }
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
-        if (is_on_host_alone(node)) drop(node);  // and all below it
+        if (is_on_host_alone(node)) drop(node);  // and its subtree
     }
     count_as(EvictionCause::kSleep);
     for (NodeId node = 0; node < tree_.end_id(); ++node) {

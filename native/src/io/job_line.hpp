@@ -33,7 +33,7 @@ class JobLine {
         }
     }
 
-    // Without `others`, only reads are taken: there must be one.
+    // If `others` is false, takes a read; the line must have one.
     IoJob take(bool others = true) {
         const bool turn_of_others = ++reads_in_turn_ >= kTurn && !others_.empty();
         if (!reads_.empty() && !(turn_of_others && others)) return take_from(reads_);

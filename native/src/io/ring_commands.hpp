@@ -68,8 +68,8 @@ class RingCommands {
         return {std::exchange(cancelled_tags_, {}), std::exchange(registrations_, {}), closing_};
     }
 
-    // Calls `start` with the oldest jobs, as long as `has_room`; without `may_write`, with reads
-    // only.
+    // Calls `start` with the oldest jobs while `has_room` returns true; with reads only while
+    // `may_write` returns false.
     template <class HasRoom, class MayWrite, class Start>
     void take_jobs(const HasRoom& has_room, const MayWrite& may_write, const Start& start) {
         std::lock_guard lock(mutex_);

@@ -15,8 +15,8 @@ namespace {
 constexpr std::uint64_t kCommands = ~std::uint64_t{0};
 constexpr std::uint64_t kCancellation = kCommands - 1;
 constexpr timespec kRetryAfter{.tv_sec = 0, .tv_nsec = 1'000'000};
-// In the kernel at a time, where reads are to be expected: a read that comes later waits for them
-// on the medium. Many writes after the last read, no more reads are expected.
+// Limit of the written bytes in the kernel while reads are expected, because a later read waits for
+// these writes on the medium. After kManyWrites writes without a read, no reads are expected.
 constexpr std::size_t kMostWrittenBytes = std::size_t{32} << 20;
 constexpr std::size_t kManyWrites = 1024;
 

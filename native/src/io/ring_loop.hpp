@@ -45,8 +45,8 @@ class RingLoop {
     std::vector<Slot> continued_;  // their remaining parts must go to the kernel
     bool watches_commands_ = false;
     WakePace pace_;
-    std::size_t in_kernel_ = 0;      // completions to come, of whatever kind
-    std::size_t written_bytes_ = 0;  // of the writes among them
+    std::size_t in_kernel_ = 0;      // commands of all kinds that have not completed
+    std::size_t written_bytes_ = 0;  // bytes of the writes that have not completed
     std::size_t writes_since_read_ = 0;
 };
 

@@ -798,8 +798,8 @@ void bind_core(nb::module_& m) {
              "refs, children)], complete); parent is a place in the list, or -1.")
         .def("blocks", &blocks,
              "Return the blocks that can be matched: (context, prefix tokens, device id, host id, "
-             "flags, refs, pins); flags are 1, 2: device valid, loading; 4, 8: host valid, "
-             "loading.");
+             "flags, refs, pins). Flags: 1 device valid, 2 device loading, 4 host valid, "
+             "8 host loading.");
 }
 
 }  // namespace aiokv

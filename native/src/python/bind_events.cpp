@@ -60,8 +60,9 @@ void bind_events(nb::module_& m) {
         .value("REMOVED", BlockEvent::kRemoved, "Copies are gone, or cannot be matched.")
         .value("CLEARED", BlockEvent::kCleared, "No block is on any medium.");
     nb::enum_<Medium>(m, "Medium").value("DEVICE", Medium::kDevice).value("HOST", Medium::kHost);
-    nb::class_<EventStream>(m, "EventStream",
-                            "Contents of the tiers, then each change; a full queue begins again.")
+    nb::class_<EventStream>(
+        m, "EventStream",
+        "Contents of the tiers, then each change; after an overflow, the contents again.")
         .def(nb::init<Core&, std::size_t>(), "core"_a, "max_blocks"_a, nb::keep_alive<1, 2>())
         .def_prop_ro("is_due", &EventStream::is_due,
                      "True if drain() has or seeks events; False: all is reported.")

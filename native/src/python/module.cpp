@@ -26,8 +26,8 @@ nanobind::typed<nanobind::dict, nanobind::str, nanobind::object> build_info() {
 }  // namespace
 
 NB_MODULE(_native, m) {
-    // A server may end while it holds an engine; nanobind would report each object as a defect of
-    // the bindings.
+    // A process may end while it holds an engine. nanobind would then report each object as a
+    // leak.
     nanobind::set_leak_warnings(false);
     m.doc() = "Native core of aiokv: prefix index, block pools, block copies, file I/O.";
     m.def(

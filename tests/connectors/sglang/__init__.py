@@ -1,1 +1,1 @@
-"""A whole SGLang server on the CPU, over the connector; `make test-sglang` installs SGLang."""
+"""A whole SGLang server on the CPU with the connector; `make test-sglang` installs SGLang."""

@@ -1,9 +1,9 @@
 """SGLang's server on a machine without a GPU.
 
-Tokenizer manager, scheduler, radix tree, HiCache and its storage threads are SGLang's. What needs a
-GPU is replaced in the process of the scheduler: streams and events, the registration of host
-memory, and the kernels that copy pages between the device pool and the host pool. The weights are
-random, and large enough that an output depends on each token of its prompt.
+Tokenizer manager, scheduler, radix tree, HiCache and its storage threads are those of SGLang. The
+parts that need a GPU are replaced in the process of the scheduler: streams and events, the
+registration of host memory, and the kernels that copy pages between the device pool and the host
+pool. The weights are random, and large enough that an output depends on each token of its prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class SerialEvent(torch.cpu.Event):
-    """An event of work that has ended when it is recorded."""
+    """An event whose work has ended before it is recorded."""
 
     def elapsed_time(self, end: SerialEvent) -> float:
         """Return the time between two events in milliseconds."""
@@ -38,7 +38,7 @@ class SerialStream(torch.cpu.Stream):
     """A stream whose work is done by the thread that submits it."""
 
     def synchronize(self) -> None:
-        """Return: nothing is in flight."""
+        """Return at once, because no work is in flight."""
 
 
 DEVICE_MODULE = types.SimpleNamespace(
@@ -52,7 +52,7 @@ DEVICE_MODULE = types.SimpleNamespace(
 
 
 def rows_at(pointer: int, num_rows: int, row_bytes: int) -> np.ndarray:
-    """Return the rows of a layer of the device pool, which is host memory here."""
+    """Return the rows of a layer of the device pool, which is in host memory here."""
     memory = (ctypes.c_uint8 * (num_rows * row_bytes)).from_address(pointer)
     return np.frombuffer(memory, np.uint8).reshape(num_rows, row_bytes)
 
@@ -66,7 +66,7 @@ def save_page_first(
     *, src_k_layers: Any, dst_k: Any, src_v_layers: Any, dst_v: Any, src_indices: Any,
     dst_indices: Any, item_size: int, dst_layout_dim: int, num_layers: int,
 ) -> None:  # fmt: skip
-    """Copy tokens of all layers to a host pool that has the layers of a token side by side."""
+    """Copy tokens of all layers to a host pool in which the layers of a token are adjacent."""
     source, destination = src_indices.numpy(), dst_indices.numpy()
     num_rows = int(source.max()) + 1
     for layers, pool in ((src_k_layers, dst_k), (src_v_layers, dst_v)):
@@ -80,7 +80,7 @@ def load_page_first(
     *, src_k: Any, dst_k: Any, src_v: Any, dst_v: Any, src_indices: Any, dst_indices: Any,
     layer_id: int, item_size: int, src_layout_dim: int,
 ) -> None:  # fmt: skip
-    """Copy tokens of a layer from a host pool that has the layers of a token side by side."""
+    """Copy tokens of a layer from a host pool in which the layers of a token are adjacent."""
     source, destination = src_indices.numpy(), dst_indices.numpy()
     num_layers = src_layout_dim // item_size
     for pool, layer in ((src_k, dst_k), (src_v, dst_v)):
@@ -92,7 +92,7 @@ def save_layer_first(
     *, src_k_layers: Any, dst_k_layers: Any, src_v_layers: Any, dst_v_layers: Any,
     src_indices: Any, dst_indices: Any, item_size: int, num_layers: int,
 ) -> None:  # fmt: skip
-    """Copy tokens of all layers to a host pool that has the tokens of a layer side by side."""
+    """Copy tokens of all layers to a host pool in which the tokens of a layer are adjacent."""
     source, destination = src_indices.numpy(), dst_indices.numpy()
     pairs = [*zip(src_k_layers.tolist(), dst_k_layers.tolist(), strict=True)]
     pairs += zip(src_v_layers.tolist(), dst_v_layers.tolist(), strict=True)
@@ -106,7 +106,7 @@ def load_layer_first(
     *, src_k: Any, dst_k: Any, src_v: Any, dst_v: Any, src_indices: Any, dst_indices: Any,
     item_size: int,
 ) -> None:  # fmt: skip
-    """Copy tokens of a layer from a host pool that has the tokens of a layer side by side."""
+    """Copy tokens of a layer from a host pool in which the tokens of a layer are adjacent."""
     for host, device in ((src_k, dst_k), (src_v, dst_v)):
         as_rows(device, item_size)[dst_indices.numpy()] = as_rows(host, item_size)[
             src_indices.numpy()
@@ -144,7 +144,7 @@ def replace_what_needs_a_gpu() -> None:
 
 
 def run_scheduler_on_the_cpu(*arguments: Any, **options: Any) -> Any:
-    """Be the process of the scheduler."""
+    """Run the scheduler in this process."""
     replace_what_needs_a_gpu()
     vars(loader)["initialize_dummy_weights"] = fill_weights
     return run_scheduler_process(*arguments, **options)

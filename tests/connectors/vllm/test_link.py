@@ -1,4 +1,4 @@
-"""Link: which loads a step waits for."""
+"""Link: loads that a step waits for."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_step_waits_for_a_load_on_an_idle_link() -> None:
 
 @pytest.mark.parametrize(("front", "suits"), [(2, True), (3, False)])
 @pytest.mark.parametrize("is_deferred", [False, True])
-def test_a_step_does_not_wait_for_loads_in_front(
+def test_a_step_does_not_wait_behind_queued_loads(
     front: int, suits: bool, is_deferred: bool
 ) -> None:
     link = make_link()
@@ -43,7 +43,7 @@ def test_a_step_does_not_wait_for_loads_in_front(
     assert link.suits_step(1, deferred_blocks=deferred, has_others=False) is suits
 
 
-def test_loads_that_have_ended_are_not_in_front() -> None:
+def test_ended_loads_do_not_count_as_queued() -> None:
     link, load = make_link(), Load()
     link.add(load, 100)
     assert not link.suits_step(1, deferred_blocks=0, has_others=False)
@@ -52,16 +52,16 @@ def test_loads_that_have_ended_are_not_in_front() -> None:
 
 
 @pytest.mark.parametrize(("blocks", "suits"), [(50, True), (51, False)])
-def test_a_long_load_does_not_hold_a_step_with_other_requests(blocks: int, suits: bool) -> None:
+def test_a_step_with_other_requests_does_not_wait_for_a_long_load(blocks: int, suits: bool) -> None:
     assert make_link().suits_step(blocks, deferred_blocks=0, has_others=True) is suits
     assert make_link().suits_step(blocks, deferred_blocks=0, has_others=False)
 
 
-def test_no_step_with_other_requests_waits_with_a_limit_of_zero() -> None:
+def test_a_step_with_other_requests_never_waits_if_the_limit_is_zero() -> None:
     assert not make_link(wait=0.0).suits_step(1, deferred_blocks=0, has_others=True)
 
 
-def test_before_the_first_measurement_the_link_has_20_gb_per_second() -> None:
+def test_unmeasured_link_is_assumed_to_have_20_gb_per_second() -> None:
     link = make_link(lambda: 0.0)
     assert link.suits_step(953, deferred_blocks=0, has_others=True)  # 1 GB in 50 ms
     assert not link.suits_step(954, deferred_blocks=0, has_others=True)

@@ -86,7 +86,9 @@ class Walk:
             self.chaos = ChaosDevice(random.Random(seed), refuse_share=0.0, fail_share=fail_share)
             use_device(self.chaos, monkeypatch)
             monkeypatch.setattr(HostCache, "wait_idle", self._move_until)
-            monkeypatch.setattr(link, "FRONT_SECONDS", 0.0)  # a load behind another one waits
+            monkeypatch.setattr(
+                link, "FRONT_SECONDS", 0.0
+            )  # the request of a load behind another one waits
             wait_layer, wait_all = EngineTransfers.wait_layer, EngineTransfers.wait_all
 
             def moved(load: EngineTransfers) -> bool:
@@ -112,15 +114,15 @@ class Walk:
             self.rng.choice(LAYOUTS),
             num_drafts=options.get("num_drafts", 0),
         )
-        self.num_step_waits = 0  # of loads for a step that writes to their blocks
+        self.num_step_waits = 0  # waits of loads for a step that writes to their blocks
         monkeypatch.setattr(HostCache, "wait_computed", self._compute_in_flight)
         self.expected: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.sessions: list[tuple[list[int], str | None, int]] = []
         self.num_waits = 0  # of steps for a copy
-        self.num_in_step = 0  # waits of steps for a load of their own
-        self.num_beside = 0  # steps beside which requests wait for loads
+        self.num_in_step = 0  # waits of steps for one of their loads
+        self.num_beside = 0  # steps during which requests wait for loads
 
     def _move_until(self, idle: Future[None], timeout: float) -> None:
         """Let the slow device end copies until those of a lease have ended."""

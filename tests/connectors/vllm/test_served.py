@@ -45,7 +45,9 @@ def expected(model: Path) -> list[list[int]]:
         answers = tokens_of(answers_of(server))
         for seed, answer in zip(SEEDS, answers, strict=True):
             other = [*prompt(99, BLOCK_TOKENS), *prompt(seed, TOKENS)[BLOCK_TOKENS:]]
-            assert server.complete(other).tokens != answer, "the first block decides nothing"
+            assert server.complete(other).tokens != answer, (
+                "the output does not depend on the first block"
+            )
     return answers
 
 
@@ -66,7 +68,7 @@ def send_until_it_ends(server: ServedModel, seed: int) -> None:
         pass
 
 
-def test_answers_are_exact_through_restarts_kills_and_damage(
+def test_answers_are_exact_after_restarts_kills_and_damage(
     model: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
     folder = tmp_path / "kv"
@@ -92,7 +94,7 @@ def test_answers_are_exact_through_restarts_kills_and_damage(
             thread.start()
         loads = server.blocks_moved("onload")
         server.wait_until(lambda: server.blocks_moved("onload") > loads + 200, "loads")
-        server.kill()  # as by the kernel when memory is short
+        server.kill()  # as the kernel does when memory is exhausted
         for thread in loading:
             thread.join()
 
@@ -115,7 +117,7 @@ def test_answers_are_exact_through_restarts_kills_and_damage(
         assert server.stop() == 0
 
 
-def test_answers_are_exact_with_loads_by_layer(model: Path, expected: list[list[int]]) -> None:
+def test_answers_are_exact_with_layerwise_loads(model: Path, expected: list[list[int]]) -> None:
     with ServedModel(model, {"host_gib": 0.125, "load": "layerwise"}) as server:
         server.wait_ready()
         assert tokens_of(answers_of(server)) == expected
@@ -135,7 +137,7 @@ def test_answers_are_exact_with_loads_by_layer(model: Path, expected: list[list[
         ({"host_gib": 0.1, "stores": ["disk:/proc/kv?bytes=1GiB"]}, "'/proc/kv' cannot be opened"),
     ],
 )
-def test_wrong_setting_ends_the_start_with_its_name(
+def test_error_of_a_failed_start_names_the_wrong_setting(
     model: Path, extra: dict[str, object], message: str
 ) -> None:
     with ServedModel(model, extra) as server:

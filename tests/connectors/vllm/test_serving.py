@@ -206,11 +206,11 @@ def test_aborted_load_frees_its_blocks_when_it_has_ended(
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
 
-def test_load_behind_another_does_not_hold_the_step(
+def test_step_does_not_wait_for_a_load_behind_another(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link, "FRONT_SECONDS", 0.0)
-    monkeypatch.setattr(SyncLayers, "is_done", False)  # as seen by the scheduler half
+    monkeypatch.setattr(SyncLayers, "is_done", False)  # for the scheduler half
     server = make_server({"load": "layerwise"}, num_blocks=64)
     prompts = [prompt(seed, 41) for seed in (1, 2)]
     for seed, tokens in enumerate(prompts):
@@ -227,7 +227,7 @@ def test_load_behind_another_does_not_hold_the_step(
         assert server.loaded(request) == 40
 
 
-def test_long_load_does_not_hold_a_step_with_other_requests(make_server: MakeServer) -> None:
+def test_step_with_other_requests_does_not_wait_for_a_long_load(make_server: MakeServer) -> None:
     server = make_server({"load": "layerwise", "step_wait_seconds": 0.0}, num_blocks=64)
     tokens = prompt(1, 41)
     server.add("a", tokens, 1)
@@ -309,7 +309,7 @@ def test_failed_load_is_computed_again(
     assert server.outputs["c"] == generate(tokens, 0, 4)
 
 
-def test_failed_load_of_a_step_ends_an_asynchronous_server(
+def test_failed_load_of_a_step_ends_a_server_with_asynchronous_scheduling(
     make_server: MakeServer, broken: BrokenDevice
 ) -> None:
     server = make_server({"load": "layerwise"}, async_scheduling=True)
@@ -378,7 +378,7 @@ def test_blocks_of_a_failed_load_leave_the_prefix_cache(
 def test_ranks_over_sockets(make_server: MakeServer, num_ranks: int, tmp_path: Path) -> None:
     path = tmp_path / "ranks"
     server = make_server({"in_process": False, "socket": str(path)}, num_ranks=num_ranks)
-    assert not path.exists(), "a server that is killed leaves a file"
+    assert not path.exists(), "the socket file would remain after a kill"
     tokens = prompt(1, 41)
     server.add("a", tokens, 4)
     evict_all(server)
@@ -535,7 +535,7 @@ def test_speed_of_prefills_reaches_the_engine(
     assert noted == ([20] if load == "async" else [])  # this step has waited for its blocks
 
 
-def test_request_whose_blocks_no_store_has_is_scheduled_at_once(
+def test_request_without_stored_blocks_is_scheduled_in_the_same_step(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(scheduler, "DECISION_SECONDS", 60.0)
@@ -545,7 +545,7 @@ def test_request_whose_blocks_no_store_has_is_scheduled_at_once(
     assert len(server.outputs["a"]) == 1
 
 
-def test_engine_is_told_the_running_prompts(
+def test_queued_tokens_count_the_running_prompts(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     queued: list[int] = []
@@ -567,7 +567,7 @@ def test_engine_is_told_the_running_prompts(
     assert queued == [0, 61 - 48]
 
 
-def test_figures_of_stores_reach_vllm(
+def test_vllm_receives_the_metrics_of_stores(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(connector, "REPORT_SECONDS", 0.0)
@@ -619,7 +619,7 @@ def test_statistics_count_blocks_of_stores(
     server.add("a", prompt(1, 41), 1)
     evict_all(server)
     server.drain()
-    server.add("b", prompt(1, 41), 1)  # its load is reported, and what was saved before
+    server.add("b", prompt(1, 41), 1)  # this reports its load and the earlier saves
     server.run()
     counts = server.statistics.reduce()
     assert counts["stored_blocks"] >= 10
@@ -649,7 +649,7 @@ def _check(config: Any, groups: int = 1, spec: Any = None, **extra: Any) -> None
     check_config(config, cache, Options.parse({"host_gib": 1} | extra))
 
 
-def test_directory_of_sockets_that_others_may_enter_is_refused(
+def test_socket_directory_that_other_users_can_access_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

@@ -1,4 +1,4 @@
-"""WorkerHalf: when a step waits for the layers of its loads."""
+"""WorkerHalf: times at which a step waits for the layers of its loads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOAD = Load("r", (7,), (1, 2), in_step=True)
 
 
 class Transfers:
-    """Transfers that note the layers that are waited for."""
+    """Transfers that record the layers for which a step waits."""
 
     is_done = True
 
@@ -39,7 +39,7 @@ class Transfers:
 
 
 class World:
-    """A worker half whose transfers are of this test."""
+    """A worker half with the transfers of this test."""
 
     def __init__(self, *, is_async: bool = False) -> None:
         self.transfers = Transfers()
@@ -55,7 +55,7 @@ class World:
         self.step = 0
 
     def compute(self, *loads: Load, names: Sequence[str] = NAMES) -> list[int]:
-        """Run a step; return the layers that were waited for before its first layer."""
+        """Run a step; return the layers for which it waited before its first layer."""
         self.step += 1
         self.transfers.waits.clear()
         self.half.begin(StepMetadata(self.step, list(loads)), layers_are_hooked=True)
@@ -66,7 +66,7 @@ class World:
         return before
 
 
-def test_each_layer_is_waited_for_when_it_is_computed() -> None:
+def test_step_waits_for_each_layer_when_it_is_computed() -> None:
     world = World()
     world.compute()
     assert world.compute(LOAD) == []
@@ -74,13 +74,13 @@ def test_each_layer_is_waited_for_when_it_is_computed() -> None:
     assert world.half.take_failed() == set()
 
 
-def test_all_layers_are_waited_for_until_the_model_has_called_all() -> None:
+def test_step_waits_for_all_layers_until_the_model_has_called_all() -> None:
     world = World()
     assert world.compute(LOAD) == [0, 1, 2]
     assert world.compute(LOAD) == []
 
 
-def test_all_layers_are_waited_for_after_a_step_that_has_called_some() -> None:
+def test_step_waits_for_all_layers_after_a_step_that_called_some() -> None:
     world = World()
     world.compute()
     world.compute(names=NAMES[:2])
@@ -88,7 +88,7 @@ def test_all_layers_are_waited_for_after_a_step_that_has_called_some() -> None:
     assert world.half.take_failed() == set()
 
 
-def test_a_step_without_calls_is_a_graph_and_changes_nothing() -> None:
+def test_step_of_a_graph_without_calls_changes_nothing() -> None:
     world = World()
     world.compute()
     world.compute(names=())
@@ -102,7 +102,7 @@ def test_blocks_of_a_layer_that_was_not_called_have_failed() -> None:
     assert world.half.take_failed() == {1, 2}
 
 
-def test_failed_load_ends_an_asynchronous_server() -> None:
+def test_failed_load_raises_with_asynchronous_scheduling() -> None:
     world = World(is_async=True)
     world.compute()
     world.transfers.failed = {2}
@@ -110,13 +110,13 @@ def test_failed_load_ends_an_asynchronous_server() -> None:
         world.compute(LOAD)
 
 
-def test_load_that_could_not_begin_ends_an_asynchronous_server() -> None:
+def test_load_that_could_not_begin_raises_with_asynchronous_scheduling() -> None:
     world = World(is_async=True)
     with pytest.raises(TransferError, match="loads of 2 blocks"):
         world.compute(Load("r", (), (1, 2), in_step=True, failed=True))
 
 
-def test_failed_load_beside_the_steps_is_reported_to_an_asynchronous_server() -> None:
+def test_failed_load_outside_a_step_is_reported_with_asynchronous_scheduling() -> None:
     world = World(is_async=True)
     world.transfers.failed = {2}
     world.compute(Load("r", (7,), (1, 2)))
