@@ -33,10 +33,11 @@ from aiokv.connectors.vllm import (
 from aiokv.connectors.vllm.blocks import FreedBlocks
 from aiokv.connectors.vllm.connector import check_config
 from aiokv.connectors.vllm.options import Options
+from aiokv.connectors.vllm.worker import WorkerHalf
 from aiokv.sync import SyncEngine, SyncLayers
 from aiokv.testing.flaky import FlakyDevice
 from tests.connectors.vllm.model import VOCABULARY, generate
-from tests.connectors.vllm.runner import LAYOUTS
+from tests.connectors.vllm.runner import LAYER_NAMES, LAYOUTS
 from tests.connectors.vllm.server import BLOCK_TOKENS, Server, kv_cache_config, vllm_config
 
 if TYPE_CHECKING:
@@ -321,6 +322,49 @@ def test_failed_load_of_a_step_ends_an_asynchronous_server(
     with pytest.raises(TransferError, match="loads of 10 blocks have failed"):
         server.run()
     assert server.outputs["b"] == []
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_layers_of_a_draft_model_are_loaded_with_the_others(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+) -> None:
+    server = make_server(
+        {"load": "layerwise"}, draft_method="eagle", async_scheduling=async_scheduling
+    )
+    calls: list[str] = []
+    failed: set[int] = set()
+    wait_layer, close_step = WorkerHalf.wait_layer, sources.EngineSource.close_step
+    take_failed = WorkerHalf.take_failed
+
+    def note_wait(half: WorkerHalf, name: str) -> None:
+        calls.append(name)
+        wait_layer(half, name)
+
+    def note_close(source: sources.EngineSource, *step: Any) -> None:
+        calls.append("close")
+        close_step(source, *step)
+
+    def note_failed(half: WorkerHalf) -> set[int]:
+        blocks = take_failed(half)
+        failed.update(blocks)
+        return blocks
+
+    monkeypatch.setattr(WorkerHalf, "wait_layer", note_wait)
+    monkeypatch.setattr(WorkerHalf, "take_failed", note_failed)
+    monkeypatch.setattr(sources.EngineSource, "close_step", note_close)
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 4)
+    evict_all(server)
+    server.add("other", prompt(2, 9), 20)
+    for _ in range(5):
+        server.step()
+    again = server.add("b", tokens, 4)
+    server.run()
+    assert server.outputs["b"] == generate(tokens, 0, 4)
+    assert server.loaded(again) == 40
+    assert not failed
+    before = [calls[i - 1] for i, call in enumerate(calls) if call == "close" and i]
+    assert set(before) - {"close"} == {LAYER_NAMES[-1]}
 
 
 @pytest.mark.parametrize("load", ["async", "layerwise"])
