@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
 import stat
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,7 @@ from aiokv.connectors.vllm import (
     prefills,
     scheduler,
     sources,
+    worker,
 )
 from aiokv.connectors.vllm.blocks import FreedBlocks
 from aiokv.connectors.vllm.connector import check_config
@@ -36,6 +39,7 @@ from aiokv.connectors.vllm.options import Options
 from aiokv.connectors.vllm.worker import WorkerHalf
 from aiokv.sync import SyncEngine, SyncLayers
 from aiokv.testing.flaky import FlakyDevice
+from aiokv.testing.manual import ManualEvent
 from tests.connectors.vllm.model import VOCABULARY, generate
 from tests.connectors.vllm.runner import LAYER_NAMES, LAYOUTS
 from tests.connectors.vllm.server import BLOCK_TOKENS, Server, kv_cache_config, vllm_config
@@ -245,6 +249,39 @@ def test_long_load_does_not_hold_a_step_with_other_requests(make_server: MakeSer
     server.step()
     assert alone.status == RequestStatus.FINISHED_LENGTH_CAPPED
     assert server.loaded(alone) == 40
+
+
+def test_long_load_does_not_hold_a_step_that_begins_another_request(
+    make_server: MakeServer,
+) -> None:
+    server = make_server({"load": "layerwise", "step_wait_seconds": 0.0}, num_blocks=64)
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 1)
+    evict_all(server)
+    server.add("other", prompt(2, 9), 2)
+    behind = server.add("behind", tokens, 1)
+    server.step()
+    assert behind.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    server.run()
+    assert server.loaded(behind) == 40
+
+
+def test_events_of_steps_that_save_nothing_are_forgotten(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: weakref.WeakSet[ManualEvent] = weakref.WeakSet()
+
+    def record(device: str) -> ManualEvent:
+        event = ManualEvent()
+        events.add(event)
+        return event
+
+    monkeypatch.setattr(worker, "_record_event", record)
+    server = make_server()
+    server.add("a", prompt(1, 1), 2)
+    server.run()
+    gc.collect()
+    assert len(events) == 0
 
 
 def test_preempted_request_loads_its_own_blocks(make_server: MakeServer) -> None:
@@ -587,6 +624,24 @@ def test_request_whose_blocks_no_store_has_is_scheduled_at_once(
     server.add("a", prompt(1, 20), 2)
     server.step()
     assert len(server.outputs["a"]) == 1
+
+
+def test_all_requests_of_a_step_wait_together_for_decisions(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: sum(waits)))
+    monkeypatch.setattr(scheduler, "wait", lambda futures, timeout: waits.append(timeout))
+    server = make_server({"stores": [f"disk:{tmp_path}?bytes=64MiB"]})
+    for i in range(3):
+        server.add(f"r{i}", prompt(i, 20), 2)
+    server.step()
+    assert waits == [scheduler.DECISION_SECONDS, 0.0, 0.0]
+    server.run()
+    server.add("next", prompt(3, 20), 2)
+    server.step()
+    assert waits[3:] == [scheduler.DECISION_SECONDS]
+    server.run()
 
 
 def test_engine_is_told_the_running_prompts(
