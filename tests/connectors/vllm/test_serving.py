@@ -22,7 +22,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
-from aiokv import CacheEngine, ConfigError, Lease, TransferError
+from aiokv import BrokenEngineError, CacheEngine, ConfigError, Lease, TransferError
 from aiokv.connectors.vllm import (
     AiokvConnector,
     connector,
@@ -345,6 +345,25 @@ def test_failed_load_is_computed_again(
     server.add("c", tokens, 4)
     server.run()
     assert server.outputs["c"] == generate(tokens, 0, 4)
+
+
+def test_load_of_an_engine_that_has_failed_is_computed_again(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server()
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 4)
+    evict_all(server)
+
+    def fail(layers: SyncLayers) -> None:
+        monkeypatch.undo()
+        raise BrokenEngineError("the thread of the engine has failed")
+
+    monkeypatch.setattr(SyncLayers, "raise_for_error", fail)
+    server.add("b", tokens, 4)
+    server.run()
+    assert server.outputs["b"] == generate(tokens, 0, 4)
+    assert server.statistics.reduce()["failed_blocks"] == 10
 
 
 def test_failed_load_of_a_step_ends_an_asynchronous_server(
