@@ -34,6 +34,7 @@ from aiokv.connectors.vllm import (
     worker,
 )
 from aiokv.connectors.vllm.blocks import FreedBlocks
+from aiokv.connectors.vllm.cache import HostCache
 from aiokv.connectors.vllm.connector import check_config
 from aiokv.connectors.vllm.options import Options
 from aiokv.connectors.vllm.worker import WorkerHalf
@@ -264,6 +265,33 @@ def test_long_load_does_not_hold_a_step_that_begins_another_request(
     assert behind.status == RequestStatus.WAITING_FOR_REMOTE_KVS
     server.run()
     assert server.loaded(behind) == 40
+
+
+def test_load_of_a_step_waits_for_the_step_that_writes_freed_blocks(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server({"load": "layerwise"}, num_blocks=14, async_scheduling=True)
+    steps: list[int] = []
+
+    def compute(cache: HostCache, step: int) -> None:
+        steps.append(step)
+        server.compute_in_flight()
+
+    monkeypatch.setattr(HostCache, "wait_computed", compute)
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 1)
+    server.run()
+    server.drain()
+    assert server.scheduler.kv_cache_manager.reset_prefix_cache()
+    server.add("aborted", prompt(2, 17), 20)
+    for _ in range(3):
+        server.step()
+    server.abort("aborted")
+    again = server.add("b", tokens, 3)
+    server.run()
+    assert len(steps) == 1
+    assert server.loaded(again) == 40
+    assert server.outputs["b"] == generate(tokens, 0, 3)
 
 
 def test_events_of_steps_that_save_nothing_are_forgotten(
