@@ -90,6 +90,7 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker = opening.worker_half(
             self._vllm_config, self._kv_cache_config, self._options, kv_caches
         )
+        self._drafts_with_layers = opening.drafts_with_layers(self._vllm_config)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Note the loads of this step."""
@@ -97,8 +98,10 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._message,
             # vLLM calls wait_for_layer_load between the pieces of a graph only, and a batch in two
             # halves has a stream per half. A runner may call this method before it chooses a graph;
-            # it has no attention metadata then.
-            layers_are_hooked=forward_context.attn_metadata is not None
+            # it has no attention metadata then. The layers of a draft model are computed behind
+            # get_finished(), or not at all.
+            layers_are_hooked=not self._drafts_with_layers
+            and forward_context.attn_metadata is not None
             and forward_context.cudagraph_runtime_mode != CUDAGraphMode.FULL
             and forward_context.ubatch_slices is None,
         )
@@ -122,6 +125,11 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return blocks whose loads have failed."""
         return self._half_of_worker.take_failed()
+
+    def clear_connector_metadata(self) -> None:
+        """Close the step: vLLM has submitted all its work, that of a draft model, too."""
+        self._half_of_worker.close_step()
+        super().clear_connector_metadata()
 
     def build_connector_worker_meta(self) -> StepOutcome:
         """Return the number of the step, which tells the scheduler half that it was computed."""

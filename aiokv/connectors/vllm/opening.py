@@ -163,6 +163,12 @@ def is_in_process(vllm_config: VllmConfig, options: Options) -> bool:
     )
 
 
+def drafts_with_layers(vllm_config: VllmConfig) -> bool:
+    """Return True if drafts come from a model whose layers are in the KV cache."""
+    drafts = vllm_config.speculative_config
+    return drafts is not None and drafts.method not in ("ngram", "ngram_gpu", "suffix")
+
+
 def stores_of(options: Options, rank: int, num_ranks: int) -> list[str]:
     """Return the URLs of the stores of one rank.
 

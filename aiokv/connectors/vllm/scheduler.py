@@ -17,6 +17,7 @@ to a block that something still uses.
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, Final
 
@@ -46,11 +47,12 @@ if TYPE_CHECKING:
     from aiokv.connectors.vllm.link import Link
     from aiokv.connectors.vllm.options import Options
     from aiokv.sync import Answer, Calls, SyncLease
+    from aiokv.worker.device.base import Event
 
 log = Log(__name__)
 
-# Time to wait for the decision to fetch nothing, which is made for most requests. Otherwise vLLM
-# would call again only after a step, which takes much longer while it computes other prompts.
+# Per step, to wait for decisions to fetch nothing, which are made for most requests. Otherwise vLLM
+# would ask again only after a step, which takes much longer while it computes other prompts.
 DECISION_SECONDS: Final = 0.002
 
 
@@ -89,6 +91,8 @@ class SchedulerHalf:
         self._loads: list[Load] = []  # for the next message
         self._swept = False  # since the last step was built
         self._has_no_room = False  # for a load in the step that is being scheduled
+        self._computes_more = False  # than the step before; likewise
+        self._decision_seconds = DECISION_SECONDS  # left in the step that is being scheduled
         self._records: dict[int, list[tuple[CachedRequest, int]]] = {}  # by step: computed up to
         self._freed = FreedBlocks()
         self._prefills = PrefillClock()
@@ -133,7 +137,8 @@ class SchedulerHalf:
         return self._link.suits_step(
             found // self._block_tokens,
             deferred_blocks=sum(len(self._targets(other)) for other in self._deferred),
-            has_others=any(
+            has_others=self._computes_more
+            or any(
                 other.last_step == self._step and other is not cached
                 for other in self._requests.values()
             ),
@@ -163,10 +168,15 @@ class SchedulerHalf:
             cached.lease, cached.granting = lease, future
             cached.known_tokens = len(tokens)
             if future is not None:
-                wait([future], DECISION_SECONDS)
+                self._wait_for_decision(future)
         else:
             self._cache.release_and_watch(lease)
         return cached
+
+    def _wait_for_decision(self, future: Future[Any]) -> None:
+        began = time.monotonic()
+        wait([future], self._decision_seconds)
+        self._decision_seconds = max(self._decision_seconds - (time.monotonic() - began), 0.0)
 
     def _queued_tokens(self) -> int:
         """Return the number of tokens of running prompts that are not computed yet."""
@@ -215,6 +225,7 @@ class SchedulerHalf:
         if cached is None:
             return
         cached.table = list(block_ids)
+        self._computes_more |= num_loaded == 0 or cached.loads_in_step
         if num_loaded == 0:
             return
         first = cached.local
@@ -290,6 +301,8 @@ class SchedulerHalf:
         self._loads = []
         self._swept = False
         self._has_no_room = False
+        self._computes_more = False
+        self._decision_seconds = DECISION_SECONDS
         return message
 
     def _record(self, output: SchedulerOutput) -> list[int]:
@@ -354,6 +367,7 @@ class SchedulerHalf:
             failed_blocks: blocks whose loads have failed; vLLM computes them again.
         """
         prefill = self._prefills.end(step)
+        event = self._cache.take_event(step)
         self._drop_preempted()
         if failed_blocks:
             self._note_failures(set(failed_blocks))
@@ -365,14 +379,17 @@ class SchedulerHalf:
                 # The last token was not computed with; drafts behind it were rejected.
                 cached.computed = max(cached.computed, min(end, cached.request.num_tokens - 1))
                 ended[cached.request_id] = cached
-        self._commit(step, ended.values(), prefill)
+        self._commit(ended.values(), event, prefill)
         self._freed.note_ended(step)
         for cached in self._finishing:
             self._leave_lease(cached)
         self._finishing.clear()
 
     def _commit(
-        self, step: int, requests: Iterable[CachedRequest], prefill: tuple[int, float] | None
+        self,
+        requests: Iterable[CachedRequest],
+        event: Event | None,
+        prefill: tuple[int, float] | None,
     ) -> None:
         """Commit the full blocks that are computed, and close the step, in one crossing."""
         if not self._cache.is_usable:
@@ -388,7 +405,7 @@ class SchedulerHalf:
             return
         if prefill is not None:
             calls.note_prefill(*prefill)
-        calls.step(self._cache.take_event(step))  # transfers of the blocks wait for this event
+        calls.step(event)  # transfers of the blocks wait for this event
         self._cache.run(calls)
         for cached, blocks, answers in committed:
             if self._cache.succeeded(answers, f"commit of request {cached.request_id}"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiokv.connectors.vllm.worker import stream_of
-from aiokv.errors import ClosedError, TransferError
+from aiokv.errors import BrokenEngineError, ClosedError, TransferError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +53,7 @@ class EngineTransfers:
     def failed_blocks(self, block_ids: Sequence[int]) -> set[int]:
         try:
             self._layers.raise_for_error()
-        except (TransferError, ClosedError):
+        except (TransferError, ClosedError, BrokenEngineError):  # no byte moves: see `is_done`
             return set(block_ids)
         return set()
 

@@ -6,6 +6,8 @@ A step of vLLM's model runner, and the calls that it makes here:
     (each layer)         wait_layer()  loads of this step
     get_finished         take_loaded() loads that requests wait for
     get_block_ids_...    take_failed() blocks that vLLM computes again
+    (draft model)
+    clear_connector_...  close_step()  the event that saves of the step wait for
 """
 
 from __future__ import annotations
@@ -180,7 +182,6 @@ class WorkerHalf:
     def take_loaded(self) -> set[str]:
         """Return the requests whose loads have ended since the last call."""
         self.end_step()
-        self._source.close_step(self._step, _record_event(self._tensors.device))
         loaded = set()
         for request_id, (load, transfers) in list(self._loading.items()):
             if transfers is None or transfers.is_done:
@@ -189,6 +190,10 @@ class WorkerHalf:
                 loaded.add(request_id)
                 del self._loading[request_id]
         return loaded
+
+    def close_step(self) -> None:
+        """Close the step, whose work was submitted."""
+        self._source.close_step(self._step, _record_event(self._tensors.device))
 
     def _note_end(self, load: Load, transfers: Transfers) -> set[int]:
         """Count the blocks of a load that has ended; return the blocks that have failed."""

@@ -125,6 +125,7 @@ class Runner:
         self.requests: dict[str, RunningRequest] = {}
         self.graph_mode = CUDAGraphMode.NONE
         self.drafts: dict[str, list[int]] = {}
+        self.draft_layers = 0  # the last ones, which the draft model computes
         self._rng = rng
         self._num_drafts = num_drafts
         self.connector: AiokvConnector | None = None
@@ -156,17 +157,24 @@ class Runner:
         if connector is not None:
             if output.total_num_scheduled_tokens:
                 if self.graph_mode != CUDAGraphMode.FULL:
-                    for name in LAYER_NAMES:
-                        connector.wait_for_layer_load(name)
-                        connector.save_kv_layer(name, self.kv_caches[name], None)
-                connector.wait_for_save()
+                    self._call_layers(connector, LAYER_NAMES[: LAYERS - self.draft_layers])
+                if not self.draft_layers:
+                    connector.wait_for_save()
             finished = connector.get_finished(output.finished_req_ids)
             kv_output.finished_sending, kv_output.finished_recving = finished
             kv_output.invalid_block_ids = connector.get_block_ids_with_load_errors()
             kv_output.kv_connector_stats = connector.get_kv_connector_stats()
             kv_output.kv_connector_worker_meta = connector.build_connector_worker_meta()
+            if output.total_num_scheduled_tokens and self.draft_layers:
+                self._call_layers(connector, LAYER_NAMES[LAYERS - self.draft_layers :])
+                connector.wait_for_save()
             connector.clear_connector_metadata()
         return launched
+
+    def _call_layers(self, connector: AiokvConnector, names: list[str]) -> None:
+        for name in names:
+            connector.wait_for_layer_load(name)
+            connector.save_kv_layer(name, self.kv_caches[name], None)
 
     def _update(self, output: SchedulerOutput) -> None:
         for request_id in output.finished_req_ids:

@@ -74,6 +74,7 @@ def vllm_config(
     async_scheduling: bool = False,
     failure_policy: str = "recompute",
     num_drafts: int = 0,
+    draft_method: str = "ngram",
     kv_events: bool = False,
 ) -> Any:
     """Return what the scheduler and the connector read of a VllmConfig; None: no connector."""
@@ -102,6 +103,7 @@ def vllm_config(
         )
     scheduler.disable_hybrid_kv_cache_manager = True
     drafts = SimpleNamespace(
+        method=draft_method,
         num_speculative_tokens=num_drafts,
         use_eagle=lambda: False,
         uses_draft_model=lambda: False,
@@ -116,7 +118,7 @@ def vllm_config(
         else None,
         kv_transfer_config=transfer,
         ec_transfer_config=None,
-        speculative_config=drafts if num_drafts else None,
+        speculative_config=drafts if num_drafts or draft_method == "eagle" else None,
         use_v2_model_runner=False,
         observability_config=SimpleNamespace(kv_cache_metrics=False, enable_mfu_metrics=False),
         model_config=SimpleNamespace(
@@ -152,6 +154,10 @@ class Server:
         self.runners = [
             Runner(rank, layout, num_blocks, BLOCK_TOKENS, rng, num_drafts) for rank in ranks
         ]
+        drafts = config.speculative_config
+        if drafts is not None and drafts.method == "eagle":
+            for runner in self.runners:
+                runner.draft_layers = 1
         self.is_async = config.scheduler_config.async_scheduling
         if config.kv_transfer_config is not None:
             for runner in self.runners:

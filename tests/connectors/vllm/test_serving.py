@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
 import stat
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +22,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
-from aiokv import CacheEngine, ConfigError, Lease, TransferError
+from aiokv import BrokenEngineError, CacheEngine, ConfigError, Lease, TransferError
 from aiokv.connectors.vllm import (
     AiokvConnector,
     connector,
@@ -29,14 +31,18 @@ from aiokv.connectors.vllm import (
     prefills,
     scheduler,
     sources,
+    worker,
 )
 from aiokv.connectors.vllm.blocks import FreedBlocks
+from aiokv.connectors.vllm.cache import HostCache
 from aiokv.connectors.vllm.connector import check_config
 from aiokv.connectors.vllm.options import Options
+from aiokv.connectors.vllm.worker import WorkerHalf
 from aiokv.sync import SyncEngine, SyncLayers
 from aiokv.testing.flaky import FlakyDevice
+from aiokv.testing.manual import ManualEvent
 from tests.connectors.vllm.model import VOCABULARY, generate
-from tests.connectors.vllm.runner import LAYOUTS
+from tests.connectors.vllm.runner import LAYER_NAMES, LAYOUTS
 from tests.connectors.vllm.server import BLOCK_TOKENS, Server, kv_cache_config, vllm_config
 
 if TYPE_CHECKING:
@@ -246,6 +252,66 @@ def test_step_with_other_requests_does_not_wait_for_a_long_load(make_server: Mak
     assert server.loaded(alone) == 40
 
 
+def test_long_load_does_not_hold_a_step_that_begins_another_request(
+    make_server: MakeServer,
+) -> None:
+    server = make_server({"load": "layerwise", "step_wait_seconds": 0.0}, num_blocks=64)
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 1)
+    evict_all(server)
+    server.add("other", prompt(2, 9), 2)
+    behind = server.add("behind", tokens, 1)
+    server.step()
+    assert behind.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    server.run()
+    assert server.loaded(behind) == 40
+
+
+def test_load_of_a_step_waits_for_the_step_that_writes_freed_blocks(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server({"load": "layerwise"}, num_blocks=14, async_scheduling=True)
+    steps: list[int] = []
+
+    def compute(cache: HostCache, step: int) -> None:
+        steps.append(step)
+        server.compute_in_flight()
+
+    monkeypatch.setattr(HostCache, "wait_computed", compute)
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 1)
+    server.run()
+    server.drain()
+    assert server.scheduler.kv_cache_manager.reset_prefix_cache()
+    server.add("aborted", prompt(2, 17), 20)
+    for _ in range(3):
+        server.step()
+    server.abort("aborted")
+    again = server.add("b", tokens, 3)
+    server.run()
+    assert len(steps) == 1
+    assert server.loaded(again) == 40
+    assert server.outputs["b"] == generate(tokens, 0, 3)
+
+
+def test_events_of_steps_that_save_nothing_are_forgotten(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: weakref.WeakSet[ManualEvent] = weakref.WeakSet()
+
+    def record(device: str) -> ManualEvent:
+        event = ManualEvent()
+        events.add(event)
+        return event
+
+    monkeypatch.setattr(worker, "_record_event", record)
+    server = make_server()
+    server.add("a", prompt(1, 1), 2)
+    server.run()
+    gc.collect()
+    assert len(events) == 0
+
+
 def test_preempted_request_loads_its_own_blocks(make_server: MakeServer) -> None:
     server = make_server(num_blocks=24)
     tokens = [prompt(i, 30) for i in range(3)]
@@ -309,6 +375,25 @@ def test_failed_load_is_computed_again(
     assert server.outputs["c"] == generate(tokens, 0, 4)
 
 
+def test_load_of_an_engine_that_has_failed_is_computed_again(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server()
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 4)
+    evict_all(server)
+
+    def fail(layers: SyncLayers) -> None:
+        monkeypatch.undo()
+        raise BrokenEngineError("the thread of the engine has failed")
+
+    monkeypatch.setattr(SyncLayers, "raise_for_error", fail)
+    server.add("b", tokens, 4)
+    server.run()
+    assert server.outputs["b"] == generate(tokens, 0, 4)
+    assert server.statistics.reduce()["failed_blocks"] == 10
+
+
 def test_failed_load_of_a_step_ends_a_server_with_asynchronous_scheduling(
     make_server: MakeServer, broken: BrokenDevice
 ) -> None:
@@ -321,6 +406,49 @@ def test_failed_load_of_a_step_ends_a_server_with_asynchronous_scheduling(
     with pytest.raises(TransferError, match="loads of 10 blocks have failed"):
         server.run()
     assert server.outputs["b"] == []
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_layers_of_a_draft_model_are_loaded_with_the_others(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+) -> None:
+    server = make_server(
+        {"load": "layerwise"}, draft_method="eagle", async_scheduling=async_scheduling
+    )
+    calls: list[str] = []
+    failed: set[int] = set()
+    wait_layer, close_step = WorkerHalf.wait_layer, sources.EngineSource.close_step
+    take_failed = WorkerHalf.take_failed
+
+    def note_wait(half: WorkerHalf, name: str) -> None:
+        calls.append(name)
+        wait_layer(half, name)
+
+    def note_close(source: sources.EngineSource, *step: Any) -> None:
+        calls.append("close")
+        close_step(source, *step)
+
+    def note_failed(half: WorkerHalf) -> set[int]:
+        blocks = take_failed(half)
+        failed.update(blocks)
+        return blocks
+
+    monkeypatch.setattr(WorkerHalf, "wait_layer", note_wait)
+    monkeypatch.setattr(WorkerHalf, "take_failed", note_failed)
+    monkeypatch.setattr(sources.EngineSource, "close_step", note_close)
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 4)
+    evict_all(server)
+    server.add("other", prompt(2, 9), 20)
+    for _ in range(5):
+        server.step()
+    again = server.add("b", tokens, 4)
+    server.run()
+    assert server.outputs["b"] == generate(tokens, 0, 4)
+    assert server.loaded(again) == 40
+    assert not failed
+    before = [calls[i - 1] for i, call in enumerate(calls) if call == "close" and i]
+    assert set(before) - {"close"} == {LAYER_NAMES[-1]}
 
 
 @pytest.mark.parametrize("load", ["async", "layerwise"])
@@ -543,6 +671,24 @@ def test_request_without_stored_blocks_is_scheduled_in_the_same_step(
     server.add("a", prompt(1, 20), 2)
     server.step()
     assert len(server.outputs["a"]) == 1
+
+
+def test_all_requests_of_a_step_wait_together_for_decisions(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: sum(waits)))
+    monkeypatch.setattr(scheduler, "wait", lambda futures, timeout: waits.append(timeout))
+    server = make_server({"stores": [f"disk:{tmp_path}?bytes=64MiB"]})
+    for i in range(3):
+        server.add(f"r{i}", prompt(i, 20), 2)
+    server.step()
+    assert waits == [scheduler.DECISION_SECONDS, 0.0, 0.0]
+    server.run()
+    server.add("next", prompt(3, 20), 2)
+    server.step()
+    assert waits[3:] == [scheduler.DECISION_SECONDS]
+    server.run()
 
 
 def test_queued_tokens_count_the_running_prompts(

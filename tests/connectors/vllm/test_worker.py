@@ -49,8 +49,10 @@ class World:
             layer_of={name: layer for layer, name in enumerate(NAMES)},
         )
         source: Any = SimpleNamespace(
-            transfers=lambda load: self.transfers, close_step=lambda step, event: None
+            transfers=lambda load: self.transfers,
+            close_step=lambda step, event: self.closed.append(step),
         )
+        self.closed: list[int] = []
         self.half = WorkerHalf(tensors, source, 1.0, is_async=is_async)
         self.step = 0
 
@@ -121,3 +123,11 @@ def test_failed_load_outside_a_step_is_reported_with_asynchronous_scheduling() -
     world.transfers.failed = {2}
     world.compute(Load("r", (7,), (1, 2)))
     assert world.half.take_failed() == {2}
+
+
+def test_step_is_closed_only_behind_the_work_that_follows_the_reports() -> None:
+    world = World()
+    world.compute()
+    assert world.closed == []
+    world.half.close_step()
+    assert world.closed == [1]
