@@ -61,7 +61,7 @@ class Channel(asyncio.Protocol):
         self.max_frame_bytes = max_frame_bytes
 
     def send(self, frame: bytes) -> None:
-        """Queue a frame; without effect on a channel that was closed or has ended."""
+        """Queue a frame. A channel that was closed or has ended ignores it."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame)
 

@@ -201,7 +201,7 @@ class Broken(_Message, frozen=True, tag="broken"):
 
 
 class Left(_Message, frozen=True, tag="left"):
-    """The process of the rank closes it: the end of the connection is no failure."""
+    """The process of the rank closes the rank: the end of the connection is not a failure."""
 
 
 # --- from the manager -----------------------------------------------------------------------------
