@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -94,8 +95,13 @@ def loop_errors() -> list[dict[str, Any]]:
 def no_leaks() -> Iterator[None]:
     """Check that the test closed the threads and descriptors that it opened."""
     before = running_threads(), open_descriptors()
+    logger = logging.getLogger("aiokv")
+    log = list(logger.handlers), logger.level, logger.propagate
     yield
-    structlog.reset_defaults()  # the command line configures it for its process
+    # The command line configures logging for its process.
+    structlog.reset_defaults()
+    logger.handlers[:], logger.propagate = log[0], log[2]
+    logger.setLevel(log[1])
     _loops.clear()
     gc.collect()
     threads = running_threads() - before[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from aiokv.checks import Unique, integer, shown, text
@@ -120,12 +121,14 @@ class Listener(Unique):
         task = self._loop.create_task(self._admit(accepted, remote))
         self._handshakes[task] = None
         self._tasks.add(task)
-        task.add_done_callback(self._on_handshake_done)
+        task.add_done_callback(partial(self._on_handshake_done, accepted))
 
-    def _on_handshake_done(self, task: asyncio.Task[None]) -> None:
+    def _on_handshake_done(self, accepted: socket.socket, task: asyncio.Task[None]) -> None:
         self._handshakes.pop(task, None)
         self._tasks.discard(task)
-        if not task.cancelled():
+        if task.cancelled():
+            accepted.close()  # a task that is cancelled before it runs does not
+        else:
             task.result()  # an error of on_connection goes to the loop
 
     async def _admit(self, accepted: socket.socket, remote: str) -> None:

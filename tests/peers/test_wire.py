@@ -381,6 +381,17 @@ async def test_unauthenticated_connections_are_limited_and_do_not_keep_peers_out
 
 
 @pytest.mark.asyncio
+async def test_socket_accepted_just_before_the_end_is_closed(accepted):
+    listener = await listening(accepted)
+    with socket.create_connection((HOST, listener.port)) as raw:
+        while not listener.handshakes:
+            await asyncio.sleep(0)
+        await listener.aclose()  # before the first step of the handshake
+        raw.settimeout(10)
+        assert raw.recv(1) == b""
+
+
+@pytest.mark.asyncio
 async def test_authenticated_connections_are_limited(accepted):
     listener = await listening(accepted, max_connections=2)
     clients = [await Connection.open(HOST, listener.port, SECRET, timeout=30) for _ in range(2)]

@@ -358,7 +358,7 @@ async def test_closing_while_a_rank_is_lost(tmp_path):
 
 
 async def test_rank_that_its_process_closes_has_left(tmp_path, caplog):
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="aiokv")
     async with Ranked(tmp_path) as ranked:
         await ranked.serve(A)
         await ranked.shards[1].leave()
