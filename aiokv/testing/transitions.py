@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from aiokv.engine import CacheEngine
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 Plain: TypeAlias = Any
 """A value of JSON types."""

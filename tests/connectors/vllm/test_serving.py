@@ -634,6 +634,7 @@ def test_store_survives_a_restart(make_server: MakeServer, tmp_path: Path) -> No
     first = make_server(extra)
     first.add("a", tokens, 4)
     first.run()
+    first.drain()
     first.close()
     second = make_server(extra)
     request = second.add("b", tokens, 4)
@@ -681,11 +682,11 @@ def test_all_requests_of_a_step_wait_together_for_decisions(
     monkeypatch.setattr(scheduler, "wait", lambda futures, timeout: waits.append(timeout))
     server = make_server({"stores": [f"disk:{tmp_path}?bytes=64MiB"]})
     for i in range(3):
-        server.add(f"r{i}", prompt(i, 20), 2)
+        server.add(f"r{i}", prompt(i, 7), 2)
     server.step()
     assert waits == [scheduler.DECISION_SECONDS, 0.0, 0.0]
     server.run()
-    server.add("next", prompt(3, 20), 2)
+    server.add("next", prompt(3, 7), 2)
     server.step()
     assert waits[3:] == [scheduler.DECISION_SECONDS]
     server.run()
