@@ -384,8 +384,7 @@ async def test_unauthenticated_connections_are_limited_and_do_not_keep_peers_out
 async def test_socket_accepted_just_before_the_end_is_closed(accepted):
     listener = await listening(accepted)
     with socket.create_connection((HOST, listener.port)) as raw:
-        while not listener.handshakes:
-            await asyncio.sleep(0)
+        await run_until_idle(lambda: listener.handshakes == 1)
         await listener.aclose()  # before the first step of the handshake
         raw.settimeout(10)
         assert raw.recv(1) == b""
