@@ -134,7 +134,7 @@ async def test_an_engine_that_was_entered_cannot_be_recorded() -> None:
         ("", "not a log"),
         ('{"version": 1', "not a log"),
         ('{"version": 7, "config": {}}', "version 7"),
-        ('{"version": 1, "config": {}}\nnonsense\n', "line 2"),
+        ('{"version": 2, "config": {}}\nnonsense\n', "line 2"),
     ],
 )
 def test_a_file_that_is_no_log_is_refused(tmp_path: Path, text: str, match: str) -> None:
