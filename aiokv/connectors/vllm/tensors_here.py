@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from aiokv.connectors.vllm.tensors import LayerTensors
     from aiokv.sync import SyncLayers
@@ -43,7 +45,13 @@ class Tensors:
         self._events[step] = event
 
     def wait_computed(self, step: int) -> None:
-        """Block the calling thread until the work of a step has ended."""
+        """Block the calling thread until the work of a step has ended.
+
+        Without an event of the step, it waits for all work of the device.
+        """
+        if step not in self._events and self.layers.device.startswith("cuda"):
+            torch.cuda.synchronize()
+            return
         event = self._events.get(step)
         if event is not None:
             event.synchronize()

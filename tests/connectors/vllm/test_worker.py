@@ -9,7 +9,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
+
 from aiokv.connectors.vllm.messages import Load, StepMetadata
+from aiokv.connectors.vllm.tensors_here import Tensors
 from aiokv.connectors.vllm.worker import WorkerHalf
 from aiokv.errors import TransferError
 
@@ -131,3 +134,19 @@ def test_step_is_closed_only_behind_the_work_that_follows_the_reports() -> None:
     assert world.closed == []
     world.half.close_step()
     assert world.closed == [1]
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cuda:0", ["event", "device"]), ("cpu", ["event"])])
+def test_a_step_without_an_event_is_waited_for_with_the_device(
+    monkeypatch: pytest.MonkeyPatch, device: str, waits: list[str]
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: found.append("device"))
+    layers: Any = SimpleNamespace(device=device)
+    tensors = Tensors(layers)
+    event: Any = SimpleNamespace(synchronize=lambda: found.append("event"))
+    tensors.note_event(1, event)
+    tensors.note_event(2, None)
+    for step in (1, 2, 3):
+        tensors.wait_computed(step)
+    assert found == waits
