@@ -253,6 +253,7 @@ class _Outgoing(Generic[C]):
         self.sends: dict[int, Send] = {}
         self.parcels: dict[tuple[C, int], Parcel[C]] = {}  # by connection and block
         self.planned: set[int] = set()  # blocks that a plan has, or had, by `block_key`
+        self.cancelled: set[C] = set()  # connections of ranks that have cancelled
         self.closed = ""
 
 
@@ -492,8 +493,21 @@ class Sender(Generic[C]):
         elif isinstance(message, Cancel):
             outgoing = self._tickets.get(message.ticket_id)
             if outgoing is not None and way in outgoing.ways.values():
-                reason = f"the receiver gave up: {message.reason}"
-                self._end_ticket(outgoing, reason, tell=len(outgoing.ways) > 1)
+                self._on_cancel(outgoing, connection, f"the receiver gave up: {message.reason}")
+
+    def _on_cancel(self, outgoing: _Outgoing[C], connection: C, reason: str) -> None:
+        """End a ticket that a receiver rank has cancelled.
+
+        All ranks of a receiver cancel, also when all blocks have arrived. Then the
+        acknowledgements of other ranks, whose connections are not ordered with this one, may still
+        be on their way: each comes before the cancellation of its rank.
+        """
+        outgoing.cancelled.add(connection)
+        unproven = {
+            parcel.way.connection for parcel in outgoing.parcels.values() if not parcel.proven
+        }
+        if not unproven or not unproven.isdisjoint(outgoing.cancelled):
+            self._end_ticket(outgoing, reason, tell=len(outgoing.ways) > 1)
 
     def _on_proven(self, connection: C, message: Proven) -> None:
         outgoing = self._tickets.get(message.ticket_id)

@@ -299,7 +299,8 @@ class RankThread(Unique):
 
         Raises:
             UsageError: the transfer was forgotten.
-            ClosedError: this process is a fork of the process of the rank.
+            ClosedError, BrokenEngineError: the rank has ended; or this process is a fork of the
+                process of the rank.
         """
         self._thread.check_process()
         found = self._rank.find_transfer(transfer_id)
@@ -307,6 +308,7 @@ class RankThread(Unique):
             return found
         # The plan may have arrived, and the transfer ended, after the first lookup.
         if (found := self._rank.find_transfer(transfer_id)) is None:
+            self.raise_for_error()
             raise UsageError(
                 f"rank {self.number} has forgotten transfer {transfer_id}, which ended long ago or "
                 "before a restart of the group",
