@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
+ENDING_SECONDS = 5.0  # for a thread to end that has done its work
 _loops: list[asyncio.AbstractEventLoop] = []
 _loop_errors: list[dict[str, Any]] = []
 
@@ -104,7 +106,10 @@ def no_leaks() -> Iterator[None]:
     logger.setLevel(log[1])
     _loops.clear()
     gc.collect()
-    threads = running_threads() - before[0]
+    # A thread whose work has ended may not have been removed from the list of threads yet.
+    deadline = time.monotonic() + ENDING_SECONDS
+    while (threads := running_threads() - before[0]) and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert not threads, f"threads left: {threads}"
     descriptors = open_descriptors() - before[1]
     assert not descriptors, f"descriptors left: {descriptors}"
