@@ -20,7 +20,6 @@ from aiokv.ranks.messages import (
     LookupReply,
     Ping,
     Pong,
-    Ready,
     Reports,
     TicketEnded,
     TicketReply,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from aiokv.config import WindowGroup
     from aiokv.ranks.channel import Channel
     from aiokv.ranks.listener import Listener
-    from aiokv.ranks.messages import Hello, Layout
+    from aiokv.ranks.messages import FromConnectedRank, Hello, Layout
     from aiokv.ranks.processes import RankProcesses
     from aiokv.ranks.rank_state import RankTimeouts
     from aiokv.stores.identity import StoreIdentity
@@ -404,21 +403,7 @@ class Membership:
         state.heard_at = self._clock()
         state.unanswered = 0
 
-    def on_message(
-        self,
-        state: RankState,
-        message: (
-            Ready
-            | Reports
-            | ControlReply
-            | LookupReply
-            | TicketReply
-            | TicketEnded
-            | Pong
-            | Broken
-            | Left
-        ),
-    ) -> None:
+    def on_message(self, state: RankState, message: FromConnectedRank) -> None:
         """Process a message of a connected rank."""
         self._note_message(state)
         if isinstance(message, Broken):

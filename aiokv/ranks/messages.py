@@ -318,18 +318,10 @@ class Close(_Message, frozen=True, tag="close"):
     """Finish moving transfers, free the memory, and end the connection."""
 
 
-FromRank = (
-    Hello
-    | Ready
-    | Reports
-    | ControlReply
-    | LookupReply
-    | TicketReply
-    | TicketEnded
-    | Pong
-    | Broken
-    | Left
+FromConnectedRank = (
+    Ready | Reports | ControlReply | LookupReply | TicketReply | TicketEnded | Pong | Broken | Left
 )
+FromRank = Hello | FromConnectedRank
 FromManager = (
     Begin
     | Refuse
