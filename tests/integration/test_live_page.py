@@ -146,9 +146,8 @@ async def test_the_page_follows_the_running_demo(tmp_path: Path):
             await watched.becomes(
                 f"document.querySelector('.tile:nth-child({number})').innerText !== {text!r}"
             )
-        await watched.becomes("document.querySelectorAll('#leases tr').length > 4")
-        await watched.becomes("document.querySelectorAll('#prefixes .prefix').length > 4")
-        await watched.becomes("document.querySelector('#leases .waits:not(:empty)') !== null")
+        await watched.becomes("document.querySelector('#leases .state-granted') !== null")
+        await watched.becomes("document.querySelectorAll('#prefixes .prefix').length > 1")
         assert await page.locator("#tiers .tier").count() == 2
         assert await page.locator("#hits .hit").count() == 3
         assert await page.locator("#stores tr").count() == 1
