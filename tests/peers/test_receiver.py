@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from aiokv.peers.arrivals import Source
 from aiokv.peers.messages import Done, Landed, Refused
 from tests.peers.world import EQUAL, GROUPS, PARCEL_BYTES, RANGES, SPLIT, World
 
@@ -141,10 +140,7 @@ def test_engines_of_different_layouts_do_not_share_a_ticket(ranks):
     """The blocks of one are whole, those of the other are put together: some would be lost."""
     world = World(0, landing=8, senders=3, mapping=SPLIT)
     receiver = world.receiver.logic
-    layouts = {0: EQUAL, 1: SPLIT, 2: EQUAL}
-    receiver._source = lambda message: Source(
-        (layouts[message.sender_rank],) * GROUPS, message.sender_rank, 4
-    )
+    world.mappings = {0: EQUAL, 1: SPLIT, 2: EQUAL}
     ticket = world.expect(1)
     for rank in ranks:
         sender = world.senders[rank]

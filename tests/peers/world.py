@@ -146,9 +146,7 @@ class ReceiverSide(Side):
             LandingRing(num_slots),
             rank=0,
             slot_bytes=PARCEL_BYTES,
-            source=lambda message: Source(
-                (world.mapping,) * (GROUPS + RANGES), message.sender_rank, 4
-            ),
+            source=lambda message: world.source(message.sender_rank),
             covers=lambda ranks: world.mapping is EQUAL or set(ranks) == {0, 1},
             group=group_of,
             num_pools=GROUPS,
@@ -316,6 +314,7 @@ class World:
         mapping: Any = EQUAL,
     ) -> None:
         self.mapping = mapping
+        self.mappings: dict[int, Any] = {}  # by sender rank, where another one is used
         self.random = random.Random(seed)
         self.copy_failures = 0.0
         self.corruptions = 0.0
@@ -335,6 +334,11 @@ class World:
         self.plans: dict[int, TransferPlan] = {}
         self._ids = count(1)
         self._blocks = count()
+
+    def source(self, rank: int) -> Source:
+        """Return the blocks of a sender rank."""
+        mapping = self.mappings.get(rank, self.mapping)
+        return Source((mapping,) * (GROUPS + RANGES), rank, 4)
 
     # --- memory and reports ---------------------------------------------------------------------
 
