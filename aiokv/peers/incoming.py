@@ -84,6 +84,15 @@ class Incoming(Generic[C]):
         self.is_covered = False
         self.closed = ""
 
+    @property
+    def num_unplanned(self) -> int:
+        """Number of landing slots with parcels of blocks that no plan has asked for yet.
+
+        They are parked, or will be when they are verified.
+        """
+        in_hand = (place for place, parcel in self.in_hand.items() if parcel.mapping is None)
+        return len(self.parked) + sum(self.whole(block) not in self.planned for _, block in in_hand)
+
     def is_range(self, group: int) -> bool:
         """Return True for a group that is a range of layers."""
         return group >= self.num_pools

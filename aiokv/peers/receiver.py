@@ -168,9 +168,10 @@ class Receiver(Generic[C]):
         self._transport = transport
         self._metadata = metadata
         self._one_sided = one_sided
+        self._connections: set[C] = set()  # that have opened a ticket
         self._tickets: dict[bytes, Incoming[C]] = {}
         self._receives: dict[int, Receive] = {}
-        self._parking: dict[Incoming[C], None] = {}  # all tickets with parked parcels, and others
+        self._ahead: dict[Incoming[C], None] = {}  # all tickets with unplanned parcels, and others
         self._deferring: dict[bytes, None] = {}  # tickets with deferred parcels, in order
         self._counts = ReceiverCounts()
 
@@ -327,6 +328,7 @@ class Receiver(Generic[C]):
             return
         incoming = self._tickets[message.ticket_id]
         self._counts.opened += not incoming.sources
+        self._connections.add(connection)
         sender = OpenSender(message.sender_rank, connection, source)
         incoming.senders[message.sender_rank] = sender
         incoming.sources[sender.rank] = source
@@ -391,7 +393,9 @@ class Receiver(Generic[C]):
             )
 
     def _on_want(self, connection: C, message: Want) -> None:
-        if self._sender(connection, message.ticket_id) is not None:
+        # Also for a ticket that has ended: the sender counts its wishes by connection, and takes
+        # back those that it has for nothing.
+        if connection in self._connections:
             self._ring.want(connection, message.parcels)
             self._grant()
 
@@ -415,6 +419,7 @@ class Receiver(Generic[C]):
         Returns:
             True if the sender may still write: call ``fenced`` when it can no more.
         """
+        self._connections.discard(connection)
         may_write = bool(self._ring.revoke(connection, may_write=self._one_sided))
         for incoming in list(self._tickets.values()):
             gone = [s.rank for s in incoming.senders.values() if s.connection == connection]
@@ -490,6 +495,7 @@ class Receiver(Generic[C]):
                 self._drop(message.slot)
                 return
             incoming.in_hand[parcel.place] = parcel
+            self._ahead[incoming] = None
             self._port.verify([parcel])
 
     def _is_useful(self, incoming: Incoming[C], rank: int, block: int) -> bool:
@@ -501,8 +507,18 @@ class Receiver(Generic[C]):
             return block not in incoming.ranges.get(whole, ())
         if whole in incoming.planned:
             return False
-        self._parking = {t: None for t in self._parking if t.parked}
-        return sum(len(t.parked) for t in self._parking) < self._ring.num_slots // 2
+        return self._num_unplanned() < self._most_unplanned
+
+    @property
+    def _most_unplanned(self) -> int:
+        """Landing slots for unplanned parcels; the others let blocks that have a plan arrive."""
+        return self._ring.num_slots // 2
+
+    def _num_unplanned(self) -> int:
+        """Return the landing slots with unplanned parcels, of all tickets."""
+        counts = {incoming: incoming.num_unplanned for incoming in self._ahead}
+        self._ahead = {incoming: None for incoming, count in counts.items() if count}
+        return sum(counts.values())
 
     def verified(self, parcels: Sequence[Parcel], are_right: Sequence[bool]) -> None:
         """Take the parcels that are right; the others may be sent again. Idempotent."""
@@ -537,7 +553,6 @@ class Receiver(Generic[C]):
             elif incoming.closed or incoming.whole(block) in incoming.planned:
                 self._drop(parcel.slot)
             else:
-                self._parking[incoming] = None
                 incoming.parked[block] = parcel.slot
         if to_place:
             self._port.place(to_place, places)
@@ -782,7 +797,7 @@ class Receiver(Generic[C]):
             self._give_up(receive, incoming.closed)
         while incoming.parked:
             self._drop(incoming.parked.popitem()[1])
-        self._parking.pop(incoming, None)
+        self._ahead.pop(incoming, None)
         incoming.deferred.clear()
         self._forget(incoming)
         self._ask_again()
@@ -893,6 +908,12 @@ class Receiver(Generic[C]):
         landed = self._ring.statistics().landed
         if landed != used:
             problems.append(f"{landed} slots have parcels, but tickets and copies have {used}")
+        unplanned = sum(incoming.num_unplanned for incoming in tickets)
+        if unplanned > self._most_unplanned:
+            problems.append(
+                f"{unplanned} slots have parcels that no plan waits for; at most "
+                f"{self._most_unplanned} may"
+            )
         assembling = sum(len(copy.slots) for copy in copies if copy.is_assembled)
         assemblies = {id(a): a for t in tickets for a in t.assemblies.values()}
         assemblies |= {id(a): a for t in tickets for p in t.placing.values() for a in p.values()}
