@@ -586,12 +586,31 @@ class World:
         for sender in self.senders:
             assert sender.logic.violations() == []
 
+    def check_stuck(self) -> None:
+        """Assert that plans are in flight only for want of a plan, or of blocks, of the other side.
+
+        Nothing is left to do. Blocks that are put together may also wait for room.
+        """
+        if self.mapping is not EQUAL:
+            return
+        wanted = {
+            (plan.peer, plan.group, block)
+            for plan in self.plans.values()
+            if plan.route == RECEIVE
+            for block in plan.source_ids.tolist()
+        }
+        for plan in self.plans.values():
+            if plan.route == SEND and plan.transfer_id not in self.reports:
+                sent = {(plan.peer, plan.group, block) for block in plan.source_ids.tolist()}
+                assert sent - wanted, f"transfer {plan.transfer_id} waits for nothing"
+
     def finish(self) -> None:
         """End everything, and assert that nothing is left."""
         for sender in self.senders:
             sender.closed_step = 1 << 30
             sender.logic.release_held()
         self.run()
+        self.check_stuck()
         self.now += 1e9
         self.receiver.logic.expire(self.now)
         for sender in self.senders:
