@@ -82,6 +82,15 @@ class Incoming(Generic[C]):
         self.closed = ""
 
     @property
+    def num_unplanned(self) -> int:
+        """Number of landing slots with parcels of blocks that no plan has asked for yet.
+
+        They are parked, or will be when they are verified.
+        """
+        in_hand = (place for place, parcel in self.in_hand.items() if parcel.mapping is None)
+        return len(self.parked) + sum(self.whole(block) not in self.planned for _, block in in_hand)
+
+    @property
     def has_transfers(self) -> bool:
         """True while it has plans, or parcels that are being verified or placed."""
         return bool(self.receives or self.in_hand or self.placing)

@@ -48,6 +48,7 @@ from aiokv.peers.messages import (
     shown_block,
     split_key,
 )
+from aiokv.peers.unplanned import UnplannedParcels
 from aiokv.stores.base import TRAILER_BYTES
 
 if TYPE_CHECKING:
@@ -174,9 +175,10 @@ class Receiver(Generic[C]):
         self._assembly = AssemblySlots(num_assembly)
         self._metadata = metadata
         self._one_sided = one_sided
+        self._connections: set[C] = set()  # that have opened a ticket
         self._tickets: dict[bytes, Incoming[C]] = {}
         self._receives: dict[int, Receive] = {}
-        self._parking: dict[Incoming[C], None] = {}  # all tickets with parked parcels, and others
+        self._unplanned = UnplannedParcels(ring.num_slots)
         self._deferred: DeferredParcels[C] = DeferredParcels(self._assembly)
         self._counts = ReceiverCounts()
 
@@ -305,6 +307,7 @@ class Receiver(Generic[C]):
             return
         incoming = self._tickets[message.ticket_id]
         self._counts.opened += not incoming.sources
+        self._connections.add(connection)
         sender = OpenSender(message.sender_rank, connection, source)
         incoming.senders[message.sender_rank] = sender
         incoming.sources[sender.rank] = source
@@ -320,7 +323,9 @@ class Receiver(Generic[C]):
         )
 
     def _on_want(self, connection: C, message: Want) -> None:
-        if self._sender(connection, message.ticket_id) is not None:
+        # Also for a ticket that has ended: the sender counts its wishes by connection, and takes
+        # back those that it has for nothing.
+        if connection in self._connections:
             self._ring.want(connection, message.parcels)
             self._grant()
 
@@ -344,6 +349,7 @@ class Receiver(Generic[C]):
         Returns:
             True if the sender may still write: call ``fenced`` when it can no more.
         """
+        self._connections.discard(connection)
         may_write = bool(self._ring.revoke(connection, may_write=self._one_sided))
         for incoming in list(self._tickets.values()):
             gone = [s.rank for s in incoming.senders.values() if s.connection == connection]
@@ -403,6 +409,7 @@ class Receiver(Generic[C]):
                 self._drop(message.slot)
                 return
             incoming.in_hand[parcel.place] = parcel
+            self._unplanned.note(incoming)
             self._port.verify([parcel])
 
     def _parcel(self, incoming: Incoming[C], sender: OpenSender[C], message: Landed) -> Parcel:
@@ -432,8 +439,7 @@ class Receiver(Generic[C]):
             return False
         if incoming.whole(block) in incoming.planned:
             return incoming.lacks(block)
-        self._parking = {t: None for t in self._parking if t.parked}
-        return sum(len(t.parked) for t in self._parking) < self._ring.num_slots // 2
+        return self._unplanned.has_room
 
     def verified(self, parcels: Sequence[Parcel], are_right: Sequence[bool]) -> None:
         """Take the parcels that are right; the others may be sent again. Idempotent."""
@@ -467,7 +473,6 @@ class Receiver(Generic[C]):
             elif incoming.closed or incoming.whole(block) in incoming.planned:
                 self._drop(parcel.slot)
             else:
-                self._parking[incoming] = None
                 incoming.parked[block] = parcel.slot
         if to_place:
             self._port.place(to_place, places)
@@ -602,7 +607,6 @@ class Receiver(Generic[C]):
             self._give_up(receive, incoming.closed)
         while incoming.parked:
             self._drop(incoming.parked.popitem()[1])
-        self._parking.pop(incoming, None)
         incoming.deferred.clear()
         self._forget(incoming)
         self._ask_again()
@@ -638,6 +642,7 @@ class Receiver(Generic[C]):
         """Forget a ticket that has ended, when it has neither a plan nor a parcel any more."""
         if incoming.closed and not incoming.has_transfers:
             self._tickets.pop(incoming.ticket.ticket_id, None)
+            self._unplanned.forget(incoming)
 
     def _drop(self, slot: int) -> None:
         self._counts.dropped += 1
@@ -698,6 +703,7 @@ class Receiver(Generic[C]):
         self._tickets.clear()
         self._ring.reclaim()
         self._assembly.reclaim()
+        self._unplanned.reclaim()
         self._grant()
 
     def violations(self) -> list[str]:
@@ -713,6 +719,7 @@ class Receiver(Generic[C]):
         assembling += sum(len(incoming.slots_used()) for incoming in tickets)
         problems += self._assembly.violations(assembling)
         problems += self._deferred.violations(tickets)
+        problems += self._unplanned.violations(tickets)
         problems += [problem for incoming in tickets for problem in incoming.violations()]
         problems += [
             f"plan {transfer_id} is at rest, but was not reported"
