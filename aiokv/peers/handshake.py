@@ -64,7 +64,7 @@ class Handshake:
         role: of this side.
 
     Raises:
-        ConfigError: the secret is no bytes, or too short.
+        ConfigError: the secret is not bytes, or is too short.
 
     Attributes:
         greeting: first bytes of this side.

@@ -240,7 +240,7 @@ class Worker(Protocol):
 
         Args:
             step: greater than any closed before.
-            event: recorded behind the steps' work; None when that has finished.
+            event: recorded after the steps' work; None when that has finished.
 
         Raises:
             UsageError: the step was closed before, or ``check_event`` refuses the event. The step
@@ -377,7 +377,7 @@ class Worker(Protocol):
         Args:
             ticket_id: of an open ticket; without effect for any other.
             mark: number of the point; used once.
-            event: recorded behind the work; None when it has finished.
+            event: recorded after the work; None when it has finished.
 
         Raises:
             UsageError: ``check_event`` refuses the event. Nothing changed.

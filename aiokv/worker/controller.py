@@ -326,7 +326,7 @@ class CacheController:
         """Raise unless ``close_step`` can take the event. Cheap; changes nothing.
 
         Raises:
-            UsageError: ``event`` is no event, one of another device, or was never recorded.
+            UsageError: ``event`` is not an event, is of another device, or was never recorded.
         """
         if event is not None:
             self._device.check_event(event)

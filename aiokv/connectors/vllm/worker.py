@@ -224,7 +224,7 @@ def stream_of(device: str) -> Any:
 
 
 def _record_event(device: str) -> Event | None:
-    """Return an event behind the work that was submitted so far; None on the cpu."""
+    """Return an event after the work that was submitted so far; None on the cpu."""
     if not device.startswith(_CUDA):
         return None
     event = torch.cuda.Event()
