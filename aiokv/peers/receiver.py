@@ -372,7 +372,9 @@ class Receiver(Generic[C]):
         return source
 
     def _check_room(self, source: Source) -> None:
-        """Raises:
+        """Check that parcels fit in the slots.
+
+        Raises:
         LayoutError: a parcel does not fit in a slot, or there are too few assembly slots.
         """
         parcel_bytes = max(source.parcel_bytes(group) for group in range(len(source.mappings)))

@@ -1,4 +1,4 @@
-"""Worker: what the engine requires of the part that moves the bytes.
+"""Worker: the interface of the part that moves the bytes.
 
 A :class:`~aiokv.worker.controller.CacheController` in this process, or a
 :class:`~aiokv.ranks.group.RankGroup` with one controller per rank, each in its own process.
@@ -314,7 +314,7 @@ class Worker(Protocol):
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """Where each rank listens for senders, by rank; empty before ``open``, and for a worker
+        """Address at which each rank listens, by rank; empty before ``open``, and for a worker
         that only sends or has no peers."""
 
     @property

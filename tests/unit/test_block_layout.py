@@ -1,4 +1,4 @@
-"""Descriptions of blocks: what they say, their only encoding, and bytes that are none."""
+"""Descriptions of blocks: content, canonical encoding, and malformed bytes."""
 
 from __future__ import annotations
 

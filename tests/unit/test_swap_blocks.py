@@ -99,7 +99,11 @@ def test_a_swap_waits_for_the_work_of_its_stream():
         ({"device_ids": [True, False]}, UsageError, "list of integers"),
         ({"device_ids": [[0], [1, 2]]}, UsageError, "not an array of integers"),
         ({"device_ids": None}, UsageError, "list of integers"),
-        ({"device_ids": np.array([0, 2**63], np.uint64)}, UsageError, "block ids are from 0 to 2147483647"),
+        (
+            {"device_ids": np.array([0, 2**63], np.uint64)},
+            UsageError,
+            "block ids are from 0 to 2147483647",
+        ),
     ],
 )
 def test_wrong_arguments_copy_nothing(change, error, message):

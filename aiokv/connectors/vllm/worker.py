@@ -55,7 +55,7 @@ class Transfers(Protocol):
 
 
 class Source(Protocol):
-    """Where a worker finds the transfers of loads: the engine, or a rank of it."""
+    """Object that has the transfers of loads: the engine, or a rank of it."""
 
     def transfers(self, load: Load) -> Transfers:
         """Return the transfers of a load that has begun."""
