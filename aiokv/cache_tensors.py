@@ -206,7 +206,7 @@ def create_tensors(
     for group in dict.fromkeys(layout.group for layout in layouts):
         if group not in blocks:
             raise ConfigError(
-                f"the model has layers of the window group {group!r}, which window_blocks has not",
+                f"the model has layers of the window group {group!r}, but window_blocks does not",
                 hint=f"window_blocks={{{group!r}: ...}}, as CacheConfig.windows has them",
             )
         what = "num_blocks" if group is None else f"window_blocks[{group!r}]"

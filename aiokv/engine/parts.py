@@ -79,7 +79,7 @@ class Parts:
         Raises:
             ConfigError: the worker does not support a setting of ``config``, or there is not enough
                 memory for the index.
-            UsageError: the tensors hold fewer blocks or state slots than ``config`` asks for, or
+            UsageError: the tensors hold fewer blocks or state slots than ``config`` requires, or
                 are missing for a window group with ``host_blocks``.
         """
         lifetime, poller = Lifetime(), EventPoller()
@@ -179,7 +179,7 @@ def _worker_of(
 
     Raises:
         ConfigError: the worker does not support a setting of ``config``.
-        UsageError: the tensors hold fewer blocks or state slots than ``config`` asks for.
+        UsageError: the tensors hold fewer blocks or state slots than ``config`` requires.
     """
     worker: Worker
     if ranks is not None:
@@ -240,7 +240,7 @@ def _check_stores(config: CacheConfig) -> None:
     if not config.model:
         raise ConfigError(
             "CacheConfig.model is empty; with stores it must name the model",
-            hint="blocks of two models without a name could not be told apart",
+            hint="set it to name and revision: without it, two models would share blocks",
         )
     if not config.host_blocks:
         raise ConfigError(
@@ -259,7 +259,7 @@ def _check_peers(config: CacheConfig) -> None:
     if not config.model:
         raise ConfigError(
             "CacheConfig.model is empty; with peers it must name the model",
-            hint="blocks of two models without a name could not be told apart",
+            hint="set it to name and revision: without it, two models would share blocks",
         )
 
 
@@ -291,7 +291,7 @@ def _check_windows(config: CacheConfig, regions: Regions) -> None:
     registered = regions.num_window_blocks
     for name in registered.keys() - config.windows.keys():
         raise UsageError(
-            f"regions has tensors of the window group {name!r}, which CacheConfig.windows has not",
+            f"regions has tensors of the window group {name!r}, but CacheConfig.windows does not",
             hint=f"CacheConfig.windows has the groups {list(config.windows)}",
         )
     for name, group in config.windows.items():
