@@ -233,6 +233,32 @@ def test_step_does_not_wait_for_a_load_behind_another(
         assert server.loaded(request) == 40
 
 
+def test_step_does_not_wait_for_a_load_behind_one_that_has_not_begun(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server({"load": "layerwise", "step_wait_seconds": 0.0}, num_blocks=64)
+    prompts = [prompt(seed, 41) for seed in (1, 2)]
+    for seed, tokens in enumerate(prompts):
+        server.add(f"before{seed}", tokens, 1)
+    evict_all(server)
+    monkeypatch.setattr(link, "FRONT_SECONDS", 0.0)
+    monkeypatch.setattr(FreedBlocks, "are_used", lambda freed, block_ids: True)
+    other = server.add("other", prompt(3, 9), 2)
+    first = server.add("r0", prompts[0], 2)  # its load does not suit a step with other requests
+    while other.request_id in server.scheduler.requests:
+        server.step()
+    second = server.add("r1", prompts[1], 2)  # its load would suit a step of its own
+    server.step()
+    engine = server.connector.engine
+    assert engine.call(engine.cache.statistics).onloaded_blocks == 0
+    assert second.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    monkeypatch.undo()
+    server.run()
+    for i, (request, tokens) in enumerate(zip((first, second), prompts, strict=True)):
+        assert server.outputs[f"r{i}"] == generate(tokens, 0, 2)
+        assert server.loaded(request) == 40
+
+
 def test_step_with_other_requests_does_not_wait_for_a_long_load(make_server: MakeServer) -> None:
     server = make_server({"load": "layerwise", "step_wait_seconds": 0.0}, num_blocks=64)
     tokens = prompt(1, 41)
@@ -662,6 +688,24 @@ def test_speed_of_prefills_reaches_the_engine(
     server.run()
     assert server.loaded(request) == 40
     assert noted == ([20] if load == "async" else [])  # this step has waited for its blocks
+
+
+def test_generated_and_drafted_tokens_of_a_step_do_not_measure_the_model(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[int] = []
+    monkeypatch.setattr(prefills, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(
+        CacheEngine, "note_prefill", lambda _, tokens, seconds: noted.append(tokens)
+    )
+    server = make_server(num_drafts=2)
+    server.add("a", prompt(1, 21), 30)
+    for _ in range(3):
+        server.step()
+    server.add("b", prompt(2, 12), 30)
+    server.step()
+    server.run()
+    assert noted == [21, 12]
 
 
 def test_request_without_stored_blocks_is_scheduled_in_the_same_step(
