@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from aiokv.config import CacheConfig
+from aiokv.engine.compute_times import BatchTimes, ComputeTimes, StepTimes
 from aiokv.engine.dispatcher import Dispatcher
 from aiokv.engine.lifetime import Lifetime
 from aiokv.engine.observers import Observers
@@ -50,6 +51,7 @@ class Parts:
     transfers: Transfers
     dispatcher: Dispatcher
     speed: PrefillSpeed
+    times: ComputeTimes
     requests: RequestCounts
     identity: StoreIdentity | None
     peers: Peers | None
@@ -79,7 +81,7 @@ class Parts:
         Raises:
             ConfigError: the worker does not support a setting of ``config``, or there is not enough
                 memory for the index.
-            UsageError: the tensors hold fewer blocks or state slots than ``config`` asks for, or
+            UsageError: the tensors hold fewer blocks or state slots than ``config`` requires, or
                 are missing for a window group with ``host_blocks``.
         """
         lifetime, poller = Lifetime(), EventPoller()
@@ -87,7 +89,8 @@ class Parts:
         can = worker.capabilities
         scheduler = _new_scheduler(config, has_stores=can.stores)
         open_step = OpenStep(lifetime, scheduler.read, worker)
-        speed = PrefillSpeed(config.prefill_tokens_per_second, config.block_tokens)
+        speed = PrefillSpeed(config.prefill_tokens_per_second)
+        times_of = StepTimes if worker.computes_in_stream else BatchTimes
         requests = RequestCounts(scheduler.read, speed)
         observers = Observers(scheduler.read, poller)
         transfers = Transfers(
@@ -112,6 +115,7 @@ class Parts:
             transfers=transfers,
             dispatcher=Dispatcher(scheduler, lifetime, worker, poller, transfers),
             speed=speed,
+            times=times_of(speed, lambda: scheduler.read.computed_prompt_tokens),
             requests=requests,
             identity=_identity_of(config) if can.stores or can.peers else None,
             peers=peers,
@@ -175,7 +179,7 @@ def _worker_of(
 
     Raises:
         ConfigError: the worker does not support a setting of ``config``.
-        UsageError: the tensors hold fewer blocks or state slots than ``config`` asks for.
+        UsageError: the tensors hold fewer blocks or state slots than ``config`` requires.
     """
     worker: Worker
     if ranks is not None:
@@ -236,7 +240,7 @@ def _check_stores(config: CacheConfig) -> None:
     if not config.model:
         raise ConfigError(
             "CacheConfig.model is empty; with stores it must name the model",
-            hint="blocks of two models without a name could not be told apart",
+            hint="set it to name and revision: without it, two models would share blocks",
         )
     if not config.host_blocks:
         raise ConfigError(
@@ -255,7 +259,7 @@ def _check_peers(config: CacheConfig) -> None:
     if not config.model:
         raise ConfigError(
             "CacheConfig.model is empty; with peers it must name the model",
-            hint="blocks of two models without a name could not be told apart",
+            hint="set it to name and revision: without it, two models would share blocks",
         )
 
 
@@ -287,7 +291,7 @@ def _check_windows(config: CacheConfig, regions: Regions) -> None:
     registered = regions.num_window_blocks
     for name in registered.keys() - config.windows.keys():
         raise UsageError(
-            f"regions has tensors of the window group {name!r}, which CacheConfig.windows has not",
+            f"regions has tensors of the window group {name!r}, but CacheConfig.windows does not",
             hint=f"CacheConfig.windows has the groups {list(config.windows)}",
         )
     for name, group in config.windows.items():

@@ -81,8 +81,10 @@ class Acceptance:
         return ""
 
     def _check_room(self, source: Source) -> None:
-        """Raises:
-        LayoutError: a parcel does not fit in a slot, or there are too few assembly slots.
+        """Check that a parcel fits in a slot, and that there are enough assembly slots.
+
+        Raises:
+            LayoutError: otherwise.
         """
         parcel_bytes = max(source.parcel_bytes(group) for group in range(len(source.mappings)))
         if parcel_bytes > self._slot_bytes:

@@ -328,7 +328,7 @@ class Rank(Unique):
 
         Args:
             step: the engine's ``open_step`` at the time the work was sent; numbers may be skipped.
-            event: recorded behind the work; None when it has finished.
+            event: recorded after the work; None when it has finished.
 
         Raises:
             UsageError: the step was closed before; an argument is of the wrong type; the device
@@ -345,7 +345,7 @@ class Rank(Unique):
 
         Args:
             mark: what ``Sending.layers_done`` has returned. Without effect when its send has ended.
-            event: recorded behind the work that computes the layers; None when it has finished.
+            event: recorded after the work that computes the layers; None when it has finished.
 
         Raises:
             UsageError: ``mark`` is nothing of the kind, the device cannot wait for such an event,

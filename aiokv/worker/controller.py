@@ -286,7 +286,7 @@ class CacheController:
         """Raise unless ``close_step`` can take the event. Cheap; changes nothing.
 
         Raises:
-            UsageError: ``event`` is no event, one of another device, or was never recorded.
+            UsageError: ``event`` is not an event, is of another device, or was never recorded.
         """
         if event is not None:
             self._device.check_event(event)
@@ -375,7 +375,7 @@ class CacheController:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """Where this worker listens for senders; see :attr:`Worker.endpoints`."""
+        """Address at which this worker listens for senders; see :attr:`Worker.endpoints`."""
         return self._peers.endpoints
 
     def expect(self, ticket: bytes, seconds: float) -> None:
@@ -543,7 +543,9 @@ class CacheController:
         return worker_statistics(len(self._gate), routes | others, self._transfers.corrupt)
 
     def _check_open(self) -> None:
-        """Raises:
+        """Check that the controller is open.
+
+        Raises:
         ClosedError: the controller is not open, or its poller is closed.
         """
         if not self._opened:

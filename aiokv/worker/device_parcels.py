@@ -90,7 +90,9 @@ class DeviceParcelWork(SlotAccess):
         addresses: Sequence[dict[int, int]],
         then: Callable[[bool], None],
     ) -> None:
-        """Raises:
+        """Refuse: slots in the memory of a device have parcels of one layout.
+
+        Raises:
         InternalError: parcels of other layouts are refused before they are sent.
         """
         raise InternalError("slots in the memory of a device have parcels of one layout only")

@@ -425,7 +425,7 @@ class PeerTransfers:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """Where this rank listens; empty when it only sends."""
+        """Address at which this rank listens; empty when it only sends."""
         if self._listener is None or self._identity is None:
             return []
         host, port = self._checked().advertised(self._listener.port)

@@ -211,7 +211,7 @@ def test_a_transfer_that_ended_long_ago_is_no_hang(tmp_path, monkeypatch):
             forgotten.raise_for_error,
             forgotten.failures,
         ):
-            with pytest.raises(UsageError, match="forgotten"):
+            with pytest.raises(UsageError, match="no longer has"):
                 call()
         assert rank.is_done([1])
         rank.wait_done([1])
