@@ -19,7 +19,7 @@ from aiokv.checks import Unique, arguments, integer, sequence
 from aiokv.checks import timeout as timeout_of
 from aiokv.errors import AiokvError, ClosedError, ConfigError, RankLost, UsageError
 from aiokv.observe.logs import Log
-from aiokv.peers.options import Peers
+from aiokv.peers.options import Peers, check_peers
 from aiokv.peers.ticket import decode as decode_ticket
 from aiokv.plan import FETCH_ROUTES, TransferReport
 from aiokv.ranks.channel import Channel, check_length, checked_path, frame_of
@@ -128,11 +128,7 @@ class Rank(Unique):
         rank = integer("rank", rank, minimum=0, maximum=MAX_RANKS - 1, error=ConfigError)
         if not isinstance(regions, Regions):
             raise ConfigError(f"regions is {regions!r}; it must be the Regions of this rank")
-        if peers is not None and not isinstance(peers, Peers):
-            raise ConfigError(
-                f"peers is of type {type(peers).__name__}; it must be an aiokv.Peers",
-                hint="peers=Peers(listen='10.0.0.5', secret=...)",
-            )
+        check_peers(peers)
         check_positive("connect_timeout", connect_timeout)
         self.rank = rank
         self._path = str(checked_path(path))
