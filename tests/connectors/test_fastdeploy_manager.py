@@ -277,7 +277,7 @@ def test_b4_4_reset_empties_both_tiers():
 
 
 def test_reset_tells_when_a_transfer_did_not_end_in_time(monkeypatch):
-    monkeypatch.setattr(manager_module, "RESET_SECONDS", 0.0)
+    monkeypatch.setattr(manager_module, "CONTROL_SECONDS", 0.0)
     device = ScriptedDevice()
     gate = device.hold("offload")
     options = {"regions": regions_of(tensors(4)), "device": device}
