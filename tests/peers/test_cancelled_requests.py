@@ -76,6 +76,7 @@ class Request:
             await p.granted(tokens) as source,
             p.engine.send(source, receiving.ticket) as sending,
         ):
+            await source.layers.wait_all()
             done = 0
             while done < len(tokens):
                 end = min(done + random.choice([4, 16, 64]), len(tokens))
