@@ -62,9 +62,11 @@ def swap_blocks(
 
     Raises:
         LayoutError: the tensors of a pair differ in the bytes, shape or dtype of a block, or in
-            their devices; or a tensor has no block layout. Nothing was copied.
+            their devices; a tensor has no block layout; or two destinations are the same tensor.
+            Nothing was copied.
         UsageError: an id is out of range, or a destination is named twice; the lists have different
-            lengths; or the stream is no stream of the device. Nothing was copied.
+            lengths; a tensor is on both sides, with a block that is source and destination; or the
+            stream is no stream of the device. Nothing was copied.
         ConfigError: the tensors are on a GPU, and aiokv or CuPy is missing for it.
         DeviceError: the GPU has reported an error; some of the blocks may have been copied.
     """
@@ -93,6 +95,7 @@ def swap_blocks(
         target=target,
         target_blocks=target_blocks,
     )
+    _check_memory(pairs, sources, targets, target)
     if pairs[0][0].device == "cpu":
         _swap_on_cpu(pairs, device, host, onload, stream)
     else:
@@ -138,6 +141,33 @@ def _check_pair(index: int, device: DescribedArray, host: DescribedArray) -> Non
             f"a block of device_tensors[{index}] is {list(device.shape)} {device.dtype}, but of "
             f"host_tensors[{index}] is {list(host.shape)} {host.dtype}",
             hint="pass a view as uint8 to copy bytes",
+        )
+
+
+def _check_memory(
+    pairs: list[tuple[DescribedArray, DescribedArray]],
+    sources: NDArray[np.int32],
+    targets: NDArray[np.int32],
+    target: str,
+) -> None:
+    """Check that no block is the destination of two copies, or a destination and a source."""
+    ends = [host if target == "host" else device for device, host in pairs]
+    first_of: dict[int, int] = {}  # by address
+    for i, tensor in enumerate(ends):
+        first = first_of.setdefault(tensor.pointer, i)
+        if first != i:
+            raise LayoutError(
+                f"{target}_tensors[{i}] has the memory of {target}_tensors[{first}], and both are "
+                "destinations"
+            )
+    on_gpu = pairs[0][0].device != "cpu"
+    if on_gpu or {d.pointer for d, _ in pairs}.isdisjoint(h.pointer for _, h in pairs):
+        return
+    both = np.intersect1d(sources, targets)
+    if both.size:
+        raise UsageError(
+            f"block {both[0]} is a source and a destination, and a tensor is on both sides",
+            hint="copy to a tensor of its own first",
         )
 
 

@@ -545,9 +545,9 @@ class CacheEngine(Unique):
         ``prefill_tokens_per_second``, measurements have no effect.
 
         Args:
-            num_tokens: positions of prompts that one batch has computed. Batches of fewer than 64
-                positions are left out: they decode.
-            seconds: of the batch alone, without pauses.
+            num_tokens: positions of prompts that one batch has computed, without generated ones.
+                Batches of fewer than 64, or a quarter of a larger recent batch, do not count.
+            seconds: of the batch alone, without pauses. Leave out batches that waited for onloads.
 
         Raises:
             UsageError: an argument is not a number, or is not above 0.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from aiokv.config import CacheConfig
+from aiokv.engine.compute_times import BatchTimes, ComputeTimes, StepTimes
 from aiokv.engine.dispatcher import Dispatcher
 from aiokv.engine.lifetime import Lifetime
 from aiokv.engine.observers import Observers
@@ -50,6 +51,7 @@ class Parts:
     transfers: Transfers
     dispatcher: Dispatcher
     speed: PrefillSpeed
+    times: ComputeTimes
     requests: RequestCounts
     identity: StoreIdentity | None
     peers: Peers | None
@@ -87,7 +89,8 @@ class Parts:
         can = worker.capabilities
         scheduler = _new_scheduler(config, has_stores=can.stores)
         open_step = OpenStep(lifetime, scheduler.read, worker)
-        speed = PrefillSpeed(config.prefill_tokens_per_second, config.block_tokens)
+        speed = PrefillSpeed(config.prefill_tokens_per_second)
+        times_of = StepTimes if worker.computes_in_stream else BatchTimes
         requests = RequestCounts(scheduler.read, speed)
         observers = Observers(scheduler.read, poller)
         transfers = Transfers(
@@ -112,6 +115,7 @@ class Parts:
             transfers=transfers,
             dispatcher=Dispatcher(scheduler, lifetime, worker, poller, transfers),
             speed=speed,
+            times=times_of(speed, lambda: scheduler.read.computed_prompt_tokens),
             requests=requests,
             identity=_identity_of(config) if can.stores or can.peers else None,
             peers=peers,

@@ -74,6 +74,11 @@ class Transfers:
         self._ends: dict[int, list[asyncio.Future[None]]] = {}  # waits for the report, by transfer
         observers.follow(lambda: list(self._counters.values()))
 
+    @property
+    def are_in_flight(self) -> bool:
+        """True while the report of a transfer is missing."""
+        return bool(self._counters)
+
     def submit(self, plan: TransferPlan) -> None:
         """Submit a plan to the worker. A plan that the worker refuses is reported as failed.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 import uvloop
 
+from aiokv import checks
 from aiokv.checks import Unique, arguments
 from aiokv.engine import CacheEngine
 from aiokv.errors import ClosedError
@@ -202,13 +203,13 @@ class SyncEngine(Unique):
     def release_many(self, leases: Iterable[SyncLease]) -> None:
         """Call ``release`` for each lease. Idempotent."""
         calls = self.calls()
-        for lease in leases:
+        for lease in checks.sequence("leases", leases):
             calls.release(lease)
         calls.run()
 
     def computing(self, leases: Sequence[SyncLease]) -> SyncComputing:
         """Protect the blocks of leases while the model computes; see ``CacheEngine.computing``."""
-        return SyncComputing(self._port, leases)
+        return SyncComputing(self._port, checks.sequence("leases", leases))
 
     def step(self, event: Event | None = None) -> int:
         """Close the open step, whose work finishes with ``event``; see ``CacheEngine.step``."""
@@ -307,7 +308,7 @@ class SyncEngine(Unique):
         return self._cache.statistics()
 
     def __repr__(self) -> str:
-        return f"<Sync{repr(self._cache)[1:]}"
+        return repr(self._cache).replace("CacheEngine", "SyncEngine", 1)
 
 
 class _EngineService:

@@ -101,6 +101,33 @@ def test_b1_2_zero_blocks_take_nothing():
         assert manager.can_allocate_device_blocks(-1)
 
 
+@pytest.mark.parametrize("count", [0, -1, -3])
+def test_fewer_than_one_block_leaves_the_table_as_it_is(count):
+    """FastDeploy computes a negative number for a request that has more blocks than it needs."""
+    with opened(8) as manager:
+        request = Request("a", prompt(1, 2))
+        start(manager, request)
+        assert manager.allocate_device_blocks(request, count) == []
+        request.block_tables += manager.allocate_device_blocks(request, 1)
+        assert len(set(request.block_tables)) == 3
+
+
+@pytest.mark.parametrize("count", [1.0, "1", None, True])
+def test_a_number_of_blocks_that_is_no_integer_is_refused(count):
+    with opened(8) as manager:
+        request = Request("a", prompt(1, 2))
+        start(manager, request)
+        for verb in (
+            manager.can_allocate_device_blocks,
+            lambda count: manager.allocate_device_blocks(request, count),
+        ):
+            with pytest.raises(UsageError, match="num_blocks is"):
+                verb(count)
+        assert manager.num_free_device_blocks == 6
+        assert not manager.can_allocate_device_blocks(2**40)
+        assert manager.allocate_device_blocks(request, 2**40) == []
+
+
 def test_b4_6_room_is_exact_with_and_without_eviction():
     with opened(10) as manager:
         assert manager.can_allocate_device_blocks(10)
@@ -515,6 +542,56 @@ def test_images_that_cannot_be_told_apart_are_not_shared(inputs):
             assert again.match_result.total_matched_blocks == 0
 
 
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"mm_positions": [{"offset": 2, "length": 4}], "mm_hashes": ["cat"]},
+        {"mm_positions": [SimpleNamespace(offset=2, length=None)], "mm_hashes": ["cat"]},
+        {"mm_positions": [SimpleNamespace(offset="two", length=4)], "mm_hashes": ["cat"]},
+        ["cat"],
+    ],
+    ids=["dict", "none", "text", "list"],
+)
+def test_images_of_an_unknown_form_are_not_shared_and_harm_no_other_request(inputs, caplog):
+    """The match of such a request also commits the others: their tokens must be named in order."""
+    with opened(32) as manager:
+        decoding = Request("a", prompt(1, 1))
+        start(manager, decoding, 8)
+        manager.issue_pending_backup_to_batch_request()
+        decoding.output_token_ids += [10, 11, 12, 13, 14]
+        strange = Request("b", prompt(2, 3), multimodal_inputs=inputs)
+        assert len(start(manager, strange)) == 3
+        assert "request_not_shared" in caplog.text
+        decoding.output_token_ids += [20, 21, 22, 23]
+        for request in (decoding, strange):
+            finish(manager, request)
+        for tokens, num_blocks in (
+            ([*decoding.tokens, 1], 3),
+            ([*prompt(1, 1), 14, 20, 21, 22, 1], 1),  # not the tokens behind the prompt
+            (prompt(2, 3, more=1), 0),
+        ):
+            again = Request("c", tokens)
+            manager.match_prefix(again)
+            assert again.match_result.total_matched_blocks == num_blocks
+            manager.request_finish(again)
+
+
+def test_outputs_that_are_no_tokens_end_the_sharing_of_their_request():
+    with opened(32) as manager:
+        request = Request("a", prompt(1, 1))
+        start(manager, request, 8)
+        manager.issue_pending_backup_to_batch_request()
+        request.output_token_ids += [10, 11, 2**31, 13, 14]
+        manager.cache_output_blocks(request, BLOCK)
+        request.output_token_ids += [20, 21, 22, 23]
+        finish(manager, request)
+        for wrong in ([14, 20, 21, 22], [20, 21, 22, 23], [10, 11, 12, 13]):
+            again = Request("b", [*prompt(1, 1), *wrong, 1])
+            manager.match_prefix(again)
+            assert again.match_result.total_matched_blocks == 1
+            manager.request_finish(again)
+
+
 def test_empty_multimodal_inputs_are_text():
     with opened(32) as manager:
         first = Request("a", prompt(1, 3), multimodal_inputs={"mm_positions": [], "mm_hashes": []})
@@ -692,6 +769,31 @@ def test_configuration_without_a_field_is_refused():
         CacheManager(fd_config(8, write_policy="sometimes"))
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_size", "sixteen"),
+        ("total_block_num", None),
+        ("num_cpu_blocks", None),
+        ("num_cpu_blocks", 1.5),
+        ("write_through_threshold", "often"),
+        ("enc_dec_block_num", -1),
+        ("prealloc_dec_block_slot_num_threshold", "many"),
+    ],
+)
+def test_configuration_with_a_wrong_number_is_refused(field, value):
+    config = fd_config(8)
+    setattr(config.cache_config, field, value)
+    with pytest.raises(ConfigError, match=f"{field} is {value!r}"):
+        CacheManager(config)
+
+
+@pytest.mark.parametrize("config", [None, SimpleNamespace()])
+def test_configuration_without_a_cache_is_refused(config):
+    with pytest.raises(ConfigError, match=r"lacks a field: .*cache_config"):
+        CacheManager(config)
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_prefill_and_decode_roles_are_refused(role):
     config = fd_config(8)
@@ -710,6 +812,16 @@ def test_verbs_after_close_are_refused():
         with pytest.raises(ClosedError, match="the cache manager is closed"):
             call()
     assert manager.num_free_device_blocks == 8
+
+
+def test_requests_may_end_after_close():
+    """FastDeploy's threads finish requests while another thread closes the manager."""
+    with opened(8) as manager:
+        request = Request("a", prompt(1, 2))
+        start(manager, request)
+    manager.request_finish(request)
+    manager.cache_output_blocks(request, BLOCK)
+    assert manager.failed_requests() == []
 
 
 def test_without_stores_nothing_is_prefetched():

@@ -151,6 +151,20 @@ def test_a_wrong_argument_is_a_typed_error_of_its_call(engine, record):
         assert step.error is None
 
 
+@pytest.mark.parametrize("leases", [5, None, "lease", [None]])
+def test_direct_calls_refuse_what_are_no_leases(engine, leases):
+    for call in (
+        lambda: engine.extend(leases, 1),
+        lambda: engine.layers(leases),
+        lambda: engine.block_tables(leases),
+        lambda: engine.commit_many(leases, [1]),
+        lambda: engine.release_many(leases),
+        lambda: engine.computing(leases).__enter__(),
+    ):
+        with pytest.raises(UsageError, match="lease"):
+            call()
+
+
 def test_add_refuses_coroutine_functions(engine):
     calls = engine.calls()
     calls.add(engine.cache.reset)

@@ -34,6 +34,18 @@ def test_a_grant_with_room_is_there_at_once(engine):
         assert future.result() is lease
 
 
+def test_a_wait_for_a_future_checks_its_timeout(engine, full):
+    with engine.match([2]) as lease:
+        future = lease.allocate(ALL)
+        for timeout in ("soon", float("nan"), True):
+            for wait in (future.result, future.exception):
+                with pytest.raises(UsageError, match="timeout is"):
+                    wait(timeout)
+        with pytest.raises(TimeoutError):
+            future.result(-1)
+        future.cancel()
+
+
 def test_a_wait_ends_with_the_release_of_another_lease(engine, full):
     with engine.match([2]) as lease:
         future = lease.allocate(ALL)

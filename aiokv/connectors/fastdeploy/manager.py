@@ -72,11 +72,12 @@ class CacheManager:
         step_event: Callable[[], Any] | None = None,
         **options: Any,
     ) -> None:
+        sizes = Sizes.of(config)
         self.config = config
         self.cache_config = config.cache_config
         self.metrics = CacheMetrics()
         self._host = EngineHost(
-            Sizes.of(config),
+            sizes,
             regions=regions,
             device=device,
             ranks=ranks,
@@ -252,7 +253,7 @@ class CacheManager:
         """Take blocks for the next positions of a request.
 
         Returns:
-            Their ids; empty, and nothing changed, without room.
+            Their ids; empty, and nothing changed, without room, and for 0 or fewer blocks.
 
         Raises:
             WouldBlock: ``can_allocate_device_blocks`` has just promised the blocks, but other code
@@ -265,30 +266,35 @@ class CacheManager:
     def request_finish(self, request: Request) -> None:
         """Give all blocks of a request back: it has ended, was aborted or preempted. Idempotent.
 
-        Full blocks whose KV is computed stay cached, those of generated tokens included.
+        Full blocks whose KV is computed stay cached, those of generated tokens included. Without
+        effect after ``close``.
         """
-        holding = self._host.blocks.holding(request.request_id)
-        if holding is None:
+        blocks = self._host.opened_blocks
+        holding = None if blocks is None else blocks.holding(request.request_id)
+        if blocks is None or holding is None:
             return
         if holding.is_scheduled:
             self.note_scheduled()
         else:
             request.cache_swap_metadata = []  # type: ignore[attr-defined]
-        self._host.blocks.end(request.request_id)
+        blocks.end(request.request_id)
 
     def cache_output_blocks(self, request: Request, block_size: int) -> None:
         """Share the blocks of the tokens that have been generated so far.
 
-        ``request_finish`` and each ``schedule()`` do so, too.
+        ``request_finish`` and each ``schedule()`` do so, too. Without effect after ``close``.
         """
-        self._host.blocks.commit_arrived(request)
+        blocks = self._host.opened_blocks
+        if blocks is not None:
+            blocks.commit_arrived(request)
 
     def failed_requests(self) -> list[str]:
         """Return the ids of requests whose onloads have failed: preempt or abort them.
 
         The workers raise the error when they wait for a layer; nothing of these requests is shared.
         """
-        return self._host.blocks.failed_requests()
+        blocks = self._host.opened_blocks
+        return [] if blocks is None else blocks.failed_requests()
 
     # --- the end of schedule() --------------------------------------------------------------------
 

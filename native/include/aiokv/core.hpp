@@ -79,7 +79,8 @@ class Core {
         return grants_.can_allocate(leases_.at(id), num_tokens, saves, reserve);
     }
     std::uint32_t extendable_blocks(std::uint32_t limit, bool saves) {
-        foreign_.refuse("extendable_blocks", "ask the server, which has the device blocks");
+        foreign_.refuse("allocatable_blocks, extendable_blocks",
+                        "ask the server, which has the device blocks");
         return grants_.extendable_blocks(limit, saves);
     }
     bool extend(std::span<const LeaseId> ids, std::int64_t num_tokens) {
@@ -142,6 +143,11 @@ class Core {
 
     // -- compute in flight
     BatchId begin_batch(std::span<const LeaseId> ids);
+    // True while a lease has onloads in flight, for which its computing waits.
+    bool has_onloads(std::span<const LeaseId> ids) const {
+        return std::any_of(ids.begin(), ids.end(),
+                           [&](LeaseId id) { return !leases_.at(id).onloads.empty(); });
+    }
     // `step`: 0, or the step that the batch's work belongs to. Returns the leases that waited for
     // it and are released now.
     std::vector<LeaseId> end_batch(BatchId id, Step step);
@@ -310,6 +316,7 @@ class Core {
     // -- counts in O(1)
     std::uint32_t granted_leases() const { return leases_.with_blocks(); }
     std::uint32_t swapped_leases() const { return leases_.count(LeaseState::kSwapped); }
+    std::uint64_t computed_prompt_tokens() const { return publication_.computed_prompt_tokens(); }
     Room room() const {
         return {device_.free_blocks(), residency_.evictable(), state_.usable_slots()};
     }

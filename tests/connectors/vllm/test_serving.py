@@ -233,6 +233,32 @@ def test_step_does_not_wait_for_a_load_behind_another(
         assert server.loaded(request) == 40
 
 
+def test_step_does_not_wait_for_a_load_behind_one_that_has_not_begun(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server({"load": "layerwise", "step_wait_seconds": 0.0}, num_blocks=64)
+    prompts = [prompt(seed, 41) for seed in (1, 2)]
+    for seed, tokens in enumerate(prompts):
+        server.add(f"before{seed}", tokens, 1)
+    evict_all(server)
+    monkeypatch.setattr(link, "FRONT_SECONDS", 0.0)
+    monkeypatch.setattr(FreedBlocks, "are_used", lambda freed, block_ids: True)
+    other = server.add("other", prompt(3, 9), 2)
+    first = server.add("r0", prompts[0], 2)  # its load does not suit a step with other requests
+    while other.request_id in server.scheduler.requests:
+        server.step()
+    second = server.add("r1", prompts[1], 2)  # its load would suit a step of its own
+    server.step()
+    engine = server.connector.engine
+    assert engine.call(engine.cache.statistics).onloaded_blocks == 0
+    assert second.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    monkeypatch.undo()
+    server.run()
+    for i, (request, tokens) in enumerate(zip((first, second), prompts, strict=True)):
+        assert server.outputs[f"r{i}"] == generate(tokens, 0, 2)
+        assert server.loaded(request) == 40
+
+
 def test_step_with_other_requests_does_not_wait_for_a_long_load(make_server: MakeServer) -> None:
     server = make_server({"load": "layerwise", "step_wait_seconds": 0.0}, num_blocks=64)
     tokens = prompt(1, 41)
@@ -664,6 +690,24 @@ def test_speed_of_prefills_reaches_the_engine(
     assert noted == ([20] if load == "async" else [])  # this step has waited for its blocks
 
 
+def test_generated_and_drafted_tokens_of_a_step_do_not_measure_the_model(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[int] = []
+    monkeypatch.setattr(prefills, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(
+        CacheEngine, "note_prefill", lambda _, tokens, seconds: noted.append(tokens)
+    )
+    server = make_server(num_drafts=2)
+    server.add("a", prompt(1, 21), 30)
+    for _ in range(3):
+        server.step()
+    server.add("b", prompt(2, 12), 30)
+    server.step()
+    server.run()
+    assert noted == [21, 12]
+
+
 def test_request_without_stored_blocks_is_scheduled_in_the_same_step(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -808,6 +852,36 @@ def test_socket_directory_that_other_users_can_access_is_refused(
         options.socket_path("engine")
 
 
+def _model_name(hf_config: dict[str, Any] | None = None, **fields: Any) -> str | None:
+    config = vllm_config(extra=HOST)
+    if hf_config is not None:
+        config.model_config.hf_config = SimpleNamespace(to_dict=lambda: hf_config)
+    for name, value in fields.items():
+        setattr(config.model_config, name, value)
+    cache = kv_cache_config("flash", 40)
+    return opening.cache_config(config, cache, Options.parse(HOST)).model
+
+
+def test_stored_blocks_are_found_with_the_same_model_only() -> None:
+    """Blocks in a store outlive the server, whose options may change the KV of a prompt."""
+    plain = {"rope_parameters": {"rope_theta": 10_000.0}, "torch_dtype": torch.bfloat16}
+    name = _model_name(plain)
+    moved = {
+        "transformers_version": "6.0",
+        "_name_or_path": "/copy",
+        **dict(reversed(plain.items())),
+    }
+    assert _model_name(moved) == name
+    stretched = {**plain, "rope_parameters": {"rope_theta": 10_000.0, "rope_type": "yarn"}}
+    others = [
+        _model_name(stretched),
+        _model_name(plain, quantization="fp8"),
+        _model_name(plain, revision="main"),
+        _model_name(plain, dtype="float16"),
+    ]
+    assert len({name, *others}) == 5
+
+
 def test_configuration_that_is_not_served_is_refused() -> None:
     _check(vllm_config(extra=HOST))
     window = SlidingWindowSpec(
@@ -830,6 +904,11 @@ def test_configuration_that_is_not_served_is_refused() -> None:
     config.parallel_config.distributed_executor_backend = "external_launcher"
     with pytest.raises(ConfigError, match="external_launcher"):
         _check(config)
+    config = vllm_config(extra=HOST)
+    config.cache_config.calculate_kv_scales = True
+    _check(config)
+    with pytest.raises(ConfigError, match="calculate_kv_scales is set"):
+        _check(config, stores=["disk:/x"])
     config = vllm_config(extra=HOST)
     config.model_config.enable_sleep_mode = True
     with pytest.raises(ConfigError, match="enable_sleep_mode"):
