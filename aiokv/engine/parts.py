@@ -15,7 +15,7 @@ from aiokv.engine.requests import RequestCounts
 from aiokv.engine.speed import PrefillSpeed
 from aiokv.engine.transfers import Transfers
 from aiokv.errors import ConfigError, UsageError
-from aiokv.peers.options import Peers
+from aiokv.peers.options import Peers, check_peers
 from aiokv.plan import STATE_OFFLOAD, STATE_ONLOAD, WINDOW_ROUTES
 from aiokv.scheduler.scheduler import CacheScheduler
 from aiokv.stores.identity import StoreIdentity
@@ -145,11 +145,7 @@ def check_arguments(
             f"regions is {regions!r}; it must be a Regions",
             hint="register the tensors: regions = Regions(num_layers=...); regions.add(...)",
         )
-    if peers is not None and not isinstance(peers, Peers):
-        raise ConfigError(
-            f"peers is of type {type(peers).__name__}; it must be an aiokv.Peers",
-            hint="peers=Peers(listen='10.0.0.5', secret=...)",
-        )
+    check_peers(peers)
     if ranks is None:
         return
     if not hasattr(ranks, "restart"):

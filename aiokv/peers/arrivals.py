@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from aiokv.peers.messages import block_key, split_key
-from aiokv.stores.base import TRAILER_BYTES
+from aiokv.peers.messages import block_key, bytes_with_trailer, split_key
 from aiokv.worker.device.base import CopyError
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class Source(NamedTuple):
 
     def parcel_bytes(self, group: int) -> int:
         """Return the bytes of a parcel of a group with its trailer."""
-        return max(self.mappings[group].parcel_bytes, TRAILER_BYTES) + TRAILER_BYTES
+        return bytes_with_trailer(self.mappings[group].parcel_bytes)
 
 
 class Parcel(NamedTuple):

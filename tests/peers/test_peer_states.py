@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from aiokv.peers.departures import Target
 from aiokv.peers.messages import Want
-from aiokv.peers.sender import Target
 from aiokv.plan import RECEIVE
 
 from .world import EQUAL, GROUPS, RANGES, SPLIT, World

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from aiokv.peers.arrivals import Source
+from aiokv.peers.departures import Target
 from aiokv.peers.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -30,7 +31,7 @@ from aiokv.peers.messages import (
 )
 from aiokv.peers.receiver import Receiver
 from aiokv.peers.ring import LandingRing
-from aiokv.peers.sender import Sender, Target
+from aiokv.peers.sender import Sender
 from aiokv.peers.ticket import Endpoint, Ticket
 from aiokv.plan import RECEIVE, SEND, TransferPlan, id_bytes
 from aiokv.stores.base import TRAILER_BYTES

@@ -345,6 +345,7 @@ class RequestBlocks:
     def end_all(self) -> None:
         """Give all blocks of all requests back; nothing that is not shared yet stays cached."""
         with self._lock:
+            self._room = self._promised = 0  # nothing may be granted any more
             calls = self.engine.calls()
             self._record_release_of_all(calls)
             self._record_step(calls)
