@@ -15,6 +15,7 @@ from aiokv.sync.computing import SyncComputing
 from aiokv.sync.port import Port
 from aiokv.sync.thread import LoopThread
 from aiokv.sync.transfers import SyncSending
+from aiokv.sync.weights import SyncWeightsUpdate
 
 if TYPE_CHECKING:
     import asyncio
@@ -247,6 +248,21 @@ class SyncEngine(Unique):
             A context manager that can be entered once; nothing crosses before.
         """
         return SyncSending(self._port, lambda: self._cache.send(lease.inner, ticket))
+
+    def updating_weights(
+        self, timeout: float | None = None, *, version: str | None = None
+    ) -> SyncWeightsUpdate:
+        """Stop granting inside the ``with`` block, and drop all cached blocks at its end.
+
+        See ``CacheEngine.updating_weights``.
+
+        Args:
+            timeout: as there; so is ``version``.
+
+        Returns:
+            A context manager that can be entered once; nothing crosses before.
+        """
+        return SyncWeightsUpdate(self._port, timeout, version)
 
     # --- everything else --------------------------------------------------------------------------
 

@@ -199,6 +199,11 @@ class RankThread(Unique):
     def regions(self, regions: Regions) -> None:
         self._rank.regions = regions
 
+    @property
+    def is_asleep(self) -> bool:
+        """True from ``engine.sleep`` of the device tier until ``engine.wake_up``."""
+        return self._rank.is_asleep
+
     # --- transfers --------------------------------------------------------------------------------
 
     def layers(self, transfer_ids: Iterable[int]) -> RankLayers:

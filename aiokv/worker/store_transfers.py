@@ -200,7 +200,7 @@ class StoreTransfers:
 
     async def _save(self, transfer: _StoreTransfer) -> tuple[asyncio.Task[Any], ...]:
         saved = await self._stores.save(transfer.plan, transfer.accesses)
-        transfer.moved_blocks = saved.results.count(Result.DONE)
+        transfer.moved_blocks = saved.written_blocks
         transfer.report = TransferReport(
             transfer_id=transfer.plan.transfer_id, outcome="done", results=saved.results
         )

@@ -89,3 +89,42 @@ def test_speed_of_the_disk_store_relative_to_a_plain_loop():
         ratios = [v[operation]["ratio"] for v in sizes]
         parts.append(f"{min(ratios):.2f}-{max(ratios):.2f}")
     assert cells_of(README, "Speed of the disk store")[1] == " / ".join(parts)
+
+
+def test_fetches_and_computed_prompts_by_the_bandwidth_of_the_disk():
+    measured = results("fetch_or_compute")["benches"]["fetch_or_compute"]
+    section = MEASURED[MEASURED.index("### Fetch or compute") :]
+    rows = re.findall(r"^\| ([\d.]+) \| (.*) \|$", section[: section.index("\n## ")], re.MULTILINE)
+    assert len(rows) > 10
+    for gbps, row in rows:
+        if "%" in row:
+            load = measured[f"uneven_{gbps}_gbps"]
+            expected = [_figures(load), f"{100 * load['fetched']:.0f} %"]
+        else:
+            names = (f"disk_{gbps}_gbps", f"any_price_{gbps}_gbps")
+            expected = [_figures(measured[name]) for name in names]
+        assert row.split(" | ") == expected
+
+
+def _figures(load: dict[str, float]) -> str:
+    return f"{load['requests_per_second']:.2f}/s, {load['first_token_p50_ms']:.0f} ms"
+
+
+def test_times_of_crossings_and_of_the_fastdeploy_connector():
+    crossing = results("sync")["benches"]["sync"]
+    fastdeploy = results("fastdeploy")["benches"]["fastdeploy"]
+    expected = {
+        "`aiokv.sync`: one call": crossing["crossing_us"]["calls_1"],
+        "the 64 calls of a step": crossing["crossing_us"]["calls_64"],
+        "the same 64 calls": crossing["same_calls_on_the_loop_us"],
+        "64 calls, beside": crossing["crossing_us"]["beside_python"],
+        "FastDeploy connector: a `schedule()`": fastdeploy["decode_step_us"],
+        "FastDeploy connector: match": fastdeploy["new_request_us"],
+        "FastDeploy connector: the end": fastdeploy["finish_us"],
+    }
+    for beginning, times in expected.items():
+        assert cells_of(MEASURED, beginning)[1:3] == [_time(times["p50"]), _time(times["p99"])]
+
+
+def _time(microseconds: float) -> str:
+    return f"{microseconds:.0f} µs" if microseconds < 1_000 else f"{microseconds / 1e3:.0f} ms"

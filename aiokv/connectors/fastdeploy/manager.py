@@ -14,16 +14,18 @@ from aiokv.connectors.fastdeploy.requests import tokens_of
 from aiokv.connectors.fastdeploy.settings import Sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from aiokv import Device, Hit, Regions
     from aiokv.connectors.fastdeploy.blocks import Holding, RequestBlocks
     from aiokv.connectors.fastdeploy.metadata import CacheSwapMetadata
     from aiokv.connectors.fastdeploy.requests import Request
     from aiokv.ranks import RankGroup
-    from aiokv.sync import EngineFuture, SyncEngine, SyncLayers
+    from aiokv.sync import EngineFuture, SyncEngine, SyncLayers, SyncWeightsUpdate
+    from aiokv.types import Tier
 
-RESET_SECONDS: Final = 30.0
+CONTROL_SECONDS: Final = 30.0  # for transfers and workers
+TIERS: Final[tuple[Tier, ...]] = ("device", "host")
 
 
 class BlockCount:
@@ -398,10 +400,75 @@ class CacheManager:
         blocks = self._host.blocks
         blocks.end_all()
         try:
-            blocks.engine.call(blocks.engine.cache.reset, timeout=RESET_SECONDS)
+            blocks.engine.call(blocks.engine.cache.reset, timeout=CONTROL_SECONDS)
         except ControlTimeout:
             return False
         return True
+
+    def end_requests(self) -> CacheSwapMetadata | None:
+        """Take the blocks of all requests back, before ``sleep`` and ``updating_weights``.
+
+        Returns:
+            As ``issue_pending_backup_to_batch_request``: send it to the workers. The copies of
+            blocks that they have computed end only after that.
+        """
+        blocks = self._host.opened_blocks
+        if blocks is None:
+            return None
+        blocks.end_all()
+        self.note_scheduled()
+        return self.issue_pending_backup_to_batch_request()
+
+    def sleep(self, tags: Iterable[Tier] = TIERS, timeout: float | None = CONTROL_SECONDS) -> None:
+        """Free the memory of tiers; nothing is matched and allocated until ``wakeup``.
+
+        Call ``end_requests`` first, send its batch, and schedule nothing afterwards. Workers whose
+        device tier sleeps may drop their tensors with ``CacheController.free_gpu_cache``.
+
+        Args:
+            tags: ``"device"``, ``"host"``, or both.
+            timeout: seconds to wait for requests, transfers and the workers' last step; None for no
+                limit.
+
+        Raises:
+            ControlTimeout, UsageError: as for ``CacheEngine.sleep``.
+        """
+        engine = self.engine
+        engine.call(engine.cache.sleep, tags, timeout=timeout)
+
+    def wakeup(
+        self,
+        tags: Iterable[Tier] = TIERS,
+        *,
+        regions: Regions | None = None,
+        timeout: float | None = CONTROL_SECONDS,
+    ) -> None:
+        """Allocate the memory of tiers again.
+
+        The workers must have created their tensors with ``CacheController.initialize_kv_cache``.
+
+        Args:
+            tags: tiers to wake.
+            regions: without ranks: the device tensors of this process.
+            timeout: seconds to wait for the workers; None for no limit.
+
+        Raises:
+            LayoutError, ConfigError, ControlTimeout, UsageError: as for ``CacheEngine.wake_up``.
+        """
+        engine = self.engine
+        engine.call(engine.cache.wake_up, tags, regions=regions, timeout=timeout)
+
+    def updating_weights(
+        self, timeout: float | None = CONTROL_SECONDS, *, version: str | None = None
+    ) -> SyncWeightsUpdate:
+        """Grant nothing inside the ``with`` block, and drop all cached blocks at its end.
+
+        Call ``end_requests`` first, and send its batch.
+
+        Args:
+            timeout: as for ``CacheEngine.updating_weights``; so is ``version``.
+        """
+        return self.engine.updating_weights(timeout, version=version)
 
     # --- for a worker in this process -------------------------------------------------------------
 

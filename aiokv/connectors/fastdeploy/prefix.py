@@ -35,6 +35,9 @@ class PrefixCacheManager:
         local_data_parallel_id: for FastDeploy's code.
         options: ``ranks``, ``regions``, ``stores`` and the like.
 
+    Attributes:
+        cache: the :class:`CacheManager` behind it, for ``sleep`` and ``updating_weights``.
+
     Raises:
         ConfigError: as for :class:`CacheManager`, or another ``splitwise_role``.
     """
