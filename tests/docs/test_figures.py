@@ -128,3 +128,10 @@ def test_times_of_crossings_and_of_the_fastdeploy_connector():
 
 def _time(microseconds: float) -> str:
     return f"{microseconds:.0f} µs" if microseconds < 1_000 else f"{microseconds / 1e3:.0f} ms"
+
+
+def test_the_http_server_to_copy_has_as_many_lines_as_the_pages_say():
+    lines = len((ROOT / "aiokv/demo/http_server.py").read_text().splitlines())
+    pages = [README, *(path.read_text() for path in (ROOT / "docs").rglob("*.md"))]
+    named = [n for page in pages for n in re.findall(r"(\d+) lines to copy|of (\d+) lines", page)]
+    assert {int(a or b) for a, b in named} == {lines}
