@@ -218,6 +218,12 @@ def test_a_transfer_that_ended_long_ago_is_no_hang(tmp_path, monkeypatch):
         assert kept.is_done
 
 
+def test_tensors_of_a_rank_can_be_replaced(tmp_path):
+    rank = RankThread(tmp_path / "ranks", 0, new_regions())
+    regions = rank.regions = new_regions()
+    assert rank.regions is regions
+
+
 def test_no_transfer_is_waited_for_without_ids(tmp_path):
     rank = RankThread(tmp_path / "ranks", 0, new_regions())
     layers = rank.layers([])
