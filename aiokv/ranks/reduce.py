@@ -133,7 +133,7 @@ class GroupTransfer:
         blocks that all of them have are valid then.
 
         Raises:
-            ChannelError: the transfer is no fetch.
+            ChannelError: the transfer is not a fetch.
         """
         if self.plan.route not in FETCH_ROUTES:
             raise ChannelError(
