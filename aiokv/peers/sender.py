@@ -306,7 +306,7 @@ class Sender(Generic[C]):
 
         All ranks of a receiver cancel, also when all blocks have arrived. Then the
         acknowledgements of other ranks, whose connections are not ordered with this one, may still
-        be on their queue: each comes before the cancellation of its rank.
+        be on their way: each comes before the cancellation of its rank.
         """
         outgoing.cancelled.add(connection)
         if not outgoing.may_be_proven:
