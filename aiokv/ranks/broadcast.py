@@ -215,7 +215,7 @@ class TransferBroadcast:
         """Process the reports of a rank, which belong to the current generation.
 
         Raises:
-            ChannelError: a layer does not exist, or a transfer that is no fetch is overdue.
+            ChannelError: a layer does not exist, or a transfer other than a fetch is overdue.
         """
         for report in reports.overdue:
             transfer = self._transfers.get(report.transfer_id)
