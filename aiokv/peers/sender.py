@@ -398,8 +398,8 @@ class Sender(Generic[C]):
     def _pump(self, queue: SendQueue[C]) -> None:
         """Begin to send as many parcels as there are credits and outgoing slots."""
         fills: dict[tuple[Send, int], list[Parcel[C]]] = {}
-        while (parcel := self._next(queue)) is not None:
-            queue.take()
+        while self._next(queue) is not None:
+            parcel = queue.take()
             parcel.tries += 1
             parcel.busy = True
             self._slots.take(parcel)
