@@ -100,12 +100,13 @@ class HostCache:
         if not isinstance(error, AiokvError):
             raise error
         if isinstance(error, BrokenEngineError | ClosedError | DeviceError):
-            self._note_failure(error)
+            self.give_up(error)
         else:
             log.warning("vllm.call_failed", what=what, error=str(error))
         return False
 
-    def _note_failure(self, error: BaseException) -> None:
+    def give_up(self, error: BaseException) -> None:
+        """Match and save nothing any more."""
         if self._failure is None:
             self._failure = error
             log.error("vllm.cache_failed", error=str(error))
