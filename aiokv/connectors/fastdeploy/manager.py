@@ -394,6 +394,9 @@ class CacheManager:
     def reset_cache(self) -> bool:
         """Take the blocks of all requests back, and drop all cached blocks of both tiers.
 
+        Waits for copies in flight. Those of blocks in a batch that the workers have not got yet do
+        not end: call ``end_requests`` first, and send its batch.
+
         Returns:
             False when transfers did not end within 30 s; the cache is empty nevertheless.
         """
