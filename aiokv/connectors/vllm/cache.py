@@ -9,7 +9,7 @@ from aiokv.errors import AiokvError, BrokenEngineError, ClosedError, DeviceError
 from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from concurrent.futures import Future
 
     from vllm.distributed.kv_events import KVCacheEvent
@@ -167,16 +167,12 @@ class HostCache:
     def reset(self, timeout: float) -> bool:
         """Forget all blocks, those of the stores, too; return False if transfers did not end."""
         try:
-            forget: Callable[[float], Any] = self._forget
-            self._engine.call(forget, timeout)
+            with self._engine.updating_weights(timeout):
+                pass  # its end drops all blocks, and blocks in stores get other keys
         except AiokvError as error:
             log.warning("vllm.reset_failed", error=str(error))
             return False
         return True
-
-    async def _forget(self, timeout: float) -> None:
-        async with self._engine.cache.updating_weights(timeout):
-            pass  # its end drops all blocks, and blocks in stores get other keys
 
     def close(self) -> None:
         """Close the engine; transfers end first."""
