@@ -13,6 +13,8 @@ import pytest
 
 from aiokv import BrokenEngineError, CacheConfig, ClosedError, ConfigError, UsageError
 from aiokv.sync import SyncEngine
+from aiokv.sync.answers import Answer
+from aiokv.sync.crossing import Crossing
 
 ALL = 32
 ROOT = Path(__file__).parents[2]
@@ -51,6 +53,25 @@ def test_leases_can_be_released_while_the_engine_closes():
             assert lease.commit(4) == 1
             lease.release()
             closed.result(30)
+
+
+def test_calls_that_come_with_a_close_are_refused(config):
+    """Also if the loop makes them in the pass in which it learns of the close."""
+    engine = SyncEngine(config)
+    engine.open()
+    thread = engine._thread
+    entered, go_on = threading.Event(), threading.Event()
+    blocking = engine.submit(lambda: (entered.set(), go_on.wait())[1])
+    entered.wait()
+    thread.post(thread._begin_closing, 0.0)  # as close() does
+    match = Answer(engine.cache.match, ([1, 2],))
+    crossing = Crossing(thread, [match])
+    thread.send(crossing)
+    go_on.set()
+    crossing.wait()
+    assert isinstance(match.error, ClosedError)
+    assert blocking.result()
+    engine.close()
 
 
 def test_an_engine_is_opened_once(config):
