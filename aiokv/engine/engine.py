@@ -715,8 +715,9 @@ class CacheEngine(Unique):
         self._control.change_gate("resume")
 
     async def reset(self, timeout: float | None = None) -> None:
-        """Drop all cached blocks of all tiers, and release all pins.
+        """Drop all cached blocks of both tiers, and release all pins.
 
+        Blocks in stores are found again: after a change of the weights, use ``updating_weights``.
         Open leases keep their blocks, but publish no more. Returns when all transfers that started
         before the call have ended.
 

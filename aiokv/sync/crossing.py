@@ -53,8 +53,8 @@ class Crossing:
             self._answered.acquire()
 
     def run(self) -> None:
-        """Make the calls, on the loop, as soon as all cancelled waits have ended. Idempotent."""
-        if self._thread.has_ending_waits:
+        """Make the calls, on the loop, when earlier calls have had their effect. Idempotent."""
+        if self._thread.defers_calls:
             self._thread.post(self.run)
         else:
             self.execute()

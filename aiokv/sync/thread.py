@@ -106,6 +106,7 @@ class LoopThread:
         self._unanswered: set[Crossing] = set()
         self._waits: set[EngineFuture[Any]] = set()
         self._ending: set[asyncio.Task[None]] = set()  # cancelled waits that have not ended
+        self._begins_closing = False  # `serve` has not seen yet that it has to close
 
     # --- opening and closing ----------------------------------------------------------------------
 
@@ -177,8 +178,13 @@ class LoopThread:
         return True
 
     def _begin_closing(self, drain_timeout: float | None) -> None:
-        if self._closing is not None and not self._closing.done():
+        if self._closing is not None and self._loop is not None and not self._closing.done():
             self._closing.set_result(drain_timeout)
+            self._begins_closing = True
+            self._loop.call_soon(self._note_closing)  # behind the step of `serve`
+
+    def _note_closing(self) -> None:
+        self._begins_closing = False
 
     # --- the thread -------------------------------------------------------------------------------
 
@@ -253,9 +259,13 @@ class LoopThread:
         return self._failure is not None
 
     @property
-    def has_ending_waits(self) -> bool:
-        """True while a cancelled wait for capacity has not given its place in line back."""
-        return bool(self._ending)
+    def defers_calls(self) -> bool:
+        """True while an earlier call of the same thread has not had its effect.
+
+        A cancelled wait for capacity gives its place in line back, and a service that was asked to
+        close refuses calls, after a pass of the loop.
+        """
+        return self._begins_closing or bool(self._ending)
 
     @property
     def noun(self) -> str:

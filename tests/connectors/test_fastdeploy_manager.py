@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from aiokv import ClosedError, ConfigError, UsageError, WouldBlock
+from aiokv import ClosedError, ConfigError, ControlTimeout, UsageError, WouldBlock
 from aiokv.connectors.fastdeploy import (
     BatchRequest,
     CacheLevel,
@@ -643,6 +643,30 @@ def test_unshared_request_that_is_matched_again_gives_its_blocks_back():
         start(manager, request)
         manager.match_prefix(request)
         assert manager.num_free_device_blocks == 8
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_blocks_of_stores_are_not_found_after_a_reset(tmp_path, monkeypatch, is_slow):
+    """FastDeploy resets the cache when the weights change: stored blocks have the old ones."""
+    options = {"stores": [f"disk:{tmp_path}/kv?bytes=4MiB"], "model": "test"}
+    regions = regions_of(tensors(4))
+    with opened(4, 8, options | {"regions": regions}, write_policy="write_through") as manager:
+        serve(manager, "a", prompt(1, 3, more=1))
+        manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+        if is_slow:
+
+            def updating_weights(timeout, version):
+                raise ControlTimeout("transfers did not end")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(manager.engine.cache, "updating_weights", updating_weights)
+                assert not manager.reset_cache()
+            again = Request("b", prompt(1, 3, more=1))
+            manager.match_prefix(again)
+            assert again.match_result.total_matched_blocks == 0
+            manager.request_finish(again)
+        assert manager.reset_cache()
+        assert manager.prefetch_storage(Request("c", prompt(1, 3, more=1))).result(30.0).total == 0
 
 
 @pytest.mark.parametrize(

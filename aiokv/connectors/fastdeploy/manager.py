@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv import ControlTimeout
@@ -394,14 +395,26 @@ class CacheManager:
     def reset_cache(self) -> bool:
         """Take the blocks of all requests back, and drop all cached blocks of both tiers.
 
+        FastDeploy does so when the weights change, so blocks in stores are not found any more until
+        a restart. Waits for copies in flight. Those of blocks in a batch that the workers have not
+        got yet do not end: call ``end_requests`` first, and send its batch.
+
         Returns:
-            False when transfers did not end within 30 s; the cache is empty nevertheless.
+            False when transfers did not end within 30 s; both tiers are empty nevertheless, but
+            blocks in stores may still be found.
         """
         blocks = self._host.blocks
         blocks.end_all()
+        engine = blocks.engine
         try:
-            blocks.engine.call(blocks.engine.cache.reset, timeout=CONTROL_SECONDS)
+            if self._host.has_stores:
+                with engine.updating_weights(CONTROL_SECONDS):
+                    pass
+            else:
+                engine.call(engine.cache.reset, timeout=CONTROL_SECONDS)
         except ControlTimeout:
+            with suppress(ControlTimeout):
+                engine.call(engine.cache.reset, timeout=0.0)  # drops the blocks at once
             return False
         return True
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from aiokv.observe.logs import Log
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from concurrent.futures import Future
 
     from vllm.v1.core.block_pool import BlockPool
+
+log = Log(__name__)
 
 
 class VllmBlocks:
@@ -20,6 +24,27 @@ class VllmBlocks:
     """
 
     pool: BlockPool
+
+    def __init__(self) -> None:
+        self._cached: object = None
+
+    def bind(self, pool: BlockPool) -> None:
+        """Note the pool."""
+        self.pool = pool
+        self._cached = self._map()
+        if self._cached is None:
+            log.warning("vllm.resets_unseen")
+
+    def take_reset(self) -> bool:
+        """Return True once after vLLM has emptied its prefix cache."""
+        cached = self._map()
+        was_reset = cached is not self._cached
+        self._cached = cached
+        return was_reset
+
+    def _map(self) -> object:
+        """Return vLLM's map of its cached blocks, which it replaces when it empties the cache."""
+        return getattr(self.pool, "cached_block_hash_to_block", None)
 
     @property
     def num_free(self) -> int:

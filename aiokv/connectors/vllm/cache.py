@@ -9,7 +9,7 @@ from aiokv.errors import AiokvError, BrokenEngineError, ClosedError, DeviceError
 from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from concurrent.futures import Future
 
     from vllm.distributed.kv_events import KVCacheEvent
@@ -100,12 +100,13 @@ class HostCache:
         if not isinstance(error, AiokvError):
             raise error
         if isinstance(error, BrokenEngineError | ClosedError | DeviceError):
-            self._note_failure(error)
+            self.give_up(error)
         else:
             log.warning("vllm.call_failed", what=what, error=str(error))
         return False
 
-    def _note_failure(self, error: BaseException) -> None:
+    def give_up(self, error: BaseException) -> None:
+        """Match and save nothing any more."""
         if self._failure is None:
             self._failure = error
             log.error("vllm.cache_failed", error=str(error))
@@ -166,16 +167,12 @@ class HostCache:
     def reset(self, timeout: float) -> bool:
         """Forget all blocks, those of the stores, too; return False if transfers did not end."""
         try:
-            forget: Callable[[float], Any] = self._forget
-            self._engine.call(forget, timeout)
+            with self._engine.updating_weights(timeout):
+                pass  # its end drops all blocks, and blocks in stores get other keys
         except AiokvError as error:
             log.warning("vllm.reset_failed", error=str(error))
             return False
         return True
-
-    async def _forget(self, timeout: float) -> None:
-        async with self._engine.cache.updating_weights(timeout):
-            pass  # its end drops all blocks, and blocks in stores get other keys
 
     def close(self) -> None:
         """Close the engine; transfers end first."""

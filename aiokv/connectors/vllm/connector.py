@@ -150,7 +150,7 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Note vLLM's pool of blocks."""
-        self._pool.pool = gpu_block_pool
+        self._pool.bind(gpu_block_pool)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -188,8 +188,7 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def reset_cache(self) -> bool:
         """Forget all blocks of host memory and stores, and save none that was computed before."""
-        self._half_of_scheduler.reset()
-        return self._cache.reset(self._options.transfer_timeout_seconds)
+        return self._half_of_scheduler.forget()
 
     @property
     def engine(self) -> SyncEngine:

@@ -55,6 +55,8 @@ class Options:
         model: name under which blocks are kept in stores; None for the name of the model, its
             revision and the element types.
         weights_version: as ``CacheConfig.weights_version``.
+        follow_resets: True to forget all blocks when vLLM empties its prefix cache, as it does
+            before an update of the weights; False to forget them with ``reset_connector`` only.
         in_process: False to connect to the worker through a socket even if it is in the process of
             the scheduler.
         socket: path of the Unix socket between scheduler and workers; None for a path in the
@@ -78,6 +80,7 @@ class Options:
     prefill_tokens_per_second: float | None = None
     model: str | None = None
     weights_version: str = ""
+    follow_resets: bool = True
     in_process: bool = True
     socket: str | None = None
     transfer_timeout_seconds: float = 60.0
@@ -113,6 +116,7 @@ class Options:
         """
         checks.choice("load", self.load, get_args(Load), ConfigError)
         checks.choice("write_policy", self.write_policy, get_args(SavePolicy), ConfigError)
+        checks.flag("follow_resets", self.follow_resets, ConfigError)
         checks.flag("in_process", self.in_process, ConfigError)
         checks.integer("min_load_tokens", self.min_load_tokens, error=ConfigError)
         for name in ("model", "socket"):

@@ -33,6 +33,7 @@ from aiokv.connectors.vllm.requests import (
     names_of,
     prompt_of,
 )
+from aiokv.errors import BrokenEngineError
 from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class SchedulerHalf:
         self._link = link
         self._block_tokens = block_tokens
         self._layerwise = options.load == "layerwise"
+        self._follows_resets = options.follow_resets
         self._wait_store = options.store_wait_seconds if options.stores else 0.0
         self._timeout = options.transfer_timeout_seconds
         self._step = 0
@@ -109,6 +111,8 @@ class SchedulerHalf:
         if self._has_no_room:
             return None, False
         self._sweep()
+        if self._follows_resets and self._pool.take_reset():
+            self._follow_reset()
         cached = self._requests.get(request.request_id)
         if cached is not None and cached.granting is None:
             self._leave(cached)  # not scheduled after the last match, or its load has failed
@@ -481,6 +485,28 @@ class SchedulerHalf:
         idle: Future[None] | None = self._cache.release_and_watch(lease)
         if idle is not None:
             self._freed.add(cached.table[: cached.assigned], 0, idle)
+
+    def _follow_reset(self) -> None:
+        """Forget all blocks after vLLM has emptied its cache: the weights may have changed."""
+        if not self._cache.is_usable:
+            return
+        log.info("vllm.reset_followed")
+        if not self.forget():
+            self._cache.give_up(
+                BrokenEngineError("vLLM has emptied its cache, and transfers of aiokv do not end")
+            )
+
+    def forget(self) -> bool:
+        """Forget all blocks of host memory and stores, and save none that was computed before.
+
+        Returns:
+            False when transfers did not end in time: the blocks are still there.
+        """
+        self.reset()
+        is_done = self._cache.reset(self._timeout)
+        if is_done:
+            self._pool.take_reset()
+        return is_done
 
     def reset(self) -> None:
         """Release all leases, so that nothing that running requests have computed is saved."""

@@ -76,6 +76,7 @@ class Walk:
         options = dict(mode)
         extra: dict[str, Any] = {key: options.pop(key) for key in EXTRA if key in options}
         host_blocks = options.pop("host_blocks", 400)
+        extra["follow_resets"] = seed % 2 == 0
         extra["cpu_bytes_to_use"] = host_blocks * 256 * options.get("num_ranks", 1)
         self.chaos: ChaosDevice | None = None
         if options.pop("flaky", False):

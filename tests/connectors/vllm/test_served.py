@@ -72,7 +72,11 @@ def test_answers_are_exact_after_restarts_kills_and_damage(
     model: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
     folder = tmp_path / "kv"
-    extra = {"host_gib": 0.125, "stores": [f"disk:{folder}?bytes=256MiB"]}
+    extra = {
+        "host_gib": 0.125,
+        "stores": [f"disk:{folder}?bytes=256MiB"],
+        "follow_resets": False,
+    }
     with ServedModel(model, extra) as server:
         server.wait_ready()
         assert server.found(r"store\.opened"), "the log of the server lacks aiokv's lines"
@@ -118,7 +122,9 @@ def test_answers_are_exact_after_restarts_kills_and_damage(
 
 
 def test_answers_are_exact_with_layerwise_loads(model: Path, expected: list[list[int]]) -> None:
-    with ServedModel(model, {"host_gib": 0.125, "load": "layerwise"}) as server:
+    with ServedModel(
+        model, {"host_gib": 0.125, "load": "layerwise", "follow_resets": False}
+    ) as server:
         server.wait_ready()
         assert tokens_of(answers_of(server)) == expected
         saved = len(SEEDS) * FULL_BLOCKS

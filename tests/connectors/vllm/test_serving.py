@@ -33,7 +33,7 @@ from aiokv.connectors.vllm import (
     sources,
     worker,
 )
-from aiokv.connectors.vllm.blocks import FreedBlocks
+from aiokv.connectors.vllm.blocks import FreedBlocks, VllmBlocks
 from aiokv.connectors.vllm.cache import HostCache
 from aiokv.connectors.vllm.connector import check_config
 from aiokv.connectors.vllm.options import Options
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     MakeServer = Callable[..., Server]
 
-HOST = {"cpu_bytes_to_use": 1 << 20}
+HOST = {"cpu_bytes_to_use": 1 << 20, "follow_resets": False}
 
 
 @pytest.fixture
@@ -620,6 +620,55 @@ def test_reset_forgets_host_memory(make_server: MakeServer) -> None:
     request = server.add("b", tokens, 2)
     server.run()
     assert server.loaded(request) == 0
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_blocks_are_forgotten_when_vllm_empties_its_cache(
+    make_server: MakeServer, follows: bool
+) -> None:
+    """vLLM empties it before an update of the weights, and does not tell its connector."""
+    server = make_server({"follow_resets": follows})
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 1)
+    server.run()
+    flood(server)
+    request = server.add("b", tokens, 2)
+    server.run()
+    assert server.loaded(request) == 40
+    server.run()
+    assert server.scheduler.reset_prefix_cache(reset_running_requests=True)
+    for name, loaded in (("c", 0 if follows else 40), ("d", 40)):
+        request = server.add(name, tokens, 2)
+        server.run()
+        assert server.loaded(request) == loaded
+        assert server.outputs[name] == generate(tokens, 0, 2)
+        flood(server)
+
+
+def test_cache_that_cannot_forget_is_used_no_more(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server({"follow_resets": True})
+    tokens = prompt(1, 41)
+    server.add("a", tokens, 1)
+    evict_all(server)
+    monkeypatch.setattr(HostCache, "reset", lambda cache, timeout: False)
+    for name in ("b", "c"):
+        request = server.add(name, tokens, 2)
+        server.run()
+        assert server.loaded(request) == 0
+        assert server.outputs[name] == generate(tokens, 0, 2)
+        flood(server)
+    assert server.connector.get_kv_connector_stats().reduce()["usable"] == 0
+
+
+def test_release_of_vllm_that_does_not_show_resets_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pool = VllmBlocks()
+    pool.bind(SimpleNamespace())
+    assert not pool.take_reset()
+    assert "resets_unseen" in caplog.text
 
 
 def test_store_survives_a_restart(make_server: MakeServer, tmp_path: Path) -> None:
