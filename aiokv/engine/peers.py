@@ -227,13 +227,20 @@ class Exchange:
 
     # --- receives -------------------------------------------------------------------------------
 
-    def open_receive(self, flow: Flow, blob: bytes, timeout: float) -> None:
-        """Let the other engine send the blocks of a ticket, for ``timeout`` seconds."""
+    async def open_receive(self, flow: Flow, blob: bytes, timeout: float) -> None:
+        """Let the other engine send the blocks of a ticket, for ``timeout`` seconds.
+
+        Raises:
+            PeerError, ClosedError, BrokenEngineError: see ``Receiving.__aenter__``.
+
+        Cancellation: the caller ends the flow.
+        """
         self._worker.expect(blob, timeout)
         self._open(flow)
         flow.end_in(timeout)
         self.counts.receives += 1
         self.counts.wanted_tokens += flow.ticket.num_tokens - flow.ticket.first_position
+        await self._worker.expected(flow.ticket.ticket_id, timeout)
 
     def begin_receive(self, flow: Flow) -> None:
         """Begin the transfers of a flow, unless onloads of the lease are in flight.
@@ -241,7 +248,7 @@ class Exchange:
         Raises:
             AiokvError: the scheduler refuses a transfer.
         """
-        if self._waits_for_onloads(flow):
+        if flow.ended or self._waits_for_onloads(flow):
             return
         if self._read.state(flow.lease_id) is LeaseState.FAILED:
             self._keep_cached(flow)

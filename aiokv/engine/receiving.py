@@ -45,8 +45,11 @@ class Receiving(Unique):
                 Nothing changed.
             ClosedError: the engine is closed or closing.
             BrokenEngineError: the device failed, or a rank was lost.
+            PeerError: a rank refuses the ticket, or did not answer in time.
 
-        Checkpoint: never.
+        Checkpoint: with ranks only, until senders can connect to all of them.
+
+        Cancellation: the receive has ended.
         """
         check_not_entered(self._flow, self, "lease.receive()")
         exchange = self._exchange
@@ -56,7 +59,7 @@ class Receiving(Unique):
         self._committed = ticket.first_position
         self._began = exchange.loop.time()
         try:
-            exchange.open_receive(flow, blob, self._timeout)
+            await exchange.open_receive(flow, blob, self._timeout)
             exchange.begin_receive(flow)
         except BaseException:
             flow.end("the receive could not begin")

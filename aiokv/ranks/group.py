@@ -509,11 +509,24 @@ class RankGroup(Unique):
         return self._membership.ranks[0].ticket_key
 
     def expect(self, ticket: bytes, seconds: float) -> None:
-        """Let senders open a ticket on all ranks; see :meth:`Worker.expect`."""
+        """Let senders open a ticket on all ranks; see :meth:`Worker.expect`.
+
+        Raises:
+            RankLost: a rank is lost.
+        """
         self._check_usable()
         if not self.endpoints:
             raise UsageError("the ranks do not listen for peers", hint="set Peers(listen=...)")
+        self._reachable()
         self._tickets.expect(ticket, seconds)
+
+    async def expected(self, ticket_id: bytes, seconds: float) -> None:
+        """Wait until all ranks let senders open a ticket; see :meth:`Worker.expected`.
+
+        Raises:
+            RankLost: a rank was lost meanwhile.
+        """
+        await self._tickets.expected(ticket_id, seconds)
 
     async def open_ticket(self, ticket: bytes) -> None:
         """Let each rank connect to its receivers; see :meth:`Worker.open_ticket`.

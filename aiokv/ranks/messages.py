@@ -14,7 +14,7 @@
     LookupReply ───────────────────►
           ◄───────────────────────── Ping
           ◄───────────────────────── Expect, OpenTicket, CloseTicket: with peers only
-    TicketReply ───────────────────►                     to OpenTicket
+    TicketReply ───────────────────►                     to Expect, OpenTicket
     TicketEnded ───────────────────►                     a ticket that the rank sends
     Pong(statistics) ──────────────►                     while nothing else is sent
           ◄───────────────────────── Close
@@ -45,7 +45,7 @@ from aiokv.worker.poller import PollerStatistics  # noqa: TC001
 if TYPE_CHECKING:
     from aiokv.worker.regions import Regions
 
-PROTOCOL_VERSION: Final = 6
+PROTOCOL_VERSION: Final = 7
 MAX_LAYERS: Final = 1 << 16  # the manager keeps a counter per layer and transfer
 
 
@@ -157,10 +157,10 @@ class LookupReply(_Message, frozen=True, tag="lookup_reply"):
 
 
 class TicketReply(_Message, frozen=True, tag="ticket_reply"):
-    """Reply to ``OpenTicket``.
+    """Reply to ``Expect`` and ``OpenTicket``.
 
     Attributes:
-        error: empty when the receivers have accepted the ticket.
+        error: empty when senders can open the ticket, or when the receivers have accepted it.
         kind: name of the class of the error.
     """
 
@@ -279,12 +279,13 @@ class Lookup(_Message, frozen=True, tag="lookup"):
 
 
 class Expect(_Message, frozen=True, tag="expect"):
-    """Let senders open a ticket for some seconds.
+    """Let senders open a ticket for some seconds; a ``TicketReply`` follows.
 
     Attributes:
         ticket: encoded.
     """
 
+    number: int
     ticket: bytes
     seconds: float
 

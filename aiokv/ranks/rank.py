@@ -458,8 +458,10 @@ class Rank(Unique):
     def _expect(self, message: Expect) -> None:
         try:
             self._controller.expect(message.ticket, message.seconds)
-        except AiokvError as error:  # the plans of the ticket fail
-            log.warning("rank.cannot_expect", rank=self.rank, reason=str(error))
+        except AiokvError as error:
+            self._refuse_ticket(message.number, error)
+        else:
+            self._send(TicketReply(number=message.number, error=""))
 
     def _open_ticket(self, message: OpenTicket) -> None:
         try:

@@ -24,8 +24,9 @@ ERRORS: dict[str, type[AiokvError]] = {
 }
 
 
-class _Opening:
-    """One ``OpenTicket``; its future is done when all ranks have answered, or one cannot."""
+class _Request:
+    """One ``Expect`` or ``OpenTicket``; its future is done when all ranks have answered, or one
+    cannot."""
 
     def __init__(self, num_ranks: int) -> None:
         self.owing = set(range(num_ranks))
@@ -59,12 +60,22 @@ class GroupTickets:
         self.on_end: Callable[[bytes, str], None] = lambda ticket_id, reason: None
         self._membership = membership
         self._numbers = count(1)
-        self._openings: dict[int, _Opening] = {}
+        self._requests: dict[int, _Request] = {}
+        self._expected: dict[bytes, int] = {}  # numbers of requests, by ticket
 
     def expect(self, ticket: bytes, seconds: float) -> None:
         """Let senders open a ticket on all ranks; see :meth:`Worker.expect`."""
-        decode(ticket, self._key())
-        self._membership.send(frame_of(encode(Expect(ticket=ticket, seconds=seconds))))
+        ticket_id = decode(ticket, self._key()).ticket_id
+        number = self._expected[ticket_id] = self._new_request()
+        self._send(Expect(number=number, ticket=ticket, seconds=seconds))
+
+    async def expected(self, ticket_id: bytes, seconds: float) -> None:
+        """Wait until all ranks let senders open a ticket; see :meth:`Worker.expected`.
+
+        Raises:
+            RankLost: a rank was lost meanwhile.
+        """
+        await self._answered(self._expected.pop(ticket_id), ticket_id, seconds)
 
     async def open(self, ticket: bytes) -> None:
         """Let each rank connect to its receivers; see :meth:`Worker.open_ticket`.
@@ -73,42 +84,57 @@ class GroupTickets:
             RankLost: a rank was lost meanwhile.
         """
         decoded = decode(ticket, self._key())
+        layouts = [state.peer_layout for state in self._membership.ranks]
+        number = self._new_request()
+        self._send(OpenTicket(number=number, ticket=ticket, layouts=layouts))
+        await self._answered(number, decoded.ticket_id, decoded.timeout_seconds)
+
+    def _new_request(self) -> int:
+        """Return the number of a new request, which the caller sends; ``_answered`` follows."""
         number = next(self._numbers)
-        opening = self._openings[number] = _Opening(len(self._membership.ranks))
+        self._requests[number] = _Request(len(self._membership.ranks))
+        return number
+
+    async def _answered(self, number: int, ticket_id: bytes, seconds: float) -> None:
+        """Wait for the replies of all ranks; after an error, the ticket is closed.
+
+        Cancellation: likewise.
+        """
+        request = self._requests[number]
         try:
-            layouts = [state.peer_layout for state in self._membership.ranks]
-            message = OpenTicket(number=number, ticket=ticket, layouts=layouts)
-            self._membership.send(frame_of(encode(message)))
-            async with asyncio.timeout(decoded.timeout_seconds):
-                await opening.ended
+            async with asyncio.timeout(seconds):
+                await request.ended
         except BaseException as error:
-            self.close(decoded.ticket_id, "the sender could not open the ticket on all ranks")
+            self.close(ticket_id, "the ticket could not be opened on all ranks")
             if isinstance(error, TimeoutError):
                 raise PeerError(
-                    f"ranks {sorted(opening.owing)} have not opened the ticket within "
-                    f"{decoded.timeout_seconds:.3g} s"
+                    f"ranks {sorted(request.owing)} have not opened the ticket within "
+                    f"{seconds:.3g} s"
                 ) from None
             raise
         finally:
-            del self._openings[number]
-            if opening.ended.done() and not opening.ended.cancelled():
-                opening.ended.exception()  # retrieved, also when the caller was cancelled
+            del self._requests[number]
+            if request.ended.done() and not request.ended.cancelled():
+                request.ended.exception()  # retrieved, also when the caller was cancelled
 
     def close(self, ticket_id: bytes, reason: str) -> None:
         """End a ticket on all ranks. Plans that were sent before it are ended, too."""
-        self._membership.send(frame_of(encode(CloseTicket(ticket_id=ticket_id, reason=reason))))
+        self._send(CloseTicket(ticket_id=ticket_id, reason=reason))
+
+    def _send(self, message: Expect | OpenTicket | CloseTicket) -> None:
+        self._membership.send(frame_of(encode(message)))
 
     def on_message(self, state: RankState, message: TicketReply | TicketEnded) -> None:
         """Note the answer of a rank, or the end of a ticket on it; a late answer is ignored."""
         if isinstance(message, TicketEnded):
             self.on_end(message.ticket_id, f"rank {state.rank}: {message.reason}")
-        elif (opening := self._openings.get(message.number)) is not None:
-            opening.note(state.rank, message)
+        elif (request := self._requests.get(message.number)) is not None:
+            request.note(state.rank, message)
 
     def end_all(self, lost: RankLost | None = None) -> None:
         """Fail the callers that wait: a rank was lost, or the group closes."""
-        for opening in self._openings.values():
+        for request in self._requests.values():
             if lost is None:
-                opening.fail(ClosedError("the group of ranks is closing"))
+                request.fail(ClosedError("the group of ranks is closing"))
             else:
-                opening.fail(RankLost(str(lost), rank=lost.rank))
+                request.fail(RankLost(str(lost), rank=lost.rank))

@@ -322,7 +322,7 @@ class Worker(Protocol):
         """Key of tickets, see ``aiokv.peers.ticket``; empty before ``open`` and without peers."""
 
     def expect(self, ticket: bytes, seconds: float) -> None:
-        """Let senders open a ticket of this engine for some seconds; called before its plans.
+        """Let senders open a ticket of this engine for some seconds; ``expected`` follows.
 
         Senders may open it until ``close_ticket``, or until the seconds have passed: then its plans
         end, and nothing of it is left.
@@ -335,6 +335,24 @@ class Worker(Protocol):
             UsageError: the ticket is malformed, or the worker has no endpoints.
             PeerError: the ticket was made with another secret.
             ClosedError: the worker is closing, or is not open.
+        """
+
+    async def expected(self, ticket_id: bytes, seconds: float) -> None:
+        """Wait until senders can open a ticket; called once after ``expect``, before its plans.
+
+        A sender may connect as soon as it has the ticket, so it must not get the ticket before.
+
+        Args:
+            ticket_id: of the ticket.
+            seconds: after which ``PeerError`` is raised.
+
+        Raises:
+            PeerError: the ranks of the worker have different secrets, or do not answer in time.
+            ClosedError: the worker closes.
+
+        After an error nothing is left behind.
+
+        Cancellation: nothing is left behind.
         """
 
     async def open_ticket(self, ticket: bytes) -> None:

@@ -382,6 +382,9 @@ class CacheController:
         """Let senders open a ticket; see :meth:`Worker.expect`."""
         self._peers.expect(ticket, seconds)
 
+    async def expected(self, ticket_id: bytes, seconds: float) -> None:
+        """Return at once: ``expect`` has had its effect."""
+
     async def open_ticket(self, ticket: bytes, layouts: Sequence[bytes] = ()) -> None:
         """Connect to the receivers of a ticket; see :meth:`Worker.open_ticket`.
 

@@ -587,7 +587,6 @@ async def test_receive_ends_at_its_deadline():
         assert lease.usage.received_tokens == 16
 
 
-@pytest.mark.clock
 async def test_receiver_gives_up_as_soon_as_it_has_accepted():
     """Its cancellation arrives directly behind its acceptance; the ticket is not sent."""
     tokens = prompt(10)
@@ -603,6 +602,7 @@ async def test_receiver_gives_up_as_soon_as_it_has_accepted():
             assert p.engine.peer_statistics().ranks[0].sent.tickets == 0
 
 
+@pytest.mark.clock
 async def test_receive_into_blocks_of_an_open_step_ends_at_its_deadline():
     """The copies wait for the end of a step that the serving loop leaves open while it waits."""
     tokens = prompt(40)
@@ -904,7 +904,7 @@ async def test_ticket_is_sent_once():
                 await p.engine.send(source, receiving.ticket).__aenter__()
             p.compute(source, tokens, 0, 30)
             assert await receiving.wait() == 30
-        with pytest.raises(PeerError, match="has ended"):
+        with pytest.raises(PeerError, match=r"has ended|the receiver gave up"):
             await p.engine.send(source, receiving.ticket).__aenter__()
 
 

@@ -133,6 +133,42 @@ async def test_lost_rank_of_the_receiver_ends_the_send(tmp_path):
         p.step()
 
 
+async def test_all_ranks_expect_a_ticket_before_the_caller_has_it(tmp_path):
+    async with two(tmp_path) as (_, d), d.engine.match(A) as receiving:
+        await receiving.allocate(11)
+        async with receiving.receive(timeout=30.0):
+            for shard in d.shards:
+                assert shard.worker.peer_statistics()[0].received.tickets == 1
+        d.step()
+
+
+async def test_ticket_that_a_rank_refuses_is_expected_by_none(tmp_path, monkeypatch):
+    """The lease can receive with another ticket, and ``receive`` can be cancelled."""
+    async with two(tmp_path) as (_, d), d.engine.match(A) as receiving:
+        await receiving.allocate(11)
+        controller = d.shards[1].worker._controller
+        with monkeypatch.context() as patch:
+            patch.setattr(controller, "expect", _refuse)
+            with pytest.raises(PeerError, match="rank 1: no"):
+                await receiving.receive(timeout=30.0).__aenter__()
+        entering = asyncio.create_task(receiving.receive(timeout=30.0).__aenter__())
+        await asyncio.sleep(0)
+        entering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+        async with receiving.receive(timeout=30.0):
+            await run_until_idle(
+                lambda: all(
+                    shard.worker.peer_statistics()[0].received.tickets == 1 for shard in d.shards
+                )
+            )
+        d.step()
+
+
+def _refuse(ticket: bytes, seconds: float) -> None:
+    raise PeerError("no")
+
+
 async def test_ticket_that_one_rank_cannot_open_is_open_on_none(tmp_path):
     async with two(tmp_path) as (p, d):
         async with d.engine.match(A) as receiving, p.engine.match(A) as sending:
@@ -141,7 +177,6 @@ async def test_ticket_that_one_rank_cannot_open_is_open_on_none(tmp_path):
             async with receiving.receive(timeout=30.0) as arriving:
                 # Rank 1 of the receiver does not know the ticket any more.
                 other = d.shards[1].worker
-                await run_until_idle(lambda: other.peer_statistics()[0].received.tickets == 1)
                 other._close_ticket(
                     decode(arriving.ticket, ticket_key(PEERS.key)).ticket_id, "closed"
                 )
