@@ -546,6 +546,9 @@ class Core:
     def begin_batch(self, leases: Sequence[int]) -> int:
         """Begin a batch that computes with these leases; return its number."""
 
+    def has_onloads(self, leases: Sequence[int]) -> bool:
+        """Return True while a lease has onloads in flight."""
+
     def end_batch(self, batch: int, step: int = 0) -> list[int]:
         """
         End a batch, or let its work belong to `step`; return the leases that this releases.
@@ -826,6 +829,10 @@ class Core:
 
     @property
     def swapped_leases(self) -> int: ...
+
+    @property
+    def computed_prompt_tokens(self) -> int:
+        """As in the statistics."""
 
     def room(self) -> tuple[int, int, int]:
         """

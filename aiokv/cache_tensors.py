@@ -214,11 +214,11 @@ def create_tensors(
     groups = list(dict.fromkeys(layout.group for layout in layouts))
     for group in blocks:
         if group is not None and group not in groups:
-            raise ConfigError(f"window_blocks has {group!r}, which is no window group of the model")
+            raise ConfigError(f"window_blocks has {group!r}; the model has no such window group")
     for group in groups:
         if group not in blocks:
             raise ConfigError(
-                f"the model has layers of the window group {group!r}, which window_blocks has not",
+                f"the model has layers of the window group {group!r}, but window_blocks does not",
                 hint=f"window_blocks={{{group!r}: ...}}, as CacheConfig.windows has them",
             )
         what = "num_blocks" if group is None else f"window_blocks[{group!r}]"

@@ -160,8 +160,10 @@ def flag(name: str, value: object, error: type[AiokvError] = UsageError) -> bool
 def choice(
     name: str, value: object, accepted: Iterable[str], error: type[AiokvError] = UsageError
 ) -> None:
-    """Raises:
-    AiokvError: of the class ``error``; ``value`` is none of the ``accepted`` names.
+    """Check that ``value`` is one of the ``accepted`` names.
+
+    Raises:
+        AiokvError: of the class ``error``; ``value`` is none of the ``accepted`` names.
     """
     names = tuple(accepted)
     if not isinstance(value, str) or value not in names:

@@ -55,7 +55,7 @@ def swap_blocks(
         host_ids: [N] integers, from 0 to ``num_host_blocks - 1``. The ids of the destination are
             distinct.
         direction: ``"onload"`` copies from host to device, ``"offload"`` from device to host.
-        stream: submits the copies behind the work of a stream of CuPy, PyTorch or Paddle, a raw
+        stream: submits the copies after the work of a stream of CuPy, PyTorch or Paddle, a raw
             handle, or a ``CpuStream``; the caller keeps the tensors until they have been copied.
             None to return when the bytes have been copied; the work that writes or reads the
             blocks has finished before then.
@@ -66,7 +66,7 @@ def swap_blocks(
             Nothing was copied.
         UsageError: an id is out of range, or a destination is named twice; the lists have different
             lengths; a tensor is on both sides, with a block that is source and destination; or the
-            stream is no stream of the device. Nothing was copied.
+            stream is not one of the device. Nothing was copied.
         ConfigError: the tensors are on a GPU, and aiokv or CuPy is missing for it.
         DeviceError: the GPU has reported an error; some of the blocks may have been copied.
     """
@@ -175,12 +175,15 @@ def _ids(name: str, ids: ArrayLike) -> NDArray[np.int32]:
     try:
         array = np.asarray(ids)
     except Exception as error:  # tensors of a GPU raise errors of their libraries
-        raise UsageError(f"{name} is no array of integers: {error}") from error
+        raise UsageError(f"{name} is not an array of integers: {error}") from error
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise UsageError(f"{name} is {shown(ids)}; it must be a list of integers")
     limits = np.iinfo(np.int32)
     if array.size and not limits.min <= array.min() <= array.max() <= limits.max:
-        raise UsageError(f"{name} has ids that are no block: {array.min()} to {array.max()}")
+        raise UsageError(
+            f"{name} has ids from {array.min()} to {array.max()}; "
+            f"block ids are from 0 to {limits.max}"
+        )
     return np.ascontiguousarray(array, dtype=np.int32)
 
 

@@ -112,8 +112,8 @@ class RequestStatistics(msgspec.Struct, frozen=True, kw_only=True):
         too_large_requests: ``allocate`` calls that raised ``RequestTooLarge``.
         declined_fetches: requests that computed blocks that a store had, because this was sooner.
         late_fetches: requests that stopped waiting for a store that was slower than expected.
-        prefill_tokens_per_second: configured or measured speed of the model; 0.0 before the first
-            measurement.
+        prefill_tokens_per_second: configured speed of the model on prompts, or the one measured in
+            the newest batches that computed prompts; 0.0 before the first measurement.
     """
 
     capacity_wait: DurationHistogram

@@ -8,6 +8,9 @@ The sizes are those of :mod:`bench.vllm` on an H100: a model of 8B parameters wi
 tokens per second and 128 KiB of KV per token, 8 GiB on the device, 12 GiB of host memory, 4
 clients, conversations of 4 to 6 turns. The bytes are scaled down. The disk serves reads before
 writes, but at most 7 of 8 operations are reads.
+
+A second model, ``uneven``, computes 47,000 prompt tokens per second in three of four steps, and
+20,000 in the fourth. Its average is 35,000.
 """
 
 from __future__ import annotations
@@ -33,8 +36,11 @@ if TYPE_CHECKING:
 
 BANDWIDTHS_GBPS: Final = (0.05, 0.2, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0)
 QUICK_GBPS: Final = (3.0,)
+UNEVEN_GBPS: Final = (3.0, 4.0, 4.5, 5.0, 5.5, 6.0, 8.0, 20.0)
 
 TOKENS_PER_SECOND: Final = 32_000.0
+UNEVEN_TOKENS_PER_SECOND: Final = 35_000.0
+UNEVEN_STEPS: Final = (0.75, 0.75, 0.75, 1.75)  # times of successive steps, relative to the average
 BYTES_PER_TOKEN: Final = 128 << 10
 PCIE_BYTES_PER_SECOND: Final = 50e9
 LEAST_STEP_SECONDS: Final = 0.008
@@ -68,6 +74,10 @@ def run(quick: bool) -> dict[str, Any]:
         results[f"disk_{gbps:g}_gbps"] = measure(Server(gbps=gbps), prompts)
         any_price = Server(gbps=gbps, knows_speed=False)
         results[f"any_price_{gbps:g}_gbps"] = measure(any_price, prompts)
+    results["uneven_no_offload"] = measure(Server(has_host=False, is_uneven=True), prompts)
+    for gbps in QUICK_GBPS if quick else UNEVEN_GBPS:
+        uneven = Server(gbps=gbps, is_uneven=True)
+        results[f"uneven_{gbps:g}_gbps"] = measure(uneven, prompts)
     return results
 
 
@@ -81,6 +91,7 @@ class Server:
         latency_seconds: latency of each operation of the disk.
         knows_speed: False if the engine does not know the speed of the model. Then it fetches all
             blocks that the store has, as long as the request may wait.
+        is_uneven: True if the speed of the model differs between steps.
         changes: later bandwidths, by number of requests answered.
     """
 
@@ -88,6 +99,7 @@ class Server:
     gbps: float = 0.0
     latency_seconds: float = 0.0001
     knows_speed: bool = True
+    is_uneven: bool = False
     changes: tuple[tuple[int, float], ...] = ()
 
 
@@ -168,9 +180,13 @@ class Running:
 class Gpu:
     """Computes steps of the running requests: a token per answer, then prompts in order."""
 
-    def __init__(self, engine: CacheEngine, *, tells_speed: bool) -> None:
+    def __init__(self, engine: CacheEngine, *, tells_speed: bool, is_uneven: bool) -> None:
         self._engine = engine
         self._tells_speed = tells_speed
+        self._is_uneven = is_uneven
+        self._num_steps = 0
+        self.computed_tokens = 0
+        self.computing_seconds = 0.0  # of the steps that are large enough to measure
         self._running: list[Running] = []
         self._task: asyncio.Task[None] | None = None
 
@@ -192,11 +208,14 @@ class Gpu:
         while self._running:
             prompts = self._budgets()
             total = sum(tokens for _, tokens in prompts)
-            seconds = max(total / TOKENS_PER_SECOND, LEAST_STEP_SECONDS)
+            seconds = max(self._computing_seconds(total), LEAST_STEP_SECONDS)
             answering = [request for request in self._running if not request.left]
             await asyncio.sleep(seconds)
-            if self._tells_speed and total >= MEASURED_TOKENS:
-                self._engine.note_prefill(total, seconds)
+            if total >= MEASURED_TOKENS:
+                self.computed_tokens += total
+                self.computing_seconds += seconds
+                if self._tells_speed:
+                    self._engine.note_prefill(total, seconds)
             for request, tokens in prompts:
                 request.left -= tokens
                 if not request.left:
@@ -209,6 +228,15 @@ class Gpu:
                     request.last.set_result(None)
             self._running = [request for request in self._running if request.outputs]
         self._task = None
+
+    def _computing_seconds(self, num_tokens: int) -> float:
+        """Return the time of the next step, which computes ``num_tokens`` of prompts."""
+        if not self._is_uneven:
+            return num_tokens / TOKENS_PER_SECOND
+        if num_tokens >= MEASURED_TOKENS:
+            self._num_steps += 1
+        share = UNEVEN_STEPS[self._num_steps % len(UNEVEN_STEPS)]
+        return share * num_tokens / UNEVEN_TOKENS_PER_SECOND
 
     def _budgets(self) -> list[tuple[Running, int]]:
         budget = STEP_TOKENS - sum(not request.left for request in self._running)
@@ -290,7 +318,7 @@ class Clients:
         self._server = server
         self._prompts = list(prompts)
         self._disk = disk
-        self._gpu = Gpu(engine, tells_speed=server.knows_speed)
+        self._gpu = Gpu(engine, tells_speed=server.knows_speed, is_uneven=server.is_uneven)
         self._left: Iterator[NDArray[np.int32]] = iter(self._prompts)
         self._changes = list(server.changes)
         self._scheduling = asyncio.Lock()
@@ -357,4 +385,6 @@ class Clients:
             "fetched": self._fetched_tokens / tokens,
             "declined_fetches": waits.declined_fetches,
             "late_fetches": waits.late_fetches,
+            "model_tokens_per_second": self._gpu.computed_tokens / self._gpu.computing_seconds,
+            "estimated_tokens_per_second": waits.prefill_tokens_per_second,
         }

@@ -226,7 +226,9 @@ class Computing:
         self._expiries = expiries
         self._on_failure = on_failure
         self._on_end = on_end
-        self._speed = parts.speed
+        self._read = parts.scheduler.read
+        self._transfers = parts.transfers
+        self._times = parts.times
         self._observers = parts.observers
         self._batches: dict[int, ComputeBatch] = {}
         self._waiters: list[asyncio.Future[None]] = []
@@ -256,7 +258,8 @@ class Computing:
         if self._expiries.timers:
             for lease_id in lease_ids:
                 self._expiries.stop(lease_id)
-        self._speed.batch_begins(batch_id)
+        waits = self._transfers.are_in_flight and self._read.has_onloads(lease_ids)
+        self._times.batch_begins(batch_id, waits=waits)
         if self._observers.active:
             self._observers.batch_began(batch_id, len(lease_ids))
         return batch_id
@@ -267,8 +270,7 @@ class Computing:
 
     def end(self, batch_id: int, *, in_open_step: bool) -> None:
         """End a batch whose ``with`` block, work and events have ended. Idempotent."""
-        if not self.worker.computes_in_stream:
-            self._speed.batch_ends(batch_id)
+        self._times.batch_ends(batch_id)
         if not self._closed:
             self._dispatcher.apply(self._scheduler.end_batch(batch_id, in_open_step=in_open_step))
             for waiter in self._waiters:

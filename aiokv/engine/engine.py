@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self, final
 
-import msgspec
-
 from aiokv import checks
 from aiokv.checks import Unique, arguments
 from aiokv.engine.batches import Batches
@@ -113,7 +111,7 @@ class CacheEngine(Unique):
     Raises:
         ConfigError: an argument has the wrong type, is unknown, or contradicts another argument;
             or the memory does not suffice for the index.
-        UsageError: the tensors hold fewer blocks or state slots than ``config`` asks for.
+        UsageError: the tensors hold fewer blocks or state slots than ``config`` requires.
     """
 
     def __init__(
@@ -163,7 +161,7 @@ class CacheEngine(Unique):
             parts, self._steps, computing, self._leases, self._recovery, exchange, expiries
         )
         self._exchange = exchange
-        self._inspection = Inspection(parts, self._sleep)
+        self._inspection = Inspection(parts, self._sleep, exchange)
         self._events = Events(parts)
 
     # --- opening and closing ----------------------------------------------------------------------
@@ -540,17 +538,17 @@ class CacheEngine(Unique):
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """Note the time in which the model has computed tokens of prompts.
 
-        From it, the engine knows which blocks of a store are sooner computed than fetched. A caller
-        that uses ``computing`` need not measure: its batches are measured. A
-        ``prefill_tokens_per_second`` of the configuration comes before any measurement.
+        With this speed, the engine decides which blocks of a store to fetch, and which to compute.
+        It measures the batches of ``computing`` itself. If the configuration has
+        ``prefill_tokens_per_second``, measurements have no effect.
 
         Args:
-            num_tokens: positions of prompts that one batch has computed. Batches of fewer than 64
-                positions are left out: they decode.
-            seconds: of the batch alone, without pauses.
+            num_tokens: positions of prompts that one batch has computed, without generated ones.
+                Batches of fewer than 64, or a quarter of a larger recent batch, do not count.
+            seconds: of the batch alone, without pauses. Leave out batches that waited for onloads.
 
         Raises:
-            UsageError: an argument is no number, or not above 0.
+            UsageError: an argument is not a number, or is not above 0.
         """
         self._lifetime.check_loop()
         self._speed.note(
@@ -1202,18 +1200,7 @@ class CacheEngine(Unique):
         Raises:
             UsageError: the call is made in another thread.
         """
-        self._lifetime.check_thread()
-        return {
-            **self._scheduler.read.describe(),
-            "open_step": self._scheduler.read.open_step,
-            "asleep": sorted(self.asleep),
-            "statistics": msgspec.to_builtins(self.statistics()),
-            "requests": msgspec.to_builtins(self.request_statistics()),
-            "worker": msgspec.to_builtins(self.worker_statistics()),
-            "peers": msgspec.to_builtins(self.peer_statistics()),
-            "stores": msgspec.to_builtins(self.store_statistics()),
-            "ranks": self._worker.describe(),
-        }
+        return self._inspection.dump()
 
     def check_invariants(self) -> list[str]:
         """Return a description of each violated invariant: I1-I6, and those of the waiting lines.

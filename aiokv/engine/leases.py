@@ -91,7 +91,6 @@ class Leases:
         self._fetches = fetches
         self._exchange = exchange
         self._flows = exchange.flows  # empty when no lease receives or sends
-        self._speed = parts.speed
         self._requests = parts.requests
         self._observers = parts.observers
         self._expiries = expiries
@@ -501,8 +500,6 @@ class Leases:
         self._lifetime.check_loop()
         if ready is None:
             published = self._apply(self._scheduler.commit(lease.id or lease.live_id(), num_tokens))
-            if published:
-                self._speed.published(published)
             if self._timers:
                 self._expiries.stop(lease.id)
             if self._flows:
@@ -514,7 +511,6 @@ class Leases:
         )
         if self._timers:
             self._expiries.stop(lease.id)
-        self._speed.published(published)
         self._steps.close(ready)
         if self._flows:
             self._exchange.committed(lease.id)

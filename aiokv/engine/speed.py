@@ -2,59 +2,89 @@
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from typing import Final
 
-FASTER_WEIGHT: Final = 0.3  # of a newer measurement: pauses of the serving loop only lower it
-SLOWER_WEIGHT: Final = 0.05
-LEAST_TOKENS: Final = 64  # batches that publish fewer are mostly decode steps
+WINDOW: Final = 32  # newest batches from which the speed is estimated
+LEAST_TOKENS: Final = 64  # batches of fewer prompt tokens do not keep the model busy
+LEAST_SHARE: Final = 0.25  # of the tokens of the largest batch; likewise
+EXTREME_TENTHS: Final = 1  # of the tokens at each end, whose times per token are bounded
+EXTREME_FACTOR: Final = 4.0  # between the time per token of a batch and the median, at most
 
 
 class PrefillSpeed:
-    """Moving average over the batches of the model, from the blocks that they publish.
+    """Speed at which the model computes one more prompt, estimated from its newest batches.
 
-    A batch takes the time until its end; on a device that computes behind the host's back, until
-    the next batch begins.
+    The estimate is the number of tokens of the last ``WINDOW`` batches, divided by their seconds,
+    with bounds on the seconds of extreme batches. So a request that computes n tokens instead of
+    fetching them needs about n / ``tokens_per_second`` more seconds.
+
+    - A batch counts by its tokens and seconds: a prompt takes the sum of the times of its batches.
+      A mean of the speeds of batches would be higher.
+    - Fast and slow batches are treated alike. The fastest and the slowest tenth of the tokens count
+      with the time per token of the next batch towards the median, and no batch counts as more than
+      ``EXTREME_FACTOR`` times faster or slower than the median. So a pause of the serving loop has
+      hardly an effect, nor has a batch that seems short because the end of the batch before was
+      noticed late; but if each fifth batch is slow, all of its time counts.
+    - After a change of the load, the estimate follows in proportion to the share of new batches in
+      the window.
+    - Small batches are left out, because a long prompt is computed in large ones: batches of fewer
+      than ``LEAST_TOKENS`` prompt tokens, and those that have less than ``LEAST_SHARE`` of the
+      tokens of the largest batch in the window. Hence batches that only decode do not count.
+    - Generated tokens in a batch are not counted, but the time that they take is: further prompts
+      are computed beside them, too.
+    - The prompts of a batch are counted together. A request that waits for earlier prompts adds
+      their tokens: see ``queued_tokens`` of ``Lease.allocate``.
+    - Time without a batch is not counted.
 
     Args:
         tokens_per_second: known speed; None to measure it.
-        block_tokens: positions per block.
     """
 
-    def __init__(self, tokens_per_second: float | None, block_tokens: int) -> None:
+    def __init__(self, tokens_per_second: float | None) -> None:
         self._known = tokens_per_second
-        self._block_tokens = block_tokens
-        self._average = 0.0
-        self._batch_id = 0
-        self._began = 0.0
-        self._ended = 0.0
-        self._tokens = 0
+        self._batches: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # tokens, seconds
+        self._estimate: float | None = 0.0  # None when a batch was noted since
 
     @property
     def tokens_per_second(self) -> float:
         """The known or measured speed; 0.0 before the first measurement."""
-        return self._known or self._average
-
-    def batch_begins(self, batch_id: int) -> None:
-        """Note that the model begins to compute a batch."""
-        now = time.monotonic()
-        if self._began:
-            self.note(self._tokens, (self._ended or now) - self._began)
-        self._batch_id, self._began, self._ended, self._tokens = batch_id, now, 0.0, 0
-
-    def batch_ends(self, batch_id: int) -> None:
-        """Note that the work of a batch has ended, on a device that the host waits for."""
-        if batch_id == self._batch_id:
-            self._ended = time.monotonic()
-
-    def published(self, blocks: int) -> None:
-        """Note that a lease has published blocks that the newest batch has computed."""
-        self._tokens += blocks * self._block_tokens
+        if self._known:
+            return self._known
+        if self._estimate is None:
+            self._estimate = _estimate(self._batches)
+        return self._estimate
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Note that the model has computed tokens of prompts in a batch of the caller."""
-        if num_tokens < LEAST_TOKENS or seconds <= 0:
-            return
-        newest = num_tokens / seconds
-        weight = FASTER_WEIGHT if newest > self._average else SLOWER_WEIGHT
-        self._average += (weight if self._average else 1.0) * (newest - self._average)
+        """Note that the model has computed a batch.
+
+        Args:
+            num_tokens: tokens of prompts in the batch.
+            seconds: duration of the batch, without pauses before or after it.
+        """
+        if num_tokens >= LEAST_TOKENS and seconds > 0:
+            self._batches.append((num_tokens, seconds))
+            self._estimate = None
+
+
+def _estimate(batches: deque[tuple[int, float]]) -> float:
+    """Return the tokens per second of large batches, with bounds on extreme times per token."""
+    least = LEAST_SHARE * max(tokens for tokens, _ in batches)
+    ascending = sorted((seconds / tokens, tokens) for tokens, seconds in batches if tokens >= least)
+    descending = ascending[::-1]
+    median = _seconds_per_token(ascending, 5)
+    lower = max(_seconds_per_token(descending, 10 - EXTREME_TENTHS), median / EXTREME_FACTOR)
+    upper = min(_seconds_per_token(ascending, 10 - EXTREME_TENTHS), median * EXTREME_FACTOR)
+    total = sum(tokens for _, tokens in ascending)
+    return total / sum(tokens * min(max(each, lower), upper) for each, tokens in ascending)
+
+
+def _seconds_per_token(batches: list[tuple[float, int]], tenths: int) -> float:
+    """Return the time per token of the batch at which ``tenths`` of the tokens are reached."""
+    total = sum(tokens for _, tokens in batches)
+    reached = 0
+    for seconds_per_token, tokens in batches:
+        reached += tokens
+        if 10 * reached >= tenths * total:
+            return seconds_per_token
+    raise AssertionError("the last batch reaches all tokens")

@@ -21,6 +21,7 @@ class Steps:
         self._dispatcher = parts.dispatcher
         self._worker = parts.worker
         self._open_step = parts.open_step
+        self._times = parts.times
         self._evicted_device_blocks = 0  # at the last line of the log
         self._evicted_host_blocks = 0
 
@@ -36,6 +37,7 @@ class Steps:
         # blocks of this step, whose event may be done. The worker closes both with the next event.
         step = self._dispatcher.apply(self._scheduler.close_step())
         self._open_step.note_closer()
+        self._times.step_closes(step)
         self._worker.close_step(step, event)
         if log.is_on(DEBUG):
             self._log_evictions()
@@ -53,4 +55,5 @@ class Steps:
 
     def finish(self, step: int) -> None:
         """Account for the end of a step and of all earlier steps."""
+        self._times.step_finished(step)
         self._dispatcher.apply(self._scheduler.finish_step(step))

@@ -74,6 +74,11 @@ class Transfers:
         self._ends: dict[int, list[asyncio.Future[None]]] = {}  # waits for the report, by transfer
         observers.follow(lambda: list(self._counters.values()))
 
+    @property
+    def are_in_flight(self) -> bool:
+        """True while the report of a transfer is missing."""
+        return bool(self._counters)
+
     def submit(self, plan: TransferPlan) -> None:
         """Submit a plan to the worker. A plan that the worker refuses is reported as failed.
 
@@ -169,7 +174,7 @@ class Transfers:
         if report.transfer_id not in self._counters:
             return
         plan, counter = self._counters[report.transfer_id]
-        # A block that a store or another engine does not have is no failure.
+        # A block that a store or another engine does not have is not a failure.
         if report.outcome == "failed" and plan.route not in FETCH_ROUTES | PEER_ROUTES:
             log.warning(
                 "transfer.failed",

@@ -443,9 +443,10 @@ GUARD: Final[Table] = (
     by(
         "store_blocks_total",
         "outcome",
-        "Blocks of loads and saves, by outcome.",
+        "Blocks of loads and saves, by outcome; present: the store already had the block.",
         loaded_blocks="loaded",
         saved_blocks="saved",
+        present_blocks="present",
         missing_blocks="missing",
         wrong_blocks="wrong",
         refused_blocks="refused",

@@ -496,7 +496,7 @@ class RankGroup(Unique):
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """Where the ranks listen for senders; see :attr:`Worker.endpoints`.
+        """Addresses at which the ranks listen for senders; see :attr:`Worker.endpoints`.
 
         Empty while a rank is lost.
         """

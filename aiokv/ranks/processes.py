@@ -23,8 +23,10 @@ _BOOT: Final = (
 
 
 def check_entry(entry: object) -> None:
-    """Raises:
-    ConfigError: ``entry`` is not of the form ``"module:function"``.
+    """Check the form of ``entry``.
+
+    Raises:
+        ConfigError: ``entry`` is not of the form ``"module:function"``.
     """
     if isinstance(entry, str):
         module, _, function = entry.partition(":")

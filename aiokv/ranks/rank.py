@@ -26,7 +26,7 @@ from aiokv.errors import (
     UsageError,
 )
 from aiokv.observe.logs import Log
-from aiokv.peers.options import Peers
+from aiokv.peers.options import Peers, check_peers
 from aiokv.peers.ticket import decode as decode_ticket
 from aiokv.plan import FETCH_ROUTES, TransferReport
 from aiokv.ranks.channel import Channel, check_length, checked_path, frame_of
@@ -139,11 +139,7 @@ class Rank(Unique):
         rank = integer("rank", rank, minimum=0, maximum=MAX_RANKS - 1, error=ConfigError)
         if not isinstance(regions, Regions):
             raise ConfigError(f"regions is {regions!r}; it must be the Regions of this rank")
-        if peers is not None and not isinstance(peers, Peers):
-            raise ConfigError(
-                f"peers is of type {type(peers).__name__}; it must be an aiokv.Peers",
-                hint="peers=Peers(listen='10.0.0.5', secret=...)",
-            )
+        check_peers(peers)
         check_positive("connect_timeout", connect_timeout)
         self.rank = rank
         self._path = str(checked_path(path))
@@ -344,7 +340,7 @@ class Rank(Unique):
 
         Args:
             step: the engine's ``open_step`` at the time the work was sent; numbers may be skipped.
-            event: recorded behind the work; None when it has finished.
+            event: recorded after the work; None when it has finished.
 
         Raises:
             UsageError: the step was closed before; an argument is of the wrong type; the device
@@ -361,7 +357,7 @@ class Rank(Unique):
 
         Args:
             mark: what ``Sending.layers_done`` has returned. Without effect when its send has ended.
-            event: recorded behind the work that computes the layers; None when it has finished.
+            event: recorded after the work that computes the layers; None when it has finished.
 
         Raises:
             UsageError: ``mark`` is nothing of the kind, the device cannot wait for such an event,

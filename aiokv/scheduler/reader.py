@@ -322,6 +322,15 @@ class CacheReader:
         return bool(self._core.statistics().leases)
 
     @property
+    def computed_prompt_tokens(self) -> int:
+        """Number of prompt positions that leases have computed, over all leases so far."""
+        return self._core.computed_prompt_tokens
+
+    def has_onloads(self, lease_ids: Sequence[int]) -> bool:
+        """Return True while a lease has onloads in flight."""
+        return self._core.has_onloads(lease_ids)
+
+    @property
     def granted_leases(self) -> int:
         """Number of leases that hold device blocks."""
         return self._core.granted_leases

@@ -34,11 +34,12 @@ class Result(IntEnum):
     """Result of one key of ``load``, ``save`` or ``remove``.
 
     Attributes:
-        DONE: the object was loaded, is stored (also when it already was), or is removed.
+        DONE: the object was loaded, stored or removed.
         MISSING: the store does not have the key. Not an error.
         WRONG: the object was found, but its length, key or checksum is wrong.
         REFUSED: the store has no room for the object, or does not admit it.
         FAILED: an I/O error, or the operation did not finish in time.
+        PRESENT: of ``save`` only: the store already had the object, and has written nothing.
     """
 
     DONE = 0
@@ -46,6 +47,7 @@ class Result(IntEnum):
     WRONG = 2
     REFUSED = 3
     FAILED = 4
+    PRESENT = 5
 
 
 class StoreMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,7 +170,7 @@ class Store(Protocol):
     async def save(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
         """Store the object in host block ``blocks[i]``; return ``[N]`` uint8 ``Result``.
 
-        After ``DONE`` the object is found with the same bytes, or not at all (I10).
+        After ``DONE`` and ``PRESENT`` the object is found with the same bytes, or not at all (I10).
         """
 
     async def remove(self, keys: bytes) -> NDArray[np.uint8]:

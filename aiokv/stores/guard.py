@@ -303,7 +303,8 @@ class StoreGuard:
             if ended is None:
                 batch.note(num_bytes, 0, _now())
                 break
-            moved, reason = _array(ended, part.stop - part.start, np.uint8)
+            largest = Result.FAILED if way is self._loading else Result.PRESENT
+            moved, reason = _array(ended, part.stop - part.start, np.uint8, largest)
             if moved is None:
                 way.breaker.fail(way.operation, reason, _now())
                 break
@@ -353,7 +354,7 @@ class StoreGuard:
     def _note(self, way: _Way, results: NDArray[np.uint8]) -> None:
         """Note the results of one operation."""
         self._counts.note(way.operation, results)
-        done = int(np.count_nonzero(results == Result.DONE))
+        done = int(np.isin(results, (Result.DONE, Result.PRESENT)).sum())
         failed = int(np.count_nonzero(results == Result.FAILED))
         wrong = int(np.count_nonzero(results == Result.WRONG))
         if failed:
@@ -535,7 +536,9 @@ async def _attempt(call: Callable[[], Awaitable[Any]]) -> _Ended:
         return _Ended(reason=_text(error))
 
 
-def _array(ended: _Ended, length: int, dtype: type[np.generic]) -> tuple[NDArray[Any] | None, str]:
+def _array(
+    ended: _Ended, length: int, dtype: type[np.generic], largest: Result = Result.FAILED
+) -> tuple[NDArray[Any] | None, str]:
     """Return the array that an operation has returned; or None, and the reason."""
     if ended.reason:
         return None, ended.reason
@@ -545,8 +548,8 @@ def _array(ended: _Ended, length: int, dtype: type[np.generic]) -> tuple[NDArray
         return None, f"the results are not an array: {error}"
     if array.shape != (length,):
         return None, f"{length} keys have results of shape {array.shape}"
-    if dtype is np.uint8 and length and int(array.max()) > max(Result):
-        return None, f"a result is {int(array.max())}; the largest is {max(Result)}"
+    if dtype is np.uint8 and length and int(array.max()) > largest:
+        return None, f"a result is {int(array.max())}; the largest is {largest}"
     return array, ""
 
 

@@ -29,7 +29,8 @@ class GuardStatistics(msgspec.Struct, frozen=True, kw_only=True):
         opened: number of times that the store became unavailable.
         lookups: calls, and ``lookup_keys`` the keys asked for, of which ``found_keys`` were found.
         loaded_blocks: blocks that were loaded and verified.
-        saved_blocks: blocks that the store has acknowledged.
+        saved_blocks: blocks that the store has written.
+        present_blocks: blocks that were to be saved, and that the store already had.
         missing_blocks: blocks that a load did not find.
         wrong_blocks: blocks whose bytes were wrong; they were quarantined.
         refused_blocks: blocks that the store did not take.
@@ -43,8 +44,8 @@ class GuardStatistics(msgspec.Struct, frozen=True, kw_only=True):
         lookup_seconds: moving average of the duration of a lookup.
         load_seconds: likewise, of a load of less than 256 KiB.
         load_bytes_per_second: likewise, of larger loads, verification included.
-        save_seconds: as ``load_seconds``.
-        save_bytes_per_second: as ``load_bytes_per_second``.
+        save_seconds: as ``load_seconds``, of saves that have written blocks.
+        save_bytes_per_second: as ``load_bytes_per_second``, of the blocks that were written.
         store: counters of the store itself; unknown ones while it is closed.
     """
 
@@ -58,6 +59,7 @@ class GuardStatistics(msgspec.Struct, frozen=True, kw_only=True):
     found_keys: int
     loaded_blocks: int
     saved_blocks: int
+    present_blocks: int
     missing_blocks: int
     wrong_blocks: int
     refused_blocks: int
@@ -88,6 +90,7 @@ class GuardCounts:
         self.found_keys = 0
         self.loaded_blocks = 0
         self.saved_blocks = 0
+        self.present_blocks = 0
         self.missing_blocks = 0
         self.wrong_blocks = 0
         self.refused_blocks = 0
@@ -103,6 +106,7 @@ class GuardCounts:
             self.loaded_blocks += done
         else:
             self.saved_blocks += done
+        self.present_blocks += int(np.count_nonzero(results == Result.PRESENT))
         self.missing_blocks += int(np.count_nonzero(results == Result.MISSING))
         self.wrong_blocks += int(np.count_nonzero(results == Result.WRONG))
         self.refused_blocks += int(np.count_nonzero(results == Result.REFUSED))

@@ -192,8 +192,9 @@ class S3Store(Store):
 
         async def put(index: int) -> int:
             async with self._gate:
-                if await client.size(names[index]) != memory.object_bytes:
-                    await client.write(names[index], memory.object(int(blocks[index])))
+                if await client.size(names[index]) == memory.object_bytes:
+                    return Result.PRESENT
+                await client.write(names[index], memory.object(int(blocks[index])))
             return Result.DONE
 
         return await self._all(range(len(names)), put, self._concurrency)

@@ -89,10 +89,13 @@ class Saved(NamedTuple):
     Attributes:
         results: one ``Result`` per block; ``DONE`` when at least one store has the block.
         overdue: operations that still access host blocks of the plan.
+        written_blocks: number of blocks that at least one store has written; the stores already had
+            the other blocks that are ``DONE``.
     """
 
     results: bytes
     overdue: tuple[asyncio.Task[Any], ...] = ()
+    written_blocks: int = 0
 
 
 class StoreSet:
@@ -314,10 +317,12 @@ class StoreSet:
             results[reply.results == Result.REFUSED] = np.minimum(
                 results[reply.results == Result.REFUSED], Result.REFUSED
             )
+        written = np.zeros(plan.num_blocks, np.bool_)
         for reply in replies:
-            results[reply.results == Result.DONE] = Result.DONE
+            results[np.isin(reply.results, (Result.DONE, Result.PRESENT))] = Result.DONE
+            written |= reply.results == Result.DONE
         overdue = tuple(reply.overdue for reply in replies if reply.overdue is not None)
-        return Saved(results.tobytes(), overdue)
+        return Saved(results.tobytes(), overdue, int(np.count_nonzero(written)))
 
     def statistics(self) -> list[GuardStatistics]:
         """Return the statistics of each store, in order."""

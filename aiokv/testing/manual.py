@@ -342,8 +342,10 @@ class ManualDevice:
         self._tiers = {key: (blocks_of(regions, key), own) for key, own in arenas.items()}
 
     def detach(self, *, keep_host: bool) -> None:
-        """Raises:
-        UsageError: a copy is in flight.
+        """Detach from the memory.
+
+        Raises:
+            UsageError: a copy is in flight.
         """
         self._check_idle()
         self._tiers = {}
@@ -379,8 +381,10 @@ class ManualDevice:
             copy.complete_all()
 
     def close(self) -> None:
-        """Raises:
-        UsageError: a copy is in flight, and its memory would be freed.
+        """Close the device.
+
+        Raises:
+            UsageError: a copy is in flight, and its memory would be freed.
         """
         self._check_idle()
         self.closed = True

@@ -63,6 +63,7 @@ class ScriptedStore(Store):
         name: part of ``url``.
         capacity_blocks: objects that it takes; further ones are refused. None for no limit.
         max_concurrent: see :class:`aiokv.stores.Store`.
+        keeps_objects: True if a save of a key that is stored writes nothing, and is ``PRESENT``.
         objects: objects by key, shared with another store; None for a new, empty dictionary.
 
     Attributes:
@@ -83,6 +84,7 @@ class ScriptedStore(Store):
         *,
         capacity_blocks: int | None = None,
         max_concurrent: int = 4,
+        keeps_objects: bool = False,
         objects: dict[bytes, bytes] | None = None,
     ) -> None:
         self.url = f"scripted:{name}"
@@ -96,6 +98,7 @@ class ScriptedStore(Store):
         self.parts: dict[str, ScriptedStore] = {}
         self._name = name
         self._capacity_blocks = capacity_blocks
+        self._keeps_objects = keeps_objects
         self._memory: StoreMemory | None = None
         self._script = Script()
 
@@ -139,7 +142,10 @@ class ScriptedStore(Store):
     def for_pool(self, pool: str) -> ScriptedStore:
         """Return a store of the same objects, with a script of its own; see ``Store.for_pool``."""
         self.parts[pool] = ScriptedStore(
-            f"{self._name}/{pool}", max_concurrent=self.max_concurrent, objects=self.objects
+            f"{self._name}/{pool}",
+            max_concurrent=self.max_concurrent,
+            keeps_objects=self._keeps_objects,
+            objects=self.objects,
         )
         return self.parts[pool]
 
@@ -197,6 +203,8 @@ class ScriptedStore(Store):
         return np.array(self._answered("save", number, results), np.uint8)
 
     def _save(self, number: int, index: int, key: bytes, block: int) -> Result:
+        if self._keeps_objects and key in self.objects:
+            return Result.PRESENT
         limit = self._capacity_blocks
         if limit is not None and len(self.objects) >= limit and key not in self.objects:
             return Result.REFUSED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from aiokv.worker.transfers import TransferQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from aiokv.plan import Outcome, Route
     from aiokv.worker.transfers import Transfer
@@ -178,4 +179,49 @@ class Lane:
             busy_seconds=self.busy_seconds,
             queue_seconds=self.queue_seconds,
             bytes_per_second=self.bytes_per_second,
+        )
+
+
+class RunningCounts:
+    """Counts of a route on which transfers start at once, for :class:`LaneStatistics`.
+
+    Args:
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._outcomes: dict[Outcome, int] = {"done": 0, "failed": 0, "cancelled": 0}
+        self._moved_bytes = 0
+        self._busy_seconds = 0.0
+        self._running: set[int] = set()
+        self._busy_since = 0.0
+
+    def begin(self, transfer_id: int) -> None:
+        """Count a transfer in flight. Idempotent."""
+        if not self._running:
+            self._busy_since = self._clock()
+        self._running.add(transfer_id)
+
+    def end(self, transfer_id: int, outcome: Outcome, moved_bytes: int) -> None:
+        """Count the end of a transfer, and the bytes that it has moved."""
+        self._running.discard(transfer_id)
+        self._outcomes[outcome] += 1
+        self._moved_bytes += moved_bytes
+        if not self._running:
+            self._busy_seconds += self._clock() - self._busy_since
+
+    def statistics(self) -> LaneStatistics:
+        """Return the counts; nothing is queued."""
+        seconds = self._busy_seconds
+        return LaneStatistics(
+            queued=0,
+            submitted=len(self._running),
+            done=self._outcomes["done"],
+            failed=self._outcomes["failed"],
+            cancelled=self._outcomes["cancelled"],
+            moved_bytes=self._moved_bytes,
+            busy_seconds=seconds,
+            queue_seconds=0.0,
+            bytes_per_second=self._moved_bytes / seconds if seconds else 0.0,
         )

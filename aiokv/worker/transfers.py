@@ -163,8 +163,10 @@ class StepGate:
         held.pop(transfer.plan.transfer_id, None)
 
     def check(self, step: int) -> None:
-        """Raises:
-        UsageError: the step is closed already.
+        """Check that the step is open.
+
+        Raises:
+            UsageError: the step is closed already.
         """
         if not self.is_open(step):
             raise UsageError(

@@ -37,3 +37,10 @@ def test_fetching_at_any_price_makes_a_server_slower(without_store):
     """This shows that the tests above detect wrong decisions."""
     server = Server(gbps=3.0, knows_speed=False)
     assert measure(server, PROMPTS)["requests_per_second"] < NOISE * without_store
+
+
+def test_store_that_is_faster_than_the_average_step_makes_a_server_faster():
+    """The store is slower than three of four steps of this model."""
+    without = measure(Server(has_host=False, is_uneven=True), PROMPTS)["requests_per_second"]
+    server = Server(gbps=6.0, is_uneven=True)
+    assert measure(server, PROMPTS)["requests_per_second"] > 1.3 * without

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from aiokv import ConfigError, ControlTimeout, LayoutError, UsageError
+from aiokv import ConfigError, ControlTimeout, LayoutError, TransferError, UsageError
 from aiokv.connectors.fastdeploy import (
     BatchRequest,
     CacheController,
@@ -232,6 +233,45 @@ def test_sleep_names_the_step_that_the_workers_have_not_closed(serving):
     serving.send(step, BatchRequest())
     serving.manager.sleep()
     serving.controller.free_gpu_cache()
+
+
+def test_tensors_that_exist_are_registered(tmp_path):
+    controller = CacheController(fd_config(8), path=tmp_path / "ranks")
+    layers = [{"key": np.zeros((8, 4, 3), np.int64)} for _ in range(LAYERS)]
+    controller.register_kv_cache(layers)
+    names = ["key_caches_0_rank0.device0", "key_caches_1_rank0.device0"]
+    assert list(controller.get_kv_caches()) == names
+    assert controller.get_kv_caches()[names[1]] is layers[1]["key"]
+    assert controller.get_stats() == {"initialized": True, "num_layers": LAYERS}
+    assert count_rank_threads() == 1
+    controller.free_gpu_cache()
+    assert count_rank_threads() == 0
+    assert controller.get_stats()["initialized"] is False
+
+
+def count_rank_threads() -> int:
+    return sum(thread.name == "aiokv-rank" for thread in threading.enumerate())
+
+
+def test_counter_raises_the_error_of_an_onload():
+    device = ScriptedDevice()
+    device.fail("onload", copy=0, layer=1, block=1)
+    with Server(6, 12, device, write_policy="write_through") as server:
+        manager = server.manager
+        tokens = [1_000 + i for i in range(13)]
+        server.scheduler.add(Request("a", tokens, 1))
+        server.scheduler.run()
+        server.drain()
+        manager.free_all_device_blocks()
+        again = Request("b", tokens, 1)
+        manager.match_prefix(again)
+        counter = server.worker.controller.submit_swap_tasks(None, again.cache_swap_metadata[0])
+        server.drain()
+        with pytest.raises(TransferError):
+            counter.raise_for_error()
+        with pytest.raises(TransferError):
+            counter.wait_all(timeout=None)
+        manager.request_finish(again)
 
 
 def test_counter_without_onloads_is_done():

@@ -10,15 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from aiokv import ClosedError, ConfigError, ControlTimeout, UsageError
+from aiokv import ClosedError, ConfigError, ControlTimeout, UsageError, WouldBlock
 from aiokv.connectors.fastdeploy import (
     BatchRequest,
     CacheLevel,
     CacheManager,
     CacheMetrics,
     CacheSwapMetadata,
+    blocks,
 )
+from aiokv.connectors.fastdeploy import manager as manager_module
 from aiokv.sync import Calls
+from aiokv.testing import ScriptedDevice
 from tests.connectors.fastdeploy_server import (
     BLOCK,
     Request,
@@ -154,6 +157,21 @@ def test_room_that_was_promised_can_be_taken_although_blocks_must_be_saved_first
         finish(manager, request)
 
 
+def test_room_is_promised_until_the_schedule_ends(monkeypatch):
+    monkeypatch.setattr(blocks, "PROMISE_SECONDS", 0.0)
+    with opened(4) as manager:
+        request = Request("a", prompt(1, 4))
+        manager.match_prefix(request)
+        with manager.engine.match([0], read=False, write=False) as other:
+            assert manager.can_allocate_device_blocks(2)
+            other.allocate(3 * BLOCK).result()
+            with pytest.raises(WouldBlock, match="no room for 2 blocks"):
+                manager.allocate_device_blocks(request, 2)
+            manager.issue_pending_backup_to_batch_request()
+            assert manager.allocate_device_blocks(request, 2) == []
+        assert len(manager.allocate_device_blocks(request, 2)) == 2
+
+
 def test_room_under_write_back_is_made_when_it_is_promised():
     """Later, a free block of host memory would let evicted blocks wait for their saves."""
     with opened(8, 0, write_policy="write_back") as manager:
@@ -195,6 +213,14 @@ def test_b4_5_resize_grows_and_refuses_to_cut_used_blocks():
         finish(manager, request)
 
 
+def test_room_that_was_known_before_a_resize_is_asked_for_again():
+    with opened(8) as manager:
+        assert manager.can_allocate_device_blocks(6)
+        assert manager.resize_device_pool(4)
+        assert not manager.can_allocate_device_blocks(6)
+        assert manager.can_allocate_device_blocks(4)
+
+
 def test_b4_15_profile_run_replaces_the_number_of_blocks_before_the_engine_opens():
     with opened(8) as manager:
         assert not manager.is_initialized()
@@ -216,10 +242,24 @@ def test_b4_3_all_blocks_of_a_tier_are_freed_at_once():
         start(manager, Request("b", prompt(2, 2)))
         manager.engine.call(manager.engine.cache.drain, timeout=10.0)
         assert manager.num_free_host_blocks == 5
+        assert manager.can_allocate_host_blocks(8)
+        assert not manager.can_allocate_host_blocks(9)
         assert manager.free_all_device_blocks() == 5
         assert manager.num_free_device_blocks == 8
         assert manager.free_all_host_blocks() == 3
         assert manager.num_free_host_blocks == 8
+
+
+def test_blocks_taken_in_advance_are_free_once_after_all_are_freed():
+    with opened(6, decode_blocks=2) as manager:
+        request = Request("a", prompt(1, 1))
+        start(manager, request)
+        manager.issue_pending_backup_to_batch_request()
+        request.output_token_ids.append(1)
+        manager.issue_pending_backup_to_batch_request()
+        assert manager.blocks.spare_blocks == 2
+        manager.free_all_device_blocks()
+        assert manager.num_free_device_blocks == 6
 
 
 def test_b4_4_reset_empties_both_tiers():
@@ -234,6 +274,22 @@ def test_b4_4_reset_empties_both_tiers():
         assert again.match_result.total_matched_blocks == 0
         manager.request_finish(held)  # its blocks are gone already
         assert manager.num_free_device_blocks == 8
+
+
+def test_reset_tells_when_a_transfer_did_not_end_in_time(monkeypatch):
+    monkeypatch.setattr(manager_module, "CONTROL_SECONDS", 0.0)
+    device = ScriptedDevice()
+    gate = device.hold("offload")
+    options = {"regions": regions_of(tensors(4)), "device": device}
+    with opened(4, 8, options, write_policy="write_through") as manager:
+        serve(manager, "a", prompt(1, 3))
+        assert not manager.reset_cache()
+        again = Request("b", prompt(1, 3, more=1))
+        manager.match_prefix(again)
+        assert again.match_result.total_matched_blocks == 0
+        gate.open()
+        manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+        assert manager.reset_cache()
 
 
 # --- prefixes -------------------------------------------------------------------------------------
@@ -338,6 +394,71 @@ def test_host_hit_without_room_is_matched_on_the_device_only():
         found = again.match_result
         assert (found.matched_device_nums, found.matched_host_nums) == (1, 0)
         assert again.cache_swap_metadata == []
+
+
+@pytest.mark.parametrize(("used", "matched"), [(3, 1), (4, 0)])
+def test_host_hit_ends_where_no_block_may_be_written_before_the_next_step(used, matched):
+    device = ScriptedDevice()
+    device.computes_in_stream = True
+    options = {"regions": regions_of(tensors(4)), "device": device}
+    with opened(4, 8, options, write_policy="write_through") as manager:
+        engine = manager.engine
+        serve(manager, "a", prompt(1, 3, more=1))
+        engine.call(engine.cache.drain, timeout=10.0)
+        manager.free_all_device_blocks()
+        with engine.match([0], read=False, write=False) as other:
+            other.allocate(used * BLOCK).result()  # given back in the step that is open
+        again = Request("c", prompt(1, 3, more=1))
+        manager.match_prefix(again, True)
+        result = again.match_result
+        assert (result.matched_device_nums, result.matched_host_nums) == (0, matched)
+        assert len(result.device_block_ids) == matched
+        assert manager.can_allocate_device_blocks(4 - matched)
+        assert len(manager.allocate_device_blocks(again, 4 - matched)) == 4 - matched
+        finish(manager, again)
+
+
+def test_ended_request_gives_its_blocks_back_after_its_onload(monkeypatch):
+    """Its onload is not cancelled: a batch may wait for it."""
+    device = ScriptedDevice()
+    gate = device.hold("onload", copy=0, layer=1)
+    options = {"regions": regions_of(tensors(8)), "device": device}
+    with opened(8, 8, options, write_policy="write_through") as manager:
+        engine = manager.engine
+        serve(manager, "a", prompt(1, 3, more=1))
+        engine.call(engine.cache.drain, timeout=10.0)
+        manager.free_all_device_blocks()
+        again = Request("b", prompt(1, 3, more=1))
+        start(manager, again)
+        manager.issue_pending_backup_to_batch_request()
+        finish(manager, again)
+        manager.issue_pending_backup_to_batch_request()
+        assert engine.statistics().leases == 1
+        assert not manager.can_allocate_device_blocks(8)
+        gate.open()
+        engine.call(engine.cache.drain, timeout=10.0)
+        assert engine.would_hit(prompt(1, 3, more=1)).device_tokens == 3 * BLOCK
+        manager.issue_pending_backup_to_batch_request()
+        assert engine.statistics().leases == 0
+        counts = count_crossings(monkeypatch)
+        manager.issue_pending_backup_to_batch_request()
+        assert counts == []
+
+
+def test_only_requests_with_a_failed_onload_have_failed():
+    device = ScriptedDevice()
+    device.fail("onload", copy=0, layer=1, block=1)
+    options = {"regions": regions_of(tensors(8)), "device": device}
+    with opened(8, 8, options, write_policy="write_through") as manager:
+        serve(manager, "a", prompt(1, 3, more=1))
+        manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+        manager.free_all_device_blocks()
+        start(manager, Request("healthy", prompt(2, 1)))
+        start(manager, Request("failed", prompt(1, 3, more=1)))
+        manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+        assert manager.failed_requests() == ["failed"]
+        manager.reset_cache()
+        assert manager.failed_requests() == []
 
 
 def test_b4_13_request_without_a_full_block_matches_nothing():
@@ -538,6 +659,14 @@ def test_blocks_of_stores_are_not_found_after_a_reset(tmp_path, monkeypatch, is_
             manager.request_finish(again)
         assert manager.reset_cache()
         assert manager.prefetch_storage(Request("c", prompt(1, 3, more=1))).result(30.0).total == 0
+
+
+def test_unshared_request_that_is_matched_again_gives_its_blocks_back():
+    with opened(8) as manager:
+        request = Request("a", prompt(1, 2), multimodal_inputs={"images": ["pixels"]})
+        start(manager, request)
+        manager.match_prefix(request)
+        assert manager.num_free_device_blocks == 8
 
 
 @pytest.mark.parametrize(

@@ -853,6 +853,19 @@ async def test_statistics_and_dump_show_the_stores():
         assert c.engine.worker_statistics().fetch.moved_bytes == shown["loaded_bytes"]
 
 
+async def test_blocks_that_a_store_has_move_no_bytes_when_they_are_saved_again():
+    objects: dict[bytes, bytes] = {}
+    for written in (4, 0):
+        store = ScriptedStore(keeps_objects=True, objects=objects)
+        async with cache(store, device_blocks=16, store_policy="at_commit") as c:
+            await c.fill(A)
+            await c.finish()
+            (shown,) = c.engine.store_statistics()
+            assert (shown.saved_blocks, shown.present_blocks) == (written, 4 - written)
+            assert c.engine.worker_statistics().save.moved_bytes == shown.saved_bytes
+            assert c.statistics.saved_blocks == 4  # the engine knows that the store has them
+
+
 async def test_stores_that_cannot_be_opened_leave_nothing_open():
     first, second = ScriptedStore("a"), ScriptedStore("b")
     second.fail("open", error=ConfigError("another process uses the path"))

@@ -10,6 +10,8 @@ from aiokv.stores import DiskStore, StoreUse
 from aiokv.stores.base import Result, Store, split_keys
 from aiokv.testing import ScriptedStore
 
+_STORED = (Result.DONE, Result.PRESENT)
+
 if TYPE_CHECKING:
     import random
     from collections.abc import Awaitable, Callable
@@ -205,7 +207,7 @@ class WitnessedStore(Store):
             known.hashes.setdefault(key, set()).add(self._hash(block))
         results = await self._store.save(keys, blocks)
         done = zip(split_keys(keys), results, strict=True)
-        known.keys.update(key for key, result in done if result == Result.DONE)
+        known.keys.update(key for key, result in done if result in _STORED)
         return results
 
     async def remove(self, keys: bytes) -> NDArray[np.uint8]:

@@ -45,7 +45,8 @@ async def _use(path: Path, slots: int, first: int, rng: random.Random, pipe: Con
             for block, number in zip(ids.tolist(), batch, strict=True):
                 write_object(blocks, block, keys_of([number]))
             results = await store.save(keys_of(batch), ids)
-            done = [n for n, result in zip(batch, results, strict=True) if result == Result.DONE]
+            stored = np.isin(results, (Result.DONE, Result.PRESENT))
+            done = [n for n, is_stored in zip(batch, stored, strict=True) if is_stored]
             pipe.send(("save", done))
             saved.extend(done)
             if rng.random() < 0.3:

@@ -24,6 +24,7 @@ from tests.stores.conformance import (
     DONE,
     FAILED,
     MISSING,
+    PRESENT,
     REFUSED,
     WRONG,
     Blocks,
@@ -99,7 +100,8 @@ class Requests:
         return self.guard.statistics().reading == "closed"
 
     async def save(self, numbers: Iterable[int]) -> list[int]:
-        """Save sealed objects, from blocks 0, 1, ...; return the results."""
+        """Save sealed objects, from blocks 0, 1, ...; return the results, with ``DONE`` for those
+        that were present."""
         keys = keys_of(numbers)
         blocks = np.arange(len(keys) // KEY_BYTES, dtype=np.int32)
         await self._blocks_are_free()
@@ -108,7 +110,7 @@ class Requests:
         await self._proof.seal(keys, blocks)
         reply = await self._in_time(self.guard.save(keys, blocks))
         self._note(reply.overdue)
-        return reply.results.tolist()
+        return np.where(reply.results == PRESENT, DONE, reply.results).tolist()
 
     async def load(self, numbers: Iterable[int]) -> list[int]:
         """Load objects, compare the bytes of those that are ``DONE``, and return the results."""

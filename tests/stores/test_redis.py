@@ -225,7 +225,7 @@ async def test_save_does_not_send_present_objects(server: RedisServer) -> None:
     async with opened_at(server.url, blocks) as store:
         await save(store, blocks, range(3))
         await save(store, blocks, range(5))
-        assert store.statistics().details["save_was_present"] == 3
+        assert store.statistics().details["save_present"] == 3
     assert {name.decode() for name in server.command("KEYS", "*")} == set(map(name_of, range(5)))
 
 

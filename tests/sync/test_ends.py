@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = "tests.sync.ending_program"
 
 
-def test_close_ends_what_waits(config):
+def test_close_ends_what_waits(config, caplog):
     engine = SyncEngine(config)
     with engine, ThreadPoolExecutor(2) as threads:
         holder = engine.match([1])
@@ -38,6 +38,7 @@ def test_close_ends_what_waits(config):
         closed[0].result(30)
     engine.close()
     holder.release()
+    assert "Exception in callback" not in caplog.text
 
 
 def test_leases_can_be_released_while_the_engine_closes():
@@ -74,6 +75,30 @@ def test_calls_that_come_with_a_close_are_refused(config):
     engine.close()
 
 
+def test_a_with_block_waits_for_leases_unless_it_has_failed():
+    config = CacheConfig(block_tokens=4, device_blocks=8, drain_timeout_seconds=60.0)
+    with ThreadPoolExecutor(1) as threads:
+        with SyncEngine(config) as engine:
+            lease = engine.match(range(4))
+            lease.allocate(4).result()
+
+            def compute() -> int:
+                while engine.health().phase == "open":
+                    pass
+                for _ in range(100):
+                    assert engine.health().phase == "closing"
+                return lease.commit(4)
+
+            committed = threads.submit(compute)
+            committed.add_done_callback(lambda _: lease.release())
+        assert committed.result(30) == 1
+    with pytest.raises(KeyError), SyncEngine(config) as engine:  # noqa: PT012
+        held = engine.match(range(4))
+        held.allocate(4).result()
+        raise KeyError
+    held.release()
+
+
 def test_an_engine_is_opened_once(config):
     engine = SyncEngine(config)
     with pytest.raises(UsageError, match="not open"):
@@ -86,6 +111,8 @@ def test_an_engine_is_opened_once(config):
     unopened.close()
     with pytest.raises(ClosedError):
         unopened.match([1])
+    with pytest.raises(UsageError, match="opened once"):
+        unopened.open()
     with pytest.raises(UsageError, match="drain_timeout"):
         engine.close("soon")
 

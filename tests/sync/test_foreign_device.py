@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import wait
+
 import numpy as np
 import pytest
 
@@ -68,6 +70,18 @@ def test_the_idle_future_of_an_idle_lease_is_done_at_once(engine, tensors):
         future = calls.idle(lease)
         calls.run()
         assert future.done()
+
+
+def test_an_idle_future_that_is_cancelled_before_it_is_sent_has_ended(engine, tensors):
+    lease = serve(engine, tensors, [1, 2, 3, 4, 5])
+    calls = engine.calls()
+    calls.commit(lease, 17)
+    future = calls.idle(lease)
+    assert future.cancel()
+    calls.run()
+    assert wait([future], timeout=30).not_done == set()
+    lease.idle().result()
+    lease.release()
 
 
 def test_a_cancelled_idle_future_changes_nothing(engine, tensors):

@@ -57,6 +57,19 @@ def test_a_wait_ends_with_the_release_of_another_lease(engine, full):
         assert lease.num_tokens == ALL
 
 
+def test_a_lease_that_has_waited_knows_its_cached_tokens(engine):
+    prompt = list(range(9))
+    with engine.match(prompt) as first:
+        first.allocate(9).result()
+        first.commit(9)
+    with engine.match([1]) as holder, engine.match(prompt) as lease:
+        holder.allocate(ALL - 2 * TOKENS).result()
+        future = lease.allocate(12)
+        assert not future.done()
+        holder.release()
+        assert future.result(timeout=30).cached_tokens == 8
+
+
 def test_calls_do_not_wait_for_their_futures(engine, full):
     calls = engine.calls()
     lease = calls.match([2])

@@ -162,7 +162,9 @@ def test_a_wait_begins_before_the_plan_arrives(tmp_path):
         with pytest.raises(TransferTimeout):
             rank.wait_done(next_ids, timeout=0)
         assert not rank.is_done(next_ids)
+        both = rank.layers([first, *next_ids])
         assert not layers.is_done
+        assert not both.is_done
         assert layers.failures() == []
         waiting = threads.submit(layers.gpu_wait_all, CpuStream("runner"), LONG)
         done = threads.submit(rank.wait_done, next_ids, LONG)
@@ -172,6 +174,7 @@ def test_a_wait_begins_before_the_plan_arrives(tmp_path):
             waiting.result(LONG)
             done.result(LONG)
         assert rank.is_done(next_ids)
+        assert both.is_done
 
 
 def test_a_save_is_waited_for(tmp_path, device):
@@ -211,11 +214,17 @@ def test_a_transfer_that_ended_long_ago_is_no_hang(tmp_path, monkeypatch):
             forgotten.raise_for_error,
             forgotten.failures,
         ):
-            with pytest.raises(UsageError, match="forgotten"):
+            with pytest.raises(UsageError, match="no longer has"):
                 call()
         assert rank.is_done([1])
         rank.wait_done([1])
         assert kept.is_done
+
+
+def test_tensors_of_a_rank_can_be_replaced(tmp_path):
+    rank = RankThread(tmp_path / "ranks", 0, new_regions())
+    regions = rank.regions = new_regions()
+    assert rank.regions is regions
 
 
 def test_no_transfer_is_waited_for_without_ids(tmp_path):

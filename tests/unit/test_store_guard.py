@@ -12,9 +12,11 @@ import pytest
 
 from aiokv import ConfigError, StoreError
 from aiokv.stores import StoreUse
+from aiokv.stores import cost as cost_module
 from aiokv.stores import guard as guard_module
 from aiokv.stores.base import Result
 from aiokv.stores.breaker import FIRST_PAUSE_SECONDS
+from aiokv.stores.cost import WEIGHT
 from aiokv.stores.guard import StoreGuard
 from aiokv.stores.proof import Proof
 from aiokv.testing import ScriptedStore, running_clock, spin
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.clock]
 
-DONE, MISSING, WRONG, REFUSED, FAILED = map(int, Result)
+DONE, MISSING, WRONG, REFUSED, FAILED, PRESENT = map(int, Result)
 
 
 class Guarded:
@@ -76,6 +78,42 @@ async def test_saved_blocks_are_found_and_loaded():
     assert (counts.saved_blocks, counts.loaded_blocks, counts.missing_blocks) == (2, 2, 1)
     assert (counts.lookups, counts.lookup_keys, counts.found_keys) == (1, 3, 2)
     assert counts.loaded_bytes == 2 * 1000
+
+
+@pytest.mark.parametrize("smallest_large", [1, 1 << 20], ids=["bandwidth", "latency"])
+async def test_blocks_that_a_store_has_count_as_present_and_move_no_bytes(
+    monkeypatch, smallest_large
+):
+    monkeypatch.setattr(cost_module, "LATENCY_BYTES", smallest_large)
+    store = ScriptedStore(keeps_objects=True)
+    async with Guarded(store) as g:
+        store.delay("save", seconds=1.0)
+        for numbers, results in (((1, 2), [DONE, DONE]), ((1, 3), [PRESENT, DONE])):
+            saving = asyncio.create_task(g.save(*numbers))
+            await running_clock().advance(1.0)
+            assert saving.result() == results
+        before = g.counts
+        store.end_script()
+        for _ in range(20):
+            assert await g.save(1, 2, 3) == [PRESENT] * 3  # the clock stands still
+        counts = g.counts
+    assert (counts.saved_blocks, counts.saved_bytes) == (3, 3_000)
+    assert (before.present_blocks, counts.present_blocks) == (1, 61)
+    assert counts.save_seconds == before.save_seconds
+    assert counts.save_bytes_per_second == before.save_bytes_per_second
+    if smallest_large == 1:
+        moved = 2_000 * (1 - WEIGHT) + 1_000
+        assert counts.save_bytes_per_second == pytest.approx(moved / (2 - WEIGHT))
+    else:
+        assert counts.save_seconds == pytest.approx(1.0)
+
+
+async def test_present_is_no_result_of_a_load():
+    async with Guarded() as g:
+        await g.save(1)
+        g.store.answer("load", results=[PRESENT])
+        assert await g.load(1) == [FAILED]
+        assert (g.counts.loaded_blocks, g.counts.failed_blocks) == (0, 1)
 
 
 async def test_wrong_bytes_are_counted_removed_and_logged_once(caplog):

@@ -20,11 +20,11 @@ from tests.unit.store_memory import Arena, digests
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from aiokv.stores.store_set import Fetched
+    from aiokv.stores.store_set import Fetched, Saved
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.clock]
 
-DONE, MISSING, WRONG, REFUSED, FAILED = map(int, Result)
+DONE, MISSING, WRONG, REFUSED, FAILED, PRESENT = map(int, Result)
 FINGERPRINT = bytes(range(32))
 SHIFT = 32  # host blocks of a fetch, from the numbers of its payloads
 
@@ -47,6 +47,9 @@ class Stores:
         await self.set.aclose()
 
     async def save(self, *numbers: int) -> list[int]:
+        return list((await self.saved(*numbers)).results)
+
+    async def saved(self, *numbers: int) -> Saved:
         self.arena.write(numbers, numbers)
         plan = TransferPlan(
             transfer_id=1,
@@ -55,7 +58,7 @@ class Stores:
             target_blocks=id_bytes(range(len(numbers))),
             digests=digests(numbers),
         )
-        return list((await self.set.save(plan)).results)
+        return await self.set.save(plan)
 
     async def fetch(self, *numbers: int) -> Fetched:
         plan = TransferPlan(
@@ -227,6 +230,16 @@ async def test_block_counts_as_saved_when_one_store_has_it():
     only.fail("save")
     async with Stores(only) as s:
         assert await s.save(1) == [FAILED]
+
+
+async def test_blocks_that_all_stores_have_count_as_saved_and_not_as_written():
+    stores = ScriptedStore("a"), ScriptedStore("b")
+    stores[0].answer("save", results=[PRESENT, PRESENT, PRESENT, REFUSED])
+    stores[1].answer("save", results=[PRESENT, DONE, FAILED, FAILED])
+    async with Stores(*stores) as s:
+        saved = await s.saved(1, 2, 3, 4)
+    assert list(saved.results) == [DONE, DONE, DONE, REFUSED]
+    assert saved.written_blocks == 1
 
 
 async def test_another_fingerprint_finds_nothing_and_ends_fetches_in_flight():

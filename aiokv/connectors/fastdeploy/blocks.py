@@ -12,7 +12,6 @@ from aiokv import (
     AllocateTimeout,
     ClosedError,
     Hit,
-    LeaseError,
     LeaseState,
     RequestTooLarge,
     TransferError,
@@ -225,10 +224,8 @@ class RequestBlocks:
             calls.run(raise_errors=False)
             if granted.error is None:
                 self._room = room.value
-                holding.hit, holding.table, holds_blocks = granted.value
+                holding.hit, holding.table = granted.value
                 holding.given = len(holding.table)
-                if holds_blocks and not holding.table:
-                    self._drop_lease(holding)
                 cached = holding.given * self._block_tokens
                 holding.scheduled_tokens = holding.committed_tokens = cached
             elif _is_refusal(granted.error):  # of the items, for example
@@ -413,14 +410,6 @@ class RequestBlocks:
 
     # --- recording of calls -----------------------------------------------------------------------
 
-    def _drop_lease(self, holding: Holding) -> None:
-        """Give back blocks of a grant that has no hit after all."""
-        calls = self.engine.calls()
-        _release(calls, holding)
-        self._record_step(calls)
-        calls.run()
-        holding.lease = None
-
     def _items_to_share(self, request: Request) -> Sequence[Item] | None:
         """Return the items of a request; None when it shares no block.
 
@@ -549,25 +538,10 @@ class RequestBlocks:
             holding.lease = self._match(calls, holding, tokens, read=False)
             answer = calls.try_allocate(holding.lease, num_tokens)
         calls.run(raise_errors=False)
-        if isinstance(answer.error, LeaseError) and self._accept_failure(holding):
-            return self._extend(holding, num_blocks)
         if isinstance(answer.error, WouldBlock | RequestTooLarge) or answer.value is False:
             return False
         self._update_table(holding)
         self._room = max(self._room - num_blocks, 0)
-        return True
-
-    def _accept_failure(self, holding: Holding) -> bool:
-        """Let a request with a failed onload go on, without sharing anything any more.
-
-        The worker raises the error of the onload; ``failed_requests`` names the request.
-        """
-        if holding.lease is None or holding.lease.state is not LeaseState.FAILED:
-            return False
-        holding.has_failed, holding.shares_blocks = True, False
-        with suppress(TransferError):
-            holding.lease.layers.wait_all()
-        holding.lease.recompute_from()
         return True
 
     def _update_table(self, holding: Holding) -> None:
@@ -669,23 +643,22 @@ def _release(calls: Calls, holding: Holding) -> None:
         calls.release(holding.lease)
 
 
-def _grant_hit(lease: SyncLease, onload: bool) -> tuple[Hit, list[int], bool]:
+def _grant_hit(lease: SyncLease, onload: bool) -> tuple[Hit, list[int]]:
     """Take the cached prefix, or as much of it as there is room for. On the loop.
 
     Returns:
-        The prefix by tier, the ids of its blocks, and True if the lease holds blocks.
+        The prefix by tier, and the ids of its blocks.
     """
     inner: Lease = lease.inner
     found = inner.hit
     for num_tokens in (found.total if onload else 0, found.device_tokens):
         if num_tokens and inner.try_allocate(num_tokens):
             cached = inner.cached_tokens  # less, when too few blocks may be written by a transfer
-            if cached < num_tokens and cached:
+            if cached < num_tokens:
                 inner.truncate(cached)
             device = min(found.device_tokens, cached)
-            table = inner.block_table.tolist() if cached else []
-            return Hit(device, cached - device), table, True
-    return Hit(0, 0), [], False
+            return Hit(device, cached - device), inner.block_table.tolist()
+    return Hit(0, 0), []
 
 
 def _append(holding: Holding, lease: SyncLease, tokens: list[int]) -> None:

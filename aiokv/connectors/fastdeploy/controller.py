@@ -1,4 +1,4 @@
-"""CacheController: what FastDeploy's worker processes call, on aiokv."""
+"""CacheController: the cache of FastDeploy's worker processes, on aiokv."""
 
 from __future__ import annotations
 

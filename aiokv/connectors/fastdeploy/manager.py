@@ -1,4 +1,4 @@
-"""CacheManager: what FastDeploy's scheduler calls, on aiokv."""
+"""CacheManager: the cache manager v1 of FastDeploy's scheduler, on aiokv."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PrefixCacheManager: what FastDeploy's scheduler calls without its cache manager v1, on aiokv."""
+"""PrefixCacheManager: the cache of FastDeploy's scheduler without cache manager v1, on aiokv."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes: what the connector needs of FastDeploy's configuration."""
+"""Sizes: the part of FastDeploy's configuration that the connector reads."""
 
 from __future__ import annotations
 

@@ -275,7 +275,7 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
         )
     if vllm_config.model_config.enable_sleep_mode:
         raise ConfigError(
-            "enable_sleep_mode is set; vLLM unmaps the KV cache without telling its connector, "
+            "enable_sleep_mode is set; vLLM unmaps the KV cache without notice to its connector, "
             "which may be copying blocks",
             hint="drop --enable-sleep-mode, or kv_transfer_config",
         )

@@ -20,7 +20,7 @@ class PrefillClock:
         self._ended = 0.0
 
     def begin(self, step: int, num_tokens: int) -> None:
-        """Note a step that is sent to the workers."""
+        """Note a step that is sent to the workers, with its number of prompt tokens."""
         if num_tokens >= LEAST_TOKENS:
             self._began[step] = (num_tokens, time.monotonic())
 

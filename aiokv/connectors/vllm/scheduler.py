@@ -300,7 +300,7 @@ class SchedulerHalf:
             if not cached.ended:
                 self._begin_or_defer(cached)
         if not any(load.in_step for load in self._loads):  # the step would wait for them
-            self._prefills.begin(self._step, output.total_num_scheduled_tokens)
+            self._prefills.begin(self._step, _prompt_tokens(output))
         message = StepMetadata(self._step, self._loads)
         self._loads = []
         self._swept = False
@@ -519,3 +519,13 @@ class SchedulerHalf:
     def num_requests(self) -> int:
         """Number of requests that are followed."""
         return len(self._requests)
+
+
+def _prompt_tokens(output: SchedulerOutput) -> int:
+    """Return the number of tokens of a step that no request has generated or drafted."""
+    drafts = output.scheduled_spec_decode_tokens
+    return sum(
+        num_tokens
+        for request_id, num_tokens in output.num_scheduled_tokens.items()
+        if num_tokens > 1 + len(drafts.get(request_id, ()))
+    )

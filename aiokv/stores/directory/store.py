@@ -161,7 +161,7 @@ class DirectoryStore(Store):
 
         def write(index: int) -> int:
             if files.size(names[index]) == memory.object_bytes:
-                return Result.DONE
+                return Result.PRESENT
             if not self._quota.admits(memory.object_bytes):
                 return Result.REFUSED
             try:

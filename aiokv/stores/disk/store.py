@@ -187,7 +187,7 @@ class DiskStore(Store):
         """
         opened = self._opened()
         opened.transfers.check_blocks(blocks, len(keys) // KEY_BYTES)
-        results = np.full(len(blocks), Result.DONE, np.uint8)
+        results = np.full(len(blocks), Result.PRESENT, np.uint8)
         wanted = np.flatnonzero(~opened.table.contains(keys, self._oldest()))
         if len(wanted) == 0:
             return results
@@ -205,7 +205,9 @@ class DiskStore(Store):
             written = errors == 0
             opened.table.release(slots[~written])
             no_room = np.isin(errors, _NO_ROOM)
-            results[wanted[~written]] = np.where(no_room, Result.REFUSED, Result.FAILED)[~written]
+            results[wanted] = np.where(
+                written, Result.DONE, np.where(no_room, Result.REFUSED, Result.FAILED)
+            )
             opened.write_errors += int((~written).sum())
             self._raise_if_all_failed("write", results, errors)
             if written.any():
@@ -289,5 +291,6 @@ class DiskStore(Store):
         self, verb: str, results: NDArray[np.uint8], errors: NDArray[np.int32]
     ) -> None:
         failed = errors[errors > 0]
-        if len(failed) and not (results == Result.DONE).any() and (results == Result.FAILED).any():
+        has_some = np.isin(results, (Result.DONE, Result.PRESENT)).any()
+        if len(failed) and not has_some and (results == Result.FAILED).any():
             raise StoreError(f"{self.url} cannot {verb}: {error_text(int(failed[0]))}")

@@ -61,7 +61,7 @@ _LOADED: Final = {
 }
 _SAVED: Final = {
     Code.OK: Result.DONE,
-    Code.EXISTS: Result.DONE,
+    Code.EXISTS: Result.PRESENT,
     Code.NO_ROOM: Result.REFUSED,
     Code.QUOTA_EXCEEDED: Result.REFUSED,
 }

@@ -44,7 +44,6 @@ class Item:
         error: the error that the server replied for this key, or None.
         node: the node that a redirection named, or None.
         asking: the redirection was ``ASK``: the slot is moving to the node.
-        was_present: a save found the object on the server.
     """
 
     name: bytes
@@ -53,7 +52,6 @@ class Item:
     error: ReplyError | None = None
     node: Address | None = None
     asking: bool = False
-    was_present: bool = False
 
     def refuse(self, error: ReplyError) -> None:
         """Set the outcome for an error that the server replied."""
@@ -113,8 +111,9 @@ def save(connection: Connection, items: Sequence[Item], ttl_seconds: int) -> Non
         _extend(connection, [item for item in items if item.result is Result.DONE], ttl_seconds)
     absent = []
     for item in items:
-        item.was_present = item.result is Result.DONE
-        if item.result in (Result.MISSING, Result.WRONG):
+        if item.result is Result.DONE:
+            item.result = Result.PRESENT
+        elif item.result in (Result.MISSING, Result.WRONG):
             item.result, item.error = Result.FAILED, None
             absent.append(item)
     expire = (b"EX", b"%d" % ttl_seconds) if ttl_seconds else ()

@@ -144,7 +144,7 @@ class RedisStore(Store):
         For example ``redis://host:6379/0?ttl_seconds=86400&connections=8``.
 
         Raises:
-            ConfigError: an option is out of range, is no number, or is given twice.
+            ConfigError: an option is out of range, is not a number, or is given twice.
         """
         parts = split_url(url)
         pairs = parse_qsl(parts.query, keep_blank_values=True)
@@ -213,7 +213,6 @@ class RedisStore(Store):
         """
         items = await self._items(keys, blocks)
         await self._run(items, partial(commands.save, ttl_seconds=self._ttl_seconds))
-        self._counts["save_was_present"] += sum(item.was_present for item in items)
         return self._results("save", items)
 
     async def remove(self, keys: bytes) -> NDArray[np.uint8]:
@@ -226,7 +225,7 @@ class RedisStore(Store):
         """Return counters since ``open``; size and capacity are known only to the server.
 
         ``details`` has the number of keys by operation and result (``load_done``,
-        ``save_refused``), ``save_was_present`` for objects that were not sent again,
+        ``save_refused``, ``save_present`` for objects that were not sent again),
         ``connections_opened``, ``redirections`` and ``slot_refreshes``.
         """
         details = dict(self._counts)

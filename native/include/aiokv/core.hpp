@@ -143,6 +143,11 @@ class Core {
 
     // -- compute in flight
     BatchId begin_batch(std::span<const LeaseId> ids);
+    // True while a lease has onloads in flight, for which its computing waits.
+    bool has_onloads(std::span<const LeaseId> ids) const {
+        return std::any_of(ids.begin(), ids.end(),
+                           [&](LeaseId id) { return !leases_.at(id).onloads.empty(); });
+    }
     // `step`: 0, or the step that the batch's work belongs to. Returns the leases that waited for
     // it and are released now.
     std::vector<LeaseId> end_batch(BatchId id, Step step);
@@ -311,6 +316,7 @@ class Core {
     // -- counts in O(1)
     std::uint32_t granted_leases() const { return leases_.with_blocks(); }
     std::uint32_t swapped_leases() const { return leases_.count(LeaseState::kSwapped); }
+    std::uint64_t computed_prompt_tokens() const { return publication_.computed_prompt_tokens(); }
     Room room() const {
         return {device_.free_blocks(), residency_.evictable(), state_.usable_slots()};
     }

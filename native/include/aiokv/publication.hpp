@@ -48,6 +48,8 @@ class Publication {
     // Other leases may wait for what this lease will publish next.
     void announce(Lease& lease);
 
+    std::uint64_t computed_prompt_tokens() const { return computed_prompt_tokens_; }
+
     void add_to(CoreStatistics& statistics) const {
         statistics.published_blocks = published_;
         statistics.computed_tokens = computed_tokens_;

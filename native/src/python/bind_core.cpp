@@ -465,6 +465,10 @@ void bind_core(nb::module_& m) {
             "begin_batch",
             [](Core& core, const std::vector<LeaseId>& ids) { return core.begin_batch(ids); },
             "leases"_a, "Begin a batch that computes with these leases; return its number.")
+        .def(
+            "has_onloads",
+            [](const Core& core, const std::vector<LeaseId>& ids) { return core.has_onloads(ids); },
+            "leases"_a, "Return True while a lease has onloads in flight.")
         .def("end_batch", &Core::end_batch, "batch"_a, "step"_a = 0,
              "End a batch, or let its work belong to `step`; return the leases that this releases.")
         .def("batches", &Core::batches, "lease"_a,
@@ -764,6 +768,8 @@ void bind_core(nb::module_& m) {
         .def_prop_ro("device_blocks", &Core::device_blocks)
         .def_prop_ro("granted_leases", &Core::granted_leases)
         .def_prop_ro("swapped_leases", &Core::swapped_leases)
+        .def_prop_ro("computed_prompt_tokens", &Core::computed_prompt_tokens,
+                     "As in the statistics.")
         .def(
             "room",
             [](const Core& core) -> RoomTuple {
