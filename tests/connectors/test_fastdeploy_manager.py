@@ -637,6 +637,14 @@ def test_blocks_of_stores_are_brought_to_host_memory_on_request(tmp_path):
             manager.engine.call(manager.engine.cache.drain, timeout=10.0)
 
 
+def test_unshared_request_that_is_matched_again_gives_its_blocks_back():
+    with opened(8) as manager:
+        request = Request("a", prompt(1, 2), multimodal_inputs={"images": ["pixels"]})
+        start(manager, request)
+        manager.match_prefix(request)
+        assert manager.num_free_device_blocks == 8
+
+
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_blocks_of_stores_are_not_found_after_a_reset(tmp_path, monkeypatch, is_slow):
     """FastDeploy resets the cache when the weights change: stored blocks have the old ones."""
@@ -659,14 +667,6 @@ def test_blocks_of_stores_are_not_found_after_a_reset(tmp_path, monkeypatch, is_
             manager.request_finish(again)
         assert manager.reset_cache()
         assert manager.prefetch_storage(Request("c", prompt(1, 3, more=1))).result(30.0).total == 0
-
-
-def test_unshared_request_that_is_matched_again_gives_its_blocks_back():
-    with opened(8) as manager:
-        request = Request("a", prompt(1, 2), multimodal_inputs={"images": ["pixels"]})
-        start(manager, request)
-        manager.match_prefix(request)
-        assert manager.num_free_device_blocks == 8
 
 
 @pytest.mark.parametrize(

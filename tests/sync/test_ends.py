@@ -56,25 +56,6 @@ def test_leases_can_be_released_while_the_engine_closes():
             closed.result(30)
 
 
-def test_calls_that_come_with_a_close_are_refused(config):
-    """Also if the loop makes them in the pass in which it learns of the close."""
-    engine = SyncEngine(config)
-    engine.open()
-    thread = engine._thread
-    entered, go_on = threading.Event(), threading.Event()
-    blocking = engine.submit(lambda: (entered.set(), go_on.wait())[1])
-    entered.wait()
-    thread.post(thread._begin_closing, 0.0)  # as close() does
-    match = Answer(engine.cache.match, ([1, 2],))
-    crossing = Crossing(thread, [match])
-    thread.send(crossing)
-    go_on.set()
-    crossing.wait()
-    assert isinstance(match.error, ClosedError)
-    assert blocking.result()
-    engine.close()
-
-
 def test_a_with_block_waits_for_leases_unless_it_has_failed():
     config = CacheConfig(block_tokens=4, device_blocks=8, drain_timeout_seconds=60.0)
     with ThreadPoolExecutor(1) as threads:
@@ -97,6 +78,25 @@ def test_a_with_block_waits_for_leases_unless_it_has_failed():
         held.allocate(4).result()
         raise KeyError
     held.release()
+
+
+def test_calls_that_come_with_a_close_are_refused(config):
+    """Also if the loop makes them in the pass in which it learns of the close."""
+    engine = SyncEngine(config)
+    engine.open()
+    thread = engine._thread
+    entered, go_on = threading.Event(), threading.Event()
+    blocking = engine.submit(lambda: (entered.set(), go_on.wait())[1])
+    entered.wait()
+    thread.post(thread._begin_closing, 0.0)  # as close() does
+    match = Answer(engine.cache.match, ([1, 2],))
+    crossing = Crossing(thread, [match])
+    thread.send(crossing)
+    go_on.set()
+    crossing.wait()
+    assert isinstance(match.error, ClosedError)
+    assert blocking.result()
+    engine.close()
 
 
 def test_an_engine_is_opened_once(config):
