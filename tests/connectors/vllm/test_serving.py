@@ -885,6 +885,8 @@ def test_stored_blocks_are_found_with_the_same_model_only() -> None:
         **dict(reversed(plain.items())),
     }
     assert _model_name(moved) == name
+    odd = [{**plain, "heads": set(names), "object": object()} for names in ("abcdef", "fedcba")]
+    assert _model_name(odd[0]) == _model_name(odd[1]) != name
     stretched = {**plain, "rope_parameters": {"rope_theta": 10_000.0, "rope_type": "yarn"}}
     others = [
         _model_name(stretched),
