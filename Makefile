@@ -66,7 +66,8 @@ $(VENV)-sglang/.installed: $(STAMP)
 	$(call server_environment,'sglang~=0.5.23',sglang-cpu)
 
 test-sglang: $(VENV)-sglang/.installed ## install SGLang and run the tests with its classes and its server, on the CPU
-	$(VENV)-sglang/bin/python -m pytest tests/connectors/test_sglang.py tests/connectors/sglang $(ARGS)
+	$(VENV)-sglang/bin/python -m pytest tests/connectors/test_sglang.py tests/connectors/sglang \
+		bench/tests/test_sglang_storage.py $(ARGS)
 
 $(VENV)-vllm/.installed: $(STAMP)
 	@echo "aiokv: installing vLLM and torch (about 6 GB) in $(@D)"

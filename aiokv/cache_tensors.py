@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import importlib
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -33,7 +34,9 @@ from aiokv.model_shape import ELEMENT_BYTES, KV_DTYPES, LayerShape, ModelShape, 
 from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+
+    _Make = Callable[[tuple[int, ...], str], Any]
 
 Convention = Literal["vllm", "fastdeploy"]
 Library = Literal["numpy", "cupy", "torch", "paddle"]
@@ -118,6 +121,11 @@ def tensor_layouts(
         kv_dtype, model_dtype = model.resolved_kv_dtype(kv_dtype), model.dtype
     else:
         layers = list(checks.sequence("model", model))
+        for number, layer in enumerate(layers):
+            if not isinstance(layer, LayerShape):
+                raise ConfigError(
+                    f"model[{number}] is {checks.shown(layer)}; it must be a LayerShape"
+                )
         kv_dtype = model_dtype if kv_dtype == "auto" else kv_dtype
     checks.choice("model_dtype", model_dtype, ELEMENT_BYTES, ConfigError)
     layouts = []
@@ -202,18 +210,24 @@ def create_tensors(
         joined=joined,
     )
     blocks: dict[str | None, int] = {None: num_blocks}
-    blocks.update(window_blocks or {})
-    for group in dict.fromkeys(layout.group for layout in layouts):
+    blocks.update(_window_blocks(window_blocks))
+    groups = list(dict.fromkeys(layout.group for layout in layouts))
+    for group in blocks:
+        if group is not None and group not in groups:
+            raise ConfigError(f"window_blocks has {group!r}, which is no window group of the model")
+    for group in groups:
         if group not in blocks:
             raise ConfigError(
-                f"the model has layers of the window group {group!r}, which window_blocks has not",
+                f"the model has layers of the window group {group!r}, but window_blocks does not",
                 hint=f"window_blocks={{{group!r}: ...}}, as CacheConfig.windows has them",
             )
         what = "num_blocks" if group is None else f"window_blocks[{group!r}]"
         checks.integer(what, blocks[group], minimum=1, error=ConfigError)
     states = _state_tensors(model, state_slots, tensor_parallel)
+    if not layouts and not states:
+        raise ConfigError("model has no layers for which tensors are created")
     checks.choice("library", library, _MAKERS, ConfigError)
-    make = _MAKERS[library](device)
+    make = _checked(_MAKERS[library](device), library, device)
     num_kv_layers = 1 + max((layout.layer for layout in layouts), default=-1)
     num_layers = num_kv_layers + len(states)
     regions = Regions(num_layers=num_layers)
@@ -233,6 +247,35 @@ def create_tensors(
         }
     _register_states(regions, layers, range(num_kv_layers, num_layers), library)
     return CacheTensors(regions=regions, layers=layers)
+
+
+def _window_blocks(window_blocks: object) -> Mapping[str, int]:
+    if window_blocks is None:
+        return {}
+    if not isinstance(window_blocks, Mapping):
+        raise ConfigError(
+            f"window_blocks is {checks.shown(window_blocks)}; it must be a dictionary of numbers "
+            "of blocks by group"
+        )
+    return window_blocks
+
+
+def _checked(make: _Make, library: str, device: str | None) -> _Make:
+    """Let ``make`` raise ConfigError on a device where the library cannot create any tensor."""
+
+    def checked(shape: tuple[int, ...], dtype: str) -> Any:
+        try:
+            return make(shape, dtype)
+        except Exception:  # each library has errors of its own
+            try:
+                make((1,), "uint8")
+            except Exception as error:
+                raise ConfigError(
+                    f"device is {checks.shown(device)}; {library} creates no tensors there: {error}"
+                ) from error
+            raise  # too little memory, for example
+
+    return checked
 
 
 def _state_tensors(
@@ -380,13 +423,13 @@ def _register(
 _NAMES: Final = {"bfloat16": "uint16"}  # of numpy and CuPy
 
 
-def _numpy(device: str | None) -> Callable[[tuple[int, ...], str], Any]:
+def _numpy(device: str | None) -> _Make:
     if device not in (None, "cpu"):
         raise ConfigError(f"device is {device!r}; numpy creates tensors on the CPU only")
     return lambda shape, dtype: np.zeros(shape, _NAMES.get(dtype, dtype))
 
 
-def _cupy(device: str | None) -> Callable[[tuple[int, ...], str], Any]:
+def _cupy(device: str | None) -> _Make:
     cupy = _imported("cupy")
     kind, _, number = ("cuda" if device is None else device).partition(":")
     if kind != "cuda" or not (number.isdecimal() or not number):
@@ -399,12 +442,12 @@ def _cupy(device: str | None) -> Callable[[tuple[int, ...], str], Any]:
     return make
 
 
-def _torch(device: str | None) -> Callable[[tuple[int, ...], str], Any]:
+def _torch(device: str | None) -> _Make:
     torch = _imported("torch")
     return lambda shape, dtype: torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
 
 
-def _paddle(device: str | None) -> Callable[[tuple[int, ...], str], Any]:
+def _paddle(device: str | None) -> _Make:
     paddle = _imported("paddle")
     place = ("cpu" if device is None else device).replace("cuda", "gpu")
 
@@ -419,7 +462,7 @@ def _paddle(device: str | None) -> Callable[[tuple[int, ...], str], Any]:
     return make
 
 
-_MAKERS: Final[Mapping[str, Callable[[str | None], Callable[[tuple[int, ...], str], Any]]]] = {
+_MAKERS: Final[Mapping[str, Callable[[str | None], _Make]]] = {
     "numpy": _numpy,
     "cupy": _cupy,
     "torch": _torch,

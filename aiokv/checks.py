@@ -160,7 +160,9 @@ def flag(name: str, value: object, error: type[AiokvError] = UsageError) -> bool
 def choice(
     name: str, value: object, accepted: Iterable[str], error: type[AiokvError] = UsageError
 ) -> None:
-    """Raises:
+    """Check that ``value`` is one of the ``accepted`` names.
+
+    Raises:
     AiokvError: of the class ``error``; ``value`` is none of the ``accepted`` names.
     """
     names = tuple(accepted)

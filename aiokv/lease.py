@@ -323,7 +323,7 @@ class Lease(Unique):
     def expire_after(self, seconds: float) -> None:
         """Let the engine release the lease when ``seconds`` have passed, unless it is used before.
 
-        For blocks that are allocated ahead of work that may never come, such as the decode blocks
+        For blocks that are allocated ahead of work that may not arrive, such as the decode blocks
         of a request whose prefill runs on another server. A use ends the limit: a successful
         ``commit``, ``append``, ``extend``, ``truncate``, ``fork``, ``snapshot``, ``preempt`` or
         ``CacheEngine.computing`` of the lease, a call of ``receive`` or ``send``, and ``keep``.
@@ -543,17 +543,18 @@ class Lease(Unique):
     # --- device blocks of a server ----------------------------------------------------------------
 
     def assign(self, block_ids: TokenIds, *, computed_tokens: int = 0) -> None:
-        """Name the device blocks of the next positions, with ``CacheConfig.foreign_device``.
+        """Set the device blocks of the next positions, with ``CacheConfig.foreign_device``.
 
         The first call after a grant begins the onload of the cached positions into these blocks:
         ``layers`` waits for it. Its blocks must cover ``cached_tokens``. Later calls append blocks,
         for further chunks of the prompt and for decoding.
 
         Leases may share blocks that they read, and that hold the same positions of the same tokens
-        in each of them. The server must not free or reuse a block before each lease that has named
-        it has given it up and is idle. When the onload that writes a block fails, each lease that
-        has named the block fails: see ``recompute_from``. When a save still reads a block that a
-        lease is to compute, the save is given up, so that no other bytes are cached.
+        in each of them. The server must not free or reuse a block before each lease to which it was
+        assigned is released or preempted, and idle. When the onload that writes a block fails, it
+        fails for each lease that has the block: see ``recompute_from``. When a save still reads a
+        block that is assigned for positions to compute, the save is given up, so that no other
+        bytes are cached.
 
         Args:
             block_ids: one-dimensional integers, from 0 to ``device_blocks - 1``, in the order of
@@ -585,7 +586,7 @@ class Lease(Unique):
 
     @property
     def is_idle(self) -> bool:
-        """True when no transfer reads or writes device blocks that the lease has named.
+        """True when no transfer reads or writes device blocks that were assigned to the lease.
 
         Also of a lease that was preempted or released: its saves go on. Always True where the
         engine owns the device blocks.
@@ -599,8 +600,8 @@ class Lease(Unique):
         ``CacheEngine.step`` or the ``ready`` of ``commit``.
 
         Raises:
-            UsageError: a transfer waits for the open step, which this wait keeps from ending; or
-                the call is made in another thread.
+            UsageError: a transfer waits for the end of the open step, which the caller must close
+                first; or the call is made in another thread.
 
         Cancellation: nothing changed.
         """

@@ -108,7 +108,7 @@ class ConfigFields:
         """Return a field that must be there.
 
         Raises:
-            ConfigError: the field is missing, is no integer, or is below ``minimum``.
+            ConfigError: the field is missing, is not an integer, or is below ``minimum``.
         """
         value = self.get(name)
         if value is None:
@@ -122,7 +122,7 @@ class ConfigFields:
         """Return a field, or None if it is missing, null or 0.
 
         Raises:
-            ConfigError: the field is no integer, or is negative.
+            ConfigError: the field is not an integer, or is negative.
         """
         if self.get(name) is None:
             return None

@@ -55,16 +55,18 @@ def swap_blocks(
         host_ids: [N] integers, from 0 to ``num_host_blocks - 1``. The ids of the destination are
             distinct.
         direction: ``"onload"`` copies from host to device, ``"offload"`` from device to host.
-        stream: submits the copies behind the work of a stream of CuPy, PyTorch or Paddle, a raw
+        stream: submits the copies after the work of a stream of CuPy, PyTorch or Paddle, a raw
             handle, or a ``CpuStream``; the caller keeps the tensors until they have been copied.
             None to return when the bytes have been copied; the work that writes or reads the
             blocks has finished before then.
 
     Raises:
         LayoutError: the tensors of a pair differ in the bytes, shape or dtype of a block, or in
-            their devices; or a tensor has no block layout. Nothing was copied.
+            their devices; a tensor has no block layout; or two destinations are the same tensor.
+            Nothing was copied.
         UsageError: an id is out of range, or a destination is named twice; the lists have different
-            lengths; or the stream is no stream of the device. Nothing was copied.
+            lengths; a tensor is on both sides, with a block that is source and destination; or the
+            stream is no stream of the device. Nothing was copied.
         ConfigError: the tensors are on a GPU, and aiokv or CuPy is missing for it.
         DeviceError: the GPU has reported an error; some of the blocks may have been copied.
     """
@@ -93,6 +95,7 @@ def swap_blocks(
         target=target,
         target_blocks=target_blocks,
     )
+    _check_memory(pairs, sources, targets, target)
     if pairs[0][0].device == "cpu":
         _swap_on_cpu(pairs, device, host, onload, stream)
     else:
@@ -141,16 +144,46 @@ def _check_pair(index: int, device: DescribedArray, host: DescribedArray) -> Non
         )
 
 
+def _check_memory(
+    pairs: list[tuple[DescribedArray, DescribedArray]],
+    sources: NDArray[np.int32],
+    targets: NDArray[np.int32],
+    target: str,
+) -> None:
+    """Check that no block is the destination of two copies, or a destination and a source."""
+    ends = [host if target == "host" else device for device, host in pairs]
+    first_of: dict[int, int] = {}  # by address
+    for i, tensor in enumerate(ends):
+        first = first_of.setdefault(tensor.pointer, i)
+        if first != i:
+            raise LayoutError(
+                f"{target}_tensors[{i}] has the memory of {target}_tensors[{first}], and both are "
+                "destinations"
+            )
+    on_gpu = pairs[0][0].device != "cpu"
+    if on_gpu or {d.pointer for d, _ in pairs}.isdisjoint(h.pointer for _, h in pairs):
+        return
+    both = np.intersect1d(sources, targets)
+    if both.size:
+        raise UsageError(
+            f"block {both[0]} is a source and a destination, and a tensor is on both sides",
+            hint="copy to a tensor of its own first",
+        )
+
+
 def _ids(name: str, ids: ArrayLike) -> NDArray[np.int32]:
     try:
         array = np.asarray(ids)
     except Exception as error:  # tensors of a GPU raise errors of their libraries
-        raise UsageError(f"{name} is no array of integers: {error}") from error
+        raise UsageError(f"{name} is not an array of integers: {error}") from error
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise UsageError(f"{name} is {shown(ids)}; it must be a list of integers")
     limits = np.iinfo(np.int32)
     if array.size and not limits.min <= array.min() <= array.max() <= limits.max:
-        raise UsageError(f"{name} has ids that are no block: {array.min()} to {array.max()}")
+        raise UsageError(
+            f"{name} has ids from {array.min()} to {array.max()}; "
+            f"block ids are from 0 to {limits.max}"
+        )
     return np.ascontiguousarray(array, dtype=np.int32)
 
 

@@ -73,7 +73,7 @@ _ON_HOST: Final = ("host", "host_state", "host_window", "store", "peer")
 
 
 class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where the bytes of a transfer come from and go to.
+    """Source and target of the bytes of a transfer.
 
     Attributes:
         source: pool of the source ids: ``"device"`` and ``"host"`` have blocks, ``"state"`` has

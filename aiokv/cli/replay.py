@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,10 +9,12 @@ from typing import TYPE_CHECKING
 from aiokv.cli.arguments import SAVING_POLICIES, add_count, at_least, positive_float
 from aiokv.cli.replay_rows import fleet_rows, rows
 from aiokv.cli.rows import print_rows
-from aiokv.cli.sweep import add_arguments, block_bytes, check_plot, sweep_of, write_plot
+from aiokv.cli.sweep import add_arguments, add_plot, block_bytes, check_plot, sweep_of, write_plot
 from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
+    import argparse
+
     from aiokv import CacheEngine, Observation
     from aiokv.cli.progress import Stages
     from aiokv.cli.sweep import Sweep
@@ -35,94 +36,120 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "replay",
         help="replay a Mooncake trace and report the hits",
         description="Replay a trace in the public Mooncake format (one JSON object per line).",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "trace",
         metavar="TRACE",
         help="a file, possibly compressed with gzip; - for standard input; example for the trace "
         "of the package",
     )
-    add("--limit", type=at_least(1), metavar="N", help="replay only the first N requests")
-    add_count(parser, "--block-tokens", 16, "tokens per block")
-    add_count(parser, "--device-blocks", 32_000, "capacity of the device tier in blocks")
-    add_count(parser, "--host-blocks", 0, "capacity of the host tier in blocks; 0: none", minimum=0)
-    add(
-        "--write-policy",
-        choices=(*SAVING_POLICIES, "none", "all"),
-        default=SAVING_POLICIES[0],
-        help="when to copy blocks to host memory; all: compare the three copying policies",
+    parser.add_argument(
+        "--limit", type=at_least(1), metavar="N", help="replay only the first N requests"
     )
-    add(
-        "--eviction-policy",
-        choices=(*EVICTION_POLICIES, "all"),
-        default=EVICTION_POLICIES[0],
-        help="which blocks to evict first; all: compare the policies with each other and with MIN",
+    _add_cache(parser.add_argument_group("cache"))
+    add_arguments(parser.add_argument_group("sizes to compare"))
+    _add_disk(parser.add_argument_group("simulated disk"))
+    _add_load(parser.add_argument_group("load"))
+    _add_fleet(parser.add_argument_group("several engines"))
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the result as JSON to this file"
     )
-    add_count(
-        parser,
-        "--disk-blocks",
-        0,
-        "capacity in blocks of a simulated disk below the host tier; 0: none",
-        minimum=0,
-    )
-    add(
-        "--disk-policy",
-        choices=DISK_POLICIES,
-        default=DISK_POLICIES[0],
-        help="when to save blocks on the simulated disk",
-    )
-    add_count(
-        parser, "--disk-uses", 2, "with --disk-policy at_nth_use: uses after which a block is saved"
-    )
-    add(
-        "--disk-admission",
-        choices=DISK_ADMISSIONS,
-        default=DISK_ADMISSIONS[0],
-        help="reused: save a block on the simulated disk only when it was offered before",
-    )
-    add_count(parser, "--concurrency", 1, "leases held at once")
-    add(
-        "--speed",
-        type=_speed,
-        default="max",
-        metavar="max|X",
-        help="max: as fast as possible; X: X times as fast as the timestamps",
-    )
-    add(
-        "--token-ms",
-        type=positive_float,
-        default=20.0,
-        metavar="MS",
-        help="with --speed X: milliseconds that a request holds its blocks per output token",
-    )
-    add("--execute", action="store_true", help="move real bytes on the cpu device, and check them")
-    add_count(parser, "--execute-mib", 256, "with --execute: MiB of both tiers together", "MIB")
-    add_count(parser, "--engines", 1, "engines behind a router, each with --device-blocks")
-    add(
-        "--router",
-        choices=(*ROUTERS, "all"),
-        default="all",
-        help="with --engines: prefix chooses the engine with the shortest expected time to first "
-        "token; all: compare the routers",
-    )
-    add(
-        "--tokens-per-second",
-        type=positive_float,
-        default=10_000.0,
-        metavar="X",
-        help="with --engines: prompt tokens that an engine computes per second of the trace",
-    )
-    add("--json", type=Path, metavar="FILE", help="write the result as JSON to this file")
-    add(
+    add_plot(output)
+    output.add_argument(
         "--timeline",
         type=Path,
         metavar="FILE.json[.gz]",
         help="write transfers, waits and leases as a trace for ui.perfetto.dev: the newest 65,536 "
         "of each; recording adds to the latencies",
     )
-    add_arguments(parser)
+
+
+def _add_cache(group: argparse._ArgumentGroup) -> None:
+    add_count(group, "--block-tokens", 16, "tokens per block")
+    add_count(group, "--device-blocks", 32_000, "capacity of the device tier in blocks")
+    add_count(group, "--host-blocks", 0, "capacity of the host tier in blocks; 0: none", minimum=0)
+    group.add_argument(
+        "--write-policy",
+        choices=(*SAVING_POLICIES, "none", "all"),
+        default=SAVING_POLICIES[0],
+        help="when to copy blocks to host memory; all: compare the three copying policies "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--eviction-policy",
+        choices=(*EVICTION_POLICIES, "all"),
+        default=EVICTION_POLICIES[0],
+        help="which blocks to evict first; all: compare the policies with each other and with MIN "
+        "(default: %(default)s)",
+    )
+
+
+def _add_disk(group: argparse._ArgumentGroup) -> None:
+    add_count(
+        group,
+        "--disk-blocks",
+        0,
+        "capacity in blocks of a simulated disk below the host tier; 0: none",
+        minimum=0,
+    )
+    group.add_argument(
+        "--disk-policy",
+        choices=DISK_POLICIES,
+        default=DISK_POLICIES[0],
+        help="when to save blocks on the disk (default: %(default)s)",
+    )
+    add_count(
+        group, "--disk-uses", 2, "with --disk-policy at_nth_use: uses after which a block is saved"
+    )
+    group.add_argument(
+        "--disk-admission",
+        choices=DISK_ADMISSIONS,
+        default=DISK_ADMISSIONS[0],
+        help="reused: save a block only when it was offered before (default: %(default)s)",
+    )
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    add_count(group, "--concurrency", 1, "leases held at once")
+    group.add_argument(
+        "--speed",
+        type=_speed,
+        default="max",
+        metavar="max|X",
+        help="max: as fast as possible; X: X times as fast as the timestamps (default: max)",
+    )
+    group.add_argument(
+        "--token-ms",
+        type=positive_float,
+        default=20.0,
+        metavar="MS",
+        help="with --speed X: milliseconds that a request holds its blocks per output token "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--execute", action="store_true", help="move real bytes on the cpu device, and check them"
+    )
+    add_count(group, "--execute-mib", 256, "with --execute: MiB of both tiers together", "MIB")
+
+
+def _add_fleet(group: argparse._ArgumentGroup) -> None:
+    add_count(group, "--engines", 1, "engines behind a router, each with --device-blocks")
+    group.add_argument(
+        "--router",
+        choices=(*ROUTERS, "all"),
+        default="all",
+        help="with --engines: prefix chooses the engine with the shortest expected time to first "
+        "token; all: compare the routers (default: %(default)s)",
+    )
+    group.add_argument(
+        "--tokens-per-second",
+        type=positive_float,
+        default=10_000.0,
+        metavar="X",
+        help="with --engines: prompt tokens that an engine computes per second of the trace "
+        "(default: %(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -50,10 +50,9 @@ class Sweep(NamedTuple):
     disk: list[int]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the arguments about sizes."""
-    add = parser.add_argument
-    size = parser.add_mutually_exclusive_group()
+    size = group.add_mutually_exclusive_group()
     size.add_argument(
         "--model",
         metavar="PATH",
@@ -70,22 +69,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "KiB per block, without a model; the default is that of 16 tokens of an 8B model",
         "KIB",
     )
-    add("--kv-dtype", default="auto", metavar="DTYPE", help="with --model: dtype of KV")
-    add_count(parser, "--tensor-parallel", 1, "with --model: ranks; sizes are those of one rank")
+    group.add_argument(
+        "--kv-dtype",
+        default="auto",
+        metavar="DTYPE",
+        help="with --model: dtype of KV (default: auto)",
+    )
+    add_count(group, "--tensor-parallel", 1, "with --model: ranks; sizes are those of one rank")
     for tier, minimum in (("", 1), ("host-", 0), ("disk-", 0)):
         name = tier.removesuffix("-") or "device"
-        add(
+        group.add_argument(
             f"--{tier}capacities",
             type=_capacities(minimum),
             metavar="SIZE,SIZE,...",
-            help=f"sizes of the {name} tier to replay, as 40GiB or in blocks"
-            + (f" ({DEFAULT_CAPACITIES} for --plot)" if not tier else ""),
+            help=f"sizes of the {name} tier to replay, as 40GiB or in blocks",
         )
-    add(
+
+
+def add_plot(group: argparse._ArgumentGroup) -> None:
+    """Add the argument of the plot."""
+    group.add_argument(
         "--plot",
         type=Path,
         metavar="FILE.svg|FILE.png",
-        help="draw the hit rate over the capacities; needs matplotlib",
+        help="draw the hit rate over the capacities, by default over --capacities "
+        f"{DEFAULT_CAPACITIES}; needs matplotlib",
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import uvloop
 
 from aiokv import _native
-from aiokv.errors import UsageError
+from aiokv.errors import ClosedError, UsageError
 from aiokv.plan import FETCH, SAVE, Priority, Route, TransferPlan, id_bytes
 from aiokv.stores.accesses import Accesses
 from aiokv.stores.base import KEY_BYTES, Result, StoreMemory, store_pitch_bytes
@@ -49,6 +49,9 @@ threading._register_atexit(_close_at_exit)  # type: ignore[attr-defined]
 
 class PageStore:
     """Stores on a loop in a thread. Each method may be called in any thread.
+
+    After ``os.fork``, every method raises ``ClosedError`` in the child, except ``close``, which has
+    no effect there.
 
     Args:
         stores: in the order in which pages are taken from them.
@@ -190,7 +193,17 @@ class PageStore:
             _native.keep_forever(self._arena)
 
     def _call(self, coroutine: Coroutine[object, object, T], default: T) -> T:
-        """Return the value of a coroutine on the loop; ``default`` when the stores are closed."""
+        """Return the value of a coroutine on the loop; ``default`` when the stores are closed.
+
+        Raises:
+            ClosedError: this process is a fork of the process of the stores.
+        """
+        if os.getpid() != self._process:
+            coroutine.close()
+            raise ClosedError(
+                "the stores belong to the parent process, which opened them before os.fork()",
+                hint="make a PageStore in the child",
+            )
         with self._posting:
             if self._is_closed:
                 coroutine.close()

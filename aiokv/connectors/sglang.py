@@ -207,6 +207,9 @@ class HiCacheAiokv(HiCacheStorage):  # type: ignore[misc]  # the checker does no
             ConfigError: the layout of the host pool has no pages.
         """
         pool = self.mem_pool_host
+        num_pages = len(host_indices) // pool.page_size
+        if not num_pages:
+            return []
         try:
             addresses, sizes = pool.get_page_buffer_meta(host_indices)
         except ValueError as error:
@@ -214,7 +217,7 @@ class HiCacheAiokv(HiCacheStorage):  # type: ignore[misc]  # the checker does no
                 f"the layout {pool.layout!r} of the host pool has no pages: {error}",
                 hint="use --hicache-mem-layout page_first or page_first_direct",
             ) from error
-        num_parts = len(addresses) // (len(host_indices) // pool.page_size)
+        num_parts = len(addresses) // num_pages
         parts = list(zip(addresses, sizes, strict=True))
         return [parts[i : i + num_parts] for i in range(0, len(parts), num_parts)]
 

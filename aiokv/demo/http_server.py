@@ -174,7 +174,7 @@ class Server:
                 try:
                     await self._step(chosen)
                 finally:
-                    self._engine.step()  # on a GPU: step(event), recorded behind the work
+                    self._engine.step()  # on a GPU: step(event), recorded after the work
             except Exception as error:  # these requests fail; this loop must not end
                 for running, _ in chosen:
                     self._end(running, error)

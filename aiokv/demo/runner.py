@@ -85,12 +85,12 @@ class ModelRunner:
             arriving: views of layers that may still be on their way.
             read_back: device blocks whose bytes are to be digested after the pass, int32 each.
             on_layers: called in the thread, before each further layer, with the number of layers
-                that are computed and an event behind them; None when they are computed already.
+                that are computed and an event after them; None when they are computed already.
         """
         return self._thread.submit(self._compute, batch, arriving, read_back, on_layers)
 
     def record(self) -> Event | None:
-        """Return an event behind the steps computed so far; None when they have ended."""
+        """Return an event after the steps computed so far; None when they have ended."""
         event: Event | None = self._model.stream.record()
         return event
 

@@ -80,7 +80,7 @@ class Server:
         on_done: called after every request.
         handover: receives the blocks of a request from another server, or sends them to one.
         on_layers: called while a step computes, with a request, the end of its positions, the
-            number of layers that are computed for them, and an event behind these layers.
+            number of layers that are computed for them, and an event after these layers.
     """
 
     def __init__(

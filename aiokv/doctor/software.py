@@ -119,7 +119,7 @@ def check_io_uring(machine: Machine) -> Iterator[Finding]:
 
 def check_cupy(machine: Machine) -> Iterator[Finding]:
     installed = [(name, version) for name in CUPY_PACKAGES if (version := machine.version(name))]
-    hint = "pip install 'aiokv[cuda12]' or 'aiokv[cuda13]', as the driver has it"
+    hint = "pip install 'aiokv[cuda12]' or 'aiokv[cuda13]', for the CUDA version of the driver"
     if not installed:
         yield missing("CuPy", "not installed: the cuda device needs it", hint)
         return

@@ -83,7 +83,7 @@ def check_locked_memory(machine: Machine) -> Iterator[Finding]:
     if limit == resource.RLIM_INFINITY:
         yield ok("locked memory", "unlimited")
     elif found and int(found[1], 16) & _CAP_IPC_LOCK:
-        yield ok("locked memory", f"limit {format_bytes(limit)}, from which CAP_IPC_LOCK exempts")
+        yield ok("locked memory", f"limit {format_bytes(limit)}; CAP_IPC_LOCK lifts it")
     else:
         yield slow(
             "locked memory",

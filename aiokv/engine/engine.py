@@ -113,7 +113,7 @@ class CacheEngine(Unique):
     Raises:
         ConfigError: an argument has the wrong type, is unknown, or contradicts another argument;
             or the memory does not suffice for the index.
-        UsageError: the tensors hold fewer blocks or state slots than ``config`` asks for.
+        UsageError: the tensors hold fewer blocks or state slots than ``config`` requires.
     """
 
     def __init__(
@@ -540,9 +540,9 @@ class CacheEngine(Unique):
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """Note the time in which the model has computed tokens of prompts.
 
-        From it, the engine knows which blocks of a store are sooner computed than fetched. A caller
-        that uses ``computing`` need not measure: its batches are measured. A
-        ``prefill_tokens_per_second`` of the configuration comes before any measurement.
+        With this speed, the engine decides which blocks of a store to fetch, and which to compute.
+        It measures the batches of ``computing`` itself. If the configuration has
+        ``prefill_tokens_per_second``, measurements have no effect.
 
         Args:
             num_tokens: positions of prompts that one batch has computed, without generated ones.
@@ -550,7 +550,7 @@ class CacheEngine(Unique):
             seconds: of the batch alone, without pauses. Leave out batches that waited for onloads.
 
         Raises:
-            UsageError: an argument is no number, or not above 0.
+            UsageError: an argument is not a number, or is not above 0.
         """
         self._lifetime.check_loop()
         self._speed.note(

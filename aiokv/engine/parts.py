@@ -15,7 +15,7 @@ from aiokv.engine.requests import RequestCounts
 from aiokv.engine.speed import PrefillSpeed
 from aiokv.engine.transfers import Transfers
 from aiokv.errors import ConfigError, UsageError
-from aiokv.peers.options import Peers
+from aiokv.peers.options import Peers, check_peers
 from aiokv.plan import STATE_OFFLOAD, STATE_ONLOAD, WINDOW_ROUTES
 from aiokv.scheduler.scheduler import CacheScheduler
 from aiokv.stores.identity import StoreIdentity
@@ -81,7 +81,7 @@ class Parts:
         Raises:
             ConfigError: the worker does not support a setting of ``config``, or there is not enough
                 memory for the index.
-            UsageError: the tensors hold fewer blocks or state slots than ``config`` asks for, or
+            UsageError: the tensors hold fewer blocks or state slots than ``config`` requires, or
                 are missing for a window group with ``host_blocks``.
         """
         lifetime, poller = Lifetime(), EventPoller()
@@ -145,11 +145,7 @@ def check_arguments(
             f"regions is {regions!r}; it must be a Regions",
             hint="register the tensors: regions = Regions(num_layers=...); regions.add(...)",
         )
-    if peers is not None and not isinstance(peers, Peers):
-        raise ConfigError(
-            f"peers is of type {type(peers).__name__}; it must be an aiokv.Peers",
-            hint="peers=Peers(listen='10.0.0.5', secret=...)",
-        )
+    check_peers(peers)
     if ranks is None:
         return
     if not hasattr(ranks, "restart"):
@@ -183,7 +179,7 @@ def _worker_of(
 
     Raises:
         ConfigError: the worker does not support a setting of ``config``.
-        UsageError: the tensors hold fewer blocks or state slots than ``config`` asks for.
+        UsageError: the tensors hold fewer blocks or state slots than ``config`` requires.
     """
     worker: Worker
     if ranks is not None:
@@ -244,7 +240,7 @@ def _check_stores(config: CacheConfig) -> None:
     if not config.model:
         raise ConfigError(
             "CacheConfig.model is empty; with stores it must name the model",
-            hint="blocks of two models without a name could not be told apart",
+            hint="set it to name and revision: without it, two models would share blocks",
         )
     if not config.host_blocks:
         raise ConfigError(
@@ -263,7 +259,7 @@ def _check_peers(config: CacheConfig) -> None:
     if not config.model:
         raise ConfigError(
             "CacheConfig.model is empty; with peers it must name the model",
-            hint="blocks of two models without a name could not be told apart",
+            hint="set it to name and revision: without it, two models would share blocks",
         )
 
 
@@ -295,7 +291,7 @@ def _check_windows(config: CacheConfig, regions: Regions) -> None:
     registered = regions.num_window_blocks
     for name in registered.keys() - config.windows.keys():
         raise UsageError(
-            f"regions has tensors of the window group {name!r}, which CacheConfig.windows has not",
+            f"regions has tensors of the window group {name!r}, but CacheConfig.windows does not",
             hint=f"CacheConfig.windows has the groups {list(config.windows)}",
         )
     for name, group in config.windows.items():

@@ -105,7 +105,7 @@ class Sending(Unique):
             num_tokens: first position whose layers are not computed.
             num_layers: the first layers of the model are computed for all positions before
                 ``num_tokens``. Their bytes in the blocks must not change any more.
-            event: recorded behind the work, as for ``CacheEngine.step``; None when it has
+            event: recorded after the work, as for ``CacheEngine.step``; None when it has
                 finished. Events of later calls are recorded later on the same stream. With ranks
                 it is None: see below.
 

@@ -174,7 +174,7 @@ class Transfers:
         if report.transfer_id not in self._counters:
             return
         plan, counter = self._counters[report.transfer_id]
-        # A block that a store or another engine does not have is no failure.
+        # A block that a store or another engine does not have is not a failure.
         if report.outcome == "failed" and plan.route not in FETCH_ROUTES | PEER_ROUTES:
             log.warning(
                 "transfer.failed",

@@ -92,7 +92,7 @@ class SharedTensor(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except (msgspec.MsgspecError, TypeError) as error:
-            raise UsageError(f"the bytes are no SharedTensor: {error}") from error
+            raise UsageError(f"the bytes are not a SharedTensor: {error}") from error
 
 
 class MappedTensor(Unique):
@@ -371,7 +371,7 @@ def _driver() -> Driver:
     """
     if _cuda is None:
         raise ConfigError(
-            "sharing tensors needs CUDA, without which aiokv was built",
+            "sharing tensors needs CUDA, but aiokv was built without CUDA",
             hint="install aiokv again where nvcc can be found",
         )
     try:

@@ -280,7 +280,7 @@ def failed_checks(engine: CacheEngine) -> dict[str, str]:
 
     The checks are ``open``, ``working`` (the device and all ranks), ``awake``, ``pinned`` (the
     device has page-locked the host memory), and ``stores`` (no store that the engine uses is
-    unavailable). A pause is no failure.
+    unavailable). A pause is not a failure.
 
     Raises:
         UsageError: the call is made in another thread than that of the engine's loop.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from aiokv.peers.messages import block_key, split_key
-from aiokv.stores.base import TRAILER_BYTES
+from aiokv.peers.messages import block_key, bytes_with_trailer, split_key
 from aiokv.worker.device.base import CopyError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from aiokv.plan import TransferPlan
 
@@ -50,7 +49,7 @@ class Source(NamedTuple):
 
     def parcel_bytes(self, group: int) -> int:
         """Return the bytes of a parcel of a group with its trailer."""
-        return max(self.mappings[group].parcel_bytes, TRAILER_BYTES) + TRAILER_BYTES
+        return bytes_with_trailer(self.mappings[group].parcel_bytes)
 
 
 class Parcel(NamedTuple):
@@ -182,3 +181,30 @@ class SlotCopy:
         receive, group = self.receive, self.receive.group
         keys = (block_key(group, split_key(block)[1]) for block in self.blocks)
         return [receive.device_ids[receive.positions[key]] for key in keys]
+
+
+class SlotCopies:
+    """Copies of blocks that have arrived together: one per plan and group of their parcels.
+
+    Args:
+        is_assembled: their slots are assembly slots.
+    """
+
+    def __init__(self, *, is_assembled: bool = False) -> None:
+        self._is_assembled = is_assembled
+        self._copies: dict[tuple[int, int], SlotCopy] = {}
+
+    def add(self, receive: Receive, block: int, slot: int, num_ranges: int = 0) -> None:
+        """Add a block of a plan, or a range of its layers, by ``block_key``; see ``SlotCopy``."""
+        key = receive.plan.transfer_id, split_key(block)[0]
+        copy = self._copies.get(key)
+        if copy is None:
+            self._copies[key] = SlotCopy(
+                receive, [block], [slot], num_ranges=num_ranges, is_assembled=self._is_assembled
+            )
+        else:
+            copy.blocks.append(block)
+            copy.slots.append(slot)
+
+    def __iter__(self) -> Iterator[SlotCopy]:
+        return iter(self._copies.values())

@@ -211,7 +211,7 @@ class BlockLayout(msgspec.Struct, frozen=True, array_like=True):
             raise UsageError(f"layout: {len(blob)} bytes that are not a layout: {error}") from None
         if layout.version != FORMAT_VERSION:
             raise UsageError(
-                f"layout: version {layout.version}; this server knows version {FORMAT_VERSION}",
+                f"layout: version {layout.version}; this server has version {FORMAT_VERSION}",
                 hint="run the same version of aiokv on both servers",
             )
         _check(layout, UsageError)

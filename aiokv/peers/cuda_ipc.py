@@ -81,7 +81,7 @@ class CudaIpcBackend:
         """Check that aiokv was built with CUDA; see ``Backend.load``."""
         if _cuda is None:
             raise ConfigError(
-                "the transport 'cuda_ipc' needs CUDA, without which aiokv was built",
+                "the transport 'cuda_ipc' needs CUDA, but aiokv was built without CUDA",
                 hint="install aiokv again where nvcc can be found",
             )
         if not self._machine:

@@ -64,7 +64,7 @@ class Handshake:
         role: of this side.
 
     Raises:
-        ConfigError: the secret is no bytes, or too short.
+        ConfigError: the secret is not bytes, or is too short.
 
     Attributes:
         greeting: first bytes of this side.
@@ -120,7 +120,9 @@ class Handshake:
 
 
 def check_secret(secret: object) -> None:
-    """Raises:
+    """Check the secret of a peer.
+
+    Raises:
     ConfigError: it is not bytes, or shorter than ``MIN_SECRET_BYTES``. The secret is not shown.
     """
     if not isinstance(secret, bytes):

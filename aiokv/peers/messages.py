@@ -83,6 +83,11 @@ def by_group(keys: Iterable[int]) -> dict[int, list[int]]:
     return groups
 
 
+def bytes_with_trailer(payload_bytes: int) -> int:
+    """Return the bytes of a parcel; the payload of a short one is padded."""
+    return max(payload_bytes, TRAILER_BYTES) + TRAILER_BYTES
+
+
 class SlotCredit(NamedTuple):
     """Permission to write one parcel into a landing slot.
 

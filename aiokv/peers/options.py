@@ -226,6 +226,17 @@ def _is_wildcard(host: str) -> bool:
         return False
 
 
+def check_peers(peers: object) -> None:
+    """Raises:
+    ConfigError: the argument ``peers`` is neither None nor a :class:`Peers`.
+    """
+    if peers is not None and not isinstance(peers, Peers):
+        raise ConfigError(
+            f"peers is of type {type(peers).__name__}; it must be an aiokv.Peers",
+            hint="peers=Peers(listen='10.0.0.5', secret=...)",
+        )
+
+
 def _is_ip6(text: str) -> bool:
     try:
         ipaddress.IPv6Address(text)

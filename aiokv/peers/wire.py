@@ -163,8 +163,8 @@ class Connection(Unique):
             limits: of the connection.
 
         Raises:
-            PeerError: the other side cannot be reached, is no peer, or has another secret. Nothing
-                is left behind.
+            PeerError: the other side cannot be reached, is not a peer, or has another secret.
+                Nothing is left behind.
             ConfigError: the secret is too short.
 
         Cancellation: nothing is left behind.

@@ -28,6 +28,7 @@ from aiokv.worker.device.base import CopyError
 from aiokv.worker.interrupts import call_surely
 from aiokv.worker.lanes import ROUTE_NAMES, worker_statistics
 from aiokv.worker.layers import LayerDoneCounter
+from aiokv.worker.reports import deliver
 from aiokv.worker.settling import ReportWaiters
 
 if TYPE_CHECKING:
@@ -267,15 +268,7 @@ class TransferBroadcast:
         report = transfer.report()
         moved_bytes = transfer.num_bytes * len(self._membership.ranks)
         self._counts[transfer.plan.route].end(report.outcome, moved_bytes, self._clock())
-        try:
-            self._on_report(report)
-        except Exception as error:
-            asyncio.get_running_loop().call_exception_handler(
-                {
-                    "message": f"aiokv: on_report raised for transfer {transfer_id}",
-                    "exception": error,
-                }
-            )
+        deliver(self._on_report, report)
         self._report_waiters.note_report(transfer_id)
 
     # --- waiting --------------------------------------------------------------------------------

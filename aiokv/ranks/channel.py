@@ -242,7 +242,9 @@ def checked_path(path: Any) -> Path:
 
 
 def check_length(path: Path) -> None:
-    """Raises:
+    """Check the length of the path of a Unix socket.
+
+    Raises:
     ConfigError: the path is longer than the kernel accepts.
     """
     num_bytes = len(os.fsencode(path))

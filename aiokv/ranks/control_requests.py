@@ -38,9 +38,19 @@ class ControlRequests:
             self._replies[state.rank] = reply.error
 
     async def send(
-        self, membership: Membership, verb: type[Sleep | WakeUp], tiers: frozenset[Tier]
+        self,
+        membership: Membership,
+        verb: type[Sleep | WakeUp],
+        tiers: frozenset[Tier],
+        **fields: int,
     ) -> None:
         """Send a request to all ranks, and wait for their replies.
+
+        Args:
+            membership: the ranks.
+            verb: the request.
+            tiers: of the request.
+            fields: further fields of the request.
 
         Raises:
             UsageError: a rank refuses; names each rank that refuses, and its reason.
@@ -50,7 +60,7 @@ class ControlRequests:
         """
         self._replies = {}
         self._number += 1
-        membership.send(frame_of(encode(verb(number=self._number, tiers=sorted(tiers)))))
+        membership.send(frame_of(encode(verb(number=self._number, tiers=sorted(tiers), **fields))))
         try:
             async with asyncio.timeout(self._timeouts.start):
                 while len(self._replies) < len(membership.ranks):

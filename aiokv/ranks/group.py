@@ -496,7 +496,7 @@ class RankGroup(Unique):
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """Where the ranks listen for senders; see :attr:`Worker.endpoints`.
+        """Addresses at which the ranks listen for senders; see :attr:`Worker.endpoints`.
 
         Empty while a rank is lost.
         """
@@ -596,8 +596,8 @@ class RankGroup(Unique):
         """Reallocate the memory on every rank, with the tensors of its ``Rank.regions``.
 
         Raises:
-            UsageError: ``regions`` was passed; or a rank has no tensors, tensors of another layout,
-                or no memory. Still asleep.
+            UsageError: ``regions`` was passed; or a rank has no tensors, tensors of another layout
+                or with too few blocks, or no memory. Still asleep.
             RankLost: a rank is lost. Still asleep.
 
         Cancellation: call it again, or ``sleep``.
@@ -607,7 +607,8 @@ class RankGroup(Unique):
                 "wake_up: regions must be None; with ranks, the tensors are in their processes",
                 hint="set Rank.regions on each rank first",
             )
-        await self._control.send(self._reachable(), WakeUp, tiers)
+        ranks = self._reachable()
+        await self._control.send(ranks, WakeUp, tiers, device_blocks=ranks.device_blocks)
         self._asleep -= tiers
 
     def _reachable(self) -> Membership:

@@ -254,10 +254,15 @@ class Sleep(_Message, frozen=True, tag="sleep"):
 
 
 class WakeUp(_Message, frozen=True, tag="wake_up"):
-    """Reallocate the memory of these tiers."""
+    """Reallocate the memory of these tiers.
+
+    Attributes:
+        device_blocks: the least that the tensors must hold.
+    """
 
     number: int
     tiers: list[Tier]
+    device_blocks: int = 0
 
 
 class Lookup(_Message, frozen=True, tag="lookup"):

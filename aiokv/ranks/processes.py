@@ -23,7 +23,9 @@ _BOOT: Final = (
 
 
 def check_entry(entry: object) -> None:
-    """Raises:
+    """Check the form of ``entry``.
+
+    Raises:
     ConfigError: ``entry`` is not of the form ``"module:function"``.
     """
     if isinstance(entry, str):

@@ -17,9 +17,16 @@ import msgspec
 
 from aiokv.checks import Unique, arguments, integer, sequence
 from aiokv.checks import timeout as timeout_of
-from aiokv.errors import AiokvError, ClosedError, ConfigError, RankLost, UsageError
+from aiokv.errors import (
+    AiokvError,
+    ClosedError,
+    ConfigError,
+    LayoutError,
+    RankLost,
+    UsageError,
+)
 from aiokv.observe.logs import Log
-from aiokv.peers.options import Peers
+from aiokv.peers.options import Peers, check_peers
 from aiokv.peers.ticket import decode as decode_ticket
 from aiokv.plan import FETCH_ROUTES, TransferReport
 from aiokv.ranks.channel import Channel, check_length, checked_path, frame_of
@@ -57,6 +64,7 @@ from aiokv.stores.pools import StorePools
 from aiokv.stores.urls import stores_from
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.base import CopyError, as_event
+from aiokv.worker.device.cpu import device_blocks
 from aiokv.worker.device.names import named_device
 from aiokv.worker.layer_marks import split_layer_mark
 from aiokv.worker.layer_waits import LayerWaits
@@ -75,6 +83,7 @@ if TYPE_CHECKING:
     from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.use import StoreUse
+    from aiokv.types import Tier
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.peer_transfers import RankPeerStatistics
@@ -110,6 +119,8 @@ class Rank(Unique):
     Attributes:
         regions: the tensors; without memory while the device tier sleeps. Set it to new tensors of
             the same layout before ``engine.wake_up``.
+        is_asleep: True while the device tier sleeps: the rank has no tensors, or new ones that it
+            does not use yet.
         connected: True after the first connection to the group, also when it has ended.
         layer_waits: durations of the waits of this rank's runner for layers.
     """
@@ -128,16 +139,13 @@ class Rank(Unique):
         rank = integer("rank", rank, minimum=0, maximum=MAX_RANKS - 1, error=ConfigError)
         if not isinstance(regions, Regions):
             raise ConfigError(f"regions is {regions!r}; it must be the Regions of this rank")
-        if peers is not None and not isinstance(peers, Peers):
-            raise ConfigError(
-                f"peers is of type {type(peers).__name__}; it must be an aiokv.Peers",
-                hint="peers=Peers(listen='10.0.0.5', secret=...)",
-            )
+        check_peers(peers)
         check_positive("connect_timeout", connect_timeout)
         self.rank = rank
         self._path = str(checked_path(path))
         self.regions = regions
         self._bare: Regions | None = None  # in place of tensors that sleep
+        self.is_asleep = False
         self._connect_timeout = connect_timeout
         self._device = named_device(device)
         self._stores = stores_from(stores)
@@ -332,7 +340,7 @@ class Rank(Unique):
 
         Args:
             step: the engine's ``open_step`` at the time the work was sent; numbers may be skipped.
-            event: recorded behind the work; None when it has finished.
+            event: recorded after the work; None when it has finished.
 
         Raises:
             UsageError: the step was closed before; an argument is of the wrong type; the device
@@ -349,7 +357,7 @@ class Rank(Unique):
 
         Args:
             mark: what ``Sending.layers_done`` has returned. Without effect when its send has ended.
-            event: recorded behind the work that computes the layers; None when it has finished.
+            event: recorded after the work that computes the layers; None when it has finished.
 
         Raises:
             UsageError: ``mark`` is nothing of the kind, the device cannot wait for such an event,
@@ -509,6 +517,7 @@ class Rank(Unique):
             await self._controller.abandon()
             await self._steps_finished()
             await self._controller.sleep(frozenset(begin.asleep))
+            self.is_asleep = "device" in begin.asleep
         except Exception as error:  # of any class: the manager gets the reason
             log.error("rank.cannot_begin", rank=self.rank, exc_info=error)
             self._send(Broken(reason=_reason_of(error)))
@@ -551,9 +560,22 @@ class Rank(Unique):
             await controller.sleep(tiers)
             if "device" in falling:
                 self._bare = self.regions = self.regions.without_tensors()
+                self.is_asleep = True
         else:
-            regions = None if self.regions is self._bare else self.regions
-            await controller.wake_up(tiers, regions)
+            await self._wake_up(tiers, request.device_blocks)
+
+    async def _wake_up(self, tiers: frozenset[Tier], device_blocks: int) -> None:
+        memory = self._controller.memory
+        regions = None if self.regions is self._bare else self.regions
+        if "device" in tiers and regions is not None:
+            _check_blocks(regions, device_blocks)
+            if "device" not in memory.asleep and memory.regions is not regions:
+                # Another rank has refused an earlier request, and the tensors were replaced since.
+                await self._controller.sleep(frozenset({"device"}))
+        try:
+            await self._controller.wake_up(tiers, regions)
+        finally:
+            self.is_asleep = "device" in memory.asleep
 
     async def _open(self, begin: Begin) -> None:
         identity = self._identity
@@ -650,6 +672,18 @@ class Rank(Unique):
 
     def _state(self) -> str:
         return f"generation {self._outbox.generation}" if self.connected else "not connected"
+
+
+def _check_blocks(regions: Regions, least: int) -> None:
+    """Raises:
+    LayoutError: the tensors hold fewer blocks than the engine may name.
+    """
+    if (blocks := device_blocks(regions)) < least:
+        raise LayoutError(
+            f"wake_up: the tensors of regions hold {blocks} blocks; they must hold at least the "
+            f"{least} blocks of the ranks before",
+            hint="set Rank.regions to larger tensors",
+        )
 
 
 def _reason_of(error: Exception) -> str:

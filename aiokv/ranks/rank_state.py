@@ -24,7 +24,9 @@ MAX_RANKS: Final = 1024  # per group
 
 
 def check_positive(name: str, value: object) -> None:
-    """Raises:
+    """Check that ``value`` is a finite number above 0.
+
+    Raises:
     ConfigError: ``value`` is not a finite number above 0.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)

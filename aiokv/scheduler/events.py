@@ -1,4 +1,4 @@
-"""BlockEvents: what the tiers hold, and each change, for one subscriber."""
+"""BlockEvents: the blocks of the tiers, and each change, for one subscriber."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def url_path(url: str, example: str) -> str:
     parts = urlsplit(url)
     if parts.netloc:
         raise ConfigError(
-            f"{without_query(url)!r} has a host; the path begins behind '{parts.scheme}:'",
+            f"{without_query(url)!r} has a host; the path begins after '{parts.scheme}:'",
             hint=f"write {example}",
         )
     if not parts.path:

@@ -15,6 +15,7 @@ from aiokv.sync.lease import SyncLease
 from aiokv.sync.rank import RankThread
 from aiokv.sync.rank_layers import RankLayers, TransferFailure
 from aiokv.sync.transfers import SyncReceiving, SyncSending
+from aiokv.sync.weights import SyncWeightsUpdate
 
 __all__ = [
     "Answer",
@@ -28,5 +29,6 @@ __all__ = [
     "SyncLease",
     "SyncReceiving",
     "SyncSending",
+    "SyncWeightsUpdate",
     "TransferFailure",
 ]

@@ -46,8 +46,8 @@ class Calls(Unique):
 
     Each method records a call and returns its :class:`Answer`, or a lease or future that the call
     fills. Nothing happens before ``run``. No call of another thread and no event of the loop comes
-    between two calls of one ``run``. The error of a call keeps no other call from being made: it is
-    the error of its own answer.
+    between two calls of one ``run``. An error of a call does not stop the later calls; the answer
+    of the call has the error.
 
     Record the calls of one object in one thread at a time. Arrays of tokens must not change before
     ``run`` has returned.

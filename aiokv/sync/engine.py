@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 import uvloop
 
+from aiokv import checks
 from aiokv.checks import Unique, arguments
 from aiokv.engine import CacheEngine
 from aiokv.errors import ClosedError
@@ -14,6 +15,7 @@ from aiokv.sync.computing import SyncComputing
 from aiokv.sync.port import Port
 from aiokv.sync.thread import LoopThread
 from aiokv.sync.transfers import SyncSending
+from aiokv.sync.weights import SyncWeightsUpdate
 
 if TYPE_CHECKING:
     import asyncio
@@ -202,13 +204,13 @@ class SyncEngine(Unique):
     def release_many(self, leases: Iterable[SyncLease]) -> None:
         """Call ``release`` for each lease. Idempotent."""
         calls = self.calls()
-        for lease in leases:
+        for lease in checks.sequence("leases", leases):
             calls.release(lease)
         calls.run()
 
     def computing(self, leases: Sequence[SyncLease]) -> SyncComputing:
         """Protect the blocks of leases while the model computes; see ``CacheEngine.computing``."""
-        return SyncComputing(self._port, leases)
+        return SyncComputing(self._port, checks.sequence("leases", leases))
 
     def step(self, event: Event | None = None) -> int:
         """Close the open step, whose work finishes with ``event``; see ``CacheEngine.step``."""
@@ -246,6 +248,21 @@ class SyncEngine(Unique):
             A context manager that can be entered once; nothing crosses before.
         """
         return SyncSending(self._port, lambda: self._cache.send(lease.inner, ticket))
+
+    def updating_weights(
+        self, timeout: float | None = None, *, version: str | None = None
+    ) -> SyncWeightsUpdate:
+        """Stop granting inside the ``with`` block, and drop all cached blocks at its end.
+
+        See ``CacheEngine.updating_weights``.
+
+        Args:
+            timeout: as there; so is ``version``.
+
+        Returns:
+            A context manager that can be entered once; nothing crosses before.
+        """
+        return SyncWeightsUpdate(self._port, timeout, version)
 
     # --- everything else --------------------------------------------------------------------------
 
@@ -307,7 +324,7 @@ class SyncEngine(Unique):
         return self._cache.statistics()
 
     def __repr__(self) -> str:
-        return f"<Sync{repr(self._cache)[1:]}"
+        return repr(self._cache).replace("CacheEngine", "SyncEngine", 1)
 
 
 class _EngineService:

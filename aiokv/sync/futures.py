@@ -6,6 +6,7 @@ import asyncio
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from aiokv import checks
 from aiokv.errors import UsageError
 from aiokv.sync.answers import without_frames
 
@@ -58,15 +59,15 @@ class EngineFuture(Future[T]):
         Raises:
             TimeoutError: ``timeout`` has passed.
             concurrent.futures.CancelledError: the future was cancelled.
-            UsageError: ``Calls.run`` has not sent the call yet, or the call is made in the engine's
-                own thread.
+            UsageError: ``timeout`` is no number; ``Calls.run`` has not sent the call yet; or the
+                call is made in the engine's own thread.
             ClosedError: this process is a fork of the process of the engine.
             Exception: the error of the wait.
             KeyboardInterrupt: the wait in the engine goes on; call ``cancel`` to end it.
         """
         self._check_wait()
         try:
-            return super().result(timeout)
+            return super().result(checks.timeout(timeout))
         finally:
             del self  # the traceback of the error has this frame: break the cycle
 
@@ -77,7 +78,7 @@ class EngineFuture(Future[T]):
             TimeoutError, UsageError, ClosedError: as for ``result``.
         """
         self._check_wait()
-        return super().exception(timeout)
+        return super().exception(checks.timeout(timeout))
 
     def _check_wait(self) -> None:
         thread = self._engine_thread

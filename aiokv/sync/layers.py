@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from aiokv import checks
 from aiokv.checks import Unique
 
 if TYPE_CHECKING:
@@ -72,17 +73,21 @@ class SyncLayers(Unique):
             TransferError: the transfer failed; ``first_bad_token`` is the first position to compute
                 again.
             TransferTimeout: the layer has not arrived in time. The transfer goes on.
-            UsageError: there is no such layer.
+            UsageError: there is no such layer, or ``timeout`` is no number.
             ClosedError, BrokenEngineError: the engine was closed, or its thread has failed.
             KeyboardInterrupt: the transfer goes on.
         """
+        limit = checks.timeout(timeout)
+        if self.num_layers:
+            checks.integer("layer", layer, minimum=0, maximum=self.num_layers - 1)
         if not self._view.has_arrived(layer):
-            self._port.begin(self._view.wait, layer, timeout).wait()
+            self._port.begin(self._view.wait, layer, limit).wait()
 
     def wait_all(self, timeout: float | None = None) -> None:
         """Block the calling thread until all layers have arrived; see ``wait``."""
+        limit = checks.timeout(timeout)
         if not self._view.has_arrived():
-            self._port.begin(self._view.wait_all, timeout).wait()
+            self._port.begin(self._view.wait_all, limit).wait()
 
     def __iter__(self) -> Iterator[int]:
         """Layers in ascending order, each when it has arrived."""

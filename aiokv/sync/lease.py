@@ -196,11 +196,11 @@ class SyncLease(Unique):
 
     @property
     def is_idle(self) -> bool:
-        """True when no transfer uses device blocks that the lease has named; also once released."""
+        """True when no transfer uses device blocks of ``assign``; also after ``release``."""
         return self._call(lambda calls: calls.is_idle(self))
 
     def idle(self) -> EngineFuture[None]:
-        """Wait until no transfer uses device blocks that the lease has named, as ``Lease.idle``."""
+        """Wait until no transfer uses device blocks of ``assign``, as ``Lease.idle``."""
         return self._port.start(lambda calls: calls.idle(self))
 
     # --- computed positions -----------------------------------------------------------------------
@@ -325,7 +325,7 @@ def inner_of(lease: SyncLease) -> Lease:
     """Return the engine's lease of a handle.
 
     Raises:
-        UsageError: ``lease`` is no ``SyncLease``, or is not matched yet.
+        UsageError: ``lease`` is not a ``SyncLease``, or is not matched yet.
         LeaseError: the lease could not be matched.
     """
     try:

@@ -199,6 +199,11 @@ class RankThread(Unique):
     def regions(self, regions: Regions) -> None:
         self._rank.regions = regions
 
+    @property
+    def is_asleep(self) -> bool:
+        """True from ``engine.sleep`` of the device tier until ``engine.wake_up``."""
+        return self._rank.is_asleep
+
     # --- transfers --------------------------------------------------------------------------------
 
     def layers(self, transfer_ids: Iterable[int]) -> RankLayers:
@@ -266,7 +271,7 @@ class RankThread(Unique):
 
         Args:
             step: the engine's ``open_step`` at the time the work was sent.
-            event: recorded behind the work of this rank; None when it has finished.
+            event: recorded after the work of this rank; None when it has finished.
 
         Raises:
             UsageError: as there, or the thread was not started. Nothing changed.
@@ -310,7 +315,7 @@ class RankThread(Unique):
         if (found := self._rank.find_transfer(transfer_id)) is None:
             self.raise_for_error()
             raise UsageError(
-                f"rank {self.number} has forgotten transfer {transfer_id}, which ended long ago or "
+                f"rank {self.number} no longer has transfer {transfer_id}, which ended long ago or "
                 "before a restart of the group",
                 hint="ask for the layers in the step that uses them",
             )

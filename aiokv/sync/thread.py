@@ -272,7 +272,9 @@ class LoopThread:
             raise self.new_error()
 
     def check_not_current(self, what: str) -> None:
-        """Raises:
+        """Check that this is not the thread of the loop.
+
+        Raises:
         UsageError: this is the thread of the loop, where ``what`` would never end.
         """
         if self.is_current:
@@ -282,7 +284,9 @@ class LoopThread:
             )
 
     def check_open(self) -> None:
-        """Raises:
+        """Check that the thread was started.
+
+        Raises:
         UsageError: the thread was not started.
         """
         if self._loop is None and not self._has_ended:

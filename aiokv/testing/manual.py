@@ -342,7 +342,9 @@ class ManualDevice:
         self._tiers = {key: (blocks_of(regions, key), own) for key, own in arenas.items()}
 
     def detach(self, *, keep_host: bool) -> None:
-        """Raises:
+        """Detach from the memory.
+
+        Raises:
         UsageError: a copy is in flight.
         """
         self._check_idle()
@@ -379,7 +381,9 @@ class ManualDevice:
             copy.complete_all()
 
     def close(self) -> None:
-        """Raises:
+        """Close the device.
+
+        Raises:
         UsageError: a copy is in flight, and its memory would be freed.
         """
         self._check_idle()

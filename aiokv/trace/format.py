@@ -82,7 +82,7 @@ def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> list[T
         else:
             with Path(path).open("rb") as file:
                 requests = _read(path, file, limit)
-    except OSError as error:  # a file that is no valid gzip file, too
+    except OSError as error:  # also for a file that is not valid gzip
         raise TraceError(path, 0, error.strerror or str(error)) from error
     except zlib.error as error:
         raise TraceError(path, 0, f"the compressed data is damaged: {error}") from error

@@ -1,4 +1,4 @@
-"""Worker: what the engine requires of the part that moves the bytes.
+"""Worker: the interface of the part that moves the bytes.
 
 A :class:`~aiokv.worker.controller.CacheController` in this process, or a
 :class:`~aiokv.ranks.group.RankGroup` with one controller per rank, each in its own process.
@@ -240,7 +240,7 @@ class Worker(Protocol):
 
         Args:
             step: greater than any closed before.
-            event: recorded behind the steps' work; None when that has finished.
+            event: recorded after the steps' work; None when that has finished.
 
         Raises:
             UsageError: the step was closed before, or ``check_event`` refuses the event. The step
@@ -314,7 +314,7 @@ class Worker(Protocol):
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """Where each rank listens for senders, by rank; empty before ``open``, and for a worker
+        """Address at which each rank listens, by rank; empty before ``open``, and for a worker
         that only sends or has no peers."""
 
     @property
@@ -377,7 +377,7 @@ class Worker(Protocol):
         Args:
             ticket_id: of an open ticket; without effect for any other.
             mark: number of the point; used once.
-            event: recorded behind the work; None when it has finished.
+            event: recorded after the work; None when it has finished.
 
         Raises:
             UsageError: ``check_event`` refuses the event. Nothing changed.

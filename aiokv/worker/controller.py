@@ -1,51 +1,35 @@
 """CacheController: executes transfer plans and reports their ends. It never decides.
 
-    submit ─► held (step open) ─► queue by priority ─► at most 2 in the device ─► report
-
-Blocks named by a plan belong to it until its report (I3); a report is sent when the device's events
-prove that the bytes have arrived (I4), from a callback of the loop.
-
-Each change of a transfer is a method that may be called again: when an interrupt (Ctrl-C) ends it,
-the poller calls it again, and it continues from where it was. See :class:`EventPoller`.
+Plans go to the part that executes their route: DeviceTransfers, WorkerStores or PeerTransfers.
+Blocks named by a plan belong to it until its report (I3).
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from functools import partial
-from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from aiokv.errors import ClosedError, ConfigError, DeviceError, UsageError
-from aiokv.plan import (
-    CLONE,
-    ONLOAD,
-    PEER_ROUTES,
-    STATE,
-    TransferPlan,
-    TransferReport,
-    id_bytes,
-)
+from aiokv.plan import CLONE, PEER_ROUTES, STATE, TransferPlan, TransferReport
 from aiokv.stores.base import KEY_BYTES
 from aiokv.stores.store_set import NOTHING, Found
 from aiokv.worker.base import Capabilities
 from aiokv.worker.blocks import clone_rows
 from aiokv.worker.checksums import Checksums
-from aiokv.worker.device.base import CopyError, blocks_of, pool_key
-from aiokv.worker.lanes import Lane, worker_statistics
-from aiokv.worker.layers import LayerDoneCounter
+from aiokv.worker.device_transfers import DeviceTransfers
+from aiokv.worker.lanes import worker_statistics
 from aiokv.worker.memory import WorkerMemory
 from aiokv.worker.peer_transfers import PeerTransfers
 from aiokv.worker.poller import EventPoller
 from aiokv.worker.settling import ReportWaiters
 from aiokv.worker.stores import WorkerStores
-from aiokv.worker.transfers import StepGate, Transfer
+from aiokv.worker.transfers import StepGate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -53,21 +37,18 @@ if TYPE_CHECKING:
     from aiokv.errors import RankLost
     from aiokv.peers.options import Peers
     from aiokv.peers.ticket import Endpoint
-    from aiokv.plan import Outcome, Route, StorePool
+    from aiokv.plan import StorePool
     from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.pools import StorePools
     from aiokv.stores.store_set import StoreAnswer
     from aiokv.types import Tier
     from aiokv.worker.base import Cancelled, RankStatistics
-    from aiokv.worker.device.base import Copy, Device, Event
+    from aiokv.worker.device.base import Device, Event
     from aiokv.worker.lanes import WorkerStatistics
+    from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.peer_transfers import RankPeerStatistics
     from aiokv.worker.regions import Regions
-
-_CANCELLED: Final = CopyError(0, "cancelled before it was submitted")
-_WAITING: Final = ("new", "held", "queued")  # states of a plan that was not given to the device
-MAX_SUBMITTED: Final = 2  # per route: one transfer moves, one is ready behind it
 
 
 class CacheController:
@@ -98,18 +79,14 @@ class CacheController:
         self._uncomputed: list[NDArray[np.int32]] = []  # recorded when the open step is closed
         self._poller = EventPoller()  # until open() gives the loop's
         self._opened = False
-        self._on_report: Callable[[TransferReport], None] = _ignore_report
         self._on_step: Callable[[int, BaseException | None], None] = _ignore_step
         self._gate = StepGate()
-        self._lanes = {route: Lane(route) for route in device.routes}
-        self._transfers: dict[int, Transfer] = {}
         self._report_waiters = ReportWaiters()
         self._closing = False
         self._closed = False
         self._turn = (
             asyncio.Lock()
         )  # of sleep, wake_up and aclose, which suspend between their parts
-        self._corrupt = 0
         self.memory = WorkerMemory(
             regions,
             device,
@@ -120,9 +97,11 @@ class CacheController:
             peer_slots_on_device=peers is not None and peers.slots_on_device,
             peer_layers=self._peer_layers,
         )
-        self._copy_ids = count(-1, -1)  # of copies that are part of a plan
+        self._transfers = DeviceTransfers(
+            device, self.memory, self._gate, self._checksums, self._report_waiters.note_report
+        )
         self._peers = PeerTransfers(
-            peers, lambda: self.memory, self, self._report_waiters.note_report
+            peers, lambda: self.memory, self._transfers, self._report_waiters.note_report
         )
         self._stores = WorkerStores(
             stores,
@@ -180,7 +159,8 @@ class CacheController:
         except BaseException:
             self.memory.close()
             raise
-        self._poller, self._on_report, self._on_step = poller, on_report, on_step
+        self._poller, self._on_step = poller, on_step
+        self._transfers.open(poller, on_report)
         self._opened = True
 
     def _check_windows(self, windows: Mapping[str, WindowGroup]) -> None:
@@ -273,24 +253,15 @@ class CacheController:
             return self._stores.transfers.submit(plan, num_bytes)
         if plan.route in self._peers.routes:
             return self._peers.submit(plan, num_bytes)
-        counter = LayerDoneCounter(
-            self.memory.regions.num_layers,
-            transfer_id=plan.transfer_id,
-            direction=plan.direction,
-            num_bytes=num_bytes,
-            expedite=lambda: self._expedite(plan.transfer_id),
-        )
-        transfer = Transfer(plan, counter, num_bytes)
-        self._transfers[plan.transfer_id] = transfer
-        self._poller.surely(partial(self._place, transfer))
-        return counter
+        return self._transfers.submit(plan, num_bytes)
 
     def counter(self, transfer_id: int) -> LayerDoneCounter | None:
         """Return the counter of a plan in flight; None for an unknown id."""
-        transfer = self._transfers.get(transfer_id)
-        if transfer is not None:
-            return transfer.counter
-        return self._stores.transfers.counter(transfer_id) or self._peers.counter(transfer_id)
+        return (
+            self._transfers.counter(transfer_id)
+            or self._stores.transfers.counter(transfer_id)
+            or self._peers.counter(transfer_id)
+        )
 
     def cancel(self, transfer_id: int) -> Cancelled:
         """Cancel a plan that the device does not have yet.
@@ -302,31 +273,20 @@ class CacheController:
             before the cancellation. ``"asked"``: a plan of a peer was given up, and its end will be
             reported when its copies have ended.
         """
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None and self._peers.counter(transfer_id) is not None:
-            return self._peers.cancel(transfer_id)
-        if transfer is None:
-            return self._stores.transfers.cancel(transfer_id)
-        if transfer.state not in _WAITING:
-            return "too late"
-        transfer.reported = True  # the caller knows that it has ended
-        self._poller.surely(partial(self._take_back, transfer))
-        return "at once"
+        for part in (self._transfers, self._peers):
+            if part.counter(transfer_id) is not None:
+                return part.cancel(transfer_id)
+        return self._stores.transfers.cancel(transfer_id)
 
     def raise_priority(self, transfer_id: int, priority: int) -> None:
         """Reorder a plan that still waits; see :meth:`Worker.raise_priority`."""
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None or priority >= transfer.priority:
-            return
-        transfer.priority = priority
-        if transfer.state == "queued":
-            self._lane_of(transfer).queue.raise_priority(transfer)
+        self._transfers.raise_priority(transfer_id, priority)
 
     def check_event(self, event: Event | None) -> None:
         """Raise unless ``close_step`` can take the event. Cheap; changes nothing.
 
         Raises:
-            UsageError: ``event`` is no event, one of another device, or was never recorded.
+            UsageError: ``event`` is not an event, is of another device, or was never recorded.
         """
         if event is not None:
             self._device.check_event(event)
@@ -342,11 +302,7 @@ class CacheController:
 
     def _follow_step(self, step: int, event: Event | None) -> None:
         """Queue the transfers that the step held, and watch its event."""
-        for transfer in self._gate.free():
-            if transfer.state == "held":
-                self._lane_of(transfer).queue.push(transfer)
-        for lane in self._lanes.values():
-            self._pump(lane)
+        self._transfers.step_closed()
         self._peers.step_closed()
         if event is None:
             self._on_step(step, None)
@@ -419,7 +375,7 @@ class CacheController:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """Where this worker listens for senders; see :attr:`Worker.endpoints`."""
+        """Address at which this worker listens for senders; see :attr:`Worker.endpoints`."""
         return self._peers.endpoints
 
     def expect(self, ticket: bytes, seconds: float) -> None:
@@ -477,62 +433,6 @@ class CacheController:
 
     def _peer_layers(self, regions: Regions) -> list[tuple[int, int]]:
         return self._peers.layer_ranges(regions)
-
-    def new_copy_id(self) -> int:
-        """Return an id for :meth:`copy`."""
-        return next(self._copy_ids)
-
-    def copy(
-        self,
-        copy_id: int,
-        route: Route,
-        group: str,
-        source_ids: Sequence[int],
-        target_ids: Sequence[int],
-        after: int | Event | None,
-        on_end: Callable[[CopyError | None], None],
-        keys: bytes = b"",
-    ) -> None:
-        """Copy between blocks on the device and slots of the peer arena, as part of a plan.
-
-        Without effect while a copy of this id is in flight.
-
-        Args:
-            copy_id: of ``new_copy_id``.
-            route: from or to a peer.
-            group: window group of the blocks, for the routes of window blocks only.
-            source_ids: device blocks or slots.
-            target_ids: likewise, as many.
-            after: the step or the event that the copy waits for; None for neither.
-            on_end: gets the failure, or None, in a callback of the loop; idempotent.
-            keys: 32 bytes per slot in the memory of the device, which the copy seals or verifies;
-                empty for slots in host memory.
-        """
-        if copy_id in self._transfers:
-            self._poller.surely(partial(self._place, self._transfers[copy_id]))
-            return
-        plan = TransferPlan(
-            transfer_id=copy_id,
-            route=route,
-            source_blocks=id_bytes(source_ids),
-            target_blocks=id_bytes(target_ids),
-            after_step=after if isinstance(after, int) else 0,
-            group=group,
-            digests=keys,
-        )
-        regions = blocks_of(self.memory.regions, pool_key(route, group))
-        counter = LayerDoneCounter(
-            regions.num_layers, transfer_id=plan.transfer_id, direction=plan.direction
-        )
-        event = None if isinstance(after, int) else after
-        num_bytes = regions.block_bytes * plan.num_blocks
-        transfer = Transfer(plan, counter, num_bytes, on_end, event)
-        self._transfers[plan.transfer_id] = transfer
-        self._poller.surely(partial(self._place, transfer))
-
-    def is_open(self, step: int) -> bool:
-        """Return True while work of the step may not have been submitted yet."""
-        return self._gate.is_open(step)
 
     # --- sleep ------------------------------------------------------------------------------
 
@@ -594,7 +494,11 @@ class CacheController:
 
     def _in_flight(self) -> list[int]:
         """Return the ids of the plans that were not reported yet."""
-        return [*self._transfers, *self._stores.transfers.in_flight, *self._peers.in_flight]
+        return [
+            *self._transfers.in_flight,
+            *self._stores.transfers.in_flight,
+            *self._peers.in_flight,
+        ]
 
     async def abandon(self) -> None:
         """Cancel and report waiting plans, end all tickets; wait for what the device has.
@@ -602,9 +506,7 @@ class CacheController:
         Cancellation: waiting plans are cancelled; the transfers go on.
         """
         self._peers.give_up("the worker gives up its plans")
-        for transfer in list(self._transfers.values()):
-            if transfer.state in _WAITING:
-                self._poller.surely(partial(self._take_back, transfer))
+        self._transfers.give_up()
         await self.drain()
 
     async def aclose(self) -> None:
@@ -636,222 +538,20 @@ class CacheController:
 
     def statistics(self) -> WorkerStatistics:
         """Return the counts of each route. Any thread."""
-        routes = {route: lane.statistics() for route, lane in self._lanes.items()}
+        routes = self._transfers.lane_statistics()
         others = self._stores.lane_statistics() | self._peers.lane_statistics()
-        return worker_statistics(len(self._gate), routes | others, self._corrupt)
+        return worker_statistics(len(self._gate), routes | others, self._transfers.corrupt)
 
     def _check_open(self) -> None:
-        """Raises:
+        """Check that the controller is open.
+
+        Raises:
         ClosedError: the controller is not open, or its poller is closed.
         """
         if not self._opened:
             raise ClosedError("the cache controller is not open")
         if self._poller.closed:
             raise ClosedError("the cache controller is closed")
-
-    # --- states of a transfer; every method may be called again ---------------------------
-
-    def _lane_of(self, transfer: Transfer) -> Lane:
-        return self._lanes[transfer.plan.route]
-
-    def _place(self, transfer: Transfer) -> None:
-        """Hold or queue a new transfer."""
-        if transfer.state == "new" and self._gate.is_open(transfer.plan.after_step):
-            self._gate.hold(transfer)
-        elif transfer.state == "new":
-            self._lane_of(transfer).queue.push(transfer)
-        self._pump(self._lane_of(transfer))
-
-    def _take_back(self, transfer: Transfer) -> None:
-        transfer.state = "ended"
-        self._gate.remove(transfer)
-        self._lane_of(transfer).queue.remove(transfer)
-        transfer.counter.refuse(_CANCELLED)
-        self._end_soon(transfer, "cancelled", _CANCELLED)
-
-    def _pump(self, lane: Lane) -> None:
-        while len(lane.submitted) < MAX_SUBMITTED and (transfer := lane.queue.first()) is not None:
-            self._start(lane, transfer)
-
-    def _expedite(self, transfer_id: int) -> bool:
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None:
-            return True
-        if transfer.state == "queued":
-            self._start(self._lane_of(transfer), transfer)
-        return transfer.state != "held"
-
-    def _start(self, lane: Lane, transfer: Transfer) -> None:
-        self._poller.surely(partial(self._submit, lane, transfer))
-
-    def _submit(self, lane: Lane, transfer: Transfer) -> None:
-        """Give a queued transfer to the device.
-
-        When an interrupt has lost the device's answer, the transfer is submitted once more. Of two
-        equal copies, the second ends last (``Device.in_order``), and only the end of the second
-        counts.
-        """
-        if transfer.ending is not None:
-            self._end_soon(transfer, *transfer.ending)
-            return
-        lane.submitted[transfer.plan.transfer_id] = transfer
-        lane.queue.remove(transfer)
-        transfer.state = "submitted"
-        transfer.started_at = time.monotonic()
-        transfer.counter.note_start(transfer.started_at)
-        try:
-            if transfer.copy is None:
-                transfer.copy = self._copy(transfer)
-            events = transfer.copy.layer_events
-        except Exception as error:  # the report tells it, like any other failure of the copy
-            failure = CopyError(0, str(error) or type(error).__name__)
-            transfer.counter.refuse(failure)
-            self._end_soon(transfer, "failed", failure)
-            return
-        transfer.counter.attach(transfer.copy)
-        if not events:
-            self._end_soon(transfer, "done", None)
-        elif not transfer.watched:
-            self._watch(lane, transfer, transfer.copy, events)
-            transfer.watched = True
-
-    def _copy(self, transfer: Transfer) -> Copy:
-        plan = transfer.plan
-        after = transfer.after
-        if after is None:
-            after = self._gate.event_for(plan.after_step)
-        if self._checksums is not None:
-            self._checksums.begin(plan)
-        ids = plan.source_ids, plan.target_ids
-        if plan.digests:
-            device: Any = self._device  # one with slots in its memory
-            copy: Copy = device.copy(plan.route, *ids, after, plan.group, keys=plan.digests)
-            return copy
-        if plan.group:
-            return self._device.copy(plan.route, *ids, after, plan.group)
-        return self._device.copy(plan.route, *ids, after)
-
-    def _watch(self, lane: Lane, transfer: Transfer, copy: Copy, events: Sequence[Event]) -> None:
-        """Watch each distinct event of a copy; layers that share one arrive together."""
-        seconds = lane.expected_seconds(transfer)
-        in_order = self._device.in_order
-        first = 0
-        for layer, event in enumerate(events):
-            if layer + 1 < len(events) and events[layer + 1] is event:
-                continue
-            order = (lane.route, transfer.plan.group)
-            key: Hashable = order if in_order else (*order, id(event))
-            layers = range(first, layer + 1)
-            share = (len(layers) if in_order else layer + 1) / len(events)
-            self._poller.watch(
-                event,
-                key,
-                partial(self._on_event, transfer, copy, layers, event),
-                None if seconds is None else seconds * share,
-            )
-            first = layer + 1
-
-    def _on_event(
-        self,
-        transfer: Transfer,
-        copy: Copy,
-        layers: range,
-        event: Event,
-        error: BaseException | None,
-    ) -> None:
-        """Take note that an event of a copy is done; an ``error`` of its device fails it all."""
-        if transfer.copy is not copy:
-            return
-        if transfer.state == "ended":
-            self._end(transfer)
-        elif error is not None:
-            self._end_submitted(transfer, CopyError(0, str(error)))
-        else:
-            self._layers_done(transfer, layers, event)
-
-    def _layers_done(self, transfer: Transfer, layers: range, event: Event) -> None:
-        finished_seconds: float | None = getattr(event, "finished_seconds", None)
-        counter, plan = transfer.counter, transfer.plan
-        arrived = dict.fromkeys(layers, finished_seconds)
-        if self._checksums is not None and plan.route == ONLOAD:
-            transfer.unproven |= arrived
-            if len(transfer.unproven) < counter.num_layers:
-                return
-            arrived = transfer.unproven
-            copy_failure = counter.failure
-            failure = self._checksums.verify(plan, copy_failure)
-            if failure is not None:
-                self._corrupt += failure is not copy_failure
-                self._end_submitted(transfer, failure, finished_seconds)
-                return
-        for layer, at in arrived.items():
-            counter.mark_layer_done(layer, at)
-        if counter.all_arrived:
-            self._end_submitted(transfer, counter.failure, finished_seconds)
-
-    def _end_submitted(
-        self,
-        transfer: Transfer,
-        failure: CopyError | None,
-        finished_seconds: float | None = None,
-    ) -> None:
-        """End a transfer within this callback; the next one starts before the report is sent."""
-        transfer.ending = ("done" if failure is None else "failed", failure)
-        transfer.state = "ended"
-        lane = self._lane_of(transfer)
-        if lane.submitted.pop(transfer.plan.transfer_id, None) is not None and failure is None:
-            lane.note_end(
-                transfer, time.monotonic() if finished_seconds is None else finished_seconds
-            )
-        try:
-            self._pump(lane)
-        finally:
-            self._end(transfer)
-
-    def _end_soon(self, transfer: Transfer, outcome: Outcome, failure: CopyError | None) -> None:
-        transfer.ending = (outcome, failure)
-        transfer.state = "ended"
-        self._poller.soon(partial(self._end, transfer))
-
-    def _end(self, transfer: Transfer) -> None:
-        transfer_id, lane = transfer.plan.transfer_id, self._lane_of(transfer)
-        if transfer.ending is None or self._transfers.get(transfer_id) is not transfer:
-            return
-        outcome, failure = transfer.ending
-        transfer.counter.finish(failure)
-        lane.submitted.pop(transfer_id, None)
-        if transfer.on_end is not None:
-            transfer.on_end(failure)
-        elif not transfer.reported:
-            self._report(transfer_id, outcome, failure)
-        transfer.reported = True
-        self._report_waiters.note_report(transfer_id)
-        del self._transfers[transfer_id]
-        lane.outcomes[outcome] += 1
-        if outcome != "cancelled":
-            lane.queue_seconds += transfer.started_at - transfer.created_at
-        self._pump(lane)
-
-    def _report(self, transfer_id: int, outcome: Outcome, failure: CopyError | None) -> None:
-        report = TransferReport(
-            transfer_id=transfer_id,
-            outcome=outcome,
-            first_bad_block=failure.first_bad_block if failure is not None else 0,
-            reason=failure.reason if failure is not None else "",
-        )
-        try:
-            self._on_report(report)
-        except Exception as error:
-            asyncio.get_running_loop().call_exception_handler(
-                {
-                    "message": f"aiokv: on_report raised for transfer {transfer_id}",
-                    "exception": error,
-                }
-            )
-
-
-def _ignore_report(report: TransferReport) -> None:
-    """Take the place of ``on_report`` before ``open``."""
 
 
 def _ignore_step(step: int, error: BaseException | None) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aiokv.peers.arrivals import Parcel as Received
-    from aiokv.peers.sender import Parcel as Sent
+    from aiokv.peers.departures import Parcel as Sent
     from aiokv.peers.transport import PeerMemory
     from aiokv.worker.device.base import DeviceSlots, Verification
     from aiokv.worker.poller import EventPoller
@@ -90,7 +90,9 @@ class DeviceParcelWork(SlotAccess):
         addresses: Sequence[dict[int, int]],
         then: Callable[[bool], None],
     ) -> None:
-        """Raises:
+        """Refuse: slots in the memory of a device have parcels of one layout.
+
+        Raises:
         InternalError: parcels of other layouts are refused before they are sent.
         """
         raise InternalError("slots in the memory of a device have parcels of one layout only")

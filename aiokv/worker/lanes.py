@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -178,4 +179,42 @@ class Lane:
             busy_seconds=self.busy_seconds,
             queue_seconds=self.queue_seconds,
             bytes_per_second=self.bytes_per_second,
+        )
+
+
+class RunningCounts:
+    """Counts of one route, for :class:`LaneStatistics`."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[Outcome, int] = {"done": 0, "failed": 0, "cancelled": 0}
+        self.moved_bytes = 0
+        self.busy_seconds = 0.0
+        self._running: set[int] = set()
+        self._busy_since = 0.0
+
+    def begin(self, transfer_id: int) -> None:
+        """Count a transfer in flight. Idempotent."""
+        if not self._running:
+            self._busy_since = time.monotonic()
+        self._running.add(transfer_id)
+
+    def end(self, transfer_id: int, outcome: Outcome, moved_bytes: int) -> None:
+        self._running.discard(transfer_id)
+        self.outcomes[outcome] += 1
+        self.moved_bytes += moved_bytes
+        if not self._running:
+            self.busy_seconds += time.monotonic() - self._busy_since
+
+    def statistics(self) -> LaneStatistics:
+        seconds = self.busy_seconds
+        return LaneStatistics(
+            queued=0,
+            submitted=len(self._running),
+            done=self.outcomes["done"],
+            failed=self.outcomes["failed"],
+            cancelled=self.outcomes["cancelled"],
+            moved_bytes=self.moved_bytes,
+            busy_seconds=seconds,
+            queue_seconds=0.0,
+            bytes_per_second=self.moved_bytes / seconds if seconds else 0.0,
         )

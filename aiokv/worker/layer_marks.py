@@ -26,7 +26,7 @@ class LayerMarks:
         Args:
             ticket_id: of an open ticket; ``forget`` follows.
             mark: of the ticket.
-            event: recorded behind the work; None when it has finished.
+            event: recorded after the work; None when it has finished.
         """
         self._events.setdefault(ticket_id, {})[mark] = event
 
@@ -52,7 +52,7 @@ def split_layer_mark(name: object) -> tuple[bytes, int]:
     """Return the ticket and the number of a mark.
 
     Raises:
-        UsageError: it is no name of a mark.
+        UsageError: it is not the name of a mark.
     """
     if not isinstance(name, bytes) or len(name) != ID_BYTES + _MARK_BYTES:
         raise UsageError(f"mark is {shown(name)}; it must be what Sending.layers_done has returned")

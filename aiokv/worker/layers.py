@@ -184,6 +184,7 @@ class LayerDoneCounter:
 
         Cancellation: detaches this waiter; the transfer goes on.
         """
+        self._check(layer)
         await self.settled(layer, timeout)
         self.raise_for_error()
 
@@ -243,6 +244,7 @@ class LayerDoneCounter:
                 itself.
             KeyboardInterrupt: the transfer goes on.
         """
+        self._check(layer)
         self.host_settled(layer, Deadline(timeout))
         self.raise_for_error()
 

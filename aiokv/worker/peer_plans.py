@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from typing import TYPE_CHECKING
 
 from aiokv.plan import STATE_RECEIVE, TransferReport
 from aiokv.worker.device.base import CopyError
+from aiokv.worker.lanes import RunningCounts
 from aiokv.worker.layers import LayerDoneCounter
-from aiokv.worker.store_transfers import RunningCounts
+from aiokv.worker.reports import deliver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -143,31 +143,19 @@ class PeerPlans:
         outcome = transfer.outcome
         transfer.counter.finish(failure)
         if not transfer.reported:
-            self._report(
-                TransferReport(
-                    transfer_id=plan.transfer_id,
-                    outcome=outcome,
-                    first_bad_block=leading if outcome == "failed" else 0,
-                    reason="" if failure is None else failure.reason,
-                )
+            report = TransferReport(
+                transfer_id=plan.transfer_id,
+                outcome=outcome,
+                first_bad_block=leading if outcome == "failed" else 0,
+                reason="" if failure is None else failure.reason,
             )
+            deliver(self._on_report, report)
             transfer.reported = True
         self._on_end(plan.transfer_id)
         del self._transfers[plan.transfer_id]
         moved_bytes = transfer.num_bytes // max(plan.num_blocks, 1) * leading
         self._counts[plan.route].end(plan.transfer_id, outcome, moved_bytes)
         self._then()
-
-    def _report(self, report: TransferReport) -> None:
-        try:
-            self._on_report(report)
-        except Exception as error:
-            asyncio.get_running_loop().call_exception_handler(
-                {
-                    "message": f"aiokv: on_report raised for transfer {report.transfer_id}",
-                    "exception": error,
-                }
-            )
 
     def lane_statistics(self) -> dict[Route, LaneStatistics]:
         """Return the counts of each route. Any thread."""

@@ -26,8 +26,7 @@ from aiokv.peers.mappings import Mappings
 from aiokv.peers.messages import MAX_REASON_CHARACTERS, Landed, split_key
 from aiokv.peers.receiver import Receiver, ReceiverCounts
 from aiokv.peers.ring import LandingRing
-from aiokv.peers.sender import Parcel as Sent
-from aiokv.peers.sender import Send, Sender, SenderCounts, SlotFill
+from aiokv.peers.sender import Sender, SenderCounts
 from aiokv.peers.slots import ArenaSlots
 from aiokv.peers.ticket import Endpoint, decode, ticket_key
 from aiokv.peers.transport import Outgoing, PeerMemory
@@ -47,6 +46,8 @@ if TYPE_CHECKING:
 
     from aiokv.peers.arrivals import Parcel as Received
     from aiokv.peers.arrivals import Receive, SlotCopy
+    from aiokv.peers.departures import Parcel as Sent
+    from aiokv.peers.departures import Send, SlotFill
     from aiokv.peers.listener import Listener
     from aiokv.peers.messages import Message
     from aiokv.peers.options import Peers
@@ -424,7 +425,7 @@ class PeerTransfers:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """Where this rank listens; empty when it only sends."""
+        """Address at which this rank listens; empty when it only sends."""
         if self._listener is None or self._identity is None:
             return []
         host, port = self._checked().advertised(self._listener.port)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aiokv.peers.arrivals import Parcel as Received
-    from aiokv.peers.sender import Parcel as Sent
+    from aiokv.peers.departures import Parcel as Sent
     from aiokv.peers.transport import PeerMemory
     from aiokv.worker.poller import EventPoller
 

@@ -7,7 +7,6 @@ stores. The report follows when no store accesses the blocks any more (I3).
 from __future__ import annotations
 
 import asyncio
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,56 +15,19 @@ from aiokv.stores.accesses import Accesses
 from aiokv.stores.base import Result
 from aiokv.stores.guard import CLOSE_SECONDS
 from aiokv.worker.device.base import CopyError
-from aiokv.worker.lanes import LaneStatistics
+from aiokv.worker.lanes import LaneStatistics, RunningCounts
 from aiokv.worker.layers import LayerDoneCounter
+from aiokv.worker.reports import deliver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from aiokv.plan import Outcome, Route, TransferPlan
+    from aiokv.plan import Route, TransferPlan
     from aiokv.stores.pools import StorePools
     from aiokv.worker.base import Cancelled
     from aiokv.worker.poller import EventPoller
 
 STORE_ROUTES: Final = frozenset((FETCH, SAVE))
-
-
-class RunningCounts:
-    """Counts of one route, for :class:`LaneStatistics`."""
-
-    def __init__(self) -> None:
-        self.outcomes: dict[Outcome, int] = {"done": 0, "failed": 0, "cancelled": 0}
-        self.moved_bytes = 0
-        self.busy_seconds = 0.0
-        self._running: set[int] = set()
-        self._busy_since = 0.0
-
-    def begin(self, transfer_id: int) -> None:
-        """Count a transfer in flight. Idempotent."""
-        if not self._running:
-            self._busy_since = time.monotonic()
-        self._running.add(transfer_id)
-
-    def end(self, transfer_id: int, outcome: Outcome, moved_bytes: int) -> None:
-        self._running.discard(transfer_id)
-        self.outcomes[outcome] += 1
-        self.moved_bytes += moved_bytes
-        if not self._running:
-            self.busy_seconds += time.monotonic() - self._busy_since
-
-    def statistics(self) -> LaneStatistics:
-        seconds = self.busy_seconds
-        return LaneStatistics(
-            queued=0,
-            submitted=len(self._running),
-            done=self.outcomes["done"],
-            failed=self.outcomes["failed"],
-            cancelled=self.outcomes["cancelled"],
-            moved_bytes=self.moved_bytes,
-            busy_seconds=seconds,
-            queue_seconds=0.0,
-            bytes_per_second=self.moved_bytes / seconds if seconds else 0.0,
-        )
 
 
 class _StoreTransfer:
@@ -277,20 +239,9 @@ class StoreTransfers:
             transfer.failure = CopyError(report.first_bad_block, report.reason)
         transfer.counter.finish(transfer.failure)
         if not transfer.reported:
-            self._report(report)
+            deliver(self._on_report, report)
             transfer.reported = True
         moved_bytes = transfer.moved_blocks * transfer.block_bytes
         self._on_end(plan.transfer_id)
         del self._transfers[plan.transfer_id]
         self._counts[plan.route].end(plan.transfer_id, report.outcome, moved_bytes)
-
-    def _report(self, report: TransferReport) -> None:
-        try:
-            self._on_report(report)
-        except Exception as error:
-            asyncio.get_running_loop().call_exception_handler(
-                {
-                    "message": f"aiokv: on_report raised for transfer {report.transfer_id}",
-                    "exception": error,
-                }
-            )

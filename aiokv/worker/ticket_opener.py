@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.errors import ClosedError, LayoutError, PeerError, UsageError
 from aiokv.peers.connections import Connections
+from aiokv.peers.departures import Target
 from aiokv.peers.messages import PROTOCOL_VERSION, Accepted, Cancel, Open, Refused
-from aiokv.peers.sender import Target
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

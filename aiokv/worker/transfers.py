@@ -163,7 +163,9 @@ class StepGate:
         held.pop(transfer.plan.transfer_id, None)
 
     def check(self, step: int) -> None:
-        """Raises:
+        """Check that the step is open.
+
+        Raises:
         UsageError: the step is closed already.
         """
         if not self.is_open(step):

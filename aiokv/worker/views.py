@@ -97,7 +97,8 @@ class LayerView:
         Raises:
             UsageError: there is no such layer.
         """
-        self._check(layer, first=ALL)
+        if layer != ALL:
+            self._check(layer)
         return all(counter.has_arrived(layer) for counter in self.counters)
 
     def wait_seconds(self, layer: int) -> float:
@@ -171,7 +172,10 @@ class LayerView:
         Raises:
             UsageError: a transfer waits for the end of a step that the calling task has to close.
         """
-        self._check(layer, first=ALL)
+        self._check(layer)
+        await self._arrived(layer, timeout)
+
+    async def _arrived(self, layer: int, timeout: float | None) -> None:
         timeout = checked_timeout(timeout)
         if self.check_wait is not None and not self.is_done:
             self.check_wait()
@@ -202,7 +206,10 @@ class LayerView:
                 ``first_bad_token`` is the first position to compute again.
             TransferTimeout, UsageError, KeyboardInterrupt: as there.
         """
-        self._check(layer, first=ALL)
+        self._check(layer)
+        self._host_arrived(layer, timeout)
+
+    def _host_arrived(self, layer: int, timeout: float | None) -> None:
         deadline = Deadline(timeout)
         with self._timed(layer):
             for counter in self.counters:
@@ -214,15 +221,15 @@ class LayerView:
 
     def host_wait_all(self, timeout: float | None = None) -> None:
         """Block the calling thread until all layers have arrived; see ``host_wait``."""
-        self.host_wait(ALL, timeout)
+        self._host_arrived(ALL, timeout)
 
     async def wait_all(self, timeout: float | None = None) -> None:
         """Wait for all layers; see ``wait``."""
-        await self.wait(ALL, timeout)
+        await self._arrived(ALL, timeout)
 
-    def _check(self, layer: int, first: int = 0) -> None:
+    def _check(self, layer: int) -> None:
         if self.num_layers:  # without tensors there are no layers to wait for
-            integer("layer", layer, minimum=first, maximum=self.num_layers - 1)
+            integer("layer", layer, minimum=0, maximum=self.num_layers - 1)
 
     def __aiter__(self) -> AsyncIterator[int]:
         """Layers in ascending order, each when it has arrived in every transfer."""

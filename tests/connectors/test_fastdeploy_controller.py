@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from aiokv import ConfigError, LayoutError, UsageError
+from aiokv import ConfigError, ControlTimeout, LayoutError, TransferError, UsageError
 from aiokv.connectors.fastdeploy import (
+    BatchRequest,
     CacheController,
     CacheManager,
     CacheSwapMetadata,
@@ -18,6 +21,7 @@ from aiokv.connectors.fastdeploy.caches import cache_name, regions_of
 from aiokv.ranks import RankGroup
 from aiokv.testing import ScriptedDevice
 from tests.connectors.fastdeploy_server import (
+    BLOCK,
     LAYERS,
     Backend,
     Request,
@@ -26,6 +30,9 @@ from tests.connectors.fastdeploy_server import (
     fd_config,
     next_token,
 )
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_a_manager_or_a_path_is_required(tmp_path):
@@ -108,6 +115,163 @@ def test_tensors_that_the_engine_uses_cannot_be_replaced(tmp_path):
     finally:
         manager.close()
         controller.free_gpu_cache()
+
+
+class Serving:
+    """A manager and the controller of one worker, which computes the number 7 everywhere."""
+
+    def __init__(self, folder: Path) -> None:
+        config = fd_config(8, 16, write_policy="write_through")
+        self.manager = CacheManager(config, ranks=RankGroup(1, path=folder / "ranks"))
+        self.controller = CacheController(config, path=folder / "ranks")
+        self.tensors = self.controller.initialize_kv_cache(Backend(), 8)
+        self.num_served = 0
+
+    def serve(self) -> tuple[int, bool]:
+        """Serve one prompt; return its cached blocks, and True if their content is right."""
+        self.num_served += 1
+        request = Request(f"r{self.num_served}", list(range(3 * BLOCK)))
+        self.manager.match_prefix(request)
+        cached = request.match_result.total_matched_blocks
+        request.block_tables = list(request.match_result.device_block_ids)
+        request.block_tables += self.manager.allocate_device_blocks(request, 3 - cached)
+        assert len(request.block_tables) == 3
+        request.num_computed_tokens = 3 * BLOCK
+        batch = BatchRequest()
+        batch.add_request(request)
+        self.send(self.manager.issue_pending_backup_to_batch_request(), batch)
+        counter = self.controller.swap_layer_done_counter
+        if counter is not None:
+            counter.wait_all(30.0)
+        is_right = all(
+            (tensor[block] == 7).all()
+            for tensor in self.tensors
+            for block in request.block_tables[:cached]
+        )
+        for tensor in self.tensors:
+            tensor[request.block_tables[cached:]] = 7
+        self.manager.request_finish(request)
+        self.send(self.manager.issue_pending_backup_to_batch_request(), BatchRequest())
+        return cached, is_right
+
+    def send(self, step: CacheSwapMetadata | None, batch: BatchRequest) -> None:
+        if step is not None:
+            batch.append_evict_metadata([step])
+        self.controller.submit_swap_tasks(batch.cache_evict_metadata, batch.cache_swap_metadata)
+
+
+@pytest.fixture
+def serving(tmp_path):
+    serving = Serving(tmp_path)
+    try:
+        serving.manager.open()
+        yield serving
+        engine = serving.manager.engine
+        assert engine.call(engine.cache.check_invariants) == []
+    finally:
+        serving.manager.close()
+        serving.controller.stop()
+
+
+@pytest.mark.parametrize(("tags", "cached"), [(["device"], 2), (["device", "host"], 0)])
+def test_workers_replace_their_tensors_while_the_manager_sleeps(serving, tags, cached):
+    manager, controller = serving.manager, serving.controller
+    assert [serving.serve(), serving.serve()] == [(0, True), (2, True)]
+    running = Request("running", list(range(500, 500 + 3 * BLOCK)))
+    manager.match_prefix(running)
+    assert len(manager.allocate_device_blocks(running, 3)) == 3
+    with pytest.raises(UsageError, match="sleep"):
+        controller.initialize_kv_cache(Backend(), 8)
+    serving.send(manager.end_requests(), BatchRequest())
+    manager.sleep(tags)
+    assert manager.num_free_device_blocks == 8
+    manager.request_finish(running)
+    early = Request("early", list(range(3 * BLOCK)))
+    manager.match_prefix(early)
+    assert early.match_result.total_matched_blocks == 0
+    assert not manager.can_allocate_device_blocks(1)
+    assert manager.allocate_device_blocks(early, 1) == []
+    manager.request_finish(early)
+    controller.free_gpu_cache()
+    controller.free_gpu_cache()
+    assert controller.get_kv_caches() == {}
+    with pytest.raises(UsageError, match="rank 0: wake_up: regions is None"):
+        manager.wakeup()
+    serving.tensors = controller.initialize_kv_cache(Backend(), 8)
+    manager.wakeup()
+    assert [serving.serve(), serving.serve()] == [(cached, True), (2, True)]
+
+
+def test_a_wakeup_needs_tensors_of_the_same_layout(serving):
+    serving.serve()
+    serving.send(serving.manager.end_requests(), BatchRequest())
+    serving.manager.sleep()
+    serving.controller.free_gpu_cache()
+    serving.controller.initialize_kv_cache(Backend(), 4)
+    with pytest.raises(UsageError, match="rank 0: wake_up: the tensors of regions hold 4 blocks"):
+        serving.manager.wakeup()
+    serving.tensors = serving.controller.initialize_kv_cache(Backend(), 8)
+    serving.manager.wakeup()
+    assert serving.serve() == (0, True)
+
+
+def test_an_update_of_the_weights_drops_all_blocks(serving):
+    manager = serving.manager
+    serving.send(manager.end_requests(), BatchRequest())  # without requests
+    assert [serving.serve(), serving.serve()] == [(0, True), (2, True)]
+    serving.send(manager.end_requests(), BatchRequest())
+    with manager.updating_weights(version="2"):
+        assert not manager.can_allocate_device_blocks(1)
+    assert [serving.serve(), serving.serve()] == [(0, True), (2, True)]
+
+
+def test_sleep_names_the_step_that_the_workers_have_not_closed(serving):
+    serving.serve()
+    step = serving.manager.end_requests()
+    with pytest.raises(ControlTimeout, match="step"):
+        serving.manager.sleep(timeout=0.0)
+    serving.send(step, BatchRequest())
+    serving.manager.sleep()
+    serving.controller.free_gpu_cache()
+
+
+def test_tensors_that_exist_are_registered(tmp_path):
+    controller = CacheController(fd_config(8), path=tmp_path / "ranks")
+    layers = [{"key": np.zeros((8, 4, 3), np.int64)} for _ in range(LAYERS)]
+    controller.register_kv_cache(layers)
+    names = ["key_caches_0_rank0.device0", "key_caches_1_rank0.device0"]
+    assert list(controller.get_kv_caches()) == names
+    assert controller.get_kv_caches()[names[1]] is layers[1]["key"]
+    assert controller.get_stats() == {"initialized": True, "num_layers": LAYERS}
+    assert count_rank_threads() == 1
+    controller.free_gpu_cache()
+    assert count_rank_threads() == 0
+    assert controller.get_stats()["initialized"] is False
+
+
+def count_rank_threads() -> int:
+    return sum(thread.name == "aiokv-rank" for thread in threading.enumerate())
+
+
+def test_counter_raises_the_error_of_an_onload():
+    device = ScriptedDevice()
+    device.fail("onload", copy=0, layer=1, block=1)
+    with Server(6, 12, device, write_policy="write_through") as server:
+        manager = server.manager
+        tokens = [1_000 + i for i in range(13)]
+        server.scheduler.add(Request("a", tokens, 1))
+        server.scheduler.run()
+        server.drain()
+        manager.free_all_device_blocks()
+        again = Request("b", tokens, 1)
+        manager.match_prefix(again)
+        counter = server.worker.controller.submit_swap_tasks(None, again.cache_swap_metadata[0])
+        server.drain()
+        with pytest.raises(TransferError):
+            counter.raise_for_error()
+        with pytest.raises(TransferError):
+            counter.wait_all(timeout=None)
+        manager.request_finish(again)
 
 
 def test_counter_without_onloads_is_done():

@@ -10,15 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from aiokv import ClosedError, ConfigError, UsageError
+from aiokv import ClosedError, ConfigError, UsageError, WouldBlock
 from aiokv.connectors.fastdeploy import (
     BatchRequest,
     CacheLevel,
     CacheManager,
     CacheMetrics,
     CacheSwapMetadata,
+    blocks,
 )
+from aiokv.connectors.fastdeploy import manager as manager_module
 from aiokv.sync import Calls
+from aiokv.testing import ScriptedDevice
 from tests.connectors.fastdeploy_server import (
     BLOCK,
     Request,
@@ -101,6 +104,33 @@ def test_b1_2_zero_blocks_take_nothing():
         assert manager.can_allocate_device_blocks(-1)
 
 
+@pytest.mark.parametrize("count", [0, -1, -3])
+def test_fewer_than_one_block_leaves_the_table_as_it_is(count):
+    """FastDeploy computes a negative number for a request that has more blocks than it needs."""
+    with opened(8) as manager:
+        request = Request("a", prompt(1, 2))
+        start(manager, request)
+        assert manager.allocate_device_blocks(request, count) == []
+        request.block_tables += manager.allocate_device_blocks(request, 1)
+        assert len(set(request.block_tables)) == 3
+
+
+@pytest.mark.parametrize("count", [1.0, "1", None, True])
+def test_a_number_of_blocks_that_is_no_integer_is_refused(count):
+    with opened(8) as manager:
+        request = Request("a", prompt(1, 2))
+        start(manager, request)
+        for verb in (
+            manager.can_allocate_device_blocks,
+            lambda count: manager.allocate_device_blocks(request, count),
+        ):
+            with pytest.raises(UsageError, match="num_blocks is"):
+                verb(count)
+        assert manager.num_free_device_blocks == 6
+        assert not manager.can_allocate_device_blocks(2**40)
+        assert manager.allocate_device_blocks(request, 2**40) == []
+
+
 def test_b4_6_room_is_exact_with_and_without_eviction():
     with opened(10) as manager:
         assert manager.can_allocate_device_blocks(10)
@@ -125,6 +155,21 @@ def test_room_that_was_promised_can_be_taken_although_blocks_must_be_saved_first
         assert len(manager.allocate_device_blocks(request, 8)) == 8
         assert manager.engine.statistics().offloaded_blocks == 8
         finish(manager, request)
+
+
+def test_room_is_promised_until_the_schedule_ends(monkeypatch):
+    monkeypatch.setattr(blocks, "PROMISE_SECONDS", 0.0)
+    with opened(4) as manager:
+        request = Request("a", prompt(1, 4))
+        manager.match_prefix(request)
+        with manager.engine.match([0], read=False, write=False) as other:
+            assert manager.can_allocate_device_blocks(2)
+            other.allocate(3 * BLOCK).result()
+            with pytest.raises(WouldBlock, match="no room for 2 blocks"):
+                manager.allocate_device_blocks(request, 2)
+            manager.issue_pending_backup_to_batch_request()
+            assert manager.allocate_device_blocks(request, 2) == []
+        assert len(manager.allocate_device_blocks(request, 2)) == 2
 
 
 def test_room_under_write_back_is_made_when_it_is_promised():
@@ -168,6 +213,14 @@ def test_b4_5_resize_grows_and_refuses_to_cut_used_blocks():
         finish(manager, request)
 
 
+def test_room_that_was_known_before_a_resize_is_asked_for_again():
+    with opened(8) as manager:
+        assert manager.can_allocate_device_blocks(6)
+        assert manager.resize_device_pool(4)
+        assert not manager.can_allocate_device_blocks(6)
+        assert manager.can_allocate_device_blocks(4)
+
+
 def test_b4_15_profile_run_replaces_the_number_of_blocks_before_the_engine_opens():
     with opened(8) as manager:
         assert not manager.is_initialized()
@@ -189,10 +242,24 @@ def test_b4_3_all_blocks_of_a_tier_are_freed_at_once():
         start(manager, Request("b", prompt(2, 2)))
         manager.engine.call(manager.engine.cache.drain, timeout=10.0)
         assert manager.num_free_host_blocks == 5
+        assert manager.can_allocate_host_blocks(8)
+        assert not manager.can_allocate_host_blocks(9)
         assert manager.free_all_device_blocks() == 5
         assert manager.num_free_device_blocks == 8
         assert manager.free_all_host_blocks() == 3
         assert manager.num_free_host_blocks == 8
+
+
+def test_blocks_taken_in_advance_are_free_once_after_all_are_freed():
+    with opened(6, decode_blocks=2) as manager:
+        request = Request("a", prompt(1, 1))
+        start(manager, request)
+        manager.issue_pending_backup_to_batch_request()
+        request.output_token_ids.append(1)
+        manager.issue_pending_backup_to_batch_request()
+        assert manager.blocks.spare_blocks == 2
+        manager.free_all_device_blocks()
+        assert manager.num_free_device_blocks == 6
 
 
 def test_b4_4_reset_empties_both_tiers():
@@ -207,6 +274,22 @@ def test_b4_4_reset_empties_both_tiers():
         assert again.match_result.total_matched_blocks == 0
         manager.request_finish(held)  # its blocks are gone already
         assert manager.num_free_device_blocks == 8
+
+
+def test_reset_tells_when_a_transfer_did_not_end_in_time(monkeypatch):
+    monkeypatch.setattr(manager_module, "CONTROL_SECONDS", 0.0)
+    device = ScriptedDevice()
+    gate = device.hold("offload")
+    options = {"regions": regions_of(tensors(4)), "device": device}
+    with opened(4, 8, options, write_policy="write_through") as manager:
+        serve(manager, "a", prompt(1, 3))
+        assert not manager.reset_cache()
+        again = Request("b", prompt(1, 3, more=1))
+        manager.match_prefix(again)
+        assert again.match_result.total_matched_blocks == 0
+        gate.open()
+        manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+        assert manager.reset_cache()
 
 
 # --- prefixes -------------------------------------------------------------------------------------
@@ -311,6 +394,71 @@ def test_host_hit_without_room_is_matched_on_the_device_only():
         found = again.match_result
         assert (found.matched_device_nums, found.matched_host_nums) == (1, 0)
         assert again.cache_swap_metadata == []
+
+
+@pytest.mark.parametrize(("used", "matched"), [(3, 1), (4, 0)])
+def test_host_hit_ends_where_no_block_may_be_written_before_the_next_step(used, matched):
+    device = ScriptedDevice()
+    device.computes_in_stream = True
+    options = {"regions": regions_of(tensors(4)), "device": device}
+    with opened(4, 8, options, write_policy="write_through") as manager:
+        engine = manager.engine
+        serve(manager, "a", prompt(1, 3, more=1))
+        engine.call(engine.cache.drain, timeout=10.0)
+        manager.free_all_device_blocks()
+        with engine.match([0], read=False, write=False) as other:
+            other.allocate(used * BLOCK).result()  # given back in the step that is open
+        again = Request("c", prompt(1, 3, more=1))
+        manager.match_prefix(again, True)
+        result = again.match_result
+        assert (result.matched_device_nums, result.matched_host_nums) == (0, matched)
+        assert len(result.device_block_ids) == matched
+        assert manager.can_allocate_device_blocks(4 - matched)
+        assert len(manager.allocate_device_blocks(again, 4 - matched)) == 4 - matched
+        finish(manager, again)
+
+
+def test_ended_request_gives_its_blocks_back_after_its_onload(monkeypatch):
+    """Its onload is not cancelled: a batch may wait for it."""
+    device = ScriptedDevice()
+    gate = device.hold("onload", copy=0, layer=1)
+    options = {"regions": regions_of(tensors(8)), "device": device}
+    with opened(8, 8, options, write_policy="write_through") as manager:
+        engine = manager.engine
+        serve(manager, "a", prompt(1, 3, more=1))
+        engine.call(engine.cache.drain, timeout=10.0)
+        manager.free_all_device_blocks()
+        again = Request("b", prompt(1, 3, more=1))
+        start(manager, again)
+        manager.issue_pending_backup_to_batch_request()
+        finish(manager, again)
+        manager.issue_pending_backup_to_batch_request()
+        assert engine.statistics().leases == 1
+        assert not manager.can_allocate_device_blocks(8)
+        gate.open()
+        engine.call(engine.cache.drain, timeout=10.0)
+        assert engine.would_hit(prompt(1, 3, more=1)).device_tokens == 3 * BLOCK
+        manager.issue_pending_backup_to_batch_request()
+        assert engine.statistics().leases == 0
+        counts = count_crossings(monkeypatch)
+        manager.issue_pending_backup_to_batch_request()
+        assert counts == []
+
+
+def test_only_requests_with_a_failed_onload_have_failed():
+    device = ScriptedDevice()
+    device.fail("onload", copy=0, layer=1, block=1)
+    options = {"regions": regions_of(tensors(8)), "device": device}
+    with opened(8, 8, options, write_policy="write_through") as manager:
+        serve(manager, "a", prompt(1, 3, more=1))
+        manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+        manager.free_all_device_blocks()
+        start(manager, Request("healthy", prompt(2, 1)))
+        start(manager, Request("failed", prompt(1, 3, more=1)))
+        manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+        assert manager.failed_requests() == ["failed"]
+        manager.reset_cache()
+        assert manager.failed_requests() == []
 
 
 def test_b4_13_request_without_a_full_block_matches_nothing():
@@ -489,6 +637,14 @@ def test_blocks_of_stores_are_brought_to_host_memory_on_request(tmp_path):
             manager.engine.call(manager.engine.cache.drain, timeout=10.0)
 
 
+def test_unshared_request_that_is_matched_again_gives_its_blocks_back():
+    with opened(8) as manager:
+        request = Request("a", prompt(1, 2), multimodal_inputs={"images": ["pixels"]})
+        start(manager, request)
+        manager.match_prefix(request)
+        assert manager.num_free_device_blocks == 8
+
+
 @pytest.mark.parametrize(
     "inputs",
     [
@@ -513,6 +669,56 @@ def test_images_that_cannot_be_told_apart_are_not_shared(inputs):
         ):
             manager.match_prefix(again)
             assert again.match_result.total_matched_blocks == 0
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"mm_positions": [{"offset": 2, "length": 4}], "mm_hashes": ["cat"]},
+        {"mm_positions": [SimpleNamespace(offset=2, length=None)], "mm_hashes": ["cat"]},
+        {"mm_positions": [SimpleNamespace(offset="two", length=4)], "mm_hashes": ["cat"]},
+        ["cat"],
+    ],
+    ids=["dict", "none", "text", "list"],
+)
+def test_images_of_an_unknown_form_are_not_shared_and_harm_no_other_request(inputs, caplog):
+    """The match of such a request also commits the others: their tokens must be named in order."""
+    with opened(32) as manager:
+        decoding = Request("a", prompt(1, 1))
+        start(manager, decoding, 8)
+        manager.issue_pending_backup_to_batch_request()
+        decoding.output_token_ids += [10, 11, 12, 13, 14]
+        strange = Request("b", prompt(2, 3), multimodal_inputs=inputs)
+        assert len(start(manager, strange)) == 3
+        assert "request_not_shared" in caplog.text
+        decoding.output_token_ids += [20, 21, 22, 23]
+        for request in (decoding, strange):
+            finish(manager, request)
+        for tokens, num_blocks in (
+            ([*decoding.tokens, 1], 3),
+            ([*prompt(1, 1), 14, 20, 21, 22, 1], 1),  # not the tokens behind the prompt
+            (prompt(2, 3, more=1), 0),
+        ):
+            again = Request("c", tokens)
+            manager.match_prefix(again)
+            assert again.match_result.total_matched_blocks == num_blocks
+            manager.request_finish(again)
+
+
+def test_outputs_that_are_no_tokens_end_the_sharing_of_their_request():
+    with opened(32) as manager:
+        request = Request("a", prompt(1, 1))
+        start(manager, request, 8)
+        manager.issue_pending_backup_to_batch_request()
+        request.output_token_ids += [10, 11, 2**31, 13, 14]
+        manager.cache_output_blocks(request, BLOCK)
+        request.output_token_ids += [20, 21, 22, 23]
+        finish(manager, request)
+        for wrong in ([14, 20, 21, 22], [20, 21, 22, 23], [10, 11, 12, 13]):
+            again = Request("b", [*prompt(1, 1), *wrong, 1])
+            manager.match_prefix(again)
+            assert again.match_result.total_matched_blocks == 1
+            manager.request_finish(again)
 
 
 def test_empty_multimodal_inputs_are_text():
@@ -692,6 +898,31 @@ def test_configuration_without_a_field_is_refused():
         CacheManager(fd_config(8, write_policy="sometimes"))
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_size", "sixteen"),
+        ("total_block_num", None),
+        ("num_cpu_blocks", None),
+        ("num_cpu_blocks", 1.5),
+        ("write_through_threshold", "often"),
+        ("enc_dec_block_num", -1),
+        ("prealloc_dec_block_slot_num_threshold", "many"),
+    ],
+)
+def test_configuration_with_a_wrong_number_is_refused(field, value):
+    config = fd_config(8)
+    setattr(config.cache_config, field, value)
+    with pytest.raises(ConfigError, match=f"{field} is {value!r}"):
+        CacheManager(config)
+
+
+@pytest.mark.parametrize("config", [None, SimpleNamespace()])
+def test_configuration_without_a_cache_is_refused(config):
+    with pytest.raises(ConfigError, match=r"lacks a field: .*cache_config"):
+        CacheManager(config)
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_prefill_and_decode_roles_are_refused(role):
     config = fd_config(8)
@@ -710,6 +941,16 @@ def test_verbs_after_close_are_refused():
         with pytest.raises(ClosedError, match="the cache manager is closed"):
             call()
     assert manager.num_free_device_blocks == 8
+
+
+def test_requests_may_end_after_close():
+    """FastDeploy's threads finish requests while another thread closes the manager."""
+    with opened(8) as manager:
+        request = Request("a", prompt(1, 2))
+        start(manager, request)
+    manager.request_finish(request)
+    manager.cache_output_blocks(request, BLOCK)
+    assert manager.failed_requests() == []
 
 
 def test_without_stores_nothing_is_prefetched():

@@ -41,6 +41,7 @@ def serve(manager: PrefixCacheManager, name: str, tokens: list[int]) -> list[int
     request.block_tables = ids + manager.allocate_gpu_blocks(more, name)
     request.num_computed_tokens = len(tokens)
     manager.update_cache_blocks(request, BLOCK, len(tokens))
+    assert request.num_cached_blocks == len(tokens) // BLOCK
     manager.issue_pending_backup_to_batch_request()
     request.status = Status.FINISHED
     table = request.block_tables
@@ -148,8 +149,10 @@ def test_b12_16_outputs_are_shared_at_the_end():
         request.num_computed_tokens = 6
         manager.issue_pending_backup_to_batch_request()
         request.output_token_ids += [7, 8, 9]
-        manager.cache_output_blocks(request, BLOCK)
         again = Request("b", [*request.tokens, 1])
+        assert manager.engine.would_hit(again.tokens).total == 0
+        manager.cache_output_blocks(request, BLOCK)
+        assert manager.engine.would_hit(again.tokens).total == 8
         assert manager.request_match_blocks(again, BLOCK)[1] == 8
 
 

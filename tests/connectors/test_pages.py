@@ -281,3 +281,41 @@ assert pages.save(bytes(32), [[(page.ctypes.data, 9000)]]) == [True]
     assert (done.returncode, done.stderr) == (0, "")
     with opened(f"disk:{tmp_path}?bytes=1MiB") as pages:
         assert pages.lookup(bytes(32)) == 1
+
+
+def test_forked_child_is_refused_and_the_parent_goes_on(tmp_path: Path):
+    program = f"""
+import os, signal
+from aiokv import ClosedError
+from aiokv.connectors.pages import PageStore
+from aiokv.stores import stores_from
+pages = PageStore(
+    stores_from(["directory:{tmp_path}"]),
+    fingerprint=bytes(range(32)), page_bytes=9000, staging_bytes=1,
+)
+pid = os.fork()
+if pid == 0:
+    signal.alarm(60)  # ends a child that waits for a thread of its parent
+    calls = [
+        lambda: pages.lookup(bytes(32)),
+        lambda: pages.load(bytes(32), [[(0, 9000)]]),
+        lambda: pages.save(bytes(32), [[(0, 9000)]]),
+        pages.statistics,
+    ]
+    refused = 0
+    for call in calls:
+        try:
+            call()
+        except ClosedError as error:
+            refused += "before os.fork()" in str(error)
+    pages.close()
+    os._exit(len(calls) - refused)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+assert pages.lookup(bytes(32)) == 0
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -187,6 +187,23 @@ def test_pages_of_each_layout_come_back_after_a_restart(tmp_path, layout):
     assert not any(page_of(pool, page).any() for page in (0, 1, 3, 5))
 
 
+@pytest.mark.parametrize("interface_v1", [0, 1])
+def test_a_call_without_pages_moves_nothing(tmp_path, interface_v1):
+    stores = [f"directory:{tmp_path}"]
+    with attached(config(stores, interface_v1=interface_v1), host_pool()) as backend:
+        nothing = torch.zeros(0, dtype=torch.int64)
+        assert backend.batch_get_v1([], nothing) == []
+        assert backend.batch_set_v1([], nothing) == []
+        assert backend.batch_get([], []) == []
+        assert backend.batch_set([], [])
+        assert backend.batch_exists([]) == 0
+        for call in (backend.batch_get_v1, backend.batch_set_v1):
+            with pytest.raises(UsageError, match="for each of the 0 pages"):
+                call(KEYS[:1], nothing)
+            with pytest.raises(UsageError, match="for each of the 1 pages"):
+                call(KEYS[:2], indices(3))
+
+
 def controller(backend: HiCacheAiokv, pool: Any) -> Any:
     """Return SGLang's controller with what its storage threads use, without a device."""
     made: Any = object.__new__(HiCacheController)

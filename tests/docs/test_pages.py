@@ -15,6 +15,8 @@ import pytest
 import yaml
 
 import aiokv
+import aiokv.ranks
+import aiokv.stores
 import aiokv.sync
 from tests.docs.run_page import SEPARATOR, Block, blocks_of
 
@@ -87,7 +89,19 @@ def test_each_method_that_the_documentation_names_exists(owner, classes):
     names = set(re.findall(rf"`(?:await |async with |with )?{owner}\.(\w+)", text))
     assert names
     known = {name for cls in classes for name in dir(cls)}
+    known |= set(re.findall(rf"`{owner}\.(\w+)`", (ROOT / "aiokv/observe/EVENTS.md").read_text()))
     assert sorted(names - known) == []
+
+
+@pytest.mark.parametrize("module", [aiokv, aiokv.sync, aiokv.stores, aiokv.ranks], ids=repr)
+def test_the_reference_has_each_public_name(module):
+    page = (DOCS / "reference/api.md").read_text()
+    names = {
+        f"{module.__name__}.{name}"
+        for name in module.__all__
+        if not (isinstance(value := getattr(module, name), type) and issubclass(value, Exception))
+    }
+    assert sorted(names - set(re.findall(r"^::: (\S+)$", page, re.MULTILINE))) == []
 
 
 def check_block(block: Block, folder: Path, place: str) -> None:

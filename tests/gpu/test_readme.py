@@ -37,7 +37,7 @@ async def test_second_request_hits_kv_computed_by_torch():
         + textwrap.indent(request, "        ")
         + "            hits.append(lease_hit)\n"
     )
-    granted = "await lease.allocate(len(tokens) + 1)\n"
+    granted = "await lease.allocate(len(tokens))\n"
     program = program.replace(granted, f"{granted}{16 * ' '}lease_hit = lease.hit.total\n")
     names: dict[str, object] = {}
     exec(program, names)

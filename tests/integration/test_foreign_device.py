@@ -1142,6 +1142,12 @@ async def test_calls_that_need_a_device_pool_are_refused():
         with pytest.raises(UsageError, match="extend: with foreign_device") as error:
             engine.extend([lease], 1)
         assert "assign" in error.value.hint
+        for count in (engine.extendable_blocks, engine.allocatable_blocks):
+            with pytest.raises(UsageError, match=f"{count.__name__}.*: with foreign_device"):
+                count()
+        with pytest.raises(LeaseError, match="has its blocks already") as error:
+            lease.try_allocate(17)
+        assert "assign" in error.value.hint
         with pytest.raises(UsageError, match="fork: "):
             lease.fork()
         with pytest.raises(UsageError, match="swap: "):

@@ -444,7 +444,7 @@ async def test_settings_that_cannot_save_are_refused():
         CacheEngine(config, Regions(num_layers=0), device)
     model = Windowed(host_windows=4, host_blocks=8, window_blocks=8)
     regions = model.new_regions()
-    with pytest.raises(UsageError, match=r"which CacheConfig\.windows has not"):
+    with pytest.raises(UsageError, match=r"but CacheConfig\.windows does not"):
         CacheEngine(CacheConfig(**sizes), regions)
     large = {name: WindowGroup(window_tokens=3, device_blocks=9) for name in WINDOWS}
     with pytest.raises(UsageError, match="device_blocks=9, but its registered tensors hold only 8"):

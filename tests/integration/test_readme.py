@@ -40,20 +40,19 @@ def test_the_first_program_hits_all_but_the_last_block_of_the_second_request(tmp
 async def test_decoding_in_the_order_of_the_readme_indexes_generated_blocks():
     (decoding,) = [block for block in code_blocks() if "decode_step" in block]
     names: dict[str, object] = {}
-    exec(
-        f"async def decode(engine, lease, decode_step):\n{textwrap.indent(decoding, '    ')}", names
-    )
+    body = textwrap.indent(f"{decoding}return token\n", "    ")
+    exec(f"async def decode(engine, lease, decode_step, token):\n{body}", names)
     kv = np.zeros((8, 4, 2), np.float32)
     regions = Regions(num_layers=1)
     regions.add("kv", layers=[kv])
     prompt = list(range(5))
     async with CacheEngine(CacheConfig(block_tokens=4, device_blocks=8), regions) as engine:
         async with engine.match(prompt) as lease:
-            await lease.allocate(len(prompt) + 1)
+            await lease.allocate(len(prompt))
             lease.commit(len(prompt))
-            lease.append([100])
-            for token in (101, 102, 103):
-                await names["decode"](engine, lease, lambda table, token=token: token)
+            token = 100
+            for _ in range(4):
+                token = await names["decode"](engine, lease, lambda table, t=token: t + 1, token)
             assert lease.num_tokens == 9
         with_generated = [*prompt, 100, 101, 102, 103]
         assert engine.match(with_generated).hit.total == 8

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from aiokv.peers.departures import Target
 from aiokv.peers.messages import Cancel, Credit, Proven, SlotCredit
-from aiokv.peers.sender import Sender, Target
+from aiokv.peers.sender import Sender
 from aiokv.peers.ticket import Endpoint, Ticket
 from aiokv.plan import SEND, TransferPlan, id_bytes
 

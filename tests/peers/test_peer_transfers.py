@@ -295,9 +295,9 @@ class Lost:
 
     def __init__(self, worker: PeerWorker) -> None:
         self.peers: Any = worker.controller._peers
-        self.ring, sender = self.peers._ring, self.peers._sender
-        self.num_outgoing = sender._num_slots
-        sender._free.pop()
+        self.ring, slots = self.peers._ring, self.peers._sender._slots
+        self.num_outgoing = slots.num_slots
+        slots._free.pop()
         self.ring.want("lost", 1)
         ((_, (credit,)),) = self.ring.grant()
         self.ring.land("lost", credit)
@@ -305,7 +305,7 @@ class Lost:
 
     @property
     def outgoing_is_free(self) -> bool:
-        return len(self.peers._sender._free) == self.num_outgoing
+        return bool(self.peers._sender.free_slots == self.num_outgoing)
 
     @property
     def are_free(self) -> bool:

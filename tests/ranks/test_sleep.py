@@ -34,6 +34,29 @@ async def test_all_ranks_sleep_and_wake_up_with_their_own_tensors(tmp_path):
         assert await ranked.serve(A) == 6
 
 
+async def test_tensors_with_too_few_blocks_do_not_wake_up(tmp_path):
+    async with Ranked(tmp_path, new_device=None) as ranked:
+        await ranked.to_host(A)
+        await ranked.engine.sleep(["device"])
+        assert all(shard.worker.is_asleep for shard in ranked.shards)
+        blocks = len(ranked.shards[0].kv[0])
+        for few in (1, 0):
+            for number, shard in enumerate(ranked.shards):
+                shape = (blocks - few * number, *shard.kv[0].shape[1:])
+                shard.kv = [np.zeros(shape, shard.kv[0].dtype) for _ in shard.kv]
+                shard.worker.regions = Regions(num_layers=LAYERS)
+                shard.worker.regions.add("kv", layers=shard.kv)
+            if few:
+                with pytest.raises(
+                    UsageError, match=rf"rank 1: .*hold {blocks - 1} blocks; .*{blocks}"
+                ):
+                    await ranked.engine.wake_up()
+                assert ranked.shards[1].worker.is_asleep
+        await ranked.engine.wake_up()
+        assert not any(shard.worker.is_asleep for shard in ranked.shards)
+        assert await ranked.serve(A) == 6
+
+
 async def test_rank_lost_while_asleep_is_restarted_asleep(tmp_path):
     async with Ranked(tmp_path, new_device=None) as ranked:
         await ranked.engine.sleep(["host"])

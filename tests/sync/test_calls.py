@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from concurrent.futures import Future
 from contextlib import suppress
 
 import numpy as np
@@ -151,6 +152,20 @@ def test_a_wrong_argument_is_a_typed_error_of_its_call(engine, record):
         assert step.error is None
 
 
+@pytest.mark.parametrize("leases", [5, None, "lease", [None]])
+def test_direct_calls_refuse_what_are_no_leases(engine, leases):
+    for call in (
+        lambda: engine.extend(leases, 1),
+        lambda: engine.layers(leases),
+        lambda: engine.block_tables(leases),
+        lambda: engine.commit_many(leases, [1]),
+        lambda: engine.release_many(leases),
+        lambda: engine.computing(leases).__enter__(),
+    ):
+        with pytest.raises(UsageError, match="lease"):
+            call()
+
+
 def test_add_refuses_coroutine_functions(engine):
     calls = engine.calls()
     calls.add(engine.cache.reset)
@@ -198,6 +213,53 @@ def test_each_verb_has_a_direct_form(engine):
     lease.release()  # idempotent
     with pytest.raises(LeaseError):
         lease.commit(4)
+
+
+def test_blocks_stay_with_a_batch_until_its_work_has_ended(engine):
+    work = Future()
+    computing = engine.computing([lease := engine.match(PROMPT)])
+    with pytest.raises(UsageError, match="has not begun"):
+        computing.ends_with(work)
+    lease.allocate(17).result()
+    with computing:
+        computing.ends_with(work)
+        lease.release()
+        assert engine.statistics().device_free == 3
+        with pytest.raises(UsageError, match="entered once"):
+            computing.__enter__()
+    assert engine.statistics().device_free == 3
+    work.set_result(None)
+    engine.call(engine.cache.quiesce, timeout=30)
+    engine.call(engine.cache.resume)
+    assert engine.statistics().device_free == 8
+
+
+def test_a_batch_without_other_work_ends_with_its_block(engine):
+    with engine.match(PROMPT) as lease:
+        lease.allocate(17).result()
+        with engine.computing([lease]):
+            lease.release()
+            assert engine.statistics().device_free == 3
+        assert engine.statistics().device_free == 8
+
+
+def test_a_fork_knows_its_cached_tokens(engine):
+    with engine.match(PROMPT) as lease:
+        lease.allocate(17).result()
+        lease.commit(17)
+    with engine.match(PROMPT) as lease:
+        lease.allocate(17).result()
+        with lease.fork() as fork:
+            assert fork.cached_tokens == 12
+
+
+def test_futures_of_a_lease_that_was_not_matched_have_the_error(engine):
+    calls = engine.calls()
+    lease = calls.match("no tokens")
+    futures = [calls.swap_out(lease), calls.idle(lease), calls.allocate(lease, 4)]
+    calls.run(raise_errors=False)
+    for future in futures:
+        assert isinstance(future.exception(timeout=30), LeaseError)
 
 
 def test_swap_out_keeps_the_table(config):
@@ -324,9 +386,12 @@ def test_lease_expires_unless_it_is_used(engine):
         lost.keep()
     kept.expire_after(60.0)
     kept.keep()
+    kept.expire_after(0.0)
+    engine.call(asyncio.sleep, 0)
+    assert kept.state is LeaseState.RELEASED
     future = lost_again(engine)
     assert future.state is LeaseState.RELEASED
-    assert engine.statistics().expired_leases == 2
+    assert engine.statistics().expired_leases == 3
     engine.release_many([kept, lost, used, future])
 
 

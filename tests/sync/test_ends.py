@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = "tests.sync.ending_program"
 
 
-def test_close_ends_what_waits(config):
+def test_close_ends_what_waits(config, caplog):
     engine = SyncEngine(config)
     with engine, ThreadPoolExecutor(2) as threads:
         holder = engine.match([1])
@@ -36,6 +36,7 @@ def test_close_ends_what_waits(config):
         closed[0].result(30)
     engine.close()
     holder.release()
+    assert "Exception in callback" not in caplog.text
 
 
 def test_leases_can_be_released_while_the_engine_closes():
@@ -65,6 +66,8 @@ def test_an_engine_is_opened_once(config):
     unopened.close()
     with pytest.raises(ClosedError):
         unopened.match([1])
+    with pytest.raises(UsageError, match="opened once"):
+        unopened.open()
     with pytest.raises(UsageError, match="drain_timeout"):
         engine.close("soon")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import wait
+
 import numpy as np
 import pytest
 
@@ -70,6 +72,18 @@ def test_the_idle_future_of_an_idle_lease_is_done_at_once(engine, tensors):
         assert future.done()
 
 
+def test_an_idle_future_that_is_cancelled_before_it_is_sent_has_ended(engine, tensors):
+    lease = serve(engine, tensors, [1, 2, 3, 4, 5])
+    calls = engine.calls()
+    calls.commit(lease, 17)
+    future = calls.idle(lease)
+    assert future.cancel()
+    calls.run()
+    assert wait([future], timeout=30).not_done == set()
+    lease.idle().result()
+    lease.release()
+
+
 def test_a_cancelled_idle_future_changes_nothing(engine, tensors):
     lease = serve(engine, tensors, [1, 2, 3, 4, 5])
     calls = engine.calls()
@@ -92,3 +106,26 @@ def test_the_error_of_an_assign_is_that_of_its_answer(engine):
     assert right.value is None
     assert lease.block_table.tolist() == [1, 2]
     lease.release()
+
+
+def test_waits_for_layers_check_their_arguments_when_all_have_arrived(engine, tensors):
+    lease = serve(engine, tensors, [1, 2, 3, 4, 5])
+    lease.commit(17)
+    lease.release()
+    lease.idle().result()
+    again = engine.match(PROMPT)
+    again.try_allocate(17)
+    again.assign([11, 12, 13, 14, 15])
+    layers = again.layers
+    layers.wait_all(float("inf"))
+    assert layers.has_arrived
+    for layer in (-1, 2, 0.0, None, True):
+        with pytest.raises(UsageError, match="layer is"):
+            layers.wait(layer)
+    for timeout in ("soon", float("nan"), True):
+        with pytest.raises(UsageError, match="timeout is"):
+            layers.wait(0, timeout)
+        with pytest.raises(UsageError, match="timeout is"):
+            layers.wait_all(timeout)
+    layers.wait(np.int64(1), -1)
+    again.release()

@@ -34,6 +34,18 @@ def test_a_grant_with_room_is_there_at_once(engine):
         assert future.result() is lease
 
 
+def test_a_wait_for_a_future_checks_its_timeout(engine, full):
+    with engine.match([2]) as lease:
+        future = lease.allocate(ALL)
+        for timeout in ("soon", float("nan"), True):
+            for wait in (future.result, future.exception):
+                with pytest.raises(UsageError, match="timeout is"):
+                    wait(timeout)
+        with pytest.raises(TimeoutError):
+            future.result(-1)
+        future.cancel()
+
+
 def test_a_wait_ends_with_the_release_of_another_lease(engine, full):
     with engine.match([2]) as lease:
         future = lease.allocate(ALL)
@@ -43,6 +55,19 @@ def test_a_wait_ends_with_the_release_of_another_lease(engine, full):
         full.release()
         assert concurrent.futures.wait([future], timeout=30).done == {future}
         assert lease.num_tokens == ALL
+
+
+def test_a_lease_that_has_waited_knows_its_cached_tokens(engine):
+    prompt = list(range(9))
+    with engine.match(prompt) as first:
+        first.allocate(9).result()
+        first.commit(9)
+    with engine.match([1]) as holder, engine.match(prompt) as lease:
+        holder.allocate(ALL - 2 * TOKENS).result()
+        future = lease.allocate(12)
+        assert not future.done()
+        holder.release()
+        assert future.result(timeout=30).cached_tokens == 8
 
 
 def test_calls_do_not_wait_for_their_futures(engine, full):

@@ -211,11 +211,17 @@ def test_a_transfer_that_ended_long_ago_is_no_hang(tmp_path, monkeypatch):
             forgotten.raise_for_error,
             forgotten.failures,
         ):
-            with pytest.raises(UsageError, match="forgotten"):
+            with pytest.raises(UsageError, match="no longer has"):
                 call()
         assert rank.is_done([1])
         rank.wait_done([1])
         assert kept.is_done
+
+
+def test_tensors_of_a_rank_can_be_replaced(tmp_path):
+    rank = RankThread(tmp_path / "ranks", 0, new_regions())
+    regions = rank.regions = new_regions()
+    assert rank.regions is regions
 
 
 def test_no_transfer_is_waited_for_without_ids(tmp_path):

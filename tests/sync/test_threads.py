@@ -25,6 +25,7 @@ from aiokv import (
 )
 from aiokv.sync import SyncEngine
 from aiokv.testing import ManualDevice
+from aiokv.testing.manual import ManualStream
 
 PROMPT = list(range(17))
 
@@ -61,8 +62,9 @@ def test_a_runner_thread_waits_for_layers(loading, device):
     layers = lease.layers
     assert lease.cached_tokens == 16
     assert not layers.is_done
-    with pytest.raises(TimeoutError):
-        layers.wait(0, timeout=0)
+    for wait in (lambda: layers.wait(0, timeout=0), lambda: layers.wait_all(timeout=0)):
+        with pytest.raises(TimeoutError):
+            wait()
     with ThreadPoolExecutor(1) as runner:
         arrived = []
         done = runner.submit(lambda: [arrived.append(layer) for layer in layers])
@@ -80,6 +82,15 @@ def test_a_runner_thread_waits_for_layers(loading, device):
     assert statistics.waits.count >= 1
     with pytest.raises(UsageError):
         layers.wait(2)
+
+
+def test_a_stream_waits_for_the_layers_of_a_lease(loading, device):
+    _, lease = loading
+    stream, copy = ManualStream(), device.onloads[-1]
+    lease.layers.gpu_wait(1, stream)
+    assert stream.waits == [(copy, 1)]
+    lease.layers.gpu_wait_all(stream)
+    assert stream.waits == [(copy, 1), (copy, 0), (copy, 1)]
 
 
 def test_a_failed_layer_raises_in_the_thread_that_waits(loading, device):

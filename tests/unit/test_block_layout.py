@@ -1,4 +1,4 @@
-"""Descriptions of blocks: what they say, their only encoding, and bytes that are none."""
+"""Descriptions of blocks: content, canonical encoding, and malformed bytes."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ PIECE = (4, 0, 1, 0, 0, 0)  # region, dtype, item bytes, shape, axes, heads
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (change((0,), 2), "version 2; this server knows version 1"),
+        (change((0,), 2), "version 2; this server has version 1"),
         (change((1,), 0), "not a layout"),
         (change((1,), 2**63), "not a layout"),
         (change((1,), 24), "'tokens' has 16 rows, but block_tokens is 24"),

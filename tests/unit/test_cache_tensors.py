@@ -301,11 +301,35 @@ def test_other_libraries_make_tensors_of_the_real_dtypes(monkeypatch):
             {},
             r"window_64.*window_blocks",
         ),
+        (5, {}, r"model\[0\] is 5; it must be a LayerShape"),
+        (GQA, {"window_blocks": {"window_64": 2}}, "'window_64', which is no window group"),
+        (GQA, {"window_blocks": 7}, "window_blocks is 7"),
     ],
 )
 def test_wrong_arguments_are_refused(layer, options, message):
     with pytest.raises(ConfigError, match=message):
         create_tensors([layer], **{"num_blocks": 2, **options})
+
+
+def test_a_model_without_layers_is_refused():
+    with pytest.raises(ConfigError, match="no layers"):
+        create_tensors([], 2)
+
+
+def test_a_device_without_tensors_is_named_and_other_errors_are_kept(monkeypatch):
+    def zeros(shape, dtype, device):
+        if device == "cuda:9":
+            raise RuntimeError("invalid device ordinal")
+        if len(shape) > 1:
+            raise MemoryError("2 GiB")
+        return np.zeros(shape, np.uint8)
+
+    torch = SimpleNamespace(zeros=zeros, bfloat16="t.bfloat16", uint8="t.uint8")
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    with pytest.raises(ConfigError, match=r"device is 'cuda:9'; torch .*invalid device ordinal"):
+        create_tensors([GQA], 2, library="torch", device="cuda:9")
+    with pytest.raises(MemoryError, match="2 GiB"):
+        create_tensors([GQA], 2, library="torch", device="cuda:0")
 
 
 def test_a_library_that_is_not_installed_is_named(monkeypatch):

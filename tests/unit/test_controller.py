@@ -13,7 +13,7 @@ from aiokv.plan import Priority, TransferReport
 from aiokv.testing import ManualDevice, ManualEvent, spin
 from aiokv.testing.manual import ManualStream
 from aiokv.worker import lanes
-from aiokv.worker.controller import MAX_SUBMITTED
+from aiokv.worker.device_transfers import MAX_SUBMITTED
 
 if TYPE_CHECKING:
     from aiokv.worker.lanes import LaneStatistics
@@ -470,15 +470,15 @@ async def test_report_that_raises_reaches_the_loop_and_the_worker_continues(
 ) -> None:
     device = ManualDevice()
     async with new_worker(device) as worker:
-        worker.controller._on_report = lambda report: 1 // 0
+        worker.controller._transfers._on_report = lambda report: 1 // 0
         worker.submit()
         device.complete_all()
         await worker.settle()
         assert [type(context["exception"]) for context in loop_errors] == [ZeroDivisionError]
         loop_errors.clear()
         await worker.controller.drain()
-        del worker.controller._on_report
-        worker.controller._on_report = worker.reports.append
+        del worker.controller._transfers._on_report
+        worker.controller._transfers._on_report = worker.reports.append
         worker.submit()
         device.complete_all()
         await worker.settle()
@@ -578,7 +578,7 @@ async def test_bandwidth_is_measured_by_the_devices_clock(
         worker.submit()
         last_layer = device.onloads[0].layer_events[-1]
         device.complete_all()
-        last_layer.finished_seconds = worker.controller._transfers[1].started_at + 2.0
+        last_layer.finished_seconds = worker.controller._transfers._transfers[1].started_at + 2.0
         await worker.settle()
         lane = worker.controller.statistics().onload
         assert lane.bytes_per_second == pytest.approx(lane.moved_bytes / 2.0)

@@ -494,6 +494,26 @@ async def test_an_abandoned_counter_releases_all_threads() -> None:
     assert not counter.at_rest
 
 
+@pytest.mark.parametrize("layer", [-3, -2, -1, 2])
+async def test_waits_for_a_layer_that_does_not_exist_are_refused(layer: int) -> None:
+    """A negative number is no layer from the end: a runner would read blocks too early."""
+    counter = LayerDoneCounter(2)
+    view = LayerView([counter])
+    for wait in (counter.wait, view.wait):
+        with pytest.raises(UsageError, match=f"layer is {layer}"):
+            await wait(layer, 0)
+    for call, *args in (
+        (counter.host_wait, layer, 0),
+        (view.host_wait, layer, 0),
+        (counter.gpu_wait, layer, [], 0),
+        (view.gpu_wait, layer, [], 0),
+    ):
+        thread, end = await in_thread(call, *args)
+        thread.join()
+        assert isinstance(end[0], UsageError)
+        assert f"layer is {layer}" in str(end[0])
+
+
 async def test_threads_stop_waiting_at_the_deadline() -> None:
     counter = LayerDoneCounter(2, transfer_id=7)
     for call, message in (

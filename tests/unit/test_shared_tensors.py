@@ -150,7 +150,7 @@ def test_tensors_that_cannot_be_mapped_are_refused(driver):
         open_shared(msgspec.structs.replace(other, machine="another"))
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
         open_shared(msgspec.structs.replace(other, device_uuid=b"2" * 16))
-    with pytest.raises(UsageError, match="no SharedTensor"):
+    with pytest.raises(UsageError, match="not a SharedTensor"):
         open_shared(b"what")
     with pytest.raises(UsageError, match="it must be a SharedTensor"):
         open_shared(7)
@@ -177,7 +177,7 @@ def test_contradictory_descriptions_are_refused(driver, change):
     with pytest.raises(LayoutError, match="not consistent"):
         msgspec.structs.replace(shared, **change)
     forged = msgspec.msgpack.encode({**msgspec.structs.asdict(shared), **change})
-    with pytest.raises(UsageError, match="no SharedTensor"):
+    with pytest.raises(UsageError, match="not a SharedTensor"):
         open_shared(forged)
     assert driver.opened == 0
 

@@ -97,9 +97,13 @@ def test_a_swap_waits_for_the_work_of_its_stream():
         ({"host_tensors": [np.ones((6, 4), np.int16)[::-1]]}, LayoutError, "overlap"),
         ({"host_tensors": [np.ones((0, 4), np.int16)]}, LayoutError, "no blocks"),
         ({"device_ids": [True, False]}, UsageError, "list of integers"),
-        ({"device_ids": [[0], [1, 2]]}, UsageError, "no array of integers"),
+        ({"device_ids": [[0], [1, 2]]}, UsageError, "not an array of integers"),
         ({"device_ids": None}, UsageError, "list of integers"),
-        ({"device_ids": np.array([0, 2**63], np.uint64)}, UsageError, "no block"),
+        (
+            {"device_ids": np.array([0, 2**63], np.uint64)},
+            UsageError,
+            "block ids are from 0 to 2147483647",
+        ),
     ],
 )
 def test_wrong_arguments_copy_nothing(change, error, message):
@@ -134,6 +138,30 @@ def test_wrong_pair_after_valid_pairs_copies_nothing():
                 [device] * 3, [host, host, wrong], [0, 1], [2, 3], direction="onload"
             )  # fmt: skip
     assert not device.any()
+
+
+def test_a_tensor_that_two_copies_write_is_refused():
+    device, host = ([*tensors(n, layers=1), *tensors(n, layers=1, seed=1)] for n in (4, 6))
+    before = [array.copy() for array in (*device, *host)]
+    with pytest.raises(LayoutError, match=r"host_tensors\[1\] has the memory of host_tensors\[0\]"):
+        swap_blocks(device, [host[0]] * 2, [0], [1], direction="offload")
+    with pytest.raises(LayoutError, match=r"device_tensors\[1\] has the memory of device_tenso"):
+        swap_blocks([device[0]] * 2, host, [0], [1], direction="onload")
+    for array, copy in zip((*device, *host), before, strict=True):
+        assert (array == copy).all()
+    swap_blocks([device[0]] * 2, host, [0], [1], direction="offload")  # sources may repeat
+    assert (host[0][1] == host[1][1]).all()
+
+
+@pytest.mark.parametrize("direction", ["onload", "offload"])
+def test_a_block_that_is_source_and_destination_is_refused(direction):
+    (blocks,) = tensors(6, layers=1)
+    before = blocks.copy()
+    with pytest.raises(UsageError, match="block 2 is a source and a destination"):
+        swap_blocks([blocks], [blocks], [0, 2], [2, 4], direction=direction)
+    assert (blocks == before).all()
+    swap_blocks([blocks], [blocks], [0, 2], [1, 3], direction="offload")
+    assert (blocks[[1, 3]] == before[[0, 2]]).all()
 
 
 def test_tensors_of_different_sizes_are_refused():

@@ -8,15 +8,16 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv import (
+    AiokvError,
     AllocateTimeout,
     ClosedError,
     Hit,
-    LeaseError,
     LeaseState,
     RequestTooLarge,
     TransferError,
     UsageError,
     WouldBlock,
+    checks,
 )
 from aiokv.connectors.fastdeploy.requests import (
     UnknownRequest,
@@ -27,12 +28,12 @@ from aiokv.connectors.fastdeploy.requests import (
 from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv import Lease
+    from aiokv import Item, Lease
     from aiokv.connectors.fastdeploy.requests import Request
     from aiokv.connectors.fastdeploy.settings import Sizes
     from aiokv.sync import Answer, Calls, SyncEngine, SyncLease
@@ -54,6 +55,7 @@ class Holding:
     Attributes:
         request: the scheduler's object.
         lease: the lease; None before the first block of a request without a hit.
+        items: multimodal items of the request.
         hit: cached prefix by tier, as it was granted.
         table: ids of all blocks of the lease.
         given: blocks at the beginning of ``table`` that the scheduler has in its block table.
@@ -76,6 +78,7 @@ class Holding:
         "has_failed",
         "hit",
         "is_scheduled",
+        "items",
         "lease",
         "named_tokens",
         "prefill_tokens",
@@ -86,9 +89,10 @@ class Holding:
         "usable_blocks",
     )
 
-    def __init__(self, request: Request, prefill_tokens: int, *, shares_blocks: bool) -> None:
+    def __init__(self, request: Request, prefill_tokens: int, items: Sequence[Item] | None) -> None:
         self.request = request
-        self.shares_blocks = shares_blocks
+        self.items = () if items is None else items
+        self.shares_blocks = items is not None
         self.has_failed = False
         self.lease: SyncLease | None = None
         self.hit = Hit(0, 0)
@@ -204,13 +208,13 @@ class RequestBlocks:
             request: the scheduler's object.
             onload: False to grant only the prefix on the device.
         """
-        tokens = tokens_of(request)
+        tokens, items = tokens_of(request), self._items_to_share(request)
         with self._lock:
             calls = self.engine.calls()
             self._record_end(calls, request.request_id)
             if not self._has_committed:  # once per `schedule()`
                 self._record_commits(calls)
-            holding = self._hold(request, len(tokens))
+            holding = self._hold(request, len(tokens), items)
             if not holding.shares_blocks:
                 calls.run(raise_errors=False)
                 return holding
@@ -220,17 +224,12 @@ class RequestBlocks:
             calls.run(raise_errors=False)
             if granted.error is None:
                 self._room = room.value
-                holding.hit, holding.table, holds_blocks = granted.value
+                holding.hit, holding.table = granted.value
                 holding.given = len(holding.table)
-                if holds_blocks and not holding.table:
-                    self._drop_lease(holding)
                 cached = holding.given * self._block_tokens
                 holding.scheduled_tokens = holding.committed_tokens = cached
             elif _is_refusal(granted.error):  # of the items, for example
-                log.warning(
-                    "fastdeploy.request_not_shared",
-                    request_id=request.request_id, reason=str(granted.error),
-                )  # fmt: skip
+                _log_unshared(request, granted.error)
                 holding.shares_blocks = False
             else:
                 del self._holdings[request.request_id]
@@ -242,26 +241,29 @@ class RequestBlocks:
 
         Waits shortly when blocks are only missing because they are being saved.
         """
+        num_blocks = max(checks.integer("num_blocks", num_blocks), 0)
         with self._lock:
             if num_blocks > self._room and not self._find_room(num_blocks, self._wait_seconds):
                 return False
-            self._promised = max(num_blocks, 0)
+            self._promised = num_blocks
             return True
 
     def allocate(self, request: Request, num_blocks: int) -> list[int]:
         """Take blocks for the next positions of a request.
 
         Returns:
-            Their ids; empty without room.
+            Their ids; empty without room, and for 0 or fewer blocks.
 
         Raises:
             WouldBlock: without room, although ``can_allocate`` has just promised it: other code
                 that uses the engine took the blocks, and gave none back within 10 s.
         """
+        num_blocks = max(checks.integer("num_blocks", num_blocks), 0)
         with self._lock:
             holding = self._holdings.get(request.request_id)
             if holding is None:
-                holding = self._hold(request, len(tokens_of(request)))
+                items = self._items_to_share(request)
+                holding = self._hold(request, len(tokens_of(request)), items)
             holding.check_alignment()
             missing = num_blocks - holding.spare
             is_promised = num_blocks <= self._promised
@@ -286,7 +288,7 @@ class RequestBlocks:
             holding = self._holdings.get(request_id)
             if holding is None:
                 request = UnknownRequest(request_id)
-                holding = Holding(request, 1, shares_blocks=False)
+                holding = Holding(request, 1, None)
                 self._holdings[request_id] = holding
             return self.allocate(holding.request, num_blocks)
 
@@ -340,6 +342,7 @@ class RequestBlocks:
     def end_all(self) -> None:
         """Give all blocks of all requests back; nothing that is not shared yet stays cached."""
         with self._lock:
+            self._room = self._promised = 0  # nothing may be granted any more
             calls = self.engine.calls()
             self._record_release_of_all(calls)
             self._record_step(calls)
@@ -407,17 +410,21 @@ class RequestBlocks:
 
     # --- recording of calls -----------------------------------------------------------------------
 
-    def _drop_lease(self, holding: Holding) -> None:
-        """Give back blocks of a grant that has no hit after all."""
-        calls = self.engine.calls()
-        _release(calls, holding)
-        self._record_step(calls)
-        calls.run()
-        holding.lease = None
+    def _items_to_share(self, request: Request) -> Sequence[Item] | None:
+        """Return the items of a request; None when it shares no block.
 
-    def _hold(self, request: Request, num_tokens: int) -> Holding:
-        shares_blocks = self._sizes.shares_blocks and items_of(request) is not None
-        holding = Holding(request, num_tokens, shares_blocks=shares_blocks)
+        It raises nothing: call it before calls are recorded, which change the holdings.
+        """
+        if not self._sizes.shares_blocks:
+            return None
+        try:
+            return items_of(request)
+        except UsageError as error:
+            _log_unshared(request, error)
+            return None
+
+    def _hold(self, request: Request, num_tokens: int, items: Sequence[Item] | None) -> Holding:
+        holding = Holding(request, num_tokens, items)
         self._holdings[request.request_id] = holding
         return holding
 
@@ -427,7 +434,7 @@ class RequestBlocks:
         shares = holding.shares_blocks
         return calls.match(
             tokens,
-            items=(items_of(holding.request) or ()) if shares else (),
+            items=holding.items if shares else (),
             owner=holding.request.request_id,
             read=read and shares,
             write=shares,
@@ -455,7 +462,8 @@ class RequestBlocks:
         if computed > holding.named_tokens:
             outputs = holding.request.output_token_ids
             first = holding.named_tokens - prompt_length(holding.request)
-            calls.append(lease, outputs[first : first + computed - holding.named_tokens])
+            tokens = outputs[first : first + computed - holding.named_tokens]
+            calls.add(_append, holding, lease, tokens)
             holding.named_tokens = computed
         calls.commit(lease, computed)
         holding.committed_tokens = computed
@@ -511,6 +519,8 @@ class RequestBlocks:
 
     def _take(self, holding: Holding, num_blocks: int, wait_seconds: float) -> bool:
         """Append blocks to the lease of a request, for which the engine may have to save others."""
+        if num_blocks > self._sizes.device_blocks:
+            return False
         return self._extend(holding, num_blocks) or (
             self._find_room(num_blocks, wait_seconds) and self._extend(holding, num_blocks)
         )
@@ -528,25 +538,10 @@ class RequestBlocks:
             holding.lease = self._match(calls, holding, tokens, read=False)
             answer = calls.try_allocate(holding.lease, num_tokens)
         calls.run(raise_errors=False)
-        if isinstance(answer.error, LeaseError) and self._accept_failure(holding):
-            return self._extend(holding, num_blocks)
         if isinstance(answer.error, WouldBlock | RequestTooLarge) or answer.value is False:
             return False
         self._update_table(holding)
         self._room = max(self._room - num_blocks, 0)
-        return True
-
-    def _accept_failure(self, holding: Holding) -> bool:
-        """Let a request with a failed onload go on, without sharing anything any more.
-
-        The worker raises the error of the onload; ``failed_requests`` names the request.
-        """
-        if holding.lease is None or holding.lease.state is not LeaseState.FAILED:
-            return False
-        holding.has_failed, holding.shares_blocks = True, False
-        with suppress(TransferError):
-            holding.lease.layers.wait_all()
-        holding.lease.recompute_from()
         return True
 
     def _update_table(self, holding: Holding) -> None:
@@ -612,6 +607,8 @@ class RequestBlocks:
     def _has_room(self, num_blocks: int) -> bool:
         if num_blocks <= 0:
             return True
+        if num_blocks > self._sizes.device_blocks:
+            return False
         calls = self.engine.calls()
         room = self._record_room(calls, num_blocks)
         calls.run()
@@ -646,23 +643,39 @@ def _release(calls: Calls, holding: Holding) -> None:
         calls.release(holding.lease)
 
 
-def _grant_hit(lease: SyncLease, onload: bool) -> tuple[Hit, list[int], bool]:
+def _grant_hit(lease: SyncLease, onload: bool) -> tuple[Hit, list[int]]:
     """Take the cached prefix, or as much of it as there is room for. On the loop.
 
     Returns:
-        The prefix by tier, the ids of its blocks, and True if the lease holds blocks.
+        The prefix by tier, and the ids of its blocks.
     """
     inner: Lease = lease.inner
     found = inner.hit
     for num_tokens in (found.total if onload else 0, found.device_tokens):
         if num_tokens and inner.try_allocate(num_tokens):
             cached = inner.cached_tokens  # less, when too few blocks may be written by a transfer
-            if cached < num_tokens and cached:
+            if cached < num_tokens:
                 inner.truncate(cached)
             device = min(found.device_tokens, cached)
-            table = inner.block_table.tolist() if cached else []
-            return Hit(device, cached - device), table, True
-    return Hit(0, 0), [], False
+            return Hit(device, cached - device), inner.block_table.tolist()
+    return Hit(0, 0), []
+
+
+def _append(holding: Holding, lease: SyncLease, tokens: list[int]) -> None:
+    """Name generated tokens. If they are refused, their request shares no further block.
+
+    Tokens that come later would be named at the positions of the refused ones. On the loop.
+    """
+    try:
+        lease.inner.append(tokens)
+    except AiokvError as error:
+        _log_unshared(holding.request, error)
+        holding.shares_blocks = False
+        raise
+
+
+def _log_unshared(request: Request, error: BaseException) -> None:
+    log.warning("fastdeploy.request_not_shared", request_id=request.request_id, reason=str(error))
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""CacheController: what FastDeploy's worker processes call, on aiokv."""
+"""CacheController: the cache of FastDeploy's worker processes, on aiokv."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class CacheController:
         """Create the cache tensors of the model's layers, and register them.
 
         A later call replaces the tensors, such as those of a profile run, until the manager has
-        opened the engine.
+        opened the engine, and while its device tier sleeps.
 
         Args:
             attn_backend: its ``create_kv_cache`` creates the tensors of a layer by role.
@@ -164,21 +164,26 @@ class CacheController:
         return [tensor for layer in layers for tensor in caches[layer].values()]
 
     def _register(self, caches: Mapping[int, Mapping[str, Any]]) -> None:
-        if self._rank is not None:
-            if self._rank.is_ready:
+        rank = self._rank
+        if rank is not None and not rank.is_asleep:
+            if rank.is_ready:
                 raise UsageError(
                     "the engine uses the cache tensors already",
-                    hint="call free_gpu_cache() when the engine is closed",
+                    hint="call sleep() of the manager first, or free_gpu_cache() when the engine "
+                    "is closed",
                 )
             self.stop()
         known = {**self._caches, **caches}
         num_layers = self._num_layers + self._draft_layers
         if self._path is not None and known.keys() >= set(range(num_layers)):
             regions = regions_of([known[layer] for layer in range(num_layers)])
-            self._rank = RankThread(
-                self._path, self._rank_number, regions, self._device, stores=self._stores
-            )
-            self._rank.start()
+            if self._rank is not None:
+                self._rank.regions = regions  # for wakeup() of the manager
+            else:
+                self._rank = RankThread(
+                    self._path, self._rank_number, regions, self._device, stores=self._stores
+                )
+                self._rank.start()
         self._caches = known
 
     # --- batches ----------------------------------------------------------------------------------
@@ -228,8 +233,13 @@ class CacheController:
         return True
 
     def free_gpu_cache(self) -> None:
-        """Disconnect from the manager, and drop the references to the tensors. Idempotent."""
-        self.stop()
+        """Drop the references to the tensors. Idempotent.
+
+        Disconnects from the manager, unless its device tier sleeps: see ``CacheManager.sleep``.
+        Without the manager's ``sleep``, the engine has lost this rank, and must be closed.
+        """
+        if self._rank is None or not self._rank.is_asleep:
+            self.stop()
         self._caches = {}
 
     def stop(self) -> None:

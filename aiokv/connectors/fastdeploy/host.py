@@ -63,6 +63,11 @@ class EngineHost:
         return self._blocks is not None
 
     @property
+    def opened_blocks(self) -> RequestBlocks | None:
+        """Leases of the requests; None before the engine is open, and after ``close``."""
+        return self._blocks
+
+    @property
     def blocks(self) -> RequestBlocks:
         """Leases of the requests; opens the engine, once."""
         blocks = self._blocks

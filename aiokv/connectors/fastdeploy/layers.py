@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from aiokv import UsageError
+from aiokv import checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -129,14 +129,12 @@ class LayerDoneCounter:
         return time.monotonic() - self._created
 
     def _check_layer(self, layer_idx: int) -> None:
-        if not 0 <= layer_idx < self._num_layers:
-            raise UsageError(
-                f"layer_idx is {layer_idx}; it must be between 0 and {self._num_layers - 1}"
-            )
+        checks.integer("layer_idx", layer_idx, minimum=0, maximum=self._num_layers - 1)
 
     def _wait(
         self, what: str, timeout: float | None, wait: Callable[[Layers, float | None], None]
     ) -> None:
+        timeout = checks.timeout(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         for part in self._parts:
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)

@@ -1,4 +1,4 @@
-"""CacheManager: what FastDeploy's scheduler calls, on aiokv."""
+"""CacheManager: the cache manager v1 of FastDeploy's scheduler, on aiokv."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from aiokv.connectors.fastdeploy.requests import tokens_of
 from aiokv.connectors.fastdeploy.settings import Sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from aiokv import Device, Hit, Regions
     from aiokv.connectors.fastdeploy.blocks import Holding, RequestBlocks
     from aiokv.connectors.fastdeploy.metadata import CacheSwapMetadata
     from aiokv.connectors.fastdeploy.requests import Request
     from aiokv.ranks import RankGroup
-    from aiokv.sync import EngineFuture, SyncEngine, SyncLayers
+    from aiokv.sync import EngineFuture, SyncEngine, SyncLayers, SyncWeightsUpdate
+    from aiokv.types import Tier
 
-RESET_SECONDS: Final = 30.0
+CONTROL_SECONDS: Final = 30.0  # for transfers and workers
+TIERS: Final[tuple[Tier, ...]] = ("device", "host")
 
 
 class BlockCount:
@@ -72,11 +74,12 @@ class CacheManager:
         step_event: Callable[[], Any] | None = None,
         **options: Any,
     ) -> None:
+        sizes = Sizes.of(config)
         self.config = config
         self.cache_config = config.cache_config
         self.metrics = CacheMetrics()
         self._host = EngineHost(
-            Sizes.of(config),
+            sizes,
             regions=regions,
             device=device,
             ranks=ranks,
@@ -252,7 +255,7 @@ class CacheManager:
         """Take blocks for the next positions of a request.
 
         Returns:
-            Their ids; empty, and nothing changed, without room.
+            Their ids; empty, and nothing changed, without room, and for 0 or fewer blocks.
 
         Raises:
             WouldBlock: ``can_allocate_device_blocks`` has just promised the blocks, but other code
@@ -265,30 +268,35 @@ class CacheManager:
     def request_finish(self, request: Request) -> None:
         """Give all blocks of a request back: it has ended, was aborted or preempted. Idempotent.
 
-        Full blocks whose KV is computed stay cached, those of generated tokens included.
+        Full blocks whose KV is computed stay cached, those of generated tokens included. Without
+        effect after ``close``.
         """
-        holding = self._host.blocks.holding(request.request_id)
-        if holding is None:
+        blocks = self._host.opened_blocks
+        holding = None if blocks is None else blocks.holding(request.request_id)
+        if blocks is None or holding is None:
             return
         if holding.is_scheduled:
             self.note_scheduled()
         else:
             request.cache_swap_metadata = []  # type: ignore[attr-defined]
-        self._host.blocks.end(request.request_id)
+        blocks.end(request.request_id)
 
     def cache_output_blocks(self, request: Request, block_size: int) -> None:
         """Share the blocks of the tokens that have been generated so far.
 
-        ``request_finish`` and each ``schedule()`` do so, too.
+        ``request_finish`` and each ``schedule()`` do so, too. Without effect after ``close``.
         """
-        self._host.blocks.commit_arrived(request)
+        blocks = self._host.opened_blocks
+        if blocks is not None:
+            blocks.commit_arrived(request)
 
     def failed_requests(self) -> list[str]:
         """Return the ids of requests whose onloads have failed: preempt or abort them.
 
         The workers raise the error when they wait for a layer; nothing of these requests is shared.
         """
-        return self._host.blocks.failed_requests()
+        blocks = self._host.opened_blocks
+        return [] if blocks is None else blocks.failed_requests()
 
     # --- the end of schedule() --------------------------------------------------------------------
 
@@ -392,10 +400,75 @@ class CacheManager:
         blocks = self._host.blocks
         blocks.end_all()
         try:
-            blocks.engine.call(blocks.engine.cache.reset, timeout=RESET_SECONDS)
+            blocks.engine.call(blocks.engine.cache.reset, timeout=CONTROL_SECONDS)
         except ControlTimeout:
             return False
         return True
+
+    def end_requests(self) -> CacheSwapMetadata | None:
+        """Take the blocks of all requests back, before ``sleep`` and ``updating_weights``.
+
+        Returns:
+            As ``issue_pending_backup_to_batch_request``: send it to the workers. The copies of
+            blocks that they have computed end only after that.
+        """
+        blocks = self._host.opened_blocks
+        if blocks is None:
+            return None
+        blocks.end_all()
+        self.note_scheduled()
+        return self.issue_pending_backup_to_batch_request()
+
+    def sleep(self, tags: Iterable[Tier] = TIERS, timeout: float | None = CONTROL_SECONDS) -> None:
+        """Free the memory of tiers; nothing is matched and allocated until ``wakeup``.
+
+        Call ``end_requests`` first, send its batch, and schedule nothing afterwards. Workers whose
+        device tier sleeps may drop their tensors with ``CacheController.free_gpu_cache``.
+
+        Args:
+            tags: ``"device"``, ``"host"``, or both.
+            timeout: seconds to wait for requests, transfers and the workers' last step; None for no
+                limit.
+
+        Raises:
+            ControlTimeout, UsageError: as for ``CacheEngine.sleep``.
+        """
+        engine = self.engine
+        engine.call(engine.cache.sleep, tags, timeout=timeout)
+
+    def wakeup(
+        self,
+        tags: Iterable[Tier] = TIERS,
+        *,
+        regions: Regions | None = None,
+        timeout: float | None = CONTROL_SECONDS,
+    ) -> None:
+        """Allocate the memory of tiers again.
+
+        The workers must have created their tensors with ``CacheController.initialize_kv_cache``.
+
+        Args:
+            tags: tiers to wake.
+            regions: without ranks: the device tensors of this process.
+            timeout: seconds to wait for the workers; None for no limit.
+
+        Raises:
+            LayoutError, ConfigError, ControlTimeout, UsageError: as for ``CacheEngine.wake_up``.
+        """
+        engine = self.engine
+        engine.call(engine.cache.wake_up, tags, regions=regions, timeout=timeout)
+
+    def updating_weights(
+        self, timeout: float | None = CONTROL_SECONDS, *, version: str | None = None
+    ) -> SyncWeightsUpdate:
+        """Grant nothing inside the ``with`` block, and drop all cached blocks at its end.
+
+        Call ``end_requests`` first, and send its batch.
+
+        Args:
+            timeout: as for ``CacheEngine.updating_weights``; so is ``version``.
+        """
+        return self.engine.updating_weights(timeout, version=version)
 
     # --- for a worker in this process -------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""PrefixCacheManager: what FastDeploy's scheduler calls without its cache manager v1, on aiokv."""
+"""PrefixCacheManager: the cache of FastDeploy's scheduler without cache manager v1, on aiokv."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ class PrefixCacheManager:
         splitwise_role: ``"mixed"``.
         local_data_parallel_id: for FastDeploy's code.
         options: ``ranks``, ``regions``, ``stores`` and the like.
+
+    Attributes:
+        cache: the :class:`CacheManager` behind it, for ``sleep`` and ``updating_weights``.
 
     Raises:
         ConfigError: as for :class:`CacheManager`, or another ``splitwise_role``.

@@ -80,10 +80,22 @@ def items_of(request: Request) -> Sequence[Item] | None:
         Items in order of their positions. None when the request has images, video or audio without
         a hash per item: equal tokens may stand for different content, so no block of the request
         may be shared.
+
+    Raises:
+        UsageError: the multimodal inputs do not have FastDeploy's form.
     """
     inputs = getattr(request, "multimodal_inputs", None)
     if not inputs:
         return ()
+    try:
+        return _items(inputs)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"request {request.request_id!r}: multimodal_inputs cannot be read: {error}"
+        ) from error
+
+
+def _items(inputs: Any) -> Sequence[Item] | None:
     positions, hashes = inputs.get("mm_positions"), inputs.get("mm_hashes")
     positions = () if positions is None else positions
     hashes = () if hashes is None else hashes
@@ -96,11 +108,6 @@ def items_of(request: Request) -> Sequence[Item] | None:
         for position, content_hash in zip(positions, hashes, strict=True)
     ]
     return sorted(items, key=lambda item: item.offset)
-
-
-def has_finished(request: Request) -> bool:
-    """Return True when the workers have ended the request by themselves."""
-    return getattr(getattr(request, "status", None), "name", "") == "FINISHED"
 
 
 def _is_given(value: Any) -> bool:

@@ -1,11 +1,12 @@
-"""Sizes: what the connector needs of FastDeploy's configuration."""
+"""Sizes: the part of FastDeploy's configuration that the connector reads."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from aiokv import CacheConfig, ConfigError
+from aiokv import CacheConfig, ConfigError, checks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +58,9 @@ class Sizes:
         check_role(str(_field(scheduler, "splitwise_role", "mixed")))
         try:
             cache = config.cache_config
-            block_tokens = int(cache.block_size)
-            device_blocks = int(cache.total_block_num)
-            host_blocks = int(cache.num_cpu_blocks)
+            block_tokens = _integer(cache.block_size, "block_size")
+            device_blocks = _integer(cache.total_block_num, "total_block_num")
+            host_blocks = _integer(cache.num_cpu_blocks, "num_cpu_blocks")
             shares_blocks = bool(cache.enable_prefix_caching)
         except AttributeError as error:
             raise ConfigError(
@@ -67,18 +68,18 @@ class Sizes:
                 hint="pass the FDConfig that the resource manager gets",
             ) from error
         drafts = _draft_tokens(getattr(config, "speculative_config", None))
-        slots = int(_field(cache, "prealloc_dec_block_slot_num_threshold", 0))
+        slots = _count(cache, "prealloc_dec_block_slot_num_threshold", 0)
         return cls(
             block_tokens=block_tokens,
             device_blocks=device_blocks,
             host_blocks=host_blocks,
             write_policy=str(_field(cache, "write_policy", "write_through_selective")),
-            write_through_threshold=int(_field(cache, "write_through_threshold", 2)),
+            write_through_threshold=_count(cache, "write_through_threshold", 2),
             shares_blocks=shares_blocks,
             shares_outputs=bool(_field(cache, "enable_output_caching", True)),
-            decode_blocks=int(_field(cache, "enc_dec_block_num", 0)),
+            decode_blocks=_count(cache, "enc_dec_block_num", 0),
             decode_slots=slots + max(block_tokens // 4, 1 + drafts),
-            batch_tokens=int(_field(scheduler, "max_num_batched_tokens", 0)),
+            batch_tokens=_count(scheduler, "max_num_batched_tokens", 0),
             tail_tokens=1 + drafts,
             leave_tokens=1 + drafts,
             splits_items=not _field(cache, "disable_chunked_mm_input", True),
@@ -136,8 +137,24 @@ def _field(config: Any, name: str, default: Any) -> Any:
     return default if value is None else value
 
 
+def _count(config: Any, name: str, default: int) -> int:
+    """Return a field that is an integer of at least 0, or ``default`` if it is missing or None."""
+    return _integer(_field(config, name, default), name, minimum=0)
+
+
+def _integer(value: Any, name: str, minimum: int = -checks.MAX_INT64) -> int:
+    """Return a number of FastDeploy's configuration; a text or float with an integer is one, too.
+
+    Raises:
+        ConfigError: not an integer of at least ``minimum``.
+    """
+    with suppress(TypeError, ValueError, OverflowError):
+        value = int(value) if isinstance(value, str) or value == int(value) else value
+    return checks.integer(name, value, minimum=minimum, error=ConfigError)
+
+
 def _draft_tokens(config: Any) -> int:
     """Return the number of draft tokens per step; 0 without speculative decoding."""
     if getattr(config, "method", None) is None:
         return 0
-    return int(_field(config, "num_speculative_tokens", 0))
+    return _count(config, "num_speculative_tokens", 0)

@@ -70,7 +70,7 @@ class HostCache:
         return self._tensors is None
 
     def take_event(self, step: int) -> Event | None:
-        """Return the event behind the work of a step of a worker in this process."""
+        """Return the event after the work of a step of a worker in this process."""
         return None if self._tensors is None else self._tensors.take_event(step)
 
     def wait_computed(self, step: int) -> None:

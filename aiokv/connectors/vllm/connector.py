@@ -276,9 +276,15 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, option
         )
     if vllm_config.model_config.enable_sleep_mode:
         raise ConfigError(
-            "enable_sleep_mode is set; vLLM unmaps the KV cache without telling its connector, "
+            "enable_sleep_mode is set; vLLM unmaps the KV cache without notice to its connector, "
             "which may be copying blocks",
             hint="drop --enable-sleep-mode, or kv_transfer_config",
+        )
+    if options.stores and vllm_config.cache_config.calculate_kv_scales:
+        raise ConfigError(
+            "calculate_kv_scales is set, and stores has stores: each start of vLLM computes other "
+            "scales, which stored blocks do not have",
+            hint="drop --calculate-kv-scales, or stores",
         )
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiokv.config import CacheConfig
 from aiokv.connectors.vllm import tensors_here
@@ -103,10 +104,34 @@ def cache_config(
 
 
 def _model_name(vllm_config: VllmConfig) -> str:
-    """Return a name that differs where the bytes of equal prompts do."""
+    """Return a name that differs where the bytes of equal prompts do.
+
+    ``--hf-overrides`` and ``--quantization`` change them under the same name of the model.
+    """
     model = vllm_config.model_config
-    parts = (model.model, model.revision, model.dtype, vllm_config.cache_config.cache_dtype)
+    facts = _facts(model.hf_config.to_dict())
+    parts = (
+        model.model,
+        model.revision,
+        model.dtype,
+        vllm_config.cache_config.cache_dtype,
+        model.quantization,
+        hashlib.sha256(repr(facts).encode()).hexdigest()[:16],
+    )
     return " ".join(str(part) for part in parts)
+
+
+def _facts(value: Any) -> Any:
+    """Return a model's configuration in a fixed order, without what is not of the model."""
+    if isinstance(value, dict):
+        return [
+            (str(key), _facts(value[key]))
+            for key in sorted(value, key=str)
+            if not str(key).startswith("_") and key != "transformers_version"
+        ]
+    if isinstance(value, list | tuple):
+        return [_facts(one) for one in value]
+    return str(value)
 
 
 def worker_half(

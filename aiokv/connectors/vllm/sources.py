@@ -58,11 +58,7 @@ class EngineTransfers:
         return set()
 
     def wait_layer(self, layer: int, timeout: float) -> None:
-        stream = stream_of(self._device)
-        if stream is None:
-            self._layers.wait(layer, timeout)
-        else:
-            self._layers.gpu_wait(layer, stream, timeout)
+        _wait_layer(self._layers, self._device, layer, timeout)
 
     def wait_all(self, timeout: float) -> None:
         self._layers.wait_all(timeout)
@@ -107,11 +103,16 @@ class RankTransfers:
         return {block for failure in self._layers.failures() for block in failure.block_ids}
 
     def wait_layer(self, layer: int, timeout: float) -> None:
-        stream = stream_of(self._device)
-        if stream is None:
-            self._layers.wait(layer, timeout)
-        else:
-            self._layers.gpu_wait(layer, stream, timeout)
+        _wait_layer(self._layers, self._device, layer, timeout)
 
     def wait_all(self, timeout: float) -> None:
         self._layers.wait_all(timeout)
+
+
+def _wait_layer(layers: SyncLayers | RankLayers, device: str, layer: int, timeout: float) -> None:
+    """Let the current stream of a device, or this thread if there is none, wait for a layer."""
+    stream = stream_of(device)
+    if stream is None:
+        layers.wait(layer, timeout)
+    else:
+        layers.gpu_wait(layer, stream, timeout)

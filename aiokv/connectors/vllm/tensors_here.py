@@ -41,7 +41,7 @@ class Tensors:
         return self._loads.pop(transfer_ids)
 
     def note_event(self, step: int, event: Event | None) -> None:
-        """Note the event behind the work of a step; None when the work has finished."""
+        """Note the event after the work of a step; None when the work has finished."""
         self._events[step] = event
 
     def wait_computed(self, step: int) -> None:

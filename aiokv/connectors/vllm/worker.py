@@ -55,7 +55,7 @@ class Transfers(Protocol):
 
 
 class Source(Protocol):
-    """Where a worker finds the transfers of loads: the engine, or a rank of it."""
+    """Object that has the transfers of loads: the engine, or a rank of it."""
 
     def transfers(self, load: Load) -> Transfers:
         """Return the transfers of a load that has begun."""
@@ -224,7 +224,7 @@ def stream_of(device: str) -> Any:
 
 
 def _record_event(device: str) -> Event | None:
-    """Return an event behind the work that was submitted so far; None on the cpu."""
+    """Return an event after the work that was submitted so far; None on the cpu."""
     if not device.startswith(_CUDA):
         return None
     event = torch.cuda.Event()

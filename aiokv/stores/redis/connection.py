@@ -218,7 +218,9 @@ class Connection:
         """Receive more of a line that is not complete."""
         received = self._end - self._begin
         if received > _MAX_LINE_BYTES:
-            raise ConnectionError("the server sent no reply of RESP, but a line without an end")
+            raise ConnectionError(
+                "the reply of the server is not RESP: it is a line without an end"
+            )
         self._receive_more(max(1, ahead - received))
 
     def _end_value(self, ahead: int) -> None:
@@ -273,7 +275,7 @@ def simple_reply(line: bytes) -> int | bytes | ReplyError:
     """Return the reply that is one line, without its end.
 
     Raises:
-        ConnectionError: the line is no such reply.
+        ConnectionError: the line is not such a reply.
     """
     kind, text = line[:1], line[1:]
     if kind == b"-":
@@ -282,7 +284,7 @@ def simple_reply(line: bytes) -> int | bytes | ReplyError:
         return _integer(text)
     if kind == b"+":
         return text
-    raise ConnectionError(f"the server sent no reply of RESP, but {line[:40]!r}")
+    raise ConnectionError(f"the reply of the server is not RESP: {line[:40]!r}")
 
 
 def _integer(text: bytes) -> int:

@@ -144,7 +144,7 @@ class RedisStore(Store):
         For example ``redis://host:6379/0?ttl_seconds=86400&connections=8``.
 
         Raises:
-            ConfigError: an option is out of range, is no number, or is given twice.
+            ConfigError: an option is out of range, is not a number, or is given twice.
         """
         parts = split_url(url)
         pairs = parse_qsl(parts.query, keep_blank_values=True)

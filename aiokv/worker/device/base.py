@@ -133,7 +133,7 @@ def as_event(name: str, value: Any) -> Event | None:
             return QueriedEvent(value)
     raise UsageError(
         f"{name} is {value!r}; it must be an event or None",
-        hint="record an event behind the work: cupy.cuda.Event, torch.cuda.Event, CpuEvent",
+        hint="record an event after the work: cupy.cuda.Event, torch.cuda.Event, CpuEvent",
     )
 
 
@@ -274,7 +274,7 @@ class Device(Protocol):
         """Raise unless transfers can be ordered behind the event. Cheap; changes nothing.
 
         Raises:
-            UsageError: ``event`` is no event, one of another device, or was never recorded.
+            UsageError: ``event`` is not an event, is of another device, or was never recorded.
         """
 
     def detach(self, *, keep_host: bool) -> None:
@@ -305,6 +305,6 @@ def check_event_type(event: object) -> None:
         raise UsageError(
             f"a {kind.__module__}.{kind.__qualname__} is not an event: it has no "
             f"{'property' if missing == 'done' else 'method'} {missing!r}",
-            hint="pass an event that was recorded behind the step's work, or None when the work "
+            hint="pass an event that was recorded after the step's work, or None when the work "
             "has finished",
         )

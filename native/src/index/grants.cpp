@@ -15,7 +15,8 @@ void Grants::check_request(const Lease& lease, std::int64_t num_tokens, Reserve 
     if (lease.has_blocks()) {
         throw LeaseError("allocate: the lease has its blocks already")
             .of(lease.id())
-            .hint("use extend for more positions");
+            .hint(config_.foreign_device ? "name blocks of further positions with assign"
+                                         : "use extend for more positions");
     }
     if (num_tokens < 1 || num_tokens > kMaxTokens) {
         throw LeaseError("num_tokens is " + std::to_string(num_tokens) +

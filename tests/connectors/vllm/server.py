@@ -125,6 +125,8 @@ def vllm_config(
             model="test",
             revision=None,
             dtype="int32",
+            quantization=None,
+            hf_config=SimpleNamespace(to_dict=lambda: {"model_type": "test"}),
             max_model_len=512,
             is_encoder_decoder=False,
             enable_return_routed_experts=False,

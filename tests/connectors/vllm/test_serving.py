@@ -852,6 +852,36 @@ def test_socket_directory_that_other_users_can_access_is_refused(
         options.socket_path("engine")
 
 
+def _model_name(hf_config: dict[str, Any] | None = None, **fields: Any) -> str | None:
+    config = vllm_config(extra=HOST)
+    if hf_config is not None:
+        config.model_config.hf_config = SimpleNamespace(to_dict=lambda: hf_config)
+    for name, value in fields.items():
+        setattr(config.model_config, name, value)
+    cache = kv_cache_config("flash", 40)
+    return opening.cache_config(config, cache, Options.parse(HOST)).model
+
+
+def test_stored_blocks_are_found_with_the_same_model_only() -> None:
+    """Blocks in a store outlive the server, whose options may change the KV of a prompt."""
+    plain = {"rope_parameters": {"rope_theta": 10_000.0}, "torch_dtype": torch.bfloat16}
+    name = _model_name(plain)
+    moved = {
+        "transformers_version": "6.0",
+        "_name_or_path": "/copy",
+        **dict(reversed(plain.items())),
+    }
+    assert _model_name(moved) == name
+    stretched = {**plain, "rope_parameters": {"rope_theta": 10_000.0, "rope_type": "yarn"}}
+    others = [
+        _model_name(stretched),
+        _model_name(plain, quantization="fp8"),
+        _model_name(plain, revision="main"),
+        _model_name(plain, dtype="float16"),
+    ]
+    assert len({name, *others}) == 5
+
+
 def test_configuration_that_is_not_served_is_refused() -> None:
     _check(vllm_config(extra=HOST))
     window = SlidingWindowSpec(
@@ -874,6 +904,11 @@ def test_configuration_that_is_not_served_is_refused() -> None:
     config.parallel_config.distributed_executor_backend = "external_launcher"
     with pytest.raises(ConfigError, match="external_launcher"):
         _check(config)
+    config = vllm_config(extra=HOST)
+    config.cache_config.calculate_kv_scales = True
+    _check(config)
+    with pytest.raises(ConfigError, match="calculate_kv_scales is set"):
+        _check(config, stores=["disk:/x"])
     config = vllm_config(extra=HOST)
     config.model_config.enable_sleep_mode = True
     with pytest.raises(ConfigError, match="enable_sleep_mode"):

@@ -1,0 +1,104 @@
+"""SendQueue: parcels to one receiver rank that wait for credits, and the credits. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from aiokv.peers.messages import Return
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from aiokv.peers.departures import Parcel
+    from aiokv.peers.messages import SlotCredit
+
+C = TypeVar("C", bound="Hashable")  # a connection
+
+
+class SendQueue(Generic[C]):
+    """Parcels of all tickets to one receiver rank, in order.
+
+    Each waiting parcel has a credit, or one is asked for; when the sender has handled an event,
+    there are no others: those are given back.
+
+    Args:
+        connection: to the receiver rank.
+
+    Attributes:
+        connection: to the receiver rank.
+        credits: landing slots that no parcel uses yet.
+        waiting: parcels that are ready and have no credit, in order.
+        wanted: credits that were asked for and did not come yet.
+        slots: outgoing slots that its parcels have.
+        tickets: that use it.
+    """
+
+    def __init__(self, connection: C) -> None:
+        self.connection = connection
+        self.credits: deque[SlotCredit] = deque()
+        self.waiting: deque[Parcel[C]] = deque()
+        self.wanted = 0
+        self.slots = 0
+        self.tickets: set[bytes] = set()
+
+    @property
+    def next(self) -> Parcel[C] | None:
+        """The first parcel, if there is a credit for it."""
+        return self.waiting[0] if self.credits and self.waiting else None
+
+    def add(self, parcels: Sequence[Parcel[C]]) -> int:
+        """Add parcels; return the number of credits to ask for."""
+        self.waiting.extend(parcels)
+        spare = len(self.credits) + self.wanted - (len(self.waiting) - len(parcels))
+        missing = max(len(parcels) - max(spare, 0), 0)
+        self.wanted += missing
+        return missing
+
+    def add_credits(self, slots: Sequence[SlotCredit]) -> None:
+        """Note that credits have come."""
+        self.credits.extend(slots)
+        self.wanted = max(self.wanted - len(slots), 0)
+
+    def take(self) -> Parcel[C]:
+        """Remove the next parcel, and give it a credit; both are there."""
+        parcel = self.waiting.popleft()
+        parcel.credit = self.credits.popleft()
+        return parcel
+
+    def remove_dropped(self) -> None:
+        """Remove the parcels of which nothing is sent any more."""
+        self.waiting = deque(parcel for parcel in self.waiting if not parcel.dropped)
+
+    def take_spare(self) -> Return | None:
+        """Remove the credits, and the wishes for them, that no parcel waits for.
+
+        Returns:
+            The message to the receiver that gives them back; None if there are none.
+        """
+        spare = len(self.credits) + self.wanted - len(self.waiting)
+        if spare <= 0:
+            return None
+        unwanted = min(spare, self.wanted)
+        self.wanted -= unwanted
+        slots = [self.credits.pop() for _ in range(spare - unwanted)]
+        return Return(slots=slots, unwanted=unwanted)
+
+    def disconnect(self) -> None:
+        """Note the end of the connection: no credit is valid, and none comes."""
+        self.credits.clear()
+        self.wanted = 0
+
+    def reclaim(self) -> None:
+        """Forget the parcels and tickets, which have ended."""
+        self.waiting.clear()
+        self.tickets.clear()
+        self.slots = 0
+
+    def violations(self) -> list[str]:
+        """Return a description of each violated invariant."""
+        found = len(self.credits) + self.wanted
+        if found == len(self.waiting):
+            return []
+        known = f"{len(self.credits)} are there and {self.wanted} are asked for"
+        return [f"{len(self.waiting)} parcels wait for credits, but {known}"]

@@ -1,0 +1,130 @@
+"""The figures of README.md equal those of ``bench/results``."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+MEASURED = (ROOT / "docs/reference/measured.md").read_text()
+
+# The run and the name of the server in ``vllm-h100-host-hits.json``.
+NO_OFFLOAD, VLLM, LMCACHE = ("run 1", "none"), ("run 2", "vllm"), ("run 2", "lmcache")
+AIOKV, LAYERWISE = ("run 2", "aiokv"), ("run 2", "aiokv-layers-sync")
+
+
+def results(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "bench/results" / f"{name}.json").read_text())
+
+
+def cells_of(page: str, beginning: str) -> list[str]:
+    """Return the cells of the row of a table that begins so, without bold marks."""
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| {beginning}")]
+    return [cell.strip().replace("**", "") for cell in row.strip("|").split("|")]
+
+
+@pytest.mark.parametrize("page", [README, MEASURED], ids=["readme", "measured"])
+@pytest.mark.parametrize("clients", [1, 4])
+@pytest.mark.parametrize("new_tokens", [256, 1_536])
+def test_rates_and_first_tokens_of_prompts_in_host_memory(page, new_tokens, clients):
+    measured = results("vllm-h100-host-hits")
+    beginning = rf"\| {new_tokens:,}( \(\d\d % hits\))?, {clients}\b"
+    (row,) = [line for line in page.splitlines() if re.match(beginning, line)]
+    found = re.findall(r"([\d.]+)(?:/s)?, (\d+) ms", row.replace("**", ""))
+    servers = [NO_OFFLOAD, VLLM, LMCACHE, LAYERWISE]
+    if page is MEASURED:
+        servers.insert(3, AIOKV)
+    expected = []
+    for run, server in servers:
+        load = measured[run][server]["load"][f"host_hits_{new_tokens}_new_{clients}_clients"]
+        rate, first_token = load["requests_per_second"], load["first_token_ms"]["p50"]
+        expected.append((f"{rate:.1f}", f"{first_token:.0f}"))
+    assert found == expected
+
+
+def test_hit_tokens_relative_to_lru():
+    trace = results("index-xeon")["benches"]["index"]["trace"]
+    ratios = []
+    for blocks in (32_000, 320_000):
+        adaptive, lru = trace[f"{blocks}_blocks.adaptive"], trace[f"{blocks}_blocks.lru"]
+        ratios.append(f"{adaptive['hit_tokens'] / lru['hit_tokens']:.2f}")
+    assert cells_of(README, "Hit tokens on")[1] == " / ".join(ratios)
+
+
+def test_copies_relative_to_a_contiguous_memcpy():
+    gpu = results("gpu-h100")["benches"]["gpu"]
+    transfers = [v for name, v in gpu["transfers"].items() if name.endswith(".random")]
+    ratios = [v[f"{direction}_ratio"] for v in transfers for direction in ("onload", "offload")]
+    plain = gpu["transfers"]["128_kib.random"]["onload_contiguous_gbps"]
+    each = [v["onload_memcpy_each_gbps"] / plain for v in gpu["baselines"].values()]
+    assert cells_of(README, "Onload and offload")[1] == (
+        f"{min(ratios):.2f}-{max(ratios):.2f} of a contiguous `cudaMemcpyAsync`; "
+        f"one memcpy per block: {min(each):.2f}-{max(each):.2f}"
+    )
+
+
+def test_time_from_the_end_of_a_copy_until_its_coroutine():
+    wakeup = results("gpu-h100")["benches"]["gpu"]["wakeup"]["uvloop_16_mib"]
+    expected = f"{wakeup['p50_us']:.1f} / {wakeup['p99_us']:.0f} µs"
+    assert cells_of(README, "Time from the end of a copy")[1] == expected
+
+
+def test_requests_per_cpu_second_of_the_index():
+    trace = results("index-xeon")["benches"]["index"]["trace"]
+    rates = [v["requests_per_second"] for v in trace.values()]
+    low, high = min(rates) // 1_000 * 1_000, max(rates) // 1_000 * 1_000
+    assert cells_of(README, "Index through the API")[1] == f"{low:,.0f} to {high:,.0f}"
+
+
+def test_speed_of_the_disk_store_relative_to_a_plain_loop():
+    disk = results("stores-xeon")["benches"]["disk"]
+    sizes = [v for name, v in disk.items() if name.endswith("_kib")]
+    parts = []
+    for operation in ("load", "save"):
+        ratios = [v[operation]["ratio"] for v in sizes]
+        parts.append(f"{min(ratios):.2f}-{max(ratios):.2f}")
+    assert cells_of(README, "Speed of the disk store")[1] == " / ".join(parts)
+
+
+def test_fetches_and_computed_prompts_by_the_bandwidth_of_the_disk():
+    measured = results("fetch_or_compute")["benches"]["fetch_or_compute"]
+    section = MEASURED[MEASURED.index("### Fetch or compute") :]
+    rows = re.findall(r"^\| ([\d.]+) \| (.*) \|$", section[: section.index("\n## ")], re.MULTILINE)
+    assert len(rows) > 10
+    for gbps, row in rows:
+        if "%" in row:
+            load = measured[f"uneven_{gbps}_gbps"]
+            expected = [_figures(load), f"{100 * load['fetched']:.0f} %"]
+        else:
+            names = (f"disk_{gbps}_gbps", f"any_price_{gbps}_gbps")
+            expected = [_figures(measured[name]) for name in names]
+        assert row.split(" | ") == expected
+
+
+def _figures(load: dict[str, float]) -> str:
+    return f"{load['requests_per_second']:.2f}/s, {load['first_token_p50_ms']:.0f} ms"
+
+
+def test_times_of_crossings_and_of_the_fastdeploy_connector():
+    crossing = results("sync")["benches"]["sync"]
+    fastdeploy = results("fastdeploy")["benches"]["fastdeploy"]
+    expected = {
+        "`aiokv.sync`: one call": crossing["crossing_us"]["calls_1"],
+        "the 64 calls of a step": crossing["crossing_us"]["calls_64"],
+        "the same 64 calls": crossing["same_calls_on_the_loop_us"],
+        "64 calls, beside": crossing["crossing_us"]["beside_python"],
+        "FastDeploy connector: a `schedule()`": fastdeploy["decode_step_us"],
+        "FastDeploy connector: match": fastdeploy["new_request_us"],
+        "FastDeploy connector: the end": fastdeploy["finish_us"],
+    }
+    for beginning, times in expected.items():
+        assert cells_of(MEASURED, beginning)[1:3] == [_time(times["p50"]), _time(times["p99"])]
+
+
+def _time(microseconds: float) -> str:
+    return f"{microseconds:.0f} µs" if microseconds < 1_000 else f"{microseconds / 1e3:.0f} ms"
