@@ -1,8 +1,9 @@
 """Fetch or compute: simulated servers with stores of different bandwidths and without a store.
 
 The engine, its stores and its decisions are real, and run on a loop with a simulated clock. The
-model, the disk and the clients of the server advance this clock. So the figures depend on the
-decisions alone, and are equal on all machines.
+model, the disk and the clients of the server advance this clock. So the figures do not depend on
+the speed of the machine. Two runs differ by up to a fifth where fetching and computing take about
+as long, and less elsewhere.
 
 The sizes are those of :mod:`bench.vllm` on an H100: a model of 8B parameters with 32,000 prompt
 tokens per second and 128 KiB of KV per token, 8 GiB on the device, 12 GiB of host memory, 4
