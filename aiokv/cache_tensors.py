@@ -214,7 +214,7 @@ def create_tensors(
     groups = list(dict.fromkeys(layout.group for layout in layouts))
     for group in blocks:
         if group is not None and group not in groups:
-            raise ConfigError(f"window_blocks has {group!r}, which is no window group of the model")
+            raise ConfigError(f"window_blocks has {group!r}; the model has no such window group")
     for group in groups:
         if group not in blocks:
             raise ConfigError(

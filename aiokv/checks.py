@@ -163,7 +163,7 @@ def choice(
     """Check that ``value`` is one of the ``accepted`` names.
 
     Raises:
-    AiokvError: of the class ``error``; ``value`` is none of the ``accepted`` names.
+        AiokvError: of the class ``error``; ``value`` is none of the ``accepted`` names.
     """
     names = tuple(accepted)
     if not isinstance(value, str) or value not in names:

@@ -1,4 +1,4 @@
-"""The exceptions of aiokv, by the reaction that they ask for.
+"""The exceptions of aiokv, by the reaction that they require.
 
 ``UsageError``: correct the call; nothing changed. ``CapacityError``: wait, preempt or give up.
 ``ControlTimeout``: release the leases that it names. ``TransferError``: recompute.
@@ -118,7 +118,7 @@ class TransferError(AiokvError):
 class TransferTimeout(AiokvError, TimeoutError):
     """A layer or a transfer did not arrive within the timeout of a wait; the transfer goes on.
 
-    Its blocks are not proven: use none of them, and give none of them back, before the transfer has
+    Its blocks may be incomplete: use none of them, and return none of them, before the transfer has
     ended.
     """
 

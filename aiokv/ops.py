@@ -66,7 +66,7 @@ def swap_blocks(
             Nothing was copied.
         UsageError: an id is out of range, or a destination is named twice; the lists have different
             lengths; a tensor is on both sides, with a block that is source and destination; or the
-            stream is no stream of the device. Nothing was copied.
+            stream is not one of the device. Nothing was copied.
         ConfigError: the tensors are on a GPU, and aiokv or CuPy is missing for it.
         DeviceError: the GPU has reported an error; some of the blocks may have been copied.
     """

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self, final
 
-import msgspec
-
 from aiokv import checks
 from aiokv.checks import Unique, arguments
 from aiokv.engine.batches import Batches
@@ -163,7 +161,7 @@ class CacheEngine(Unique):
             parts, self._steps, computing, self._leases, self._recovery, exchange, expiries
         )
         self._exchange = exchange
-        self._inspection = Inspection(parts, self._sleep)
+        self._inspection = Inspection(parts, self._sleep, exchange)
         self._events = Events(parts)
 
     # --- opening and closing ----------------------------------------------------------------------
@@ -1201,18 +1199,7 @@ class CacheEngine(Unique):
         Raises:
             UsageError: the call is made in another thread.
         """
-        self._lifetime.check_thread()
-        return {
-            **self._scheduler.read.describe(),
-            "open_step": self._scheduler.read.open_step,
-            "asleep": sorted(self.asleep),
-            "statistics": msgspec.to_builtins(self.statistics()),
-            "requests": msgspec.to_builtins(self.request_statistics()),
-            "worker": msgspec.to_builtins(self.worker_statistics()),
-            "peers": msgspec.to_builtins(self.peer_statistics()),
-            "stores": msgspec.to_builtins(self.store_statistics()),
-            "ranks": self._worker.describe(),
-        }
+        return self._inspection.dump()
 
     def check_invariants(self) -> list[str]:
         """Return a description of each violated invariant: I1-I6, and those of the waiting lines.

@@ -1,8 +1,10 @@
-"""Inspection: lists of leases and prefixes, and the health of an engine, for tools."""
+"""Inspection: the state of an engine, its leases and prefixes, and its health, for tools."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from aiokv import checks
 from aiokv.engine.contexts import split_context
@@ -10,18 +12,21 @@ from aiokv.types import Health, HotPrefixes, LeaseInfo, PrefixInfo
 
 if TYPE_CHECKING:
     from aiokv.engine.parts import Parts
+    from aiokv.engine.peers import Exchange
     from aiokv.engine.sleeping import Sleep
 
 
 class Inspection:
-    """Reads the state of an engine, in bounded time; changes nothing."""
+    """Reads the state of an engine; changes nothing."""
 
-    def __init__(self, parts: Parts, sleep: Sleep) -> None:
+    def __init__(self, parts: Parts, sleep: Sleep, exchange: Exchange) -> None:
         self._block_tokens = parts.config.block_tokens
         self._lifetime = parts.lifetime
         self._read = parts.scheduler.read
+        self._requests = parts.requests
         self._worker = parts.worker
         self._sleep = sleep
+        self._exchange = exchange
 
     def leases(self, limit: int) -> list[LeaseInfo]:
         """See ``CacheEngine.leases``."""
@@ -66,3 +71,18 @@ class Inspection:
             is_paused=self._read.is_paused,
             unpinned_bytes=self._worker.unpinned_bytes,
         )
+
+    def dump(self) -> dict[str, object]:
+        """See ``CacheEngine.dump``."""
+        self._lifetime.check_thread()
+        return {
+            **self._read.describe(),
+            "open_step": self._read.open_step,
+            "asleep": sorted(self._sleep.asleep),
+            "statistics": msgspec.to_builtins(self._read.statistics()),
+            "requests": msgspec.to_builtins(self._requests.statistics()),
+            "worker": msgspec.to_builtins(self._worker.statistics()),
+            "peers": msgspec.to_builtins(self._exchange.statistics()),
+            "stores": msgspec.to_builtins(self._worker.store_statistics()),
+            "ranks": self._worker.describe(),
+        }

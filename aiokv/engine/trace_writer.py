@@ -222,7 +222,7 @@ class TraceWriter:
         """Open the first file, and start the thread.
 
         Raises:
-            UsageError: the writer was started before; the file cannot be written, is no regular
+            UsageError: the writer was started before; the file cannot be written, is not a regular
                 file, or is written by another recording. Nothing changed.
         """
         if self._thread.ident is not None:

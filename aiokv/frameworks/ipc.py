@@ -172,7 +172,7 @@ def share(tensor: Any, *, dtype: str | None = None) -> SharedTensor:
         dtype: name of the element type; None for the tensor's own.
 
     Raises:
-        LayoutError: it is no tensor on a GPU or has negative strides, or the size of its elements
+        LayoutError: it is not on a GPU, or has negative strides, or the size of its elements
             is not that of ``dtype``.
         ConfigError: aiokv was built without CUDA, or CuPy is not installed.
         DeviceError: the memory cannot be shared.

@@ -27,6 +27,7 @@ class Parcel(Generic[C]):
         key: of its trailer.
         mapping: of blocks of its group to parcels for the receiver.
         num_bytes: payload and trailer.
+        num_slots: outgoing slots that it takes: one more if it is cut out of a block.
         slot: its outgoing slot; None before it has one, and after the slot was freed.
         block_slot: slot of the whole block that the parcel is cut out of; None if it is the block.
         credit: landing slot that it is written to.
@@ -44,6 +45,7 @@ class Parcel(Generic[C]):
         self.key = key
         self.mapping = target.mappings[self.group]
         self.num_bytes = target.parcel_bytes(self.group)
+        self.num_slots = 1 if self.mapping.parcel_is_block else 2
         self.slot: int | None = None
         self.block_slot: int | None = None
         self.credit: SlotCredit | None = None

@@ -123,7 +123,7 @@ def check_secret(secret: object) -> None:
     """Check the secret of a peer.
 
     Raises:
-    ConfigError: it is not bytes, or shorter than ``MIN_SECRET_BYTES``. The secret is not shown.
+        ConfigError: it is not bytes, or shorter than ``MIN_SECRET_BYTES``. The secret is not shown.
     """
     if not isinstance(secret, bytes):
         raise ConfigError(f"secret is a {shown(type(secret).__name__)}; it must be bytes")

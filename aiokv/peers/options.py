@@ -227,8 +227,10 @@ def _is_wildcard(host: str) -> bool:
 
 
 def check_peers(peers: object) -> None:
-    """Raises:
-    ConfigError: the argument ``peers`` is neither None nor a :class:`Peers`.
+    """Check the argument ``peers`` of an engine or a rank.
+
+    Raises:
+        ConfigError: it is neither None nor a :class:`Peers`.
     """
     if peers is not None and not isinstance(peers, Peers):
         raise ConfigError(

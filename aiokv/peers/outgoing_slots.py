@@ -34,14 +34,14 @@ class OutgoingSlots:
 
     def has_room(self, parcel: Parcel[Any]) -> bool:
         """Return True if a parcel without a slot may take the slots that it needs."""
-        return len(self._free) >= _slots_needed(parcel) and parcel.queue.slots < self._most
+        return len(self._free) >= parcel.num_slots and parcel.queue.slots < self._most
 
     def take(self, parcel: Parcel[Any]) -> None:
         """Give a parcel the slots that it needs, for which there is room."""
         parcel.slot = self._free.pop()
-        if not parcel.mapping.parcel_is_block:
+        if parcel.num_slots == 2:
             parcel.block_slot = self._free.pop()
-        parcel.queue.slots += _slots_needed(parcel)
+        parcel.queue.slots += parcel.num_slots
 
     def free(self, parcel: Parcel[Any]) -> None:
         """Free the slots of a parcel, unless they are in use. Idempotent."""
@@ -79,7 +79,3 @@ class OutgoingSlots:
                 f"{num_used} outgoing slots used and {len(free)} free of {self.num_slots}"
             )
         return problems
-
-
-def _slots_needed(parcel: Parcel[Any]) -> int:
-    return 1 if parcel.mapping.parcel_is_block else 2

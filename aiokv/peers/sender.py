@@ -306,7 +306,7 @@ class Sender(Generic[C]):
 
         All ranks of a receiver cancel, also when all blocks have arrived. Then the
         acknowledgements of other ranks, whose connections are not ordered with this one, may still
-        be on their queue: each comes before the cancellation of its rank.
+        be on their way: each comes before the cancellation of its rank.
         """
         outgoing.cancelled.add(connection)
         if not outgoing.may_be_proven:
@@ -398,8 +398,8 @@ class Sender(Generic[C]):
     def _pump(self, queue: SendQueue[C]) -> None:
         """Begin to send as many parcels as there are credits and outgoing slots."""
         fills: dict[tuple[Send, int], list[Parcel[C]]] = {}
-        while (parcel := self._next(queue)) is not None:
-            queue.take()
+        while self._next(queue) is not None:
+            parcel = queue.take()
             parcel.tries += 1
             parcel.busy = True
             self._slots.take(parcel)

@@ -1,7 +1,7 @@
 """Ticket: where to send the blocks of one prompt, and which blocks; a msgpack blob.
 
 The receiving engine makes a ticket, and the user's own request carries it to the sending engine. A
-ticket is no secret: who reads it learns addresses and hashes, but cannot connect without the secret
+ticket is not a secret: a reader learns addresses and hashes, but cannot connect without the secret
 that the engines share. Its last 32 bytes are a MAC with a key that is derived from the secret, so
 a request with a forged ticket cannot let the sending engine connect to an address of its choice.
 """

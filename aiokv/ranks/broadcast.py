@@ -23,10 +23,9 @@ from aiokv.plan import (
 from aiokv.ranks.channel import MAX_FRAME_BYTES, frame_of
 from aiokv.ranks.messages import TransferBatch, encode
 from aiokv.ranks.reduce import GroupTransfer
-from aiokv.ranks.route_counts import RouteCounts
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.interrupts import call_surely
-from aiokv.worker.lanes import ROUTE_NAMES, worker_statistics
+from aiokv.worker.lanes import ROUTE_NAMES, RunningCounts, worker_statistics
 from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.reports import deliver
 from aiokv.worker.settling import ReportWaiters
@@ -77,7 +76,7 @@ class TransferBroadcast:
         self._on_report: Callable[[TransferReport], None] = _ignore_report
         self._transfers: dict[int, GroupTransfer] = {}
         self._report_waiters = ReportWaiters()
-        self._counts = {route: RouteCounts() for route in _ALL_ROUTES}
+        self._counts = {route: RunningCounts(clock) for route in _ALL_ROUTES}
         self._new_plans: list[TransferPlan] = []
         self._new_cancels: list[int] = []
         self._new_priorities: dict[int, int] = {}  # by transfer id
@@ -154,7 +153,7 @@ class TransferBroadcast:
             since=self._clock(),
         )
         self._transfers[plan.transfer_id] = transfer
-        self._counts[plan.route].begin(transfer.since)
+        self._counts[plan.route].begin(plan.transfer_id)
         if failure is not None:
             transfer.give_up(CopyError(0, str(failure), failure.rank))
             asyncio.get_running_loop().call_soon(self._end, transfer)
@@ -216,7 +215,7 @@ class TransferBroadcast:
         """Process the reports of a rank, which belong to the current generation.
 
         Raises:
-            ChannelError: a layer does not exist, or a transfer that is no fetch is overdue.
+            ChannelError: a layer does not exist, or a transfer other than a fetch is overdue.
         """
         for report in reports.overdue:
             transfer = self._transfers.get(report.transfer_id)
@@ -266,8 +265,9 @@ class TransferBroadcast:
         if self._transfers.pop(transfer_id, None) is None:
             return
         report = transfer.report()
-        moved_bytes = transfer.num_bytes * len(self._membership.ranks)
-        self._counts[transfer.plan.route].end(report.outcome, moved_bytes, self._clock())
+        is_done = report.outcome == "done"
+        moved_bytes = transfer.num_bytes * len(self._membership.ranks) if is_done else 0
+        self._counts[transfer.plan.route].end(transfer_id, report.outcome, moved_bytes)
         deliver(self._on_report, report)
         self._report_waiters.note_report(transfer_id)
 

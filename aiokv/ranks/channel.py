@@ -245,7 +245,7 @@ def check_length(path: Path) -> None:
     """Check the length of the path of a Unix socket.
 
     Raises:
-    ConfigError: the path is longer than the kernel accepts.
+        ConfigError: the path is longer than the kernel accepts.
     """
     num_bytes = len(os.fsencode(path))
     if num_bytes > MAX_PATH_BYTES:

@@ -26,7 +26,7 @@ def check_entry(entry: object) -> None:
     """Check the form of ``entry``.
 
     Raises:
-    ConfigError: ``entry`` is not of the form ``"module:function"``.
+        ConfigError: ``entry`` is not of the form ``"module:function"``.
     """
     if isinstance(entry, str):
         module, _, function = entry.partition(":")

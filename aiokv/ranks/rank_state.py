@@ -27,7 +27,7 @@ def check_positive(name: str, value: object) -> None:
     """Check that ``value`` is a finite number above 0.
 
     Raises:
-    ConfigError: ``value`` is not a finite number above 0.
+        ConfigError: ``value`` is not a finite number above 0.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not 0 < cast("float", value) < math.inf:

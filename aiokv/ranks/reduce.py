@@ -87,14 +87,11 @@ class GroupTransfer:
                 raise ChannelError(
                     f"rank {rank} reports layer {layer}; it is not in [0, {len(self._arrived)})"
                 )
-            if self._arrived[layer] != _ANNOUNCED:
-                self._arrived[layer] |= 1 << rank
+            self._arrived[layer] |= 1 << rank  # no effect on an announced one
         self._announce(layers)
 
     def _announce(self, layers: Sequence[int]) -> None:
         """Announce the layers that all ranks have; the last one waits for the end (I4)."""
-        if self.given_up is not None:
-            return
         for layer in layers:
             if self._arrived[layer] | self._done == self._all_ranks and self._left > 1:
                 self._arrived[layer] = _ANNOUNCED
@@ -119,7 +116,7 @@ class GroupTransfer:
     def _reduce_results(self, report: TransferReport) -> None:
         """Note the results of a save: a block is stored when all ranks have stored it."""
         results = report.results
-        if report.outcome != "done" or len(results) != self.plan.num_blocks:
+        if len(results) != self.plan.num_blocks:
             results = bytes([Result.FAILED]) * self.plan.num_blocks
         self._results = bytes(map(max, self._results, results))
 
@@ -136,7 +133,7 @@ class GroupTransfer:
         blocks that all of them have are valid then.
 
         Raises:
-            ChannelError: the transfer is no fetch.
+            ChannelError: the transfer is not a fetch.
         """
         if self.plan.route not in FETCH_ROUTES:
             raise ChannelError(

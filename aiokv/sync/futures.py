@@ -59,7 +59,7 @@ class EngineFuture(Future[T]):
         Raises:
             TimeoutError: ``timeout`` has passed.
             concurrent.futures.CancelledError: the future was cancelled.
-            UsageError: ``timeout`` is no number; ``Calls.run`` has not sent the call yet; or the
+            UsageError: ``timeout`` is not a number; ``Calls.run`` has not sent the call yet; or the
                 call is made in the engine's own thread.
             ClosedError: this process is a fork of the process of the engine.
             Exception: the error of the wait.

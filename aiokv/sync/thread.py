@@ -275,7 +275,7 @@ class LoopThread:
         """Check that this is not the thread of the loop.
 
         Raises:
-        UsageError: this is the thread of the loop, where ``what`` would never end.
+            UsageError: this is the thread of the loop, where ``what`` would never end.
         """
         if self.is_current:
             raise UsageError(
@@ -287,7 +287,7 @@ class LoopThread:
         """Check that the thread was started.
 
         Raises:
-        UsageError: the thread was not started.
+            UsageError: the thread was not started.
         """
         if self._loop is None and not self._has_ended:
             raise UsageError(

@@ -345,7 +345,7 @@ class ManualDevice:
         """Detach from the memory.
 
         Raises:
-        UsageError: a copy is in flight.
+            UsageError: a copy is in flight.
         """
         self._check_idle()
         self._tiers = {}
@@ -384,7 +384,7 @@ class ManualDevice:
         """Close the device.
 
         Raises:
-        UsageError: a copy is in flight, and its memory would be freed.
+            UsageError: a copy is in flight, and its memory would be freed.
         """
         self._check_idle()
         self.closed = True

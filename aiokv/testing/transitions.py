@@ -72,7 +72,7 @@ class TransitionLog(msgspec.Struct, kw_only=True):
         """Read a log that a :class:`Recording` has written.
 
         Raises:
-            UsageError: the file is no such log, or of another version.
+            UsageError: the file is not such a log, or is of another version.
             OSError: it cannot be read.
         """
         with Path(path).open("rb") as lines:

@@ -231,7 +231,7 @@ class Worker(Protocol):
         """Raise unless ``close_step`` can take the event; None always can. Changes nothing.
 
         Raises:
-            UsageError: ``event`` is no event, one of another device, or was never recorded; or
+            UsageError: ``event`` is not an event, is of another device, or was never recorded; or
                 the worker lacks the ``step_events`` capability.
         """
 

@@ -546,7 +546,7 @@ class CacheController:
         """Check that the controller is open.
 
         Raises:
-        ClosedError: the controller is not open, or its poller is closed.
+            ClosedError: the controller is not open, or its poller is closed.
         """
         if not self._opened:
             raise ClosedError("the cache controller is not open")

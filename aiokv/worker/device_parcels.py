@@ -93,7 +93,7 @@ class DeviceParcelWork(SlotAccess):
         """Refuse: slots in the memory of a device have parcels of one layout.
 
         Raises:
-        InternalError: parcels of other layouts are refused before they are sent.
+            InternalError: parcels of other layouts are refused before they are sent.
         """
         raise InternalError("slots in the memory of a device have parcels of one layout only")
 

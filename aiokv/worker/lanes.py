@@ -10,7 +10,7 @@ import msgspec
 from aiokv.worker.transfers import TransferQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from aiokv.plan import Outcome, Route
     from aiokv.worker.transfers import Transfer
@@ -183,38 +183,45 @@ class Lane:
 
 
 class RunningCounts:
-    """Counts of one route, for :class:`LaneStatistics`."""
+    """Counts of a route on which transfers start at once, for :class:`LaneStatistics`.
 
-    def __init__(self) -> None:
-        self.outcomes: dict[Outcome, int] = {"done": 0, "failed": 0, "cancelled": 0}
-        self.moved_bytes = 0
-        self.busy_seconds = 0.0
+    Args:
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._outcomes: dict[Outcome, int] = {"done": 0, "failed": 0, "cancelled": 0}
+        self._moved_bytes = 0
+        self._busy_seconds = 0.0
         self._running: set[int] = set()
         self._busy_since = 0.0
 
     def begin(self, transfer_id: int) -> None:
         """Count a transfer in flight. Idempotent."""
         if not self._running:
-            self._busy_since = time.monotonic()
+            self._busy_since = self._clock()
         self._running.add(transfer_id)
 
     def end(self, transfer_id: int, outcome: Outcome, moved_bytes: int) -> None:
+        """Count the end of a transfer, and the bytes that it has moved."""
         self._running.discard(transfer_id)
-        self.outcomes[outcome] += 1
-        self.moved_bytes += moved_bytes
+        self._outcomes[outcome] += 1
+        self._moved_bytes += moved_bytes
         if not self._running:
-            self.busy_seconds += time.monotonic() - self._busy_since
+            self._busy_seconds += self._clock() - self._busy_since
 
     def statistics(self) -> LaneStatistics:
-        seconds = self.busy_seconds
+        """Return the counts; nothing is queued."""
+        seconds = self._busy_seconds
         return LaneStatistics(
             queued=0,
             submitted=len(self._running),
-            done=self.outcomes["done"],
-            failed=self.outcomes["failed"],
-            cancelled=self.outcomes["cancelled"],
-            moved_bytes=self.moved_bytes,
+            done=self._outcomes["done"],
+            failed=self._outcomes["failed"],
+            cancelled=self._outcomes["cancelled"],
+            moved_bytes=self._moved_bytes,
             busy_seconds=seconds,
             queue_seconds=0.0,
-            bytes_per_second=self.moved_bytes / seconds if seconds else 0.0,
+            bytes_per_second=self._moved_bytes / seconds if seconds else 0.0,
         )

@@ -5,16 +5,17 @@
     RECEIVE   connection ─► landing slot ─► verify ─► device copy ─► report
     SEND      device copy ─► outgoing slot ─► seal ─► connection ─► acknowledged ─► report
 
-The :class:`Receiver` and the :class:`Sender` decide what to do next; this object does it: messages,
-device copies, threads, the deadlines of tickets. A plan is reported exactly once, in a callback of
-the loop, when nothing accesses its device blocks any more.
+The :class:`Receiver` and the :class:`Sender` decide what to do next; a :class:`ReceiverWork` and a
+:class:`SenderWork` do it. This object opens and closes them with the memory of the worker, gives
+tickets and plans to them, and keeps the deadlines of tickets. A plan is reported exactly once, in a
+callback of the loop, when nothing accesses its device blocks any more.
 """
 
 from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -23,35 +24,31 @@ from aiokv.peers.block_layout import split_layers
 from aiokv.peers.layout import BlockLayout
 from aiokv.peers.listener import listen
 from aiokv.peers.mappings import Mappings
-from aiokv.peers.messages import MAX_REASON_CHARACTERS, Landed, split_key
+from aiokv.peers.messages import MAX_REASON_CHARACTERS
 from aiokv.peers.receiver import Receiver, ReceiverCounts
 from aiokv.peers.ring import LandingRing
 from aiokv.peers.sender import Sender, SenderCounts
 from aiokv.peers.slots import ArenaSlots
 from aiokv.peers.ticket import Endpoint, decode, ticket_key
-from aiokv.peers.transport import Outgoing, PeerMemory
+from aiokv.peers.transport import PeerMemory
 from aiokv.peers.transports import make_transport
 from aiokv.plan import PEER_ROUTES, RECEIVE_ROUTES, TransferReport
-from aiokv.worker.accepted import AcceptedConnections, abort_for
+from aiokv.worker.accepted import AcceptedConnections
 from aiokv.worker.call_guard import CallGuard
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.device_parcels import DeviceParcelWork
 from aiokv.worker.layer_marks import LayerMarks
 from aiokv.worker.parcel_work import ParcelWork
 from aiokv.worker.peer_plans import PeerPlans
+from aiokv.worker.peer_work import ReceiverWork, SenderWork, SlotWork
 from aiokv.worker.ticket_opener import TicketOpener
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from aiokv.peers.arrivals import Parcel as Received
-    from aiokv.peers.arrivals import Receive, SlotCopy
-    from aiokv.peers.departures import Parcel as Sent
-    from aiokv.peers.departures import Send, SlotFill
     from aiokv.peers.listener import Listener
-    from aiokv.peers.messages import Message
     from aiokv.peers.options import Peers
-    from aiokv.peers.transport import Transport
+    from aiokv.peers.transport import Link, Transport
     from aiokv.peers.wire import Connection
     from aiokv.plan import Route, TransferPlan
     from aiokv.stores.identity import StoreIdentity
@@ -60,6 +57,7 @@ if TYPE_CHECKING:
     from aiokv.worker.lanes import LaneStatistics
     from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.memory import WorkerMemory
+    from aiokv.worker.peer_work import DeviceCopies
     from aiokv.worker.poller import EventPoller
     from aiokv.worker.regions import Regions
     from aiokv.worker.slot_access import SlotAccess
@@ -67,40 +65,6 @@ if TYPE_CHECKING:
 SPARE_SECONDS: Final = 1.0
 LAST_MESSAGES_SECONDS: Final = 0.5  # for the last messages to be sent, when the worker closes
 LAST_WRITES_SECONDS: Final = 5.0  # for threads and writes to end, when the worker closes
-
-
-class DeviceCopies(Protocol):
-    """Copies between device blocks and slots of the peer arena, for PeerTransfers."""
-
-    def new_copy_id(self) -> int:
-        """Return an id that no other copy has."""
-
-    def copy(
-        self,
-        copy_id: int,
-        route: Route,
-        group: str,
-        source_ids: Sequence[int],
-        target_ids: Sequence[int],
-        after: int | Event | None,
-        on_end: Callable[[CopyError | None], None],
-        keys: bytes = b"",
-    ) -> None:
-        """Begin a copy behind a step or an event; without effect while a copy of this id is in
-        flight.
-
-        With ``keys``, 32 bytes per slot in the memory of the device, ``SEND`` seals the slots, and
-        ``RECEIVE`` fails for those that have other trailers.
-
-        ``on_end`` is called once, in a callback of the loop, with the failure or None; again when
-        an interrupt kept it from returning.
-        """
-
-    def cancel(self, transfer_id: int) -> Cancelled:
-        """Cancel a copy that the device does not have; its ``on_end`` follows."""
-
-    def is_open(self, step: int) -> bool:
-        """Return True while work of the step may not have been submitted yet."""
 
 
 class RankPeerStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,10 +133,6 @@ class PeerTransfers:
         self._mappings: Mappings | None = None
         self._marks = LayerMarks()
         self._on_ticket_end: Callable[[bytes, str], None] = lambda ticket_id, reason: None
-        self._slots: ArenaSlots | None = None
-        self._blocks_per_slot = 1  # of the landing ring
-        self._landing: PeerMemory | None = None
-        self._outgoing: PeerMemory | None = None
         self._work: SlotAccess | None = None
         self._writes: set[asyncio.Task[None]] = set()
         self._timers: list[asyncio.TimerHandle] = []
@@ -247,29 +207,28 @@ class PeerTransfers:
         memory = self._memory()
         regions = memory.regions
         identity = self._identity_now()
-        slots = self._slots = ArenaSlots.of(self._checked(), regions)
-        per_slot = self._blocks_per_slot = slots.blocks_per_slot(identity.block_tokens)
+        slots = ArenaSlots.of(self._checked(), regions)
+        per_slot = slots.blocks_per_slot(identity.block_tokens)
         border = slots.first_outgoing * slots.block_bytes
         num_landing = slots.first_assembly // per_slot
-        whole = self._open_work(memory)
-        self._landing = msgspec.structs.replace(
+        access, whole = self._open_work(memory)
+        landing = msgspec.structs.replace(
             whole,
             num_slots=num_landing,
             slot_bytes=per_slot * slots.block_bytes,
             view=whole.view and whole.view[: slots.first_assembly * slots.block_bytes],
         )
-        self._outgoing = msgspec.structs.replace(
+        outgoing = msgspec.structs.replace(
             whole,
             address=whole.address + border,
             num_slots=slots.outgoing,
             view=whole.view and whole.view[border:],
         )
-        await self._transport.open(self._landing, self._outgoing)
-        rank = identity.rank
+        await self._transport.open(landing, outgoing)
         layout = BlockLayout.of(
             regions,
             identity.block_tokens,
-            rank,
+            identity.rank,
             identity.num_ranks,
             windows={name: regions.window_blocks(name) for name in regions.num_window_blocks},
         )
@@ -280,50 +239,69 @@ class PeerTransfers:
             layer_ranges=self._checked().layer_ranges,
         )
         self.layout = layout.encode()
+        parts = SlotWork(slots, per_slot, access, mappings, self._copies, self._plans, self._guard)
         if num_landing:
-            self._ring = LandingRing(num_landing)
-            self._receiver = Receiver(
-                self,
-                self._ring,
-                rank=rank,
-                slot_bytes=self._landing.slot_bytes,
-                source=mappings.source,
-                covers=mappings.covers,
-                group=mappings.group,
-                num_pools=mappings.num_pools,
-                num_assembly=slots.assembly,
-                transport=self._transport.name,
-                metadata=self._accepted.metadata,
-                one_sided=self._transport.one_sided,
-            )
-            self._accepted.serve(self._receiver, self._landing)
+            self._open_receiver(parts, landing, identity)
+        self._open_sender(parts, outgoing, identity)
+
+    def _open_receiver(self, parts: SlotWork, landing: PeerMemory, identity: StoreIdentity) -> None:
+        mappings = parts.mappings
+        work = ReceiverWork(parts, landing)
+        self._ring = LandingRing(landing.num_slots)
+        self._receiver = Receiver(
+            work,
+            self._ring,
+            rank=identity.rank,
+            slot_bytes=landing.slot_bytes,
+            source=mappings.source,
+            covers=mappings.covers,
+            group=mappings.group,
+            num_pools=mappings.num_pools,
+            num_assembly=parts.arena.assembly,
+            transport=self._transport.name,
+            metadata=self._accepted.metadata,
+            one_sided=self._transport.one_sided,
+        )
+        work.serve(self._receiver)
+        self._accepted.serve(self._receiver, landing)
+
+    def _open_sender(self, parts: SlotWork, outgoing: PeerMemory, identity: StoreIdentity) -> None:
+        mappings = parts.mappings
+        work = SenderWork(
+            parts, outgoing, self._marks, self._writes, self._link, self._on_ticket_end
+        )
         self._sender = Sender(
-            self,
-            num_slots=slots.outgoing,
-            rank=rank,
+            work,
+            num_slots=parts.arena.outgoing,
+            rank=identity.rank,
             block_tokens=identity.block_tokens,
             groups=mappings.groups,
             last_range=mappings.last_range,
         )
+        work.serve(self._sender)
         self._opener = TicketOpener(
             self._sender,
             self._transport,
             self._checked().key,
             self._guard,
-            rank=rank,
+            rank=identity.rank,
             block_tokens=identity.block_tokens,
             layout=self.layout,
             layer_ranges=len(mappings.ranges),
         )
 
-    def _open_work(self, memory: WorkerMemory) -> PeerMemory:
-        """Make what accesses the bytes in the slots; return all slots."""
+    def _link(self, connection: Connection) -> Link | None:
+        """Return the link over which parcels are written; None if the connection has ended."""
+        return None if self._opener is None else self._opener.link(connection)
+
+    def _open_work(self, memory: WorkerMemory) -> tuple[SlotAccess, PeerMemory]:
+        """Return what accesses the bytes in the slots, and all slots."""
         poller, slots = self._poller, memory.device_slots
         if poller is None:
             raise ClosedError("the worker is not open")
         if slots is not None:
             self._work = DeviceParcelWork(slots, poller)
-            return PeerMemory(
+            return self._work, PeerMemory(
                 address=slots.address,
                 num_slots=slots.num_slots,
                 slot_bytes=slots.slot_bytes,
@@ -332,7 +310,7 @@ class PeerTransfers:
             )
         arena = memory.peer_arena
         self._work = self._work or ParcelWork(poller)
-        return PeerMemory(
+        return self._work, PeerMemory(
             address=arena.pointer,
             num_slots=arena.num_blocks,
             slot_bytes=arena.block_bytes,
@@ -350,7 +328,6 @@ class PeerTransfers:
         await self._end_connections("the engine sleeps")
         await self._transport.aclose()
         self._accepted.refuse()
-        self._landing = self._outgoing = None
         self._receiver = self._sender = self._ring = self._opener = None
 
     async def wake_up(self) -> None:
@@ -382,7 +359,6 @@ class PeerTransfers:
         await self._transport.aclose()
         if self._work is not None:
             self._work.close()
-        self._landing = self._outgoing = None
 
     def close_without_loop(self) -> None:
         """As ``aclose``, after the loop was closed: nothing is reported."""
@@ -582,174 +558,6 @@ class PeerTransfers:
         """Return a description of each violated invariant."""
         ends = (self._receiver, self._sender)
         return [text for end in ends if end is not None for text in end.violations()]
-
-    # --- work of the receiver and the sender ------------------------------------------------------
-
-    def send(self, connection: Connection, message: Message) -> None:
-        """Send a message."""
-        connection.send(message)
-
-    def is_open(self, plan: TransferPlan) -> bool:
-        """Return True while work that computes the blocks may not have been submitted yet."""
-        return self._copies.is_open(plan.after_step) and not self._marks.has(plan.peer, plan.mark)
-
-    def verify(self, parcels: Sequence[Received]) -> None:
-        """Verify parcels, together with the others of this pass of the loop."""
-        if self._work is not None and self._landing is not None:
-            self._work.verify(self._landing, parcels, self._verified)
-
-    def _verified(self, parcels: list[Received], are_right: list[bool]) -> None:
-        if self._receiver is not None:
-            self._guard.guarded(partial(self._receiver.verified, parcels, are_right))
-
-    def place(self, parcels: Sequence[Received], slots: Sequence[dict[int, int]]) -> None:
-        """Place parcels in assembly slots."""
-        memory, arena = self._landing, self._slots
-        if self._work is None or memory is None or arena is None:
-            return
-        first = memory.address + arena.first_assembly * arena.block_bytes
-        addresses = [
-            {split_key(key)[1]: first + slot * arena.block_bytes for key, slot in targets.items()}
-            for targets in slots
-        ]
-        self._work.place(memory, parcels, addresses, partial(self._placed, list(parcels)))
-
-    def _placed(self, parcels: list[Received], is_done: bool) -> None:
-        if self._receiver is None:
-            return
-        if not is_done:
-            for parcel in parcels:
-                self._receiver.close_ticket(parcel.ticket_id, "an internal error")
-        self._guard.guarded(partial(self._receiver.placed, parcels))
-
-    def copy(self, copy: SlotCopy) -> None:
-        """Copy landing slots or assembly slots to device blocks."""
-        self._guard.surely(partial(self._begin_copy, copy))
-
-    def _begin_copy(self, copy: SlotCopy) -> None:
-        """Begin a copy, unless it has begun. Idempotent."""
-        receiver, arena, work = self._receiver, self._slots, self._work
-        mappings = self._mappings
-        if receiver is None or arena is None or work is None or mappings is None:
-            return
-        if copy.is_begun or not receiver.admit(copy):
-            return
-        first, pitch = 0, self._blocks_per_slot
-        if copy.is_assembled:
-            first, pitch = arena.first_assembly, 1
-        copy.copy_id = copy.copy_id or self._copies.new_copy_id()
-        plan = copy.receive.plan
-        self._copies.copy(
-            copy.copy_id,
-            plan.route,
-            mappings.device_group(plan, copy.group),
-            [first + slot * pitch for slot in copy.slots],
-            copy.device_ids,
-            plan.after_step,
-            lambda failure: self._guard.guarded(partial(receiver.copied, copy, failure)),
-            work.landing_keys(copy.slots),
-        )
-        copy.is_begun = True
-        self._plans.note_start(copy.receive.plan.transfer_id)
-
-    def take_back(self, copy: SlotCopy) -> bool:
-        """Cancel a copy, and return True, unless the device has it. Idempotent."""
-        return self._copies.cancel(copy.copy_id) == "at once"
-
-    def fill(self, fill: SlotFill) -> None:
-        """Copy device blocks to outgoing slots."""
-        self._guard.surely(partial(self._begin_fill, fill))
-
-    def _begin_fill(self, fill: SlotFill) -> None:
-        """Begin a copy, unless it has begun. Idempotent."""
-        sender, arena, work = self._sender, self._slots, self._work
-        mappings = self._mappings
-        if sender is None or arena is None or work is None or mappings is None:
-            return
-        if fill.is_begun or not sender.admit(fill):
-            return
-        fill.copy_id = fill.copy_id or self._copies.new_copy_id()
-        plan = fill.send.plan
-        is_noted = self._marks.has(plan.peer, plan.mark)
-        self._copies.copy(
-            fill.copy_id,
-            plan.route,
-            mappings.device_group(plan, fill.group),
-            fill.device_ids,
-            [arena.first_outgoing + slot for slot in fill.slots],
-            self._marks.event(plan.peer, plan.mark) if is_noted else plan.after_step,
-            lambda failure: self._guard.guarded(partial(sender.filled, fill, failure)),
-            work.outgoing_keys(fill.parcels),
-        )
-        fill.is_begun = True
-        self._plans.note_start(fill.send.plan.transfer_id)
-
-    def seal(self, parcels: Sequence[Sent[Connection]]) -> None:
-        """Cut parcels, and write their trailers."""
-        if self._work is not None and self._outgoing is not None:
-            self._work.seal(self._outgoing, parcels, self._sealed)
-
-    def _sealed(self, parcels: list[Sent[Connection]], is_done: bool) -> None:
-        if self._sender is None:
-            return
-        if not is_done:
-            for parcel in parcels:
-                self._sender.close_ticket(parcel.send.plan.peer, "an internal error")
-        self._guard.guarded(partial(self._sender.sealed, parcels))
-
-    def write(self, connection: Connection, parcels: Sequence[Sent[Connection]]) -> None:
-        """Write parcels to the slots of their credits."""
-        batch = [
-            Outgoing(
-                parcel.slot,
-                Landed(
-                    ticket_id=parcel.send.plan.peer,
-                    sender_block=split_key(parcel.block)[1],
-                    slot=parcel.credit.slot,
-                    slot_generation=parcel.credit.generation,
-                    parcel_bytes=parcel.num_bytes,
-                    group=parcel.group,
-                ),
-            )
-            for parcel in parcels
-            if parcel.slot is not None and parcel.credit is not None
-        ]
-        task = asyncio.get_running_loop().create_task(self._write(connection, batch))
-        self._writes.add(task)
-        task.add_done_callback(self._writes.discard)
-        task.add_done_callback(partial(self._written, list(parcels)))
-
-    async def _write(self, connection: Connection, batch: list[Outgoing]) -> None:
-        link = None if self._opener is None else self._opener.link(connection)
-        if link is None:
-            return  # the connection has ended
-        try:
-            await link.write(batch)
-        except PeerError as error:
-            connection.abort(str(error))
-        except Exception as error:
-            abort_for(connection, error)
-
-    def _written(self, parcels: list[Sent[Connection]], task: asyncio.Future[Any]) -> None:
-        if self._sender is not None:
-            self._guard.surely(partial(self._sender.written, parcels))
-
-    def received(self, receive: Receive) -> None:
-        """Report a RECEIVE plan. Idempotent."""
-        self._plans.end(
-            receive.plan.transfer_id,
-            receive.leading_blocks,
-            receive.failure,
-            is_touched=receive.is_touched,
-        )
-
-    def sent(self, send: Send) -> None:
-        """Report a SEND plan. Idempotent."""
-        self._plans.end(send.plan.transfer_id, send.leading_blocks, send.failure)
-
-    def ended(self, ticket_id: bytes, reason: str) -> None:
-        """Tell the end of a ticket that was sent. Idempotent."""
-        self._guard.soon(partial(self._on_ticket_end, ticket_id, reason))
 
     # --- deadlines --------------------------------------------------------------------------------
 

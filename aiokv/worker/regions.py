@@ -1,7 +1,8 @@
 """Regions: the per-layer tensors whose bytes belong to a block, and their places on the host.
 
-No code knows "K and V": a cache is a registry of named tensors, each with its own bytes per block.
-The host pool is block-first, so a block is one contiguous object for disk and network::
+A cache is a registry of named tensors, each with its own bytes per block; the code does not
+distinguish K and V. The host pool is block-first, so a block is one contiguous object for disk and
+network::
 
     host block  | layer 0: k, v | layer 1: k, v, scale | ...     each piece aligned to 64 bytes
 """

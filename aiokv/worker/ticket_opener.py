@@ -52,6 +52,28 @@ class _SenderEnd:
         self._opener.on_closed(self._connection, reason)
 
 
+class _Opening:
+    """A ticket that is being opened.
+
+    Attributes:
+        asked: connections on which receivers were asked to accept it.
+        end: why it has ended meanwhile; empty while it has not.
+    """
+
+    def __init__(self) -> None:
+        self.asked: set[Connection] = set()
+        self.end = ""
+
+    def check(self) -> None:
+        """Check that the ticket has not ended.
+
+        Raises:
+            PeerError: it has.
+        """
+        if self.end:
+            raise PeerError(self.end)
+
+
 class TicketOpener:
     """Connections to receivers, and the tickets that receivers are asked to accept.
 
@@ -89,8 +111,7 @@ class TicketOpener:
         self._links: dict[Connection, Link] = {}
         self._linking: dict[Connection, asyncio.Lock] = {}  # held while a link is connected
         self._acquired: dict[bytes, list[tuple[str, int]]] = {}  # endpoints, by ticket
-        # Tickets that are being opened; done when they were closed meanwhile.
-        self._opening: dict[bytes, asyncio.Future[None]] = {}
+        self._opening: dict[bytes, _Opening] = {}
         self._replies: dict[tuple[Connection, bytes], asyncio.Future[Accepted]] = {}
         # Number of replies that no caller waits for any more, and that have not come.
         self._late_replies: dict[tuple[Connection, bytes], int] = {}
@@ -128,8 +149,8 @@ class TicketOpener:
 
         Raises:
             UsageError: the ticket is in use. Nothing changed.
-            PeerError: a receiver cannot be reached, or refuses; or the ticket was closed meanwhile.
-                Nothing is left behind.
+            PeerError: a receiver cannot be reached, refuses, or gives the ticket up; or the ticket
+                was closed meanwhile. Nothing is left behind.
             LayoutError: a receiver cannot map the blocks. Nothing is left behind.
             ClosedError: ``stop`` was called. Nothing is left behind.
 
@@ -137,7 +158,7 @@ class TicketOpener:
         """
         self.check_unused(ticket.ticket_id)
         acquired = self._acquired[ticket.ticket_id] = []
-        opening = self._opening[ticket.ticket_id] = asyncio.get_running_loop().create_future()
+        opening = self._opening[ticket.ticket_id] = _Opening()
         accepted: dict[int, Target[Connection]] = {}
         try:
             for endpoint, mappings in receivers:
@@ -146,12 +167,13 @@ class TicketOpener:
                     endpoint.host, endpoint.port, timeout=timeout
                 )
                 acquired.append((endpoint.host, endpoint.port))
-                _check_opening(opening)
+                opening.check()
+                opening.asked.add(connection)
                 target = accepted[endpoint.rank] = Target(connection, mappings)
                 await self._ask(target, ticket, endpoint, timeout)
             if self._is_stopped:
                 raise ClosedError("the worker is closed")
-            _check_opening(opening)
+            opening.check()
             if any(target.connection.reason for target in accepted.values()):
                 raise PeerError("the connection to the receiver ended")
             self._sender.add_ticket(ticket, deadline, accepted)
@@ -230,14 +252,18 @@ class TicketOpener:
 
     def close_ticket(self, ticket_id: bytes) -> None:
         """End the use of connections by a ticket; ``open`` raises if it runs. Idempotent."""
-        opening = self._opening.get(ticket_id)
-        if opening is None:
+        if ticket_id in self._opening:
+            self._end_opening(ticket_id, "the ticket was closed while it was opened")
+        else:
             self._release(ticket_id)
-        elif not opening.done():
-            opening.set_result(None)  # open releases what it has acquired
-            for (_, asked), reply in self._replies.items():
-                if asked == ticket_id and not reply.done():
-                    reply.set_exception(PeerError("the ticket was closed while it was opened"))
+
+    def _end_opening(self, ticket_id: bytes, reason: str) -> None:
+        """Let ``open`` raise, which releases what it has acquired. Idempotent."""
+        opening = self._opening[ticket_id]
+        opening.end = opening.end or reason
+        for (_, asked), reply in self._replies.items():
+            if asked == ticket_id and not reply.done():
+                reply.set_exception(PeerError(opening.end))
 
     def release_ended(self) -> None:
         """End the use of connections by tickets that have ended by themselves. Idempotent."""
@@ -255,8 +281,13 @@ class TicketOpener:
         """Take a message of a receiver."""
         if isinstance(message, Accepted | Refused):
             self._take_reply(connection, message)
-        else:
-            self._guard.guarded(partial(self._sender.on_message, connection, message))
+            return
+        if isinstance(message, Cancel) and message.ticket_id in self._opening:
+            # Directly behind Accepted, for example: the sender does not have the ticket yet.
+            if connection in self._opening[message.ticket_id].asked:
+                self._end_opening(message.ticket_id, f"the receiver gave up: {message.reason}")
+            return
+        self._guard.guarded(partial(self._sender.on_message, connection, message))
 
     def _take_reply(self, connection: Connection, message: Accepted | Refused) -> None:
         key = (connection, message.ticket_id)
@@ -300,9 +331,3 @@ class TicketOpener:
         """
         self.stop()
         await self._connections.aclose()
-
-
-def _check_opening(opening: asyncio.Future[None]) -> None:
-    """Raise ``PeerError`` if the ticket was closed while it is being opened."""
-    if opening.done():
-        raise PeerError("the ticket was closed while it was opened")

@@ -166,7 +166,7 @@ class StepGate:
         """Check that the step is open.
 
         Raises:
-        UsageError: the step is closed already.
+            UsageError: the step is closed already.
         """
         if not self.is_open(step):
             raise UsageError(

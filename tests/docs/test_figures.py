@@ -74,6 +74,21 @@ def test_time_from_the_end_of_a_copy_until_its_coroutine():
     assert cells_of(README, "Time from the end of a copy")[1] == expected
 
 
+def test_pages_of_sglang_relative_to_its_own_backend():
+    measured = results("sglang_storage")["benches"]["sglang_storage"]
+    rows = {"load, page cache": "load", "load again": "cached_load", "save": "save"}
+    for beginning, metric in rows.items():
+        expected = [f"{measured['file'][f'{metric}_gbps']:.2f}"]
+        for name in ("aiokv_directory", "aiokv_disk"):
+            figures = measured[name]
+            ratio = figures[f"{metric}_ratio_to_file"]
+            expected.append(f"{figures[f'{metric}_gbps']:.2f} ({ratio:.2f})")
+        assert cells_of(MEASURED, beginning)[1:] == expected
+    disk = measured["aiokv_disk"]
+    ratios = f"{disk['load_ratio_to_file']:.2f} / {disk['save_ratio_to_file']:.2f}"
+    assert cells_of(README, "SGLang's pages")[1] == ratios
+
+
 def test_requests_per_cpu_second_of_the_index():
     trace = results("index-xeon")["benches"]["index"]["trace"]
     rates = [v["requests_per_second"] for v in trace.values()]
@@ -128,3 +143,10 @@ def test_times_of_crossings_and_of_the_fastdeploy_connector():
 
 def _time(microseconds: float) -> str:
     return f"{microseconds:.0f} µs" if microseconds < 1_000 else f"{microseconds / 1e3:.0f} ms"
+
+
+def test_the_http_server_to_copy_has_as_many_lines_as_the_pages_say():
+    lines = len((ROOT / "aiokv/demo/http_server.py").read_text().splitlines())
+    pages = [README, *(path.read_text() for path in (ROOT / "docs").rglob("*.md"))]
+    named = [n for page in pages for n in re.findall(r"(\d+) lines to copy|of (\d+) lines", page)]
+    assert {int(a or b) for a, b in named} == {lines}

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from aiokv import Lease
+    from aiokv.testing.manual import ManualCopy
 
 
 class ForeignCache(Cache):
@@ -22,6 +23,14 @@ class ForeignCache(Cache):
         super().__init__(
             device_blocks=device_blocks, host_blocks=host_blocks, foreign_device=True, **config
         )
+
+    async def granted(
+        self, tokens: np.ndarray, *, write: bool = True, owner: str = "", **allocate: Any
+    ) -> Lease:
+        """Return a granted lease, without blocks yet."""
+        lease = self.engine.match(tokens, write=write, owner=owner)
+        await lease.allocate(len(tokens), **allocate)
+        return lease
 
     async def begin(
         self,
@@ -34,10 +43,34 @@ class ForeignCache(Cache):
         **allocate: Any,
     ) -> Lease:
         """Return a granted lease that has these blocks."""
-        lease = self.engine.match(tokens, write=write, owner=owner)
-        await lease.allocate(len(tokens), **allocate)
+        lease = await self.granted(tokens, write=write, owner=owner, **allocate)
         lease.assign(list(ids), computed_tokens=computed_tokens)
         return lease
+
+    async def write(self, tokens: np.ndarray, ids: Iterable[int]) -> Lease:
+        """Return a lease whose full blocks have been written, and none of them committed."""
+        lease = await self.begin(tokens, ids)
+        words = self.memory.words(tokens)
+        self.memory.write(lease.block_table[: len(words)], words)
+        return lease
+
+    async def onload(
+        self, tokens: np.ndarray, ids: Iterable[int], **begin: Any
+    ) -> tuple[Lease, ManualCopy]:
+        """Cache a prompt in host memory; return a lease of it, and its onload in flight."""
+        await self.store(tokens, range(4))
+        lease = await self.begin(tokens, ids, **begin)
+        (copy,) = self.device.onloads
+        return lease, copy
+
+    async def check_hit(self, tokens: np.ndarray, ids: Iterable[int]) -> int:
+        """Onload the cached blocks of a prompt, and compare them; return the cached positions."""
+        lease = await self.begin(tokens, ids)
+        await self.finish()
+        self.check(lease, tokens)
+        cached = lease.cached_tokens
+        lease.release()
+        return cached
 
     async def compute_new(self, tokens: np.ndarray, ids: Iterable[int], **begin: Any) -> Lease:
         """Return a lease that has computed and committed its prompt."""

@@ -56,9 +56,7 @@ async def test_a_hit_is_copied_into_the_blocks_that_the_server_names():
 
 async def test_positions_of_the_servers_own_cache_are_not_copied():
     async with ForeignCache() as cache:
-        await cache.store(A, range(4))
-        lease = await cache.begin(A, [0, 1, 9, 10], computed_tokens=8)
-        (copy,) = cache.device.onloads
+        lease, copy = await cache.onload(A, [0, 1, 9, 10], computed_tokens=8)
         assert copy.device_ids.tolist() == [9]
         await cache.finish()
         cache.check(lease, A)
@@ -90,8 +88,7 @@ async def test_the_servers_cache_may_end_inside_the_last_block(computed_tokens: 
     async with ForeignCache() as cache:
         await cache.store(A, range(4))
         ids = [0, 1, 2, 12][: -(-computed_tokens // BLOCK_TOKENS)]
-        lease = cache.engine.match(A)
-        await lease.allocate(13)
+        lease = await cache.granted(A)
         lease.assign(ids, computed_tokens=computed_tokens)
         onloaded = [copy.device_ids.tolist() for copy in cache.device.onloads]
         assert onloaded == ([[2]] if computed_tokens == 9 else [])
@@ -132,8 +129,7 @@ async def test_decode_appends_blocks_and_tokens_and_saves_each_full_block():
 async def test_saves_of_consecutive_commits_do_not_wait_for_each_other():
     """A block whose save ends before that of its parent becomes matchable with the parent."""
     async with ForeignCache() as cache:
-        lease = await cache.begin(A, range(4))
-        cache.memory.write([0, 1, 2], cache.memory.words(A))
+        lease = await cache.write(A, range(4))
         for end in (4, 8, 12):
             lease.commit(end)
             await cache.saves_begun()
@@ -332,9 +328,7 @@ async def test_a_released_lease_is_idle_when_its_saves_have_ended():
 
 async def test_a_released_lease_is_idle_when_its_onload_has_ended():
     async with ForeignCache() as cache:
-        await cache.store(A, range(4))
-        lease = await cache.begin(A, range(8, 12))
-        (copy,) = cache.device.onloads
+        lease, copy = await cache.onload(A, range(8, 12))
         copy.complete(0)
         lease.release()
         await spin(4)
@@ -380,8 +374,7 @@ async def test_an_onload_into_blocks_in_use_is_refused():
         await cache.store(A, range(4))
         saving = await cache.compute_new(B, range(8, 12))
         onloading = await cache.begin(A, range(12, 16))
-        lease = cache.engine.match(A)
-        await lease.allocate(13)
+        lease = await cache.granted(A)
         before = cache.engine.statistics()
         for ids, use in (([0, 9, 2, 3], "a save reads block 9"), ([0, 1, 13, 3], "block 13")):
             with pytest.raises(UsageError, match=use) as error:
@@ -434,8 +427,7 @@ async def test_a_block_that_is_computed_anew_under_a_save_is_not_cached():
 async def test_wrong_ids_are_refused_and_change_nothing(ids, computed, message):
     async with ForeignCache() as cache:
         await cache.store(A, range(4))
-        lease = cache.engine.match(A)
-        await lease.allocate(13)
+        lease = await cache.granted(A)
         before = cache.engine.statistics()
         with pytest.raises(UsageError, match=message):
             lease.assign(ids, computed_tokens=computed)
@@ -474,8 +466,7 @@ async def test_assign_needs_a_grant_and_later_calls_only_append():
 async def test_a_hit_that_was_dropped_after_the_grant_is_not_onloaded():
     async with ForeignCache() as cache:
         await cache.store(A, range(4))
-        lease = cache.engine.match(A)
-        await lease.allocate(13)
+        lease = await cache.granted(A)
         await cache.engine.reset()
         with pytest.raises(LeaseError, match="cached positions from 0 on were dropped"):
             lease.assign([0, 1, 2, 3])
@@ -488,8 +479,7 @@ async def test_a_hit_that_was_dropped_after_the_grant_is_not_onloaded():
 
 async def test_truncate_gives_back_rejected_positions():
     async with ForeignCache() as cache:
-        lease = await cache.begin(A, range(4))
-        cache.memory.write([0, 1, 2], cache.memory.words(A))
+        lease = await cache.write(A, range(4))
         lease.commit(8)
         lease.append([7, 7, 7, 7])
         lease.assign([4])
@@ -515,9 +505,7 @@ async def test_truncate_gives_back_rejected_positions():
 
 async def test_a_failed_onload_lowers_the_cached_positions():
     async with ForeignCache() as cache:
-        await cache.store(A, range(4))
-        lease = await cache.begin(A, range(8, 12))
-        (copy,) = cache.device.onloads
+        lease, copy = await cache.onload(A, range(8, 12))
         copy.fail(0, block=1)
         copy.complete(1)
         with pytest.raises(TransferError) as error:
@@ -605,9 +593,7 @@ async def test_a_block_that_an_onload_writes_is_not_read_by_a_save():
 async def test_a_failed_onload_fails_the_leases_that_share_its_blocks(released, extra):
     """Otherwise, bytes that have not arrived would be saved as those of the prefix."""
     async with ForeignCache() as cache:
-        await cache.store(A, range(4))
-        lease = await cache.begin(A, range(8, 12))
-        (copy,) = cache.device.onloads
+        lease, copy = await cache.onload(A, range(8, 12))
         tokens = np.concatenate([A[:12], prompt(7, extra)])
         other = await cache.begin(tokens, [8, 9, 10, *range(20, 21 + extra)], computed_tokens=12)
         copy.complete(0)
@@ -622,11 +608,7 @@ async def test_a_failed_onload_fails_the_leases_that_share_its_blocks(released, 
         await cache.finish()
         lease.release()
         other.release()
-        check = await cache.begin(tokens, range(12, 17))
-        await cache.finish()
-        assert check.cached_tokens == 12 + 4 * extra
-        cache.check(check, tokens)
-        check.release()
+        assert await cache.check_hit(tokens, range(12, 17)) == 12 + 4 * extra
 
 
 @pytest.mark.parametrize("end", ["done", "failed", "cancelled"])
@@ -700,9 +682,7 @@ async def test_a_failed_onload_fails_a_lease_that_has_no_hit():
 
 async def test_a_lease_whose_onload_fails_after_its_release_leaves_nothing():
     async with ForeignCache() as cache:
-        await cache.store(A, range(4))
-        lease = await cache.begin(A, range(8, 12))
-        (copy,) = cache.device.onloads
+        lease, copy = await cache.onload(A, range(8, 12))
         copy.complete(0)
         lease.release()
         copy.fail_all(block=2)
@@ -712,8 +692,7 @@ async def test_a_lease_whose_onload_fails_after_its_release_leaves_nothing():
 
 async def test_a_failed_save_leaves_its_blocks_uncached_and_ends_the_saves_of_the_lease():
     async with ForeignCache() as cache:
-        lease = await cache.begin(A, range(4))
-        cache.memory.write([0, 1, 2], cache.memory.words(A))
+        lease = await cache.write(A, range(4))
         lease.commit(4)
         await cache.saves_begun()
         lease.commit(12)
@@ -746,8 +725,7 @@ async def test_a_failed_save_of_one_lease_is_tried_by_another():
 async def test_a_block_that_a_store_brings_while_it_is_saved_is_saved_twice_below():
     store = ScriptedStore()
     async with ForeignCache(stores=[store]) as cache:
-        lease = await cache.begin(A, range(4))
-        cache.memory.write([0, 1, 2], cache.memory.words(A))
+        lease = await cache.write(A, range(4))
         lease.commit(4)
         await cache.finish()
         lease.release()
@@ -758,8 +736,7 @@ async def test_a_block_that_a_store_brings_while_it_is_saved_is_saved_twice_belo
             first.commit(end)
             await cache.saves_begun()
         assert await cache.engine.prefetch(A) == Hit(0, 4)
-        second = await cache.begin(A, range(8, 12))
-        cache.memory.write([8, 9, 10], cache.memory.words(A))
+        second = await cache.write(A, range(8, 12))
         for copy in cache.device.onloads:
             copy.complete_all()
         await second.layers.wait_all()
@@ -776,17 +753,12 @@ async def test_a_block_that_a_store_brings_while_it_is_saved_is_saved_twice_belo
         assert cache.hit(A) == (0, 2)
         first.release()
         second.release()
-        check = await cache.begin(A, range(12, 16))
-        await cache.finish()
-        cache.check(check, A)
-        check.release()
+        await cache.check_hit(A, range(12, 16))
 
 
 async def test_checksums_find_a_changed_host_block():
     async with ForeignCache(verify="checksum") as cache:
-        await cache.store(A, range(4))
-        lease = await cache.begin(A, range(8, 12))
-        (copy,) = cache.device.onloads
+        lease, copy = await cache.onload(A, range(8, 12))
         cache.device.arena.blocks[copy.host_ids[1], 5] ^= 1
         copy.complete_all()
         with pytest.raises(TransferError, match="checksum of host block"):
@@ -813,8 +785,7 @@ async def test_checksums_are_those_of_the_commit_that_is_saved():
 async def test_a_released_lease_whose_blocks_find_no_room_in_host_memory_ends():
     async with ForeignCache(host_blocks=3) as cache:
         await cache.store(A, range(4))
-        keeper = cache.engine.match(A)
-        await keeper.allocate(13)  # nothing of it can be evicted
+        keeper = await cache.granted(A)  # nothing of it can be evicted
         lease = await cache.compute_new(B, range(8, 12))
         lease.release()
         assert not lease.is_idle
@@ -850,8 +821,7 @@ async def test_a_save_waits_for_the_step_of_its_commit():
     device.computes_in_stream = True
     async with ForeignCache(device=device) as cache:
         event = ManualEvent()
-        lease = await cache.begin(A, range(4))
-        cache.memory.write([0, 1, 2], cache.memory.words(A))
+        lease = await cache.write(A, range(4))
         lease.commit(12, ready=event)
         await spin(4)
         (save,) = device.offloads
@@ -936,10 +906,7 @@ async def test_blocks_of_old_weights_are_not_cached():
         cache.compute(lease, A)
         lease.release()
         await cache.finish()
-        check = await cache.begin(A, range(4))
-        await cache.finish()
-        cache.check(check, A)
-        check.release()
+        await cache.check_hit(A, range(4))
 
 
 async def test_sleep_waits_for_saves_and_wakes_up_with_the_host_tier():
@@ -954,10 +921,7 @@ async def test_sleep_waits_for_saves_and_wakes_up_with_the_host_tier():
             await spin(1)
         await task
         await cache.engine.wake_up(["device"], regions=cache.memory.regions)
-        check = await cache.begin(A, range(8, 12))
-        await cache.finish()
-        cache.check(check, A)
-        check.release()
+        await cache.check_hit(A, range(8, 12))
         await cache.engine.sleep(["host"])
         await cache.engine.wake_up(["host"])
         assert cache.hit(A) == (0, 0)
@@ -1068,8 +1032,7 @@ async def test_cancelled_allocate_leaves_no_refs():
 async def test_a_granted_hit_cannot_be_evicted():
     async with ForeignCache() as cache:
         await cache.store(A, range(4))
-        lease = cache.engine.match(A)
-        await lease.allocate(13)
+        lease = await cache.granted(A)
         assert await cache.engine.evict(3, "host") == 0
         lease.release()
         assert await cache.engine.evict(3, "host") == 3

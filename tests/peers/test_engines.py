@@ -588,6 +588,21 @@ async def test_receive_ends_at_its_deadline():
 
 
 @pytest.mark.clock
+async def test_receiver_gives_up_as_soon_as_it_has_accepted():
+    """Its cancellation arrives directly behind its acceptance; the ticket is not sent."""
+    tokens = prompt(10)
+    async with two_engines() as (p, d), await d.granted(tokens) as lease:
+        async with await p.granted(tokens) as source:
+            async with lease.receive(timeout=60) as receiving:
+                sending = p.engine.send(source, receiving.ticket)
+                opening = asyncio.create_task(sending.__aenter__())
+                await run_until_idle(lambda: d.engine.peer_statistics().ranks[0].received.opened)
+                receiving.cancel()
+                with pytest.raises(PeerError, match="the receiver gave up: "):
+                    await opening
+            assert p.engine.peer_statistics().ranks[0].sent.tickets == 0
+
+
 async def test_receive_into_blocks_of_an_open_step_ends_at_its_deadline():
     """The copies wait for the end of a step that the serving loop leaves open while it waits."""
     tokens = prompt(40)

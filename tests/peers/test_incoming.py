@@ -1,4 +1,4 @@
-"""Incoming and DeferredParcels: blocks of a ticket that wait, and parcels that senders keep."""
+"""Incoming, DeferredParcels, UnplannedParcels: blocks and parcels of a ticket that wait."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from aiokv.peers.assembly import AssemblySlots
 from aiokv.peers.deferred import DeferredParcels
 from aiokv.peers.incoming import Incoming, OpenSender
 from aiokv.peers.messages import block_key
+from aiokv.peers.unplanned import UnplannedParcels
 from aiokv.plan import RECEIVE, TransferPlan, id_bytes
 
 from .world import EQUAL, SPLIT, World
@@ -214,3 +215,42 @@ def test_deferred_parcel_of_a_ticket_that_is_not_listed_is_a_violation():
     incoming.deferred[0, 0] = None
     (problem,) = receiving.deferred.violations([incoming])
     assert problem.endswith("has deferred parcels, but is not listed")
+
+
+# --- parcels that arrive before their plan --------------------------------------------------------
+
+
+def test_unplanned_parcels_take_at_most_half_of_the_landing_slots():
+    receiving = Receiving(mapping=EQUAL)
+    unplanned = UnplannedParcels(4)
+    tickets = [receiving.ticket(2), receiving.ticket(2)]
+    for slot, incoming in enumerate(tickets):
+        assert unplanned.has_room
+        unplanned.note(incoming)
+        incoming.parked[0] = slot
+    assert not unplanned.has_room
+    assert unplanned.violations(tickets) == []
+    tickets[0].parked.clear()
+    assert unplanned.has_room
+    assert unplanned.violations(tickets) == []
+
+
+def test_parcel_in_hand_counts_until_a_plan_asks_for_its_block():
+    receiving = Receiving(mapping=EQUAL)
+    unplanned = UnplannedParcels(2)
+    incoming = receiving.ticket(1)
+    unplanned.note(incoming)
+    parcel = receiving.parcel(incoming, 0)._replace(mapping=None)
+    incoming.in_hand[parcel.place] = parcel
+    assert not unplanned.has_room
+    receiving.plan(incoming, 0)
+    assert unplanned.has_room
+
+
+def test_violations_name_unplanned_parcels_beyond_the_half_and_tickets_that_are_not_noted():
+    receiving = Receiving(mapping=EQUAL)
+    incoming = receiving.ticket(2)
+    incoming.parked |= {0: 0, 1: 1}
+    not_noted, too_many = UnplannedParcels(2).violations([incoming])
+    assert not_noted.endswith("has unplanned parcels, but is not noted")
+    assert too_many == "2 slots have parcels that no plan waits for; at most 1 may"

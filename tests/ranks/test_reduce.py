@@ -8,16 +8,22 @@ import numpy as np
 import pytest
 
 from aiokv import TransferError
-from aiokv.plan import ONLOAD, TransferPlan, TransferReport
+from aiokv.plan import ONLOAD, SAVE, TransferPlan, TransferReport
+from aiokv.ranks.channel import ChannelError
 from aiokv.ranks.messages import Reports
 from aiokv.ranks.reduce import GroupTransfer
+from aiokv.stores.base import Result
 from aiokv.testing import run_until_idle
+from aiokv.worker.device.base import CopyError
 from aiokv.worker.layers import LayerDoneCounter
 from tests.ranks.loopback import Ranked
 
 A = [1, 2, 3, 4, 5, 6, 7]
 BLOCKS = np.arange(4, dtype="<i4").tobytes()
 PLAN = TransferPlan(transfer_id=1, route=ONLOAD, source_blocks=BLOCKS, target_blocks=BLOCKS)
+
+
+DONE = TransferReport(transfer_id=1, outcome="done")
 
 
 def failed(first_bad_block: int) -> TransferReport:
@@ -39,6 +45,84 @@ async def test_failure_outside_the_plan_leaves_no_block_valid(bad_block, expecte
     report = transfer.report()
     assert (report.outcome, report.first_bad_block) == ("failed", expected)
     assert report.reason == "rank 1: a bad page"
+    assert counter.pending_layers == [0, 1]
+
+
+@pytest.mark.asyncio
+async def test_last_layer_waits_for_the_reports_of_all_ranks():
+    counter = LayerDoneCounter(2, transfer_id=1, direction="onload")
+    transfer = GroupTransfer(PLAN, counter, num_ranks=2, num_bytes=1, since=0.0)
+    transfer.arrive(0, [0, 1])
+    assert counter.pending_layers == [0, 1]
+    transfer.arrive(1, [1])
+    assert counter.pending_layers == [0]
+    transfer.arrive(1, [0])
+    assert counter.pending_layers == [0]
+    assert not transfer.end(0, DONE)
+    assert counter.pending_layers == [0]
+    assert transfer.end(1, DONE)
+    assert transfer.report().outcome == "done"
+    assert counter.pending_layers == []
+
+
+@pytest.mark.asyncio
+async def test_report_of_a_rank_stands_for_all_its_layers():
+    counter = LayerDoneCounter(4, transfer_id=1, direction="onload")
+    transfer = GroupTransfer(PLAN, counter, num_ranks=2, num_bytes=1, since=0.0)
+    transfer.arrive(0, [0])
+    transfer.arrive(1, [0, 1])
+    assert counter.pending_layers == [1, 2, 3]
+    assert not transfer.end(0, DONE)
+    assert counter.pending_layers == [2, 3]
+    transfer.arrive(1, [0, 3])
+    assert counter.pending_layers == [2]
+
+
+@pytest.mark.asyncio
+async def test_no_layer_arrives_after_a_transfer_was_given_up():
+    counter = LayerDoneCounter(2, transfer_id=1, direction="onload")
+    transfer = GroupTransfer(PLAN, counter, num_ranks=2, num_bytes=1, since=0.0)
+    transfer.arrive(0, [0])
+    transfer.give_up(CopyError(0, "rank 1 is lost", 1))
+    transfer.arrive(1, [0])
+    assert counter.pending_layers == [0, 1]
+    transfer.give_up(CopyError(2, "rank 0 is lost", 0))
+    transfer.end(0, DONE)
+    transfer.end(1, DONE)
+    report = transfer.report()
+    assert (report.outcome, report.first_bad_block) == ("failed", 0)
+    assert report.reason == "rank 1 is lost"
+    assert counter.pending_layers == [0, 1]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("layer", [-1, 2])
+async def test_layer_that_does_not_exist_is_refused(layer):
+    counter = LayerDoneCounter(2, transfer_id=1, direction="onload")
+    transfer = GroupTransfer(PLAN, counter, num_ranks=2, num_bytes=1, since=0.0)
+    with pytest.raises(ChannelError, match=r"rank 1 reports layer"):
+        transfer.arrive(1, [layer])
+
+
+SAVED, REFUSED, BAD = (bytes([result]) for result in (Result.DONE, Result.REFUSED, Result.FAILED))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("results", "expected"),
+    [
+        (SAVED * 4, SAVED * 4),
+        (SAVED + REFUSED + BAD + SAVED, SAVED + REFUSED + BAD + SAVED),
+        (SAVED * 3, BAD * 4),
+    ],
+)
+async def test_block_is_stored_when_all_ranks_have_stored_it(results, expected):
+    plan = TransferPlan(transfer_id=1, route=SAVE, source_blocks=BLOCKS, target_blocks=BLOCKS)
+    counter = LayerDoneCounter(1, transfer_id=1, direction="save")
+    transfer = GroupTransfer(plan, counter, num_ranks=2, num_bytes=1, since=0.0)
+    assert not transfer.end(0, TransferReport(transfer_id=1, outcome="done", results=results))
+    assert transfer.end(1, TransferReport(transfer_id=1, outcome="done", results=SAVED * 4))
+    assert transfer.report().results == expected
 
 
 @pytest.mark.asyncio

@@ -54,6 +54,30 @@ def test_leases_can_be_released_while_the_engine_closes():
             closed.result(30)
 
 
+def test_a_with_block_waits_for_leases_unless_it_has_failed():
+    config = CacheConfig(block_tokens=4, device_blocks=8, drain_timeout_seconds=60.0)
+    with ThreadPoolExecutor(1) as threads:
+        with SyncEngine(config) as engine:
+            lease = engine.match(range(4))
+            lease.allocate(4).result()
+
+            def compute() -> int:
+                while engine.health().phase == "open":
+                    pass
+                for _ in range(100):
+                    assert engine.health().phase == "closing"
+                return lease.commit(4)
+
+            committed = threads.submit(compute)
+            committed.add_done_callback(lambda _: lease.release())
+        assert committed.result(30) == 1
+    with pytest.raises(KeyError), SyncEngine(config) as engine:  # noqa: PT012
+        held = engine.match(range(4))
+        held.allocate(4).result()
+        raise KeyError
+    held.release()
+
+
 def test_an_engine_is_opened_once(config):
     engine = SyncEngine(config)
     with pytest.raises(UsageError, match="not open"):

@@ -162,7 +162,9 @@ def test_a_wait_begins_before_the_plan_arrives(tmp_path):
         with pytest.raises(TransferTimeout):
             rank.wait_done(next_ids, timeout=0)
         assert not rank.is_done(next_ids)
+        both = rank.layers([first, *next_ids])
         assert not layers.is_done
+        assert not both.is_done
         assert layers.failures() == []
         waiting = threads.submit(layers.gpu_wait_all, CpuStream("runner"), LONG)
         done = threads.submit(rank.wait_done, next_ids, LONG)
@@ -172,6 +174,7 @@ def test_a_wait_begins_before_the_plan_arrives(tmp_path):
             waiting.result(LONG)
             done.result(LONG)
         assert rank.is_done(next_ids)
+        assert both.is_done
 
 
 def test_a_save_is_waited_for(tmp_path, device):

@@ -302,7 +302,11 @@ def test_other_libraries_make_tensors_of_the_real_dtypes(monkeypatch):
             r"window_64.*window_blocks",
         ),
         (5, {}, r"model\[0\] is 5; it must be a LayerShape"),
-        (GQA, {"window_blocks": {"window_64": 2}}, "'window_64', which is no window group"),
+        (
+            GQA,
+            {"window_blocks": {"window_64": 2}},
+            "'window_64'; the model has no such window group",
+        ),
         (GQA, {"window_blocks": 7}, "window_blocks is 7"),
     ],
 )

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 import warnings
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_serving.py", "test_random_serving.py", "test_prefills.py"]
@@ -14,6 +19,14 @@ else:
         warnings.simplefilter("ignore")
         import vllm.lora.request
         import vllm.v1.core.sched.async_scheduler  # noqa: F401
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _folder_of_sockets() -> Iterator[None]:
+    """Remove the sockets of vLLM, which keeps those of processes that were killed."""
+    with tempfile.TemporaryDirectory(prefix="vllm-") as folder, pytest.MonkeyPatch.context() as env:
+        env.setenv("VLLM_RPC_BASE_PATH", folder)
+        yield
 
 
 @pytest.fixture(autouse=True)

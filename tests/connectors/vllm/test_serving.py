@@ -48,6 +48,8 @@ from tests.connectors.vllm.server import BLOCK_TOKENS, Server, kv_cache_config, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from vllm.v1.request import Request
+
     from aiokv.worker.arena import HostArena
 
     MakeServer = Callable[..., Server]
@@ -94,13 +96,31 @@ def evict_all(server: Server) -> None:
     assert server.scheduler.kv_cache_manager.reset_prefix_cache()
 
 
+def evicted_prompt(server: Server, num_tokens: int) -> list[int]:
+    """Serve a prompt as request "a"; of vLLM's own cache and host memory, only the latter has it.
+
+    Returns:
+        The prompt of 41 tokens: its 10 full blocks, 40 tokens, can be hit.
+    """
+    tokens = prompt(1, 41)
+    server.add("a", tokens, num_tokens)
+    evict_all(server)
+    return tokens
+
+
+def serve_and_check(server: Server, name: str, tokens: list[int], num_tokens: int) -> Request:
+    """Serve a prompt; it generates what the model generates without a cache."""
+    request = server.add(name, tokens, num_tokens)
+    server.run()
+    assert server.outputs[name] == generate(tokens, 0, num_tokens)
+    return request
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("load", ["async", "layerwise"])
 def test_evicted_prompt_is_loaded(make_server: MakeServer, layout: str, load: str) -> None:
     server = make_server({"load": load}, layout)
-    tokens = prompt(1, 41)
-    server.add("a", tokens, 6)
-    evict_all(server)
+    tokens = evicted_prompt(server, 6)
     request = server.add("b", tokens, 6)
     server.run()
     assert server.outputs["b"] == server.outputs["a"] == generate(tokens, 0, 6)
@@ -122,14 +142,10 @@ def test_each_turn_loads_all_turns_before(make_server: MakeServer) -> None:
 
 def test_hit_of_vllm_is_continued_by_host_memory(make_server: MakeServer) -> None:
     server = make_server()
-    tokens = prompt(1, 41)
-    server.add("a", tokens, 1)
-    evict_all(server)
+    tokens = evicted_prompt(server, 1)
     server.add("short", tokens[:17], 1)
     server.run()
-    request = server.add("b", tokens, 2)
-    server.run()
-    assert server.outputs["b"] == generate(tokens, 0, 2)
+    request = serve_and_check(server, "b", tokens, 2)
     assert server.loaded(request) == 40 - 16
 
 
@@ -196,9 +212,7 @@ def test_aborted_load_frees_its_blocks_when_it_has_ended(
     server = make_server()
     ended: list[bool] = []
     monkeypatch.setattr(sources.EngineTransfers, "is_done", property(lambda transfers: ended))
-    tokens = prompt(1, 41)
-    server.add("a", tokens, 1)
-    evict_all(server)
+    tokens = evicted_prompt(server, 1)
     request = server.add("b", tokens, 1)
     while request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
         server.step()
@@ -261,9 +275,7 @@ def test_step_does_not_wait_for_a_load_behind_one_that_has_not_begun(
 
 def test_step_with_other_requests_does_not_wait_for_a_long_load(make_server: MakeServer) -> None:
     server = make_server({"load": "layerwise", "step_wait_seconds": 0.0}, num_blocks=64)
-    tokens = prompt(1, 41)
-    server.add("a", tokens, 1)
-    evict_all(server)
+    tokens = evicted_prompt(server, 1)
     server.add("other", prompt(2, 9), 30)
     server.step()
     behind = server.add("behind", tokens, 1)
@@ -282,9 +294,7 @@ def test_long_load_does_not_hold_a_step_that_begins_another_request(
     make_server: MakeServer,
 ) -> None:
     server = make_server({"load": "layerwise", "step_wait_seconds": 0.0}, num_blocks=64)
-    tokens = prompt(1, 41)
-    server.add("a", tokens, 1)
-    evict_all(server)
+    tokens = evicted_prompt(server, 1)
     server.add("other", prompt(2, 9), 2)
     behind = server.add("behind", tokens, 1)
     server.step()
@@ -386,37 +396,27 @@ def test_failed_load_is_computed_again(
     make_server: MakeServer, broken: BrokenDevice, load: str
 ) -> None:
     server = make_server({"load": load})
-    tokens = prompt(1, 41)
-    server.add("a", tokens, 4)
-    evict_all(server)
+    tokens = evicted_prompt(server, 4)
     broken.is_broken = True
-    server.add("b", tokens, 4)
-    server.run()
-    assert server.outputs["b"] == generate(tokens, 0, 4)
+    serve_and_check(server, "b", tokens, 4)
     assert not server.errors
     broken.is_broken = False
     evict_all(server)
-    server.add("c", tokens, 4)
-    server.run()
-    assert server.outputs["c"] == generate(tokens, 0, 4)
+    serve_and_check(server, "c", tokens, 4)
 
 
 def test_load_of_an_engine_that_has_failed_is_computed_again(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = make_server()
-    tokens = prompt(1, 41)
-    server.add("a", tokens, 4)
-    evict_all(server)
+    tokens = evicted_prompt(server, 4)
 
     def fail(layers: SyncLayers) -> None:
         monkeypatch.undo()
         raise BrokenEngineError("the thread of the engine has failed")
 
     monkeypatch.setattr(SyncLayers, "raise_for_error", fail)
-    server.add("b", tokens, 4)
-    server.run()
-    assert server.outputs["b"] == generate(tokens, 0, 4)
+    serve_and_check(server, "b", tokens, 4)
     assert server.statistics.reduce()["failed_blocks"] == 10
 
 
@@ -424,9 +424,7 @@ def test_failed_load_of_a_step_ends_a_server_with_asynchronous_scheduling(
     make_server: MakeServer, broken: BrokenDevice
 ) -> None:
     server = make_server({"load": "layerwise"}, async_scheduling=True)
-    tokens = prompt(1, 41)
-    server.add("a", tokens, 4)
-    evict_all(server)
+    tokens = evicted_prompt(server, 4)
     broken.is_broken = True
     server.add("b", tokens, 4)
     with pytest.raises(TransferError, match="loads of 10 blocks have failed"):
@@ -462,15 +460,11 @@ def test_layers_of_a_draft_model_are_loaded_with_the_others(
     monkeypatch.setattr(WorkerHalf, "wait_layer", note_wait)
     monkeypatch.setattr(WorkerHalf, "take_failed", note_failed)
     monkeypatch.setattr(sources.EngineSource, "close_step", note_close)
-    tokens = prompt(1, 41)
-    server.add("a", tokens, 4)
-    evict_all(server)
+    tokens = evicted_prompt(server, 4)
     server.add("other", prompt(2, 9), 20)
     for _ in range(5):
         server.step()
-    again = server.add("b", tokens, 4)
-    server.run()
-    assert server.outputs["b"] == generate(tokens, 0, 4)
+    again = serve_and_check(server, "b", tokens, 4)
     assert server.loaded(again) == 40
     assert not failed
     before = [calls[i - 1] for i, call in enumerate(calls) if call == "close" and i]
@@ -482,14 +476,10 @@ def test_corrupt_block_is_computed_again(
     make_server: MakeServer, broken: BrokenDevice, load: str
 ) -> None:
     server = make_server({"load": load, "verify": "checksum"})
-    tokens = prompt(1, 41)
-    server.add("a", tokens, 4)
-    evict_all(server)
+    tokens = evicted_prompt(server, 4)
     server.drain()
     broken.arena.blocks[:, 17] ^= 1
-    server.add("b", tokens, 4)
-    server.run()
-    assert server.outputs["b"] == generate(tokens, 0, 4)
+    serve_and_check(server, "b", tokens, 4)
     assert server.statistics.reduce()["failed_blocks"] > 0
 
 
@@ -497,9 +487,7 @@ def test_failed_load_fails_the_request_with_policy_fail(
     make_server: MakeServer, broken: BrokenDevice
 ) -> None:
     server = make_server(failure_policy="fail")
-    tokens = prompt(1, 41)
-    server.add("a", tokens, 4)
-    evict_all(server)
+    tokens = evicted_prompt(server, 4)
     broken.is_broken = True
     server.add("b", tokens, 4)
     server.run()
@@ -510,9 +498,7 @@ def test_blocks_of_a_failed_load_leave_the_prefix_cache(
     make_server: MakeServer, broken: BrokenDevice
 ) -> None:
     server = make_server({"load": "layerwise"})
-    tokens = prompt(1, 41)
-    server.add("a", tokens, 4)
-    evict_all(server)
+    tokens = evicted_prompt(server, 4)
     broken.is_broken = True
     server.add("b", tokens, 4)
     server.step()
@@ -533,31 +519,21 @@ def test_ranks_over_sockets(make_server: MakeServer, num_ranks: int, tmp_path: P
     path = tmp_path / "ranks"
     server = make_server({"in_process": False, "socket": str(path)}, num_ranks=num_ranks)
     assert not path.exists(), "the socket file would remain after a kill"
-    tokens = prompt(1, 41)
-    server.add("a", tokens, 4)
-    evict_all(server)
-    request = server.add("b", tokens, 4)
-    server.run()
-    assert server.outputs["b"] == generate(tokens, 0, 4)
+    tokens = evicted_prompt(server, 4)
+    request = serve_and_check(server, "b", tokens, 4)
     assert server.loaded(request) == 40
 
 
 def test_server_goes_on_without_a_lost_rank(make_server: MakeServer) -> None:
     server = make_server(num_ranks=2)
-    tokens = prompt(1, 41)
-    server.add("a", tokens, 4)
-    evict_all(server)
+    tokens = evicted_prompt(server, 4)
     running = server.add("running", prompt(2, 30), 20)
     server.step()
     server.runners[1].connector.shutdown()
-    request = server.add("b", tokens, 4)
-    server.run()
-    assert server.outputs["b"] == generate(tokens, 0, 4)
+    request = serve_and_check(server, "b", tokens, 4)
     assert server.outputs["running"] == generate(prompt(2, 30), 0, 20)
     evict_all(server)
-    request = server.add("c", tokens, 4)
-    server.run()
-    assert server.outputs["c"] == generate(tokens, 0, 4)
+    request = serve_and_check(server, "c", tokens, 4)
     assert server.loaded(request) == server.loaded(running) == 0
     assert server.connector.get_kv_connector_stats().reduce()["usable"] == 0
 
@@ -568,9 +544,7 @@ def test_events_of_host_memory_reach_vllm(make_server: MakeServer) -> None:
     server.scheduler.kv_event_publisher = SimpleNamespace(
         publish=lambda batch: events.extend(batch.events), shutdown=lambda: None
     )
-    tokens = prompt(1, 41)
-    server.add("a", tokens, 1)
-    evict_all(server)
+    tokens = evicted_prompt(server, 1)
     server.drain()
     server.add("b", tokens, 1)
     server.run()
@@ -594,13 +568,9 @@ def test_metrics_are_registered_with_vllm() -> None:
 
 def test_replayed_graph_waits_for_all_layers(make_server: MakeServer) -> None:
     server = make_server({"load": "layerwise"})
-    tokens = prompt(1, 41)
-    server.add("a", tokens, 4)
-    evict_all(server)
+    tokens = evicted_prompt(server, 4)
     server.runners[0].graph_mode = CUDAGraphMode.FULL  # wait_for_layer_load is not called
-    server.add("b", tokens, 4)
-    server.run()
-    assert server.outputs["b"] == generate(tokens, 0, 4)
+    serve_and_check(server, "b", tokens, 4)
 
 
 def test_requests_with_loaded_blocks_do_not_block_one_another(make_server: MakeServer) -> None:
@@ -623,9 +593,7 @@ def test_abort_of_a_load_that_has_not_begun(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = make_server()
-    tokens = prompt(1, 41)
-    server.add("a", tokens, 1)
-    evict_all(server)
+    tokens = evicted_prompt(server, 1)
     monkeypatch.setattr(FreedBlocks, "are_used", lambda freed, block_ids: True)
     request = server.add("b", tokens, 1)
     server.step()
@@ -778,9 +746,7 @@ def test_vllm_receives_the_metrics_of_stores(
 
 def test_reset_hides_blocks_of_stores(make_server: MakeServer, tmp_path: Path) -> None:
     server = make_server({"stores": [f"disk:{tmp_path}?bytes=64MiB"]})
-    tokens = prompt(1, 41)
-    server.add("a", tokens, 1)
-    evict_all(server)
+    tokens = evicted_prompt(server, 1)
     assert server.connector.reset_cache()
     request = server.add("b", tokens, 2)
     server.run()
@@ -790,9 +756,7 @@ def test_reset_hides_blocks_of_stores(make_server: MakeServer, tmp_path: Path) -
 
 def test_statistics_reach_vllm(make_server: MakeServer) -> None:
     server = make_server()
-    tokens = prompt(1, 41)
-    server.add("a", tokens, 1)
-    evict_all(server)
+    tokens = evicted_prompt(server, 1)
     server.add("b", tokens, 1)
     server.run()
     counts = server.statistics.reduce()

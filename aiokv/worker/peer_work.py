@@ -1,0 +1,304 @@
+"""Work of the receiver and the sender of one worker: messages, slots, device copies.
+
+The receiver and the sender decide. Their ReceiverWork and SenderWork are made with the slots, and
+used until the worker sleeps or closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from aiokv.errors import PeerError
+from aiokv.peers.messages import Landed, split_key
+from aiokv.peers.transport import Outgoing
+from aiokv.worker.accepted import abort_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from aiokv.peers.arrivals import Parcel as Received
+    from aiokv.peers.arrivals import Receive, SlotCopy
+    from aiokv.peers.departures import Parcel as Sent
+    from aiokv.peers.departures import Send, SlotFill
+    from aiokv.peers.mappings import Mappings
+    from aiokv.peers.messages import Message
+    from aiokv.peers.receiver import Receiver
+    from aiokv.peers.sender import Sender
+    from aiokv.peers.slots import ArenaSlots
+    from aiokv.peers.transport import Link, PeerMemory
+    from aiokv.peers.wire import Connection
+    from aiokv.plan import Route, TransferPlan
+    from aiokv.worker.base import Cancelled
+    from aiokv.worker.call_guard import CallGuard
+    from aiokv.worker.device.base import CopyError, Event
+    from aiokv.worker.layer_marks import LayerMarks
+    from aiokv.worker.peer_plans import PeerPlans
+    from aiokv.worker.slot_access import SlotAccess
+
+
+class DeviceCopies(Protocol):
+    """Copies between device blocks and slots of the peer arena, for PeerTransfers."""
+
+    def new_copy_id(self) -> int:
+        """Return an id that no other copy has."""
+
+    def copy(
+        self,
+        copy_id: int,
+        route: Route,
+        group: str,
+        source_ids: Sequence[int],
+        target_ids: Sequence[int],
+        after: int | Event | None,
+        on_end: Callable[[CopyError | None], None],
+        keys: bytes = b"",
+    ) -> None:
+        """Begin a copy behind a step or an event; without effect while a copy of this id is in
+        flight.
+
+        With ``keys``, 32 bytes per slot in the memory of the device, ``SEND`` seals the slots, and
+        ``RECEIVE`` fails for those that have other trailers.
+
+        ``on_end`` is called once, in a callback of the loop, with the failure or None; again when
+        an interrupt kept it from returning.
+        """
+
+    def cancel(self, transfer_id: int) -> Cancelled:
+        """Cancel a copy that the device does not have; its ``on_end`` follows."""
+
+    def is_open(self, step: int) -> bool:
+        """Return True while work of the step may not have been submitted yet."""
+
+
+class SlotWork(NamedTuple):
+    """Parts of a worker that do the work in its slots.
+
+    Attributes:
+        arena: places of the slots in the peer arena.
+        blocks_per_slot: blocks of the arena that a landing slot takes.
+        access: accesses the bytes in the slots.
+        mappings: of the blocks of this rank.
+        copies: copies between device blocks and slots.
+        plans: that are reported.
+        guard: calls what an interrupt must not lose.
+    """
+
+    arena: ArenaSlots
+    blocks_per_slot: int
+    access: SlotAccess
+    mappings: Mappings
+    copies: DeviceCopies
+    plans: PeerPlans
+    guard: CallGuard
+
+
+class ReceiverWork:
+    """Work of the receiver; a ``ReceiverPort``.
+
+    Args:
+        parts: of the worker.
+        landing: landing slots.
+    """
+
+    _receiver: Receiver[Connection]
+
+    def __init__(self, parts: SlotWork, landing: PeerMemory) -> None:
+        self._parts = parts
+        self._landing = landing
+
+    def serve(self, receiver: Receiver[Connection]) -> None:
+        """Work for this receiver, before it is used."""
+        self._receiver = receiver
+
+    def send(self, connection: Connection, message: Message) -> None:
+        """Send a message."""
+        connection.send(message)
+
+    def verify(self, parcels: Sequence[Received]) -> None:
+        """Verify parcels, together with the others of this pass of the loop."""
+        self._parts.access.verify(self._landing, parcels, self._verified)
+
+    def _verified(self, parcels: list[Received], are_right: list[bool]) -> None:
+        self._parts.guard.guarded(partial(self._receiver.verified, parcels, are_right))
+
+    def place(self, parcels: Sequence[Received], slots: Sequence[dict[int, int]]) -> None:
+        """Place parcels in assembly slots."""
+        memory, arena = self._landing, self._parts.arena
+        first = memory.address + arena.first_assembly * arena.block_bytes
+        addresses = [
+            {split_key(key)[1]: first + slot * arena.block_bytes for key, slot in targets.items()}
+            for targets in slots
+        ]
+        then = partial(self._placed, list(parcels))
+        self._parts.access.place(memory, parcels, addresses, then)
+
+    def _placed(self, parcels: list[Received], is_done: bool) -> None:
+        if not is_done:
+            for parcel in parcels:
+                self._receiver.close_ticket(parcel.ticket_id, "an internal error")
+        self._parts.guard.guarded(partial(self._receiver.placed, parcels))
+
+    def copy(self, copy: SlotCopy) -> None:
+        """Copy landing slots or assembly slots to device blocks."""
+        self._parts.guard.surely(partial(self._begin_copy, copy))
+
+    def _begin_copy(self, copy: SlotCopy) -> None:
+        """Begin a copy, unless it has begun. Idempotent."""
+        receiver, parts = self._receiver, self._parts
+        if copy.is_begun or not receiver.admit(copy):
+            return
+        first, pitch = 0, parts.blocks_per_slot
+        if copy.is_assembled:
+            first, pitch = parts.arena.first_assembly, 1
+        copy.copy_id = copy.copy_id or parts.copies.new_copy_id()
+        plan = copy.receive.plan
+        parts.copies.copy(
+            copy.copy_id,
+            plan.route,
+            parts.mappings.device_group(plan, copy.group),
+            [first + slot * pitch for slot in copy.slots],
+            copy.device_ids,
+            plan.after_step,
+            lambda failure: parts.guard.guarded(partial(receiver.copied, copy, failure)),
+            parts.access.landing_keys(copy.slots),
+        )
+        copy.is_begun = True
+        parts.plans.note_start(plan.transfer_id)
+
+    def take_back(self, copy: SlotCopy) -> bool:
+        """Cancel a copy, and return True, unless the device has it. Idempotent."""
+        return self._parts.copies.cancel(copy.copy_id) == "at once"
+
+    def received(self, receive: Receive) -> None:
+        """Report a RECEIVE plan. Idempotent."""
+        self._parts.plans.end(
+            receive.plan.transfer_id,
+            receive.leading_blocks,
+            receive.failure,
+            is_touched=receive.is_touched,
+        )
+
+
+class SenderWork:
+    """Work of the sender; a ``SenderPort``.
+
+    Args:
+        parts: of the worker.
+        outgoing: outgoing slots.
+        marks: layers of blocks that are being computed.
+        writes: tasks that write parcels; those in progress are in it.
+        link: returns the link over which a connection's parcels are written; None if it has ended.
+        on_ticket_end: gets the id of each ticket that has ended, and the reason.
+    """
+
+    _sender: Sender[Connection]
+
+    def __init__(
+        self,
+        parts: SlotWork,
+        outgoing: PeerMemory,
+        marks: LayerMarks,
+        writes: set[asyncio.Task[None]],
+        link: Callable[[Connection], Link | None],
+        on_ticket_end: Callable[[bytes, str], None],
+    ) -> None:
+        self._parts = parts
+        self._outgoing = outgoing
+        self._marks = marks
+        self._writes = writes
+        self._link = link
+        self._on_ticket_end = on_ticket_end
+
+    def serve(self, sender: Sender[Connection]) -> None:
+        """Work for this sender, before it is used."""
+        self._sender = sender
+
+    def send(self, connection: Connection, message: Message) -> None:
+        """Send a message."""
+        connection.send(message)
+
+    def is_open(self, plan: TransferPlan) -> bool:
+        """Return True while work that computes the blocks may not have been submitted yet."""
+        is_open = self._parts.copies.is_open(plan.after_step)
+        return is_open and not self._marks.has(plan.peer, plan.mark)
+
+    def fill(self, fill: SlotFill) -> None:
+        """Copy device blocks to outgoing slots."""
+        self._parts.guard.surely(partial(self._begin_fill, fill))
+
+    def _begin_fill(self, fill: SlotFill) -> None:
+        """Begin a copy, unless it has begun. Idempotent."""
+        sender, parts = self._sender, self._parts
+        if fill.is_begun or not sender.admit(fill):
+            return
+        fill.copy_id = fill.copy_id or parts.copies.new_copy_id()
+        plan = fill.send.plan
+        is_noted = self._marks.has(plan.peer, plan.mark)
+        parts.copies.copy(
+            fill.copy_id,
+            plan.route,
+            parts.mappings.device_group(plan, fill.group),
+            fill.device_ids,
+            [parts.arena.first_outgoing + slot for slot in fill.slots],
+            self._marks.event(plan.peer, plan.mark) if is_noted else plan.after_step,
+            lambda failure: parts.guard.guarded(partial(sender.filled, fill, failure)),
+            parts.access.outgoing_keys(fill.parcels),
+        )
+        fill.is_begun = True
+        parts.plans.note_start(plan.transfer_id)
+
+    def seal(self, parcels: Sequence[Sent[Connection]]) -> None:
+        """Cut parcels, and write their trailers."""
+        self._parts.access.seal(self._outgoing, parcels, self._sealed)
+
+    def _sealed(self, parcels: list[Sent[Connection]], is_done: bool) -> None:
+        if not is_done:
+            for parcel in parcels:
+                self._sender.close_ticket(parcel.send.plan.peer, "an internal error")
+        self._parts.guard.guarded(partial(self._sender.sealed, parcels))
+
+    def write(self, connection: Connection, parcels: Sequence[Sent[Connection]]) -> None:
+        """Write parcels to the slots of their credits."""
+        batch = [
+            Outgoing(
+                parcel.slot,
+                Landed(
+                    ticket_id=parcel.send.plan.peer,
+                    sender_block=split_key(parcel.block)[1],
+                    slot=parcel.credit.slot,
+                    slot_generation=parcel.credit.generation,
+                    parcel_bytes=parcel.num_bytes,
+                    group=parcel.group,
+                ),
+            )
+            for parcel in parcels
+            if parcel.slot is not None and parcel.credit is not None
+        ]
+        task = asyncio.get_running_loop().create_task(self._write(connection, batch))
+        self._writes.add(task)
+        task.add_done_callback(self._writes.discard)
+        task.add_done_callback(partial(self._written, list(parcels)))
+
+    async def _write(self, connection: Connection, batch: list[Outgoing]) -> None:
+        link = self._link(connection)
+        if link is None:
+            return  # the connection has ended
+        try:
+            await link.write(batch)
+        except PeerError as error:
+            connection.abort(str(error))
+        except Exception as error:
+            abort_for(connection, error)
+
+    def _written(self, parcels: list[Sent[Connection]], task: asyncio.Future[Any]) -> None:
+        self._parts.guard.surely(partial(self._sender.written, parcels))
+
+    def sent(self, send: Send) -> None:
+        """Report a SEND plan. Idempotent."""
+        self._parts.plans.end(send.plan.transfer_id, send.leading_blocks, send.failure)
+
+    def ended(self, ticket_id: bytes, reason: str) -> None:
+        """Tell the end of a ticket that was sent. Idempotent."""
+        self._parts.guard.soon(partial(self._on_ticket_end, ticket_id, reason))
