@@ -1,15 +1,19 @@
 """Fetch or compute: simulated servers with stores of different bandwidths and without a store.
 
 The engine, its stores and its decisions are real, and run on a loop with a simulated clock. The
-model, the disk and the clients of the server advance this clock. So the figures depend on the
-decisions alone, and are equal on all machines.
+model, the disk and the clients of the server advance this clock. So the figures do not depend on
+the speed of the machine. Two runs differ by up to a fifth where fetching and computing take about
+as long, and less elsewhere.
 
 The sizes are those of :mod:`bench.vllm` on an H100: a model of 8B parameters with 32,000 prompt
 tokens per second and 128 KiB of KV per token, 8 GiB on the device, 12 GiB of host memory, 4
 clients, conversations of 4 to 6 turns. The bytes are scaled down. The disk serves reads before
 writes, but at most 7 of 8 operations are reads.
 
-A second model, ``uneven``, computes 47,000 prompt tokens per second in three of four steps, and
+The model ``hybrid`` has recurrent state, so a hit also needs a snapshot. A snapshot is as large as
+the KV of 512 tokens.
+
+The model ``uneven`` computes 47,000 prompt tokens per second in three of four steps, and
 20,000 in the fourth. Its average is 35,000.
 """
 
@@ -36,12 +40,16 @@ if TYPE_CHECKING:
 
 BANDWIDTHS_GBPS: Final = (0.05, 0.2, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0)
 QUICK_GBPS: Final = (3.0,)
+HYBRID_GBPS: Final = (0.5, 3.0, 6.0, 10.0, 20.0)
 UNEVEN_GBPS: Final = (3.0, 4.0, 4.5, 5.0, 5.5, 6.0, 8.0, 20.0)
 
 TOKENS_PER_SECOND: Final = 32_000.0
 UNEVEN_TOKENS_PER_SECOND: Final = 35_000.0
 UNEVEN_STEPS: Final = (0.75, 0.75, 0.75, 1.75)  # times of successive steps, relative to the average
 BYTES_PER_TOKEN: Final = 128 << 10
+SNAPSHOT_BLOCKS: Final = 32  # size of a snapshot, in blocks
+STATE_SLOTS: Final = 16
+HOST_STATE_SLOTS: Final = 32
 PCIE_BYTES_PER_SECOND: Final = 50e9
 LEAST_STEP_SECONDS: Final = 0.008
 STEP_TOKENS: Final = 8_192
@@ -74,6 +82,9 @@ def run(quick: bool) -> dict[str, Any]:
         results[f"disk_{gbps:g}_gbps"] = measure(Server(gbps=gbps), prompts)
         any_price = Server(gbps=gbps, knows_speed=False)
         results[f"any_price_{gbps:g}_gbps"] = measure(any_price, prompts)
+    results["hybrid_no_offload"] = measure(Server(has_host=False, is_hybrid=True), prompts)
+    for gbps in QUICK_GBPS if quick else HYBRID_GBPS:
+        results[f"hybrid_{gbps:g}_gbps"] = measure(Server(gbps=gbps, is_hybrid=True), prompts)
     results["uneven_no_offload"] = measure(Server(has_host=False, is_uneven=True), prompts)
     for gbps in QUICK_GBPS if quick else UNEVEN_GBPS:
         uneven = Server(gbps=gbps, is_uneven=True)
@@ -91,6 +102,7 @@ class Server:
         latency_seconds: latency of each operation of the disk.
         knows_speed: False if the engine does not know the speed of the model. Then it fetches all
             blocks that the store has, as long as the request may wait.
+        is_hybrid: True if the model has recurrent state.
         is_uneven: True if the speed of the model differs between steps.
         changes: later bandwidths, by number of requests answered.
     """
@@ -99,6 +111,7 @@ class Server:
     gbps: float = 0.0
     latency_seconds: float = 0.0001
     knows_speed: bool = True
+    is_hybrid: bool = False
     is_uneven: bool = False
     changes: tuple[tuple[int, float], ...] = ()
 
@@ -144,20 +157,30 @@ class Disk:
 
 
 class DiskStore(ScriptedStore):
-    """A store in memory whose operations take the time of a disk."""
+    """A store in memory whose operations take the time of a disk.
 
-    def __init__(self, disk: Disk) -> None:
+    Args:
+        disk: the disk, shared with the stores of other pools.
+        object_blocks: size of an object, in blocks.
+    """
+
+    def __init__(self, disk: Disk, object_blocks: int = 1) -> None:
         super().__init__("disk", max_concurrent=8)
         self._disk = disk
+        self._object_blocks = object_blocks
+
+    def for_pool(self, pool: str) -> DiskStore:
+        """See ``Store.for_pool``: snapshots are on the same disk."""
+        return DiskStore(self._disk, SNAPSHOT_BLOCKS)
 
     async def load(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
         """See ``Store.load``."""
-        await self._disk.move(len(blocks), reads=True)
+        await self._disk.move(self._object_blocks * len(blocks), reads=True)
         return await super().load(keys, blocks)
 
     async def save(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
         """See ``Store.save``."""
-        await self._disk.move(len(blocks), reads=False)
+        await self._disk.move(self._object_blocks * len(blocks), reads=False)
         return await super().save(keys, blocks)
 
 
@@ -285,10 +308,15 @@ async def _run_server(server: Server, prompts: Sequence[NDArray[np.int32]]) -> d
         device_blocks=DEVICE_BLOCKS,
         host_blocks=HOST_BLOCKS if server.has_host else 0,
         write_policy="write_through" if server.has_host else "none",
+        state_slots=STATE_SLOTS if server.is_hybrid else 0,
+        host_state_slots=HOST_STATE_SLOTS if server.is_hybrid and server.has_host else 0,
         model="bench",
     )
     regions = Regions(num_layers=1)
     regions.add("kv", layers=[np.zeros((DEVICE_BLOCKS, PAYLOAD_BYTES), np.uint8)])
+    if server.is_hybrid:
+        state = np.zeros((STATE_SLOTS, SNAPSHOT_BLOCKS * PAYLOAD_BYTES), np.uint8)
+        regions.add_state("state", layers=[state])
     stores = [StoreUse(DiskStore(disk))] if server.gbps else []
     async with CacheEngine(config, regions, ScriptedDevice(), stores=stores) as engine:
         clients = Clients(engine, server, prompts, disk)
@@ -368,7 +396,10 @@ class Clients:
             self._first_tokens.append(loop.time() - arrived)
             self._hit_tokens += lease.cached_tokens
             self._fetched_tokens += lease.usage.fetched_tokens
-            lease.commit(len(tokens))
+            for end in (*lease.snapshot_points, len(tokens)):
+                lease.commit(end)
+                if end < len(tokens):
+                    lease.snapshot(end)
             self._engine.step()
             await running.last
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aiokv.engine.comparison import rest_of
 from aiokv.stores.base import KEY_BYTES
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class BorderSearch:
         block_tokens: tokens per block.
 
     Attributes:
+        hit: number of blocks of the present hit.
         digests: of the blocks that the stores are to be asked for next; empty when the search has
             ended.
     """
@@ -94,6 +96,7 @@ class BorderSearch:
         self._block_tokens = block_tokens
         self._may_end = borders.may_end
         self._block_seconds = np.zeros(0)  # [N] to bring all blocks before the border
+        self._slowness = 1.0  # time that the parts have taken, in multiples of the expected time
         self._pools = {pool.name: _PoolCosts(pool, borders.hit) for pool in pools}
         self.digests = borders.digests
 
@@ -144,12 +147,13 @@ class BorderSearch:
         have none."""
         self._pools[pool].note_cached(is_cached)
 
-    def best(self, comparison: Comparison | None) -> int:
+    def best(self, comparison: Comparison | None, wait: float = 0.0) -> int:
         """Return the number of blocks before the border at which the prompt is ready soonest.
 
         Args:
             comparison: compares fetching and computing; None to return the last border that can
                 be reached.
+            wait: expected seconds until the fetch begins.
 
         Returns:
             The number of blocks, those of the hit included; 0 when it is best to fetch nothing.
@@ -160,20 +164,55 @@ class BorderSearch:
             return 0
         if comparison is None:
             return self.hit + int(np.flatnonzero(can_end)[-1]) + 1
-        gains = comparison.gains(np.where(can_end, seconds, np.inf))
+        gains = comparison.gains(np.where(can_end, wait + seconds, np.inf))
         best = int(gains.argmax())
         return self.hit + best + 1 if gains[best] > 0 else 0
 
-    def patience(self, end: int, comparison: Comparison) -> float:
-        """Return the seconds after which the fetch for a hit of ``end`` blocks is late."""
-        num_blocks = end - self.hit
-        return comparison.patience(num_blocks, float(self._seconds()[num_blocks - 1]))
+    def seconds(self, end: int) -> float:
+        """Return the expected time to bring all that a hit of ``end`` blocks lacks."""
+        return float(self._seconds()[end - self.hit - 1])
+
+    def copy_seconds(self, end: int) -> float:
+        """Return the part of ``seconds`` for the copies in auxiliary pools."""
+        return float(self._copy_seconds()[end - self.hit - 1])
+
+    def block_seconds(self, first: int, end: int) -> NDArray[np.float64]:
+        """Return the expected times to fetch the first i + 1 blocks from block ``first`` on.
+
+        Args:
+            first: the first block that no tier has.
+            end: the block behind the last one.
+
+        Returns:
+            ``[end - first]`` float64; empty if the tiers have all blocks.
+        """
+        return self._block_seconds[max(first - self.hit, 0) : max(end, first) - self.hit]
+
+    def _copy_seconds(self) -> NDArray[np.float64]:
+        seconds = np.zeros(self.asked)
+        for pool in self._pools.values():
+            seconds += pool.seconds()
+        return seconds * self._slowness
 
     def _seconds(self) -> NDArray[np.float64]:
-        seconds: NDArray[np.float64] = self._block_seconds + sum(
-            pool.seconds() for pool in self._pools.values()
-        )
-        return seconds
+        return self._block_seconds + self._copy_seconds()
+
+    def note_part(self, first: int, cached: int, expected: float, elapsed: float) -> None:
+        """Note the end of a part. If it was slow, the rest is expected to be slow, too.
+
+        Args:
+            first: first block of the part.
+            cached: number of blocks of the prompt that are in a tier now.
+            expected: expected duration of the part, in seconds; 0.0 if it was unknown.
+            elapsed: its duration.
+        """
+        if expected:
+            self._slowness *= max(elapsed / expected, 1.0)
+        begin, end = first - self.hit, min(cached - self.hit, self.asked)
+        if end > begin:
+            rest = rest_of(self._block_seconds[begin:], end - begin, elapsed)
+            self._block_seconds[:end] = 0.0
+            self._block_seconds[end:] = rest
 
     def note_blocks(self, cached: int, *, is_end: bool) -> None:
         """Note that the first ``cached`` blocks of the prompt are in a tier.

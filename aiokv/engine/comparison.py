@@ -104,10 +104,18 @@ class Comparison:
         best = int(gains.argmax())
         if gains[best] <= 0 or best + 1 < min(self.probe_blocks, len(seconds)):
             return NO_PART
+        return self.first_part(seconds[: best + 1])
+
+    def first_part(self, seconds: NDArray[np.float64]) -> Part:
+        """Return the next part of a fetch of N blocks that was found to be sooner than computing.
+
+        Args:
+            seconds: ``[N]`` as for ``next_part``; at least one.
+        """
         if not self._part_blocks:
-            self._part_blocks = self._blocks_per_part(seconds[: best + 1])
-        blocks = min(self._part_blocks, best + 1)
-        return Part(blocks, float(seconds[blocks - 1]), float(seconds[best]))
+            self._part_blocks = self._blocks_per_part(seconds)
+        blocks = min(self._part_blocks, len(seconds))
+        return Part(blocks, float(seconds[blocks - 1]), float(seconds[-1]))
 
     def _blocks_per_part(self, seconds: NDArray[np.float64]) -> int:
         if not seconds[-1]:

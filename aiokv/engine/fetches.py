@@ -6,7 +6,8 @@ Blocks that the model computes sooner are not fetched: see :mod:`aiokv.engine.co
 that was too slow is measured again with small fetches for which no lease waits.
 
 With recurrent state or sliding windows, a hit may end only where a tier has a snapshot, or the
-window: see :class:`~aiokv.engine.borders.BorderSearch`.
+window: see :class:`~aiokv.engine.borders.BorderSearch`. The blocks before such a border are fetched
+in parts, too; its copies in other pools follow as the last part.
 
 A fetch belongs to no lease: blocks that arrive after a lease has stopped waiting are cached, too.
 """
@@ -14,12 +15,13 @@ A fetch belongs to no lease: blocks that arrive after a lease has stopped waitin
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.engine.borders import BorderSearch
-from aiokv.engine.comparison import Comparison, rest_of
+from aiokv.engine.comparison import PARTS, Comparison, Part, rest_of
 from aiokv.engine.fetch_line import AT_A_TIME, FetchLine
 from aiokv.errors import AiokvError
 from aiokv.plan import Priority
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.engine.comparison import Part
     from aiokv.engine.fetch_line import Place
     from aiokv.engine.observers import End
     from aiokv.engine.parts import Parts
@@ -277,8 +278,14 @@ class Fetches:
             reached, _ = self._read.missing(lease_id)
         return reached
 
-    def _probe(self, lease_id: int, comparison: Comparison) -> None:
-        """Begin a small fetch that measures the stores again, without waiting for it."""
+    def _probe(self, lease_id: int, comparison: Comparison, border: int = 0) -> None:
+        """Begin a small fetch that measures the stores again, without waiting for it.
+
+        Args:
+            lease_id: the lease.
+            comparison: knows a suitable number of blocks.
+            border: blocks of a hit whose copies are fetched if no block is missing; 0 for none.
+        """
         is_measured = self._num_compared or not self._line.is_empty
         if is_measured or self._lifetime.loop.time() < self._probe_at:
             return
@@ -286,6 +293,12 @@ class Fetches:
         transfer_id = self._dispatcher.apply(
             self._scheduler.fetches.begin(lease_id, blocks, Priority.BACKUP)
         )
+        for pool in self._pools if border else ():
+            transfer_id = transfer_id or self._dispatcher.apply(
+                self._scheduler.fetches.begin_auxiliary(
+                    lease_id, border, pool.name, Priority.BACKUP
+                )
+            )
         if transfer_id:
             self._note_compared(transfer_id)
 
@@ -345,36 +358,110 @@ class Fetches:
         next best border is tried.
         """
         search = await self._find_borders(lease_id)
-        while end := search.best(comparison):
-            patience = None if comparison is None else search.patience(end, comparison)
-            try:
-                async with asyncio.timeout(patience):
-                    await self._bring_one_border(lease_id, end, priority, search)
-            except TimeoutError:
-                self._requests.note_late_fetch()
-                return
-            if self._read.borders(lease_id).hit >= end:
+        if comparison is not None:
+            await self._bring_to_border_while_sooner(lease_id, priority, search, comparison)
+            return
+        while end := search.best(None):
+            reached, _ = await self._bring_blocks(lease_id, end, priority)
+            search.note_blocks(reached, is_end=reached < end)
+            if reached >= end and await self._bring_copies(lease_id, end, priority, search):
                 return
 
-    async def _bring_one_border(
-        self, lease_id: int, end: int, priority: Priority, search: BorderSearch
+    async def _bring_to_border_while_sooner(
+        self, lease_id: int, priority: Priority, search: BorderSearch, comparison: Comparison
     ) -> None:
-        """Fetch what a hit of ``end`` blocks needs, and note what did not arrive."""
-        reached, _ = await self._bring_blocks(lease_id, end, priority)
-        search.note_blocks(reached, is_end=reached < end)
-        if reached < end:
-            return
-        begun = [
-            self._dispatcher.apply(
-                self._scheduler.fetches.begin_auxiliary(lease_id, end, pool.name, priority)
-            )
-            for pool in self._pools
-        ]
-        for transfer_id in filter(None, begun):
+        """Bring a border's blocks in parts, then its copies, while this is sooner than computing.
+
+        The comparison before each part includes the copies. When a part is late, the border may
+        become one among the blocks that have arrived.
+        """
+        is_short = False
+        if end := search.best(comparison, self._line.seconds):
+            place = self._line.enter(search.seconds(end))
+            try:
+                if not await self._turn(place, _share_of(search, end, comparison), comparison):
+                    return
+                while end := search.best(comparison):
+                    self._line.note(place, search.seconds(end))
+                    first, _ = self._read.missing(lease_id)
+                    if first < end:
+                        is_short = not await self._bring_part_of_border(
+                            lease_id, first, end, priority, search, comparison
+                        )
+                    elif await self._bring_copies_in_time(
+                        lease_id, end, priority, search, comparison
+                    ):
+                        return
+            finally:
+                self._line.leave(place)
+        border = search.best(None)
+        if border and not is_short:
+            self._requests.note_declined_fetch()
+            self._probe(lease_id, comparison, border)
+
+    async def _bring_part_of_border(
+        self,
+        lease_id: int,
+        first: int,
+        end: int,
+        priority: Priority,
+        search: BorderSearch,
+        comparison: Comparison,
+    ) -> bool:
+        """Fetch the next part of the blocks of a border; return True if all of it has arrived."""
+        loop = self._lifetime.loop
+        part = comparison.first_part(search.block_seconds(first, end))
+        began = loop.time()
+        reached = await self._bring_part(lease_id, first, part, priority, comparison)
+        elapsed = (loop.time() - began) / self._line.num_fetching
+        is_whole = reached >= first + part.blocks
+        search.note_part(first, reached, part.seconds, elapsed)
+        search.note_blocks(reached, is_end=not is_whole)
+        return is_whole
+
+    async def _bring_copies_in_time(
+        self,
+        lease_id: int,
+        end: int,
+        priority: Priority,
+        search: BorderSearch,
+        comparison: Comparison,
+    ) -> bool:
+        """As ``_bring_copies``; return True, too, if the wait has ended because they are late."""
+        share = _share_of(search, end, comparison)
+        seconds = search.copy_seconds(end) * AT_A_TIME
+        try:
+            async with asyncio.timeout(comparison.patience(share.blocks, seconds)):
+                return await self._bring_copies(lease_id, end, priority, search, is_compared=True)
+        except TimeoutError:
+            self._requests.note_late_fetch()
+            return True
+
+    async def _bring_copies(
+        self,
+        lease_id: int,
+        end: int,
+        priority: Priority,
+        search: BorderSearch,
+        *,
+        is_compared: bool = False,
+    ) -> bool:
+        """Fetch the copies that a hit of ``end`` cached blocks lacks; note those that do not
+        arrive, and return False then."""
+        begun = []
+        for pool in self._pools:
+            fetching = self._scheduler.fetches.begin_auxiliary(lease_id, end, pool.name, priority)
+            if transfer_id := self._dispatcher.apply(fetching):
+                begun.append(transfer_id)
+                if is_compared:
+                    self._note_compared(transfer_id)
+        for transfer_id in begun:
             await self._transfers.settled(transfer_id)
-        if self._read.borders(lease_id).hit < end:
-            self._note_cached(search, lease_id)
-            search.note_failure(end)
+        if self._read.borders(lease_id).hit >= end:
+            return True
+        self._note_cached(search, lease_id)
+        search.note_failure(end)
+        return False
 
     async def _find_borders(self, lease_id: int) -> BorderSearch:
         """Ask the stores for the blocks of a prompt behind its hit, and for their copies."""
@@ -400,3 +487,9 @@ class Fetches:
             search.note_cached(
                 pool.name, self._read.has_copies(lease_id, pool.name, search.hit, end)
             )
+
+
+def _share_of(search: BorderSearch, end: int, comparison: Comparison) -> Part:
+    """Return the part of a fetch to a border for which a wait must not take longer."""
+    blocks = max(math.ceil((end - search.hit) / PARTS), comparison.probe_blocks)
+    return Part(blocks, 0.0, search.seconds(end))

@@ -83,6 +83,25 @@ class _Ended(NamedTuple):
     reason: str = ""
 
 
+class Costs(NamedTuple):
+    """Durations of the operations of one store.
+
+    Attributes:
+        lookup: of lookups.
+        load: of loads, verification included.
+        save: of saves that have written blocks.
+    """
+
+    lookup: Cost
+    load: Cost
+    save: Cost
+
+    @classmethod
+    def new(cls) -> Costs:
+        """Return costs that were not measured yet."""
+        return cls(Cost(), Cost(), Cost())
+
+
 class StoreGuard:
     """One store, behind deadlines, a breaker and the proof of its bytes.
 
@@ -91,16 +110,16 @@ class StoreGuard:
 
     Args:
         use: the store, and how it is used.
+        costs: durations, shared with the other pools of the store, whose operations use the same
+            medium; None for new ones.
 
     Attributes:
         use: as given.
+        costs: as given.
         is_open: ``open`` has succeeded, and ``aclose`` was not called since.
-        lookup_cost: duration of lookups.
-        load_cost: duration of loads, verification included.
-        save_cost: duration of saves.
     """
 
-    def __init__(self, use: StoreUse) -> None:
+    def __init__(self, use: StoreUse, costs: Costs | None = None) -> None:
         self.use = use
         self._store: Store = use.store
         self._url = without_user(use.store.url)  # a store of the user may have left them in
@@ -121,10 +140,10 @@ class StoreGuard:
         self._pool = "host"
         self._has_logged_wrong = False
         self._has_logged_statistics = False
-        self.lookup_cost, self.load_cost, self.save_cost = Cost(), Cost(), Cost()
+        self.costs = Costs.new() if costs is None else costs
         store = use.store
-        self._loading = _Way("load", store.load, self.admits_read, self._reads, self.load_cost)
-        self._saving = _Way("save", store.save, self._admits_save, self._saves, self.save_cost)
+        self._loading = _Way("load", store.load, self.admits_read, self._reads, self.costs.load)
+        self._saving = _Way("save", store.save, self._admits_save, self._saves, self.costs.save)
 
     # --- opening and closing ----------------------------------------------------------------------
 
@@ -225,7 +244,7 @@ class StoreGuard:
             self._reads.fail("lookup", reason, _now())
             return nothing
         self._reads.succeed("lookup")
-        self.lookup_cost.note_latency(_now() - began)
+        self.costs.lookup.note_latency(_now() - began)
         self._counts.found_keys += int(np.count_nonzero(found))
         return found
 
@@ -507,11 +526,11 @@ class StoreGuard:
             saved_bytes=counts.saved_blocks * self._payload_bytes,
             running=len(self._running),
             overdue=len(self._overdue),
-            lookup_seconds=self.lookup_cost.latency_seconds,
-            load_seconds=self.load_cost.latency_seconds,
-            load_bytes_per_second=self.load_cost.bytes_per_second,
-            save_seconds=self.save_cost.latency_seconds,
-            save_bytes_per_second=self.save_cost.bytes_per_second,
+            lookup_seconds=self.costs.lookup.latency_seconds,
+            load_seconds=self.costs.load.latency_seconds,
+            load_bytes_per_second=self.costs.load.bytes_per_second,
+            save_seconds=self.costs.save.latency_seconds,
+            save_bytes_per_second=self.costs.save.bytes_per_second,
             store=self._store_statistics(),
             **vars(counts),
         )

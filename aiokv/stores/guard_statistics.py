@@ -41,7 +41,8 @@ class GuardStatistics(msgspec.Struct, frozen=True, kw_only=True):
         rejected: calls that were not made because the store was unavailable.
         busy: operations that got no slot before their deadline.
         running: operations that the store executes now, ``overdue`` of them beyond their deadline.
-        lookup_seconds: moving average of the duration of a lookup.
+        lookup_seconds: moving average of the duration of a lookup, over all pools of the store; so
+            are the following ones.
         load_seconds: likewise, of a load of less than 256 KiB.
         load_bytes_per_second: likewise, of larger loads, verification included.
         save_seconds: as ``load_seconds``, of saves that have written blocks.

@@ -58,7 +58,7 @@ class StorePools:
         """
         for pool in memories:
             if pool not in self._sets:
-                self._sets[pool] = StoreSet(self._parts(pool))
+                self._sets[pool] = self._part(pool)
         try:
             for pool, stores in self._sets.items():
                 await stores.open(memories[pool], fingerprint(pool))
@@ -66,16 +66,17 @@ class StorePools:
             await self.aclose()
             raise
 
-    def _parts(self, pool: StorePool) -> list[StoreUse]:
-        """Return the parts of the stores for an auxiliary pool."""
-        parts = []
-        for use in self._stores:
+    def _part(self, pool: StorePool) -> StoreSet:
+        """Return the parts of the stores for an auxiliary pool, which share their costs."""
+        parts, shared = [], []
+        for use, costs in zip(self._stores, self._sets[BLOCKS].costs, strict=True):
             part = use.store.for_pool(pool)
             if part is None:
                 log.warning("store.has_no_pool", url=use.store.url, pool=pool)
             else:
                 parts.append(replace(use, store=part))
-        return parts
+                shared.append(costs)
+        return StoreSet(parts, shared)
 
     async def reopen(
         self, memories: Mapping[StorePool, StoreMemory], fingerprint: Fingerprints

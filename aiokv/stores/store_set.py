@@ -16,7 +16,7 @@ import numpy as np
 
 from aiokv.observe.logs import Log
 from aiokv.stores.base import KEY_BYTES, Result
-from aiokv.stores.guard import StoreGuard
+from aiokv.stores.guard import Costs, StoreGuard
 from aiokv.stores.proof import Proof, derive_keys
 from aiokv.stores.use import StoreUse
 
@@ -103,13 +103,18 @@ class StoreSet:
 
     Args:
         stores: in the order in which blocks are taken from them.
+        costs: of each store, as for ``StoreGuard``; None for new ones.
+
+    Attributes:
+        costs: of each store.
     """
 
-    def __init__(self, stores: Sequence[Store | StoreUse]) -> None:
-        self._guards = [
-            StoreGuard(store if isinstance(store, StoreUse) else StoreUse(store))
-            for store in stores
-        ]
+    def __init__(
+        self, stores: Sequence[Store | StoreUse], costs: Sequence[Costs] | None = None
+    ) -> None:
+        uses = [store if isinstance(store, StoreUse) else StoreUse(store) for store in stores]
+        self.costs = [Costs.new() for _ in uses] if costs is None else costs
+        self._guards = list(map(StoreGuard, uses, self.costs))
         self._fingerprint = b""
         self._payload_bytes = 0
         self._proof: Proof | None = None
@@ -227,7 +232,7 @@ class StoreSet:
         found = await self._ask(readable, keys, num_objects)
         self._lookups.remember(keys, found)
         now = asyncio.get_running_loop().time()
-        costs = np.array([guard.load_cost.parts(now) for guard in self._guards])
+        costs = np.array([guard.costs.load.parts(now) for guard in self._guards])
         first = found.argmax(axis=0)
         seconds = np.where(found.any(axis=0), costs[first, 1] * self._payload_bytes, np.inf)
         return Found(seconds, float(costs[first, 0].max()))
@@ -265,7 +270,7 @@ class StoreSet:
         first = holders.argmax(axis=0)
         for i, guard in enumerate(self._guards):
             counts = np.cumsum(first == i)
-            latency, per_byte = guard.load_cost.parts(now)
+            latency, per_byte = guard.costs.load.parts(now)
             cost = latency + counts * (per_byte * self._payload_bytes)
             np.maximum(seconds, np.where(counts, cost, 0.0), out=seconds)
         return seconds

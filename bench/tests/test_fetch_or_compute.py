@@ -44,3 +44,10 @@ def test_store_that_is_faster_than_the_average_step_makes_a_server_faster():
     without = measure(Server(has_host=False, is_uneven=True), PROMPTS)["requests_per_second"]
     server = Server(gbps=6.0, is_uneven=True)
     assert measure(server, PROMPTS)["requests_per_second"] > 1.3 * without
+
+
+@pytest.mark.parametrize(("gbps", "least"), [(3.0, NOISE), (6.0, 1.3)])
+def test_store_makes_a_server_of_a_hybrid_model_no_slower(gbps, least, without_store):
+    """Snapshots cost this model no computing, so without a store it is as fast as the other one."""
+    server = Server(gbps=gbps, is_hybrid=True)
+    assert measure(server, PROMPTS)["requests_per_second"] > least * without_store

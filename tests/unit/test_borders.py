@@ -140,3 +140,35 @@ def test_failed_copies_count_for_all_windows_that_need_them():
     search.note_cached("host_window:local", np.array([True, True, False, False]))
     search.note_failure(5)
     assert search.best(None) == 4, "the border behind it needs the copy of block 4, too"
+
+
+def test_fetches_before_this_one_count():
+    search = search_of([1.0, 2.0, 3.0], [1.0] * 3)
+    assert search.best(computing(2.0), 1.9) == 5
+    assert search.best(computing(2.0), 2.1) == 0
+
+
+def test_slow_part_raises_the_expected_times_of_blocks_and_copies():
+    search = search_of([1.0, 2.0, 3.0], [1.0] * 3)
+    assert search.block_seconds(2, 5).tolist() == [1.0, 2.0, 3.0]
+    assert (search.seconds(5), search.copy_seconds(5)) == (4.0, 1.0)
+    search.note_part(2, 3, expected=1.0, elapsed=1.5)
+    assert search.block_seconds(3, 5).tolist() == [1.5, 3.0]
+    assert (search.seconds(5), search.copy_seconds(5)) == (4.5, 1.5)
+    search.note_part(3, 3, expected=1.5, elapsed=3.0)  # late: no block has arrived
+    assert search.copy_seconds(5) == 3.0
+
+
+def test_fast_part_lowers_nothing_and_costs_nothing_more():
+    search = search_of([1.0, 2.0, 3.0], [1.0] * 3)
+    search.note_part(2, 4, expected=2.0, elapsed=0.1)
+    assert search.block_seconds(4, 5).tolist() == [1.0]
+    assert (search.seconds(4), search.seconds(5)) == (1.0, 2.0)
+    search.note_part(4, 9, expected=1.0, elapsed=1.0)  # another lease has brought more blocks
+    assert search.block_seconds(9, 5).tolist() == []
+
+
+def test_first_part_measures_a_store_for_the_other_blocks():
+    search = search_of([0.0, 0.0, 0.0], [0.0] * 3)
+    search.note_part(2, 3, expected=0.0, elapsed=1.5)
+    assert search.block_seconds(3, 5).tolist() == [1.5, 3.0]

@@ -597,7 +597,7 @@ async def test_latency_and_bandwidth_are_averages():
             await call
         assert g.counts.load_seconds == pytest.approx(0.5)
         now = running_clock().now
-        latency, per_byte = g.guard.load_cost.parts(now)
+        latency, per_byte = g.guard.costs.load.parts(now)
         assert latency == pytest.approx(0.5, rel=0.01)
         assert per_byte == 0.0
 
