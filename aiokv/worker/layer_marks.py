@@ -32,7 +32,7 @@ class LayerMarks:
 
     def has(self, ticket_id: bytes, mark: int) -> bool:
         """Return True if the mark was noted; False for 0, which is none."""
-        return mark > 0 and mark in self._events.get(ticket_id, ())
+        return mark in self._events.get(ticket_id, ())
 
     def event(self, ticket_id: bytes, mark: int) -> Event | None:
         """Return the event of a mark that was noted."""

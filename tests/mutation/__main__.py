@@ -1,7 +1,8 @@
 """Mutate the code, one place at a time, and report mutants that no test detects: ``make mutate``.
 
-A sample of the mutants of ``aiokv/{scheduler,engine,worker}``, ``aiokv/lease.py`` and
-``native/src/index`` is built and tested in copies of the repository. A mutant is
+A sample of the mutants of ``aiokv/{scheduler,engine,worker,ranks,sync}``, ``aiokv/lease.py``,
+``aiokv/connectors/fastdeploy`` and ``native/src/index`` is built and tested in copies of the
+repository. A mutant is
 
 - killed: a test fails, or crashes;
 - timeout: a test does not end;

@@ -22,12 +22,19 @@ if TYPE_CHECKING:
     from tests.mutation.mutant import Mutant
 
 NATIVE_TESTS = (
-    "index",
+    "components",
+    "events",
     "eviction",
+    "foreign",
+    "host_state",
+    "index",
     "items",
     "lease_table",
+    "promises",
     "rates",
+    "run_pool",
     "state",
+    "stores",
     "swap",
     "walk",
     "window",

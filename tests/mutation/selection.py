@@ -17,6 +17,9 @@ PYTHON_FILES = (
     "aiokv/scheduler/*.py",
     "aiokv/engine/*.py",
     "aiokv/worker/**/*.py",
+    "aiokv/ranks/*.py",
+    "aiokv/sync/*.py",
+    "aiokv/connectors/fastdeploy/*.py",
 )
 NATIVE_FILES = ("native/src/index/*.cpp",)
 # CUDA devices have tests that need a GPU.
@@ -65,6 +68,11 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "property/test_scheduler_walks.py",
         "integration/test_lines.py",
     ),
+    "aiokv/scheduler/foreign.py": (
+        "integration/test_foreign_device.py",
+        "property/test_foreign_engine_walks.py",
+    ),
+    "aiokv/scheduler/peers.py": ("peers/test_engines.py", "peers/test_layers.py"),
     "aiokv/scheduler/pins.py": ("unit/test_waiting_lines.py", "integration/test_pins.py"),
     "aiokv/scheduler/quota.py": (
         "unit/test_waiting_lines.py",
@@ -91,6 +99,25 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "integration/test_verify.py",
         "integration/test_write_policies.py",
     ),
+    "aiokv/engine/borders.py": (
+        "unit/test_borders.py",
+        "integration/test_stored_state.py",
+        "integration/test_stored_windows.py",
+    ),
+    "aiokv/engine/comparison.py": ("unit/test_comparison.py", "integration/test_stores.py"),
+    "aiokv/engine/expiries.py": ("integration/test_expiry.py",),
+    "aiokv/engine/fetch_line.py": ("unit/test_fetch_line.py", "integration/test_stores.py"),
+    "aiokv/engine/fetches.py": ("integration/test_stores.py", "integration/test_stored_state.py"),
+    "aiokv/engine/flow.py": ("unit/test_flow.py", "peers/test_engines.py"),
+    "aiokv/engine/peers.py": (
+        "peers/test_engines.py",
+        "peers/test_layers.py",
+        "peers/test_cancelled_sends.py",
+        "peers/test_peer_states.py",
+    ),
+    "aiokv/engine/progress.py": ("unit/test_send_progress.py", "peers/test_layers.py"),
+    "aiokv/engine/receiving.py": ("peers/test_engines.py",),
+    "aiokv/engine/sending.py": ("peers/test_engines.py", "peers/test_layers.py"),
     "aiokv/engine/pins.py": ("integration/test_pins.py", "integration/test_multimodal.py"),
     "aiokv/engine/sleeping.py": ("integration/test_sleep.py",),
     "aiokv/engine/batches.py": ("integration/test_batches.py",),
@@ -148,6 +175,25 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "aiokv/worker/regions.py": ("unit/test_regions.py", "integration/test_cache_shapes.py"),
     "aiokv/worker/checksums.py": ("integration/test_verify.py",),
     "aiokv/worker/device/cpu.py": ("unit/test_cpu_device.py", "unit/test_controller.py"),
+    "aiokv/ranks": ("ranks",),
+    "aiokv/ranks/reduce.py": ("ranks/test_reduce.py", "ranks/test_onload.py"),
+    "aiokv/sync": ("sync",),
+    "aiokv/connectors/fastdeploy": (
+        "connectors/test_fastdeploy_manager.py",
+        "connectors/test_fastdeploy_prefix.py",
+        "connectors/test_fastdeploy_controller.py",
+        "connectors/test_fastdeploy.py",
+    ),
+    "native/src/index/foreign_blocks.cpp": (
+        "integration/test_foreign_device.py",
+        "property/test_foreign_blocks_machine.py",
+        "property/test_foreign_engine_walks.py",
+    ),
+    "native/src/index/foreign_saves.cpp": (
+        "integration/test_foreign_device.py",
+        "property/test_foreign_blocks_machine.py",
+        "property/test_foreign_engine_walks.py",
+    ),
     "native/src/index": (
         "property/test_core_state_machine.py",
         "property/test_swap_state_machine.py",
@@ -168,7 +214,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "drill",
     ),
 }
-EVERYTHING = ("unit", "drill", "property", "integration", "ranks")
+EVERYTHING = ("unit", "drill", "property", "integration", "ranks", "peers", "sync", "connectors")
 # Tests of the whole command line: slow, and other tests detect the same mutants.
 TOO_SLOW = (
     "integration/test_demo.py",

@@ -48,6 +48,41 @@ def begin(flow: Flow, begun: list[tuple[int, int]], end: int, chunk: int) -> Non
     flow.begin(transition, end, chunk)
 
 
+def begin_window(flow: Flow) -> None:
+    """Begin transfer 7 of a window, of 4 blocks."""
+    plans = [SimpleNamespace(transfer_id=n, num_blocks=blocks) for n, blocks in ((7, 4), (8, 9))]
+    effects: Any = SimpleNamespace(submit=plans)
+    flow.begin_side(("window", "local"), lambda lease_id, ticket_id: (7, effects))
+
+
+def test_side_has_moved_when_all_its_blocks_have():
+    flow, exchange, _ = new_flow()
+    begin_window(flow)
+    begin_window(flow)
+    assert exchange.submitted == [7]
+    flow.moved(7, 4, "")
+    assert flow.moved_sides == {("window", "local")}
+    assert not flow.is_broken
+    begin_window(flow)
+    assert exchange.submitted == [7]
+
+
+def test_side_that_has_moved_in_part_breaks_the_flow():
+    flow, _, _ = new_flow()
+    begin_window(flow)
+    flow.moved(7, 3, "a parcel was wrong")
+    assert flow.moved_sides == set()
+    assert flow.is_broken
+    assert flow.reason == "a parcel was wrong"
+
+
+def test_side_does_not_begin_after_the_end():
+    flow, exchange, _ = new_flow()
+    flow.end("cancelled")
+    begin_window(flow)
+    assert exchange.submitted == []
+
+
 def test_transfers_cover_the_blocks_once():
     flow, exchange, begun = new_flow()
     begin(flow, begun, 8, 2)

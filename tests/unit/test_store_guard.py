@@ -149,6 +149,17 @@ async def test_wrong_objects_are_quarantined_where_the_store_can():
         assert await g.load(2) == [MISSING]
 
 
+async def test_results_of_a_store_may_be_read_only():
+    class ReadOnly(ScriptedStore):
+        async def load(self, keys: bytes, blocks: np.ndarray) -> np.ndarray:
+            return np.frombuffer((await super().load(keys, blocks)).tobytes(), np.uint8)
+
+    async with Guarded(ReadOnly()) as g:
+        g.store.corrupt("save", call=0, block=1)
+        await g.save(1, 2)
+        assert await g.load(1, 2) == [DONE, WRONG]
+
+
 async def test_object_of_another_key_is_wrong():
     async with Guarded() as g:
         await g.save(1, 2)
@@ -335,6 +346,29 @@ async def test_store_is_probed_again_after_it_was_closed_during_a_probe():
         assert await g.lookup(1) == [True]
 
 
+async def test_store_is_probed_again_after_it_was_closed_while_a_probe_waited_for_a_slot():
+    async with Guarded(ScriptedStore(max_concurrent=1)) as g:
+        await g.save(1)
+        gate = g.store.hold("load", call=0)
+        load = asyncio.create_task(g.load(1))
+        await opened(g)
+        await running_clock().advance(FIRST_PAUSE_SECONDS)
+        await g.lookup(1)
+        await spin(5)
+        assert g.counts.reading == "probing"
+        closing = asyncio.create_task(g.guard.aclose())
+        await spin(5)
+        gate.open()
+        assert await closing
+        await load
+        g.store.end_script()
+        await g.guard.open(g.arena.memory, g.proof)
+        await running_clock().advance(FIRST_PAUSE_SECONDS)
+        await g.lookup(1)
+        await spin(5)
+        assert await g.lookup(1) == [True]
+
+
 async def test_lookups_whose_callers_stop_waiting_open_the_breaker():
     async with Guarded() as g:
         g.store.hold("lookup")
@@ -468,6 +502,38 @@ async def test_call_without_a_slot_fails_at_its_deadline_and_does_not_blame_the_
         gate.open()
         await spin(5)
         assert await g.load(2) == [MISSING]
+
+
+async def test_calls_that_wait_for_a_slot_while_the_store_fails_are_not_made():
+    async with Guarded(ScriptedStore(max_concurrent=1)) as g:
+        g.store.fail("load")
+        gate = g.store.hold("load", call=0)
+        loads = [asyncio.create_task(g.load(number)) for number in range(6)]
+        await spin(5)
+        gate.open()
+        assert await asyncio.gather(*loads) == [[FAILED]] * 6
+        assert g.store.calls["load"] < 6
+        assert g.counts.reading == "open"
+        assert (g.counts.running, g.counts.timeouts) == (0, 0)
+        g.store.end_script()
+        await running_clock().advance(FIRST_PAUSE_SECONDS)
+        await g.lookup(1)  # the probe gets the slot
+        await spin(5)
+        assert g.counts.reading == "closed"
+        assert await g.load(1) == [MISSING]
+
+
+async def test_call_that_waits_for_a_slot_when_the_store_closes_is_not_made():
+    async with Guarded(ScriptedStore(max_concurrent=1)) as g:
+        gate = g.store.hold("load", call=0)
+        loads = [asyncio.create_task(g.load(number)) for number in range(3)]
+        await spin(5)
+        closing = asyncio.create_task(g.guard.aclose())
+        await spin(5)
+        gate.open()
+        assert await closing
+        assert await asyncio.gather(*loads) == [[FAILED]] * 3
+        assert g.store.calls["load"] == 1
 
 
 async def test_cancelled_caller_cancels_the_operation():

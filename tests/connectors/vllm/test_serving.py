@@ -140,6 +140,18 @@ def test_each_turn_loads_all_turns_before(make_server: MakeServer) -> None:
         tokens = tokens + server.outputs[f"turn{turn}"] + prompt(2 + turn, 4)
 
 
+def test_all_blocks_of_a_long_output_are_loaded(make_server: MakeServer) -> None:
+    server = make_server()
+    tokens = prompt(1, 10)
+    server.add("a", tokens, 40)
+    evict_all(server)
+    tokens = tokens + server.outputs["a"] + prompt(2, 4)
+    request = server.add("b", tokens, 4)
+    server.run()
+    assert server.outputs["b"] == generate(tokens, 0, 4)
+    assert server.loaded(request) == 49 // BLOCK_TOKENS * BLOCK_TOKENS
+
+
 def test_hit_of_vllm_is_continued_by_host_memory(make_server: MakeServer) -> None:
     server = make_server()
     tokens = evicted_prompt(server, 1)
