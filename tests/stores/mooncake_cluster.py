@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from aiokv.errors import ConfigError
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.stores.servers import HINT, Server, free_port
 
 SEGMENT_BYTES = 16 << 20
@@ -72,7 +73,9 @@ class MooncakeCluster:
         self._command(b"fill\n")
 
     def _command(self, command: bytes) -> None:
-        with socket.create_connection(("127.0.0.1", self.holder.port), timeout=20) as connection:
+        with socket.create_connection(
+            ("127.0.0.1", self.holder.port), timeout=PATIENCE_SECONDS
+        ) as connection:
             connection.sendall(command)
             answer = connection.recv(16)
             assert answer == b"0\n", answer

@@ -146,7 +146,7 @@ class TestServerFailures(ServerFailures):
             assert await requests.save([1]) == [DONE]
             rig.server.require_credentials()
             await requests.until_refused()
-            await requests.cost_a_millisecond()
+            requests.cost_a_millisecond()
             rig.server.clear()
             await eventually(requests.are_served_again)
 
@@ -188,7 +188,7 @@ async def test_a_stopped_server_in_threads(rig: S3Rig, monkeypatch: pytest.Monke
         rig.stop()
         try:
             await requests.until_refused()
-            await requests.cost_a_millisecond()
+            requests.cost_a_millisecond()
         finally:
             rig.resume()
         await eventually(requests.are_served_again)
