@@ -9,7 +9,7 @@ from aiokv.stores.base import TRAILER_BYTES
 from aiokv.worker.device.base import CopyError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from aiokv.plan import TransferPlan
 
@@ -182,3 +182,30 @@ class SlotCopy:
         receive, group = self.receive, self.receive.group
         keys = (block_key(group, split_key(block)[1]) for block in self.blocks)
         return [receive.device_ids[receive.positions[key]] for key in keys]
+
+
+class SlotCopies:
+    """Copies of blocks that have arrived together: one per plan and group of their parcels.
+
+    Args:
+        is_assembled: their slots are assembly slots.
+    """
+
+    def __init__(self, *, is_assembled: bool = False) -> None:
+        self._is_assembled = is_assembled
+        self._copies: dict[tuple[int, int], SlotCopy] = {}
+
+    def add(self, receive: Receive, block: int, slot: int, num_ranges: int = 0) -> None:
+        """Add a block of a plan, or a range of its layers, by ``block_key``; see ``SlotCopy``."""
+        key = receive.plan.transfer_id, split_key(block)[0]
+        copy = self._copies.get(key)
+        if copy is None:
+            self._copies[key] = SlotCopy(
+                receive, [block], [slot], num_ranges=num_ranges, is_assembled=self._is_assembled
+            )
+        else:
+            copy.blocks.append(block)
+            copy.slots.append(slot)
+
+    def __iter__(self) -> Iterator[SlotCopy]:
+        return iter(self._copies.values())

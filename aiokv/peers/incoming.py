@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from aiokv.peers.messages import block_key, split_key
+from aiokv.peers.messages import block_key, shown_block, split_key
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Iterator
 
     from aiokv.peers.arrivals import Mapping, Parcel, Receive, Source
+    from aiokv.peers.assembly import Assembly, AssemblySlots
     from aiokv.peers.ticket import Ticket
 
 C = TypeVar("C", bound="Hashable")  # a connection
@@ -24,25 +25,18 @@ class OpenSender(Generic[C]):
         self.source = source
 
 
-class Assembly:
-    """A block that parcels are being placed in.
-
-    Attributes:
-        slot: assembly slot.
-        placed: parcels that it has, by rank and block of the sender.
-        placing: parcels that a thread is writing to it.
-        is_dropped: its plan was given up; the slot is freed when no thread writes it.
-    """
-
-    def __init__(self, slot: int) -> None:
-        self.slot = slot
-        self.placed: set[tuple[int, int]] = set()
-        self.placing = 0
-        self.is_dropped = False
-
-
 class Incoming(Generic[C]):
     """A ticket that senders may open. Blocks are named by ``block_key``.
+
+    A block of a plan waits until its parcel, or the parcels of all ranges of its layers, have
+    arrived, or until it was put together in an assembly; or until its plan is given up. Ranges that
+    have arrived, and assemblies, are those of waiting blocks.
+
+    Args:
+        ticket: made by the engine of this rank.
+        deadline: by the clock of the receiver.
+        num_pools: groups of whole blocks.
+        slots: assembly slots of this rank.
 
     Attributes:
         deadline: by the clock of the receiver.
@@ -63,7 +57,10 @@ class Incoming(Generic[C]):
         is_covered: the senders together have all heads of this rank.
     """
 
-    def __init__(self, ticket: Ticket, deadline: float, num_pools: int) -> None:
+    def __init__(
+        self, ticket: Ticket, deadline: float, num_pools: int, slots: AssemblySlots
+    ) -> None:
+        self._slots = slots
         self.ticket = ticket
         self.deadline = deadline
         self.num_pools = num_pools
@@ -84,6 +81,22 @@ class Incoming(Generic[C]):
         self.is_covered = False
         self.closed = ""
 
+    @property
+    def num_unplanned(self) -> int:
+        """Number of landing slots with parcels of blocks that no plan has asked for yet.
+
+        They are parked, or will be when they are verified.
+        """
+        in_hand = (place for place, parcel in self.in_hand.items() if parcel.mapping is None)
+        return len(self.parked) + sum(self.whole(block) not in self.planned for _, block in in_hand)
+
+    @property
+    def has_transfers(self) -> bool:
+        """True while it has plans, or parcels that are being verified or placed."""
+        return bool(self.receives or self.in_hand or self.placing)
+
+    # --- groups and places ------------------------------------------------------------------------
+
     def is_range(self, group: int) -> bool:
         """Return True for a group that is a range of layers."""
         return group >= self.num_pools
@@ -93,9 +106,16 @@ class Incoming(Generic[C]):
         group, block = split_key(key)
         return block_key(0, block) if self.is_range(group) else key
 
-    def num_ranges(self, source: Source) -> int:
-        """Return the ranges of layers in which a sender may send a block; 0 without any."""
-        return len(source.mappings) - self.num_pools
+    def num_ranges(self, group: int) -> int:
+        """Return the parcels of a group that make up a block, which is not put together.
+
+        Returns:
+            0 for whole blocks.
+        """
+        if not self.is_range(group):
+            return 0
+        num_groups = (len(source.mappings) for source in self.sources.values())
+        return max(num_groups, default=self.num_pools) - self.num_pools
 
     def receiver_keys(self, mapping: Mapping, sender_key: int) -> list[int]:
         """Return the blocks of the receiver that have tokens of a block of the sender."""
@@ -110,6 +130,51 @@ class Incoming(Generic[C]):
             return group < len(source.mappings) and first <= block < end
         # The state is one block, with the number 0.
         return group < len(source.mappings) and (first <= block < end or block == 0)
+
+    # --- blocks of plans --------------------------------------------------------------------------
+
+    def plan(self, receive: Receive) -> None:
+        """Let the blocks of a plan wait; none of them has, or had, a plan."""
+        self.planned |= receive.missing
+        self.planned_groups.add(receive.group)
+        self.waiting |= dict.fromkeys(receive.missing, receive)
+
+    def withdraw(self, receive: Receive) -> None:
+        """Let the blocks of a plan wait no more. Idempotent."""
+        for block in receive.positions:
+            if self.waiting.get(block) is receive:
+                del self.waiting[block]
+                self.ranges.pop(block, None)
+                assembly = self.assemblies.pop(block, None)
+                if assembly is not None:
+                    self._slots.drop(assembly)
+
+    def lacks(self, key: int) -> bool:
+        """Return True for a block, or range of its layers, that a plan waits for."""
+        block = self.whole(key)
+        return block in self.waiting and key not in self.ranges.get(block, ())
+
+    def arrive(self, key: int) -> Receive | None:
+        """Note the arrival of a block, or of a range of its layers; return the plan that waits.
+
+        Returns None when no plan waits for it.
+        """
+        block = self.whole(key)
+        receive = self.waiting.get(block)
+        if receive is None or receive.failure is not None:
+            return None
+        if key != block:
+            arrived = self.ranges.setdefault(block, set())
+            if key in arrived:
+                return None
+            arrived.add(key)
+            if len(arrived) < self.num_ranges(split_key(key)[0]):
+                return receive
+        self.ranges.pop(block, None)
+        del self.waiting[block]
+        return receive
+
+    # --- blocks that are put together -------------------------------------------------------------
 
     def waiting_blocks(self, mapping: Mapping | None, place: tuple[int, int]) -> list[int]:
         """Return the blocks that wait for a parcel of this rank and block of the sender."""
@@ -133,7 +198,69 @@ class Incoming(Generic[C]):
             for block in mapping.receiver_blocks(split_key(sender_block)[1])
         )
 
-    def is_complete(self, block: int, assembly: Assembly) -> bool:
+    def reserved(self, place: tuple[int, int]) -> int:
+        """Return the assembly slots that a parcel must leave free, by rank and block of the sender.
+
+        The sender may still compute the block of a range of layers that is not the last one: half
+        of the slots remain for blocks that will be complete soon.
+        """
+        rank, key = place
+        group = split_key(key)[0]
+        is_early = self.is_range(group) and group + 1 < len(self.sources[rank].mappings)
+        return self._slots.num_slots // 2 if is_early else 0
+
+    def slots_needed(self, source: Source, place: tuple[int, int]) -> int | None:
+        """Return the assembly slots that a deferred parcel needs at least; None if it must wait."""
+        if source.is_identity:
+            return 0 if self.whole(place[1]) in self.planned else None
+        mapping = source.mappings[split_key(place[1])[0]]
+        blocks = self.waiting_blocks(mapping, place)
+        if not self.is_covered:
+            return None
+        if any(block in self.assemblies for block in blocks):
+            return 0
+        if blocks:
+            return 1
+        return None if self.may_be_planned(mapping, place[1]) else 0
+
+    def begin_placing(self, parcel: Parcel) -> dict[int, int]:
+        """Return the assembly slots of the blocks that a parcel has tokens of.
+
+        Blocks for which there is no room are left out: the parcel comes again for them.
+        """
+        waiting = self.waiting_blocks(parcel.mapping, parcel.place)
+        reserved = self.reserved(parcel.place)
+        targets = []
+        for block in waiting if self.is_covered and not self.closed else ():
+            if block not in self.assemblies and self._slots.num_free > reserved:
+                self.assemblies[block] = self._slots.begin()
+            if block in self.assemblies:
+                targets.append(block)
+        if not targets:
+            return {}
+        assemblies = {block: self.assemblies[block] for block in targets}
+        for assembly in assemblies.values():
+            assembly.placing += 1
+        self.placing[parcel] = assemblies
+        return {block: assembly.slot for block, assembly in assemblies.items()}
+
+    def place(
+        self, parcel: Parcel, assemblies: dict[int, Assembly]
+    ) -> Iterator[tuple[int, int, Receive]]:
+        """Note that a parcel was placed in assemblies, by block.
+
+        Yields:
+            Each block that is complete now, its assembly slot and its plan.
+        """
+        for block, assembly in assemblies.items():
+            self._slots.end_write(assembly, parcel.place)
+            is_written = not assembly.is_dropped and not assembly.placing
+            if is_written and self._is_complete(block, assembly):
+                receive = self.waiting.pop(block)
+                del self.assemblies[block]
+                yield block, assembly.slot, receive
+
+    def _is_complete(self, block: int, assembly: Assembly) -> bool:
         """Return True when a block has the parcels of all ranks that have opened the ticket."""
         end = self.ticket.num_tokens
         group, index = split_key(block)
@@ -153,3 +280,25 @@ class Incoming(Generic[C]):
         return bool(ranges) and all(
             (rank, block_key(each, block)) in assembly.placed for each in ranges
         )
+
+    # --- observation ------------------------------------------------------------------------------
+
+    def slots_used(self) -> list[int]:
+        """Return the assembly slots that are used for it."""
+        placing = (assembly for each in self.placing.values() for assembly in each.values())
+        known = {id(each): each for each in (*self.assemblies.values(), *placing)}
+        return [assembly.slot for assembly in known.values() if assembly.slot >= 0]
+
+    def violations(self) -> list[str]:
+        """Return a description of each violated invariant, computed from scratch."""
+        problems = [
+            f"{shown_block(block)} waits, but no plan asks for it"
+            for block in self.waiting.keys() - self.planned
+        ]
+        kept = [("ranges", self.ranges.keys()), ("an assembly", self.assemblies.keys())]
+        problems += [
+            f"{shown_block(block)} has {what}, but no plan waits for it"
+            for what, blocks in kept
+            for block in blocks - self.waiting.keys()
+        ]
+        return problems

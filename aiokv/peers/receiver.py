@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Protocol, TypeVa
 
 import msgspec
 
-from aiokv.errors import LayoutError
-from aiokv.peers.arrivals import Parcel, Receive, SlotCopy, Source
-from aiokv.peers.incoming import Assembly, Incoming, OpenSender
+from aiokv.peers.acceptance import Acceptance
+from aiokv.peers.arrivals import Parcel, Receive, SlotCopies, SlotCopy
+from aiokv.peers.assembly import AssemblySlots
+from aiokv.peers.deferred import DeferredParcels
+from aiokv.peers.incoming import Incoming, OpenSender
 from aiokv.peers.messages import (
-    PROTOCOL_VERSION,
     Accepted,
     Again,
     Cancel,
@@ -47,11 +48,13 @@ from aiokv.peers.messages import (
     shown_block,
     split_key,
 )
+from aiokv.peers.unplanned import UnplannedParcels
 from aiokv.stores.base import TRAILER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
 
+    from aiokv.peers.arrivals import Source
     from aiokv.peers.messages import Message
     from aiokv.peers.ring import LandingRing
     from aiokv.peers.ticket import Ticket
@@ -159,26 +162,32 @@ class Receiver(Generic[C]):
         self._ring = ring
         self._rank = rank
         self._slot_bytes = slot_bytes
-        self._source = source
+        self._acceptance = Acceptance(
+            rank=rank,
+            transport=transport,
+            slot_bytes=slot_bytes,
+            num_assembly=num_assembly,
+            source=source,
+        )
         self._covers = covers
         self._group = group
         self._num_pools = num_pools
-        self._num_assembly = num_assembly
-        self._free_assembly = list(range(num_assembly))
-        self._transport = transport
+        self._assembly = AssemblySlots(num_assembly)
         self._metadata = metadata
         self._one_sided = one_sided
+        self._connections: set[C] = set()  # that have opened a ticket
         self._tickets: dict[bytes, Incoming[C]] = {}
         self._receives: dict[int, Receive] = {}
-        self._parking: dict[Incoming[C], None] = {}  # all tickets with parked parcels, and others
-        self._deferring: dict[bytes, None] = {}  # tickets with deferred parcels, in order
+        self._unplanned = UnplannedParcels(ring.num_slots)
+        self._deferred: DeferredParcels[C] = DeferredParcels(self._assembly)
         self._counts = ReceiverCounts()
 
     # --- tickets and plans ------------------------------------------------------------------------
 
     def expect(self, ticket: Ticket, deadline: float) -> None:
         """Let senders open a ticket until the deadline; a ticket that is known is not changed."""
-        self._tickets.setdefault(ticket.ticket_id, Incoming(ticket, deadline, self._num_pools))
+        incoming: Incoming[C] = Incoming(ticket, deadline, self._num_pools, self._assembly)
+        self._tickets.setdefault(ticket.ticket_id, incoming)
 
     def submit(self, plan: TransferPlan) -> Receive:
         """Take a RECEIVE plan that was checked.
@@ -196,9 +205,7 @@ class Receiver(Generic[C]):
         if taken := [block for block in receive.positions if block in incoming.planned]:
             self._give_up(receive, f"{shown_block(taken[0])} of the ticket belongs to another plan")
             return receive
-        incoming.planned |= receive.missing
-        incoming.planned_groups.add(receive.group)
-        incoming.waiting |= dict.fromkeys(receive.missing, receive)
+        incoming.plan(receive)
         self._take_parked(incoming, receive)
         self._settle(receive)  # a plan of a window may have no block
         self._check_ended(plan.peer)
@@ -207,41 +214,14 @@ class Receiver(Generic[C]):
 
     def _take_parked(self, incoming: Incoming[C], receive: Receive) -> None:
         """Copy the parked parcels of the blocks of a plan."""
-        ready: dict[int, tuple[list[int], list[int]]] = {}
+        ready = SlotCopies()
         for key in [k for k in incoming.parked if incoming.whole(k) in receive.positions]:
             slot = incoming.parked.pop(key)
-            if self._arrive(incoming, key) is None:
+            if incoming.arrive(key) is None:
                 self._drop(slot)
-                continue
-            blocks, slots = ready.setdefault(split_key(key)[0], ([], []))
-            blocks.append(key)
-            slots.append(slot)
-        for blocks, slots in ready.values():
-            self._copy(incoming, receive, blocks, slots)
-
-    def _arrive(self, incoming: Incoming[C], key: int) -> Receive | None:
-        """Note the arrival of a block, or of a range of its layers; return the plan that waits.
-
-        Returns None when no plan waits for it.
-        """
-        block = incoming.whole(key)
-        receive = incoming.waiting.get(block)
-        if receive is None or receive.failure is not None:
-            return None
-        if key != block:
-            arrived = incoming.ranges.setdefault(block, set())
-            if key in arrived:
-                return None
-            arrived.add(key)
-            if len(arrived) < self._num_ranges(incoming):
-                return receive
-        incoming.ranges.pop(block, None)
-        del incoming.waiting[block]
-        return receive
-
-    def _num_ranges(self, incoming: Incoming[C]) -> int:
-        """Return the ranges of layers in which blocks of one layout arrive; 0 without any."""
-        return max(map(incoming.num_ranges, incoming.sources.values()), default=0)
+            else:
+                ready.add(receive, key, slot, incoming.num_ranges(split_key(key)[0]))
+        self._copy_all(ready)
 
     def cancel(self, transfer_id: int, reason: str) -> bool:
         """Give up a plan; return True if it was in flight. It is reported when it is at rest."""
@@ -284,7 +264,7 @@ class Receiver(Generic[C]):
     @property
     def free_assembly_slots(self) -> int:
         """Assembly slots that no block has, and no thread writes."""
-        return len(self._free_assembly)
+        return self._assembly.num_free
 
     @property
     def in_flight(self) -> Iterable[int]:
@@ -320,13 +300,14 @@ class Receiver(Generic[C]):
             self._on_end(connection, message)
 
     def _on_open(self, connection: C, message: Open) -> None:
-        source = self._refused_or_source(message)
+        source = self._acceptance.check(message, self._tickets.get(message.ticket_id))
         if isinstance(source, Refused):
             self._counts.refused += 1
             self._port.send(connection, source)
             return
         incoming = self._tickets[message.ticket_id]
         self._counts.opened += not incoming.sources
+        self._connections.add(connection)
         sender = OpenSender(message.sender_rank, connection, source)
         incoming.senders[message.sender_rank] = sender
         incoming.sources[sender.rank] = source
@@ -341,57 +322,10 @@ class Receiver(Generic[C]):
             ),
         )
 
-    def _refused_or_source(self, message: Open) -> Refused | Source:
-        incoming = self._tickets.get(message.ticket_id)
-        reason = ""
-        if message.protocol != PROTOCOL_VERSION:
-            reason = f"the protocol is {message.protocol}; it must be {PROTOCOL_VERSION}"
-        elif incoming is None or incoming.closed:
-            reason = "the ticket is unknown, or has ended"
-        elif message.generation != incoming.ticket.generation:
-            reason = "the ticket is of another generation of the engine"
-        elif message.receiver_rank != self._rank:
-            reason = f"this is rank {self._rank}, not {message.receiver_rank}"
-        elif message.transport != self._transport:
-            reason = f"the transport is {message.transport!r}; here it is {self._transport!r}"
-        elif message.sender_rank in incoming.sources or incoming.done:
-            # Also of one that has ended: its parcels may be in assemblies.
-            reason = f"a sender of rank {message.sender_rank} has, or had, the ticket"
-        if reason:
-            return Refused(ticket_id=message.ticket_id, kind="ticket", reason=reason)
-        try:
-            source = self._source(message)
-            self._check_room(source)
-        except LayoutError as error:
-            return Refused(ticket_id=message.ticket_id, kind="layout", reason=str(error)[:1024])
-        known = [] if incoming is None else [*incoming.sources.values()]
-        if known and any(each.is_identity for each in (*known, source)):
-            # One of them has whole blocks, so that no rank of its engine has to add a part.
-            reason = "a sender of another engine has, or had, the ticket"
-            return Refused(ticket_id=message.ticket_id, kind="ticket", reason=reason)
-        return source
-
-    def _check_room(self, source: Source) -> None:
-        """Raises:
-        LayoutError: a parcel does not fit in a slot, or there are too few assembly slots.
-        """
-        parcel_bytes = max(source.parcel_bytes(group) for group in range(len(source.mappings)))
-        if parcel_bytes > self._slot_bytes:
-            raise LayoutError(
-                f"a parcel of the sender takes {parcel_bytes} bytes, a landing slot of the "
-                f"receiver {self._slot_bytes} bytes",
-                hint="send with smaller blocks than the receiver has, or with equal ones",
-            )
-        needed = max(len(mapping.receiver_blocks(0)) for mapping in source.mappings) + 1
-        if not source.is_identity and self._num_assembly < needed:
-            raise LayoutError(
-                f"the ring of the receiver has room for {self._num_assembly} blocks of another "
-                f"layout; it needs {needed}",
-                hint="raise Peers.ring_bytes of the receiver",
-            )
-
     def _on_want(self, connection: C, message: Want) -> None:
-        if self._sender(connection, message.ticket_id) is not None:
+        # Also for a ticket that has ended: the sender counts its wishes by connection, and takes
+        # back those that it has for nothing.
+        if connection in self._connections:
             self._ring.want(connection, message.parcels)
             self._grant()
 
@@ -415,6 +349,7 @@ class Receiver(Generic[C]):
         Returns:
             True if the sender may still write: call ``fenced`` when it can no more.
         """
+        self._connections.discard(connection)
         may_write = bool(self._ring.revoke(connection, may_write=self._one_sided))
         for incoming in list(self._tickets.values()):
             gone = [s.rank for s in incoming.senders.values() if s.connection == connection]
@@ -469,44 +404,46 @@ class Receiver(Generic[C]):
             else:
                 self._defer(incoming, sender, block)
         else:
-            parcel = Parcel(
-                ticket_id=message.ticket_id,
-                sender_rank=sender.rank,
-                sender_block=message.sender_block,
-                group=group,
-                slot=message.slot,
-                num_bytes=message.parcel_bytes,
-                key=parcel_key(
-                    message.ticket_id,
-                    incoming.ticket.generation,
-                    sender.rank,
-                    message.sender_block,
-                    self._rank,
-                    group,
-                ),
-                mapping=None if is_identity else source.mappings[group],
-            )
+            parcel = self._parcel(incoming, sender, message)
             if parcel.place in incoming.in_hand:
                 self._drop(message.slot)
                 return
             incoming.in_hand[parcel.place] = parcel
+            self._unplanned.note(incoming)
             self._port.verify([parcel])
+
+    def _parcel(self, incoming: Incoming[C], sender: OpenSender[C], message: Landed) -> Parcel:
+        """Return the parcel that has landed in a slot."""
+        source, group = sender.source, message.group
+        return Parcel(
+            ticket_id=message.ticket_id,
+            sender_rank=sender.rank,
+            sender_block=message.sender_block,
+            group=group,
+            slot=message.slot,
+            num_bytes=message.parcel_bytes,
+            key=parcel_key(
+                message.ticket_id,
+                incoming.ticket.generation,
+                sender.rank,
+                message.sender_block,
+                self._rank,
+                group,
+            ),
+            mapping=None if source.is_identity else source.mappings[group],
+        )
 
     def _is_useful(self, incoming: Incoming[C], rank: int, block: int) -> bool:
         """Return True for a block without a parcel that a plan waits for, or may wait for."""
         if (rank, block) in incoming.in_hand or block in incoming.parked:
             return False
-        whole = incoming.whole(block)
-        if whole in incoming.waiting:
-            return block not in incoming.ranges.get(whole, ())
-        if whole in incoming.planned:
-            return False
-        self._parking = {t: None for t in self._parking if t.parked}
-        return sum(len(t.parked) for t in self._parking) < self._ring.num_slots // 2
+        if incoming.whole(block) in incoming.planned:
+            return incoming.lacks(block)
+        return self._unplanned.has_room
 
     def verified(self, parcels: Sequence[Parcel], are_right: Sequence[bool]) -> None:
         """Take the parcels that are right; the others may be sent again. Idempotent."""
-        ready: dict[tuple[int, int], tuple[Incoming[C], Receive, list[int], list[int]]] = {}
+        ready = SlotCopies()
         to_place: list[Parcel] = []
         places: list[dict[int, int]] = []
         proven: dict[tuple[C, bytes], list[int]] = {}
@@ -521,28 +458,25 @@ class Receiver(Generic[C]):
                 self._reject(incoming, sender, parcel.slot, block, "its trailer is wrong")
                 continue
             if parcel.mapping is not None:
-                if targets := self._assembly_slots(incoming, sender, parcel):
+                if targets := incoming.begin_placing(parcel):
                     to_place.append(parcel)
                     places.append(targets)
+                else:
+                    self._drop(parcel.slot)
+                    self._answer_unplaced(incoming, sender, parcel)
                 continue
-            self._counts.parcels += 1
-            self._counts.received_bytes += parcel.num_bytes - TRAILER_BYTES
+            self._count(parcel)
             if sender is not None and not incoming.closed:
                 proven.setdefault((sender.connection, parcel.ticket_id), []).append(block)
-            if (receive := self._arrive(incoming, block)) is not None:
-                place_of = (receive.plan.transfer_id, parcel.group)
-                _, _, blocks, slots = ready.setdefault(place_of, (incoming, receive, [], []))
-                blocks.append(block)
-                slots.append(parcel.slot)
+            if (receive := incoming.arrive(block)) is not None:
+                ready.add(receive, block, parcel.slot, incoming.num_ranges(parcel.group))
             elif incoming.closed or incoming.whole(block) in incoming.planned:
                 self._drop(parcel.slot)
             else:
-                self._parking[incoming] = None
                 incoming.parked[block] = parcel.slot
         if to_place:
             self._port.place(to_place, places)
-        for incoming, receive, blocks, slots in ready.values():
-            self._copy(incoming, receive, blocks, slots)
+        self._copy_all(ready)
         for (connection, ticket_id), blocks in proven.items():
             self._tell(connection, Proven, ticket_id, blocks)
         for ticket_id in {parcel.ticket_id for parcel in parcels}:
@@ -550,43 +484,6 @@ class Receiver(Generic[C]):
         self._grant()
 
     # --- parcels of other layouts -----------------------------------------------------------------
-
-    def _assembly_slots(
-        self, incoming: Incoming[C], sender: OpenSender[C] | None, parcel: Parcel
-    ) -> dict[int, int]:
-        """Return the assembly slots of the blocks that a parcel has tokens of.
-
-        Blocks for which there is no room are left out: the parcel comes again for them. Without any
-        block, the parcel is dropped, and nothing is returned.
-        """
-        waiting = incoming.waiting_blocks(parcel.mapping, parcel.place)
-        reserved = self._reserved(incoming, parcel.place)
-        targets = []
-        for block in waiting if incoming.is_covered and not incoming.closed else ():
-            if block not in incoming.assemblies and len(self._free_assembly) > reserved:
-                incoming.assemblies[block] = Assembly(self._free_assembly.pop())
-            if block in incoming.assemblies:
-                targets.append(block)
-        if not targets:
-            self._drop(parcel.slot)
-            self._answer_unplaced(incoming, sender, parcel)
-            return {}
-        assemblies = {block: incoming.assemblies[block] for block in targets}
-        for assembly in assemblies.values():
-            assembly.placing += 1
-        incoming.placing[parcel] = assemblies
-        return {block: assembly.slot for block, assembly in assemblies.items()}
-
-    def _reserved(self, incoming: Incoming[C], place: tuple[int, int]) -> int:
-        """Return the assembly slots that a parcel must leave free.
-
-        The sender may still compute the block of a range of layers that is not the last one: half
-        of the slots remain for blocks that will be complete soon.
-        """
-        group = split_key(place[1])[0]
-        source = incoming.sources[place[0]]
-        is_early = incoming.is_range(group) and group + 1 < len(source.mappings)
-        return self._num_assembly // 2 if is_early else 0
 
     def _answer_unplaced(
         self, incoming: Incoming[C], sender: OpenSender[C] | None, parcel: Parcel
@@ -619,108 +516,42 @@ class Receiver(Generic[C]):
 
     def _defer(self, incoming: Incoming[C], sender: OpenSender[C], block: int) -> None:
         """Let the sender keep a parcel until there is room for it."""
+        self._deferred.add(incoming, (sender.rank, block))
         ticket_id = incoming.ticket.ticket_id
-        incoming.deferred[sender.rank, block] = None
-        self._deferring[ticket_id] = None
-        group, index = split_key(block)
-        self._port.send(
-            sender.connection,
-            Wrong(
-                ticket_id=ticket_id,
-                sender_blocks=[index],
-                reason="no room",
-                group=group,
-                is_busy=True,
-            ),
-        )
+        self._tell_wrong(sender.connection, ticket_id, block, "no room", is_busy=True)
 
     def _ask_again(self) -> None:
         """Ask for the parcels that were deferred, as far as there is room for them now."""
-        room = len(self._free_assembly)
-        for ticket_id in list(self._deferring):
-            incoming = self._tickets.get(ticket_id)
-            if incoming is None or not incoming.deferred:
-                del self._deferring[ticket_id]
-                continue
-            for place in list(incoming.deferred):
-                sender = incoming.senders.get(place[0])
-                if sender is None:
-                    del incoming.deferred[place]
-                    continue
-                needed = self._room_needed(incoming, sender, place)
-                if needed is None or (needed and needed > room - self._reserved(incoming, place)):
-                    continue
-                room -= needed
-                del incoming.deferred[place]
-                self._tell(sender.connection, Again, ticket_id, [place[1]])
-
-    def _room_needed(
-        self, incoming: Incoming[C], sender: OpenSender[C], place: tuple[int, int]
-    ) -> int | None:
-        """Return the assembly slots that a deferred parcel needs at least; None if it must wait."""
-        if sender.source.is_identity:
-            return 0 if incoming.whole(place[1]) in incoming.planned else None
-        mapping = sender.source.mappings[split_key(place[1])[0]]
-        blocks = incoming.waiting_blocks(mapping, place)
-        if not incoming.is_covered:
-            return None
-        if any(block in incoming.assemblies for block in blocks):
-            return 0
-        if blocks:
-            return 1
-        return None if incoming.may_be_planned(mapping, place[1]) else 0
+        for parcel in self._deferred.take():
+            self._tell(parcel.sender.connection, Again, parcel.ticket_id, [parcel.block])
 
     def placed(self, parcels: Sequence[Parcel]) -> None:
         """Note that parcels were placed; copy the blocks that are complete. Idempotent."""
-        ready: dict[int, tuple[Incoming[C], Receive, list[int], list[int]]] = {}
+        ready = SlotCopies(is_assembled=True)
         for parcel in parcels:
             incoming = self._tickets.get(parcel.ticket_id)
             assemblies = None if incoming is None else incoming.placing.pop(parcel, None)
             if incoming is None or assemblies is None:
                 continue
             self._ring.free(parcel.slot)
-            self._counts.parcels += 1
-            self._counts.received_bytes += parcel.num_bytes - TRAILER_BYTES
-            for block, assembly in assemblies.items():
-                assembly.placing -= 1
-                assembly.placed.add(parcel.place)
-                if assembly.is_dropped:
-                    self._free_assembly_slot(assembly)
-                elif not assembly.placing and incoming.is_complete(block, assembly):
-                    receive = incoming.waiting.pop(block)
-                    del incoming.assemblies[block]
-                    entry = ready.setdefault(receive.plan.transfer_id, (incoming, receive, [], []))
-                    entry[2].append(block)
-                    entry[3].append(assembly.slot)
+            self._count(parcel)
+            for block, slot, receive in incoming.place(parcel, assemblies):
+                ready.add(receive, block, slot)
             sender = incoming.senders.get(parcel.sender_rank)
             self._answer_unplaced(incoming, sender, parcel)  # if more blocks wait for it
-        for incoming, receive, blocks, slots in ready.values():
-            self._copy(incoming, receive, blocks, slots, is_assembled=True)
+        self._copy_all(ready)
         for ticket_id in {parcel.ticket_id for parcel in parcels}:
             self._check_ended(ticket_id)
         self._ask_again()
         self._grant()
 
-    def _free_assembly_slot(self, assembly: Assembly) -> None:
-        """Free the slot of a dropped assembly, when no thread writes it. Idempotent."""
-        assembly.is_dropped = True
-        if not assembly.placing and assembly.slot >= 0:
-            slot, assembly.slot = assembly.slot, -1
-            self._free_assembly.append(slot)
+    def _count(self, parcel: Parcel) -> None:
+        self._counts.parcels += 1
+        self._counts.received_bytes += parcel.num_bytes - TRAILER_BYTES
 
-    def _copy(
-        self,
-        incoming: Incoming[C],
-        receive: Receive,
-        blocks: list[int],
-        slots: list[int],
-        *,
-        is_assembled: bool = False,
-    ) -> None:
-        is_range = incoming.is_range(split_key(blocks[0])[0])
-        num_ranges = self._num_ranges(incoming) if is_range else 0
-        copy = SlotCopy(receive, blocks, slots, num_ranges=num_ranges, is_assembled=is_assembled)
-        self._port.copy(copy)
+    def _copy_all(self, copies: SlotCopies) -> None:
+        for copy in copies:
+            self._port.copy(copy)
 
     def admit(self, copy: SlotCopy) -> bool:
         """Return True if a copy is to be begun; called by the port before it begins. Idempotent.
@@ -742,7 +573,7 @@ class Receiver(Generic[C]):
         copy.slots = []
         for slot in slots:
             if copy.is_assembled:
-                self._free_assembly.append(slot)
+                self._assembly.free(slot)
             else:
                 self._ring.free(slot)
         if copy in receive.copies:
@@ -762,13 +593,7 @@ class Receiver(Generic[C]):
         receive.give_up(reason)
         incoming = self._tickets.get(receive.plan.peer)
         if incoming is not None:
-            for block in receive.positions:
-                if incoming.waiting.get(block) is receive:
-                    del incoming.waiting[block]
-                    incoming.ranges.pop(block, None)
-                    assembly = incoming.assemblies.pop(block, None)
-                    if assembly is not None:
-                        self._free_assembly_slot(assembly)
+            incoming.withdraw(receive)
         self._settle(receive)
 
     def _end_ticket(self, incoming: Incoming[C], reason: str) -> None:
@@ -782,7 +607,6 @@ class Receiver(Generic[C]):
             self._give_up(receive, incoming.closed)
         while incoming.parked:
             self._drop(incoming.parked.popitem()[1])
-        self._parking.pop(incoming, None)
         incoming.deferred.clear()
         self._forget(incoming)
         self._ask_again()
@@ -816,9 +640,9 @@ class Receiver(Generic[C]):
 
     def _forget(self, incoming: Incoming[C]) -> None:
         """Forget a ticket that has ended, when it has neither a plan nor a parcel any more."""
-        busy = incoming.receives or incoming.in_hand or incoming.placing
-        if incoming.closed and not busy:
+        if incoming.closed and not incoming.has_transfers:
             self._tickets.pop(incoming.ticket.ticket_id, None)
+            self._unplanned.forget(incoming)
 
     def _drop(self, slot: int) -> None:
         self._counts.dropped += 1
@@ -837,23 +661,21 @@ class Receiver(Generic[C]):
             reason = f"{shown_block(block)} arrived wrong {times} times: {why}"
             self.close_ticket(incoming.ticket.ticket_id, reason)
             return
-        group, index = split_key(block)
-        message = Wrong(
-            ticket_id=incoming.ticket.ticket_id, sender_blocks=[index], reason=why, group=group
-        )
-        self._port.send(sender.connection, message)
+        self._tell_wrong(sender.connection, incoming.ticket.ticket_id, block, why)
 
     def _answer_wrong(self, connection: C, message: Landed, why: str) -> None:
         if self._sender(connection, message.ticket_id) is not None:
-            self._port.send(
-                connection,
-                Wrong(
-                    ticket_id=message.ticket_id,
-                    sender_blocks=[message.sender_block],
-                    reason=why,
-                    group=message.group,
-                ),
-            )
+            block = block_key(message.group, message.sender_block)
+            self._tell_wrong(connection, message.ticket_id, block, why)
+
+    def _tell_wrong(
+        self, connection: C, ticket_id: bytes, block: int, why: str, *, is_busy: bool = False
+    ) -> None:
+        group, index = split_key(block)
+        message = Wrong(
+            ticket_id=ticket_id, sender_blocks=[index], reason=why, group=group, is_busy=is_busy
+        )
+        self._port.send(connection, message)
 
     def _sender(self, connection: C, ticket_id: bytes) -> OpenSender[C] | None:
         """Return the sender of a ticket on a connection; None if it has not opened the ticket."""
@@ -880,8 +702,8 @@ class Receiver(Generic[C]):
             return
         self._tickets.clear()
         self._ring.reclaim()
-        if len(self._free_assembly) != self._num_assembly:
-            self._free_assembly = list(range(self._num_assembly))
+        self._assembly.reclaim()
+        self._unplanned.reclaim()
         self._grant()
 
     def violations(self) -> list[str]:
@@ -894,30 +716,20 @@ class Receiver(Generic[C]):
         if landed != used:
             problems.append(f"{landed} slots have parcels, but tickets and copies have {used}")
         assembling = sum(len(copy.slots) for copy in copies if copy.is_assembled)
-        assemblies = {id(a): a for t in tickets for a in t.assemblies.values()}
-        assemblies |= {id(a): a for t in tickets for p in t.placing.values() for a in p.values()}
-        assembling += sum(assembly.slot >= 0 for assembly in assemblies.values())
-        free = self._free_assembly
-        if len(set(free)) != len(free) or len(free) + assembling != self._num_assembly:
-            problems.append(
-                f"{assembling} assembly slots are used and {len(free)} free, of "
-                f"{self._num_assembly}: {sorted(free)}"
-            )
+        assembling += sum(len(incoming.slots_used()) for incoming in tickets)
+        problems += self._assembly.violations(assembling)
+        problems += self._deferred.violations(tickets)
+        problems += self._unplanned.violations(tickets)
+        problems += [problem for incoming in tickets for problem in incoming.violations()]
         problems += [
             f"plan {transfer_id} is at rest, but was not reported"
             for transfer_id, receive in self._receives.items()
             if receive.at_rest
         ]
         problems += [
-            f"ranges of block {block} are noted, but no plan waits for it"
-            for incoming in tickets
-            for block in incoming.ranges
-            if block not in incoming.waiting
-        ]
-        problems += [
             f"ticket {ticket_id.hex()} has ended, but is kept"
             for ticket_id, incoming in self._tickets.items()
-            if incoming.closed and not (incoming.receives or incoming.in_hand or incoming.placing)
+            if incoming.closed and not incoming.has_transfers
         ]
         return problems
 

@@ -4,8 +4,8 @@
 
     plan ─► held (its step is open) ─► ready ─► Want
     Credit ─► outgoing slot ─► copy from the device ─► seal ─► write ─► Proven ─► slot free
-                                                         ▲               └► Wrong
-                                                         └─── next credit ───┘
+         ▲                                                               ├► Wrong
+         └──────────────── slot free, next credit ───────────────────────┘
     A receiver of another layout gets a part of the block, cut out of a second slot before the seal.
 
 A parcel takes an outgoing slot only when it has a credit, so a receiver that stalls holds no more
@@ -71,7 +71,6 @@ class Parcel(Generic[C]):
         slot: its outgoing slot; None before it has one, and after the slot was freed.
         block_slot: slot of the whole block that the parcel is cut out of; None if it is the block.
         credit: landing slot that it is written to.
-        sealed: the slot has the payload and the trailer.
         busy: a copy, a thread or the transport uses the slot.
         proven: the receiver has acknowledged it.
         dropped: nothing of it is sent any more.
@@ -88,7 +87,6 @@ class Parcel(Generic[C]):
         self.block_slot: int | None = None
         self.credit: SlotCredit | None = None
         self.tries = 0
-        self.sealed = False
         self.busy = False
         self.proven = False
         self.dropped = False
@@ -541,7 +539,7 @@ class Sender(Generic[C]):
                 continue
             if message.is_busy:
                 parcel.deferred = True
-                self._defer(parcel)
+                self._free_slot(parcel)
                 continue
             if parcel.tries >= MAX_TRIES:
                 times = f"{parcel.tries} times: {message.reason}"
@@ -565,15 +563,13 @@ class Sender(Generic[C]):
             if not parcel.busy:
                 self._again(parcel)
 
-    def _defer(self, parcel: Parcel[C]) -> None:
-        """Free the slot of a parcel that the receiver has no room for, unless it is in use."""
-        if not parcel.busy:
-            parcel.sealed = False
-            self._free_slot(parcel)
-
     def _again(self, parcel: Parcel[C]) -> None:
-        """Write a parcel once more, with the next credit."""
+        """Copy and write a parcel once more, with the next credit.
+
+        It keeps no outgoing slot until then: those before it in line may wait for the slot.
+        """
         parcel.again = False
+        self._free_slot(parcel)
         self._counts.retries += 1
         self._want(parcel.way, parcel.send.plan.peer, [parcel])
         self._pump(parcel.way)
@@ -600,41 +596,26 @@ class Sender(Generic[C]):
     def _pump(self, way: _Way[C]) -> None:
         """Begin to send as many parcels as there are credits and outgoing slots."""
         fills: dict[tuple[Send, int], list[Parcel[C]]] = {}
-        sealed: list[Parcel[C]] = []
         while self._may_take(way):
             parcel = way.waiting.popleft()
-            needed = self._slots_needed(parcel)
             parcel.credit = way.credits.popleft()
             parcel.tries += 1
             parcel.busy = True
-            if needed:
-                parcel.slot = self._free.pop()
-                way.slots += needed
-            if needed == 2:
+            parcel.slot = self._free.pop()
+            if not parcel.mapping.parcel_is_block:
                 parcel.block_slot = self._free.pop()
-            if parcel.sealed:
-                sealed.append(parcel)
-            else:
-                fills.setdefault((parcel.send, parcel.group), []).append(parcel)
+            way.slots += _slots_needed(parcel)
+            fills.setdefault((parcel.send, parcel.group), []).append(parcel)
         for (send, group), parcels in fills.items():
             self._port.fill(SlotFill(send, group, parcels))
-        if sealed:
-            self._port.write(way.connection, sealed)
         self._return_spare(way)
 
     def _may_take(self, way: _Way[C]) -> bool:
         """Return True if there are a credit and outgoing slots for the next parcel of a way."""
         if not way.credits or not way.waiting:
             return False
-        needed = self._slots_needed(way.waiting[0])
         most = max(self._num_slots // 2, 1)  # a receiver that stalls leaves slots for the others
-        return not needed or (len(self._free) >= needed and way.slots < most)
-
-    def _slots_needed(self, parcel: Parcel[C]) -> int:
-        """Return the outgoing slots that a parcel takes with its next credit."""
-        if parcel.slot is not None:
-            return 0
-        return 1 if parcel.mapping.parcel_is_block else 2
+        return len(self._free) >= _slots_needed(way.waiting[0]) and way.slots < most
 
     def _return_spare(self, way: _Way[C]) -> None:
         """Give back the credits, and the wishes for them, that no parcel waits for."""
@@ -675,7 +656,6 @@ class Sender(Generic[C]):
     def sealed(self, parcels: Sequence[Parcel[C]]) -> None:
         """Write parcels whose trailers are there."""
         for parcel in parcels:
-            parcel.sealed = True
             self._free_block_slot(parcel)
         ready: dict[C, list[Parcel[C]]] = {}
         for parcel in self._continue(parcels):
@@ -694,7 +674,7 @@ class Sender(Generic[C]):
             elif parcel.again:
                 self._again(parcel)
             elif parcel.deferred:
-                self._defer(parcel)
+                self._free_slot(parcel)
         self._pump_all()
 
     def _continue(self, parcels: Sequence[Parcel[C]]) -> list[Parcel[C]]:
@@ -831,6 +811,11 @@ class Sender(Generic[C]):
             if send.at_rest
         ]
         return problems
+
+
+def _slots_needed(parcel: Parcel[Any]) -> int:
+    """Return the outgoing slots that a parcel takes with its credit."""
+    return 1 if parcel.mapping.parcel_is_block else 2
 
 
 def _keys_of(message: Proven | Wrong | Again) -> list[int]:

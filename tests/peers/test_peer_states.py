@@ -182,6 +182,45 @@ def test_blocks_are_put_together_with_few_slots(seed, landing, outgoing):
     world.finish()
 
 
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(("landing", "outgoing"), [(1, 1), (2, 8), (3, 8), (6, 8), (8, 2)])
+def test_layers_ahead_of_the_plans_leave_slots_for_the_others(landing, outgoing, seed):
+    """Layers of all blocks of a prompt are sent at once; the receiver has few plans at a time."""
+    world = World(seed, senders=1, landing=landing, outgoing=outgoing)
+    (sender,) = world.senders
+    num_blocks = 20
+    ticket = world.expect(num_blocks)
+    received = [world.receive(ticket, [block]) for block in range(2)]
+    world.open(sender, ticket)
+    world.run()
+    sender.marks.add(1)
+    world.send(sender, ticket, range(num_blocks), 1, ranges=(0, 1), mark=1)
+    world.send(sender, ticket, range(num_blocks), ranges=(1, RANGES))
+    while world.step():
+        world.check()
+        if received[-2] in world.reports and len(received) < num_blocks:
+            received.append(world.receive(ticket, [len(received)]))
+    assert [world.reports.get(each) for each in received] == [(1, None)] * num_blocks
+    world.finish()
+
+
+def test_parcel_that_is_sent_again_keeps_no_slot_that_others_wait_for():
+    world = World(1, senders=1, landing=2, outgoing=1)
+    ticket = world.expect(2)
+    received = world.receive(ticket, [0, 1])
+    world.open(world.senders[0], ticket)
+    world.run()
+    world.send(world.senders[0], ticket, [0, 1])
+    world.corruptions = 1.0
+    while not any(parcel is not None for _, parcel in world.wires[0].to_receiver):
+        world.run_job_or_reply()
+    world.corruptions = 0.0
+    world.run()
+    assert world.senders[0].logic.counts().retries == 1
+    assert world.reports[received] == (2, None)
+    world.finish()
+
+
 def test_assembly_slot_of_a_cancelled_plan_is_not_reused_while_a_thread_writes_it():
     world = World(1, landing=3, mapping=SPLIT)
     receiver = world.receiver.logic
@@ -222,6 +261,24 @@ def test_parcel_of_another_ticket_never_verifies():
     assert world.receiver.logic.counts().wrong == 2
     assert world.senders[0].logic.counts().retries == 2
     assert [world.reports[i] for i in received] == [(1, None), (1, None)]
+    world.finish()
+
+
+def test_wishes_of_a_ticket_that_has_ended_take_none_from_others():
+    """The receiver closes a ticket while its sender asks for credits: those of the other ticket,
+    on the same connection, still come."""
+    world = World(1, senders=1, landing=1)
+    (sender,) = world.senders
+    ended, other = world.expect(4), world.expect(6)
+    received = world.receive(other, range(6))
+    for ticket in (ended, other):
+        world.open(sender, ticket)
+    world.run()
+    world.send(sender, other, range(6))
+    world.receiver.logic.close_ticket(ended.ticket_id, "closed")
+    world.send(sender, ended, range(4))
+    world.run()
+    assert world.reports[received] == (6, None)
     world.finish()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from aiokv.peers.arrivals import Source
 from aiokv.peers.messages import Done, Landed, Refused
 from tests.peers.world import EQUAL, GROUPS, PARCEL_BYTES, RANGES, SPLIT, World
 
@@ -141,10 +140,7 @@ def test_engines_of_different_layouts_do_not_share_a_ticket(ranks):
     """The blocks of one are whole, those of the other are put together: some would be lost."""
     world = World(0, landing=8, senders=3, mapping=SPLIT)
     receiver = world.receiver.logic
-    layouts = {0: EQUAL, 1: SPLIT, 2: EQUAL}
-    receiver._source = lambda message: Source(
-        (layouts[message.sender_rank],) * GROUPS, message.sender_rank, 4
-    )
+    world.mappings = {0: EQUAL, 1: SPLIT, 2: EQUAL}
     ticket = world.expect(1)
     for rank in ranks:
         sender = world.senders[rank]
@@ -156,3 +152,21 @@ def test_engines_of_different_layouts_do_not_share_a_ticket(ranks):
     assert isinstance(second, Refused)
     assert "of another engine" in second.reason
     assert receiver.counts().tickets == 1
+
+
+def test_parcels_in_hand_of_a_ticket_that_has_ended_take_their_slots_until_they_are_verified():
+    """Otherwise the unplanned parcels of other tickets could take all landing slots."""
+    world = World(0, landing=4)
+    verify, in_hand = world.receiver.verify, []
+    world.receiver.verify = in_hand.extend  # a thread that is slow
+    for sender in world.senders:
+        ticket = world.expect(2)
+        world.open(sender, ticket)
+        world.run()
+        world.send(sender, ticket, [0, 1])
+        world.run()
+        assert len(in_hand) == 2
+        world.receiver.logic.close_ticket(ticket.ticket_id, "closed")
+    world.receiver.verify = verify
+    verify(in_hand)
+    world.finish()

@@ -19,9 +19,12 @@ from aiokv.peers.arrivals import Source
 from aiokv.peers.messages import (
     PROTOCOL_VERSION,
     Accepted,
+    Credit,
     Landed,
     Open,
     Refused,
+    Return,
+    Want,
     block_key,
     split_key,
 )
@@ -114,6 +117,7 @@ class Wire:
         self.to_receiver: deque[tuple[Any, Contents | None]] = deque()
         self.to_sender: deque[Any] = deque()
         self.landing: tuple[Landed, Contents, bool] | None = None
+        self.wanted = 0  # credits that the sender waits for
         self.is_cut = False
         self.told = [False, False]  # receiver and sender know the end
 
@@ -141,14 +145,13 @@ class ReceiverSide(Side):
         # (rank, half of the tokens, range of layers) -> value; what an earlier block left stays
         # until overwritten.
         self.assembly: list[dict[tuple[int, int, int], Any]] = [{} for _ in range(num_slots)]
+        self.ring: LandingRing[Wire] = LandingRing(num_slots)
         self.logic: Receiver[Wire] = Receiver(
             self,
-            LandingRing(num_slots),
+            self.ring,
             rank=0,
             slot_bytes=PARCEL_BYTES,
-            source=lambda message: Source(
-                (world.mapping,) * (GROUPS + RANGES), message.sender_rank, 4
-            ),
+            source=lambda message: world.source(message.sender_rank),
             covers=lambda ranks: world.mapping is EQUAL or set(ranks) == {0, 1},
             group=group_of,
             num_pools=GROUPS,
@@ -242,8 +245,13 @@ class SenderSide(Side):
         return plan.after_step > self.closed_step and plan.mark not in self.marks
 
     def send(self, connection: Wire, message: Any) -> None:
-        if not connection.is_cut:
-            connection.to_receiver.append((message, None))
+        if connection.is_cut:
+            return
+        connection.to_receiver.append((message, None))
+        if isinstance(message, Want):
+            connection.wanted += message.parcels
+        elif isinstance(message, Return):
+            connection.wanted -= message.unwanted
 
     def fill(self, fill: Any) -> None:
         if not self.logic.admit(fill):
@@ -316,6 +324,7 @@ class World:
         mapping: Any = EQUAL,
     ) -> None:
         self.mapping = mapping
+        self.mappings: dict[int, Any] = {}  # by sender rank, where another one is used
         self.random = random.Random(seed)
         self.copy_failures = 0.0
         self.corruptions = 0.0
@@ -335,6 +344,11 @@ class World:
         self.plans: dict[int, TransferPlan] = {}
         self._ids = count(1)
         self._blocks = count()
+
+    def source(self, rank: int) -> Source:
+        """Return the blocks of a sender rank."""
+        mapping = self.mappings.get(rank, self.mapping)
+        return Source((mapping,) * (GROUPS + RANGES), rank, 4)
 
     # --- memory and reports ---------------------------------------------------------------------
 
@@ -522,9 +536,11 @@ class World:
         self._deliver_to_receiver(self.wires[wire])
 
     def run(self) -> None:
-        """Run until nothing is left to do."""
+        """Run until nothing is left to do; then the receiver knows all wishes for credits."""
         while self.step():
             self.check()
+        wanted = sum(wire.wanted for wire in self.wires if not wire.is_cut)
+        assert self.receiver.ring.statistics().wanted >= wanted
 
     def _run_job(self, index: int) -> None:
         self.jobs.pop(index)()
@@ -554,6 +570,8 @@ class World:
             target = Target(wire, (self.mapping,) * (GROUPS + RANGES))
             sender.logic.add_ticket(ticket, self.now + ticket.timeout_seconds, {0: target})
         elif not isinstance(message, Refused):
+            if isinstance(message, Credit):
+                wire.wanted = max(wire.wanted - len(message.slots), 0)
             sender.logic.on_message(wire, message)
 
     def _tell_end(self, wire: Wire) -> None:
@@ -572,12 +590,31 @@ class World:
         for sender in self.senders:
             assert sender.logic.violations() == []
 
+    def check_stuck(self) -> None:
+        """Assert that plans are in flight only for want of a plan, or of blocks, of the other side.
+
+        Nothing is left to do. Blocks that are put together may also wait for room.
+        """
+        if self.mapping is not EQUAL:
+            return
+        wanted = {
+            (plan.peer, plan.group, block)
+            for plan in self.plans.values()
+            if plan.route == RECEIVE
+            for block in plan.source_ids.tolist()
+        }
+        for plan in self.plans.values():
+            if plan.route == SEND and plan.transfer_id not in self.reports:
+                sent = {(plan.peer, plan.group, block) for block in plan.source_ids.tolist()}
+                assert sent - wanted, f"transfer {plan.transfer_id} waits for nothing"
+
     def finish(self) -> None:
         """End everything, and assert that nothing is left."""
         for sender in self.senders:
             sender.closed_step = 1 << 30
             sender.logic.release_held()
         self.run()
+        self.check_stuck()
         self.now += 1e9
         self.receiver.logic.expire(self.now)
         for sender in self.senders:

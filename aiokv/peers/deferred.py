@@ -1,0 +1,80 @@
+"""DeferredParcels: parcels that senders keep until the receiver has room for them. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Iterator
+
+    from aiokv.peers.assembly import AssemblySlots
+    from aiokv.peers.incoming import Incoming, OpenSender
+
+C = TypeVar("C", bound="Hashable")  # a connection
+
+
+class DeferredParcel(NamedTuple, Generic[C]):
+    """A parcel that its sender may send again.
+
+    Attributes:
+        ticket_id: of its ticket.
+        sender: rank that has the parcel.
+        block: of the sender, by ``block_key``.
+    """
+
+    ticket_id: bytes
+    sender: OpenSender[C]
+    block: int
+
+
+class DeferredParcels(Generic[C]):
+    """Deferred parcels of all tickets of one rank, in order.
+
+    Each ticket with deferred parcels is listed; those without are removed when they are met.
+
+    Args:
+        slots: assembly slots of the rank.
+    """
+
+    def __init__(self, slots: AssemblySlots) -> None:
+        self._slots = slots
+        self._tickets: dict[Incoming[C], None] = {}
+
+    def add(self, incoming: Incoming[C], place: tuple[int, int]) -> None:
+        """Add a parcel, by rank and block of the sender."""
+        incoming.deferred[place] = None
+        self._tickets[incoming] = None
+
+    def take(self) -> Iterator[DeferredParcel[C]]:
+        """Remove, and yield, the parcels for which there is room now.
+
+        Parcels of senders that have ended are removed, too.
+        """
+        room = self._slots.num_free
+        for incoming in list(self._tickets):
+            if not incoming.deferred:
+                del self._tickets[incoming]
+                continue
+            for place in list(incoming.deferred):
+                sender = incoming.senders.get(place[0])
+                if sender is None:
+                    del incoming.deferred[place]
+                    continue
+                needed = incoming.slots_needed(sender.source, place)
+                if needed is None or (needed and needed > room - incoming.reserved(place)):
+                    continue
+                room -= needed
+                del incoming.deferred[place]
+                yield DeferredParcel(incoming.ticket.ticket_id, sender, place[1])
+
+    def violations(self, tickets: Iterable[Incoming[C]]) -> list[str]:
+        """Return a description of each violated invariant.
+
+        Args:
+            tickets: all tickets of the rank.
+        """
+        return [
+            f"ticket {incoming.ticket.ticket_id.hex()} has deferred parcels, but is not listed"
+            for incoming in tickets
+            if incoming.deferred and incoming not in self._tickets
+        ]

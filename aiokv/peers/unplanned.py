@@ -1,0 +1,61 @@
+"""UnplannedParcels: landing slots with parcels of blocks that no plan has asked for yet. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from aiokv.peers.incoming import Incoming
+
+
+class UnplannedParcels:
+    """Unplanned parcels of all tickets of one rank, which have no more than half of the slots.
+
+    The other half lets blocks that have a plan arrive.
+
+    Args:
+        num_slots: landing slots of the rank.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._most = num_slots // 2
+        self._tickets: dict[Incoming[Any], None] = {}  # all that have some, and others
+
+    def note(self, incoming: Incoming[Any]) -> None:
+        """Note that a ticket may have unplanned parcels from now on."""
+        self._tickets[incoming] = None
+
+    def forget(self, incoming: Incoming[Any]) -> None:
+        """Note that a ticket has none, and will have none. Idempotent."""
+        self._tickets.pop(incoming, None)
+
+    def reclaim(self) -> None:
+        """Forget all tickets, which have ended."""
+        self._tickets.clear()
+
+    @property
+    def has_room(self) -> bool:
+        """True if one more landing slot may have an unplanned parcel."""
+        counts = {incoming: incoming.num_unplanned for incoming in self._tickets}
+        self._tickets = {incoming: None for incoming, count in counts.items() if count}
+        return sum(counts.values()) < self._most
+
+    def violations(self, tickets: Iterable[Incoming[Any]]) -> list[str]:
+        """Return a description of each violated invariant.
+
+        Args:
+            tickets: all tickets of the rank.
+        """
+        counts = {incoming: incoming.num_unplanned for incoming in tickets}
+        problems = [
+            f"ticket {incoming.ticket.ticket_id.hex()} has unplanned parcels, but is not noted"
+            for incoming, count in counts.items()
+            if count and incoming not in self._tickets
+        ]
+        if (found := sum(counts.values())) > self._most:
+            problems.append(
+                f"{found} slots have parcels that no plan waits for; at most {self._most} may"
+            )
+        return problems
