@@ -37,7 +37,7 @@ class MooncakeCluster:
         program = str(Path(sys.executable).parent / "mooncake_master")
         self.master = Server(
             lambda port: [
-                program, "-rpc_address=127.0.0.1", f"-rpc_port={port}", "-client_ttl=2",
+                program, "-rpc_address=127.0.0.1", f"-rpc_port={port}", "-client_ttl=5",
                 "-metrics_host=127.0.0.1", f"-metrics_port={metrics_port}",
             ],
             folder / "master.log",
