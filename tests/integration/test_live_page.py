@@ -18,6 +18,8 @@ import uvicorn
 from aiokv import CacheConfig, CacheEngine, WindowGroup
 from aiokv.observe.asgi import asgi
 from aiokv.testing import ScriptedStore
+from aiokv.testing.loops import PATIENCE_SECONDS
+from tests.harness.patience import STORE_OPTIONS
 from tests.harness.served import Served, begin
 from tests.peers.engines import Side, prompt
 
@@ -67,7 +69,7 @@ class Watched:
 
     async def becomes(self, condition: str) -> None:
         """Wait until a condition holds; the page's policy forbids ``wait_for_function``."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not await self.page.evaluate(condition):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
@@ -137,7 +139,7 @@ async def served_page(engines: CacheEngine | dict[str, CacheEngine]) -> AsyncIte
 
 async def test_the_page_follows_the_running_demo(tmp_path: Path):
     store = Path("/tmp/kv") if PICTURE else tmp_path
-    options = ("--pressure-blocks", "116", "--store", f"disk:{store}?bytes=64MiB")
+    options = ("--pressure-blocks", "116", "--store", f"disk:{store}?bytes=64MiB&{STORE_OPTIONS}")
     async with demo(*options) as url, opened(url) as watched:
         page = watched.page
         await watched.becomes("document.querySelector('#ready').textContent === 'ready'")
@@ -234,7 +236,7 @@ async def test_the_page_shows_what_was_exchanged_with_peers():
     async with Side() as decode, Side(listen=None) as prefill, served_page(decode.engine) as url:
         lease = decode.engine.match(tokens)
         await lease.allocate(len(tokens))
-        async with lease.receive(timeout=60) as receiving:
+        async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
             await asyncio.gather(prefill.prefill(tokens, receiving.ticket), receiving.wait())
         lease.release()
         async with opened(url) as watched:

@@ -13,6 +13,7 @@ import pytest
 
 from aiokv import BrokenEngineError, CacheConfig, ClosedError, ConfigError, UsageError
 from aiokv.sync import SyncEngine
+from tests.harness.patience import PROGRAM_SECONDS
 
 ALL = 32
 ROOT = Path(__file__).parents[2]
@@ -138,7 +139,7 @@ def run_program(case, folder):
         env=os.environ,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PROGRAM_SECONDS,
     )
 
 
