@@ -48,7 +48,9 @@ TOKENS = list(range(7))
 @asynccontextmanager
 async def browser() -> AsyncIterator[Browser]:
     async with playwright.async_playwright() as tools:
-        made = await tools.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        made = await tools.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"], timeout=1000 * PATIENCE_SECONDS
+        )
         try:
             yield made
         finally:
@@ -56,16 +58,25 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 class Watched:
-    """A page whose complaints and requests are recorded."""
+    """A page whose complaints and requests are recorded.
+
+    A request for new figures that the page gives up, after 5 s, is no complaint: the next one
+    follows, and without any answer a test does not see what it waits for.
+    """
 
     def __init__(self, page: Page) -> None:
         self.page = page
+        page.set_default_timeout(1000 * PATIENCE_SECONDS)
         self.complaints: list[str] = []
         self.asked: list[str] = []
         page.on("console", lambda message: self.complaints.append(message.text))
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on("requestfailed", lambda request: self.complaints.append(request.url))
+        page.on("requestfailed", lambda request: self._note_failure(request.url))
         page.on("request", lambda request: self.asked.append(request.url))
+
+    def _note_failure(self, url: str) -> None:
+        if "/live?" not in url:
+            self.complaints.append(url)
 
     async def becomes(self, condition: str) -> None:
         """Wait until a condition holds; the page's policy forbids ``wait_for_function``."""

@@ -174,13 +174,20 @@ class Cluster:
         return len(lines) == 6 and not any(b"handshake" in line for line in lines)
 
     def master_of(self, name: bytes) -> RedisServer:
-        """Return the server that is the master of a key."""
-        for server in self.servers:
-            if server.is_master():
-                with contextlib.suppress(redis.RedisError):
-                    server.command("EXISTS", name)
-                    return server
-        raise AssertionError(f"no master serves {name!r}")
+        """Return the server that is the master of a key, as soon as it serves."""
+        serving: list[RedisServer] = []
+
+        def is_found() -> bool:
+            for server in self.servers:
+                if server.is_master():
+                    with contextlib.suppress(redis.RedisError):
+                        server.command("EXISTS", name)
+                        serving.append(server)
+                        return True
+            return False
+
+        until(is_found)
+        return serving[0]
 
     def replica_of(self, master: RedisServer) -> RedisServer:
         """Return a server that replicates another one."""
