@@ -14,13 +14,13 @@ import uvloop
 
 from aiokv.testing import clocked_loop
 from aiokv.testing.leftovers import open_descriptors, running_threads
+from aiokv.testing.loops import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
     LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
-ENDING_SECONDS = 5.0  # for a thread to end that has done its work
 _loops: list[asyncio.AbstractEventLoop] = []
 _loop_errors: list[dict[str, Any]] = []
 
@@ -107,7 +107,7 @@ def no_leaks() -> Iterator[None]:
     _loops.clear()
     gc.collect()
     # A thread whose work has ended may not have been removed from the list of threads yet.
-    deadline = time.monotonic() + ENDING_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while (threads := running_threads() - before[0]) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not threads, f"threads left: {threads}"

@@ -30,6 +30,7 @@ from aiokv.connectors.fastdeploy import (
     PrefixCacheManager,
 )
 from aiokv.ranks import RankGroup
+from aiokv.testing.loops import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -209,7 +210,7 @@ class Worker:
                 work.append((task, total - 1, total))
         for layer in range(LAYERS):
             if counter is not None:
-                assert counter.wait_for_layer(layer, timeout=30.0)
+                assert counter.wait_for_layer(layer, timeout=PATIENCE_SECONDS)
             for task, first, last in work:
                 self._compute(task, layer, first, last)
         for task, _, last in work:
@@ -497,7 +498,7 @@ class Server:
 
     def drain(self) -> None:
         engine = self.manager.engine
-        engine.call(engine.cache.drain, timeout=30.0)
+        engine.call(engine.cache.drain, timeout=PATIENCE_SECONDS)
 
 
 class Backend:
@@ -633,4 +634,4 @@ class Cluster:
             if batch.has_pending_work:
                 self.sent_batches += 1
                 self.empty_batches += not len(batch)
-                self.batches.put(pickle.dumps(batch), timeout=30.0)
+                self.batches.put(pickle.dumps(batch), timeout=PATIENCE_SECONDS)

@@ -11,6 +11,7 @@ import pytest
 from aiokv import TransferError, UsageError
 from aiokv.connectors.fastdeploy import LayerSwapTimeoutError, prefix
 from aiokv.testing import ScriptedDevice
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.connectors.fastdeploy_server import BLOCK, Cluster, Request, Server, next_token
 
 POLICIES = ("write_through", "write_through_selective", "write_back")
@@ -197,9 +198,9 @@ def test_failed_onload_reaches_a_worker_that_gets_the_batch_late():
         server.drain()
         counter = controller.submit_swap_tasks(None, late.cache_swap_metadata[0])
         with pytest.raises(TransferError):
-            counter.wait_all(timeout=30.0)
+            counter.wait_all(timeout=PATIENCE_SECONDS)
         counter = controller.submit_swap_tasks(None, other.cache_swap_metadata[0])
-        assert counter.wait_all(timeout=30.0)
+        assert counter.wait_all(timeout=PATIENCE_SECONDS)
         manager.request_finish(late)
         manager.request_finish(other)
 
@@ -218,14 +219,14 @@ def test_layer_that_does_not_arrive_in_time_is_a_timeout():
         batch = scheduler.schedule()
         counter = server.worker.controller.submit_swap_tasks(None, batch.cache_swap_metadata)
         assert server.worker.controller.swap_layer_done_counter is counter
-        assert counter.wait_for_layer(0, timeout=30.0)
+        assert counter.wait_for_layer(0, timeout=PATIENCE_SECONDS)
         assert not counter.is_all_done()
         with pytest.raises(LayerSwapTimeoutError, match="layer 1 did not arrive within"):
             counter.wait_for_layer(1, timeout=0.0)
         with pytest.raises(UsageError, match="layer_idx is 2"):
             counter.wait_for_layer(2)
         gate.open()
-        assert counter.wait_all(timeout=30.0)
+        assert counter.wait_all(timeout=PATIENCE_SECONDS)
         assert counter.is_all_done()
         assert counter.get_layer_wait_time(1) >= 0.0
         assert set(counter.get_all_layer_times()) == {0, 1}

@@ -22,6 +22,7 @@ from aiokv.connectors.fastdeploy import (
 from aiokv.connectors.fastdeploy import manager as manager_module
 from aiokv.sync import Calls
 from aiokv.testing import ScriptedDevice
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.connectors.fastdeploy_server import (
     BLOCK,
     Request,
@@ -30,6 +31,7 @@ from tests.connectors.fastdeploy_server import (
     regions_of,
     tensors,
 )
+from tests.harness.patience import STORE_OPTIONS
 
 
 @contextmanager
@@ -240,7 +242,7 @@ def test_b4_3_all_blocks_of_a_tier_are_freed_at_once():
     with opened(8, 8, write_policy="write_through") as manager:
         serve(manager, "a", prompt(1, 3))
         start(manager, Request("b", prompt(2, 2)))
-        manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+        manager.engine.call(manager.engine.cache.drain, timeout=PATIENCE_SECONDS)
         assert manager.num_free_host_blocks == 5
         assert manager.can_allocate_host_blocks(8)
         assert not manager.can_allocate_host_blocks(9)
@@ -369,7 +371,7 @@ def test_b4_12_without_host_blocks_eviction_drops():
 def test_host_blocks_are_announced_to_the_workers():
     with opened(4, 8, write_policy="write_through") as manager:
         serve(manager, "a", prompt(1, 3))
-        manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+        manager.engine.call(manager.engine.cache.drain, timeout=PATIENCE_SECONDS)
         serve(manager, "b", prompt(2, 4))
         again = Request("c", prompt(1, 3, more=1))
         manager.match_prefix(again)
@@ -386,7 +388,7 @@ def test_host_blocks_are_announced_to_the_workers():
 def test_host_hit_without_room_is_matched_on_the_device_only():
     with opened(4, 8, write_policy="write_through") as manager:
         serve(manager, "a", prompt(1, 4))
-        manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+        manager.engine.call(manager.engine.cache.drain, timeout=PATIENCE_SECONDS)
         running = Request("b", prompt(2, 3))
         start(manager, running)
         again = Request("c", prompt(1, 4, more=1))
@@ -618,14 +620,16 @@ def test_b12_4_match_ends_inside_an_image_only_if_the_model_splits_images(
 
 
 def test_blocks_of_stores_are_brought_to_host_memory_on_request(tmp_path):
-    options = {"stores": [f"disk:{tmp_path}/kv?bytes=4MiB"], "model": "test"}
+    options = {"stores": [f"disk:{tmp_path}/kv?bytes=4MiB&{STORE_OPTIONS}"], "model": "test"}
     tokens = prompt(1, 3, more=1)
     for expected in (0, 3):
         layers = tensors(4)
         regions = regions_of(layers)
         with opened(4, 8, options | {"regions": regions}, write_policy="write_through") as manager:
             request = Request("a", tokens)
-            assert manager.prefetch_storage(request).result(30.0).total == expected * BLOCK
+            assert (
+                manager.prefetch_storage(request).result(PATIENCE_SECONDS).total == expected * BLOCK
+            )
             manager.match_prefix(request, skip_storage=False)
             assert request.match_result.total_matched_blocks == expected
             request.block_tables = list(request.match_result.device_block_ids)
@@ -634,7 +638,7 @@ def test_blocks_of_stores_are_brought_to_host_memory_on_request(tmp_path):
             manager.issue_pending_backup_to_batch_request()
             finish(manager, request)
             manager.write_cache_to_storage(request)
-            manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+            manager.engine.call(manager.engine.cache.drain, timeout=PATIENCE_SECONDS)
 
 
 def test_unshared_request_that_is_matched_again_gives_its_blocks_back():
@@ -797,7 +801,7 @@ def test_b4_18_there_is_no_queue_of_backups():
         assert manager.get_pending_backup_count() == 0
         serve(manager, "a", prompt(1, 3))
         manager.check_and_add_pending_backup()
-        manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+        manager.engine.call(manager.engine.cache.drain, timeout=PATIENCE_SECONDS)
         assert manager.get_pending_backup_count() == 0
         assert manager.num_free_host_blocks == 5
 

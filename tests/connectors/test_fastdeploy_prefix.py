@@ -9,6 +9,7 @@ import pytest
 from aiokv import ConfigError, UsageError, WouldBlock
 from aiokv.connectors.fastdeploy import PrefixCacheManager
 from aiokv.testing import ScriptedDevice
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.connectors.fastdeploy_server import (
     BLOCK,
     Request,
@@ -58,7 +59,7 @@ def test_b12_1_required_blocks():
 def test_b12_5_match_tells_ids_tokens_and_tiers():
     with opened(4, 8, write_policy="write_through") as manager:
         table = serve(manager, "a", prompt(1, 3, more=1))
-        manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+        manager.engine.call(manager.engine.cache.drain, timeout=PATIENCE_SECONDS)
         again = Request("b", prompt(1, 3, more=2))
         ids, num_tokens, figures = manager.request_match_blocks(again, BLOCK)
         assert (ids, num_tokens) == (table[:3], 12)
@@ -83,9 +84,9 @@ def test_failed_onload_shortens_the_match():
     options = {"regions": regions, "device": device}
     with opened(4, 8, options, write_policy="write_through") as manager:
         serve(manager, "a", prompt(1, 3, more=1))
-        manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+        manager.engine.call(manager.engine.cache.drain, timeout=PATIENCE_SECONDS)
         serve(manager, "b", prompt(2, 4))
-        manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+        manager.engine.call(manager.engine.cache.drain, timeout=PATIENCE_SECONDS)
         again = Request("c", prompt(1, 3, more=2))
         ids, num_tokens, _ = manager.request_match_blocks(again, BLOCK)
         assert (ids, num_tokens) == ([], 0)

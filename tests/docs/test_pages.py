@@ -19,6 +19,7 @@ import aiokv.ranks
 import aiokv.stores
 import aiokv.sync
 from tests.docs.run_page import SEPARATOR, Block, blocks_of
+from tests.harness.patience import PROGRAM_SECONDS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -55,7 +56,7 @@ def test_the_python_of_a_page_runs_and_prints_what_the_page_says(page, tmp_path)
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PROGRAM_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -133,6 +134,6 @@ def check_command(command: str, folder: Path, place: str) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PROGRAM_SECONDS,
     )
     assert done.returncode == 0, f"{place}: {done.stderr}"

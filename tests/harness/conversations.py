@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from aiokv import WouldBlock
 from aiokv.testing import run_until_idle
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.closing import close
 
 if TYPE_CHECKING:
@@ -90,7 +91,9 @@ class TwiceComputed(ABC):
             lease = self.engine.match(tokens)
             try:
                 turn = self._turn(lease, tokens, rng)
-                await asyncio.wait_for(turn, rng.choice([0.0005, 10, 10]))
+                await asyncio.wait_for(
+                    turn, rng.choice([0.0005, PATIENCE_SECONDS, PATIENCE_SECONDS])
+                )
                 found += lease.cached_tokens
             except TimeoutError:
                 await self.engine.evict(rng.randrange(4))

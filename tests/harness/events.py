@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 import zmq
 import zmq.asyncio
 
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.models.kv_events import View, decode, index_of
 
 if TYPE_CHECKING:
     from aiokv.events import ZmqPublisher
     from aiokv.scheduler.reader import CacheReader
-
-RECEIVE_SECONDS = 20.0
 
 
 class Receiver:
@@ -45,7 +44,7 @@ class Receiver:
 
     async def message(self) -> tuple[int, bytes]:
         """Return the number and the payload of the next message."""
-        async with asyncio.timeout(RECEIVE_SECONDS):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             topic, sequence, payload = await self.socket.recv_multipart()
         assert topic == self.topic.encode()
         return int.from_bytes(sequence, "big"), payload
@@ -61,7 +60,7 @@ class Receiver:
             dealer.connect(self.publisher.replay_address)
             await dealer.send_multipart((b"", self.next.to_bytes(8, "big")))
             replayed = []
-            async with asyncio.timeout(RECEIVE_SECONDS):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 while True:
                     empty, number, payload = await dealer.recv_multipart()
                     assert empty == b""
@@ -83,7 +82,7 @@ class Receiver:
 
     async def catch_up(self, read: CacheReader) -> None:
         """Receive until the view is equal to the index."""
-        async with asyncio.timeout(RECEIVE_SECONDS):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while self.view.contents() != index_of(read):
                 await self.receive()
 

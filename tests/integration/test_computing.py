@@ -20,6 +20,7 @@ from aiokv import (
     UsageError,
 )
 from aiokv.testing import ManualDevice, ManualEvent, spin
+from aiokv.testing.loops import PATIENCE_SECONDS
 from aiokv.worker.poller import EventPoller
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 
@@ -265,7 +266,7 @@ async def test_hit_excludes_layers_behind_the_step_that_the_waiter_must_close(na
         for n in range(6):
             tokens = (A, B)[n % 2]
             async with cache.engine.match(tokens) as lease:
-                await lease.allocate(len(tokens), timeout=5)
+                await lease.allocate(len(tokens), timeout=PATIENCE_SECONDS)
                 while not lease.layers.is_done:
                     waiting = asyncio.create_task(lease.layers.wait_all())
                     await spin()

@@ -8,10 +8,10 @@ import pytest
 
 from aiokv.errors import BrokenEngineError, ClosedError, RequestTooLarge, UsageError
 from aiokv.testing import ManualDevice, ManualEvent, run_until_idle, spin
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.cache import Cache, prompt
 
 A, B, C = (prompt(seed, 2) for seed in range(1, 4))
-LONG = 5.0  # seconds that no test waits for
 
 pytestmark = pytest.mark.asyncio
 
@@ -205,7 +205,7 @@ async def test_granted_leases_continue_while_paused():
 async def test_quiesce_waits_for_leases_and_for_transfers_that_follow_from_them():
     async with Cache() as cache:
         lease = await cache.serve(A)
-        quiet = asyncio.create_task(cache.engine.quiesce(LONG))
+        quiet = asyncio.create_task(cache.engine.quiesce(PATIENCE_SECONDS))
         waiting = asyncio.create_task(serve_and_release(cache, B))
         await spin(3)
         lease.release()
@@ -244,7 +244,7 @@ async def test_quiesce_that_is_cancelled_or_closed_ends_its_pause():
         (await cache.serve(B)).release()
         again = asyncio.create_task(cache.engine.quiesce())
         await spin(2)
-        closing = asyncio.create_task(cache.engine.aclose(LONG))
+        closing = asyncio.create_task(cache.engine.aclose(PATIENCE_SECONDS))
         await spin(2)
         again.cancel()
         await asyncio.wait([again])
@@ -287,7 +287,7 @@ async def test_reset_that_times_out_has_still_cleared_the_index():
             await cache.engine.reset(0.001)
         assert cache.hit(A) == (0, 0)
         cache.device.complete_all()
-        await cache.engine.reset(LONG)
+        await cache.engine.reset(PATIENCE_SECONDS)
 
 
 async def test_reset_does_not_wait_for_later_transfers():
@@ -337,7 +337,7 @@ async def test_an_update_of_weights_holds_requests_and_clears_the_index():
         entered, leave = asyncio.Event(), asyncio.Event()
 
         async def update():
-            async with cache.engine.updating_weights(LONG):
+            async with cache.engine.updating_weights(PATIENCE_SECONDS):
                 entered.set()
                 await leave.wait()
                 cache.memory.weights += 1
@@ -386,7 +386,7 @@ async def test_an_update_whose_body_raises_still_clears_the_index():
 async def test_shrinking_waits_for_leases_on_removed_blocks():
     async with Cache(device_blocks=12, host_blocks=0) as cache:
         low, high = await cache.serve(A), await cache.serve(B)
-        resizing = asyncio.create_task(cache.engine.resize(4, LONG))
+        resizing = asyncio.create_task(cache.engine.resize(4, PATIENCE_SECONDS))
         await spin(3)
         low.release()
         await spin(2)
@@ -554,5 +554,5 @@ async def test_quiesce_returns_after_a_step_that_finished_while_being_closed():
     async with Cache(host_blocks=0) as cache:
         for _ in range(3):
             cache.engine.step()
-            await cache.engine.quiesce(timeout=5.0)
+            await cache.engine.quiesce(timeout=PATIENCE_SECONDS)
             cache.engine.resume()

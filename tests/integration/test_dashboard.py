@@ -24,8 +24,10 @@ from aiokv import AllocateTimeout, CacheConfig, CacheEngine, Peers, WindowGroup
 from aiokv.observe.metrics import CONTENT_TYPE, exposition
 from aiokv.stores.base import TRAILER_BYTES
 from aiokv.testing import run_until_idle, spin
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.filled import engine_with, filled_records
 from tests.harness.memory import Memory
+from tests.harness.patience import STORE_OPTIONS
 from tests.peers.engines import SECRET, Side, prompt
 from tests.ranks.loopback import Ranked
 from tests.stores.servers import HINT, Server
@@ -94,7 +96,7 @@ class Decode:
                 model="m", block_tokens=4, device_blocks=16, host_blocks=16, salt_quota_blocks=14
             ),
             self.memory.regions,
-            stores=[f"disk:{folder}?bytes=64MiB"],
+            stores=[f"disk:{folder}?bytes=64MiB&{STORE_OPTIONS}"],
             peers=Peers(
                 secret=SECRET, listen="127.0.0.1", ring_bytes=ring, outgoing_bytes=ring,
                 chunk_blocks=2,
@@ -152,7 +154,7 @@ class Decode:
     async def receive(self, prefill: Side) -> None:
         tokens = prompt(21, 40)
         lease = await self.granted(tokens)
-        async with lease.receive(timeout=60) as receiving:
+        async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
             sent, arrived = await asyncio.gather(
                 prefill.prefill(tokens, receiving.ticket, salt="s"), receiving.wait()
             )
@@ -177,7 +179,7 @@ class Scraped:
         self.engines = engines
         self._folder = folder
         self._scraped = asyncio.Event()
-        self._client = httpx.AsyncClient(timeout=60)
+        self._client = httpx.AsyncClient(timeout=PATIENCE_SECONDS)
         self._server = Server(self._command, folder / "log", is_ready=self._is_ready)
 
     def _command(self, port: int) -> list[str]:
@@ -189,7 +191,7 @@ class Scraped:
 
     def _is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self._url}/-/ready", timeout=1).status_code == 200
+            return httpx.get(f"{self._url}/-/ready", timeout=PATIENCE_SECONDS).status_code == 200
         except httpx.TransportError:
             return False
 

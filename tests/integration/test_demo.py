@@ -17,6 +17,7 @@ from aiokv.demo.ledger import Ledger
 from aiokv.demo.row_tiles import RowTiles
 from aiokv.demo.weights import random_weights
 from aiokv.demo.workload import ChatSizes, chat_workload
+from tests.harness.patience import PROGRAM_SECONDS
 from tests.models.demo.trace import trace_workload
 
 SMALL_MODEL = ["--layers", "2", "--hidden", "32", "--heads", "2", "--kv-heads", "1"]
@@ -292,7 +293,7 @@ def test_a_signal_ends_the_demo_cleanly(number, status, message, inherited):
     with process:
         assert process.stdout.readline().startswith("no cache")
         process.send_signal(number)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=PROGRAM_SECONDS)
     assert process.returncode == status
     assert errors == message
 
@@ -307,7 +308,7 @@ def run_with_closed(streams, *flags):
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=PROGRAM_SECONDS,
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aiokv.cli import main
+from tests.harness.patience import STORE_OPTIONS
 from tests.integration.test_demo import SMALL
 from tests.stores import mooncake_cluster
 from tests.stores.mooncake_cluster import MooncakeCluster
@@ -51,7 +52,7 @@ def check_reuse(status: int, found: dict[str, Any]) -> None:
 
 
 def test_disk_outlives_the_process(demo: Demo, tmp_path: Path) -> None:
-    url = f"disk:{tmp_path / 'kv'}"
+    url = f"disk:{tmp_path / 'kv'}?{STORE_OPTIONS}"
     status, found = demo("--store", url)
     check_reuse(status, found)
     assert found["runs"][1]["reused_tokens"]["store"] == 0
@@ -61,7 +62,7 @@ def test_disk_outlives_the_process(demo: Demo, tmp_path: Path) -> None:
 
 
 def test_another_model_reuses_nothing(demo: Demo, tmp_path: Path) -> None:
-    url = f"directory:{tmp_path / 'kv'}"
+    url = f"directory:{tmp_path / 'kv'}?{STORE_OPTIONS}"
     assert demo("--store", url)[1]["runs"][1]["reused_tokens"]["store"] == 0
     status, found = demo("--store", url, "--layers", "1")
     assert status == 0
@@ -75,7 +76,7 @@ def test_redis_is_shared_by_processes(demo: Demo, tmp_path: Path) -> None:
     if servers_redis.PROGRAM is None:
         pytest.skip(f"neither valkey-server nor redis-server is installed; {HINT}")
     with servers_redis.running_server(tmp_path) as server:
-        check_reuse(*demo("--store", server.url))
+        check_reuse(*demo("--store", f"{server.url}?{STORE_OPTIONS}"))
 
 
 def test_mooncake_is_shared_by_processes(demo: Demo, tmp_path: Path) -> None:
@@ -84,7 +85,7 @@ def test_mooncake_is_shared_by_processes(demo: Demo, tmp_path: Path) -> None:
     cluster = MooncakeCluster(tmp_path)
     try:
         cluster.start()
-        check_reuse(*demo("--store", f"mooncake://{cluster.address}"))
+        check_reuse(*demo("--store", f"mooncake://{cluster.address}?{STORE_OPTIONS}"))
     finally:
         cluster.kill()
 

@@ -27,6 +27,7 @@ from aiokv.testing import (
     running_clock,
     spin,
 )
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.cache import Cache, prompt
 from tests.harness.closing import complete_during
 from tests.harness.foreign import ForeignCache
@@ -108,7 +109,7 @@ USES: dict[str, Callable[[CacheEngine, Lease], Awaitable[None] | object]] = {
     "computing": compute,
     "fork": fork,
     "preempt": preempt_and_resume,
-    "receive": lambda engine, lease: lease.receive(),
+    "receive": lambda engine, lease: lease.receive(timeout=PATIENCE_SECONDS),
     "send": lambda engine, lease: engine.send(lease, b""),
 }
 

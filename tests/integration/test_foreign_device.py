@@ -18,6 +18,7 @@ from aiokv.testing import (
     run_until_idle,
     spin,
 )
+from aiokv.testing.loops import PATIENCE_SECONDS
 from aiokv.testing.transitions import TransitionLog, record, replay_transitions
 from tests.harness.cache import BLOCK_TOKENS, prompt
 from tests.harness.foreign import ForeignCache
@@ -296,7 +297,7 @@ async def test_the_wait_ends_when_the_blocks_will_not_come(end: str):
             owner.release()
         else:
             await owner.preempt()
-        await asyncio.wait_for(task, 30)
+        await asyncio.wait_for(task, PATIENCE_SECONDS)
         assert waiting.cached_tokens == 0
         assert waiting.pending_tokens == 0
         await cache.finish()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.patience import PROGRAM_SECONDS
+
 PROGRAM = Path(__file__).with_name("forking_program.py")
 
 
@@ -16,7 +18,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-W", "error", PROGRAM, *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PROGRAM_SECONDS,
         check=False,
     )
 

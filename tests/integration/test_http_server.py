@@ -25,7 +25,9 @@ from aiokv.demo import disconnects, http_server
 from aiokv.demo.batch import Batch, Part
 from aiokv.demo.transformer import NumpyTransformer
 from aiokv.demo.weights import GroupedConfig, random_weights
+from aiokv.testing.loops import PATIENCE_SECONDS
 from aiokv.worker.views import LayerView
+from tests.harness.patience import PROGRAM_SECONDS
 
 SIZES = GroupedConfig(vocab=256, hidden=32, layers=2, heads=2, kv_heads=1, ffn=64)
 BLOCK_TOKENS = 8
@@ -53,7 +55,7 @@ async def serving(model):
     port = server.servers[0].sockets[0].getsockname()[1]
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
-        base_url=f"http://127.0.0.1:{port}", timeout=60, limits=limits
+        base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_SECONDS, limits=limits
     ) as client:
         yield SimpleNamespace(engine=engine, client=client, app=app)
     server.should_exit = True
@@ -90,7 +92,7 @@ def events(text):
 
 
 async def until(condition):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():  # noqa: ASYNC110  (a server has no event for it)
             await asyncio.sleep(0.002)
 
@@ -306,7 +308,7 @@ async def test_a_client_that_does_not_read_gives_its_blocks_back(model, monkeypa
             return await asyncio.Event().wait()
 
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await app(scope, receive, send)
         assert sent == ["http.response.start", "http.response.body", "http.response.body"]
         assert served.engine.statistics().leases == 0
@@ -335,14 +337,16 @@ def test_sigterm_waits_for_the_answers_in_flight():
         try:
             address = address_of(process)
             body = {"prompt": "hello", "max_tokens": 200, "stream": True}
-            with httpx.stream("POST", f"{address}/v1/completions", json=body) as response:
+            with httpx.stream(
+                "POST", f"{address}/v1/completions", json=body, timeout=PATIENCE_SECONDS
+            ) as response:
                 received = response.iter_text()
                 text = next(received)
                 process.send_signal(signal.SIGTERM)
                 text += "".join(received)
             assert len(events(text)) == 201
             process.stderr.read()
-            assert process.wait(timeout=30) == 0
+            assert process.wait(timeout=PROGRAM_SECONDS) == 0
         finally:
             process.kill()
 
@@ -352,12 +356,14 @@ def test_sigterm_does_not_wait_for_streams_of_events():
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             address = address_of(process)
-            with httpx.stream("GET", f"{address}/aiokv/events") as response:
+            with httpx.stream(
+                "GET", f"{address}/aiokv/events", timeout=PATIENCE_SECONDS
+            ) as response:
                 assert response.status_code == 200
                 process.send_signal(signal.SIGTERM)
                 assert "AllBlocksCleared" not in "".join(response.iter_text())
             process.stderr.read()
-            assert process.wait(timeout=30) == 0
+            assert process.wait(timeout=PROGRAM_SECONDS) == 0
         finally:
             process.kill()
 

@@ -18,6 +18,7 @@ import uvloop
 import aiokv
 from aiokv import CacheConfig, CacheEngine, Regions
 from aiokv.testing import ManualEvent, ScriptedStore, run_until_idle
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.served import BLOCK_TOKENS, Served
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ HERE = str(Path(aiokv.__file__).parent)
 A, B = [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 11, 12, 13]
 RUNS = 120  # of the lines of callbacks, evenly spread
 INTERRUPTS = 40
-PATIENCE_SECONDS = 20.0
 
 
 class Interrupter:

@@ -10,6 +10,7 @@ import pytest
 
 from aiokv import CacheConfig, CacheEngine, Lease, TransferError, UsageError
 from aiokv.testing import spin
+from aiokv.testing.loops import PATIENCE_SECONDS
 from aiokv.testing.manual import ManualStream
 from tests.harness.served import Served
 
@@ -55,7 +56,7 @@ async def test_a_request_that_joins_a_prefetch_goes_before_later_requests(how: s
         await served.settle()
         device.onloads[1].complete_all()
         await served.settle()
-        await asyncio.wait_for(user.layers.wait_all(), 10)
+        await asyncio.wait_for(user.layers.wait_all(), PATIENCE_SECONDS)
         assert not any(lease.layers.is_done for lease in later)
         device.complete_all()
         await served.settle()

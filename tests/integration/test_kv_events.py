@@ -13,6 +13,7 @@ from aiokv import CacheConfig, CacheEngine, ClosedError, Item, UsageError
 from aiokv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from aiokv.events.schema import BatchEncoder
 from aiokv.testing import TransitionLog, record, replay_transitions, spin
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 from tests.models.kv_events import View, decode, index_of
 from tests.models.prompt_digests import block_digests
@@ -349,7 +350,7 @@ async def test_the_iteration_ends_with_the_engine():
         task = asyncio.create_task(watch())
         await compute(engine, prompt(1, 3))
         await spin(3)
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, PATIENCE_SECONDS)
     assert found[-1] == "AllBlocksCleared"
     assert found.count("AllBlocksCleared") == 1
     with pytest.raises(ClosedError):

@@ -13,10 +13,10 @@ import pytest
 from aiokv import AllocateTimeout, CapacityError, ClosedError, DeviceError, LeaseError, UsageError
 from aiokv.errors import BrokenEngineError
 from aiokv.testing import ManualEvent, run_until_idle, spin
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 
 LONG = 1000.0  # seconds that no test waits for
-SOON = 5.0  # seconds; only a test that fails waits for them
 
 pytestmark = pytest.mark.asyncio
 
@@ -86,10 +86,10 @@ async def test_quota_admission_in_the_pass_of_a_close_or_break(end, fits):
         else:
             break_engine(cache)
         if fits:
-            assert await asyncio.wait_for(task, SOON) is lease
+            assert await asyncio.wait_for(task, PATIENCE_SECONDS) is lease
         else:
             with pytest.raises(ClosedError if end == "close" else BrokenEngineError):
-                await asyncio.wait_for(task, SOON)
+                await asyncio.wait_for(task, PATIENCE_SECONDS)
             assert await ahead_task is ahead
         assert (lease if fits else ahead).num_tokens == 16
         await run_until_idle(lambda: refuses(cache))
@@ -118,7 +118,7 @@ async def test_lease_released_while_it_waits_fails_its_task_and_unblocks_later_r
         await spin(3)
         assert next_task.done(), "the one behind it fits"
         with pytest.raises(LeaseError, match="'gone' was released while it waited"):
-            await asyncio.wait_for(task, SOON)
+            await asyncio.wait_for(task, PATIENCE_SECONDS)
         assert waits(cache) == 0
         assert cache.engine.check_invariants() == []
         first.release()
@@ -280,7 +280,7 @@ async def test_truncation_by_the_owner_wakes_waiters_for_the_truncated_blocks():
         task = await begin(lease.allocate(17, wait_pending=LONG))
         owner.truncate(8)
         owner.commit(8)
-        await asyncio.wait_for(task, SOON)
+        await asyncio.wait_for(task, PATIENCE_SECONDS)
         assert lease.cached_tokens in (0, 8)
         owner.release()
         lease.release()

@@ -10,6 +10,7 @@ import pytest
 
 from aiokv.observe.logs import log_fields
 from aiokv.testing import ScriptedDevice, ScriptedStore, spin
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.cache import Cache
 from tests.harness.served import Served, computed, resumed, swapped_out
 from tests.peers.engines import prompt, two_engines
@@ -175,13 +176,13 @@ async def test_receives_end_in_the_context_of_their_request(events):
     tokens = prompt(30)
     async with two_engines() as (p, d), await d.granted(tokens) as lease:
         with log_fields(request_id="r1"):
-            async with lease.receive() as receiving:
+            async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
                 prefill = asyncio.create_task(p.prefill(tokens, receiving.ticket, step=8))
                 assert await receiving.wait() == 30
         await prefill
         with log_fields(request_id="r2"):
             other = await d.granted(prompt(30, seed=2))
-            receiving = other.receive()
+            receiving = other.receive(timeout=PATIENCE_SECONDS)
             await receiving.__aenter__()
         other.release()  # outside the context of the request
         await receiving.__aexit__(None, None, None)

@@ -12,6 +12,7 @@ import pytest
 from aiokv import AllocateTimeout, CacheConfig, CacheEngine, ClosedError, RequestTooLarge
 from aiokv.observe.metrics import families
 from aiokv.testing import ScriptedStore, run_until_idle, spin
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.memory import Memory
 from tests.harness.served import Served
 from tests.peers.engines import prompt, two_engines
@@ -462,7 +463,7 @@ async def test_a_wait_for_another_engine():
     async with two_engines() as (p, d):
         changes = Changes(d.engine)
         lease = await d.granted(tokens)
-        async with lease.receive(timeout=60) as receiving:
+        async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
             await asyncio.gather(p.prefill(tokens, receiving.ticket), receiving.wait())
         lease.release()
         changed = changes.take()

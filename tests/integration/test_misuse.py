@@ -29,6 +29,7 @@ from aiokv import (
 )
 from aiokv.ranks import Rank, RankGroup
 from aiokv.testing import ManualDevice, spin
+from aiokv.testing.loops import PATIENCE_SECONDS
 from aiokv.worker.device.base import as_event
 from aiokv.worker.device.cpu import CpuDevice
 
@@ -240,7 +241,7 @@ async def test_an_infinite_timeout_is_no_deadline(timeout):
         await asyncio.wait(waiting[:1])
         lease.release()
         holder.release()
-        await asyncio.wait_for(asyncio.gather(*waiting[1:]), 10)
+        await asyncio.wait_for(asyncio.gather(*waiting[1:]), PATIENCE_SECONDS)
         engine.resume()
 
 
@@ -292,7 +293,7 @@ async def test_an_infinite_drain_timeout_waits_for_the_last_lease():
     await spin(5)
     assert not closing.done()
     lease.release()
-    await asyncio.wait_for(closing, 10)
+    await asyncio.wait_for(closing, PATIENCE_SECONDS)
 
 
 # --- before entry and after closing -----------------------------------------------------------

@@ -27,6 +27,7 @@ from aiokv import (
     WouldBlock,
 )
 from aiokv.testing import ScriptedDevice, ScriptedStore, running_clock, spin
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.cache import BLOCK_TOKENS, Cache
 from tests.harness.cache import prompt as tokens_of
 from tests.harness.served import Served, computed, resumed, swapped_out
@@ -550,7 +551,7 @@ async def test_receives_and_sends_belong_to_their_leases():
     tokens = prompt(30)
     async with two_engines() as (p, d), await d.granted(tokens) as lease:
         with p.engine.observing() as sent, d.engine.observing() as received:
-            async with lease.receive() as receiving:
+            async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
                 prefill = asyncio.create_task(p.prefill(tokens, receiving.ticket, step=8))
                 assert await receiving.wait() == 30
             await prefill

@@ -11,6 +11,7 @@ import pytest
 from aiokv import CacheConfig, CacheEngine, Hit, Item
 from aiokv.errors import ClosedError, TransferError, UsageError, WouldBlock
 from aiokv.testing import run_until_idle, spin
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 
 A, B, C = (prompt(seed, 2) for seed in range(1, 4))
@@ -100,7 +101,7 @@ async def test_pin_ends_when_its_ttl_expires():
 async def test_prefetch_keeps_its_blocks_until_they_are_used():
     async with Cache() as cache:
         await on_host(cache, A, B)
-        fetching = asyncio.create_task(cache.engine.prefetch(A, ttl_seconds=5.0))
+        fetching = asyncio.create_task(cache.engine.prefetch(A, ttl_seconds=1000.0))
         await spin(2)
         cache.device.complete_all()
         assert (await fetching).device_tokens == 8
@@ -126,7 +127,7 @@ async def test_the_use_of_a_prefetch_does_not_grant_twice():
     """The grant releases the pin first, and then the freed blocks go to the next in line."""
     async with Cache(device_blocks=8) as cache:
         await on_host(cache, A)
-        fetching = asyncio.create_task(cache.engine.prefetch(A, ttl_seconds=5.0))
+        fetching = asyncio.create_task(cache.engine.prefetch(A, ttl_seconds=1000.0))
         await spin(2)
         cache.device.complete_all()
         await fetching
@@ -469,7 +470,7 @@ async def test_quota_of_a_used_prefetch_serves_the_next_lease_of_the_salt():
         await spin(2)
         assert not any(task.done() for task in tasks), "one waits for capacity, one for the quota"
         holder.release()
-        await asyncio.wait_for(asyncio.gather(*tasks), 5.0)
+        await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_SECONDS)
         assert cache.engine.dump()["pins"] == 0
         user.release()
         behind.release()

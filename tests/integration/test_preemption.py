@@ -10,6 +10,7 @@ import pytest
 from aiokv import ClosedError, Hit, LeaseError, RequestTooLarge, TransferError, WouldBlock
 from aiokv.errors import DeviceError
 from aiokv.testing import spin
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.served import Served, begin, computed, held, resumed, swapped_out, wipe
 
 pytestmark = pytest.mark.asyncio
@@ -177,7 +178,7 @@ async def test_release_while_the_table_is_swapped_out():
 async def test_cancelled_preempt_completes_its_swap_for_all_waiters():
     async with Served(write_policy="none", salt_quota_blocks=4) as served:
         lease = await computed(served, A)
-        quiet = asyncio.create_task(served.engine.quiesce(timeout=5))
+        quiet = asyncio.create_task(served.engine.quiesce(timeout=PATIENCE_SECONDS))
         task = await begin(served, lease.preempt(swap=True))
         waiting = await begin(served, served.engine.match(B).allocate(7))
         task.cancel()

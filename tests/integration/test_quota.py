@@ -10,6 +10,7 @@ import pytest
 from aiokv import AllocateTimeout, ClosedError, RequestTooLarge, WouldBlock
 from aiokv.errors import BrokenEngineError
 from aiokv.testing import ManualEvent, spin
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.served import Served
 
 pytestmark = pytest.mark.asyncio
@@ -194,7 +195,7 @@ async def test_broken_device_fails_quota_waiters():
         served.engine.step(event)
         event.query_error = RuntimeError("the device is lost")
         with pytest.raises(BrokenEngineError):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, PATIENCE_SECONDS)
         event.query_error = None
         first.release()
         second.release()

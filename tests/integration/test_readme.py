@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from aiokv import CacheConfig, CacheEngine, Regions
+from tests.harness.patience import PROGRAM_SECONDS
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -27,7 +28,11 @@ def code_blocks() -> list[str]:
 def test_the_first_program_hits_all_but_the_last_block_of_the_second_request(tmp_path):
     (tmp_path / "serve.py").write_text(code_blocks()[0])
     done = subprocess.run(
-        [sys.executable, "serve.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "serve.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_SECONDS,
     )
     assert done.stderr == ""
     assert done.stdout.splitlines() == [

@@ -21,6 +21,7 @@ from aiokv import (
     UsageError,
 )
 from aiokv.testing import ScriptedStore, running_clock, spin
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 from tests.harness.memory import Memory
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 A, B, C = (prompt(seed, 2) for seed in range(1, 4))
 BOTH = ("device", "host")
-LONG = 5.0  # seconds that no test waits for
 
 pytestmark = pytest.mark.asyncio
 
@@ -80,7 +80,7 @@ async def test_sleep_of_one_tier_keeps_the_blocks_of_the_other(tags, left):
 async def test_sleep_waits_for_leases_and_holds_requests_back():
     async with Cache() as cache:
         lease = await cache.serve(A)
-        sleeping = asyncio.create_task(cache.engine.sleep(timeout=LONG))
+        sleeping = asyncio.create_task(cache.engine.sleep(timeout=PATIENCE_SECONDS))
         waiting = asyncio.create_task(serve_and_release(cache, B))
         await spin(3)
         assert not sleeping.done()
@@ -135,7 +135,7 @@ async def test_a_swapped_table_keeps_the_host_awake_only():
         with pytest.raises(ControlTimeout, match="swapped") as caught:
             await cache.engine.sleep(("host",), timeout=0.001)
         assert caught.value.owners == ("swapped",)
-        await cache.engine.sleep(("device",), timeout=LONG)
+        await cache.engine.sleep(("device",), timeout=PATIENCE_SECONDS)
         await cache.engine.wake_up(regions=new_memory(cache))
         resuming = asyncio.create_task(lease.resume(len(A)))
         await resuming
@@ -158,7 +158,7 @@ async def test_cancelled_sleep_can_be_repeated_and_woken(passes):
         sleeping.cancel()
         await asyncio.wait([sleeping])
         assert cache.engine.check_invariants() == []
-        again = asyncio.create_task(cache.engine.sleep(timeout=LONG))
+        again = asyncio.create_task(cache.engine.sleep(timeout=PATIENCE_SECONDS))
         while not again.done():
             cache.device.complete_all()
             await spin()
@@ -212,7 +212,7 @@ async def test_weight_update_while_asleep_clears_the_index():
         await cache.fill(A)
         await cache.finish()
         await cache.engine.sleep(("device",))
-        async with cache.engine.updating_weights(LONG):
+        async with cache.engine.updating_weights(PATIENCE_SECONDS):
             cache.memory.weights += 1
         assert cache.engine.asleep == {"device"}
         assert cache.hit(A) == (0, 0), "the host copies are of the old weights"

@@ -19,6 +19,7 @@ from aiokv import (
 )
 from aiokv.errors import AllocateTimeout, TransferError, WouldBlock
 from aiokv.testing import ManualDevice, spin
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.recurrence import Hybrid
 from tests.harness.settling import settle
 
@@ -257,10 +258,10 @@ async def test_swapped_leases_do_not_delay_requests_ahead_of_them():
             await lease.preempt(swap=True)
         first = asyncio.ensure_future(granted(hybrid, [8, 8, 8]))
         resumed = [asyncio.ensure_future(lease.resume(9)) for lease in leases]
-        newcomer = await asyncio.wait_for(first, 5)
+        newcomer = await asyncio.wait_for(first, PATIENCE_SECONDS)
         assert hybrid.engine.check_invariants() == []
         newcomer.release()
-        await asyncio.wait_for(asyncio.gather(*resumed), 5)
+        await asyncio.wait_for(asyncio.gather(*resumed), PATIENCE_SECONDS)
         assert sorted(lease.cached_tokens for lease in leases) == [0, 8], "one has lost its state"
         for name, lease in enumerate(leases):
             await lease.layers.wait_all()

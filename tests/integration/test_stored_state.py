@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from aiokv.stores import DirectoryStore, DiskStore
+from aiokv.stores import DirectoryStore, DiskStore, StoreUse
 from aiokv.testing import ScriptedStore
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.recurrence import Hybrid
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]  # 3 full blocks and a partial one
@@ -143,7 +144,7 @@ async def test_cache_without_state_asks_for_no_snapshots():
 
 async def test_prefetch_brings_blocks_and_snapshot():
     async with hybrid(await filled(PROMPT)) as model:
-        await model.engine.prefetch(PROMPT, timeout=60)
+        await model.engine.prefetch(PROMPT, timeout=PATIENCE_SECONDS)
         async with model.engine.match(PROMPT) as lease:
             assert lease.hit.total == 6
         assert await model.serve(PROMPT) == 6
@@ -151,7 +152,7 @@ async def test_prefetch_brings_blocks_and_snapshot():
 
 async def test_pin_brings_blocks_and_snapshot():
     async with hybrid(await filled(PROMPT)) as model:
-        pin = await model.engine.pin(PROMPT, timeout=60)
+        pin = await model.engine.pin(PROMPT, timeout=PATIENCE_SECONDS)
         assert pin.tokens == 6
         assert await model.serve(PROMPT) == 6
         pin.release()
@@ -216,7 +217,9 @@ async def test_two_models_share_a_directory(tmp_path):
     """Their snapshots and blocks have other lengths and other keys."""
     for _ in range(2):
         for model_name, dtype in (("a", 1), ("b", 2)):
-            store = DirectoryStore(tmp_path / "kv")
+            store = StoreUse(
+                DirectoryStore(tmp_path / "kv"), lookup_deadline_seconds=PATIENCE_SECONDS
+            )
             async with hybrid(store, model=model_name) as model:
                 model.weights = dtype
                 await from_stores(model, PROMPT)

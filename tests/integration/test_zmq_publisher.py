@@ -14,8 +14,9 @@ import zmq
 from aiokv import CacheConfig, CacheEngine, UsageError
 from aiokv.events import ZmqPublisher
 from aiokv.testing import spin
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.cache import BLOCK_TOKENS, prompt
-from tests.harness.events import RECEIVE_SECONDS, Receiver
+from tests.harness.events import Receiver
 from tests.models.kv_events import View, index_of
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ async def compute(engine: CacheEngine, seed: int, blocks: int = 4) -> None:
 async def receiving(publisher: ZmqPublisher, **options: Any) -> AsyncIterator[Receiver]:
     receiver = Receiver(publisher, **options)
     try:
-        async with asyncio.timeout(RECEIVE_SECONDS):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not publisher.statistics().snapshots:  # noqa: ASYNC110 - its subscription
                 await asyncio.sleep(0)
         yield receiver
@@ -224,7 +225,7 @@ async def test_invalid_replay_requests_are_counted_and_do_no_harm(caplog):
             dealer.connect(publisher.replay_address)
             for frames in ((b"",), (b"", b"short"), (b"", bytes(8), b"more")):
                 await dealer.send_multipart(frames)
-            async with asyncio.timeout(RECEIVE_SECONDS):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 while publisher.statistics().invalid_requests < 3:  # noqa: ASYNC110
                     await asyncio.sleep(0)
         receiver.next = 0

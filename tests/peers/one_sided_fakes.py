@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 from aiokv.errors import ConfigError
 from aiokv.peers.one_sided import EndpointError, Piece
+from aiokv.testing.loops import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aiokv.peers.transport import PeerMemory
-
-GATE_SECONDS = 30.0  # after which a test has failed
 
 
 class Gate:
@@ -35,7 +34,7 @@ class Gate:
 
     def wait(self) -> None:
         self.reached.set()
-        if not self._open.wait(GATE_SECONDS):
+        if not self._open.wait(PATIENCE_SECONDS):
             raise EndpointError("the test did not open the gate")
 
 

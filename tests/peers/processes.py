@@ -24,6 +24,7 @@ import uvloop
 
 from aiokv import AiokvError
 from aiokv.testing.leftovers import open_descriptors, running_threads
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.peers.engines import Side, prompt
 from tests.peers.ranked import RankedSide, run_rank
 
@@ -115,7 +116,7 @@ class Child:
         return await self._ask(verb, options)[1]
 
     def receive(
-        self, seed: int, length: int, timeout: float = 20.0
+        self, seed: int, length: int, timeout: float = PATIENCE_SECONDS
     ) -> tuple[asyncio.Future[bytes], asyncio.Future[dict[str, Any]]]:
         """Return the ticket of a prompt, and how its receive ended."""
         number, reply = self._ask("receive", {"seed": seed, "length": length, "timeout": timeout})

@@ -13,7 +13,7 @@ from aiokv.peers.connections import Connections
 from aiokv.peers.handshake import GREETING_BYTES
 from aiokv.peers.listener import Listener, listen
 from aiokv.testing import running_clock, spin
-from aiokv.testing.loops import run_until_idle
+from aiokv.testing.loops import PATIENCE_SECONDS, run_until_idle
 from tests.peers.wires import HOST, SECRET, RawSocket, Recorder
 
 if TYPE_CHECKING:
@@ -69,12 +69,12 @@ async def test_connection_is_shared_and_reused():
     port = await server.open()
     acquire = opened.connections.acquire
     first, second = await asyncio.gather(
-        acquire(HOST, port, timeout=30), acquire(HOST, port, timeout=30)
+        acquire(HOST, port, timeout=PATIENCE_SECONDS), acquire(HOST, port, timeout=PATIENCE_SECONDS)
     )
     assert first is second
     opened.connections.release(HOST, port)
     opened.connections.release(HOST, port)
-    assert await acquire(HOST, port, timeout=30) is first
+    assert await acquire(HOST, port, timeout=PATIENCE_SECONDS) is first
     assert len(opened.recorders) == 1
     assert opened.connections.open_connections == 1
     await run_until_idle(lambda: len(server.ends) == 1)
@@ -88,7 +88,9 @@ async def test_connection_is_shared_and_reused():
 async def test_each_endpoint_has_its_own_connection():
     servers, opened = [Server(), Server()], Opened()
     ports = [await server.open() for server in servers]
-    ends = {await opened.connections.acquire(HOST, port, timeout=30) for port in ports}
+    ends = {
+        await opened.connections.acquire(HOST, port, timeout=PATIENCE_SECONDS) for port in ports
+    }
     assert len(ends) == 2
     await opened.connections.aclose()
     for server in servers:
@@ -100,9 +102,9 @@ async def test_each_endpoint_has_its_own_connection():
 async def test_lost_connection_is_replaced():
     server, opened = Server(), Opened()
     port = await server.open()
-    first = await opened.connections.acquire(HOST, port, timeout=30)
+    first = await opened.connections.acquire(HOST, port, timeout=PATIENCE_SECONDS)
     first.abort("lost")
-    second = await opened.connections.acquire(HOST, port, timeout=30)
+    second = await opened.connections.acquire(HOST, port, timeout=PATIENCE_SECONDS)
     assert second is not first
     assert opened.connections.open_connections == 1
     await run_until_idle(lambda: len(server.ends) == 2)
@@ -117,7 +119,7 @@ async def test_idle_connection_is_closed_and_a_used_one_is_not():
     port = await server.open()
     clock = running_clock()
     for _ in range(2):
-        connection = await opened.connections.acquire(HOST, port, timeout=30)
+        connection = await opened.connections.acquire(HOST, port, timeout=PATIENCE_SECONDS)
         await clock.advance(200)
         opened.connections.release(HOST, port)
         await clock.advance(59)
@@ -126,7 +128,7 @@ async def test_idle_connection_is_closed_and_a_used_one_is_not():
     assert connection.reason == "closed"
     assert opened.connections.open_connections == 0
     await run_until_idle(lambda: bool(server.recorders[0].closed))
-    again = await opened.connections.acquire(HOST, port, timeout=30)
+    again = await opened.connections.acquire(HOST, port, timeout=PATIENCE_SECONDS)
     assert again is not connection
     await run_until_idle(lambda: len(server.ends) == 2)
     await opened.connections.aclose()
@@ -140,7 +142,7 @@ async def test_all_callers_get_the_error_of_the_attempt():
         port = listening.getsockname()[1]
     opened = Opened()
     errors = await asyncio.gather(
-        *(opened.connections.acquire(HOST, port, timeout=30) for _ in range(3)),
+        *(opened.connections.acquire(HOST, port, timeout=PATIENCE_SECONDS) for _ in range(3)),
         return_exceptions=True,
     )
     assert [type(error) for error in errors] == [PeerError] * 3
@@ -174,11 +176,11 @@ async def test_attempt_goes_on_while_one_caller_waits(silent):
 @pytest.mark.asyncio
 async def test_attempt_ends_with_its_last_caller_and_the_next_one_begins_anew(silent):
     opened = Opened()
-    first = asyncio.create_task(opened.connections.acquire(HOST, silent, timeout=30))
+    first = asyncio.create_task(opened.connections.acquire(HOST, silent, timeout=PATIENCE_SECONDS))
     await spin(5)
     first.cancel()
     await asyncio.sleep(0)  # the attempt is being cancelled
-    second = asyncio.create_task(opened.connections.acquire(HOST, silent, timeout=30))
+    second = asyncio.create_task(opened.connections.acquire(HOST, silent, timeout=PATIENCE_SECONDS))
     await spin(20)
     assert first.cancelled()
     assert not second.done()
@@ -186,7 +188,7 @@ async def test_attempt_ends_with_its_last_caller_and_the_next_one_begins_anew(si
     with pytest.raises(ClosedError):
         await second
     with pytest.raises(ClosedError):
-        await opened.connections.acquire(HOST, silent, timeout=30)
+        await opened.connections.acquire(HOST, silent, timeout=PATIENCE_SECONDS)
     await opened.connections.aclose()
 
 
@@ -197,7 +199,9 @@ async def test_attempt_of_a_cancelled_caller_closes_its_socket():
     with socket.create_server((HOST, 0)) as listening:
         listening.setblocking(False)
         port = listening.getsockname()[1]
-        waiting = asyncio.create_task(opened.connections.acquire(HOST, port, timeout=30))
+        waiting = asyncio.create_task(
+            opened.connections.acquire(HOST, port, timeout=PATIENCE_SECONDS)
+        )
         raw = RawSocket((await asyncio.get_running_loop().sock_accept(listening))[0])
         waiting.cancel()
         assert len(await raw.receive_all()) in (0, GREETING_BYTES)  # and then the end
@@ -212,7 +216,7 @@ async def test_error_of_the_handler_closes_the_connection():
     port = await server.open()
     connections = Connections(SECRET, lambda connection: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        await connections.acquire(HOST, port, timeout=30)
+        await connections.acquire(HOST, port, timeout=PATIENCE_SECONDS)
     await run_until_idle(lambda: bool(server.recorders and server.recorders[0].closed))
     await connections.aclose()
     await server.aclose()

@@ -12,6 +12,7 @@ import pytest
 from aiokv import CacheConfig, CacheEngine, ConfigError, LayoutError, PeerError, Peers, WindowGroup
 from aiokv.peers import cuda_ipc
 from aiokv.testing import run_until_idle
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.memory import Memory
 from tests.peers.engines import SECRET, Side, prompt, two_engines
 from tests.peers.slot_device import FakeCuda, SlotDevice
@@ -36,7 +37,7 @@ def engines(**decode):
 async def test_prompt_arrives_whole(cuda, length):
     tokens = prompt(length)
     async with engines() as (p, d), await d.granted(tokens) as lease:
-        async with lease.receive() as receiving:
+        async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
             prefill = asyncio.create_task(p.prefill(tokens, receiving.ticket))
             assert await receiving.wait() == length
             assert receiving.failure is None
@@ -56,7 +57,7 @@ async def test_changed_bytes_are_sent_again(cuda):
 
     cuda.after_copy = change
     async with engines() as (p, d), await d.granted(tokens) as lease:
-        async with lease.receive() as receiving:
+        async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
             assert await p.prefill(tokens, receiving.ticket) == (30, None)
             assert await receiving.wait() == 30
         d.check(lease, tokens)
@@ -75,7 +76,7 @@ async def test_bytes_that_change_behind_their_proof_are_not_received():
                 d.device.slots.arena.blocks[:, 0] ^= 1
 
         d.device.before_receive = change
-        async with lease.receive() as receiving:
+        async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
             await p.prefill(tokens, receiving.ticket)
             end = await receiving.wait()
             assert end < 30
@@ -96,7 +97,7 @@ async def test_a_sender_on_another_server_is_refused(monkeypatch):
     monkeypatch.setattr(cuda_ipc.CudaIpcBackend, "create", created)
     async with engines() as (p, d):
         async with await d.granted(tokens) as lease, await p.granted(tokens) as source:
-            async with lease.receive() as receiving:
+            async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
                 with pytest.raises(PeerError, match="another server"):
                     async with p.engine.send(source, receiving.ticket):
                         pass
@@ -109,7 +110,7 @@ async def test_blocks_of_another_size_are_refused():
     sides = Side(SlotDevice(), listen=None, block_tokens=8), Side(SlotDevice())
     async with two_engines(*sides) as (p, d):
         async with await d.granted(tokens) as lease, await p.granted(tokens) as source:
-            async with lease.receive() as receiving:
+            async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
                 with pytest.raises(LayoutError):
                     async with p.engine.send(source, receiving.ticket):
                         pass
@@ -125,7 +126,7 @@ async def test_sleep_frees_the_slots_and_wake_up_makes_new_ones():
         await d.engine.wake_up()
         assert d.device.slots is not first
         async with await d.granted(tokens) as lease:
-            async with lease.receive() as receiving:
+            async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
                 assert await p.prefill(tokens, receiving.ticket) == (30, None)
                 assert await receiving.wait() == 30
             d.check(lease, tokens)

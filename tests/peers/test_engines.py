@@ -36,6 +36,7 @@ from aiokv.engine.flow import MAX_IN_FLIGHT, Flow
 from aiokv.peers import ticket as tickets
 from aiokv.stores import DiskStore, StoreUse
 from aiokv.testing import ManualDevice, run_until_idle, running_clock, spin
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.closing import complete_during
 from tests.harness.memory import Memory
 from tests.peers.engines import KEY, SECRET, Side, prompt, two_engines
@@ -77,7 +78,7 @@ def _sides_use_transport(transport: str, monkeypatch: pytest.MonkeyPatch) -> Non
 async def test_prompt_arrives_whole(length, step):
     tokens = prompt(length)
     async with two_engines() as (p, d), await d.granted(tokens) as lease:
-        async with lease.receive() as receiving:
+        async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
             prefill = asyncio.create_task(p.prefill(tokens, receiving.ticket, step=step))
             assert await receiving.wait() == length
             assert receiving.failure is None
@@ -107,7 +108,7 @@ async def test_blocks_that_the_receiver_has_are_not_sent():
         await p.serve(tokens[:20])
         async with await d.granted(tokens) as lease:
             assert lease.cached_tokens == 12
-            async with lease.receive() as receiving:
+            async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
                 ticket = tickets.decode(receiving.ticket, KEY)
                 assert (ticket.first_position, ticket.num_tokens) == (12, 30)
                 assert await p.prefill(tokens, receiving.ticket) == (18, None)
@@ -124,7 +125,7 @@ async def test_cached_blocks_are_sent_before_anything_is_computed():
         async with (
             await d.granted(tokens) as lease,
             await p.granted(tokens) as source,
-            lease.receive() as receiving,
+            lease.receive(timeout=PATIENCE_SECONDS) as receiving,
             p.engine.send(source, receiving.ticket) as sending,
         ):
             assert await receiving.wait(24) == 24  # whole chunks
@@ -146,7 +147,7 @@ async def test_prefixes_in_host_memory_are_onloaded_first():
             await side.engine.evict(64)
         async with await d.granted(tokens) as lease:
             assert lease.usage.cached_host_tokens == 8
-            async with lease.receive() as receiving:
+            async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
                 assert await p.prefill(tokens, receiving.ticket) == (21, None)
                 assert await receiving.wait() == 29
             d.check(lease, tokens)
@@ -158,7 +159,7 @@ async def test_received_positions_are_usable_before_the_prefill_ends():
         two_engines() as (p, d),
         await d.granted(tokens) as lease,
         await p.granted(tokens) as source,
-        lease.receive() as receiving,
+        lease.receive(timeout=PATIENCE_SECONDS) as receiving,
         p.engine.send(source, receiving.ticket),
     ):
         p.compute(source, tokens, 0, 18)
@@ -179,7 +180,7 @@ async def test_engines_send_both_ways_at_once():
 
         async def decode(side: Side, other: Side, tokens: np.ndarray) -> None:
             async with await side.granted(tokens) as lease:
-                async with lease.receive() as receiving:
+                async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
                     sent = asyncio.create_task(other.prefill(tokens, receiving.ticket))
                     assert await receiving.wait() == len(tokens)
                     assert await sent == (len(tokens), None)
@@ -193,7 +194,7 @@ async def test_long_prompt_moves_in_more_transfers_than_are_in_flight_at_once():
     tokens = prompt(length)
     sides = Side(listen=None, device_blocks=200), Side(device_blocks=200, chunk_blocks=1)
     async with two_engines(*sides) as (p, d), await d.granted(tokens) as lease:
-        async with lease.receive() as receiving:
+        async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
             assert d.engine.statistics().receives == MAX_IN_FLIGHT
             assert await p.prefill(tokens, receiving.ticket, step=length) == (length, None)
             assert await receiving.wait() == length
@@ -214,7 +215,7 @@ async def test_sizes_of_blocks_differ(blocks, cached):
         async with await d.granted(tokens) as lease:
             first = lease.cached_tokens
             assert first == cached // blocks[1] * blocks[1]
-            async with lease.receive() as receiving:
+            async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
                 assert await p.prefill(tokens, receiving.ticket, step=7) == (131 - first, None)
                 assert await receiving.wait() == 131
             d.check(lease, tokens)
@@ -231,7 +232,11 @@ async def test_layouts_that_cannot_be_mapped_are_refused(transport):
         p.memory.regions,
         peers=Peers(secret=SECRET, outgoing_bytes=4096, transport=transport),
     )
-    async with Side() as d, await d.granted(tokens) as lease, lease.receive() as receiving:
+    async with (
+        Side() as d,
+        await d.granted(tokens) as lease,
+        lease.receive(timeout=PATIENCE_SECONDS) as receiving,
+    ):
         async with engine, engine.match(tokens) as source:
             await source.allocate(30)
             with pytest.raises(LayoutError):
@@ -243,7 +248,7 @@ async def test_items_and_salt_travel_with_the_prompt():
     tokens = prompt(30)
     names: dict[str, Any] = {"salt": "tenant", "items": [Item(b"image", 3, 9)]}
     async with two_engines() as (p, d), await d.granted(tokens, **names) as lease:
-        async with lease.receive() as receiving:
+        async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
             assert await p.prefill(tokens, receiving.ticket, **names) == (30, None)
             assert await receiving.wait() == 30
         d.check(lease, tokens)
@@ -260,7 +265,7 @@ async def test_many_tickets_share_a_small_ring():
 
         async def decode(tokens: np.ndarray) -> None:
             async with await d.granted(tokens) as lease:
-                async with lease.receive() as receiving:
+                async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
                     sent = asyncio.create_task(p.prefill(tokens, receiving.ticket))
                     assert await receiving.wait() == len(tokens)
                     await sent
@@ -281,8 +286,8 @@ async def test_lease_sends_to_several_receivers():
         async with (
             await d.granted(tokens) as first,
             await e.granted(tokens) as second,
-            first.receive() as one,
-            second.receive() as two,
+            first.receive(timeout=PATIENCE_SECONDS) as one,
+            second.receive(timeout=PATIENCE_SECONDS) as two,
             p.engine.send(source, one.ticket),
             p.engine.send(source, two.ticket),
         ):
@@ -295,7 +300,7 @@ async def test_lease_sends_to_several_receivers():
 async def test_fewer_positions_are_received_than_the_lease_has():
     tokens = prompt(30)
     async with two_engines() as (p, d), await d.granted(tokens) as lease:
-        async with lease.receive(18) as receiving:
+        async with lease.receive(18, timeout=PATIENCE_SECONDS) as receiving:
             assert await p.prefill(tokens, receiving.ticket) == (18, None)
             assert await receiving.wait() == 18
         d.check(lease, tokens, 18)
@@ -307,7 +312,7 @@ async def test_positions_behind_the_prompt_are_not_asked_for():
     tokens = prompt(10)
     async with two_engines() as (p, d), d.engine.match(tokens) as lease:
         await lease.allocate(25)
-        async with lease.receive() as receiving:
+        async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
             assert tickets.decode(receiving.ticket, KEY).num_tokens == 10
             assert await p.prefill(tokens, receiving.ticket) == (10, None)
             assert await receiving.wait() == 10
@@ -321,7 +326,10 @@ async def test_generated_tokens_move_with_a_request():
         p.compute(source, tokens, 0, 20)
         p.engine.extend([source], 5)
         source.append(longer[20:])
-        async with await d.granted(longer) as lease, lease.receive() as receiving:
+        async with (
+            await d.granted(longer) as lease,
+            lease.receive(timeout=PATIENCE_SECONDS) as receiving,
+        ):
             async with p.engine.send(source, receiving.ticket):
                 p.compute(source, longer, 20, 25)
             assert await receiving.wait() == 25
@@ -335,7 +343,7 @@ async def test_receive_that_is_left_gives_its_blocks_back():
     tokens = prompt(40)
     async with two_engines() as (p, d):
         async with await d.granted(tokens) as lease, await p.granted(tokens) as source:
-            async with lease.receive() as receiving:
+            async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
                 sending = p.engine.send(source, receiving.ticket)
                 await sending.__aenter__()
                 p.compute(source, tokens, 0, 18)
@@ -354,7 +362,7 @@ async def test_receive_that_is_left_gives_its_blocks_back():
 async def test_cancelled_send_shortens_the_received_prefix():
     tokens = prompt(40)
     async with two_engines() as (p, d), await d.granted(tokens) as lease:
-        async with lease.receive() as receiving:
+        async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
             async with await p.granted(tokens) as source:
                 async with p.engine.send(source, receiving.ticket) as sending:
                     p.compute(source, tokens, 0, 18)
@@ -414,7 +422,7 @@ async def test_send_that_ends_early_shortens_the_received_prefix(how):
     }
     async with two_engines() as (p, d), await d.granted(tokens) as lease:
         source = await p.granted(tokens)
-        async with lease.receive() as receiving:
+        async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
             computed = asyncio.Event()
             go_on = asyncio.Event()
 
@@ -479,7 +487,7 @@ async def test_receive_ends_when_the_lease_gives_its_blocks_back(how):
     async with two_engines() as (p, d), await p.granted(tokens) as source:
         lease = await d.granted(tokens)
         async with (
-            lease.receive() as receiving,
+            lease.receive(timeout=PATIENCE_SECONDS) as receiving,
             p.engine.send(source, receiving.ticket) as sending,
         ):
             p.compute(source, tokens, 0, 18)
@@ -516,11 +524,14 @@ async def test_receive_ends_when_the_lease_gives_its_blocks_back(how):
 async def test_rest_is_received_from_another_engine():
     tokens = prompt(40)
     async with two_engines() as (p, d), Side(listen=None) as q, await d.granted(tokens) as lease:
-        async with lease.receive() as receiving, await p.granted(tokens) as source:
+        async with (
+            lease.receive(timeout=PATIENCE_SECONDS) as receiving,
+            await p.granted(tokens) as source,
+        ):
             async with p.engine.send(source, receiving.ticket):
                 p.compute(source, tokens, 0, 18)
             assert await receiving.wait() == 16
-        async with lease.receive() as receiving:
+        async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
             assert tickets.decode(receiving.ticket, KEY).first_position == 16
             assert await q.prefill(tokens, receiving.ticket) == (24, None)
             assert await receiving.wait() == 40
@@ -534,7 +545,7 @@ async def test_cancelled_wait_changes_nothing():
     async with (
         two_engines() as (p, d),
         await d.granted(tokens) as lease,
-        lease.receive() as receiving,
+        lease.receive(timeout=PATIENCE_SECONDS) as receiving,
     ):
         waits = [asyncio.create_task(receiving.wait(position)) for position in (None, 8, 40)]
         await spin(2)
@@ -552,7 +563,7 @@ async def test_drain_waits_for_receives_too():
     async with (
         two_engines() as (p, d),
         await d.granted(tokens) as lease,
-        lease.receive() as receiving,
+        lease.receive(timeout=PATIENCE_SECONDS) as receiving,
     ):
         with pytest.raises(ControlTimeout):
             await d.engine.drain(timeout=0.0)
@@ -635,7 +646,10 @@ async def test_error_after_a_transfer_does_not_keep_other_receives_from_going_on
 
     async with two_engines() as (p, d):
         async with await d.granted(tokens) as lease, await d.granted(others) as other:
-            async with lease.receive() as failing, other.receive() as receiving:
+            async with (
+                lease.receive(timeout=PATIENCE_SECONDS) as failing,
+                other.receive(timeout=PATIENCE_SECONDS) as receiving,
+            ):
                 monkeypatch.setattr(failing._flow, "proceed", _raising(broken))
                 assert await p.prefill(tokens, failing.ticket) == (8, None)
                 assert await p.prefill(others, receiving.ticket) == (20, None)
@@ -749,7 +763,7 @@ async def test_blocks_that_arrive_for_an_ended_ticket_are_dropped():
     async with two_engines(decode=decode) as (p, d), await p.granted(tokens) as source:
         for _ in range(5):
             lease = await d.granted(tokens)
-            async with lease.receive() as receiving:
+            async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
                 async with p.engine.send(source, receiving.ticket):
                     if not p.engine.statistics().published_blocks:
                         p.compute(source, tokens, 0, 80)
@@ -777,7 +791,10 @@ async def test_ticket_for_another_prompt_is_refused(names):
     async with two_engines() as (p, d), await d.granted(tokens) as lease:
         changed = tokens.copy()
         changed[29] += other
-        async with lease.receive() as receiving, await p.granted(changed, **names) as source:
+        async with (
+            lease.receive(timeout=PATIENCE_SECONDS) as receiving,
+            await p.granted(changed, **names) as source,
+        ):
             with pytest.raises(UsageError, match=r"send: the ticket is for another prompt"):
                 await p.engine.send(source, receiving.ticket).__aenter__()
         assert p.engine.peer_statistics().refused_sends == 1
@@ -787,7 +804,10 @@ async def test_ticket_for_another_prompt_is_refused(names):
 async def test_ticket_for_more_positions_than_are_known_is_refused():
     tokens = prompt(30)
     async with two_engines() as (p, d), await d.granted(tokens) as lease:
-        async with lease.receive() as receiving, await p.granted(tokens[:20]) as source:
+        async with (
+            lease.receive(timeout=PATIENCE_SECONDS) as receiving,
+            await p.granted(tokens[:20]) as source,
+        ):
             with pytest.raises(LeaseError, match="20"):
                 await p.engine.send(source, receiving.ticket).__aenter__()
 
@@ -807,7 +827,7 @@ async def test_engine_of_another_model_is_refused(config, message):
     async with (
         two_engines(Side(listen=None, **config)) as (p, d),
         await d.granted(tokens) as lease,
-        lease.receive() as receiving,
+        lease.receive(timeout=PATIENCE_SECONDS) as receiving,
         await p.granted(tokens) as source,
     ):
         with pytest.raises(PeerError, match=message):
@@ -819,13 +839,19 @@ async def test_weights_are_compared_as_they_are_now():
     async with two_engines() as (p, d):
         async with p.engine.updating_weights(version="2"):
             pass
-        async with await d.granted(tokens) as lease, lease.receive() as receiving:
+        async with (
+            await d.granted(tokens) as lease,
+            lease.receive(timeout=PATIENCE_SECONDS) as receiving,
+        ):
             async with await p.granted(tokens) as source:
                 with pytest.raises(PeerError, match="is '', here it is '2'"):
                     await p.engine.send(source, receiving.ticket).__aenter__()
         async with d.engine.updating_weights(version="2"):
             pass
-        async with await d.granted(tokens) as lease, lease.receive() as receiving:
+        async with (
+            await d.granted(tokens) as lease,
+            lease.receive(timeout=PATIENCE_SECONDS) as receiving,
+        ):
             assert await p.prefill(tokens, receiving.ticket) == (30, None)
             assert await receiving.wait() == 30
             d.check(lease, tokens)
@@ -837,7 +863,10 @@ async def test_weights_without_a_name_match_no_other_engine():
         for side in (p, d):
             async with side.engine.updating_weights():
                 pass
-        async with await d.granted(tokens) as lease, lease.receive() as receiving:
+        async with (
+            await d.granted(tokens) as lease,
+            lease.receive(timeout=PATIENCE_SECONDS) as receiving,
+        ):
             async with await p.granted(tokens) as source:
                 with pytest.raises(PeerError, match="version of the weights"):
                     await p.engine.send(source, receiving.ticket).__aenter__()
@@ -851,7 +880,10 @@ async def test_blocks_of_old_weights_are_not_sent_as_new_ones():
         for side in (p, d):
             async with side.engine.updating_weights(version="2"):
                 pass
-        async with await d.granted(tokens) as lease, lease.receive() as receiving:
+        async with (
+            await d.granted(tokens) as lease,
+            lease.receive(timeout=PATIENCE_SECONDS) as receiving,
+        ):
             with pytest.raises(LeaseError, match="reset"):
                 await p.engine.send(source, receiving.ticket).__aenter__()
             assert await receiving.wait() == 0
@@ -862,7 +894,7 @@ async def test_wrong_secret_is_refused():
     async with (
         two_engines(Side(listen=None, secret="another secret 16")) as (p, d),
         await d.granted(tokens) as lease,
-        lease.receive() as receiving,
+        lease.receive(timeout=PATIENCE_SECONDS) as receiving,
         await p.granted(tokens) as source,
     ):
         with pytest.raises(PeerError):
@@ -873,7 +905,10 @@ async def test_wrong_secret_is_refused():
 async def test_ticket_that_has_ended_is_refused():
     tokens = prompt(30)
     async with two_engines() as (p, d), await p.granted(tokens) as source:
-        async with await d.granted(tokens) as lease, lease.receive() as receiving:
+        async with (
+            await d.granted(tokens) as lease,
+            lease.receive(timeout=PATIENCE_SECONDS) as receiving,
+        ):
             blob = receiving.ticket
         with pytest.raises(PeerError, match="unknown, or has ended"):
             await p.engine.send(source, blob).__aenter__()
@@ -883,7 +918,7 @@ async def test_engine_that_is_gone_is_a_peer_error():
     tokens = prompt(30)
     async with Side(listen=None) as p, await p.granted(tokens) as source:
         async with Side() as d, await d.granted(tokens) as lease:
-            async with lease.receive() as receiving:
+            async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
                 blob = receiving.ticket
         with pytest.raises(PeerError) as caught, structlog.testing.capture_logs() as logs:
             await p.engine.send(source, blob).__aenter__()
@@ -896,7 +931,7 @@ async def test_ticket_is_sent_once():
     async with (
         two_engines() as (p, d),
         await d.granted(tokens) as lease,
-        lease.receive() as receiving,
+        lease.receive(timeout=PATIENCE_SECONDS) as receiving,
         await p.granted(tokens) as source,
     ):
         async with p.engine.send(source, receiving.ticket):
@@ -920,7 +955,10 @@ async def test_forged_ticket_lets_no_engine_connect():
     accepted: list[object] = []
     server = await asyncio.start_server(lambda *ends: accepted.append(ends), "127.0.0.1", 0)
     async with server, two_engines() as (p, d), await d.granted(tokens) as lease:
-        async with lease.receive() as receiving, await p.granted(tokens) as source:
+        async with (
+            lease.receive(timeout=PATIENCE_SECONDS) as receiving,
+            await p.granted(tokens) as source,
+        ):
             ticket = tickets.decode(receiving.ticket, KEY)
             port = server.sockets[0].getsockname()[1]
             endpoints = [msgspec.structs.replace(e, port=port) for e in ticket.endpoints]
@@ -945,7 +983,7 @@ async def test_wrong_calls_of_receive_change_nothing():
     async with Side() as d:
         async with d.engine.match(tokens) as lease:
             with pytest.raises(LeaseError, match=r"is matched; it must be granted.*allocate"):
-                await lease.receive().__aenter__()
+                await lease.receive(timeout=PATIENCE_SECONDS).__aenter__()
             for arguments, message in [
                 ({"timeout": 0}, "timeout is 0"),
                 ({"timeout": None}, "timeout is None"),
@@ -961,11 +999,11 @@ async def test_wrong_calls_of_receive_change_nothing():
                 await lease.receive(31).__aenter__()
             d.compute(lease, tokens, 0, 18)
             with pytest.raises(LeaseError, match=r"18 positions .* multiple of block_tokens"):
-                await lease.receive().__aenter__()
+                await lease.receive(timeout=PATIENCE_SECONDS).__aenter__()
             with pytest.raises(LeaseError, match="of 18, none is missing"):
-                await lease.receive(18).__aenter__()
+                await lease.receive(18, timeout=PATIENCE_SECONDS).__aenter__()
             d.compute(lease, tokens, 18, 20)
-            receiving = lease.receive()
+            receiving = lease.receive(timeout=PATIENCE_SECONDS)
             with pytest.raises(UsageError, match="inside its `async with`"):
                 await receiving.wait()
             with d.engine.computing([lease]), pytest.raises(LeaseError, match="batch computes"):
@@ -975,7 +1013,7 @@ async def test_wrong_calls_of_receive_change_nothing():
                 with pytest.raises(UsageError, match="entered once"):
                     await receiving.__aenter__()
                 with pytest.raises(LeaseError, match="being received already"):
-                    await lease.receive().__aenter__()
+                    await lease.receive(timeout=PATIENCE_SECONDS).__aenter__()
                 with pytest.raises(UsageError, match="position is 31"):
                     await receiving.wait(31)
                 with pytest.raises(UsageError, match=r"position is 1\.5"):
@@ -987,13 +1025,13 @@ async def test_wrong_calls_of_receive_change_nothing():
                 assert await receiving.wait(20) == 20
             assert "in flight" not in repr(receiving)
         with pytest.raises(LeaseError, match="released"):
-            lease.receive()
+            lease.receive(timeout=PATIENCE_SECONDS)
 
 
 async def test_wrong_calls_of_send_change_nothing():
     tokens = prompt(30)
     async with two_engines() as (p, d), await d.granted(tokens) as lease:
-        async with lease.receive() as receiving:
+        async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
             with pytest.raises(UsageError, match="must be a Lease"):
                 p.engine.send("lease", receiving.ticket)  # type: ignore[arg-type]
             with pytest.raises(LeaseError, match="another engine"):
@@ -1017,7 +1055,7 @@ async def test_engine_without_peers_refuses_both():
     async with CacheEngine(config) as engine, engine.match([1, 2, 3]) as lease:
         await lease.allocate(3)
         with pytest.raises(UsageError, match=r"receive: the engine has no peers.*peers=Peers"):
-            await lease.receive().__aenter__()
+            await lease.receive(timeout=PATIENCE_SECONDS).__aenter__()
         with pytest.raises(UsageError, match="send: the engine has no peers"):
             await engine.send(lease, b"").__aenter__()
         assert engine.peer_statistics().ranks == []
@@ -1026,7 +1064,7 @@ async def test_engine_without_peers_refuses_both():
 async def test_engine_that_only_sends_cannot_receive():
     async with Side(listen=None) as p, await p.granted(prompt(30)) as lease:
         with pytest.raises(UsageError, match=r"Peers.listen is None.*only sends"):
-            await lease.receive().__aenter__()
+            await lease.receive(timeout=PATIENCE_SECONDS).__aenter__()
 
 
 @pytest.mark.parametrize(
@@ -1052,7 +1090,7 @@ async def test_receiver_closes_with_transfers_in_flight(slow):
         d = Side(device)
         await d.engine.__aenter__()
         lease = await d.granted(tokens)
-        receiving = lease.receive()
+        receiving = lease.receive(timeout=PATIENCE_SECONDS)
         await receiving.__aenter__()
         async with p.engine.send(source, receiving.ticket) as sending:
             p.compute(source, tokens, 0, 18)
@@ -1080,7 +1118,11 @@ async def test_receiver_closes_with_transfers_in_flight(slow):
 async def test_sender_closes_with_transfers_in_flight(slow):
     tokens = prompt(40)
     device = ManualDevice() if slow else None
-    async with Side() as d, await d.granted(tokens) as lease, lease.receive() as receiving:
+    async with (
+        Side() as d,
+        await d.granted(tokens) as lease,
+        lease.receive(timeout=PATIENCE_SECONDS) as receiving,
+    ):
         p = Side(device, listen=None)
         await p.engine.__aenter__()
         source = await p.granted(tokens)
@@ -1110,7 +1152,11 @@ async def test_sender_closes_with_transfers_in_flight(slow):
 
 async def test_engine_closes_while_a_send_connects():
     tokens = prompt(40)
-    async with Side() as d, await d.granted(tokens) as lease, lease.receive() as receiving:
+    async with (
+        Side() as d,
+        await d.granted(tokens) as lease,
+        lease.receive(timeout=PATIENCE_SECONDS) as receiving,
+    ):
         p = Side(listen=None)
         await p.engine.__aenter__()
         source = await p.granted(tokens)
@@ -1126,7 +1172,7 @@ async def test_engine_closes_while_a_send_connects():
 async def test_lease_released_while_a_send_connects():
     tokens = prompt(40)
     async with two_engines() as (p, d), await d.granted(tokens) as lease:
-        async with lease.receive() as receiving:
+        async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
             source = await p.granted(tokens)
             entering = asyncio.create_task(p.engine.send(source, receiving.ticket).__aenter__())
             await spin(2)
@@ -1139,7 +1185,10 @@ async def test_lease_released_while_a_send_connects():
 async def test_cancelled_connect_leaves_nothing_behind():
     tokens = prompt(40)
     async with two_engines() as (p, d), await d.granted(tokens) as lease:
-        async with lease.receive() as receiving, await p.granted(tokens) as source:
+        async with (
+            lease.receive(timeout=PATIENCE_SECONDS) as receiving,
+            await p.granted(tokens) as source,
+        ):
             for passes in range(12):
                 sending = p.engine.send(source, receiving.ticket)
                 entering = asyncio.create_task(sending.__aenter__())
@@ -1164,7 +1213,7 @@ async def test_failed_onload_ends_the_receive_before_it_begins():
         await run_until_idle(lambda: d.engine.statistics().offloaded_blocks == 4)
         await d.engine.evict(64)
         async with await d.granted(tokens) as lease:
-            async with lease.receive() as receiving:
+            async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
                 assert d.engine.statistics().receives == 0
                 device.onloads[0].fail_all(block=2)
                 assert await receiving.wait() == 8
@@ -1179,7 +1228,10 @@ async def test_tickets_made_during_an_update_of_the_weights_match_no_engine():
     tokens = prompt(30)
     async with two_engines() as (p, d), await d.granted(tokens) as lease:
         async with d.engine.updating_weights(version=""):
-            async with lease.receive() as receiving, await p.granted(tokens) as source:
+            async with (
+                lease.receive(timeout=PATIENCE_SECONDS) as receiving,
+                await p.granted(tokens) as source,
+            ):
                 assert tickets.decode(receiving.ticket, KEY).weights_version.startswith("unnamed ")
                 with pytest.raises(PeerError, match="version of the weights"):
                     await p.engine.send(source, receiving.ticket).__aenter__()
@@ -1193,7 +1245,10 @@ async def test_failed_device_ends_the_receive():
         await d.engine.__aenter__()
         lease = await d.granted(tokens)
         other = await d.granted(prompt(40, 2))
-        async with lease.receive() as receiving, other.receive() as second:
+        async with (
+            lease.receive(timeout=PATIENCE_SECONDS) as receiving,
+            other.receive(timeout=PATIENCE_SECONDS) as second,
+        ):
             async with p.engine.send(source, receiving.ticket) as sending:
                 p.compute(source, tokens, 0, 18)
                 await run_until_idle(lambda: bool(device.receives))
@@ -1204,7 +1259,7 @@ async def test_failed_device_ends_the_receive():
                 assert (await waiting, await second.wait()) == (0, 0)
                 assert "the device is broken" in (second.failure or "")
                 with pytest.raises(BrokenEngineError):
-                    await other.receive().__aenter__()
+                    await other.receive(timeout=PATIENCE_SECONDS).__aenter__()
                 device.complete_all()
             assert sending.failure
         lease.release()
@@ -1231,7 +1286,10 @@ async def test_leaving_a_send_begins_what_an_interrupt_has_kept_from_beginning(m
     """The interrupt came in the call that follows a commit, and the next one comes too late."""
     tokens = prompt(30)
     async with two_engines() as (p, d), await d.granted(tokens) as lease:
-        async with lease.receive() as receiving, await p.granted(tokens) as source:
+        async with (
+            lease.receive(timeout=PATIENCE_SECONDS) as receiving,
+            await p.granted(tokens) as source,
+        ):
             async with p.engine.send(source, receiving.ticket) as sending:
                 with monkeypatch.context() as patch:
                     patch.setattr(Flow, "proceed", lambda flow: None)
@@ -1254,7 +1312,7 @@ async def test_leaving_a_send_waits_for_the_onloads_of_its_lease():
         await run_until_idle(lambda: p.engine.statistics().offloaded_blocks == 4)
         await p.engine.evict(64)
         async with await d.granted(tokens) as lease, await p.granted(tokens) as source:
-            async with lease.receive() as receiving:
+            async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
                 async with p.engine.send(source, receiving.ticket) as sending:
                     leaving = asyncio.create_task(sending.__aexit__(None, None, None))
                     await spin(5)
@@ -1359,7 +1417,7 @@ async def test_end_of_a_ticket_takes_no_time_per_slot():
                 return count
 
             async with await d.granted(tokens) as lease:
-                async with lease.receive() as receiving:
+                async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
                     sys.settrace(count)  # lines of frames that begin from here on
                     try:
                         assert await p.prefill(tokens, receiving.ticket) == (4, None)
@@ -1395,7 +1453,7 @@ async def test_stores_of_an_engine_with_peers_keep_their_limit(tmp_path):
 async def test_receive_whose_lease_was_released_leaves_no_object():
     async with two_engines() as (_p, d):
         lease = await d.granted(prompt(40))
-        receiving = await lease.receive().__aenter__()
+        receiving = await lease.receive(timeout=PATIENCE_SECONDS).__aenter__()
         lease.release()
         await receiving.__aexit__(None, None, None)
         left = weakref.ref(receiving)

@@ -11,6 +11,7 @@ import pytest
 import uvloop
 
 import aiokv.engine
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.peers.engines import Side, prompt, two_engines
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 ENGINE = Path(aiokv.engine.__file__).parent
 FILES = {str(ENGINE / f"{name}.py") for name in ("peers", "flow", "receiving", "sending")}
-PATIENCE_SECONDS = 20.0
 PARTS = range(6)  # a play for each line takes longer than one test may, on a busy machine
 TOKENS = prompt(22)
 

@@ -19,6 +19,7 @@ from aiokv.testing import (
     run_until_idle,
     spin,
 )
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.closing import complete_during
 
 from .engines import Side, prompt, two_engines
@@ -74,7 +75,7 @@ async def arrival(side: Side, count: int) -> None:
 async def test_prompt_arrives_in_layers(length, step, layer_ranges):
     tokens = prompt(length)
     async with two_engines(*sides(layer_ranges)) as (p, d), await d.granted(tokens) as lease:
-        async with lease.receive() as receiving:
+        async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
             prefill = asyncio.create_task(
                 p.prefill(tokens, receiving.ticket, step=step, by_layer=True)
             )
@@ -142,7 +143,7 @@ async def test_layers_that_are_never_committed_are_dropped(give_up, committed):
     p, d = sides(3)
     await p.engine.__aenter__()
     async with d, await d.granted(tokens) as lease:
-        async with lease.receive() as receiving:
+        async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
             source = await p.granted(tokens)
             sending = await p.engine.send(source, receiving.ticket).__aenter__()
             if committed:
@@ -220,7 +221,11 @@ async def test_receiver_takes_its_own_ranges_or_whole_blocks(sender, receiver):
     tokens = prompt(16)
     p = Side(listen=None, layers=LAYERS, layer_ranges=sender)
     d = Side(layers=LAYERS, layer_ranges=receiver)
-    async with two_engines(p, d), await d.granted(tokens) as lease, lease.receive() as receiving:
+    async with (
+        two_engines(p, d),
+        await d.granted(tokens) as lease,
+        lease.receive(timeout=PATIENCE_SECONDS) as receiving,
+    ):
         if sender == 1:
             assert await p.prefill(tokens, receiving.ticket, by_layer=True) == (16, None)
             assert await receiving.wait() == 16
@@ -259,7 +264,7 @@ async def test_assembly_slots_are_left_for_committed_blocks():
         async with transfer(p, lease, one) as (receiving, source, sending):
             p.compute_layers(source, one, range(120), sending)
             await run_until_idle(lambda: parcels(d) > 0)
-            async with second.receive(timeout=20.0) as arriving:
+            async with second.receive(timeout=PATIENCE_SECONDS) as arriving:
                 assert await p.prefill(other, arriving.ticket, by_layer=True) == (96, None)
                 assert await arriving.wait() == 96
             d.check(second, other)
@@ -275,7 +280,11 @@ async def test_parcels_without_room_leave_their_outgoing_slots_to_others(sizes):
     p = Side(listen=None, layers=LAYERS, layer_ranges=3, block_tokens=sizes[0], ring_blocks=2)
     d = Side(layers=LAYERS, layer_ranges=3, block_tokens=sizes[1], ring_blocks=24)
     async with two_engines(p, d), await d.granted(tokens) as lease:
-        async with transfer(p, lease, tokens, timeout=20.0) as (receiving, source, sending):
+        async with transfer(p, lease, tokens, timeout=PATIENCE_SECONDS) as (
+            receiving,
+            source,
+            sending,
+        ):
             first = 0
             for end in (17, 30, 42):  # no pass of the loop between them
                 p.compute_layers(source, tokens, range(first, end), sending)
@@ -313,7 +322,11 @@ async def test_every_order_of_layers_commits_and_copies_ends(seed):
     tokens = prompt(length)
     async with two_engines(p, d), await d.granted(tokens) as lease:
         copying = asyncio.create_task(complete_copies())
-        async with transfer(p, lease, tokens, timeout=20.0) as (receiving, source, sending):
+        async with transfer(p, lease, tokens, timeout=PATIENCE_SECONDS) as (
+            receiving,
+            source,
+            sending,
+        ):
             first = 0
             for end in ends:
                 p.compute_layers(source, tokens, range(first, end), sending)
@@ -361,7 +374,7 @@ async def test_layers_computed_behind_a_failed_onload_are_not_sent():
         await p.engine.evict(64)
         async with await d.granted(tokens) as lease, await p.granted(tokens) as source:
             async with (
-                lease.receive() as receiving,
+                lease.receive(timeout=PATIENCE_SECONDS) as receiving,
                 p.engine.send(source, receiving.ticket) as sending,
             ):
                 p.compute_layers(source, tokens + 1, range(16, 29), sending)  # wrong bytes
@@ -397,7 +410,7 @@ async def test_end_of_a_complete_send_has_no_failure():
     async with (
         two_engines(*sides(3)) as (p, d),
         await d.granted(tokens) as lease,
-        lease.receive() as receiving,
+        lease.receive(timeout=PATIENCE_SECONDS) as receiving,
         await p.granted(tokens) as source,
     ):
         async with p.engine.send(source, receiving.ticket) as sending:
@@ -416,7 +429,7 @@ async def test_wrong_arguments_are_refused():
     async with (
         two_engines(*sides()) as (p, d),
         await d.granted(tokens) as lease,
-        lease.receive() as receiving,
+        lease.receive(timeout=PATIENCE_SECONDS) as receiving,
         await p.granted(tokens) as source,
     ):
         sending = p.engine.send(source, receiving.ticket)
@@ -444,7 +457,7 @@ async def test_transitions_with_layers_can_be_replayed(tmp_path):
         async with (
             two_engines(p, d),
             await d.granted(tokens) as lease,
-            lease.receive() as receiving,
+            lease.receive(timeout=PATIENCE_SECONDS) as receiving,
         ):
             await p.prefill(tokens, receiving.ticket, by_layer=True)
             assert await receiving.wait() == 30

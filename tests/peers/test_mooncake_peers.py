@@ -10,6 +10,7 @@ import pytest
 from aiokv import ConfigError, Peers
 from aiokv.peers.mooncake import MooncakeBackend, import_engine
 from aiokv.peers.one_sided import OneSidedTransport
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.peers.engines import SECRET, Side, prompt, two_engines
 from tests.peers.installed import why_absent
 from tests.peers.transport_child import Slots
@@ -33,7 +34,7 @@ async def test_prompt_arrives_whole(length):
     tokens = prompt(length)
     sides = Side(listen=None, transport="mooncake"), Side(transport="mooncake")
     async with two_engines(*sides) as (p, d), await d.granted(tokens) as lease:
-        async with lease.receive() as receiving:
+        async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
             prefill = asyncio.create_task(p.prefill(tokens, receiving.ticket))
             assert await receiving.wait() == length
         assert await prefill == (length, None)

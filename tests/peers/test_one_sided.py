@@ -18,7 +18,7 @@ from aiokv.peers.tcp import TcpTransport
 from aiokv.peers.transport import Outgoing, PeerMemory
 from aiokv.testing import spin
 from aiokv.testing.leftovers import running_threads
-from aiokv.testing.loops import run_until_idle
+from aiokv.testing.loops import PATIENCE_SECONDS, run_until_idle
 from tests.peers.one_sided_fakes import MISSING, FakeBackend
 from tests.peers.wires import connected, landed
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.asyncio
 def _no_thread_is_left() -> Iterator[None]:
     before = running_threads()
     yield
-    patient_until = time.monotonic() + 30
+    patient_until = time.monotonic() + PATIENCE_SECONDS
     while (left := running_threads() - before) and time.monotonic() < patient_until:
         time.sleep(0)
     assert not left

@@ -10,6 +10,7 @@ import pytest
 from aiokv.errors import PeerError
 from aiokv.peers.ticket import encode
 from aiokv.testing import spin
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.integration.test_interrupts import LOOPS, Interrupter, run
 
 from .workers import KEY, PeerWorker
@@ -21,12 +22,11 @@ if TYPE_CHECKING:
 
 RUNS = 15  # of the lines of callbacks, evenly spread
 SECONDS = 0.2  # of a ticket: what an interrupt has stopped ends then
-LONG_SECONDS = 15.0  # of a ticket that no interrupt stops
 
 
 async def move(p: PeerWorker, d: PeerWorker, *, must_succeed: bool) -> None:
     """Move 6 blocks through 2 slots, and check the bytes of what is reported."""
-    ticket = d.expect(6, seconds=LONG_SECONDS if must_succeed else SECONDS)
+    ticket = d.expect(6, seconds=PATIENCE_SECONDS if must_succeed else SECONDS)
     first, second = d.receive(ticket, [0, 1, 2], [5, 9, 2]), d.receive(ticket, [3, 4, 5], [1, 0, 7])
     try:
         await p.controller.open_ticket(encode(ticket, KEY))

@@ -20,12 +20,14 @@ from aiokv import CacheConfig, CacheEngine, ConfigError, PeerError, Peers
 from aiokv.errors import LayoutError
 from aiokv.stores.base import TRAILER_BYTES
 from aiokv.testing import run_until_idle, running_clock
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.peers.engines import SECRET, Side, prompt
 from tests.peers.processes import Child, Nursery
 from tests.peers.proxy import Proxy, Unit
+from tests.stores.servers import free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from aiokv import Lease
     from tests.peers.proxy import Fault
@@ -33,11 +35,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.asyncio
 
 KILLS = 50 if os.environ.get("AIOKV_DEEP") else 5  # of each side, on each loop
+MOST_KILLS = KILLS + 20  # while none has cut a transfer: the other process may be faster
+MOST = 0.6  # of the positions have arrived at the instant of a kill: some are still missing
 LENGTH = 301
 LAYERED: dict[str, Any] = {"layers": 5, "layer_ranges": 3}
 MODELS = pytest.mark.parametrize("model", [{}, LAYERED], ids=["blocks", "layers"])
 REQUESTS = 6
-PATIENCE = 60.0  # seconds; what ends at a deadline or at once ends long before
 TICKET_SECONDS = 1.0  # a ticket that the killed server has not opened ends then
 
 
@@ -54,7 +57,7 @@ def options(**changed: Any) -> dict[str, Any]:
 
 async def in_time(work: Any) -> Any:
     """Await some work, which must not take long."""
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         return await work
 
 
@@ -85,6 +88,25 @@ async def sent(p: Side, d: Child, seed: int) -> str | None:
     return failure
 
 
+async def progress(
+    side: Side, field: str, share: float, moves: Sequence[asyncio.Task[Any]]
+) -> None:
+    """Wait until a share of all positions of ``moves`` has moved, or one of them has ended."""
+    before = getattr(side.engine.peer_statistics(), field)
+    wanted = before + int(share * len(moves) * LENGTH)
+
+    def is_reached() -> bool:
+        moved = getattr(side.engine.peer_statistics(), field)
+        return moved >= wanted or any(move.done() for move in moves)
+
+    await run_until_idle(is_reached)
+
+
+def seeds(number: int) -> range:
+    """Return the seeds of the prompts around a kill."""
+    return range(1 + number * REQUESTS, 1 + (number + 1) * REQUESTS)
+
+
 def reasons(logs: list[Any], event: str) -> list[str]:
     """Return the reasons of a kind of log line, each line of another ticket."""
     lines = [line for line in logs if line["event"] == event]
@@ -100,11 +122,10 @@ async def test_prefill_server_is_killed_at_a_random_instant(nursery, model):
     rng = random.Random(1)
     failures = logged = 0
     async with Side(**options(**model)) as d:
-        for number in range(KILLS):
+        for number in range(MOST_KILLS):
             async with nursery.child(**options(listen=None, **model)) as p:
-                seeds = range(1 + number * REQUESTS, 1 + (number + 1) * REQUESTS)
-                receives = [asyncio.create_task(received(d, p, seed)) for seed in seeds]
-                await asyncio.sleep(rng.uniform(0.0, 0.03))
+                receives = [asyncio.create_task(received(d, p, seed)) for seed in seeds(number)]
+                await progress(d, "received_tokens", rng.uniform(0, MOST), receives)
                 with structlog.testing.capture_logs() as logs:
                     await p.killed()
                     ends = await asyncio.gather(*receives)
@@ -113,6 +134,8 @@ async def test_prefill_server_is_killed_at_a_random_instant(nursery, model):
                 logged += len(reasons(logs, "receive.ended"))
                 failures += len(failed)
             await d.at_rest()
+            if logged and number >= KILLS - 1:
+                break
         await d.at_rest(empty=True)
     assert failures, "no receive was cut: the prompts are too short"
     assert logged, "no reason was logged"
@@ -123,15 +146,16 @@ async def test_decode_server_is_killed_at_a_random_instant(nursery, model):
     rng = random.Random(2)
     failures = 0
     async with Side(**options(listen=None, **model)) as p:
-        for number in range(KILLS):
+        for number in range(MOST_KILLS):
             async with nursery.child(**options(**model)) as d:
-                seeds = range(1 + number * REQUESTS, 1 + (number + 1) * REQUESTS)
-                sends = [asyncio.create_task(sent(p, d, seed)) for seed in seeds]
-                await asyncio.sleep(rng.uniform(0.0, 0.03))
+                sends = [asyncio.create_task(sent(p, d, seed)) for seed in seeds(number)]
+                await progress(p, "delivered_tokens", rng.uniform(0, MOST), sends)
                 await d.killed()
                 ends = await asyncio.gather(*sends)
                 failures += sum(end is not None for end in ends)
             await p.at_rest()
+            if failures and number >= KILLS - 1:
+                break
         await p.at_rest(empty=True)
     assert failures, "no send was cut: the prompts are too short"
 
@@ -143,7 +167,7 @@ async def test_lease_takes_the_blocks_of_a_receive_at_once_after_a_kill(nursery)
         for seed in range(1, 4):
             async with nursery.child(**options(listen=None)) as p:
                 lease = await d.granted(prompt(LENGTH, seed))
-                receiving = await lease.receive(timeout=PATIENCE).__aenter__()
+                receiving = await lease.receive(timeout=PATIENCE_SECONDS).__aenter__()
                 p.send(seed, LENGTH, receiving.ticket)
                 await in_time(receiving.wait(8))
                 p.signal(signal.SIGKILL)
@@ -172,7 +196,7 @@ async def test_sender_ends_in_the_middle_of_a_chunk(nursery, end, committed):
     async with Side(**options(device_blocks=blocks, **LAYERED)) as d, nursery.child(**child) as p:
         tokens, other = prompt(LENGTH, 1), prompt(LENGTH, 2)
         lease = await d.granted(tokens)
-        receiving = await lease.receive(timeout=PATIENCE).__aenter__()
+        receiving = await lease.receive(timeout=PATIENCE_SECONDS).__aenter__()
         sending = p.send(1, LENGTH, receiving.ticket, committed=committed)
         await run_until_idle(lambda: parcels(d) == 2 * blocks + committed // 4)
         first = await in_time(receiving.wait(committed))
@@ -229,7 +253,8 @@ async def test_prefill_server_is_stopped_and_continued(nursery):
             d.finish(taker, other, taker.cached_tokens)
             p.signal(signal.SIGCONT)  # what it sends now belongs to no ticket
             end = await in_time(sending)
-            assert end["failure"] or end["delivered"] == LENGTH
+            # The ticket may have ended before the send of a busy process began.
+            assert end.get("error") or end["failure"] or end["delivered"] == LENGTH
             d.check(taker, other)
         assert await received(d, p, 3) in (None, "the deadline of 1 s passed")
 
@@ -239,9 +264,9 @@ async def test_decode_server_is_stopped_and_continued(nursery):
         Side(**options(listen=None)) as p,
         nursery.child(**options()) as d,
     ):
-        ticket, receiving = d.receive(1, LENGTH, timeout=0.5)
         tokens = prompt(LENGTH, 1)
         async with await p.granted(tokens) as lease:
+            ticket, receiving = d.receive(1, LENGTH, timeout=3.0)
             async with p.engine.send(lease, await ticket) as sending:
                 p.compute(lease, tokens, 0, 8)
                 d.signal(signal.SIGSTOP)
@@ -261,8 +286,9 @@ async def test_decode_server_is_stopped_and_continued(nursery):
 async def test_ticket_of_an_engine_that_was_restarted_on_its_port_is_refused(nursery):
     tokens = prompt(LENGTH, 1)
     async with Side(**options(listen=None)) as p:
-        async with nursery.child(**options()) as d:
-            port = d.port
+        port = free_port()  # that stays free while no process listens on it
+        async with nursery.child(**options(listen=f"127.0.0.1:{port}")) as d:
+            assert d.port == port
             used, receiving = d.receive(1, LENGTH)
             assert await in_time(p.prefill(tokens, await used)) == (LENGTH, None)
             await in_time(receiving)
@@ -287,7 +313,7 @@ async def test_ticket_goes_to_two_prefill_servers(nursery):
         for seed in range(1, 5):
             tokens = prompt(LENGTH, seed)
             async with await d.granted(tokens) as lease:
-                async with lease.receive() as receiving:
+                async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
                     ends = [p.send(seed, LENGTH, receiving.ticket) for p in (a, b)]
                     assert await in_time(receiving.wait()) == LENGTH
                 d.finish(lease, tokens, LENGTH)
@@ -307,6 +333,7 @@ async def test_ticket_goes_to_two_prefill_servers(nursery):
 @MODELS
 async def test_fault_between_the_processes_shortens_the_received_prefix(nursery, fault, model):
     rng = random.Random(fault)
+    seconds = PATIENCE_SECONDS if fault == "trickle" else TICKET_SECONDS
     count = 0
 
     def choose(unit: Unit) -> Fault:
@@ -318,19 +345,21 @@ async def test_fault_between_the_processes_shortens_the_received_prefix(nursery,
     async with Side(**options(**model)) as d, nursery.child(**child) as p:
         (endpoint,) = d.engine.worker.endpoints
         async with Proxy(endpoint.port, choose, rng) as proxy:
-            for seed in range(1, 5):
+            for seed in range(1, 21):
                 places = {count + rng.randint(1, 60), count + rng.randint(61, 200)}
                 tokens = prompt(LENGTH, seed)
                 async with await d.granted(tokens) as lease:
-                    async with lease.receive(timeout=TICKET_SECONDS) as receiving:
+                    async with lease.receive(timeout=seconds) as receiving:
                         end = p.send(seed, LENGTH, proxy.via(receiving.ticket))
                         first = await in_time(receiving.wait())
                     d.finish(lease, tokens, first)
                     assert (first == LENGTH) == (receiving.failure is None)
                     await in_time(end)
+                if fault == "trickle":
+                    assert first == LENGTH
+                if seed >= 4 and fault in proxy.faults:  # a ticket may end before its fault
+                    break
             assert proxy.faults[fault]
-            if fault == "trickle":
-                assert first == LENGTH
         await in_time(d.at_rest(empty=True))
 
 
@@ -349,7 +378,7 @@ async def test_thousand_tickets_at_once_share_a_ring_of_two_slots(nursery):
         async def decode(seed: int) -> int:
             tokens = prompt(length, seed)
             async with await d.granted(tokens) as lease:
-                async with lease.receive(timeout=PATIENCE) as receiving:
+                async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
                     end = p.send(seed, length, receiving.ticket)
                     first = await receiving.wait()
                     assert await end == {"delivered": length, "failure": None}
@@ -399,7 +428,10 @@ async def test_slot_smaller_than_a_parcel_is_refused():
     tokens = prompt(LENGTH)
     async with Side(**options(listen=None, block_tokens=128)) as p:
         async with Side(**options()) as d, await d.granted(tokens) as lease:
-            async with lease.receive() as receiving, await p.granted(tokens) as source:
+            async with (
+                lease.receive(timeout=PATIENCE_SECONDS) as receiving,
+                await p.granted(tokens) as source,
+            ):
                 with pytest.raises(LayoutError, match="bytes, a landing slot of the receiver"):
                     await p.engine.send(source, receiving.ticket).__aenter__()
             d.finish(lease, tokens, 0)

@@ -15,21 +15,23 @@ import pytest
 
 from aiokv import AiokvError, LayoutError
 from aiokv.testing import run_until_idle
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.peers.engines import prompt
 from tests.peers.processes import Nursery
 from tests.peers.ranked import LocalServer, RankedSide, Server
 from tests.peers.test_processes import (
     LENGTH,
-    PATIENCE,
-    REQUESTS,
+    MOST,
     in_time,
     parcels,
+    progress,
     received,
+    seeds,
     sent,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     Options = Callable[..., dict[str, Any]]
@@ -38,7 +40,6 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.loop("uvloop")]
 
 KILLS = 25 if os.environ.get("AIOKV_DEEP") else 2  # of each layout and victim
 MOST_KILLS = KILLS + 20  # while none has cut a transfer: the other processes may be faster
-MOST = 0.6  # of the positions have arrived at the instant of a kill: some are still missing
 ONE_TO_TWO, TWO_TO_ONE, TWO_TO_FOUR = layouts = [
     pytest.param(1, 2, 4, id="1 to 2"),
     pytest.param(2, 1, 4, id="2 to 1"),
@@ -66,25 +67,6 @@ def options(tmp_path: Path) -> Options:
         return {"directory": str(directory), "num_ranks": num_ranks, **common, **changed}
 
     return make
-
-
-async def progress(
-    side: RankedSide, field: str, share: float, moves: Sequence[asyncio.Task[Any]]
-) -> None:
-    """Wait until a share of all positions of ``moves`` has moved, or one of them has ended."""
-    before = getattr(side.engine.peer_statistics(), field)
-    wanted = before + int(share * len(moves) * LENGTH)
-
-    def is_reached() -> bool:
-        moved = getattr(side.engine.peer_statistics(), field)
-        return moved >= wanted or any(move.done() for move in moves)
-
-    await run_until_idle(is_reached)
-
-
-def seeds(number: int) -> range:
-    """Return the seeds of the prompts around a kill."""
-    return range(1 + number * REQUESTS, 1 + (number + 1) * REQUESTS)
 
 
 # --- one side is killed -------------------------------------------------------------------------
@@ -154,7 +136,7 @@ async def test_ranks_send_layers_before_the_commit(
         tokens = prompt(LENGTH)
         async with await d.side.granted(tokens) as lease:
             async with (
-                lease.receive(timeout=PATIENCE) as receiving,
+                lease.receive(timeout=PATIENCE_SECONDS) as receiving,
                 await p.side.granted(tokens) as source,
             ):
                 await d.side.heard()  # of the ticket
@@ -177,7 +159,7 @@ async def test_end_of_a_ticket_is_told_by_the_ranks(nursery, options):
     ):
         tokens = prompt(LENGTH)
         async with await d.side.granted(tokens) as lease, await p.side.granted(tokens) as source:
-            receiving = await lease.receive(timeout=PATIENCE).__aenter__()
+            receiving = await lease.receive(timeout=PATIENCE_SECONDS).__aenter__()
             async with p.side.engine.send(source, receiving.ticket) as sending:
                 receiving.cancel()
                 assert "the receiver gave up" in str(await in_time(sending.ended()))
@@ -195,7 +177,7 @@ async def test_ranks_with_other_ranges_of_layers_cannot_send(nursery, options):
         async with (
             await d.side.granted(tokens) as lease,
             await p.side.granted(tokens) as source,
-            lease.receive() as receiving,
+            lease.receive(timeout=PATIENCE_SECONDS) as receiving,
         ):
             with pytest.raises(LayoutError, match="into 2 ranges, the receiver into 1"):
                 await p.side.engine.send(source, receiving.ticket).__aenter__()
@@ -245,7 +227,7 @@ async def kill_ranks(
         await other.side.at_rest()
         await loser.restart(rank)
         await loser.side.at_rest(empty=True)
-        assert await moved(p.side, d.side, 1000 + number, timeout=PATIENCE) is None
+        assert await moved(p.side, d.side, 1000 + number, timeout=PATIENCE_SECONDS) is None
         if failures and number >= KILLS - 1:
             break
     for side in (p.side, d.side):

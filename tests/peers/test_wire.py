@@ -20,7 +20,7 @@ from aiokv.peers.messages import Cancel, Done, Ping, Pong, Want
 from aiokv.peers.sockets import place
 from aiokv.peers.wire import Connection, WireLimits
 from aiokv.testing import running_clock, spin
-from aiokv.testing.loops import run_until_idle
+from aiokv.testing.loops import PATIENCE_SECONDS, run_until_idle
 from tests.peers.wires import HOST, SECRET, TICKET, RawSocket, Recorder, connected, landed
 
 WANT = Want(ticket_id=TICKET, parcels=1)
@@ -148,7 +148,7 @@ async def test_memory_of_another_length_than_its_parcel_is_a_bug():
 async def test_another_secret_is_refused_without_a_proof_of_the_server(accepted, caplog):
     listener = await listening(accepted)
     with pytest.raises(PeerError, match="it has another secret") as refused:
-        await Connection.open(HOST, listener.port, b"another secret....", timeout=30)
+        await Connection.open(HOST, listener.port, b"another secret....", timeout=PATIENCE_SECONDS)
     assert "Peers(secret=...)" in refused.value.hint
     await run_until_idle(lambda: listener.refused == 1)
     raw = await RawSocket.to(listener.port)
@@ -190,7 +190,7 @@ async def test_server_that_does_not_know_the_secret_is_refused(impostor):
     server = Handshake(b"another secret....", "server")
     answering = asyncio.create_task(one_server(server.greeting + bytes(PROOF_BYTES), impostor))
     with pytest.raises(PeerError, match="does not know the secret"):
-        await Connection.open(HOST, impostor.getsockname()[1], SECRET, timeout=30)
+        await Connection.open(HOST, impostor.getsockname()[1], SECRET, timeout=PATIENCE_SECONDS)
     assert len(await answering) == PROOF_BYTES
 
 
@@ -206,7 +206,7 @@ async def test_server_that_reflects_the_challenge_and_the_proof_is_refused(impos
 
     reflecting = asyncio.create_task(reflect())
     with pytest.raises(PeerError, match="does not know the secret"):
-        await Connection.open(HOST, impostor.getsockname()[1], SECRET, timeout=30)
+        await Connection.open(HOST, impostor.getsockname()[1], SECRET, timeout=PATIENCE_SECONDS)
     await reflecting
 
 
@@ -247,7 +247,7 @@ async def test_client_fails_after_each_cut_of_the_handshake(impostor):
         answer = (server.greeting + bytes(PROOF_BYTES))[:cut]
         answering = asyncio.create_task(one_server(answer, impostor))
         with pytest.raises(PeerError, match="closed the connection during the handshake"):
-            await Connection.open(HOST, impostor.getsockname()[1], SECRET, timeout=30)
+            await Connection.open(HOST, impostor.getsockname()[1], SECRET, timeout=PATIENCE_SECONDS)
         await answering
 
 
@@ -267,11 +267,11 @@ async def test_open_fails_where_nothing_listens(impostor):
     port = impostor.getsockname()[1]
     impostor.close()
     with pytest.raises(PeerError, match=f"cannot connect to 127.0.0.1:{port}: "):
-        await Connection.open(HOST, port, SECRET, timeout=30)
+        await Connection.open(HOST, port, SECRET, timeout=PATIENCE_SECONDS)
     with pytest.raises(PeerError, match="cannot connect to 127\\.0\\.0\\.1:70000"):
-        await Connection.open(HOST, 70_000, SECRET, timeout=30)
+        await Connection.open(HOST, 70_000, SECRET, timeout=PATIENCE_SECONDS)
     with pytest.raises(ConfigError, match="secret has 5 bytes"):
-        await Connection.open(HOST, port, b"short", timeout=30)
+        await Connection.open(HOST, port, b"short", timeout=PATIENCE_SECONDS)
 
 
 @pytest.mark.clock
@@ -293,7 +293,7 @@ async def test_server_that_accepts_and_sends_nothing_is_given_up(impostor):
 @pytest.mark.asyncio
 async def test_cancelled_open_leaves_nothing(impostor):
     opening = asyncio.create_task(
-        Connection.open(HOST, impostor.getsockname()[1], SECRET, timeout=30)
+        Connection.open(HOST, impostor.getsockname()[1], SECRET, timeout=PATIENCE_SECONDS)
     )
     raw, _ = await asyncio.get_running_loop().sock_accept(impostor)
     await spin(5)
@@ -370,7 +370,7 @@ async def test_unauthenticated_connections_are_limited_and_do_not_keep_peers_out
     raws = [await RawSocket.to(listener.port) for _ in range(10)]
     await run_until_idle(lambda: listener.refused == 7)
     assert listener.handshakes == 3
-    client = await Connection.open(HOST, listener.port, SECRET, timeout=30)
+    client = await Connection.open(HOST, listener.port, SECRET, timeout=PATIENCE_SECONDS)
     await run_until_idle(lambda: len(accepted) == 1)
     assert listener.handshakes == 2
     for end in (client, *accepted):
@@ -393,13 +393,16 @@ async def test_socket_accepted_just_before_the_end_is_closed(accepted):
 @pytest.mark.asyncio
 async def test_authenticated_connections_are_limited(accepted):
     listener = await listening(accepted, max_connections=2)
-    clients = [await Connection.open(HOST, listener.port, SECRET, timeout=30) for _ in range(2)]
+    clients = [
+        await Connection.open(HOST, listener.port, SECRET, timeout=PATIENCE_SECONDS)
+        for _ in range(2)
+    ]
     await run_until_idle(lambda: len(accepted) == 2)
     assert listener.connections == 2
     with pytest.raises(PeerError, match="too many connections"):
-        await Connection.open(HOST, listener.port, SECRET, timeout=30)
+        await Connection.open(HOST, listener.port, SECRET, timeout=PATIENCE_SECONDS)
     accepted[0].abort("done")
-    clients.append(await Connection.open(HOST, listener.port, SECRET, timeout=30))
+    clients.append(await Connection.open(HOST, listener.port, SECRET, timeout=PATIENCE_SECONDS))
     await run_until_idle(lambda: len(accepted) == 3)
     for end in (*clients, *accepted):
         end.abort("the test ended")
@@ -429,7 +432,7 @@ async def test_clients_that_prove_at_the_same_time_do_not_exceed_the_limit(accep
     slow: Any = SlowSends(asyncio.get_running_loop())
     listener._loop = slow
     opening = [
-        asyncio.create_task(Connection.open(HOST, listener.port, SECRET, timeout=30))
+        asyncio.create_task(Connection.open(HOST, listener.port, SECRET, timeout=PATIENCE_SECONDS))
         for _ in range(4)
     ]
     await run_until_idle(lambda: slow.waiting + listener.refused == 4)
@@ -474,7 +477,9 @@ async def test_listener_without_descriptors_tries_again(accepted, monkeypatch, c
 
     real = listener._socket
     monkeypatch.setattr(listener, "_socket", Failing())
-    opening = asyncio.create_task(Connection.open(HOST, listener.port, SECRET, timeout=30))
+    opening = asyncio.create_task(
+        Connection.open(HOST, listener.port, SECRET, timeout=PATIENCE_SECONDS)
+    )
     await run_until_idle(lambda: not failures)
     assert "Too many open files" in caplog.text
     await spin(20)
@@ -521,7 +526,7 @@ async def test_any_address_is_possible_where_it_is_allowed(accepted):
 async def test_listener_is_bound_to_the_named_address_only(accepted):
     listener = await listen("127.0.0.1", 0, SECRET, accepted.append)
     with pytest.raises(PeerError, match="cannot connect"):
-        await Connection.open("127.0.0.2", listener.port, SECRET, timeout=30)
+        await Connection.open("127.0.0.2", listener.port, SECRET, timeout=PATIENCE_SECONDS)
     await listener.aclose()
 
 
@@ -706,7 +711,7 @@ async def test_error_of_on_connection_cuts_the_connection_and_reaches_the_loop(l
 
     failed: list[Connection] = []
     listener = await listen(HOST, 0, SECRET, fail)
-    client = await Connection.open(HOST, listener.port, SECRET, timeout=30)
+    client = await Connection.open(HOST, listener.port, SECRET, timeout=PATIENCE_SECONDS)
     recorder = Recorder()
     client.start(recorder)
     await run_until_idle(lambda: bool(recorder.closed))
@@ -772,7 +777,7 @@ async def test_closed_listener_ends_handshakes_and_keeps_connections():
         pair.client.send(WANT)
         await run_until_idle(lambda: pair.at_server.messages == [WANT])
         with pytest.raises(PeerError, match="cannot connect"):
-            await Connection.open(HOST, pair.listener.port, SECRET, timeout=30)
+            await Connection.open(HOST, pair.listener.port, SECRET, timeout=PATIENCE_SECONDS)
 
 
 @pytest.mark.asyncio

@@ -12,7 +12,7 @@ from aiokv.peers.handshake import GREETING_BYTES, PROOF_BYTES, Handshake
 from aiokv.peers.listener import Listener, listen
 from aiokv.peers.messages import Landed
 from aiokv.peers.wire import Connection, WireLimits
-from aiokv.testing.loops import run_until_idle
+from aiokv.testing.loops import PATIENCE_SECONDS, run_until_idle
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -98,7 +98,9 @@ async def connected(limits: WireLimits = WireLimits()) -> AsyncIterator[Pair]:  
     """Both ends of a connection, closed afterwards."""
     accepted: list[Connection] = []
     listener = await listen(HOST, 0, SECRET, accepted.append, limits=limits)
-    client = await Connection.open(HOST, listener.port, SECRET, timeout=30, limits=limits)
+    client = await Connection.open(
+        HOST, listener.port, SECRET, timeout=PATIENCE_SECONDS, limits=limits
+    )
     await run_until_idle(lambda: bool(accepted))
     pair = Pair(listener, accepted, client)
     try:

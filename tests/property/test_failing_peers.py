@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import time
 from contextlib import AsyncExitStack, ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from aiokv import (
 from aiokv.errors import WouldBlock
 from aiokv.testing import running_clock, spin
 from aiokv.testing.flaky import ChaosDevice
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.peers.engines import BLOCK_TOKENS, Side
 from tests.peers.proxy import FAULTS, Proxy, Unit
 
@@ -494,8 +496,10 @@ class Load:
             assert not statistics.leases
 
     async def until(self, condition: Callable[[], bool], seconds: float) -> None:
-        """Wait for a condition, at most ``seconds`` by the clock."""
-        for _ in range(int(seconds / 0.1)):
+        """Wait for a condition, ``seconds`` by the clock and as long as native threads may take."""
+        patient_until, ticks = time.monotonic() + PATIENCE_SECONDS, 0
+        while ticks < seconds / 0.1 or time.monotonic() < patient_until:
+            ticks += 1
             for _ in range(20):
                 if condition():
                     return

@@ -9,7 +9,9 @@ import numpy as np
 
 from aiokv import CacheConfig, CacheEngine, Peers, Regions
 from aiokv.ranks import Rank, RankGroup, RankTimeouts
+from aiokv.stores import StoreUse
 from aiokv.testing import ManualDevice, run_until_idle, spin
+from aiokv.testing.loops import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
     from aiokv import Lease
 
 LAYERS = 2
-PATIENT = RankTimeouts(heartbeat=1000.0, silence=500.0)  # only `pass_time` detects slow ranks
+PATIENT = RankTimeouts(  # only `pass_time` detects slow ranks
+    heartbeat=1000.0, silence=500.0, lookup=PATIENCE_SECONDS
+)
 BLOCK_TOKENS = 2
 
 
@@ -53,7 +57,9 @@ class Shard:
             self.number,
             self.regions,
             self.device,
-            stores=self.stores,
+            stores=[
+                StoreUse(store, lookup_deadline_seconds=PATIENCE_SECONDS) for store in self.stores
+            ],
             peers=self.peers,
         )
 

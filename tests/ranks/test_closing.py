@@ -14,6 +14,7 @@ from aiokv.ranks.__main__ import find
 from aiokv.ranks.channel import Channel
 from aiokv.ranks.counters import Counters
 from aiokv.testing import run_until_idle, spin
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.ranks.loopback import Ranked
 from tests.ranks.test_protocol import Peer, regions_of
 
@@ -26,6 +27,7 @@ A = [1, 2, 3, 4, 5, 6, 7]
 # --- closing --------------------------------------------------------------------------------------
 
 
+@pytest.mark.clock  # no time limit passes
 @pytest.mark.asyncio
 async def test_unauthenticated_peer_during_close_does_not_delay_it(tmp_path):
     async with Ranked(tmp_path) as ranked:
@@ -34,8 +36,8 @@ async def test_unauthenticated_peer_during_close_does_not_delay_it(tmp_path):
         peer = await Peer().connect(ranked)
         for shard in ranked.shards:
             await shard.leave()
-        async with asyncio.timeout(2.0):
-            await closing
+        await run_until_idle(closing.done)
+        await closing
         await peer.ended()
 
 
@@ -95,7 +97,7 @@ async def test_any_exception_of_a_rank_in_wake_up_is_its_reply(tmp_path):
         for shard in ranked.shards:
             shard.worker.regions = shard.regions
         ranked.shards[1].worker.regions = object()
-        async with asyncio.timeout(2.0):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             with pytest.raises(UsageError, match=r"rank 1: AttributeError: 'object'"):
                 await ranked.engine.wake_up(["device"])
         ranked.shards[1].worker.regions = ranked.shards[1].regions
@@ -103,6 +105,7 @@ async def test_any_exception_of_a_rank_in_wake_up_is_its_reply(tmp_path):
         assert await ranked.serve(A) == 0
 
 
+@pytest.mark.clock  # no time limit passes
 @pytest.mark.asyncio
 async def test_any_exception_of_a_rank_at_its_start_is_reported_immediately(tmp_path, monkeypatch):
     ranked = Ranked(tmp_path)
@@ -112,14 +115,15 @@ async def test_any_exception_of_a_rank_at_its_start_is_reported_immediately(tmp_
 
     monkeypatch.setattr(ranked.shards[1].worker, "_open", no_memory)
     opening = asyncio.create_task(ranked.engine.__aenter__())
-    async with asyncio.timeout(2.0):
-        await asyncio.gather(
-            *(shard.worker.__aenter__() for shard in ranked.shards), return_exceptions=True
-        )
-        for shard in ranked.shards:
-            await shard.leave()
-        with pytest.raises(RankLost, match="rank 1: MemoryError: 16 blocks"):
-            await opening
+    entering = asyncio.gather(
+        *(shard.worker.__aenter__() for shard in ranked.shards), return_exceptions=True
+    )
+    await run_until_idle(entering.done)
+    for shard in ranked.shards:
+        await shard.leave()
+    await run_until_idle(opening.done)
+    with pytest.raises(RankLost, match="rank 1: MemoryError: 16 blocks"):
+        await opening
 
 
 @pytest.mark.asyncio

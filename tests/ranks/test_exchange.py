@@ -12,6 +12,7 @@ from aiokv import ConfigError, PeerError, Peers, RankLost, UsageError
 from aiokv.peers.ticket import Endpoint, Ticket, decode, encode, ticket_key
 from aiokv.ranks import Rank, RankGroup
 from aiokv.testing import run_until_idle
+from aiokv.testing.loops import PATIENCE_SECONDS
 from aiokv.worker.controller import CacheController
 from tests.ranks.loopback import Ranked
 
@@ -72,7 +73,7 @@ async def test_each_rank_sends_its_shard_to_the_same_rank_of_the_other_engine(tm
         async with d.engine.match(A) as receiving, p.engine.match(A) as sending:
             await receiving.allocate(11)
             await sending.allocate(11)
-            async with receiving.receive(timeout=30.0) as arriving:
+            async with receiving.receive(timeout=PATIENCE_SECONDS) as arriving:
                 async with p.engine.send(sending, arriving.ticket) as delivering:
                     p.compute(sending, A)
                     sending.commit(4)
@@ -94,7 +95,7 @@ async def test_lost_rank_of_the_sender_ends_the_receive(tmp_path):
     async with two(tmp_path) as (p, d):
         async with d.engine.match(A) as receiving:
             await receiving.allocate(11)
-            async with receiving.receive(timeout=30.0) as arriving:
+            async with receiving.receive(timeout=PATIENCE_SECONDS) as arriving:
                 sending = p.engine.match(A)
                 await sending.allocate(11)
                 delivering = p.engine.send(sending, arriving.ticket)
@@ -119,7 +120,7 @@ async def test_lost_rank_of_the_receiver_ends_the_send(tmp_path):
         await receiving.allocate(11)
         async with p.engine.match(A) as sending:
             await sending.allocate(11)
-            arriving = receiving.receive(timeout=30.0)
+            arriving = receiving.receive(timeout=PATIENCE_SECONDS)
             await arriving.__aenter__()
             async with p.engine.send(sending, arriving.ticket) as delivering:
                 await d.lose(0)
@@ -174,7 +175,7 @@ async def test_ticket_that_one_rank_cannot_open_is_open_on_none(tmp_path):
         async with d.engine.match(A) as receiving, p.engine.match(A) as sending:
             await receiving.allocate(11)
             await sending.allocate(11)
-            async with receiving.receive(timeout=30.0) as arriving:
+            async with receiving.receive(timeout=PATIENCE_SECONDS) as arriving:
                 # Rank 1 of the receiver does not know the ticket any more.
                 other = d.shards[1].worker
                 other._close_ticket(

@@ -9,7 +9,7 @@ import pytest
 from aiokv import BrokenEngineError, Hit, LeaseError, RankLost, TransferError, UsageError
 from aiokv.errors import DeviceError
 from aiokv.ranks import RankTimeouts
-from aiokv.testing import ManualEvent, run_until_idle, spin
+from aiokv.testing import ManualEvent, run_until_idle, running_clock, spin
 from tests.ranks.loopback import PATIENT, Ranked
 
 pytestmark = pytest.mark.asyncio
@@ -323,6 +323,7 @@ async def test_step_still_running_on_a_remaining_rank_is_waited_for(tmp_path):
         await ranked.finish()
 
 
+@pytest.mark.clock
 async def test_a_restart_that_fails_can_be_tried_again(tmp_path):
     timeouts = RankTimeouts(start=0.2, heartbeat=1000.0)
     async with Ranked(tmp_path, timeouts=timeouts) as ranked:
@@ -330,8 +331,10 @@ async def test_a_restart_that_fails_can_be_tried_again(tmp_path):
             await ranked.engine.restart_ranks()
         await ranked.serve(A)
         await ranked.lose(1)
+        failing = asyncio.create_task(ranked.engine.restart_ranks())
+        await running_clock().advance(0.3)
         with pytest.raises(RankLost, match=r"rank 1: .* after 0.2 s"):
-            await ranked.engine.restart_ranks()
+            await failing
         with pytest.raises(BrokenEngineError):
             ranked.engine.match(A)
         cancelled = asyncio.create_task(ranked.engine.restart_ranks())

@@ -27,6 +27,7 @@ from aiokv import (
 from aiokv.ranks import RankGroup
 from aiokv.ranks.processes import RankProcesses
 from aiokv.testing import run_until_idle, spin
+from tests.harness.patience import PROGRAM_SECONDS
 from tests.ranks import process_rank
 from tests.ranks.cancelling import cancelled_at
 from tests.ranks.loopback import BLOCK_TOKENS, Model
@@ -230,7 +231,7 @@ def test_ctrl_c_lets_a_manager_with_a_handler_finish_its_request(tmp_path):
     process = manager(tmp_path, "tests.ranks.process_rank:idle", "finishes")
     with pids_of(process) as pids:
         os.killpg(process.pid, signal.SIGINT)  # as the terminal does
-        stdout, stderr = process.communicate(timeout=30)
+        stdout, stderr = process.communicate(timeout=PROGRAM_SECONDS)
         assert (process.returncode, stderr) == (0, "")
         assert stdout == "Hit(device_tokens=6, host_tokens=0) None\n"
         assert not any(is_alive(pid) for pid in pids)
@@ -240,7 +241,7 @@ def test_ctrl_c_without_a_handler_shows_the_traceback_of_the_manager_only(tmp_pa
     process = manager(tmp_path, "tests.ranks.process_rank:idle", "waits")
     with pids_of(process) as pids:
         os.killpg(process.pid, signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=30)
+        stdout, stderr = process.communicate(timeout=PROGRAM_SECONDS)
         assert (process.returncode, stdout) == (-signal.SIGINT, "")
         assert stderr.count("KeyboardInterrupt\n") == 1
         assert (
@@ -257,7 +258,7 @@ def test_an_interrupt_of_a_rank_alone_ends_it_without_a_traceback(tmp_path):
         os.kill(pids[1], signal.SIGINT)
         wait_for_the_end_of(pids[1])
         os.kill(process.pid, signal.SIGKILL)
-        assert process.communicate(timeout=30)[1].count("Traceback") == 0
+        assert process.communicate(timeout=PROGRAM_SECONDS)[1].count("Traceback") == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["term", "kill"])
@@ -308,7 +309,7 @@ def test_a_rank_imports_from_its_manager_s_path_and_not_from_the_current_folder(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PROGRAM_SECONDS,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "served\n", "")
 

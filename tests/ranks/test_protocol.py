@@ -37,7 +37,7 @@ from aiokv.ranks.messages import (
     encode,
     layout_of,
 )
-from aiokv.testing import ManualDevice, run_until_idle, spin
+from aiokv.testing import ManualDevice, run_until_idle, running_clock, spin
 from tests.ranks.loopback import Ranked
 
 if TYPE_CHECKING:
@@ -203,6 +203,7 @@ async def test_rank_number_that_is_taken_or_out_of_range_is_refused(tmp_path, ra
         assert ranked.group.failure is None
 
 
+@pytest.mark.clock
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("regions", "why"),
@@ -217,12 +218,16 @@ async def test_rank_number_that_is_taken_or_out_of_range_is_refused(tmp_path, ra
 async def test_a_rank_of_another_layout_is_refused(tmp_path, regions, why):
     ranked = Ranked(tmp_path, timeouts=RankTimeouts(start=0.3))
     ranked.shards[1].worker = Rank(tmp_path / "ranks", 1, regions)
-    results = await asyncio.gather(
+    refused = asyncio.ensure_future(_enter_after(ranked, 1))
+    entering = asyncio.gather(
         ranked.engine.__aenter__(),
         ranked.shards[0].worker.__aenter__(),
-        _enter_after(ranked, 1),
+        refused,
         return_exceptions=True,
     )
+    await run_until_idle(refused.done)
+    await running_clock().advance(0.4)
+    results = await entering
     assert all(why in str(results[i]) for i in (0, 2)), results
     assert not (tmp_path / "ranks").exists()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from aiokv import ControlTimeout, RankLost, Regions, UsageError
-from aiokv.testing import run_until_idle
+from aiokv.testing import run_until_idle, running_clock
 from tests.ranks.loopback import LAYERS, Ranked
 
 pytestmark = pytest.mark.asyncio
@@ -83,12 +83,21 @@ async def test_rank_lost_during_a_control_request_is_named(tmp_path):
         assert await ranked.serve(A) == 0
 
 
+@pytest.mark.clock
 async def test_a_rank_that_does_not_answer_in_time_is_named(tmp_path):
     async with Ranked(tmp_path, new_device=None) as ranked:
         transport = ranked.shards[1].worker._channel._transport
+
+        async def answers_of_the_others(asking: asyncio.Task[None]) -> None:
+            """Let the time of a request pass when rank 1 alone has not answered."""
+            control, membership = ranked.group._control, ranked.group._membership
+            await run_until_idle(lambda: control.silent_ranks(membership) == [1])
+            await running_clock().advance(1.0)
+            await asking
+
         transport.pause_reading()
         with pytest.raises(ControlTimeout, match=r"did not answer: \[1\]") as caught:
-            await ranked.engine.sleep(timeout=0.05)
+            await answers_of_the_others(asyncio.create_task(ranked.engine.sleep(timeout=0.5)))
         assert caught.value.ranks == (1,)
         assert ranked.engine.asleep == {"device", "host"}, "the others may have freed theirs"
         transport.resume_reading()
@@ -99,7 +108,7 @@ async def test_a_rank_that_does_not_answer_in_time_is_named(tmp_path):
             shard.worker.regions.add("kv", layers=shard.kv)
         transport.pause_reading()
         with pytest.raises(ControlTimeout, match=r"did not answer: \[1\]"):
-            await ranked.engine.wake_up(timeout=0.05)
+            await answers_of_the_others(asyncio.create_task(ranked.engine.wake_up(timeout=0.5)))
         assert ranked.engine.asleep == {"device", "host"}
         transport.resume_reading()
         await ranked.engine.wake_up(timeout=10.0)

@@ -10,6 +10,7 @@ import pytest
 
 from aiokv import CacheConfig, CacheEngine, LayoutError, Peers, Regions, WindowGroup
 from aiokv.ranks import Rank, RankGroup, RankTimeouts
+from aiokv.testing.loops import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -145,7 +146,7 @@ async def test_windows_arrive_on_every_rank(tmp_path, degrees, blocks, latent):
     async with p, d, d.engine.match(TOKENS) as lease, p.engine.match(TOKENS) as source:
         await lease.allocate(48)
         await source.allocate(41)
-        async with lease.receive(timeout=20.0) as receiving:
+        async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
             async with p.engine.send(source, receiving.ticket) as sending:
                 p.compute(source, 0, 41)
             assert sending.failure is None
@@ -162,7 +163,7 @@ async def test_windows_of_other_regions_are_refused(tmp_path):
     async with p, d, d.engine.match(TOKENS) as lease, p.engine.match(TOKENS) as source:
         await lease.allocate(41)
         await source.allocate(41)
-        async with lease.receive(timeout=20.0) as receiving:
+        async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
             with pytest.raises(LayoutError, match=r"sender.*receiver"):
                 await p.engine.send(source, receiving.ticket).__aenter__()
         d.compute(lease, 0, 41)

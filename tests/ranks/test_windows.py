@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from aiokv import CacheConfig, CacheEngine, RankLost, Regions, WindowGroup
-from aiokv.ranks import Rank, RankGroup, RankTimeouts
+from aiokv.ranks import Rank, RankGroup
 from aiokv.testing import ScriptedStore
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ def regions_of(window: np.ndarray | None) -> Regions:
 def ranked(
     path: Path, windows: list[np.ndarray | None], stores: Sequence[ScriptedStore] = ()
 ) -> tuple[CacheEngine, list[Rank]]:
-    timeouts = RankTimeouts(start=5.0)
-    group = RankGroup(len(windows), path=path / "ranks", timeouts=timeouts, has_stores=bool(stores))
+    group = RankGroup(len(windows), path=path / "ranks", has_stores=bool(stores))
     sizes = {"block_tokens": 2, "device_blocks": 40, "host_blocks": 40}
     config = CacheConfig(**sizes, model="tests", windows={"local": GROUP})
     ranks = [

@@ -43,7 +43,7 @@ def test_three_seconds_of_soak(monkeypatch, tmp_path):
             and len(TransitionLog.load(log).transitions) > 100
         )
 
-    totals = soak.soak(90.0, seed=7, log=log, enough=is_enough)
+    totals = soak.soak(120.0, seed=7, log=log, enough=is_enough)
     assert is_enough(totals)
     assert replay_transitions(TransitionLog.load(log)) > 100, "those of the last round"
 
@@ -57,7 +57,7 @@ def test_failed_copy_reported_as_complete_is_detected_and_leaves_its_log(
     monkeypatch.setattr(soak, "POLICIES", ("write_through",))
     monkeypatch.setattr(soak, "DEVICES", ("chaos",))
     log = tmp_path / "transitions.jsonl"
-    assert soak.main(["--seconds", "10", "--seed", "3", "--log", str(log)]) == 1
+    assert soak.main(["--seconds", "120", "--seed", "3", "--log", str(log)]) == 1
     printed = capsys.readouterr().err
     assert "VIOLATION" in printed
     assert "seed 3, round" in printed
@@ -74,7 +74,7 @@ def test_missing_checksum_comparison_is_detected(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(soak, "VERIFY", ("checksum",))
     monkeypatch.setattr(Load, "acts", lambda load: [load.corrupt])
     log = tmp_path / "transitions.jsonl"
-    assert soak.main(["--seconds", "10", "--seed", "3", "--log", str(log)]) == 1
+    assert soak.main(["--seconds", "120", "--seed", "3", "--log", str(log)]) == 1
     assert "VIOLATION" in capsys.readouterr().err
 
 
@@ -121,7 +121,7 @@ def test_report_of_an_intact_block_is_detected(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(soak, "VERIFY", ("checksum",))
     monkeypatch.setattr(Load, "acts", lambda load: [load.evict])
     log = tmp_path / "transitions.jsonl"
-    assert soak.main(["--seconds", "10", "--seed", "3", "--log", str(log)]) == 1
+    assert soak.main(["--seconds", "120", "--seed", "3", "--log", str(log)]) == 1
     assert "VIOLATION: an intact block is reported" in capsys.readouterr().err
 
 
@@ -155,7 +155,7 @@ def test_missing_proof_of_loaded_blocks_is_detected(monkeypatch, capsys, tmp_pat
     monkeypatch.setattr(soak, "POLICIES", ("write_through",))
     monkeypatch.setattr(RoundStores, "acts", lambda stores: [stores.damage])
     log = tmp_path / "transitions.jsonl"
-    assert soak.main(["--seconds", "20", "--seed", "3", "--log", str(log)]) == 1
+    assert soak.main(["--seconds", "120", "--seed", "3", "--log", str(log)]) == 1
     assert "VIOLATION" in capsys.readouterr().err
 
 
@@ -183,7 +183,7 @@ def test_missing_event_is_detected(monkeypatch, capsys, tmp_path, change):
     monkeypatch.setattr(soak, "EVENTS_SHARE", 1.0)
     monkeypatch.setattr(BlockEvents, "take", take_most)
     log = tmp_path / "transitions.jsonl"
-    assert soak.main(["--seconds", "20", "--seed", "3", "--log", str(log)]) == 1
+    assert soak.main(["--seconds", "120", "--seed", "3", "--log", str(log)]) == 1
     assert "VIOLATION: events: " in capsys.readouterr().err
 
 
@@ -222,7 +222,7 @@ def test_wrong_blocks_of_another_engine_are_detected(monkeypatch, capsys, tmp_pa
     prefill_begin = Prefill.begin
     monkeypatch.setattr(Prefill, "begin", begin)
     log = tmp_path / "transitions.jsonl"
-    assert soak.main(["--seconds", "20", "--seed", "3", "--log", str(log)]) == 1
+    assert soak.main(["--seconds", "120", "--seed", "3", "--log", str(log)]) == 1
     assert "VIOLATION" in capsys.readouterr().err
 
 

@@ -30,6 +30,7 @@ from aiokv.stores.base import (
     StoreMemory,
     StoreStatistics,
 )
+from aiokv.testing.loops import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -388,7 +389,7 @@ class StoreConformance:
         ]
         await asyncio.sleep(0)
         await store.aclose()
-        done, pending = await asyncio.wait(loads, timeout=10)
+        done, pending = await asyncio.wait(loads, timeout=PATIENCE_SECONDS)
         blocks.fill(0x33)
         assert not pending
         for load in done:
@@ -405,9 +406,9 @@ class StoreConformance:
             await eventually(lambda: saved_and_loaded(store, blocks))
 
 
-async def eventually(attempt: Callable[[], Awaitable[bool]], seconds: float = 30) -> None:
+async def eventually(attempt: Callable[[], Awaitable[bool]]) -> None:
     """Repeat an attempt until it succeeds; fail after a time that no server should need."""
-    async with asyncio.timeout(seconds):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             if await attempt():
                 return

@@ -11,6 +11,7 @@ import numpy as np
 
 from aiokv.stores.base import KEY_BYTES, Result, split_keys
 from aiokv.stores.disk import DiskStore
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.stores.conformance import Blocks
 
 if TYPE_CHECKING:
@@ -92,6 +93,6 @@ def small_blocks(num_blocks: int = 32) -> Blocks:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let the loop run until a condition holds."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)

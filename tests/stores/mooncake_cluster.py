@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from aiokv.errors import ConfigError
-from tests.stores.servers import HINT, Server, free_port
+from aiokv.testing.loops import PATIENCE_SECONDS
+from tests.stores.servers import HINT, Server, free_port, wait_until
 
 SEGMENT_BYTES = 16 << 20
 
@@ -19,6 +20,7 @@ def why_absent() -> str:
     if importlib.util.find_spec("mooncake") is None:
         return f"mooncake-transfer-engine is not installed; {HINT}"
     os.environ.setdefault("MC_TCP_BIND_ADDRESS", "127.0.0.1")
+    os.environ.setdefault("MC_RPC_TIMEOUT_MS", "2000")  # longer than a server stalls
     from aiokv.stores.mooncake.client import import_library
 
     try:
@@ -36,7 +38,7 @@ class MooncakeCluster:
         program = str(Path(sys.executable).parent / "mooncake_master")
         self.master = Server(
             lambda port: [
-                program, "-rpc_address=127.0.0.1", f"-rpc_port={port}", "-client_ttl=2",
+                program, "-rpc_address=127.0.0.1", f"-rpc_port={port}", "-client_ttl=5",
                 "-metrics_host=127.0.0.1", f"-metrics_port={metrics_port}",
             ],
             folder / "master.log",
@@ -72,10 +74,15 @@ class MooncakeCluster:
         self._command(b"fill\n")
 
     def _command(self, command: bytes) -> None:
-        with socket.create_connection(("127.0.0.1", self.holder.port), timeout=20) as connection:
+        """Let the holder carry out a command, again if the master did not answer it in time."""
+        wait_until(lambda: self._is_carried_out(command))
+
+    def _is_carried_out(self, command: bytes) -> bool:
+        with socket.create_connection(
+            ("127.0.0.1", self.holder.port), timeout=PATIENCE_SECONDS
+        ) as connection:
             connection.sendall(command)
-            answer = connection.recv(16)
-            assert answer == b"0\n", answer
+            return connection.recv(16) == b"0\n"
 
     def kill(self) -> None:
         """End all processes."""

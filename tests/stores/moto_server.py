@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING
 
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.stores.servers import HINT, Server
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class MotoServer(Server):
 
     def request(self, method: str, path: str, body: bytes = b"") -> None:
         """Send one request; fail unless it succeeds."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_SECONDS)
         try:
             connection.request(method, path, body=body, headers={"Authorization": SIGNED})
             answer = connection.getresponse()

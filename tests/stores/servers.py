@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from aiokv.testing.loops import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 HINT = "run `make services`"
+_ports = random.SystemRandom().sample(range(10_000, 32_768), 1_000)  # none of outgoing connections
 
 
 class Server:
@@ -106,25 +111,29 @@ class ProxyServer(Server):
         self.signal(signal.SIGUSR2)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     """Poll until a condition holds; fail after a time that no server should need."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
+        assert time.monotonic() < deadline, f"not within {PATIENCE_SECONDS} s"
         time.sleep(0.01)
 
 
 def accepts(port: int) -> bool:
     """Return whether a port of 127.0.0.1 accepts connections."""
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1):
+        with socket.create_connection(("127.0.0.1", port), PATIENCE_SECONDS):
             return True
     except OSError:
         return False
 
 
 def free_port() -> int:
-    """Return a port of 127.0.0.1 that was free just now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Return a port of 127.0.0.1 that was free just now, and another one with each call.
+
+    The kernel gives such a port to no connection, also not while the server of the port is down.
+    """
+    while True:
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", _ports.pop()))
+            return int(listener.getsockname()[1])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.stores.servers import HINT, Server, free_port, wait_until
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ needs_server = pytest.mark.skipif(
     PROGRAM is None, reason=f"neither valkey-server nor redis-server is installed; {HINT}"
 )
 
-READY_SECONDS = 30.0  # for a server that starts on a loaded machine
-
 
 def until(condition: Callable[[], Any]) -> None:
     """Wait until a condition returns a true value; an error of a client counts as false."""
@@ -35,7 +34,7 @@ def until(condition: Callable[[], Any]) -> None:
         except (redis.RedisError, OSError):
             return False
 
-    wait_until(holds, READY_SECONDS)
+    wait_until(holds)
 
 
 class RedisServer(Server):
@@ -72,7 +71,7 @@ class RedisServer(Server):
         """Return a plain synchronous client."""
         if password := self.options.get("requirepass"):
             options.setdefault("password", password)
-        return redis.Redis(port=self.port, socket_timeout=READY_SECONDS, protocol=2, **options)
+        return redis.Redis(port=self.port, socket_timeout=PATIENCE_SECONDS, protocol=2, **options)
 
     def command(self, *arguments: Any) -> Any:
         """Send one command with a client of its own, and return the reply as it is."""
@@ -94,7 +93,7 @@ class RedisServer(Server):
     def _is_answering(self) -> bool:
         """Return whether the server replies, be it with an error."""
         try:
-            with socket.create_connection(("127.0.0.1", self.port), READY_SECONDS) as connected:
+            with socket.create_connection(("127.0.0.1", self.port), PATIENCE_SECONDS) as connected:
                 connected.sendall(b"PING\r\n")
                 return connected.recv(1) in (b"+", b"-")
         except OSError:
@@ -122,7 +121,7 @@ class Cluster:
                 cluster_enabled="yes",
                 cluster_port=str(free_port()),
                 cluster_config_file="nodes.conf",
-                cluster_node_timeout="1500",
+                cluster_node_timeout="4000",  # a server may stall for less
                 cluster_replica_validity_factor="0",
                 repl_diskless_sync_delay="0",
             )
@@ -175,13 +174,20 @@ class Cluster:
         return len(lines) == 6 and not any(b"handshake" in line for line in lines)
 
     def master_of(self, name: bytes) -> RedisServer:
-        """Return the server that is the master of a key."""
-        for server in self.servers:
-            if server.is_master():
-                with contextlib.suppress(redis.RedisError):
-                    server.command("EXISTS", name)
-                    return server
-        raise AssertionError(f"no master serves {name!r}")
+        """Return the server that is the master of a key, as soon as it serves."""
+        serving: list[RedisServer] = []
+
+        def is_found() -> bool:
+            for server in self.servers:
+                if server.is_master():
+                    with contextlib.suppress(redis.RedisError):
+                        server.command("EXISTS", name)
+                        serving.append(server)
+                        return True
+            return False
+
+        until(is_found)
+        return serving[0]
 
     def replica_of(self, master: RedisServer) -> RedisServer:
         """Return a server that replicates another one."""

@@ -17,6 +17,7 @@ import pytest
 
 from aiokv.errors import ConfigError, StoreError
 from aiokv.stores import DirectoryStore
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.stores.conformance import (
     DONE,
     FAILED,
@@ -30,7 +31,7 @@ from tests.stores.conformance import (
     opened,
     save,
 )
-from tests.stores.failures import ObjectFailures, ObjectRig, guarded
+from tests.stores.failures import DEADLINE_SECONDS, ObjectFailures, ObjectRig, guarded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -230,7 +231,9 @@ async def test_a_read_that_hangs_is_not_waited_for(rig: DirectoryRig) -> None:
         file = file_of(rig.path, keys_of([1]))
         file.unlink()
         os.mkfifo(file)  # opening it waits for a writer, as a file server that does not answer
+        requests.have_deadline(DEADLINE_SECONDS)
         reply = await requests.guard.load(keys_of([1]), ids(9))
+        requests.have_deadline(PATIENCE_SECONDS)
         assert reply.results.tolist() == [FAILED]
         assert reply.overdue is not None
         assert await requests.load([2]) == [DONE], "a free thread serves other loads"

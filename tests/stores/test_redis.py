@@ -17,6 +17,7 @@ import pytest
 from aiokv.errors import ConfigError, StoreError
 from aiokv.stores.redis import RedisStore
 from aiokv.stores.redis.connection import Connection, ReplyError
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.stores.conformance import (
     DONE,
     FAILED,
@@ -64,7 +65,8 @@ class ServerMedium(Medium):
         self.options = options
 
     def store(self) -> Store:
-        return RedisStore(self.url or self.server.url, **self.options)  # type: ignore[arg-type]
+        options = {"connect_timeout_seconds": PATIENCE_SECONDS, **self.options}
+        return RedisStore(self.url or self.server.url, **options)  # type: ignore[arg-type]
 
     async def restart(self) -> bool:
         await asyncio.to_thread(self.server.restart)
@@ -118,7 +120,7 @@ class RedisRig(ServerRig):
         return self.store_at(self.server.port)
 
     def store_at(self, port: int) -> Store:
-        return RedisStore(f"redis://127.0.0.1:{port}")
+        return RedisStore(f"redis://127.0.0.1:{port}", connect_timeout_seconds=PATIENCE_SECONDS)
 
     def full(self) -> Store:
         self._full_server.start()
@@ -169,7 +171,7 @@ class TestServerFailures(ServerFailures):
                 client.config_set("requirepass", SECRET)
                 client.client_kill_filter(_type="normal", skipme=True)
                 await requests.until_refused()
-                await requests.cost_a_millisecond()
+                requests.cost_a_millisecond()
                 client.config_set("requirepass", "")
             await eventually(requests.are_served_again)
 
@@ -407,7 +409,7 @@ async def test_stopped_server_holds_a_call_until_it_is_cancelled(tmp_path: Path)
             done, pending = await asyncio.wait(calls, timeout=0.02)
             for call in calls:
                 call.cancel()
-            await asyncio.wait(calls, timeout=10)
+            await asyncio.wait(calls, timeout=PATIENCE_SECONDS)
             assert (len(done), len(pending)) == (0, 4)
             assert all(call.cancelled() for call in calls)
             blocks.array[8:12] = 0x55

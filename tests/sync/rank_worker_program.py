@@ -9,6 +9,7 @@ import numpy as np
 
 from aiokv import Regions
 from aiokv.sync import RankThread
+from aiokv.testing.loops import PATIENCE_SECONDS
 
 LAYERS = 2
 
@@ -17,7 +18,7 @@ def main(folder: str, number: int) -> None:
     kv = [np.zeros((8, 64), np.int8) for _ in range(LAYERS)]
     regions = Regions(num_layers=LAYERS)
     regions.add("kv", layers=kv)
-    rank = RankThread(Path(folder) / "ranks", number, regions, connect_timeout=60.0)
+    rank = RankThread(Path(folder) / "ranks", number, regions, connect_timeout=PATIENCE_SECONDS)
 
     def answer(*words: str) -> object:
         match words:

@@ -13,6 +13,7 @@ from aiokv import CacheConfig, Regions
 from aiokv.ranks import RankGroup
 from aiokv.sync import RankThread, SyncEngine, SyncLease
 from aiokv.testing import ManualDevice
+from aiokv.testing.loops import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 LAYERS, BLOCKS, TOKENS = 2, 8, 4
 PROMPT = list(range(17))
-LONG = 60.0  # seconds; no test waits that long
+LONG = PATIENCE_SECONDS
 
 
 def new_regions() -> Regions:

@@ -15,6 +15,7 @@ from aiokv import BrokenEngineError, CacheConfig, ClosedError, ConfigError, Usag
 from aiokv.sync import SyncEngine
 from aiokv.sync.answers import Answer
 from aiokv.sync.crossing import Crossing
+from tests.harness.patience import PROGRAM_SECONDS
 
 ALL = 32
 ROOT = Path(__file__).parents[2]
@@ -186,7 +187,7 @@ def run_program(case, folder):
         env=os.environ,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PROGRAM_SECONDS,
     )
 
 

@@ -14,6 +14,7 @@ import uvloop
 from aiokv import AllocateTimeout, LeaseError, LeaseState, RequestTooLarge, UsageError
 from aiokv.sync import SyncEngine
 from aiokv.testing import clocked_loop, spin
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.sync.conftest import BLOCKS, TOKENS
 
 ALL = BLOCKS * TOKENS
@@ -53,7 +54,7 @@ def test_a_wait_ends_with_the_release_of_another_lease(engine, full):
         engine.health()  # a later call: the lease is in line
         assert engine.statistics().waiting == 1
         full.release()
-        assert concurrent.futures.wait([future], timeout=30).done == {future}
+        assert concurrent.futures.wait([future], timeout=PATIENCE_SECONDS).done == {future}
         assert lease.num_tokens == ALL
 
 
@@ -108,7 +109,7 @@ def test_a_grant_in_the_moment_of_the_cancellation_is_taken_back(engine, full):
         assert cancelled.value is True
         assert lease.state is LeaseState.MATCHED
         assert engine.statistics().device_leased == 0
-        assert lease.allocate(ALL).result(timeout=30) is lease
+        assert lease.allocate(ALL).result(timeout=PATIENCE_SECONDS) is lease
 
 
 def test_a_future_that_is_cancelled_before_it_is_sent_takes_nothing(engine):
@@ -136,7 +137,7 @@ def test_a_deadline_passes_on_the_clock_of_the_loop(config):
     with SyncEngine(config, loop_factory=clocked_loop(uvloop.Loop)) as engine:
         holder, lease = engine.match([1]), engine.match([2])
         holder.allocate(ALL).result()
-        future = lease.allocate(ALL, timeout=30)
+        future = lease.allocate(ALL, timeout=PATIENCE_SECONDS)
         with pytest.raises(TimeoutError):
             future.result(timeout=0)
         assert not future.done()
@@ -187,10 +188,12 @@ def test_submit_awaits_and_cancel_ends_the_coroutine(engine, full):
     future = engine.submit(engine.cache.quiesce)
     assert engine.health().is_paused
     assert future.cancel()
-    assert concurrent.futures.wait([future], timeout=30).done  # the coroutine has ended
+    assert concurrent.futures.wait(
+        [future], timeout=PATIENCE_SECONDS
+    ).done  # the coroutine has ended
     assert not engine.health().is_paused
     full.release()
-    engine.call(engine.cache.quiesce, timeout=30)
+    engine.call(engine.cache.quiesce, timeout=PATIENCE_SECONDS)
     engine.call(engine.cache.resume)
     assert not engine.health().is_paused
 
@@ -201,7 +204,10 @@ def test_a_coroutine_that_cancels_itself_cancels_its_future(engine):
 
     with pytest.raises(concurrent.futures.CancelledError):
         engine.call(give_up)
-    assert concurrent.futures.wait([engine.submit(give_up)], timeout=30).not_done == set()
+    assert (
+        concurrent.futures.wait([engine.submit(give_up)], timeout=PATIENCE_SECONDS).not_done
+        == set()
+    )
 
 
 def test_an_error_of_a_submitted_function_is_raised(engine):

@@ -16,6 +16,7 @@ import pytest
 
 from aiokv import CacheConfig, ClosedError, ControlTimeout
 from aiokv.sync import RankThread, SyncEngine
+from tests.harness.patience import PROGRAM_SECONDS
 from tests.sync.served_ranks import LONG, Device, Served, new_regions
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def test_the_interpreter_exits_after_an_interrupted_opening(tmp_path):
         env=os.environ,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PROGRAM_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["interrupted"] * 3

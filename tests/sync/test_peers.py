@@ -7,6 +7,7 @@ import pytest
 
 from aiokv import CacheConfig, LeaseError, Peers, Regions, UsageError
 from aiokv.sync import SyncEngine
+from aiokv.testing.loops import PATIENCE_SECONDS
 
 SECRET = bytes(range(32))
 PROMPT = np.arange(50)
@@ -33,7 +34,7 @@ def test_threads_send_and_receive(engines):
     with decoder.match(PROMPT) as target, prefiller.match(PROMPT) as source:
         target.allocate(50).result()
         source.allocate(50).result()
-        with target.receive(timeout=30.0) as receiving:
+        with target.receive(timeout=PATIENCE_SECONDS) as receiving:
             arrived = receiving.wait()
             with prefiller.send(source, receiving.ticket) as sending:
                 source.commit(50)
@@ -49,13 +50,13 @@ def test_threads_send_and_receive(engines):
 def test_a_receive_that_is_cancelled_keeps_nothing_waiting(engines):
     decoder, _ = engines
     with decoder.match(PROMPT) as target:
-        receiving = target.receive()
+        receiving = target.receive(timeout=PATIENCE_SECONDS)
         with pytest.raises(UsageError, match="`with` block"):
             receiving.wait()
         with pytest.raises(LeaseError), receiving:  # not granted
             pass
         target.allocate(50).result()
-        with target.receive() as receiving:
+        with target.receive(timeout=PATIENCE_SECONDS) as receiving:
             arrived = receiving.wait()
             assert not arrived.done()
             receiving.cancel()

@@ -28,6 +28,7 @@ from aiokv.ranks import RankGroup
 from aiokv.ranks import counters as counters_module
 from aiokv.sync import RankThread, SyncEngine
 from aiokv.testing.manual import ManualStream
+from tests.harness.patience import PROGRAM_SECONDS
 from tests.sync.served_ranks import (
     BLOCKS,
     LONG,
@@ -380,7 +381,7 @@ def run_program(case: str, folder: Path) -> subprocess.CompletedProcess[str]:
         env=os.environ,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PROGRAM_SECONDS,
     )
 
 

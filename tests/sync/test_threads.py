@@ -25,6 +25,7 @@ from aiokv import (
 )
 from aiokv.sync import SyncEngine
 from aiokv.testing import ManualDevice
+from aiokv.testing.loops import PATIENCE_SECONDS
 from aiokv.testing.manual import ManualStream
 
 PROMPT = list(range(17))
@@ -218,7 +219,7 @@ def test_random_threads_leave_the_engine_whole(engine, seed):
         grants = sum(threads.map(lambda i: serve(engine, 100 * seed + i, shared), range(4)))
     assert grants > 0
     engine.release_many(shared[1])
-    engine.call(engine.cache.quiesce, timeout=30)
+    engine.call(engine.cache.quiesce, timeout=PATIENCE_SECONDS)
     engine.call(engine.cache.resume)
     statistics = engine.statistics()
     assert (statistics.leases, statistics.waiting, statistics.device_leased) == (0, 0, 0)

@@ -16,6 +16,7 @@ import pytest
 from aiokv import cli
 from aiokv.cli.running import run_async
 from aiokv.errors import ConfigError
+from tests.harness.patience import PROGRAM_SECONDS
 
 
 @pytest.fixture
@@ -223,7 +224,7 @@ def test_broken_pipe_is_quiet():
         process.stdout.readline()
         process.stdout.close()
         stderr = process.stderr.read()
-        assert process.wait(timeout=30) == 141
+        assert process.wait(timeout=PROGRAM_SECONDS) == 141
     assert stderr == b""
 
 

@@ -13,10 +13,10 @@ from aiokv.demo.runner import ModelRunner
 from aiokv.demo.transformer import NumpyTransformer
 from aiokv.demo.weights import GroupedConfig, random_weights
 from aiokv.errors import TransferError
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.models.demo.images import image
 
 CONFIG = GroupedConfig(vocab=32, hidden=16, layers=2, heads=2, kv_heads=1, ffn=24)
-SECONDS = 10.0  # before a test that hangs fails
 
 
 class Arrival:
@@ -30,7 +30,7 @@ class Arrival:
     def gpu_wait(self, layer, stream):
         self.reached[layer].set()
         stream.wait_event(self)
-        assert self.arrived[layer].wait(SECONDS)
+        assert self.arrived[layer].wait(PATIENCE_SECONDS)
 
     def synchronize(self):
         """The event that the stream is made to wait for: done at once."""
@@ -62,7 +62,7 @@ async def test_layer_is_computed_while_the_next_one_is_loading(model):
         step = asyncio.wrap_future(runner.submit(one_block(), [arrival]))
         assert not await asyncio.to_thread(arrival.reached[1].wait, 0)
         arrival.arrived[0].set()
-        assert await asyncio.to_thread(arrival.reached[1].wait, SECONDS)
+        assert await asyncio.to_thread(arrival.reached[1].wait, PATIENCE_SECONDS)
         assert cache.keys[0].any()
         assert not cache.keys[1].any()
         assert not step.done()
@@ -92,7 +92,7 @@ async def test_a_cancelled_step_ends_before_the_runner_does(model):
     arrival = Arrival()
     with ModelRunner(model, cache) as runner:
         step = asyncio.wrap_future(runner.submit(one_block(), [arrival]))
-        assert await asyncio.to_thread(arrival.reached[0].wait, SECONDS)
+        assert await asyncio.to_thread(arrival.reached[0].wait, PATIENCE_SECONDS)
         step.cancel()
         with pytest.raises(asyncio.CancelledError):
             await step

@@ -21,6 +21,7 @@ from aiokv import _native
 from aiokv.errors import ConfigError, LayoutError, UsageError
 from aiokv.stores.disk.io import BACKEND_VARIABLE, CALL_REQUESTS, DiskIo
 from aiokv.testing import run_until_idle, spin
+from tests.harness.patience import PROGRAM_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -390,7 +391,7 @@ def test_in_a_process_of_its_own(part: str, loop: str, path: Path) -> None:
         [sys.executable, "-W", "error", PROGRAM, part, loop, path],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PROGRAM_SECONDS,
         check=False,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

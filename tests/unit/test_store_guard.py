@@ -279,12 +279,12 @@ async def test_open_breaker_does_not_suspend_and_costs_microseconds():
     async with Guarded() as g:
         await opened(g)
         keys = digests(range(100))
-        began = time.perf_counter()
+        began = time.thread_time()
         for _ in range(1000):
             call = g.guard.lookup(keys)
             with pytest.raises(StopIteration):
                 call.send(None)
-        assert time.perf_counter() - began < 1.0
+        assert time.thread_time() - began < 1.0
 
 
 async def test_probe_in_the_background_closes_the_breaker(caplog):
