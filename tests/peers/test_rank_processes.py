@@ -19,6 +19,8 @@ from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.peers.engines import prompt
 from tests.peers.processes import Nursery
 from tests.peers.ranked import LocalServer, RankedSide, Server
+from tests.peers.test_cancelled_requests import REQUESTS as CONCURRENT
+from tests.peers.test_cancelled_requests import Request
 from tests.peers.test_processes import (
     LENGTH,
     MOST,
@@ -258,3 +260,22 @@ async def test_rank_of_the_decode_side_is_killed(
         LocalServer(nursery, options("d", receivers)) as d,
     ):
         await kill_ranks(p, d, d, random.Random(4))
+
+
+# --- requests are cancelled ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layered", [{}, LAYERED], ids=["blocks", "layers"])
+@pytest.mark.parametrize(("senders", "receivers"), [(1, 2), (2, 1), (2, 2)])
+async def test_cancelled_requests_do_not_delay_others(
+    nursery, options, senders, receivers, layered
+):
+    small = {"device_blocks": 400, "ring_blocks": 8, **layered}
+    prefill, decode = options("p", senders, listen=None, **small), options("d", receivers, **small)
+    async with LocalServer(nursery, prefill) as p, LocalServer(nursery, decode) as d:
+        for number in range(10):
+            rng = random.Random(number)
+            requests = [Request(rng, CONCURRENT * number + i) for i in range(CONCURRENT)]
+            async with asyncio.TaskGroup() as tasks:
+                for request in requests:
+                    tasks.create_task(request.run(p.side, d.side))
