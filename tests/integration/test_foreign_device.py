@@ -127,6 +127,19 @@ async def test_decode_appends_blocks_and_tokens_and_saves_each_full_block():
         assert cache.hit(tokens) == (0, 5)
 
 
+async def test_blocks_behind_a_saved_one_stay_pending():
+    async with ForeignCache() as cache:
+        lease = await cache.begin(A, range(4))
+        cache.memory.write([0, 1, 2], cache.memory.words(A))
+        for blocks in range(3):
+            async with cache.engine.match(A) as waiting:
+                assert waiting.hit == Hit(0, blocks * BLOCK_TOKENS)
+                assert waiting.pending_tokens == (3 - blocks) * BLOCK_TOKENS
+            lease.commit((blocks + 1) * BLOCK_TOKENS)
+            await cache.finish()
+        lease.release()
+
+
 async def test_saves_of_consecutive_commits_do_not_wait_for_each_other():
     """A block whose save ends before that of its parent becomes matchable with the parent."""
     async with ForeignCache() as cache:
