@@ -148,7 +148,7 @@ def test_random_walks_of_layers_that_may_never_be_committed(first, mapping, fail
 
 @pytest.mark.parametrize(("landing", "outgoing"), [(1, 1), (8, 2), (2, 8)])
 def test_500_tickets_all_end_done(landing, outgoing):
-    world = World(7, senders=3, landing=landing, outgoing=outgoing)
+    world = World(7, senders=3, landing=landing, outgoing=outgoing, check_every=50)
     for i in range(500):
         ticket = world.expect(2)
         world.receive(ticket, [0, 1])

@@ -323,8 +323,10 @@ class World:
         landing: int = 4,
         outgoing: int = 4,
         mapping: Any = EQUAL,
+        check_every: int = 1,
     ) -> None:
         self.mapping = mapping
+        self.check_every = check_every  # steps of `run`
         self.mappings: dict[int, Any] = {}  # by sender rank, where another one is used
         self.random = random.Random(seed)
         self.copy_failures = 0.0
@@ -538,8 +540,12 @@ class World:
 
     def run(self) -> None:
         """Run until nothing is left to do; then the receiver knows all wishes for credits."""
-        while self.step():
-            self.check()
+        for number in count(1):
+            if number % self.check_every == 0:
+                self.check()
+            if not self.step():
+                break
+        self.check()
         wanted = sum(wire.wanted for wire in self.wires if not wire.is_cut)
         assert self.receiver.ring.statistics().wanted >= wanted
 
