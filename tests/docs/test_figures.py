@@ -109,16 +109,18 @@ def test_speed_of_the_disk_store_relative_to_a_plain_loop():
 def test_fetches_and_computed_prompts_by_the_bandwidth_of_the_disk():
     measured = results("fetch_or_compute")["benches"]["fetch_or_compute"]
     section = MEASURED[MEASURED.index("### Fetch or compute") :]
-    rows = re.findall(r"^\| ([\d.]+) \| (.*) \|$", section[: section.index("\n## ")], re.MULTILINE)
-    assert len(rows) > 10
-    for gbps, row in rows:
-        if "%" in row:
-            load = measured[f"uneven_{gbps}_gbps"]
-            expected = [_figures(load), f"{100 * load['fetched']:.0f} %"]
-        else:
-            names = (f"disk_{gbps}_gbps", f"any_price_{gbps}_gbps")
-            expected = [_figures(measured[name]) for name in names]
-        assert row.split(" | ") == expected
+    tables = section[: section.index("\n## ")].split("| bandwidth of the disk ")[1:]
+    for model, table in zip(("", "uneven", "hybrid"), tables, strict=True):
+        rows = re.findall(r"^\| ([\d.]+) \| (.*) \|$", table, re.MULTILINE)
+        assert len(rows) > 4
+        for gbps, row in rows:
+            if model:
+                load = measured[f"{model}_{gbps}_gbps"]
+                expected = [_figures(load), f"{100 * load['fetched']:.0f} %"]
+            else:
+                names = (f"disk_{gbps}_gbps", f"any_price_{gbps}_gbps")
+                expected = [_figures(measured[name]) for name in names]
+            assert row.split(" | ") == expected
 
 
 def _figures(load: dict[str, float]) -> str:
