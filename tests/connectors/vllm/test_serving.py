@@ -315,31 +315,64 @@ def test_long_load_does_not_hold_a_step_that_begins_another_request(
     assert server.loaded(behind) == 40
 
 
-def test_load_of_a_step_waits_for_the_step_that_writes_freed_blocks(
-    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def async_server(make_server: MakeServer) -> Server:
+    """A server with asynchronous scheduling; only its host memory has the prompt(1, 41).
+
+    The prompt needs 11 of 13 blocks, so a load of it writes to blocks that were freed just before.
+    """
     server = make_server({"load": "layerwise"}, num_blocks=14, async_scheduling=True)
+    server.add("a", prompt(1, 41), 1)
+    server.run()
+    server.drain()
+    assert server.scheduler.kv_cache_manager.reset_prefix_cache()
+    return server
+
+
+@pytest.fixture
+def waits(async_server: Server, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps that the scheduler half has waited for; a wait computes the steps in flight."""
     steps: list[int] = []
 
     def compute(cache: HostCache, step: int) -> None:
         steps.append(step)
-        server.compute_in_flight()
+        async_server.compute_in_flight()
 
     monkeypatch.setattr(HostCache, "wait_computed", compute)
-    tokens = prompt(1, 41)
-    server.add("a", tokens, 1)
-    server.run()
-    server.drain()
-    assert server.scheduler.kv_cache_manager.reset_prefix_cache()
+    return steps
+
+
+def test_load_of_a_step_waits_for_the_step_that_writes_freed_blocks(
+    async_server: Server, waits: list[int]
+) -> None:
+    server, tokens = async_server, prompt(1, 41)
     server.add("aborted", prompt(2, 17), 20)
     for _ in range(3):
         server.step()
     server.abort("aborted")
     again = server.add("b", tokens, 3)
     server.run()
-    assert len(steps) == 1
+    assert len(waits) == 1
     assert server.loaded(again) == 40
     assert server.outputs["b"] == generate(tokens, 0, 3)
+
+
+def test_load_of_a_step_waits_for_the_step_that_writes_blocks_of_a_preempted_request(
+    async_server: Server, waits: list[int]
+) -> None:
+    server, tokens = async_server, prompt(1, 41)
+    request = server.add("b", tokens, 8)
+    for _ in range(3):
+        server.step()
+    # A reset preempts between two schedules: the next one loads while the step is in flight.
+    assert server.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert request.status == RequestStatus.PREEMPTED
+    assert waits == []
+    server.run()
+    assert len(waits) == 1
+    engine = server.connector.engine
+    assert engine.call(engine.cache.statistics).onloaded_blocks == 20  # 10 before the reset
+    assert server.outputs["b"] == generate(tokens, 0, 8)
 
 
 def test_events_of_steps_that_save_nothing_are_forgotten(
