@@ -9,7 +9,7 @@ Batches that wait for onloads of their leases are not measured: their time is th
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,27 +17,8 @@ if TYPE_CHECKING:
     from aiokv.engine.speed import PrefillSpeed
 
 
-class ComputeTimes(Protocol):
-    """Measures the times of batches or steps, for a :class:`PrefillSpeed`."""
-
-    def batch_begins(self, batch_id: int, *, waits: bool) -> None:
-        """Note that a batch begins; ``waits`` if a lease of it has onloads in flight."""
-
-    def batch_ends(self, batch_id: int) -> None:
-        """Note that the ``with`` block, work and events of a batch have ended. Idempotent."""
-
-    def step_closes(self, step: int) -> None:
-        """Note that the open step is closed."""
-
-    def step_finished(self, step: int) -> None:
-        """Note that a step and all earlier steps have finished."""
-
-
-class BatchTimes:
-    """Times of batches, on a device whose work has ended when its batch has ended.
-
-    The tokens that are committed between the begins of two batches are those of the first one. It
-    takes the time until the second one begins, without the time in which no batch was in flight.
+class ComputeTimes:
+    """Measures the times of batches or steps, for a :class:`PrefillSpeed`.
 
     Args:
         speed: receives the measurements.
@@ -54,6 +35,34 @@ class BatchTimes:
         self._speed = speed
         self._committed = committed
         self._clock = clock
+
+    def batch_begins(self, batch_id: int, *, waits: bool) -> None:
+        """Note that a batch begins; ``waits`` if a lease of it has onloads in flight."""
+
+    def batch_ends(self, batch_id: int) -> None:
+        """Note that the ``with`` block, work and events of a batch have ended. Idempotent."""
+
+    def step_closes(self, step: int) -> None:
+        """Note that the open step is closed."""
+
+    def step_finished(self, step: int) -> None:
+        """Note that a step and all earlier steps have finished."""
+
+
+class BatchTimes(ComputeTimes):
+    """Times of batches, on a device whose work has ended when its batch has ended.
+
+    The tokens that are committed between the begins of two batches are those of the first one. It
+    takes the time until the second one begins, without the time in which no batch was in flight.
+    """
+
+    def __init__(
+        self,
+        speed: PrefillSpeed,
+        committed: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(speed, committed, clock)
         self._running: set[int] = set()
         self._began = 0.0  # begin of the newest batch
         self._ended = 0.0  # when no batch was in flight any more
@@ -77,24 +86,13 @@ class BatchTimes:
             if not self._running:
                 self._ended = self._clock()
 
-    def step_closes(self, step: int) -> None:
-        """See :class:`ComputeTimes`."""
 
-    def step_finished(self, step: int) -> None:
-        """See :class:`ComputeTimes`."""
-
-
-class StepTimes:
+class StepTimes(ComputeTimes):
     """Times of steps, on a device that computes in a stream, and with ranks.
 
     A step has the tokens that are committed before it is closed. It takes the time from the begin
     of its first batch, or from the end of the step before if that is later, until the event of the
     step is done.
-
-    Args:
-        speed: receives the measurements.
-        committed: returns the number of prompt tokens that were committed so far.
-        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -103,9 +101,7 @@ class StepTimes:
         committed: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._speed = speed
-        self._committed = committed
-        self._clock = clock
+        super().__init__(speed, committed, clock)
         self._tokens = 0  # committed before the open step
         self._began: float | None = None  # begin of the first batch in the open step
         self._waits = False  # a batch of the open step waits for onloads
@@ -117,9 +113,6 @@ class StepTimes:
         if self._began is None:
             self._began = self._clock()
         self._waits |= waits
-
-    def batch_ends(self, batch_id: int) -> None:
-        """See :class:`ComputeTimes`."""
 
     def step_closes(self, step: int) -> None:
         """See :class:`ComputeTimes`."""
