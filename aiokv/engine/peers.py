@@ -238,9 +238,9 @@ class Exchange:
         self._worker.expect(blob, timeout)
         self._open(flow)
         flow.end_in(timeout)
+        await self._worker.expected(flow.ticket.ticket_id, timeout)
         self.counts.receives += 1
         self.counts.wanted_tokens += flow.ticket.num_tokens - flow.ticket.first_position
-        await self._worker.expected(flow.ticket.ticket_id, timeout)
 
     def begin_receive(self, flow: Flow) -> None:
         """Begin the transfers of a flow, unless onloads of the lease are in flight.
