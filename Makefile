@@ -115,7 +115,7 @@ test-gpu: $(STAMP) ## the tests that need a GPU (a CUDA compiler and CuPy too)
 bench-gpu: $(STAMP) ## transfers, wake-ups and pinning on a GPU, JSON in bench/results/
 	$(BIN)/python -m bench.gpu $(ARGS)
 
-soak: $(STAMP) ## random operations with faults and cancellations, all checked; 5 minutes
+soak: $(STAMP) ## random operations with faults and cancellations, all checked; about 5 minutes
 	$(BIN)/python -m tests.soak $(ARGS)
 
 mutate: $(STAMP) ## change one place of the code at a time and see that a test fails; ARGS=--help

@@ -37,6 +37,7 @@ from aiokv.cli.progress import show_progress
 from aiokv.testing import record
 from aiokv.testing.flaky import ChaosDevice, FlakyDevice
 from aiokv.testing.leftovers import open_descriptors, running_threads
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.memory import Memory, WrongBytes
 from tests.soak.events import RoundEvents
 from tests.soak.load import LATE_PASSES, Load, Violation
@@ -45,7 +46,7 @@ from tests.soak.records import RoundRecords
 from tests.soak.stores import RoundStores
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
 POLICIES = ("none", "write_through", "write_through_selective", "write_back")
 DEVICES = ("chaos", "flaky")
@@ -59,10 +60,9 @@ LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
 }
 CLIENTS = 24
-MAX_ROUND_SECONDS = 5.0
+ROUND_OPERATIONS = 30_000  # of all engines of a round; 2 to 10 s
 CHECK_OPERATIONS = 50  # between two checks of the invariants
 CANCEL_SHARE = 0.1  # of the passes of the loop that cancel a client
-HANG_SECONDS = 20.0  # no operation may take so long
 
 
 class Totals(msgspec.Struct, kw_only=True):
@@ -159,8 +159,12 @@ class Round:
         self._has_events = rng.random() < EVENTS_SHARE
         self._checked_at = 0
 
-    async def run(self, seconds: float, log: Path) -> None:
+    async def run(self, operations: int, log: Path) -> None:
         """Run the round, and write the transitions of its last scheduler to ``log``.
+
+        Args:
+            operations: of all engines; the last operations of each come in addition.
+            log: file for the transitions.
 
         Raises:
             Violation: see there.
@@ -171,7 +175,7 @@ class Round:
             for number in range(engines):
                 last = number == engines - 1
                 await self._serve(
-                    seconds / engines, log, abrupt=not last and self.rng.random() < 0.5
+                    operations // engines, log, abrupt=not last and self.rng.random() < 0.5
                 )
         finally:
             mover.cancel()
@@ -181,7 +185,7 @@ class Round:
             raise Violation(f"tasks remain: {left}")
         self._check_stores()
 
-    async def _serve(self, seconds: float, log: Path, *, abrupt: bool) -> None:
+    async def _serve(self, operations: int, log: Path, *, abrupt: bool) -> None:
         """Run one engine; with ``abrupt``, close it while its clients use it."""
         self.memory.take(len(self.memory.tensors[0]))
         self.device = self._new_device()
@@ -204,7 +208,7 @@ class Round:
                 self._checked_at = 0
                 self.load = load = Load(engine, self.memory, self.rng, self.stores, prefill)
                 try:
-                    await self._drive(load, seconds, abrupt=abrupt)
+                    await self._drive(load, operations, abrupt=abrupt)
                     if not abrupt:
                         await self._end(engine)
                 finally:
@@ -225,14 +229,15 @@ class Round:
                 self.device.move(self.rng.randint(0, 4))
             await asyncio.sleep(0)
 
-    async def _drive(self, load: Load, seconds: float, *, abrupt: bool) -> None:
+    async def _drive(self, load: Load, operations: int, *, abrupt: bool) -> None:
         names = [f"client-{i}" for i in range(CLIENTS)]
         tasks = {asyncio.create_task(load.client(name)): name for name in names}
         others = {asyncio.create_task(load.operate()), asyncio.create_task(load.break_stores())}
         receiver = asyncio.create_task(self._receive())
-        until = time.monotonic() + seconds
+        watch = StallWatch(load)
         try:
-            while time.monotonic() < until:
+            while load.operations < operations:
+                watch.check([*tasks, *others])
                 if self.rng.random() < CANCEL_SHARE:
                     load.cancelled += self.rng.choice(list(tasks)).cancel()
                 await asyncio.sleep(0)
@@ -266,11 +271,9 @@ class Round:
             await self.events.receive()
 
     async def _await_all(self, tasks: set[asyncio.Task[None]], load: Load) -> None:
-        deadline = time.monotonic() + HANG_SECONDS
+        watch = StallWatch(load)
         while not all(task.done() for task in tasks):
-            if time.monotonic() > deadline:
-                stuck = [str(task.get_stack(limit=8)) for task in tasks if not task.done()]
-                raise Violation(f"{len(stuck)} tasks hang: {load.engine!r} {stuck[:3]}")
+            watch.check(tasks)
             self._check_invariants(load)
             await asyncio.sleep(0)
         for task in tasks:
@@ -291,7 +294,7 @@ class Round:
 
     async def _end(self, engine: CacheEngine) -> None:
         """Check that every pool is full again."""
-        await engine.quiesce(timeout=HANG_SECONDS)
+        await engine.quiesce(timeout=PATIENCE_SECONDS)
         engine.resume()
         violations = await self._remote_violations()
         await engine.reset()
@@ -343,6 +346,28 @@ class Round:
             totals.event_messages_lost += self.events.lost
 
 
+class StallWatch:
+    """Detector of clients that all wait without end."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._operations = load.operations
+        self._since = time.monotonic()
+
+    def check(self, tasks: Collection[asyncio.Task[None]]) -> None:
+        """Compare the operations with those of the last call.
+
+        Raises:
+            Violation: no operation has begun for ``PATIENCE_SECONDS``.
+        """
+        now = time.monotonic()
+        if self._operations != self._load.operations:
+            self._operations, self._since = self._load.operations, now
+        elif now - self._since > PATIENCE_SECONDS:
+            stuck = [str(task.get_stack(limit=8)) for task in tasks if not task.done()]
+            raise Violation(f"{len(stuck)} tasks hang: {self._load.engine!r} {stuck[:3]}")
+
+
 def _raise_failure(task: asyncio.Task[None]) -> None:
     """Raise the exception of a finished task, unless it was cancelled."""
     if task.cancelled() or (error := task.exception()) is None:
@@ -359,19 +384,19 @@ def _collect_into(
 
 
 def soak(
-    seconds: float,
     seed: int,
     log: Path,
+    rounds: int,
     progress: Callable[[int], None] = lambda count: None,
     enough: Callable[[Totals], bool] = lambda totals: False,
 ) -> Totals:
-    """Run rounds for ``seconds``, or until the totals are enough.
+    """Run rounds until the totals are enough. A busy machine does as much, and takes longer.
 
     Args:
-        seconds: of all rounds.
         seed: of the first round; each next round has another one.
         log: file for the transitions of the round under way, for ``replay_transitions``.
-        progress: called with the number of whole seconds since the last call.
+        rounds: limit on the number of rounds.
+        progress: called with 1 after each round.
         enough: called after each round; True ends the soak.
 
     Raises:
@@ -379,10 +404,8 @@ def soak(
     """
     totals = Totals()
     kinds = [(p, d, name) for name in LOOPS for d in DEVICES for p in POLICIES]
-    round_seconds = min(MAX_ROUND_SECONDS, seconds / len(kinds))
-    begin, shown, number = time.monotonic(), 0, 0
-    before = _open()
-    while (elapsed := time.monotonic() - begin) < seconds:
+    begin, before = time.monotonic(), _open()
+    for number in range(rounds):
         policy, device, loop = kinds[number % len(kinds)]
         round_seed = seed * 1_000_003 + number
         verify, stores = VERIFY[number % len(VERIFY)], STORES[number % len(STORES)]
@@ -395,7 +418,7 @@ def soak(
             ):
                 one = Round(round_seed, policy, device, verify, stores, peers, Path(folder), totals)
                 runner.get_loop().set_exception_handler(_collect_into(loop_errors))
-                runner.run(one.run(min(round_seconds, seconds - elapsed + 0.01), log))
+                runner.run(one.run(ROUND_OPERATIONS, log))
                 gc.collect()  # "exception was never retrieved" comes with the last reference
             if loop_errors:
                 raise Violation(f"the loop's exception handler got: {loop_errors[:3]}")
@@ -405,10 +428,7 @@ def soak(
             kind = f"{policy}, {device}, {verify}, {loop}, stores {stores}, peers {peers}"
             raise SoakFailure(seed, number, kind, one) from error
         before = before if number else _open()  # the first loop opens libuv's own pipes
-        number += 1
-        whole = min(int(time.monotonic() - begin), int(seconds))
-        progress(whole - shown)
-        shown = whole
+        progress(1)
         if enough(totals):
             break
     totals.seconds = time.monotonic() - begin
@@ -431,7 +451,7 @@ def _open() -> set[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument(
-        "--seconds", type=float, default=300.0, help="duration in seconds (default: %(default)s)"
+        "--rounds", type=int, default=75, help="number of rounds (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, help="seed of the run (default: random, printed)")
     parser.add_argument(
@@ -445,8 +465,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"soak: seed {seed}", file=sys.stderr)
     log = args.log or Path(tempfile.gettempdir(), f"aiokv-soak-{seed}.jsonl")
     try:
-        with show_progress("s", sys.stderr) as stages:
-            totals = soak(args.seconds, seed, log, stages("soak", int(args.seconds)))
+        with show_progress("rounds", sys.stderr) as stages:
+            totals = soak(seed, log, args.rounds, stages("soak", args.rounds))
     except SoakFailure as failure:
         print(*failure.operations, sep="\n", file=sys.stderr)
         traceback.print_exception(failure.__cause__)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from aiokv.events import ZmqPublisher
 from aiokv.events.schema import BatchEncoder
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.events import Receiver
 from tests.models.kv_events import View, decode, index_of
 from tests.soak.load import Violation
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 ANY_PORT = "tcp://127.0.0.1:0"
 LOSE_SHARE = 0.1  # of the messages that the receiver does not see
-ROUND_SECONDS = 20.0
 
 
 @contextmanager
@@ -113,7 +113,7 @@ class RoundEvents:
         receiver = self._receiver
         assert receiver is not None
         with _violations_of_views():
-            async with asyncio.timeout(ROUND_SECONDS):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 await receiver.replay()  # what was lost last
                 while _differences(receiver.view, self._engine):
                     await receiver.receive()

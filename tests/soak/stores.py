@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from aiokv.stores import DiskStore, StoreUse
 from aiokv.stores.base import Result, Store, split_keys
 from aiokv.testing import ScriptedStore
+from aiokv.testing.loops import PATIENCE_SECONDS
 
 _STORED = (Result.DONE, Result.PRESENT)
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from aiokv.stores.base import StoreMemory, StoreStatistics
 
 DEADLINE_SECONDS = 0.05
+# Half of the engines have a deadline that faults exceed, the others one that no busy machine does.
+DEADLINES = (DEADLINE_SECONDS, PATIENCE_SECONDS)
 OPERATIONS: tuple[Any, ...] = ("lookup", "load", "save", "remove")
 
 
@@ -52,6 +55,7 @@ class RoundStores:
     def new(self) -> list[StoreUse]:
         """Return the stores of the next engine, in random order."""
         stores: list[StoreUse] = []
+        deadline = self.rng.choice(DEADLINES)
         if "disk" in self.kinds:
             disk = DiskStore(
                 self._path,
@@ -69,8 +73,8 @@ class RoundStores:
             stores.append(
                 StoreUse(
                     self._script,
-                    deadline_seconds=DEADLINE_SECONDS,
-                    lookup_deadline_seconds=DEADLINE_SECONDS,
+                    deadline_seconds=deadline,
+                    lookup_deadline_seconds=deadline,
                 )
             )
         self.rng.shuffle(stores)

@@ -22,17 +22,19 @@ from tests.soak.peers import Prefill
 from tests.soak.records import RoundRecords
 from tests.soak.stores import RoundStores
 
+ROUNDS = 100  # by far more than a soak needs until it has found or done what a test expects
+
 
 @pytest.fixture
 def short_rounds(monkeypatch):
-    """Let a round take half a second, so that a soak ends soon after it has found something."""
-    monkeypatch.setattr(soak, "MAX_ROUND_SECONDS", 0.5)
+    """Let a soak end soon after it has found something."""
+    monkeypatch.setattr(soak, "ROUND_OPERATIONS", 4000)
     monkeypatch.setattr(soak, "PEERS", (False,))
 
 
-def test_three_seconds_of_soak(monkeypatch, tmp_path):
-    """It ends when it has done enough, which takes longer on a busy machine."""
-    monkeypatch.setattr(soak, "MAX_ROUND_SECONDS", 0.2)
+def test_short_soak(monkeypatch, tmp_path):
+    """The goals are reached by work, not by time: a busy machine takes longer."""
+    monkeypatch.setattr(soak, "ROUND_OPERATIONS", 1500)
     log = tmp_path / "transitions.jsonl"
 
     def is_enough(totals: soak.Totals) -> bool:
@@ -44,7 +46,7 @@ def test_three_seconds_of_soak(monkeypatch, tmp_path):
             and len(TransitionLog.load(log).transitions) > 100
         )
 
-    totals = soak.soak(120.0, seed=7, log=log, enough=is_enough)
+    totals = soak.soak(7, log, ROUNDS, enough=is_enough)
     assert is_enough(totals)
     assert replay_transitions(TransitionLog.load(log)) > 100, "those of the last round"
 
@@ -58,7 +60,7 @@ def test_failed_copy_reported_as_complete_is_detected_and_leaves_its_log(
     monkeypatch.setattr(soak, "POLICIES", ("write_through",))
     monkeypatch.setattr(soak, "DEVICES", ("chaos",))
     log = tmp_path / "transitions.jsonl"
-    assert soak.main(["--seconds", "120", "--seed", "3", "--log", str(log)]) == 1
+    assert soak.main(["--rounds", str(ROUNDS), "--seed", "3", "--log", str(log)]) == 1
     printed = capsys.readouterr().err
     assert "VIOLATION" in printed
     assert "seed 3, round" in printed
@@ -75,7 +77,7 @@ def test_missing_checksum_comparison_is_detected(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(soak, "VERIFY", ("checksum",))
     monkeypatch.setattr(Load, "acts", lambda load: [load.corrupt])
     log = tmp_path / "transitions.jsonl"
-    assert soak.main(["--seconds", "120", "--seed", "3", "--log", str(log)]) == 1
+    assert soak.main(["--rounds", str(ROUNDS), "--seed", "3", "--log", str(log)]) == 1
     assert "VIOLATION" in capsys.readouterr().err
 
 
@@ -85,7 +87,7 @@ def test_corrupted_blocks_are_detected_and_named(monkeypatch, tmp_path):
     monkeypatch.setattr(soak, "VERIFY", ("checksum",))
     monkeypatch.setattr(Load, "acts", lambda load: [load.corrupt])
     log = tmp_path / "transitions.jsonl"
-    totals = soak.soak(20.0, seed=2, log=log, enough=lambda totals: totals.corrupted_found > 0)
+    totals = soak.soak(2, log, ROUNDS, enough=lambda totals: totals.corrupted_found > 0)
     assert totals.corrupted_found > 0
 
 
@@ -99,9 +101,9 @@ def test_intact_blocks_are_not_reported(monkeypatch, tmp_path, stores):
     monkeypatch.setattr(Load, "acts", lambda load: [load.evict, load.reset])
     log = tmp_path / "transitions.jsonl"
     totals = soak.soak(
-        20.0,
-        seed=1,
-        log=log,
+        1,
+        log,
+        ROUNDS,
         enough=lambda totals: totals.rounds >= 4 and totals.onloaded_blocks > 0,
     )
     assert totals.onloaded_blocks > 0
@@ -122,7 +124,7 @@ def test_report_of_an_intact_block_is_detected(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(soak, "VERIFY", ("checksum",))
     monkeypatch.setattr(Load, "acts", lambda load: [load.evict])
     log = tmp_path / "transitions.jsonl"
-    assert soak.main(["--seconds", "120", "--seed", "3", "--log", str(log)]) == 1
+    assert soak.main(["--rounds", str(ROUNDS), "--seed", "3", "--log", str(log)]) == 1
     assert "VIOLATION: an intact block is reported" in capsys.readouterr().err
 
 
@@ -139,9 +141,9 @@ def test_blocks_of_stores_are_read_after_a_restart(monkeypatch, tmp_path, kind):
         return min(moved, totals.store_faults) > 0
 
     totals = soak.soak(
-        20.0,
-        seed=4,
-        log=tmp_path / "transitions.jsonl",
+        4,
+        tmp_path / "transitions.jsonl",
+        ROUNDS,
         enough=lambda totals: totals.rounds >= 4 and is_covered(totals),
     )
     assert totals.engines > totals.rounds
@@ -156,7 +158,7 @@ def test_missing_proof_of_loaded_blocks_is_detected(monkeypatch, capsys, tmp_pat
     monkeypatch.setattr(soak, "POLICIES", ("write_through",))
     monkeypatch.setattr(RoundStores, "acts", lambda stores: [stores.damage])
     log = tmp_path / "transitions.jsonl"
-    assert soak.main(["--seconds", "120", "--seed", "3", "--log", str(log)]) == 1
+    assert soak.main(["--rounds", str(ROUNDS), "--seed", "3", "--log", str(log)]) == 1
     assert "VIOLATION" in capsys.readouterr().err
 
 
@@ -167,7 +169,7 @@ def test_views_of_subscribers_are_compared(monkeypatch, tmp_path):
     def is_covered(totals: soak.Totals) -> bool:
         return totals.event_views_compared > 50 and totals.event_messages_lost > 0
 
-    totals = soak.soak(20.0, seed=5, log=tmp_path / "transitions.jsonl", enough=is_covered)
+    totals = soak.soak(5, tmp_path / "transitions.jsonl", ROUNDS, enough=is_covered)
     assert is_covered(totals)
 
 
@@ -184,7 +186,7 @@ def test_missing_event_is_detected(monkeypatch, capsys, tmp_path, change):
     monkeypatch.setattr(soak, "EVENTS_SHARE", 1.0)
     monkeypatch.setattr(BlockEvents, "take", take_most)
     log = tmp_path / "transitions.jsonl"
-    assert soak.main(["--seconds", "120", "--seed", "3", "--log", str(log)]) == 1
+    assert soak.main(["--rounds", str(ROUNDS), "--seed", "3", "--log", str(log)]) == 1
     assert "VIOLATION: events: " in capsys.readouterr().err
 
 
@@ -195,16 +197,16 @@ def _drop_the_failure(self, copy):
 
 def test_command_refuses_invalid_arguments():
     with pytest.raises(SystemExit):
-        soak.main(["--seconds", "soon"])
+        soak.main(["--rounds", "many"])
 
 
 @pytest.mark.usefixtures("short_rounds")
 def test_blocks_of_another_engine_are_received(monkeypatch, tmp_path):
     monkeypatch.setattr(soak, "PEERS", (True,))
     totals = soak.soak(
-        20.0,
-        seed=4,
-        log=tmp_path / "transitions.jsonl",
+        4,
+        tmp_path / "transitions.jsonl",
+        ROUNDS,
         enough=lambda totals: totals.rounds >= 4 and totals.received_tokens > 100,
     )
     assert totals.received_tokens > 100
@@ -223,7 +225,7 @@ def test_wrong_blocks_of_another_engine_are_detected(monkeypatch, capsys, tmp_pa
     prefill_begin = Prefill.begin
     monkeypatch.setattr(Prefill, "begin", begin)
     log = tmp_path / "transitions.jsonl"
-    assert soak.main(["--seconds", "120", "--seed", "3", "--log", str(log)]) == 1
+    assert soak.main(["--rounds", str(ROUNDS), "--seed", "3", "--log", str(log)]) == 1
     assert "VIOLATION" in capsys.readouterr().err
 
 
