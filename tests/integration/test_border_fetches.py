@@ -184,3 +184,17 @@ async def test_fetches_of_earlier_requests_count_in_the_comparison():
         assert await served(model, C, 0.0) == 0
         await advance(1.5)
         assert await first == NUM_TOKENS - 1
+
+
+async def test_rest_of_a_fetch_counts_with_the_speed_of_its_first_parts(monkeypatch):
+    monkeypatch.setattr(cost, "LATENCY_BYTES", 1)
+    store = await filled(A, B)
+    store.slow_seconds = 0.09  # computing takes 0.1 s per block
+    async with Model(store) as model:
+        first = asyncio.create_task(model.serve(A, wait_store=math.inf))  # 1.8 s, as it turns out
+        await advance(0.6)
+        assert not first.done()
+        assert await served(model, B, 0.0) == 0  # 1.8 s behind the rest of the first
+        assert model.engine.request_statistics().declined_fetches == 1
+        await advance(2.0)
+        assert await first == NUM_TOKENS - 1

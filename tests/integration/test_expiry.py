@@ -421,3 +421,25 @@ async def test_expired_foreign_lease_is_idle_after_its_transfers(phase: str):
         assert lease.is_idle
         assert cache.hit(PROMPT) == (0, 2)
         assert cache.statistics.expired_leases == 1
+
+
+@pytest.mark.parametrize("end", ["release", "keep", "preempt"])
+async def test_lease_that_ends_or_is_kept_leaves_no_timer(end):
+    clock = running_clock()
+    async with Cache(host_blocks=0) as cache:
+        lease, other = cache.engine.match(PROMPT), cache.engine.match(PROMPT)
+        before = clock.timers
+        await lease.allocate(9, ttl_seconds=60.0)
+        await other.allocate(9, ttl_seconds=60.0)
+        assert clock.timers == before + 2
+        match end:
+            case "release":
+                lease.release()
+            case "keep":
+                lease.keep()
+            case "preempt":
+                await lease.preempt(swap=False)
+        assert clock.timers == before + 1
+        lease.release()
+        other.release()
+        assert clock.timers == before
