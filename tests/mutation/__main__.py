@@ -1,8 +1,9 @@
 """Mutate the code, one place at a time, and report mutants that no test detects: ``make mutate``.
 
-A sample of the mutants of ``aiokv/{scheduler,engine,worker,ranks,sync}``, ``aiokv/lease.py``,
-``aiokv/connectors/fastdeploy`` and ``native/src/index`` is built and tested in copies of the
-repository. A mutant is
+A sample of the mutants of ``aiokv/{scheduler,engine,worker,ranks,sync,stores,peers,events}``,
+``aiokv/connectors``, ``aiokv/lease.py`` and ``native/src/{index,store,digest,io}`` is built and
+tested in copies of the repository. The connectors of vLLM and SGLang are mutated where these are
+installed: ``.venv-vllm/bin/python -m tests.mutation --only connectors/vllm``. A mutant is
 
 - killed: a test fails, or crashes;
 - timeout: a test does not end;
@@ -34,6 +35,7 @@ from tests.mutation.selection import (
     TOO_SLOW,
     likely_tests,
     native_mutants_of,
+    native_tests,
     python_mutants_of,
 )
 
@@ -89,10 +91,11 @@ class Judge:
 
     def _try(self, scratch: Scratch, mutant: Mutant) -> tuple[str, str]:
         if mutant.path.startswith("native/"):
-            built = scratch.build()
+            names = native_tests(mutant.path)
+            built = scratch.build(names)
             if not built.passed:
                 return "invalid", built.said
-            result = scratch.native_tests(self._timeout_seconds)
+            result = scratch.native_tests(names, self._timeout_seconds)
             if not result.passed:
                 return "timeout" if result.timed_out else "killed", f"native: {result.said}"
         stages = [[f"tests/{path}" for path in likely_tests(mutant.path)]]

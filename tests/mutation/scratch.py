@@ -21,24 +21,6 @@ if TYPE_CHECKING:
 
     from tests.mutation.mutant import Mutant
 
-NATIVE_TESTS = (
-    "components",
-    "events",
-    "eviction",
-    "foreign",
-    "host_state",
-    "index",
-    "items",
-    "lease_table",
-    "promises",
-    "rates",
-    "run_pool",
-    "state",
-    "stores",
-    "swap",
-    "walk",
-    "window",
-)
 _MEMORY_BYTES = 12 << 30  # address space of one command: a mutant may allocate without end
 _FAILURE = re.compile(r"^FAILED |^ERROR |error: |Fatal|\(Failed\)|\(Timeout\)|SEGFAULT|Error")
 # One loop of the two is enough to detect a mutant.
@@ -108,17 +90,17 @@ class Scratch:
     def write(self, mutant: Mutant, source: bytes) -> None:
         (self.folder / mutant.path).write_bytes(source)
 
-    def build(self) -> Result:
-        """Rebuild the targets of a native mutant: the index, its tests and the extension."""
-        targets = ["_native", *(f"test_{name}" for name in NATIVE_TESTS)]
+    def build(self, native_tests: Sequence[str] = ()) -> Result:
+        """Rebuild the extension and the executables of some native tests."""
+        targets = ["_native", *(f"test_{name}" for name in native_tests)]
         result = self._run(["cmake", "--build", str(self._build), "--target", *targets], 600)
         if result.passed:
             shutil.copyfile(self._build / self._extension.name, self._extension)
         return result
 
-    def native_tests(self, timeout_seconds: float) -> Result:
-        names = "|".join(f"^{name}$" for name in NATIVE_TESTS)
-        command = ["ctest", "--test-dir", str(self._build), "-R", names, "--timeout", "20"]
+    def native_tests(self, names: Sequence[str], timeout_seconds: float) -> Result:
+        pattern = "|".join(f"^{name}$" for name in names)
+        command = ["ctest", "--test-dir", str(self._build), "-R", pattern, "--timeout", "20"]
         return self._run([*command, "--stop-on-failure"], timeout_seconds)
 
     def pytest(self, paths: Sequence[str], timeout_seconds: float) -> Result:

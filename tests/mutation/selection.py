@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING
 
 from tests.mutation.native_mutants import native_mutants
@@ -19,11 +20,50 @@ PYTHON_FILES = (
     "aiokv/worker/**/*.py",
     "aiokv/ranks/*.py",
     "aiokv/sync/*.py",
-    "aiokv/connectors/fastdeploy/*.py",
+    "aiokv/stores/**/*.py",
+    "aiokv/peers/*.py",
+    "aiokv/events/*.py",
+    "aiokv/connectors/**/*.py",
 )
-NATIVE_FILES = ("native/src/index/*.cpp",)
-# CUDA devices have tests that need a GPU.
-LEFT_ALONE = ("cuda.py", "cuda_handles.py", "cuda_numa.py", "cuda_state.py")
+NATIVE_FILES = (
+    "native/src/index/*.cpp",
+    "native/src/store/*.cpp",
+    "native/src/digest/*.cpp",
+    "native/src/io/*.cpp",
+    "native/src/io/*.hpp",
+)
+LEFT_ALONE = (
+    *("cuda.py", "cuda_handles.py", "cuda_ipc.py", "cuda_numa.py", "cuda_state.py"),  # need a GPU
+    "uring_abi.hpp",  # constants of the kernel
+)
+# Their tests need these packages; without them, these files are left alone, too.
+PACKAGES = {"aiokv/connectors/vllm/": "vllm", "aiokv/connectors/sglang.py": "sglang"}
+
+# Tests of ``native/tests``, by the longest prefix of a path.
+NATIVE_TESTS: dict[str, tuple[str, ...]] = {
+    "native/src/index": (
+        "components",
+        "events",
+        "eviction",
+        "foreign",
+        "host_state",
+        "hot_prefixes",
+        "index",
+        "items",
+        "lease_table",
+        "promises",
+        "rates",
+        "run_pool",
+        "state",
+        "stores",
+        "swap",
+        "walk",
+        "window",
+    ),
+    "native/src/store": ("store",),
+    "native/src/digest": ("digest",),
+    "native/src/io": ("io",),
+}
 
 # By the longest prefix of a path; EVERYTHING runs for each mutant that survives these tests.
 LIKELY: dict[str, tuple[str, ...]] = {
@@ -178,11 +218,131 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "aiokv/ranks": ("ranks",),
     "aiokv/ranks/reduce.py": ("ranks/test_reduce.py", "ranks/test_onload.py"),
     "aiokv/sync": ("sync",),
+    "aiokv/stores": (
+        "unit/test_store_guard.py",
+        "unit/test_store_set.py",
+        "unit/test_store_waits.py",
+        "unit/test_store_cost.py",
+        "unit/test_store_threads.py",
+        "unit/test_store_proof.py",
+        "unit/test_store_urls.py",
+        "unit/test_options.py",
+        "unit/test_fingerprint.py",
+        "integration/test_stores.py",
+        "integration/test_stored_state.py",
+        "integration/test_stored_windows.py",
+        "integration/test_border_fetches.py",
+        "property/test_failing_stores.py",
+        "stores/test_inspection.py",
+        "stores/test_probes.py",
+        "ranks/test_stores.py",
+    ),
+    "aiokv/stores/cost.py": ("unit/test_store_cost.py", "unit/test_store_guard.py"),
+    "aiokv/stores/inspection.py": ("stores/test_inspection.py", "stores/test_store_cli_engine.py"),
+    "aiokv/stores/s3.py": ("stores/test_s3.py",),
+    "aiokv/stores/directory": (
+        "unit/test_directory_quota.py",
+        "stores/test_directory.py",
+        "stores/test_inspection.py",
+        "stores/test_store_cli_engine.py",
+    ),
+    "aiokv/stores/disk": (
+        "unit/test_disk_io.py",
+        "unit/test_flaky_io.py",
+        "stores/test_disk.py",
+        "stores/test_disk_damage.py",
+        "stores/test_disk_failures.py",
+        "stores/test_inspection.py",
+        "stores/test_disk_power_cut.py",
+        "stores/test_probes.py",
+        "stores/test_disk_crash.py",
+    ),
+    "aiokv/stores/mooncake": ("stores/test_mooncake.py",),
+    "aiokv/stores/redis": ("stores/test_redis.py", "stores/test_redis_cluster.py"),
+    "aiokv/peers": (
+        "unit/test_peer_ticket.py",
+        "unit/test_peer_options.py",
+        "unit/test_block_layout.py",
+        "unit/test_peer_mapping.py",
+        "unit/test_peer_transfers.py",
+        "peers/test_frames.py",
+        "peers/test_ring.py",
+        "peers/test_handshake.py",
+        "peers/test_connections.py",
+        "peers/test_wire.py",
+        "peers/test_receiver.py",
+        "peers/test_send_queue.py",
+        "peers/test_incoming.py",
+        "peers/test_assembly.py",
+        "peers/test_acceptance.py",
+        "peers/test_accepted.py",
+        "peers/test_tcp.py",
+        "peers/test_parcel_work.py",
+        "peers/test_peer_states.py",
+        "peers/test_peer_transfers.py",
+        "peers/test_cancelled_sends.py",
+        "peers/test_cancelled_requests.py",
+        "peers/test_layer_workers.py",
+        "peers/test_one_sided.py",
+        "peers/test_one_sided_workers.py",
+        "peers/test_device_slots.py",
+        "peers/test_peer_layouts.py",
+        "peers/test_sides.py",
+        "peers/test_engines.py",
+        "peers/test_layers.py",
+        "property/test_peer_layouts.py",
+        "property/test_failing_peers.py",
+    ),
+    "aiokv/peers/mooncake.py": ("peers/test_mooncake_peers.py",),
+    "aiokv/peers/nixl.py": ("peers/test_nixl.py",),
+    "aiokv/peers/ticket.py": (
+        "unit/test_peer_ticket.py",
+        "peers/test_peer_transfers.py",
+        "peers/test_engines.py",
+    ),
+    "aiokv/peers/block_layout.py": ("unit/test_block_layout.py", "peers/test_peer_layouts.py"),
+    "aiokv/peers/layout.py": (
+        "unit/test_peer_mapping.py",
+        "property/test_peer_layouts.py",
+        "peers/test_peer_layouts.py",
+    ),
+    "aiokv/peers/mappings.py": (
+        "unit/test_peer_mapping.py",
+        "property/test_peer_layouts.py",
+        "peers/test_peer_layouts.py",
+    ),
+    "aiokv/events": ("integration/test_kv_events.py", "integration/test_zmq_publisher.py"),
+    "aiokv/connectors": ("connectors/test_pages.py", "connectors/test_sglang.py"),
+    "aiokv/connectors/vllm": (
+        "connectors/vllm/test_blocks.py",
+        "connectors/vllm/test_link.py",
+        "connectors/vllm/test_prefills.py",
+        "connectors/vllm/test_worker.py",
+        "connectors/vllm/test_serving.py",
+        "connectors/vllm/test_random_serving.py",
+    ),
     "aiokv/connectors/fastdeploy": (
         "connectors/test_fastdeploy_manager.py",
         "connectors/test_fastdeploy_prefix.py",
         "connectors/test_fastdeploy_controller.py",
         "connectors/test_fastdeploy.py",
+    ),
+    "native/src/digest": (
+        "unit/test_trailers.py",
+        "unit/test_digests.py",
+        "unit/test_store_proof.py",
+        "integration/test_verify.py",
+    ),
+    "native/src/io": (
+        "unit/test_disk_io.py",
+        "unit/test_flaky_io.py",
+        "stores/test_disk.py",
+        "stores/test_disk_failures.py",
+    ),
+    "native/src/store": (
+        "stores/test_disk.py",
+        "stores/test_disk_damage.py",
+        "stores/test_disk_power_cut.py",
     ),
     "native/src/index/foreign_blocks.cpp": (
         "integration/test_foreign_device.py",
@@ -214,7 +374,10 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "drill",
     ),
 }
-EVERYTHING = ("unit", "drill", "property", "integration", "ranks", "peers", "sync", "connectors")
+EVERYTHING = (
+    *("unit", "drill", "property", "integration", "stores", "ranks", "peers", "sync"),
+    "connectors",
+)
 # Tests of the whole command line: slow, and other tests detect the same mutants.
 TOO_SLOW = (
     "integration/test_demo.py",
@@ -225,8 +388,15 @@ TOO_SLOW = (
 
 
 def likely_tests(path: str) -> tuple[str, ...]:
-    prefixes = [prefix for prefix in LIKELY if path.startswith(prefix)]
-    return LIKELY[max(prefixes, key=len)]
+    return _longest(LIKELY, path)
+
+
+def native_tests(path: str) -> tuple[str, ...]:
+    return _longest(NATIVE_TESTS, path)
+
+
+def _longest(by_prefix: dict[str, tuple[str, ...]], path: str) -> tuple[str, ...]:
+    return by_prefix[max((prefix for prefix in by_prefix if path.startswith(prefix)), key=len)]
 
 
 def python_mutants_of(root: Path) -> list[Mutant]:
@@ -247,4 +417,11 @@ def native_mutants_of(root: Path) -> list[Mutant]:
 
 def _files(root: Path, patterns: tuple[str, ...]) -> list[str]:
     found = {path for pattern in patterns for path in root.glob(pattern)}
-    return sorted(str(path.relative_to(root)) for path in found if path.name not in LEFT_ALONE)
+    paths = sorted(str(path.relative_to(root)) for path in found if path.name not in LEFT_ALONE)
+    return [path for path in paths if _has_package(path)]
+
+
+def _has_package(path: str) -> bool:
+    """Return True if the tests of a file can run in this environment."""
+    needed = (name for prefix, name in PACKAGES.items() if path.startswith(prefix))
+    return all(importlib.util.find_spec(name) for name in needed)

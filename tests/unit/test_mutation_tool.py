@@ -10,7 +10,6 @@ from tests.mutation import explanations, selection
 from tests.mutation.explanations import Explanation
 from tests.mutation.native_mutants import native_mutants
 from tests.mutation.python_mutants import PythonMutants
-from tests.mutation.scratch import NATIVE_TESTS
 from tests.unit.test_parity import ROOT, TESTS
 
 
@@ -123,13 +122,56 @@ def test_mutated_files_and_their_likely_tests_exist():
         assert (ROOT / prefix).exists(), prefix
         for name in names:
             assert (TESTS / name).exists(), (prefix, name)
-    for name in NATIVE_TESTS:
-        assert (ROOT / "native" / "tests" / f"test_{name}.cpp").exists(), name
+    for prefix, names in selection.NATIVE_TESTS.items():
+        assert (ROOT / prefix).exists(), prefix
+        for name in names:
+            assert (ROOT / "native" / "tests" / f"test_{name}.cpp").exists(), name
     for name in (*selection.EVERYTHING, *selection.TOO_SLOW):
         assert (TESTS / name).exists(), name
     for prefix in ("aiokv/engine/pins.py", "aiokv/engine"):
         path = prefix if prefix.endswith(".py") else f"{prefix}/new.py"
         assert selection.likely_tests(path) == selection.LIKELY[prefix]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "aiokv/stores/guard.py",
+        "aiokv/stores/disk/journal.py",
+        "aiokv/peers/ring.py",
+        "aiokv/events/schema.py",
+        "aiokv/connectors/pages.py",
+        "aiokv/connectors/fastdeploy/manager.py",
+        "native/src/store/slot_table.cpp",
+        "native/src/digest/sha256.cpp",
+        "native/src/io/ring_loop.cpp",
+        "native/src/io/job_line.hpp",
+        "native/src/index/lease_table.cpp",
+    ],
+)
+def test_each_folder_is_mutated_and_has_tests(path: str):
+    find = selection.python_mutants_of if path.endswith(".py") else selection.native_mutants_of
+    assert any(mutant.path == path for mutant in find(ROOT))
+    assert selection.likely_tests(path)
+    if not path.endswith(".py"):
+        assert selection.native_tests(path)
+
+
+def test_each_native_test_runs_for_some_mutants():
+    files = {path.stem.removeprefix("test_") for path in (ROOT / "native/tests").glob("test_*.cpp")}
+    chosen = {name for names in selection.NATIVE_TESTS.values() for name in names}
+    assert files - chosen == {"copy", "cuda_plan", "repack"}, "copies are not mutated"
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_connectors_are_mutated_where_their_servers_are_installed(monkeypatch, installed):
+    monkeypatch.setattr(
+        selection.importlib.util, "find_spec", lambda name: object() if installed else None
+    )
+    paths = {mutant.path for mutant in selection.python_mutants_of(ROOT)}
+    assert "aiokv/connectors/pages.py" in paths
+    for path in ("aiokv/connectors/vllm/scheduler.py", "aiokv/connectors/sglang.py"):
+        assert (path in paths) is installed
 
 
 def test_explanation_applies_to_its_lines_only():
