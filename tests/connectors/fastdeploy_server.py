@@ -573,10 +573,10 @@ class Cluster:
 
     def __exit__(self, *exc: object) -> None:
         with suppress(queue.Full):
-            self.batches.put(None, timeout=1.0)
+            self.batches.put(None, timeout=PATIENCE_SECONDS)
         try:
             for end in self.ends:
-                end.result(30.0)
+                end.result(PATIENCE_SECONDS)
             if exc[0] is None:
                 engine = self.manager.engine
                 assert engine.call(engine.cache.check_invariants) == []

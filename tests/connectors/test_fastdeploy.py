@@ -110,7 +110,7 @@ def test_finish_threads_and_schedule_loop_work_at_the_same_time():
                 ended = scheduler.take_answers(server.worker.run(scheduler.schedule()))
                 finishing += [finishers.submit(scheduler.finish, request) for request in ended]
             for future in finishing:
-                future.result(30.0)
+                future.result(PATIENCE_SECONDS)
         finally:
             polled.set()
             poller.join()

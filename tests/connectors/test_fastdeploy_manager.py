@@ -290,7 +290,7 @@ def test_reset_tells_when_a_transfer_did_not_end_in_time(monkeypatch):
         manager.match_prefix(again)
         assert again.match_result.total_matched_blocks == 0
         gate.open()
-        manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+        manager.engine.call(manager.engine.cache.drain, timeout=PATIENCE_SECONDS)
         assert manager.reset_cache()
 
 
@@ -406,7 +406,7 @@ def test_host_hit_ends_where_no_block_may_be_written_before_the_next_step(used, 
     with opened(4, 8, options, write_policy="write_through") as manager:
         engine = manager.engine
         serve(manager, "a", prompt(1, 3, more=1))
-        engine.call(engine.cache.drain, timeout=10.0)
+        engine.call(engine.cache.drain, timeout=PATIENCE_SECONDS)
         manager.free_all_device_blocks()
         with engine.match([0], read=False, write=False) as other:
             other.allocate(used * BLOCK).result()  # given back in the step that is open
@@ -428,7 +428,7 @@ def test_ended_request_gives_its_blocks_back_after_its_onload(monkeypatch):
     with opened(8, 8, options, write_policy="write_through") as manager:
         engine = manager.engine
         serve(manager, "a", prompt(1, 3, more=1))
-        engine.call(engine.cache.drain, timeout=10.0)
+        engine.call(engine.cache.drain, timeout=PATIENCE_SECONDS)
         manager.free_all_device_blocks()
         again = Request("b", prompt(1, 3, more=1))
         start(manager, again)
@@ -438,7 +438,7 @@ def test_ended_request_gives_its_blocks_back_after_its_onload(monkeypatch):
         assert engine.statistics().leases == 1
         assert not manager.can_allocate_device_blocks(8)
         gate.open()
-        engine.call(engine.cache.drain, timeout=10.0)
+        engine.call(engine.cache.drain, timeout=PATIENCE_SECONDS)
         assert engine.would_hit(prompt(1, 3, more=1)).device_tokens == 3 * BLOCK
         manager.issue_pending_backup_to_batch_request()
         assert engine.statistics().leases == 0
@@ -453,11 +453,11 @@ def test_only_requests_with_a_failed_onload_have_failed():
     options = {"regions": regions_of(tensors(8)), "device": device}
     with opened(8, 8, options, write_policy="write_through") as manager:
         serve(manager, "a", prompt(1, 3, more=1))
-        manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+        manager.engine.call(manager.engine.cache.drain, timeout=PATIENCE_SECONDS)
         manager.free_all_device_blocks()
         start(manager, Request("healthy", prompt(2, 1)))
         start(manager, Request("failed", prompt(1, 3, more=1)))
-        manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+        manager.engine.call(manager.engine.cache.drain, timeout=PATIENCE_SECONDS)
         assert manager.failed_requests() == ["failed"]
         manager.reset_cache()
         assert manager.failed_requests() == []
@@ -656,7 +656,7 @@ def test_blocks_of_stores_are_not_found_after_a_reset(tmp_path, monkeypatch, is_
     regions = regions_of(tensors(4))
     with opened(4, 8, options | {"regions": regions}, write_policy="write_through") as manager:
         serve(manager, "a", prompt(1, 3, more=1))
-        manager.engine.call(manager.engine.cache.drain, timeout=10.0)
+        manager.engine.call(manager.engine.cache.drain, timeout=PATIENCE_SECONDS)
         if is_slow:
 
             def updating_weights(timeout, version):
@@ -670,7 +670,12 @@ def test_blocks_of_stores_are_not_found_after_a_reset(tmp_path, monkeypatch, is_
             assert again.match_result.total_matched_blocks == 0
             manager.request_finish(again)
         assert manager.reset_cache()
-        assert manager.prefetch_storage(Request("c", prompt(1, 3, more=1))).result(30.0).total == 0
+        assert (
+            manager.prefetch_storage(Request("c", prompt(1, 3, more=1)))
+            .result(PATIENCE_SECONDS)
+            .total
+            == 0
+        )
 
 
 @pytest.mark.parametrize(

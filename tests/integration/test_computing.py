@@ -51,7 +51,7 @@ class Runner:
         self.may_write = threading.Event()
 
     def __call__(self) -> str:
-        assert self.may_write.wait(30)
+        assert self.may_write.wait(PATIENCE_SECONDS)
         for array in self.cache.memory.tensors:
             array[self.table] = 99
         return "written"

@@ -11,6 +11,7 @@ from aiokv import ClosedError, TransferError, UsageError
 from aiokv.plan import ONLOAD, TransferPlan, id_bytes
 from aiokv.ranks import counters as module
 from aiokv.ranks.counters import Counters
+from aiokv.testing.loops import PATIENCE_SECONDS
 from aiokv.worker.layers import LayerDoneCounter
 
 pytestmark = pytest.mark.asyncio
@@ -77,6 +78,6 @@ async def test_threads_are_released_when_the_loop_of_the_rank_has_ended():
         counters.abandon("the loop has ended")
         for wait in waits:
             with pytest.raises(TransferError, match="the loop has ended"):
-                wait.result(30)
+                wait.result(PATIENCE_SECONDS)
     assert not moving.at_rest, "its bytes may still move"
     ended.raise_for_error()

@@ -137,7 +137,7 @@ async def test_lost_rank_of_the_receiver_ends_the_send(tmp_path):
 async def test_all_ranks_expect_a_ticket_before_the_caller_has_it(tmp_path):
     async with two(tmp_path) as (_, d), d.engine.match(A) as receiving:
         await receiving.allocate(11)
-        async with receiving.receive(timeout=30.0):
+        async with receiving.receive(timeout=PATIENCE_SECONDS):
             for shard in d.shards:
                 assert shard.worker.peer_statistics()[0].received.tickets == 1
         d.step()
@@ -151,14 +151,14 @@ async def test_ticket_that_a_rank_refuses_is_expected_by_none(tmp_path, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(controller, "expect", _refuse)
             with pytest.raises(PeerError, match="rank 1: no"):
-                await receiving.receive(timeout=30.0).__aenter__()
+                await receiving.receive(timeout=PATIENCE_SECONDS).__aenter__()
         assert d.engine.peer_statistics().receives == 0
-        entering = asyncio.create_task(receiving.receive(timeout=30.0).__aenter__())
+        entering = asyncio.create_task(receiving.receive(timeout=PATIENCE_SECONDS).__aenter__())
         await asyncio.sleep(0)
         entering.cancel()
         with pytest.raises(asyncio.CancelledError):
             await entering
-        async with receiving.receive(timeout=30.0):
+        async with receiving.receive(timeout=PATIENCE_SECONDS):
             await run_until_idle(
                 lambda: all(
                     shard.worker.peer_statistics()[0].received.tickets == 1 for shard in d.shards

@@ -27,6 +27,7 @@ from aiokv import (
 from aiokv.ranks import RankGroup
 from aiokv.ranks.processes import RankProcesses
 from aiokv.testing import run_until_idle, spin
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.patience import PROGRAM_SECONDS
 from tests.ranks import process_rank
 from tests.ranks.cancelling import cancelled_at
@@ -222,7 +223,7 @@ def test_rank_processes_end_with_their_manager(tmp_path, entry):
     """Ranks end when they see the end of the manager, and also when their loop is blocked."""
     process = manager(tmp_path, f"tests.ranks.process_rank:{entry}", "kills_itself")
     with pids_of(process) as pids:
-        assert process.wait(30) == -signal.SIGKILL
+        assert process.wait(PATIENCE_SECONDS) == -signal.SIGKILL
         for pid in pids:
             wait_for_the_end_of(pid)
 
@@ -267,7 +268,7 @@ def test_a_manager_that_is_killed_leaves_no_files(tmp_path, number):
     with pids_of(process) as pids:
         assert list((tmp_path / "tmp").iterdir()) == []
         os.kill(process.pid, number)
-        assert process.wait(30) == -number
+        assert process.wait(PATIENCE_SECONDS) == -number
         for pid in pids:
             wait_for_the_end_of(pid)
     assert list((tmp_path / "tmp").iterdir()) == []

@@ -28,13 +28,13 @@ ROUNDS = 100  # by far more than a soak needs until it has found or done what a 
 @pytest.fixture
 def short_rounds(monkeypatch):
     """Let a soak end soon after it has found something."""
-    monkeypatch.setattr(soak, "ROUND_OPERATIONS", 4000)
+    monkeypatch.setattr(soak, "ROUND_OPERATIONS", 1500)
     monkeypatch.setattr(soak, "PEERS", (False,))
 
 
 def test_short_soak(monkeypatch, tmp_path):
     """The goals are reached by work, not by time: a busy machine takes longer."""
-    monkeypatch.setattr(soak, "ROUND_OPERATIONS", 1500)
+    monkeypatch.setattr(soak, "ROUND_OPERATIONS", 1000)
     log = tmp_path / "transitions.jsonl"
 
     def is_enough(totals: soak.Totals) -> bool:
@@ -207,7 +207,7 @@ def test_blocks_of_another_engine_are_received(monkeypatch, tmp_path):
         4,
         tmp_path / "transitions.jsonl",
         ROUNDS,
-        enough=lambda totals: totals.rounds >= 4 and totals.received_tokens > 100,
+        enough=lambda totals: totals.received_tokens > 100,
     )
     assert totals.received_tokens > 100
     assert totals.peer_sends > 0

@@ -10,6 +10,7 @@ import numpy as np
 
 from aiokv import CacheConfig, ClosedError, Regions
 from aiokv.sync import SyncEngine
+from aiokv.testing.loops import PATIENCE_SECONDS
 
 
 def open_engine(folder: str) -> SyncEngine:
@@ -87,7 +88,7 @@ def fork(engine: SyncEngine) -> None:
     _, status = os.waitpid(pid, 0)
     print("child status", os.waitstatus_to_exitcode(status), flush=True)
     held.release()
-    waiting.result(30).release()
+    waiting.result(PATIENCE_SECONDS).release()
     engine.close()
     print("parent", engine.cache.statistics().leases, flush=True)
 

@@ -21,6 +21,7 @@ from aiokv import (
     WouldBlock,
 )
 from aiokv.sync import Calls, SyncEngine, SyncLease
+from aiokv.testing.loops import PATIENCE_SECONDS
 
 PROMPT = list(range(16))
 
@@ -229,7 +230,7 @@ def test_blocks_stay_with_a_batch_until_its_work_has_ended(engine):
             computing.__enter__()
     assert engine.statistics().device_free == 3
     work.set_result(None)
-    engine.call(engine.cache.quiesce, timeout=30)
+    engine.call(engine.cache.quiesce, timeout=PATIENCE_SECONDS)
     engine.call(engine.cache.resume)
     assert engine.statistics().device_free == 8
 
@@ -259,7 +260,7 @@ def test_futures_of_a_lease_that_was_not_matched_have_the_error(engine):
     futures = [calls.swap_out(lease), calls.idle(lease), calls.allocate(lease, 4)]
     calls.run(raise_errors=False)
     for future in futures:
-        assert isinstance(future.exception(timeout=30), LeaseError)
+        assert isinstance(future.exception(timeout=PATIENCE_SECONDS), LeaseError)
 
 
 def test_swap_out_keeps_the_table(config):

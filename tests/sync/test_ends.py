@@ -15,6 +15,7 @@ from aiokv import BrokenEngineError, CacheConfig, ClosedError, ConfigError, Usag
 from aiokv.sync import SyncEngine
 from aiokv.sync.answers import Answer
 from aiokv.sync.crossing import Crossing
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.patience import PROGRAM_SECONDS
 
 ALL = 32
@@ -35,8 +36,8 @@ def test_close_ends_what_waits(config, caplog):
         engine.close(0.0)
         for future in (waiting, blocked):
             with pytest.raises(ClosedError):
-                future.result(30)
-        closed[0].result(30)
+                future.result(PATIENCE_SECONDS)
+        closed[0].result(PATIENCE_SECONDS)
     engine.close()
     holder.release()
     assert "Exception in callback" not in caplog.text
@@ -54,7 +55,7 @@ def test_leases_can_be_released_while_the_engine_closes():
                 engine.match([1])
             assert lease.commit(4) == 1
             lease.release()
-            closed.result(30)
+            closed.result(PATIENCE_SECONDS)
 
 
 def test_a_with_block_waits_for_leases_unless_it_has_failed():
@@ -73,7 +74,7 @@ def test_a_with_block_waits_for_leases_unless_it_has_failed():
 
             committed = threads.submit(compute)
             committed.add_done_callback(lambda _: lease.release())
-        assert committed.result(30) == 1
+        assert committed.result(PATIENCE_SECONDS) == 1
     with pytest.raises(KeyError), SyncEngine(config) as engine:  # noqa: PT012
         held = engine.match(range(4))
         held.allocate(4).result()
@@ -147,11 +148,11 @@ def test_the_failure_of_the_thread_reaches_everything_that_waits(config, caplog)
 
     def fail():
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE_SECONDS)
         raise SystemExit(7)
 
     engine.cache.loop.call_soon_threadsafe(fail)
-    assert begun.wait(30)
+    assert begun.wait(PATIENCE_SECONDS)
     with ThreadPoolExecutor(1) as threads:
         calls = engine.calls()
         calls.match([1])
@@ -160,7 +161,7 @@ def test_the_failure_of_the_thread_reaches_everything_that_waits(config, caplog)
         # The loop may have made the calls in its last pass.
         assert isinstance(crossing.exception(30), BrokenEngineError | None)
     with pytest.raises(BrokenEngineError):
-        waiting.result(30)
+        waiting.result(PATIENCE_SECONDS)
     with pytest.raises(BrokenEngineError, match="SystemExit") as caught:
         engine.match([1])
     assert isinstance(caught.value.__cause__, SystemExit)

@@ -9,6 +9,7 @@ import pytest
 
 from aiokv import CacheConfig, Regions, UsageError
 from aiokv.sync import SyncEngine
+from aiokv.testing.loops import PATIENCE_SECONDS
 
 PROMPT = list(range(17))
 CONFIG = CacheConfig(block_tokens=4, device_blocks=16, host_blocks=32, foreign_device=True)
@@ -79,7 +80,7 @@ def test_an_idle_future_that_is_cancelled_before_it_is_sent_has_ended(engine, te
     future = calls.idle(lease)
     assert future.cancel()
     calls.run()
-    assert wait([future], timeout=30).not_done == set()
+    assert wait([future], timeout=PATIENCE_SECONDS).not_done == set()
     lease.idle().result()
     lease.release()
 

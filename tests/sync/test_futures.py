@@ -68,7 +68,7 @@ def test_a_lease_that_has_waited_knows_its_cached_tokens(engine):
         future = lease.allocate(12)
         assert not future.done()
         holder.release()
-        assert future.result(timeout=30).cached_tokens == 8
+        assert future.result(timeout=PATIENCE_SECONDS).cached_tokens == 8
 
 
 def test_calls_do_not_wait_for_their_futures(engine, full):
@@ -137,7 +137,7 @@ def test_a_deadline_passes_on_the_clock_of_the_loop(config):
     with SyncEngine(config, loop_factory=clocked_loop(uvloop.Loop)) as engine:
         holder, lease = engine.match([1]), engine.match([2])
         holder.allocate(ALL).result()
-        future = lease.allocate(ALL, timeout=30)
+        future = lease.allocate(ALL, timeout=PATIENCE_SECONDS)
         with pytest.raises(TimeoutError):
             future.result(timeout=0)
         assert not future.done()
@@ -180,7 +180,7 @@ def test_callbacks_make_calls_at_once_in_the_engine_thread(engine, full):
 
         future.add_done_callback(on_grant)
         full.release()
-        assert ended.wait(30)
+        assert ended.wait(PATIENCE_SECONDS)
     assert tables == [("aiokv-engine", ALL)]
 
 
@@ -232,7 +232,7 @@ def interrupts():
     def interrupt():
         while not arrived.wait(0.01):  # a signal that comes just before a wait does not end it
             signal.pthread_kill(main, signal.SIGINT)
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE_SECONDS)
 
     before = signal.signal(signal.SIGINT, on_signal)
     yield interrupt, go_on

@@ -40,7 +40,7 @@ def test_threads_send_and_receive(engines):
                 source.commit(50)
             assert sending.delivered_tokens == 50
             assert sending.failure is None
-            assert arrived.result(30) == 50
+            assert arrived.result(PATIENCE_SECONDS) == 50
             assert receiving.statistics.received_tokens == 50
         assert decoder.would_hit(PROMPT).total == 48
         with pytest.raises(UsageError, match="once"), receiving:
@@ -60,5 +60,5 @@ def test_a_receive_that_is_cancelled_keeps_nothing_waiting(engines):
             arrived = receiving.wait()
             assert not arrived.done()
             receiving.cancel()
-            assert arrived.result(30) == 0
+            assert arrived.result(PATIENCE_SECONDS) == 0
             assert "cancel" in receiving.failure

@@ -73,7 +73,7 @@ def test_a_runner_thread_waits_for_layers(loading, device):
         layers.wait(0)
         assert done.running() or arrived == [0]
         engine.call(device.onloads[-1].complete, 1)
-        done.result(30)
+        done.result(PATIENCE_SECONDS)
     assert arrived == [0, 1]
     layers.wait_all()
     layers.raise_for_error()

@@ -10,6 +10,7 @@ import pytest
 from aiokv import CacheConfig, ClosedError, ControlTimeout, Regions, UsageError
 from aiokv.sync import SyncEngine, weights
 from aiokv.testing import ManualDevice
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.sync.conftest import BLOCKS, TOKENS
 
 PROMPT = list(range(2 * TOKENS + 1))
@@ -18,7 +19,7 @@ PROMPT = list(range(2 * TOKENS + 1))
 def serve(engine: SyncEngine) -> int:
     """Compute a prompt; return how many of its tokens were cached."""
     with engine.match(PROMPT) as lease:
-        lease.allocate(len(PROMPT), timeout=30.0).result()
+        lease.allocate(len(PROMPT), timeout=PATIENCE_SECONDS).result()
         lease.commit(len(PROMPT))
     return lease.cached_tokens
 

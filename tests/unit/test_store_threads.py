@@ -11,6 +11,7 @@ import pytest
 
 from aiokv.errors import StoreError
 from aiokv.stores.threads import StoreThreads
+from aiokv.testing.loops import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -29,7 +30,7 @@ class Job:
     def __call__(self, unwanted: threading.Event) -> str:
         self.unwanted = unwanted
         self.began.set()
-        assert self.release.wait(30)
+        assert self.release.wait(PATIENCE_SECONDS)
         return "done"
 
     @property
@@ -66,7 +67,7 @@ async def test_a_cancelled_caller_waits_for_its_job() -> None:
         job = Job()
         task = asyncio.create_task(threads.run(job))
         await passes()
-        assert job.began.wait(30)
+        assert job.began.wait(PATIENCE_SECONDS)
         for _ in range(2):  # a second cancellation changes nothing
             task.cancel()
             await passes()
@@ -97,7 +98,7 @@ async def test_a_failed_copy_stops_the_others() -> None:
 
     def job(unwanted: threading.Event) -> None:
         if next(turns):
-            assert unwanted.wait(30)
+            assert unwanted.wait(PATIENCE_SECONDS)
             ended.set()
         else:
             raise OSError("broken")
@@ -114,7 +115,7 @@ async def test_closing_waits_for_running_jobs_and_refuses_others() -> None:
     running = asyncio.create_task(threads.run(first))
     waiting = asyncio.create_task(threads.run(second))
     await passes()
-    assert first.began.wait(30)
+    assert first.began.wait(PATIENCE_SECONDS)
     closing = asyncio.create_task(threads.aclose())
     await passes()
     assert not closing.done()

@@ -34,6 +34,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
 from aiokv.connectors.vllm import AiokvConnector
+from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.connectors.vllm.runner import DIM, HEADS, LAYER_NAMES, Launched, Runner
 
 if TYPE_CHECKING:
@@ -288,7 +289,7 @@ class Server:
     def drain(self) -> None:
         """Wait until all saves have ended."""
         engine = self.connector.engine
-        engine.call(engine.cache.drain, timeout=30.0)
+        engine.call(engine.cache.drain, timeout=PATIENCE_SECONDS)
 
     def close(self) -> None:
         """End the engine and the ranks. Idempotent."""
