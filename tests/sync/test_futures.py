@@ -137,7 +137,7 @@ def test_a_deadline_passes_on_the_clock_of_the_loop(config):
     with SyncEngine(config, loop_factory=clocked_loop(uvloop.Loop)) as engine:
         holder, lease = engine.match([1]), engine.match([2])
         holder.allocate(ALL).result()
-        future = lease.allocate(ALL, timeout=PATIENCE_SECONDS)
+        future = lease.allocate(ALL, timeout=30)
         with pytest.raises(TimeoutError):
             future.result(timeout=0)
         assert not future.done()
