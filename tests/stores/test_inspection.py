@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from aiokv.errors import UsageError
 from aiokv.stores import DirectoryStore
 from aiokv.stores.base import TRAILER_BYTES
 from aiokv.stores.disk import DiskStore
+from aiokv.stores.disk import inspection as inspection_module
 from aiokv.stores.disk.inspection import DiskFiles
 from aiokv.stores.disk.layout import HEADER_BYTES, RECORD_BYTES
 from aiokv.stores.disk.volume import Volume
@@ -567,3 +569,20 @@ def test_help_of_each_action(capsys):
         with pytest.raises(SystemExit, match="0"):
             cli.main(["store", action, "--help"])
         assert "PATH" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown"),
+    [("FLOCK  ADVISORY ", True), ("POSIX  ADVISORY ", False), ("-> FLOCK ", False)],
+)
+def test_user_of_a_store_is_the_holder_of_its_lock(disk, monkeypatch, kind, shown):
+    inode = (disk / "lock").stat().st_ino
+    lines = [
+        f"1: FLOCK ADVISORY WRITE 111 fe:00:{inode + 1} 0 EOF",
+        f"2: OFDLCK ADVISORY READ -1 00:06:{inode} 0 EOF",
+        f"3: {kind} WRITE 4242 fe:00:{inode} 0 EOF",
+    ]
+    monkeypatch.setattr(
+        inspection_module, "open", lambda path, **_: contextlib.nullcontext(lines), raising=False
+    )
+    assert open_files(disk).listing().used_by == (4242 if shown else None)
