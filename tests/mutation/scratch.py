@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import venv
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,8 @@ class Scratch:
         self.folder = folder
         self._python = folder / ".venv" / "bin" / "python"
         self._build = folder / "build"
+        # pytest cleans up the folder of all its runs; the leftovers of others are no failure here.
+        self._temporary = tempfile.TemporaryDirectory(prefix="m-", ignore_cleanup_errors=True)
         self._extension = folder / "aiokv" / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
 
     def prepare(self, *, native: bool) -> None:
@@ -135,7 +138,13 @@ class Scratch:
         process = subprocess.Popen(
             command,
             cwd=self.folder,
-            env={**os.environ, "AIOKV_MUTATION": "1", "PYTHONDONTWRITEBYTECODE": "1", "PATH": path},
+            env={
+                **os.environ,
+                "AIOKV_MUTATION": "1",
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "PATH": path,
+                "TMPDIR": self._temporary.name,
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
