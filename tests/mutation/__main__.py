@@ -92,12 +92,15 @@ class Judge:
     def _try(self, scratch: Scratch, mutant: Mutant) -> tuple[str, str]:
         if mutant.path.startswith("native/"):
             names = native_tests(mutant.path)
-            built = scratch.build(names)
+            built = scratch.build_tests(names)
             if not built.passed:
                 return "invalid", built.said
             result = scratch.native_tests(names, self._timeout_seconds)
             if not result.passed:
                 return "timeout" if result.timed_out else "killed", f"native: {result.said}"
+            built = scratch.build()
+            if not built.passed:
+                return "invalid", built.said
         stages = [[f"tests/{path}" for path in likely_tests(mutant.path)]]
         if not self._quick:
             stages.append(everything())

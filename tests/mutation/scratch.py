@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from tests.mutation.mutant import Mutant
 
@@ -93,10 +93,13 @@ class Scratch:
     def write(self, mutant: Mutant, source: bytes) -> None:
         (self.folder / mutant.path).write_bytes(source)
 
-    def build(self, native_tests: Sequence[str] = ()) -> Result:
-        """Rebuild the extension and the executables of some native tests."""
-        targets = ["_native", *(f"test_{name}" for name in native_tests)]
-        result = self._run(["cmake", "--build", str(self._build), "--target", *targets], 600)
+    def build_tests(self, names: Sequence[str]) -> Result:
+        """Rebuild the executables of some native tests; this takes less time than ``build``."""
+        return self._build_targets(f"test_{name}" for name in names)
+
+    def build(self) -> Result:
+        """Rebuild the extension."""
+        result = self._build_targets(["_native"])
         if result.passed:
             shutil.copyfile(self._build / self._extension.name, self._extension)
         return result
@@ -109,6 +112,9 @@ class Scratch:
     def pytest(self, paths: Sequence[str], timeout_seconds: float) -> Result:
         command = [str(self._python), *_PYTEST, "-o", "timeout=30", *paths]
         return self._run(command, timeout_seconds)
+
+    def _build_targets(self, targets: Iterable[str]) -> Result:
+        return self._run(["cmake", "--build", str(self._build), "--target", *targets], 600)
 
     def _listed(self) -> list[str]:
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
