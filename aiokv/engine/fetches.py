@@ -464,12 +464,12 @@ class Fetches:
         return False
 
     async def _find_borders(self, lease_id: int) -> BorderSearch:
-        """Ask the stores for the blocks of a prompt behind its hit, and for their copies."""
+        """Ask the stores for the blocks of a prompt behind its hit, and for copies of those that
+        can be reached."""
         search = BorderSearch(self._read.borders(lease_id), self._pools, self._block_tokens)
         while search.digests:
-            answer, found = await asyncio.gather(
-                self._worker.lookup(search.missing_digests), self._find_copies(search.digests)
-            )
+            answer = await self._worker.lookup(search.missing_digests)
+            found = await self._find_copies(search.reachable(answer))
             if search.note(answer, found):
                 search.go_on(self._read.borders(lease_id, search.asked))
         self._note_cached(search, lease_id)
