@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 PROBE_PAUSE: Final = 100  # pause in multiples of the last fetch: probes take 1 % of the time
 LEAST_PROBE_PAUSE_SECONDS: Final = 1.0
+MOST_PROBE_PAUSE_SECONDS: Final = 10.0  # a store that was slow once is soon used again
 
 
 class StoreWait:
@@ -316,7 +317,7 @@ class Fetches:
         finally:
             self._num_compared -= 1
             pause = max(PROBE_PAUSE * (loop.time() - began), LEAST_PROBE_PAUSE_SECONDS)
-            self._probe_at = loop.time() + pause
+            self._probe_at = loop.time() + min(pause, MOST_PROBE_PAUSE_SECONDS)
 
     async def _bring_blocks(
         self, lease_id: int, end: int, priority: Priority, *, is_compared: bool = False

@@ -296,7 +296,7 @@ class StoreGuard:
             self._reads.fail("lookup", reason, _now())
             return None
         self._reads.succeed("lookup")
-        self.costs.lookup.note_latency(_now() - began)
+        self.costs.lookup.note_latency(_now() - began, _now())
         self._counts.found_keys += int(np.count_nonzero(found))
         return found
 
@@ -343,7 +343,7 @@ class StoreGuard:
     ) -> Reply:
         """Load or save blocks, one operation of the store per part."""
         results = np.full(len(blocks), Result.FAILED, np.uint8)
-        batch = way.cost.begin(len(blocks) * self._payload_bytes, _now())
+        batch = way.cost.begin(len(blocks) * self._payload_bytes, _now(), len(blocks))
         try:
             overdue = await self._move_parts(way, keys, blocks, priority, accesses, results, batch)
         finally:
@@ -372,7 +372,8 @@ class StoreGuard:
                 way.operation, call, self._slots, way.breaker, self._limit(), priority, accesses
             )
             if ended is None:
-                batch.note(num_bytes, 0, _now())
+                if overdue is not None:
+                    batch.note(num_bytes, 0, _now())
                 break
             largest = Result.FAILED if way is self._loading else Result.PRESENT
             moved, reason = _array(ended, part.stop - part.start, np.uint8, largest)

@@ -16,7 +16,7 @@ from aiokv.stores import cost as cost_module
 from aiokv.stores import guard as guard_module
 from aiokv.stores.base import Result
 from aiokv.stores.breaker import FIRST_PAUSE_SECONDS
-from aiokv.stores.cost import WEIGHT
+from aiokv.stores.cost import HALF_LIFE_SECONDS
 from aiokv.stores.guard import StoreGuard
 from aiokv.stores.proof import Proof
 from aiokv.testing import ScriptedStore, running_clock, spin
@@ -102,8 +102,9 @@ async def test_blocks_that_a_store_has_count_as_present_and_move_no_bytes(
     assert counts.save_seconds == before.save_seconds
     assert counts.save_bytes_per_second == before.save_bytes_per_second
     if smallest_large == 1:
-        moved = 2_000 * (1 - WEIGHT) + 1_000
-        assert counts.save_bytes_per_second == pytest.approx(moved / (2 - WEIGHT))
+        older = 0.5 ** (1.0 / HALF_LIFE_SECONDS)  # weight of the first save
+        expected = (2_000 * older + 1_000) / (older + 1)
+        assert counts.save_bytes_per_second == pytest.approx(expected)
     else:
         assert counts.save_seconds == pytest.approx(1.0)
 
