@@ -464,6 +464,11 @@ class StoreGuard:
             self._counts.rejected += 1
         return False
 
+    def is_late(self) -> bool:
+        """Return True while loads take much longer than expected, or operations beyond their
+        deadlines have not ended."""
+        return bool(self._overdue) or self.costs.load.is_late(_now())
+
     def _admits_save(self) -> bool:
         """Return True when a save may be passed to the store.
 

@@ -240,7 +240,7 @@ class StoreSet:
         self._lookups.remember(keys, found)
         now = asyncio.get_running_loop().time()
         costs = np.array([guard.costs.load.parts(now) for guard in self._guards])
-        first = found.argmax(axis=0)
+        first = _first_holders(self._guards, found)
         seconds = np.where(found.any(axis=0), costs[first, 1] * self._payload_bytes, np.inf)
         return Found(seconds, float(costs[first, 0].max()))
 
@@ -330,7 +330,7 @@ class StoreSet:
         """Return the expected time per prefix; the stores work at the same time."""
         now = asyncio.get_running_loop().time()
         seconds = np.zeros(holders.shape[1])
-        first = holders.argmax(axis=0)
+        first = _first_holders(self._guards, holders)
         for i, guard in enumerate(self._guards):
             counts = np.cumsum(first == i)
             latency, per_byte = guard.costs.load.parts(now)
@@ -432,7 +432,7 @@ class _Fetch:
             left = left[:, : self._end]
         if not left.any():
             return []
-        first = np.where(left.any(axis=0), left.argmax(axis=0), -1)
+        first = np.where(left.any(axis=0), _first_holders(self._guards, left), -1)
         return [(i, np.flatnonzero(first == i)) for i in sorted(set(first.tolist())) if i >= 0]
 
     async def load(self, guard: int, indices: NDArray[np.intp]) -> Reply:
@@ -495,6 +495,18 @@ class _Lookups:
             if offset >= 0 and offset % KEY_BYTES == 0:
                 return keys[offset:], holders[:, offset // KEY_BYTES :]
         return b"", np.zeros((0, 0), np.bool_)
+
+
+def _first_holders(guards: Sequence[StoreGuard], holders: NDArray[np.bool_]) -> NDArray[np.intp]:
+    """Return for each object the first store that has it; stores that are late come last.
+
+    Args:
+        guards: the stores, in order.
+        holders: ``[stores, N]``, which store has which object.
+    """
+    order = np.array(sorted(range(len(guards)), key=lambda i: guards[i].is_late()), np.intp)
+    first: NDArray[np.intp] = order[holders[order].argmax(axis=0)]
+    return first
 
 
 async def _all_of(calls: list[Any]) -> list[Reply]:

@@ -12,6 +12,7 @@ from aiokv import ConfigError, StoreError
 from aiokv.plan import FETCH, SAVE, TransferPlan, id_bytes
 from aiokv.stores import StoreUse
 from aiokv.stores.base import Result, split_keys
+from aiokv.stores.cost import LATE_SECONDS
 from aiokv.stores.proof import derive_keys
 from aiokv.stores.store_set import StoreSet
 from aiokv.testing import ScriptedStore, running_clock, spin
@@ -192,6 +193,38 @@ async def test_deadline_ends_a_fetch_and_another_store_does_not_write_into_its_b
         gate.open()
         await asyncio.wait({overdue})
         assert first.in_use[33] == 0
+
+
+async def test_store_whose_loads_are_late_is_asked_after_the_others():
+    first = await put(ScriptedStore("a"), [1, 2, 3])
+    second = await put(ScriptedStore("b"), [1, 2])
+    async with Stores(first, second) as s:
+        assert await s.lookup(1, 2, 3) == 3
+        stuck = first.hold("load")
+        late = asyncio.create_task(s.fetch(1))
+        await running_clock().advance(LATE_SECONDS + 0.01)
+        assert (await s.fetch(2)).blocks == 1
+        assert (first.calls["load"], second.calls["load"]) == (1, 1)
+        waiting = asyncio.create_task(s.fetch(3))  # which only the late store has
+        await spin(5)
+        assert first.calls["load"] == 2
+        stuck.open()
+        await spin(20)
+        assert (late.result().blocks, waiting.result().blocks) == (1, 1)
+        assert (await s.fetch(2)).blocks == 1
+        assert (first.calls["load"], second.calls["load"]) == (3, 1)
+
+
+async def test_store_with_overdue_loads_is_asked_after_the_others():
+    first = await put(ScriptedStore("a"), [1, 2])
+    second = await put(ScriptedStore("b"), [1, 2])
+    async with Stores(first, second) as s:
+        first.hold("load")
+        late = asyncio.create_task(s.fetch(1))
+        await running_clock().advance(5.1)
+        assert (await late).blocks == 0
+        assert (await s.fetch(2)).blocks == 1
+        assert (first.calls["load"], second.calls["load"]) == (1, 1)
 
 
 async def test_seconds_grow_with_the_blocks_and_stores_work_at_the_same_time():
