@@ -47,8 +47,8 @@ class _Rate:
 class Cost:
     """Expected duration of the batches of one operation, under the present load.
 
-    Large batches in flight at the same time share the time of the store equally, so the bandwidth is
-    that of all batches together.
+    Large batches in flight at the same time share the time of the store equally, so the bandwidth
+    is that of all batches together.
 
     Each batch also bounds the value that it does not measure: neither the latency nor the time to
     move its bytes is longer than the batch. So quick batches of any size correct both.

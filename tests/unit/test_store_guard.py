@@ -407,8 +407,9 @@ async def test_store_is_opened_again_only_when_it_has_closed():
             await opening
 
 
-async def test_pause_grows_while_probes_fail_and_is_bounded():
-    async with Guarded() as g:
+@pytest.mark.parametrize("longest", [10.0, 3.0])
+async def test_pause_grows_while_probes_fail_and_is_bounded(longest):
+    async with Guarded(**({} if longest == 10.0 else {"retry_seconds": longest})) as g:
         await opened(g)
         probes = []
         for tenth in range(2000):
@@ -420,7 +421,7 @@ async def test_pause_grows_while_probes_fail_and_is_bounded():
         pauses = np.diff(probes)
         assert (np.diff(pauses) >= -0.2).all()
         assert 0.9 <= pauses[0] <= 1.2
-        assert 9.5 <= pauses[-1] <= 10.5
+        assert longest - 0.5 <= pauses[-1] <= longest + 0.5
         assert g.counts.opened == 1
 
 
@@ -686,6 +687,7 @@ async def test_use_flags_switch_directions_off():
         {"read": 1},
         {"deadline_seconds": 0},
         {"lookup_deadline_seconds": float("inf")},
+        {"retry_seconds": 0.0},
         {"read": False, "save": False},
     ],
 )
