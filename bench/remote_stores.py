@@ -6,6 +6,9 @@ registered memory, ``get`` and ``put`` of obstore with as many requests at a tim
 not copied), and ``preadv`` and ``pwritev`` of whole files in as many threads. Both take turns;
 ``ratio`` is store over library, the median over the turns. All servers run on this machine.
 A store whose package or server is absent is left out; `make services` installs them.
+
+``s3_lookup`` is the time to find the stored part of a prompt of 20,480 tokens, in blocks of 16
+tokens, on a server that takes 30 ms per request, and the number of requests.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ import uvloop
 
 from aiokv.stores import DirectoryStore, MooncakeStore, S3Store
 from aiokv.stores.base import KEY_BYTES
+from aiokv.stores.proof import derive_keys
+from aiokv.stores.store_set import StoreSet
 from tests.stores import mooncake_cluster, moto_server
 from tests.stores.conformance import Blocks, keys_of
 from tests.stores.servers import Server
@@ -40,6 +45,9 @@ THREADS = 4
 REQUESTS = 16
 HEADER = 'HTTP/1.1 200 OK\r\nContent-Length: {}\r\nETag: "1"\r\nLast-Modified: {}\r\n\r\n'
 DATE = "Mon, 01 Jan 2024 00:00:00 GMT"
+PROMPT_BLOCKS = 20_480 // 16
+STORED_BLOCKS = (0, 1, 640, 1279, 1280)
+REQUEST_SECONDS = 0.03
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -55,6 +63,8 @@ def run(quick: bool) -> dict[str, Any]:
             results[name][f"{kib}_kib"] = uvloop.run(BENCHES[name](folder, kib << 10, rounds))
         finally:
             shutil.rmtree(folder)
+    if "s3" in results:
+        results["s3_lookup"] = uvloop.run(s3_lookup(rounds))
     return results
 
 
@@ -334,6 +344,62 @@ async def s3(folder: Path, block_bytes: int, rounds: int) -> dict[str, Any]:
         await store.aclose()
         server.kill()
     return {"load": loaded, "save": saved}
+
+
+class Catalog(asyncio.Protocol):
+    """An S3 server that answers HEAD requests after a delay."""
+
+    def __init__(self, stored: set[bytes], num_bytes: int) -> None:
+        self._stored = stored
+        self._found = HEADER.format(num_bytes, DATE).encode()
+        self._transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        name = data.split(b" ", 2)[1].rpartition(b"/")[2]
+        answer = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
+        if name in self._stored:
+            answer = self._found
+        asyncio.get_running_loop().call_later(REQUEST_SECONDS, self._transport.write, answer)
+
+
+async def s3_lookup(rounds: int) -> dict[str, Any]:
+    """Return seconds and requests per lookup, by the number of blocks that are stored."""
+    fingerprint = bytes(KEY_BYTES)
+    digests = keys_of(range(PROMPT_BLOCKS))
+    keys = derive_keys(fingerprint, digests)
+    memory = Blocks(1, 128 << 10).memory
+    stored: set[bytes] = set()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: Catalog(stored, memory.object_bytes), "127.0.0.1", 0
+    )
+    store = S3Store(
+        "s3://kvcache",
+        endpoint=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}",
+        region="us-east-1",
+        options={"access_key_id": "test", "secret_access_key": "test"},
+    )
+    stores = StoreSet([store])
+    results = {}
+    async with server:
+        await stores.open(memory, fingerprint)
+        for count in STORED_BLOCKS:
+            stored |= {name.encode() for name in names_of(keys[: count * KEY_BYTES])}
+            seconds, before = [], store.statistics().details["requests"]
+            for _ in range(rounds):
+                began = time.perf_counter()
+                found = (await stores.lookup(digests)).blocks
+                seconds.append(time.perf_counter() - began)
+                assert found == count, (found, count)
+            requests = store.statistics().details["requests"] - before
+            results[f"stored_{count}"] = {
+                "ms": statistics.median(seconds) * 1e3,
+                "requests": requests / rounds,
+            }
+        await stores.aclose()
+    return results
 
 
 BENCHES: dict[str, Callable[[Path, int, int], Any]] = {

@@ -114,12 +114,16 @@ class BorderSearch:
         """Return the number of leading blocks of the part that a tier has."""
         return min(max(self._cached - self.hit - self.asked, 0), len(self.digests) // KEY_BYTES)
 
+    def reachable(self, answer: StoreAnswer) -> bytes:
+        """Return those of ``digests`` whose blocks are in a tier or, by the answer, in a store."""
+        return self.digests[: (self._num_cached() + answer.blocks) * KEY_BYTES]
+
     def note(self, answer: StoreAnswer, found: Sequence[Found]) -> bool:
         """Note what the stores have.
 
         Args:
             answer: to ``missing_digests``.
-            found: of ``digests``, for each pool.
+            found: of the digests that are ``reachable``, for each pool.
 
         Returns:
             True when the blocks behind these may be reached, too.

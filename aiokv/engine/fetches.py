@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 PROBE_PAUSE: Final = 100  # pause in multiples of the last fetch: probes take 1 % of the time
 LEAST_PROBE_PAUSE_SECONDS: Final = 1.0
+MOST_PROBE_PAUSE_SECONDS: Final = 10.0  # a store that was slow once is soon used again
 
 
 class StoreWait:
@@ -316,7 +317,7 @@ class Fetches:
         finally:
             self._num_compared -= 1
             pause = max(PROBE_PAUSE * (loop.time() - began), LEAST_PROBE_PAUSE_SECONDS)
-            self._probe_at = loop.time() + pause
+            self._probe_at = loop.time() + min(pause, MOST_PROBE_PAUSE_SECONDS)
 
     async def _bring_blocks(
         self, lease_id: int, end: int, priority: Priority, *, is_compared: bool = False
@@ -464,12 +465,12 @@ class Fetches:
         return False
 
     async def _find_borders(self, lease_id: int) -> BorderSearch:
-        """Ask the stores for the blocks of a prompt behind its hit, and for their copies."""
+        """Ask the stores for the blocks of a prompt behind its hit, and for copies of those that
+        can be reached."""
         search = BorderSearch(self._read.borders(lease_id), self._pools, self._block_tokens)
         while search.digests:
-            answer, found = await asyncio.gather(
-                self._worker.lookup(search.missing_digests), self._find_copies(search.digests)
-            )
+            answer = await self._worker.lookup(search.missing_digests)
+            found = await self._find_copies(search.reachable(answer))
             if search.note(answer, found):
                 search.go_on(self._read.borders(lease_id, search.asked))
         self._note_cached(search, lease_id)

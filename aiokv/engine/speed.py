@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
+from aiokv.rates import bounded_mean
+
 WINDOW: Final = 32  # newest batches from which the speed is estimated
 LEAST_TOKENS: Final = 64  # batches of fewer prompt tokens do not keep the model busy
 LEAST_SHARE: Final = 0.25  # of the tokens of the largest batch; likewise
-EXTREME_TENTHS: Final = 1  # of the tokens at each end, whose times per token are bounded
-EXTREME_FACTOR: Final = 4.0  # between the time per token of a batch and the median, at most
 
 
 class PrefillSpeed:
@@ -21,11 +21,10 @@ class PrefillSpeed:
 
     - A batch counts by its tokens and seconds: a prompt takes the sum of the times of its batches.
       A mean of the speeds of batches would be higher.
-    - Fast and slow batches are treated alike. The fastest and the slowest tenth of the tokens count
-      with the time per token of the next batch towards the median, and no batch counts as more than
-      ``EXTREME_FACTOR`` times faster or slower than the median. So a pause of the serving loop has
-      hardly an effect, nor has a batch that seems short because the end of the batch before was
-      noticed late; but if each fifth batch is slow, all of its time counts.
+    - Fast and slow batches are treated alike, by their times per token: see
+      :func:`~aiokv.rates.bounded_mean`. So a pause of the serving loop has hardly an effect, nor
+      has a batch that seems short because the end of the batch before was noticed late; but if
+      each fifth batch is slow, all of its time counts.
     - After a change of the load, the estimate follows in proportion to the share of new batches in
       the window.
     - Small batches are left out, because a long prompt is computed in large ones: batches of fewer
@@ -70,21 +69,5 @@ class PrefillSpeed:
 def _estimate(batches: deque[tuple[int, float]]) -> float:
     """Return the tokens per second of large batches, with bounds on extreme times per token."""
     least = LEAST_SHARE * max(tokens for tokens, _ in batches)
-    ascending = sorted((seconds / tokens, tokens) for tokens, seconds in batches if tokens >= least)
-    descending = ascending[::-1]
-    median = _seconds_per_token(ascending, 5)
-    lower = max(_seconds_per_token(descending, 10 - EXTREME_TENTHS), median / EXTREME_FACTOR)
-    upper = min(_seconds_per_token(ascending, 10 - EXTREME_TENTHS), median * EXTREME_FACTOR)
-    total = sum(tokens for _, tokens in ascending)
-    return total / sum(tokens * min(max(each, lower), upper) for each, tokens in ascending)
-
-
-def _seconds_per_token(batches: list[tuple[float, int]], tenths: int) -> float:
-    """Return the time per token of the batch at which ``tenths`` of the tokens are reached."""
-    total = sum(tokens for _, tokens in batches)
-    reached = 0
-    for seconds_per_token, tokens in batches:
-        reached += tokens
-        if 10 * reached >= tenths * total:
-            return seconds_per_token
-    raise AssertionError("the last batch reaches all tokens")
+    large = ((seconds / tokens, tokens) for tokens, seconds in batches if tokens >= least)
+    return 1.0 / bounded_mean(large)

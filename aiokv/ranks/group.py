@@ -456,7 +456,8 @@ class RankGroup(Unique):
         Cancellation: nothing changed.
         """
         num_objects = len(digests) // KEY_BYTES
-        if not self.capabilities.stores or self._closing or self._failure is not None:
+        is_open = self.capabilities.stores and not self._closing and self._failure is None
+        if not num_objects or not is_open:
             return Found.nothing(num_objects)
         return await self._lookups.find(self._membership, pool, digests, num_objects)
 

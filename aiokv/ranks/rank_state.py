@@ -49,6 +49,7 @@ class RankTimeouts:
             counted from the last progress of the rank.
         min_bytes_per_second: bandwidth that a rank is expected to reach at least.
         lookup: for all ranks to look up blocks in their stores; later the blocks count as missing.
+            Longer than the ``lookup_deadline_seconds`` of all stores together.
         close: for ranks to finish moving transfers when the group closes.
 
     Raises:
@@ -61,7 +62,7 @@ class RankTimeouts:
     silence: float = 30.0
     transfer: float = 30.0
     min_bytes_per_second: float = 100e6
-    lookup: float = 1.0
+    lookup: float = 2.0
     close: float = 30.0
 
     def __post_init__(self) -> None:

@@ -112,7 +112,8 @@ class StoreStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 class Store(Protocol):
     """Blocks by key. Used on one event loop, by one guard. Subclasses inherit ``probe`` and
-    ``quarantine``, which suit a store whose lookups reach its medium, and ``for_pool``.
+    ``quarantine``, which suit a store whose lookups reach its medium, ``for_pool``, and the limits
+    of a lookup.
 
     Keys are ``bytes`` of ``N * KEY_BYTES``: N keys, one behind the other, distinct. Results are
     arrays with one entry per key. All operations between ``open`` and ``aclose`` run concurrently;
@@ -126,11 +127,18 @@ class Store(Protocol):
         kind: ``"disk"``, ``"mooncake"``, ``"redis"``, ``"s3"``, ``"directory"``.
         url: address without secrets, for messages and statistics.
         max_concurrent: operations that the guard runs at a time.
+        max_lookup_keys: keys of one call of ``lookup``, for a store that needs a request per key:
+            the number of requests that it sends at a time. A lookup of more keys has several calls,
+            which find the end of a prefix by bisection; see :mod:`aiokv.stores.search`. 0 for a
+            store whose calls take any number of keys.
+        lookup_deadline_seconds: default of ``StoreUse.lookup_deadline_seconds``.
     """
 
     kind: str
     url: str
     max_concurrent: int
+    max_lookup_keys: int = 0
+    lookup_deadline_seconds: float = 0.25
 
     def for_pool(self, pool: str) -> Store | None:
         """Return an unopened store for the objects of another pool of host memory, which have

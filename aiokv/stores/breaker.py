@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 FAILURES: Final = 3  # of one operation in a row
 FIRST_PAUSE_SECONDS: Final = 0.5
-LONGEST_PAUSE_SECONDS: Final = 30.0
 
 State = Literal["closed", "open", "probing"]
 
@@ -28,6 +27,7 @@ class Breaker:
     Args:
         on_change: called with the new state and the reason when a store becomes unavailable or
             available again.
+        longest_pause_seconds: limit of the pause before a probe.
 
     Attributes:
         state: ``"closed"``: calls pass; ``"open"``: calls are refused; ``"probing"``: calls are
@@ -35,8 +35,11 @@ class Breaker:
         opened: number of times that the breaker has opened.
     """
 
-    def __init__(self, on_change: Callable[[State, str], None]) -> None:
+    def __init__(
+        self, on_change: Callable[[State, str], None], longest_pause_seconds: float
+    ) -> None:
         self._on_change = on_change
+        self._longest_pause_seconds = longest_pause_seconds
         self._failures: dict[str, int] = {}
         self._pause_seconds = FIRST_PAUSE_SECONDS / 2
         self._probe_at = 0.0
@@ -68,7 +71,7 @@ class Breaker:
         if self.state == "open" or (self.state == "closed" and failures < FAILURES):
             return
         was_closed = self.state == "closed"
-        self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
+        self._pause_seconds = min(2 * self._pause_seconds, self._longest_pause_seconds)
         self._probe_at = now + self._pause_seconds
         self.state = "open"
         if was_closed:

@@ -2,66 +2,128 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Final
 
-WEIGHT: Final = 0.2  # of the newest measurement
-LATENCY_BYTES: Final = 256 << 10  # smaller batches measure the latency, larger ones the bandwidth
+from aiokv.rates import bounded_mean
+
+WINDOW: Final = 16  # newest measurements from which a value is estimated
+HALF_LIFE_SECONDS: Final = 5.0  # a measurement has half the weight of one made so much later
+LATENCY_BYTES: Final = 256 << 10  # batches of fewer bytes
+LATENCY_BLOCKS: Final = 32  # and no more blocks measure the latency, others the bandwidth
+LATE_FACTOR: Final = 2.0  # a batch is late after this multiple of its expected duration
+LATE_SECONDS: Final = 0.1  # and this time
+
+
+class _Rate:
+    """Seconds per unit, from the newest measurements.
+
+    A single extreme measurement has hardly an effect, and old ones fade: see ``bounded_mean`` and
+    ``HALF_LIFE_SECONDS``. An estimate holds until the next measurement.
+    """
+
+    def __init__(self) -> None:
+        self._measured: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)
+        self._estimate: float | None = 0.0  # None when a measurement was added since
+
+    def note(self, units: float, seconds: float, now: float) -> None:
+        """Note that ``units`` have taken ``seconds``."""
+        if units > 0 and seconds > 0:
+            self._measured.append((units, seconds, now))
+            self._estimate = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per unit; 0.0 before the first measurement."""
+        if self._estimate is None:
+            newest = self._measured[-1][2]
+            self._estimate = bounded_mean(
+                (seconds / units, units * 0.5 ** ((newest - time) / HALF_LIFE_SECONDS))
+                for units, seconds, time in self._measured
+            )
+        return self._estimate
 
 
 class Cost:
     """Expected duration of the batches of one operation, under the present load.
 
-    The bandwidth is that of all batches together: the bytes that were moved, divided by the time in
-    which at least one batch was in flight. An estimate holds until the next measurement.
+    Large batches in flight at the same time share the time of the store equally, so the bandwidth
+    is that of all batches together.
 
-    Attributes:
-        latency_seconds: average duration of a small batch; 0.0 before the first.
+    Each batch also bounds the value that it does not measure: neither the latency nor the time to
+    move its bytes is longer than the batch. So quick batches of any size correct both.
     """
 
     def __init__(self) -> None:
-        self.latency_seconds = 0.0
-        # Sums over the large batches; each measurement lowers the weight of the earlier ones.
-        self._moved_bytes = 0.0
-        self._busy_seconds = 0.0
-        self._batches = 0  # large batches in flight
-        self._bytes = 0  # bytes of these batches whose operations have not ended
-        self._counted_until = 0.0  # end of the busy time that is in the sum
+        self._latency = _Rate()  # per batch
+        self._transfer = _Rate()  # per byte
+        self._small: dict[Batch, None] = {}  # in flight, in the order of their begins
+        self._large: dict[Batch, None] = {}
+        self._share = 0.0  # seconds of the store that each large batch in flight has had so far
+        self._shared_until = 0.0
+        self._progress_at = 0.0  # end of the newest large operation, or begin of the first batch
+
+    @property
+    def latency_seconds(self) -> float:
+        """Duration of a small batch; 0.0 before the first."""
+        return self._latency.seconds
 
     @property
     def bytes_per_second(self) -> float:
-        """Average bandwidth of large batches; 0.0 before the first measurement."""
-        return self._moved_bytes / self._busy_seconds if self._busy_seconds else 0.0
+        """Bandwidth of large batches; 0.0 before the first measurement."""
+        return 1.0 / self._transfer.seconds if self._transfer.seconds else 0.0
 
-    def note_latency(self, seconds: float) -> None:
-        """Update the latency with a small batch that took ``seconds``."""
-        if seconds > 0.0:
-            weight = WEIGHT if self.latency_seconds else 1.0
-            self.latency_seconds += weight * (seconds - self.latency_seconds)
+    def note_latency(self, seconds: float, now: float) -> None:
+        """Note that a small batch has taken ``seconds``."""
+        self._latency.note(1, seconds, now)
 
-    def begin(self, num_bytes: int, now: float) -> Batch:
-        """Note that a batch has begun."""
-        return Batch(self, num_bytes, now)
+    def begin(self, num_bytes: int, now: float, num_blocks: int = 1) -> Batch:
+        """Return a batch that begins now. The caller must call its ``end``.
 
-    def add(self, num_bytes: int, now: float) -> None:
-        """Note that a large batch has begun."""
-        if not self._batches:
-            self._counted_until = now
-        self._batches += 1
-        self._bytes += num_bytes
+        Args:
+            num_bytes: payload of all blocks.
+            now: time of the loop.
+            num_blocks: number of blocks.
+        """
+        is_large = num_bytes >= LATENCY_BYTES or num_blocks > LATENCY_BLOCKS
+        batch = Batch(self, num_bytes, now, is_large=is_large)
+        if is_large:
+            if not self._large:
+                self._progress_at = now
+            batch.share = self._shared(now)
+            self._large[batch] = None
+        else:
+            self._small[batch] = None
+        return batch
 
-    def note_moved(self, num_bytes: int, moved_bytes: int, now: float) -> None:
-        """Note the end of an operation of ``num_bytes`` that is part of a large batch."""
-        self._bytes -= num_bytes
-        seconds = now - self._counted_until
-        self._counted_until = now
-        self._moved_bytes = (1 - WEIGHT) * self._moved_bytes + moved_bytes
-        seconds = max(seconds - self.latency_seconds, seconds / 2)
-        self._busy_seconds = (1 - WEIGHT) * self._busy_seconds + seconds
+    def note_large(self, batch: Batch, num_bytes: int, now: float) -> None:
+        """Note that an operation of a large batch has taken the time since ``batch.began``."""
+        seconds = now - batch.began
+        share = self._shared(now) - batch.share
+        self._transfer.note(num_bytes, max(share - self._latency.seconds, share / 2), now)
+        if seconds < self._latency.seconds:
+            self._latency.note(1, seconds, now)
+        batch.began, batch.share = now, self._share
+        self._progress_at = now
 
-    def remove(self, num_bytes: int) -> None:
-        """Note the end of a large batch, of which ``num_bytes`` were in no ended operation."""
-        self._batches -= 1
-        self._bytes -= num_bytes
+    def note_small(self, batch: Batch, moved_bytes: int, now: float) -> None:
+        """Note that a small batch has taken the time since ``batch.began``."""
+        seconds = now - batch.began
+        self._latency.note(1, seconds, now)
+        if seconds < moved_bytes * self._transfer.seconds:
+            self._transfer.note(moved_bytes, seconds, now)
+
+    def remove(self, batch: Batch) -> None:
+        """Note that a batch is no longer in flight."""
+        self._small.pop(batch, None)
+        self._large.pop(batch, None)
+
+    def _shared(self, now: float) -> float:
+        """Return the seconds of the store that each large batch in flight has had until now."""
+        if self._large:
+            self._share += (now - self._shared_until) / len(self._large)
+        self._shared_until = now
+        return self._share
 
     def parts(self, now: float) -> tuple[float, float]:
         """Return the expected ``(seconds per batch, seconds per byte)``.
@@ -69,39 +131,48 @@ class Cost:
         Both are 0 before the first measurement. A batch in flight that takes longer than expected
         counts before its end.
         """
-        per_byte = self._busy_seconds / max(self._moved_bytes, 1.0)
-        if self._bytes:
-            late = now - self._counted_until - self.latency_seconds
-            per_byte = max(per_byte, late / self._bytes)
-        return self.latency_seconds, per_byte
+        latency, per_byte = self._latency.seconds, self._transfer.seconds
+        if num_bytes := sum(batch.bytes_left for batch in self._large):
+            per_byte = max(per_byte, (now - self._progress_at - latency) / num_bytes)
+        if self._small:
+            latency = max(latency, now - next(iter(self._small)).began)
+        return latency, per_byte
+
+    def is_late(self, now: float) -> bool:
+        """Return True if a batch in flight takes much longer than expected."""
+        per_byte = self._transfer.seconds * len(self._large)
+        return any(
+            now - batch.began
+            > LATE_FACTOR * (self._latency.seconds + batch.bytes_left * per_byte) + LATE_SECONDS
+            for batch in (*self._small, *self._large)
+        )
 
 
 class Batch:
-    """One load or save, whose bytes are moved by one or more operations.
+    """One load or save, whose bytes are moved by one or more operations, one after the other.
 
-    Args:
-        cost: is updated by the batch.
-        num_bytes: payload of all blocks.
-        now: time of the loop.
+    Attributes:
+        bytes_left: bytes of operations that have not ended.
+        began: begin of the operation in flight.
+        share: of a large batch, ``Cost`` at ``began``.
     """
 
-    def __init__(self, cost: Cost, num_bytes: int, now: float) -> None:
+    def __init__(self, cost: Cost, num_bytes: int, now: float, *, is_large: bool) -> None:
         self._cost = cost
-        self._began = now
-        self._left = num_bytes
-        self._is_large = num_bytes >= LATENCY_BYTES
-        if self._is_large:
-            cost.add(num_bytes, now)
+        self._is_large = is_large
+        self.bytes_left = num_bytes
+        self.began = now
+        self.share = 0.0
 
     def note(self, num_bytes: int, moved_bytes: int, now: float) -> None:
-        """Note the end of an operation of ``num_bytes`` that has moved ``moved_bytes``."""
-        self._left -= num_bytes
+        """Note the end of an operation of ``num_bytes`` that has moved ``moved_bytes``; 0 for one
+        that has exceeded its deadline."""
+        self.bytes_left -= num_bytes
         if self._is_large:
-            self._cost.note_moved(num_bytes, moved_bytes, now)
-        elif moved_bytes:
-            self._cost.note_latency(now - self._began)
+            self._cost.note_large(self, moved_bytes or num_bytes, now)
+        else:
+            self._cost.note_small(self, moved_bytes, now)
 
     def end(self) -> None:
         """Note that no further operation follows."""
-        if self._is_large:
-            self._cost.remove(self._left)
+        self._cost.remove(self)

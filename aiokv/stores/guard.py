@@ -76,6 +76,18 @@ class _Way(NamedTuple):
     cost: Cost
 
 
+class _Limit(NamedTuple):
+    """Limit of one operation.
+
+    Attributes:
+        deadline: time of the loop.
+        is_failure: an operation that exceeds the deadline counts for the breaker.
+    """
+
+    deadline: float
+    is_failure: bool = True
+
+
 class _Ended(NamedTuple):
     """End of an operation: its value, or the reason why there is none."""
 
@@ -102,6 +114,44 @@ class Costs(NamedTuple):
         return cls(Cost(), Cost(), Cost())
 
 
+class Lookup:
+    """One lookup of a store, in one or more calls of the store, one after the other.
+
+    The deadline limits the time of all calls together. A call that exceeds it is a failure of the
+    store only if the store has answered no call of the lookup: otherwise the lookup is long, and
+    the store works.
+
+    Args:
+        call: looks up keys with a limit.
+        seconds: limit of all calls.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[bytes, _Limit], Awaitable[NDArray[np.bool_] | None]],
+        seconds: float,
+    ) -> None:
+        self._call = call
+        self._seconds_left = seconds
+        self._is_answered = False
+
+    async def ask(self, keys: bytes) -> NDArray[np.bool_] | None:
+        """Return for each key whether the store has it, ``[N]`` bool; None without an answer.
+
+        Cancellation: the call goes on until the deadline. Its outcome counts for the breaker:
+        requests that wait for a shorter time than the deadline must not keep a store that is stuck
+        in use.
+        """
+        if self._seconds_left <= 0:
+            return None
+        began = _now()
+        limit = _Limit(began + self._seconds_left, is_failure=not self._is_answered)
+        found = await self._call(keys, limit)
+        self._seconds_left -= _now() - began
+        self._is_answered |= found is not None
+        return found
+
+
 class StoreGuard:
     """One store, behind deadlines, a breaker and the proof of its bytes.
 
@@ -125,8 +175,8 @@ class StoreGuard:
         self._url = without_user(use.store.url)  # a store of the user may have left them in
         self._memory: StoreMemory | None = None
         self._proof: Proof | None = None
-        self._reads = Breaker(partial(self._log_change, "read"))
-        self._saves = Breaker(partial(self._log_change, "save"))
+        self._reads = Breaker(partial(self._log_change, "read"), use.retry_seconds)
+        self._saves = Breaker(partial(self._log_change, "save"), use.retry_seconds)
         limit = max(1, use.store.max_concurrent)
         self._slots = Slots(limit)
         self._lookup_slots = Slots(limit)
@@ -211,40 +261,42 @@ class StoreGuard:
 
     # --- operations -------------------------------------------------------------------------------
 
+    def begin_lookup(self) -> Lookup:
+        """Return a lookup with the deadline of the store."""
+        return Lookup(self._look_up, self.use.lookup_seconds)
+
     async def lookup(self, keys: bytes) -> NDArray[np.bool_]:
-        """Return for each key whether the store has it, ``[N]`` bool; all False without a result.
+        """Return for each key whether the store has it, ``[N]`` bool; all False without an answer.
 
-        Cancellation: the store's lookup goes on until its deadline. Its outcome counts for the
-        breaker: requests that wait for a shorter time than the deadline must not keep a store that
-        is stuck in use.
+        Cancellation: as for ``Lookup.ask``.
         """
-        num_keys = len(keys) // KEY_BYTES
-        if not num_keys or not self.admits_read():
-            return np.zeros(num_keys, np.bool_)
-        task = self._spawn(self._look_up(keys, num_keys))
-        await asyncio.wait({task})
-        return np.zeros(num_keys, np.bool_) if task.cancelled() else task.result()
+        found = await self.begin_lookup().ask(keys)
+        return np.zeros(len(keys) // KEY_BYTES, np.bool_) if found is None else found
 
-    async def _look_up(self, keys: bytes, num_keys: int) -> NDArray[np.bool_]:
-        nothing = np.zeros(num_keys, np.bool_)
+    async def _look_up(self, keys: bytes, limit: _Limit) -> NDArray[np.bool_] | None:
+        if not keys or not self.admits_read():
+            return None
+        task = self._spawn(self._call_lookup(keys, limit))
+        await asyncio.wait({task})
+        return None if task.cancelled() else task.result()
+
+    async def _call_lookup(self, keys: bytes, limit: _Limit) -> NDArray[np.bool_] | None:
+        num_keys = len(keys) // KEY_BYTES
         self._counts.lookups += 1
         self._counts.lookup_keys += num_keys
         began = _now()
+        call = partial(self._store.lookup, keys)
         ended, _ = await self._run(
-            "lookup",
-            lambda: self._store.lookup(keys),
-            self._lookup_slots,
-            self._reads,
-            Priority.DEMAND,
+            "lookup", call, self._lookup_slots, self._reads, limit, Priority.DEMAND
         )
         if ended is None:
-            return nothing
+            return None
         found, reason = _array(ended, num_keys, np.bool_)
         if found is None:
             self._reads.fail("lookup", reason, _now())
-            return nothing
+            return None
         self._reads.succeed("lookup")
-        self.costs.lookup.note_latency(_now() - began)
+        self.costs.lookup.note_latency(_now() - began, _now())
         self._counts.found_keys += int(np.count_nonzero(found))
         return found
 
@@ -291,7 +343,7 @@ class StoreGuard:
     ) -> Reply:
         """Load or save blocks, one operation of the store per part."""
         results = np.full(len(blocks), Result.FAILED, np.uint8)
-        batch = way.cost.begin(len(blocks) * self._payload_bytes, _now())
+        batch = way.cost.begin(len(blocks) * self._payload_bytes, _now(), len(blocks))
         try:
             overdue = await self._move_parts(way, keys, blocks, priority, accesses, results, batch)
         finally:
@@ -317,10 +369,11 @@ class StoreGuard:
             part_keys = keys[part.start * KEY_BYTES : part.stop * KEY_BYTES]
             call = partial(way.call, part_keys, blocks[part])
             ended, overdue = await self._run(
-                way.operation, call, self._slots, way.breaker, priority, accesses
+                way.operation, call, self._slots, way.breaker, self._limit(), priority, accesses
             )
             if ended is None:
-                batch.note(num_bytes, 0, _now())
+                if overdue is not None:
+                    batch.note(num_bytes, 0, _now())
                 break
             largest = Result.FAILED if way is self._loading else Result.PRESENT
             moved, reason = _array(ended, part.stop - part.start, np.uint8, largest)
@@ -390,6 +443,7 @@ class StoreGuard:
             lambda: self._store.quarantine(keys),
             self._slots,
             self._saves,
+            self._limit(),
             Priority.BACKUP,
         )
         if ended is not None:
@@ -410,6 +464,11 @@ class StoreGuard:
             self._counts.rejected += 1
         return False
 
+    def is_late(self) -> bool:
+        """Return True while loads take much longer than expected, or operations beyond their
+        deadlines have not ended."""
+        return bool(self._overdue) or self.costs.load.is_late(_now())
+
     def _admits_save(self) -> bool:
         """Return True when a save may be passed to the store.
 
@@ -429,7 +488,7 @@ class StoreGuard:
         loads beyond their deadlines hold all slots, a further load could not run either.
         """
         ended, _ = await self._run(
-            "probe", self._store.probe, self._slots, self._reads, Priority.DEMAND
+            "probe", self._store.probe, self._slots, self._reads, self._limit(), Priority.DEMAND
         )
         if ended is None:
             return
@@ -452,6 +511,7 @@ class StoreGuard:
         call: Callable[[], Awaitable[Any]],
         slots: Slots,
         breaker: Breaker,
+        limit: _Limit,
         priority: int,
         accesses: Accesses | None = None,
     ) -> tuple[_Ended | None, asyncio.Task[_Ended] | None]:
@@ -461,11 +521,9 @@ class StoreGuard:
             The end of the operation; or None, and its task if it has not ended yet.
         """
         loop = asyncio.get_running_loop()
-        short = slots is self._lookup_slots
-        seconds = self.use.lookup_deadline_seconds if short else self.use.deadline_seconds
-        deadline = loop.time() + seconds
+        seconds = limit.deadline - loop.time()
         try:
-            has_slot = await slots.take(priority, deadline)
+            has_slot = await slots.take(priority, limit.deadline)
         except BaseException:
             breaker.skip_probe(loop.time())
             raise
@@ -483,7 +541,7 @@ class StoreGuard:
         if accesses is not None:
             accesses.add(task)
         try:
-            await asyncio.wait({task}, timeout=deadline - loop.time())
+            await asyncio.wait({task}, timeout=max(limit.deadline - loop.time(), 0.0))
         except BaseException:
             task.cancel()
             breaker.skip_probe(loop.time())
@@ -496,8 +554,14 @@ class StoreGuard:
         self._overdue.add(task)
         task.cancel()
         self._counts.timeouts += 1
-        breaker.fail(operation, f"{operation} exceeded its deadline of {seconds} s", loop.time())
+        if limit.is_failure:
+            reason = f"{operation} exceeded its deadline of {seconds:g} s"
+            breaker.fail(operation, reason, loop.time())
         return None, task
+
+    def _limit(self) -> _Limit:
+        """Return the limit of an operation that begins now, other than a lookup."""
+        return _Limit(_now() + self.use.deadline_seconds)
 
     def _note_end(self, slots: Slots, task: asyncio.Task[_Ended]) -> None:
         self._running.discard(task)

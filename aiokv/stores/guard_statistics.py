@@ -27,7 +27,8 @@ class GuardStatistics(msgspec.Struct, frozen=True, kw_only=True):
             store counts as unavailable, ``"off"`` for a store that is not read.
         saving: likewise for saves.
         opened: number of times that the store became unavailable.
-        lookups: calls, and ``lookup_keys`` the keys asked for, of which ``found_keys`` were found.
+        lookups: calls, several per lookup of a long prompt with ``Store.max_lookup_keys``;
+            ``lookup_keys`` the keys asked for, of which ``found_keys`` were found.
         loaded_blocks: blocks that were loaded and verified.
         saved_blocks: blocks that the store has written.
         present_blocks: blocks that were to be saved, and that the store already had.
@@ -41,9 +42,9 @@ class GuardStatistics(msgspec.Struct, frozen=True, kw_only=True):
         rejected: calls that were not made because the store was unavailable.
         busy: operations that got no slot before their deadline.
         running: operations that the store executes now, ``overdue`` of them beyond their deadline.
-        lookup_seconds: moving average of the duration of a lookup, over all pools of the store; so
-            are the following ones.
-        load_seconds: likewise, of a load of less than 256 KiB.
+        lookup_seconds: average duration of the newest calls of ``lookups``, over all pools of the
+            store; so are the following ones. Extreme durations are bounded, and old ones fade.
+        load_seconds: likewise, of loads of less than 256 KiB.
         load_bytes_per_second: likewise, of larger loads, verification included.
         save_seconds: as ``load_seconds``, of saves that have written blocks.
         save_bytes_per_second: as ``load_bytes_per_second``, of the blocks that were written.

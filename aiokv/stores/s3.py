@@ -26,7 +26,7 @@ _SCHEMES: Final = ("s3", "gs", "az")
 INLINE_BYTES: Final = 256 << 10  # larger objects are copied into blocks by threads
 _THREADS: Final = 8
 _CHUNK_BYTES: Final = 64 << 10
-_LOOKUP_WAVE: Final = 64  # keys that are asked for at the same time
+_LOOKUP_KEYS: Final = 64  # that are asked for at the same time
 _NO_ROOM: Final = ("507", "StorageFull", "InsufficientStorage", "QuotaExceeded")
 
 
@@ -37,9 +37,8 @@ class S3Store(Store):
     from the role of the machine. The bucket must exist. Its lifecycle rules remove old objects:
     this store has no limit of its own.
 
-    A lookup sends one request per key, in groups of 64. When all keys of a group are missing, it
-    sends no more requests, and the later keys count as missing, too. The deadline of a lookup is
-    ``StoreUse.lookup_deadline_seconds``.
+    A lookup sends one request per key, 64 at a time. An engine finds the stored part of a long
+    prompt with few of them: see :mod:`aiokv.stores.search`.
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``.
@@ -56,6 +55,8 @@ class S3Store(Store):
     """
 
     kind: str = "s3"
+    max_lookup_keys: int = _LOOKUP_KEYS
+    lookup_deadline_seconds: float = 1.0
 
     def __init__(
         self,
@@ -141,17 +142,12 @@ class S3Store(Store):
         """
         client, memory = self._opened()
         names = _names(keys)
-        found = np.zeros(len(names), np.bool_)
 
         async def ask(index: int) -> int:
             size = await client.size(names[index])
             return Result.DONE if size == memory.object_bytes else Result.MISSING
 
-        for first in range(0, len(names), _LOOKUP_WAVE):
-            wave = range(first, min(first + _LOOKUP_WAVE, len(names)))
-            found[first : wave.stop] = await self._all(wave, ask, _LOOKUP_WAVE) == Result.DONE
-            if not found[first : wave.stop].any():
-                break
+        found: NDArray[np.bool_] = await self._all(len(names), ask, _LOOKUP_KEYS) == Result.DONE
         return found
 
     async def load(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
@@ -177,7 +173,7 @@ class S3Store(Store):
                 return Result.MISSING
             return Result.DONE if size == memory.object_bytes else Result.WRONG
 
-        return await self._all(range(len(names)), get, self._concurrency)
+        return await self._all(len(names), get, self._concurrency)
 
     async def save(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
         """Write objects from host blocks; see :class:`Store`. Existing objects are kept.
@@ -197,7 +193,7 @@ class S3Store(Store):
                 await client.write(names[index], memory.object(int(blocks[index])))
             return Result.DONE
 
-        return await self._all(range(len(names)), put, self._concurrency)
+        return await self._all(len(names), put, self._concurrency)
 
     async def remove(self, keys: bytes) -> NDArray[np.uint8]:
         """Remove objects; see :class:`Store`.
@@ -213,7 +209,7 @@ class S3Store(Store):
                 await client.remove(names[index])
             return Result.DONE
 
-        return await self._all(range(len(names)), delete, self._concurrency)
+        return await self._all(len(names), delete, self._concurrency)
 
     def statistics(self) -> StoreStatistics:
         """Return counters; the size of the bucket is not known here."""
@@ -239,28 +235,28 @@ class S3Store(Store):
         return self._client, self._memory
 
     async def _all(
-        self, indices: range, request: Callable[[int], Coroutine[Any, Any, int]], limit: int
+        self, count: int, request: Callable[[int], Coroutine[Any, Any, int]], limit: int
     ) -> NDArray[np.uint8]:
-        """Run ``request(index)`` for each index, ``limit`` at a time, and return their results.
+        """Run ``request(index)`` for ``count`` indices, ``limit`` at a time; return their results.
 
         Raises:
             StoreError: all have failed, one was denied, or the store was closed.
         """
-        results = np.full(len(indices), Result.FAILED, np.uint8)
+        results = np.full(count, Result.FAILED, np.uint8)
         errors: list[StoreError] = []
-        left = iter(indices)
+        left = iter(range(count))
 
         async def work() -> None:
             for index in left:
                 try:
-                    results[index - indices.start] = await _translated(request, index)
+                    results[index] = await _translated(request, index)
                 except StoreError as error:
                     errors.append(error)
 
-        if not indices:
+        if not count:
             return results
-        self._requests += len(indices)
-        tasks = [asyncio.create_task(work()) for _ in range(min(limit, len(indices)))]
+        self._requests += count
+        tasks = [asyncio.create_task(work()) for _ in range(min(limit, count))]
         self._tasks.update(tasks)
         try:
             await asyncio.wait(tasks)
@@ -274,7 +270,7 @@ class S3Store(Store):
         if any(task.cancelled() for task in tasks):
             raise StoreError(f"{self.url} was closed")
         denied = [error for error in errors if isinstance(error, AccessDenied)]
-        if denied or len(errors) == len(indices):
+        if denied or len(errors) == count:
             first = (denied or errors)[0]
             raise StoreError(f"{self.url}: {first}") from first
         return results

@@ -1,6 +1,7 @@
 """StoreSet: all stores of a worker, in the order in which they are asked.
 
-lookup ─► every store at the same time ─► the longest prefix that all stores together have
+lookup ─► stores that take any number of keys ─► a search in those that need a request per key
+       ─► the longest prefix that all stores together have
 fetch  ─► one batch per store ─► blocks that a store could not bring ─► the next store ─► ...
 save   ─► every store that takes saves
 """
@@ -18,6 +19,7 @@ from aiokv.observe.logs import Log
 from aiokv.stores.base import KEY_BYTES, Result
 from aiokv.stores.guard import Costs, StoreGuard
 from aiokv.stores.proof import Proof, derive_keys
+from aiokv.stores.search import KeySearch, PrefixSearch
 from aiokv.stores.use import StoreUse
 
 if TYPE_CHECKING:
@@ -28,8 +30,9 @@ if TYPE_CHECKING:
     from aiokv.plan import TransferPlan
     from aiokv.stores.accesses import Accesses
     from aiokv.stores.base import Store, StoreMemory
-    from aiokv.stores.guard import Reply
+    from aiokv.stores.guard import Lookup, Reply
     from aiokv.stores.guard_statistics import GuardStatistics
+    from aiokv.stores.search import Search
 
 log = Log(__name__)
 
@@ -119,7 +122,7 @@ class StoreSet:
         self._payload_bytes = 0
         self._proof: Proof | None = None
         self._lookups = _Lookups()
-        self._asking: set[asyncio.Task[NDArray[np.bool_]]] = set()
+        self._asking: set[asyncio.Task[NDArray[np.bool_] | None]] = set()
 
     # --- opening and closing ----------------------------------------------------------------------
 
@@ -195,6 +198,10 @@ class StoreSet:
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Return how many leading blocks the stores have, and how long fetching them takes.
 
+        Stores that need a request per key are asked for few of the blocks: see
+        :class:`~aiokv.stores.search.PrefixSearch`. So a block may be missing all the same, and the
+        fetch then ends before it.
+
         Args:
             digests: digests of consecutive blocks, ``KEY_BYTES`` each.
 
@@ -207,7 +214,7 @@ class StoreSet:
         if not readable:
             return NOTHING
         keys = derive_keys(self._fingerprint, digests)
-        found = await self._ask(readable, keys, num_blocks)
+        found = await self._ask(readable, keys, is_prefix=True)
         anywhere = found.any(axis=0)
         blocks = num_blocks if anywhere.all() else int(anywhere.argmin())
         if not blocks:
@@ -229,31 +236,87 @@ class StoreSet:
         if not num_objects or not readable or self._proof is None:
             return Found.nothing(num_objects)
         keys = derive_keys(self._fingerprint, digests)
-        found = await self._ask(readable, keys, num_objects)
+        found = await self._ask(readable, keys, is_prefix=False)
         self._lookups.remember(keys, found)
         now = asyncio.get_running_loop().time()
         costs = np.array([guard.costs.load.parts(now) for guard in self._guards])
-        first = found.argmax(axis=0)
+        first = _first_holders(self._guards, found)
         seconds = np.where(found.any(axis=0), costs[first, 1] * self._payload_bytes, np.inf)
         return Found(seconds, float(costs[first, 0].max()))
 
-    async def _ask(self, readable: list[int], keys: bytes, num_blocks: int) -> NDArray[np.bool_]:
-        """Return which stores may have which blocks, ``[stores, N]``.
+    async def _ask(self, readable: list[int], keys: bytes, *, is_prefix: bool) -> NDArray[np.bool_]:
+        """Return which stores may have which objects, ``[stores, N]``.
 
-        Stops when the first stores in order have all blocks: the others may have them, too.
+        Stores that take any number of keys are asked first. The others are asked for the keys that
+        no store before them has, in the rounds of a search.
+
+        Args:
+            readable: stores to be asked.
+            keys: one per object.
+            is_prefix: the objects are blocks of one prompt, from the first one on.
         """
-        found = np.zeros((len(self._guards), num_blocks), np.bool_)
-        if len(readable) == 1:
-            found[readable[0]] = await self._guards[readable[0]].lookup(keys)
+        widths = {i: self._guards[i].use.store.max_lookup_keys for i in readable}
+        found = np.zeros((len(self._guards), len(keys) // KEY_BYTES), np.bool_)
+        at_once = {i: self._guards[i].begin_lookup() for i in readable if not widths[i]}
+        await self._ask_round(at_once, keys, found)
+        in_rounds = [i for i in readable if widths[i]]
+        if not in_rounds:
             return found
+        held = np.asarray(found[: in_rounds[0]].any(axis=0))
+        width = min(widths[i] for i in in_rounds)
+        search: Search
+        if is_prefix:
+            known = np.asarray(found.any(axis=0))
+            search = PrefixSearch(len(in_rounds), held, known, width)
+        else:
+            search = KeySearch(len(in_rounds), held, width)
+        await self._search(in_rounds, keys, search)
+        found[in_rounds] = search.holders()
+        return found
+
+    async def _search(self, stores: list[int], keys: bytes, search: Search) -> None:
+        """Ask stores in rounds, until the search ends or no store answers in time.
+
+        A store that does not answer a round is not asked again.
+        """
+        lookups = {i: self._guards[i].begin_lookup() for i in stores}
+        every_key = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+        while len(asked := search.next_keys()):
+            found = np.zeros((len(self._guards), len(asked)), np.bool_)
+            lookups = await self._ask_round(lookups, every_key[asked].tobytes(), found)
+            if not lookups:
+                return
+            search.note(asked, found[stores])
+
+    async def _ask_round(
+        self, lookups: dict[int, Lookup], keys: bytes, found: NDArray[np.bool_]
+    ) -> dict[int, Lookup]:
+        """Ask stores for keys at the same time, and note in ``found`` which of them they have.
+
+        Does not wait for the later stores when the first ones in order have all keys: the later
+        ones may have them, too.
+
+        Returns:
+            The lookups that were answered.
+        """
+        answered: dict[int, Lookup] = {}
+        if len(lookups) == 1:  # without a task: an open breaker costs no pass of the loop
+            ((store, lookup),) = lookups.items()
+            if (answer := await lookup.ask(keys)) is not None:
+                found[store] = answer
+                answered[store] = lookup
+            return answered
         loop = asyncio.get_running_loop()
-        tasks = {i: loop.create_task(self._guards[i].lookup(keys)) for i in readable}
+        tasks = {i: loop.create_task(lookup.ask(keys)) for i, lookup in lookups.items()}
         self._asking.update(tasks.values())
         for task in tasks.values():
             task.add_done_callback(self._asking.discard)
         try:
             for i, task in tasks.items():
-                found[i] = await task
+                if (answer := await task) is None:
+                    continue
+                found[i] = answer
+                answered[i] = lookups[i]
                 if found.any(axis=0).all():
                     found[i + 1 :] = True
                     break
@@ -261,13 +324,13 @@ class StoreSet:
             for task in tasks.values():
                 task.cancel()
             raise
-        return found
+        return answered
 
     def _fetch_seconds(self, holders: NDArray[np.bool_]) -> NDArray[np.float64]:
         """Return the expected time per prefix; the stores work at the same time."""
         now = asyncio.get_running_loop().time()
         seconds = np.zeros(holders.shape[1])
-        first = holders.argmax(axis=0)
+        first = _first_holders(self._guards, holders)
         for i, guard in enumerate(self._guards):
             counts = np.cumsum(first == i)
             latency, per_byte = guard.costs.load.parts(now)
@@ -369,7 +432,7 @@ class _Fetch:
             left = left[:, : self._end]
         if not left.any():
             return []
-        first = np.where(left.any(axis=0), left.argmax(axis=0), -1)
+        first = np.where(left.any(axis=0), _first_holders(self._guards, left), -1)
         return [(i, np.flatnonzero(first == i)) for i in sorted(set(first.tolist())) if i >= 0]
 
     async def load(self, guard: int, indices: NDArray[np.intp]) -> Reply:
@@ -432,6 +495,18 @@ class _Lookups:
             if offset >= 0 and offset % KEY_BYTES == 0:
                 return keys[offset:], holders[:, offset // KEY_BYTES :]
         return b"", np.zeros((0, 0), np.bool_)
+
+
+def _first_holders(guards: Sequence[StoreGuard], holders: NDArray[np.bool_]) -> NDArray[np.intp]:
+    """Return for each object the first store that has it; stores that are late come last.
+
+    Args:
+        guards: the stores, in order.
+        holders: ``[stores, N]``, which store has which object.
+    """
+    order = np.array(sorted(range(len(guards)), key=lambda i: guards[i].is_late()), np.intp)
+    first: NDArray[np.intp] = order[holders[order].argmax(axis=0)]
+    return first
 
 
 async def _all_of(calls: list[Any]) -> list[Reply]:

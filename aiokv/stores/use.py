@@ -37,7 +37,11 @@ class StoreUse:
         save: False to save no block to the store, and to remove none.
         deadline_seconds: limit of one load or save. Requests do not wait longer for its blocks.
             A batch of more than 256 MiB is moved in parts, each with this deadline.
-        lookup_deadline_seconds: limit of one lookup.
+        lookup_deadline_seconds: limit of one lookup, with all of its calls of the store; None for
+            that of the kind of store: 1 s for S3, 0.5 s for a directory, otherwise 0.25 s.
+        retry_seconds: longest pause between two probes of a store that is unavailable. When the
+            store works again, it is used at the latest after this pause, with the first request
+            that asks for its blocks.
 
     Raises:
         ConfigError: a value is out of range, or ``store`` is not a store.
@@ -47,7 +51,8 @@ class StoreUse:
     read: bool = True
     save: bool = True
     deadline_seconds: float = 5.0
-    lookup_deadline_seconds: float = 0.25
+    lookup_deadline_seconds: float | None = None
+    retry_seconds: float = 10.0
 
     def __post_init__(self) -> None:
         if any(not callable(getattr(self.store, method, None)) for method in _METHODS):
@@ -59,6 +64,14 @@ class StoreUse:
         checks.flag("read", self.read, ConfigError)
         checks.flag("save", self.save, ConfigError)
         checks.positive("deadline_seconds", self.deadline_seconds, ConfigError)
-        checks.positive("lookup_deadline_seconds", self.lookup_deadline_seconds, ConfigError)
+        checks.positive("lookup_deadline_seconds", self.lookup_seconds, ConfigError)
+        checks.positive("retry_seconds", self.retry_seconds, ConfigError)
         if not self.read and not self.save:
             raise ConfigError(f"store {self.store.url}: read and save are both False")
+
+    @property
+    def lookup_seconds(self) -> float:
+        """Limit of one lookup: ``lookup_deadline_seconds``, or the default of the store."""
+        if self.lookup_deadline_seconds is None:
+            return self.store.lookup_deadline_seconds
+        return self.lookup_deadline_seconds

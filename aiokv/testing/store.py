@@ -63,6 +63,7 @@ class ScriptedStore(Store):
         name: part of ``url``.
         capacity_blocks: objects that it takes; further ones are refused. None for no limit.
         max_concurrent: see :class:`aiokv.stores.Store`.
+        max_lookup_keys: likewise.
         keeps_objects: True if a save of a key that is stored writes nothing, and is ``PRESENT``.
         objects: objects by key, shared with another store; None for a new, empty dictionary.
 
@@ -84,11 +85,13 @@ class ScriptedStore(Store):
         *,
         capacity_blocks: int | None = None,
         max_concurrent: int = 4,
+        max_lookup_keys: int = 0,
         keeps_objects: bool = False,
         objects: dict[bytes, bytes] | None = None,
     ) -> None:
         self.url = f"scripted:{name}"
         self.max_concurrent = max_concurrent
+        self.max_lookup_keys = max_lookup_keys
         self.objects: dict[bytes, bytes] = {} if objects is None else objects
         self.calls: Counter[str] = Counter()
         self.keys: list[tuple[str, list[bytes]]] = []
@@ -144,6 +147,7 @@ class ScriptedStore(Store):
         self.parts[pool] = ScriptedStore(
             f"{self._name}/{pool}",
             max_concurrent=self.max_concurrent,
+            max_lookup_keys=self.max_lookup_keys,
             keeps_objects=self._keeps_objects,
             objects=self.objects,
         )

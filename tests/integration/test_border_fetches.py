@@ -97,6 +97,16 @@ async def measured(model: Model, store: PacedStore, tokens: list[int], seconds: 
     assert (await fetching).total == NUM_TOKENS - 1
 
 
+async def test_stores_are_asked_for_snapshots_of_blocks_that_can_be_reached():
+    store = await filled(HEAD_OF_A)
+    async with Model(store) as model:
+        assert await served(model, B, 0.1) == 0
+        snapshots = store.parts["host_state"]
+        assert snapshots.calls["lookup"] == 0
+        assert await served(model, A, 0.1) == len(HEAD_OF_A) - 1
+        assert [len(keys) for call, keys in snapshots.keys if call == "lookup"] == [8]
+
+
 async def test_slow_store_is_declined_and_measured_again():
     store = await filled(A, B)
     async with Model(store) as model:

@@ -18,6 +18,7 @@ from aiokv import (
     RequestTooLarge,
     UsageError,
 )
+from aiokv.engine.fetches import MOST_PROBE_PAUSE_SECONDS
 from aiokv.plan import FETCH, TransferPlan, id_bytes
 from aiokv.scheduler.reader import CacheReader
 from aiokv.stores import StoreUse
@@ -634,6 +635,39 @@ async def test_slow_store_is_measured_again_and_used_after_it_becomes_fast():
             await running_clock().advance(1.0)
         assert fetched[0] == 0
         assert fetched[-1] == 16
+
+
+async def test_store_is_used_soon_after_one_load_has_hung():
+    store = await restarted(A, B, C)
+    async with cache(store, device_blocks=24, prefill_tokens_per_second=100.0) as c:
+        stuck = store.hold("load")
+        serving = asyncio.create_task(c.serve(A, wait_store=math.inf))
+        await running_clock().advance(5.1)  # longer than the deadline
+        lease = await serving
+        assert lease.cached_tokens == 0
+        lease.release()
+        stuck.open()
+        store.end_script()
+        await running_clock().advance(MOST_PROBE_PAUSE_SECONDS)
+        for tokens, fetched in ((B, 0), (C, 16)):  # a fetch of B measures the store again
+            lease = await served(c, tokens, 0.1)
+            assert lease.usage.fetched_tokens == fetched
+            lease.release()
+
+
+async def test_two_stores_serve_prompts_while_the_loads_of_the_first_hang():
+    first = await restarted(A, B)
+    second = ScriptedStore("second", objects=dict(first.objects))
+    async with cache(first, second, device_blocks=16, prefill_tokens_per_second=100.0) as c:
+        first.hold("load")
+        lease = await served(c, A, 1.0)
+        assert lease.cached_tokens == 0
+        lease.release()
+        lease = await c.serve_from_stores(B)
+        assert lease.usage.fetched_tokens == 16
+        lease.release()
+        assert second.calls["load"] > 0
+        first.end_script()
 
 
 # --- prefetch and pin -----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from aiokv.stores import cost as cost_module
 from aiokv.stores import guard as guard_module
 from aiokv.stores.base import Result
 from aiokv.stores.breaker import FIRST_PAUSE_SECONDS
-from aiokv.stores.cost import WEIGHT
+from aiokv.stores.cost import HALF_LIFE_SECONDS
 from aiokv.stores.guard import StoreGuard
 from aiokv.stores.proof import Proof
 from aiokv.testing import ScriptedStore, running_clock, spin
@@ -102,8 +102,9 @@ async def test_blocks_that_a_store_has_count_as_present_and_move_no_bytes(
     assert counts.save_seconds == before.save_seconds
     assert counts.save_bytes_per_second == before.save_bytes_per_second
     if smallest_large == 1:
-        moved = 2_000 * (1 - WEIGHT) + 1_000
-        assert counts.save_bytes_per_second == pytest.approx(moved / (2 - WEIGHT))
+        older = 0.5 ** (1.0 / HALF_LIFE_SECONDS)  # weight of the first save
+        expected = (2_000 * older + 1_000) / (older + 1)
+        assert counts.save_bytes_per_second == pytest.approx(expected)
     else:
         assert counts.save_seconds == pytest.approx(1.0)
 
@@ -406,8 +407,9 @@ async def test_store_is_opened_again_only_when_it_has_closed():
             await opening
 
 
-async def test_pause_grows_while_probes_fail_and_is_bounded():
-    async with Guarded() as g:
+@pytest.mark.parametrize("longest", [10.0, 3.0])
+async def test_pause_grows_while_probes_fail_and_is_bounded(longest):
+    async with Guarded(**({} if longest == 10.0 else {"retry_seconds": longest})) as g:
         await opened(g)
         probes = []
         for tenth in range(2000):
@@ -419,7 +421,7 @@ async def test_pause_grows_while_probes_fail_and_is_bounded():
         pauses = np.diff(probes)
         assert (np.diff(pauses) >= -0.2).all()
         assert 0.9 <= pauses[0] <= 1.2
-        assert 29.5 <= pauses[-1] <= 30.5
+        assert longest - 0.5 <= pauses[-1] <= longest + 0.5
         assert g.counts.opened == 1
 
 
@@ -685,6 +687,7 @@ async def test_use_flags_switch_directions_off():
         {"read": 1},
         {"deadline_seconds": 0},
         {"lookup_deadline_seconds": float("inf")},
+        {"retry_seconds": 0.0},
         {"read": False, "save": False},
     ],
 )

@@ -11,7 +11,8 @@ import pytest
 from aiokv import ConfigError, StoreError
 from aiokv.plan import FETCH, SAVE, TransferPlan, id_bytes
 from aiokv.stores import StoreUse
-from aiokv.stores.base import Result
+from aiokv.stores.base import Result, split_keys
+from aiokv.stores.cost import LATE_SECONDS
 from aiokv.stores.proof import derive_keys
 from aiokv.stores.store_set import StoreSet
 from aiokv.testing import ScriptedStore, running_clock, spin
@@ -194,6 +195,38 @@ async def test_deadline_ends_a_fetch_and_another_store_does_not_write_into_its_b
         assert first.in_use[33] == 0
 
 
+async def test_store_whose_loads_are_late_is_asked_after_the_others():
+    first = await put(ScriptedStore("a"), [1, 2, 3])
+    second = await put(ScriptedStore("b"), [1, 2])
+    async with Stores(first, second) as s:
+        assert await s.lookup(1, 2, 3) == 3
+        stuck = first.hold("load")
+        late = asyncio.create_task(s.fetch(1))
+        await running_clock().advance(LATE_SECONDS + 0.01)
+        assert (await s.fetch(2)).blocks == 1
+        assert (first.calls["load"], second.calls["load"]) == (1, 1)
+        waiting = asyncio.create_task(s.fetch(3))  # which only the late store has
+        await spin(5)
+        assert (first.calls["load"], second.calls["load"]) == (2, 2)
+        stuck.open()
+        await spin(20)
+        assert (late.result().blocks, waiting.result().blocks) == (1, 1)
+        assert (await s.fetch(2)).blocks == 1
+        assert (first.calls["load"], second.calls["load"]) == (3, 2)
+
+
+async def test_store_with_overdue_loads_is_asked_after_the_others():
+    first = await put(ScriptedStore("a"), [1, 2])
+    second = await put(ScriptedStore("b"), [1, 2])
+    async with Stores(first, second) as s:
+        first.hold("load")
+        late = asyncio.create_task(s.fetch(1))
+        await running_clock().advance(5.1)
+        assert (await late).blocks == 0
+        assert (await s.fetch(2)).blocks == 1
+        assert (first.calls["load"], second.calls["load"]) == (1, 1)
+
+
 async def test_seconds_grow_with_the_blocks_and_stores_work_at_the_same_time():
     first = await put(ScriptedStore("a"), [1, 2])
     second = await put(ScriptedStore("b"), [1, 2, 3, 4])
@@ -292,6 +325,102 @@ async def test_cancelled_lookup_leaves_no_task_when_the_deadline_has_passed():
         assert call.cancelled()
         await running_clock().advance(0.3)
         assert len(asyncio.all_tasks()) == 1
+
+
+# --- stores that need a request per key -----------------------------------------------------------
+
+
+def listing(name: str, numbers: Iterable[int], max_lookup_keys: int = 4) -> ScriptedStore:
+    """Return a store that knows the keys of blocks, and takes 0.03 s for each lookup."""
+    keys = derive_keys(FINGERPRINT, digests(numbers))
+    store = ScriptedStore(name, max_lookup_keys=max_lookup_keys)
+    store.objects.update(dict.fromkeys(split_keys(keys), b""))
+    store.delay("lookup", seconds=0.03)
+    return store
+
+
+async def looked_up(s: Stores, count: int, seconds: float) -> int:
+    """Return the length of the run that a lookup of blocks finds within ``seconds``."""
+    call = asyncio.create_task(s.lookup(*range(count)))
+    await running_clock().advance(seconds)
+    assert call.done()
+    return call.result()
+
+
+def asked(store: ScriptedStore) -> list[int]:
+    """Return the number of keys per lookup."""
+    return [len(keys) for operation, keys in store.keys if operation == "lookup"]
+
+
+@pytest.mark.parametrize(("stored", "num_rounds"), [(0, 1), (1280, 1), (1279, 2), (700, 2)])
+async def test_end_of_a_long_prefix_is_found_in_few_rounds(stored, num_rounds):
+    store = listing("a", range(stored), 64)
+    async with Stores(store) as s:
+        assert await looked_up(s, 1280, 0.03 * num_rounds + 0.001) == stored
+        assert len(asked(store)) == num_rounds
+        assert max(asked(store)) <= 64
+
+
+async def test_lookup_that_its_deadline_cuts_off_finds_a_part_and_is_no_failure():
+    store = listing("a", range(90))
+    async with Stores(StoreUse(store, lookup_deadline_seconds=0.05)) as s:
+        for _ in range(5):
+            assert await looked_up(s, 100, 0.06) == 67
+        (statistics,) = s.set.statistics()
+        assert (statistics.reading, statistics.timeouts, statistics.lookups) == ("closed", 5, 10)
+        assert await looked_up(s, 4, 0.04) == 4
+
+
+async def test_lookups_without_any_answer_are_failures():
+    store = listing("a", range(100))
+    store.delay("lookup", seconds=1.0)
+    async with Stores(store) as s:
+        for _ in range(3):
+            assert await looked_up(s, 100, 0.26) == 0
+        (statistics,) = s.set.statistics()
+        assert (statistics.reading, statistics.lookups) == ("open", 3)
+
+
+async def test_run_of_two_stores_is_found_though_neither_has_all_of_it():
+    old, new = listing("a", range(50)), listing("b", range(50, 90))
+    async with Stores(new, old) as s:
+        assert await looked_up(s, 100, 0.2) == 90
+
+
+async def test_store_that_answers_no_round_is_not_asked_again():
+    good, stuck = listing("a", range(50)), listing("b", range(100))
+    stuck.hold("lookup")
+    async with Stores(good, stuck) as s:
+        assert await looked_up(s, 100, 0.5) == 50
+        assert len(asked(stuck)) == 1
+        assert len(asked(good)) > 2
+
+
+async def test_only_keys_that_earlier_stores_lack_are_searched():
+    first, second = listing("a", range(40), 0), listing("b", range(60))
+    async with Stores(first, second) as s:
+        assert await looked_up(s, 100, 0.3) == 60
+        assert asked(first) == [100]
+        every = {key for _, keys in second.keys for key in keys}
+        assert every.isdisjoint(first.objects)
+        assert await looked_up(s, 40, 0.04) == 40  # the second is not asked
+
+
+async def test_later_store_that_takes_any_number_of_keys_answers_for_all():
+    first, second = listing("a", range(20)), listing("b", range(100), 0)
+    async with Stores(first, second) as s:
+        assert await looked_up(s, 100, 0.07) == 100
+        assert (asked(first), asked(second)) == ([4], [100])
+
+
+async def test_objects_of_any_position_are_found_from_the_last_one_on():
+    store = listing("a", [1, 4, 8])
+    async with Stores(StoreUse(store, lookup_deadline_seconds=0.07)) as s:
+        call = asyncio.create_task(s.set.find(digests(range(10))))
+        await running_clock().advance(0.08)
+        found = np.isfinite(call.result().seconds)
+        assert np.flatnonzero(found).tolist() == [4, 8]  # the deadline cuts off the third round
+        assert s.set.statistics()[0].reading == "closed"
 
 
 async def test_no_stores_or_blocks_cost_nothing():

@@ -10,11 +10,12 @@ from aiokv.testing import ScriptedStore
 
 
 def test_url_options_of_the_use_are_separated_from_those_of_the_store(tmp_path):
-    url = f"directory:{tmp_path}?bytes=1GiB&save=false&read=1&deadline=2.5&lookup_deadline=0.1"
+    of_use = "save=false&read=1&deadline=2.5&lookup_deadline=0.1&retry=3"
+    url = f"directory:{tmp_path}?bytes=1GiB&{of_use}"
     (use,) = stores_from([url])
     assert use.store.kind == "directory"
     assert (use.read, use.save) == (True, False)
-    assert (use.deadline_seconds, use.lookup_deadline_seconds) == (2.5, 0.1)
+    assert (use.deadline_seconds, use.lookup_seconds, use.retry_seconds) == (2.5, 0.1, 3.0)
 
 
 def test_stores_and_uses_are_taken_as_they_are():
@@ -85,3 +86,8 @@ def test_url_that_is_no_text_is_refused_without_showing_it(kind, url):
     ) as caught:
         kind(url)
     assert "secret" not in str(caught.value)
+
+
+def test_lookups_have_a_default_deadline_per_kind_of_store(tmp_path):
+    urls = [f"disk:{tmp_path}?bytes=1GiB", f"directory:{tmp_path}", "s3://bucket"]
+    assert [use.lookup_seconds for use in stores_from(urls)] == [0.25, 0.5, 1.0]

@@ -49,6 +49,7 @@ class DirectoryStore(Store):
     """
 
     kind: str = "directory"
+    lookup_deadline_seconds: float = 0.5
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class DirectoryStore(Store):
             raise ConfigError(f"threads is {threads}; it must be at least 1")
         self.url = f"directory:{self._path}"
         self.max_concurrent = 4
+        self.max_lookup_keys = threads
         self._fsync = fsync
         self._num_threads = threads
         self._quota = DirectoryQuota(None if bytes is None else parse_bytes(bytes))
