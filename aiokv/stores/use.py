@@ -38,6 +38,10 @@ class StoreUse:
         deadline_seconds: limit of one load or save. Requests do not wait longer for its blocks.
             A batch of more than 256 MiB is moved in parts, each with this deadline.
         lookup_deadline_seconds: limit of one lookup.
+        required: True to end the start of the engine when the store cannot be opened. Otherwise the
+            engine starts without a store whose disk or server fails, or that takes longer than
+            ``deadline_seconds``; further attempts to open the store follow, with pauses of up to
+            30 s. A store that is configured wrongly ends the start in both cases.
 
     Raises:
         ConfigError: a value is out of range, or ``store`` is not a store.
@@ -48,6 +52,7 @@ class StoreUse:
     save: bool = True
     deadline_seconds: float = 5.0
     lookup_deadline_seconds: float = 0.25
+    required: bool = False
 
     def __post_init__(self) -> None:
         if any(not callable(getattr(self.store, method, None)) for method in _METHODS):
@@ -58,6 +63,7 @@ class StoreUse:
             )
         checks.flag("read", self.read, ConfigError)
         checks.flag("save", self.save, ConfigError)
+        checks.flag("required", self.required, ConfigError)
         checks.positive("deadline_seconds", self.deadline_seconds, ConfigError)
         checks.positive("lookup_deadline_seconds", self.lookup_deadline_seconds, ConfigError)
         if not self.read and not self.save:
