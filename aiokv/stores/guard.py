@@ -186,6 +186,7 @@ class StoreGuard:
         """Return the attempts to open the store; begin them unless they have begun."""
         if self._opening is None:
             self._memory = memory
+            self._pool = memory.pool
             attempt = partial(self._open_store, memory, self._closing)
             on_open = partial(self._note_open, memory, proof)
             self._opening = Opening(self._url, attempt, on_open, gives_up)
@@ -202,7 +203,6 @@ class StoreGuard:
     def _note_open(self, memory: StoreMemory, proof: Proof) -> None:
         self._proof = proof
         self._payload_bytes = memory.payload_bytes
-        self._pool = memory.pool
         self.is_open = True
         log.info("store.opened", url=self._url, pool=self._pool)
 
