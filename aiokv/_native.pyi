@@ -947,12 +947,12 @@ class SlotTable:
 
     def __init__(self, capacity: int) -> None: ...
 
-    def contains(self, keys: bytes, oldest: int = 0) -> Annotated[NDArray[numpy.bool_], dict(shape=(None,))]:
+    def contains(self, keys: bytes, oldest: int = 0, newest: int = 4294967295) -> Annotated[NDArray[numpy.bool_], dict(shape=(None,))]:
         """
-        Return for each key whether it is stored, and was saved at `oldest` (Unix time) or later.
+        Return for each key whether it is stored, and was saved from `oldest` to `newest` (Unix times, inclusive).
         """
 
-    def pin(self, keys: bytes, oldest: int = 0) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
+    def pin(self, keys: bytes, oldest: int = 0, newest: int = 4294967295) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
         """
         Return the slot of each key, or -1. Until unpin(), the slots found are not reused.
         """
@@ -1032,7 +1032,7 @@ class SlotTable:
 class JournalReplay:
     """Rebuilds a slot table from a journal."""
 
-    def __init__(self, table: SlotTable, epoch: int, boot: bytes) -> None: ...
+    def __init__(self, table: SlotTable, epoch: int, boot: bytes, num_slots: int) -> None: ...
 
     def feed(self, bytes: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
         """Read the next bytes: whole records, except at the end of the file."""
@@ -1058,7 +1058,7 @@ class JournalReplay:
 
     @property
     def outside(self) -> int:
-        """Adds to slots above the capacity."""
+        """Records of slots above the capacity, or from num_slots on."""
 
 def add_records(keys: bytes, slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], seconds: int) -> bytes:
     """Return records that add the keys, without checksums."""

@@ -719,7 +719,13 @@ class Lease(Unique):
 
     # --- other engines ----------------------------------------------------------------------------
 
-    def receive(self, num_tokens: int | None = None, *, timeout: float = 10.0) -> Receiving:
+    def receive(
+        self,
+        num_tokens: int | None = None,
+        *,
+        timeout: float = 10.0,
+        open_timeout: float | None = None,
+    ) -> Receiving:
         """Let another engine compute positions of this lease, and send their blocks.
 
         ::
@@ -752,6 +758,10 @@ class Lease(Unique):
                 not computed yet.
             timeout: seconds after which the receive ends, up to 86,400. Then this engine computes
                 what is missing.
+            open_timeout: seconds after which the receive ends if the other engine has not opened
+                the ticket with ``engine.send``, such as because its server was killed; None for
+                half of ``timeout``. The other engine opens the ticket when its lease is granted:
+                allow for the queue of its server.
 
         Returns:
             A :class:`Receiving`, to be entered with ``async with`` once. Entering it raises the
@@ -764,7 +774,7 @@ class Lease(Unique):
         Cancellation: as leaving the block. Received blocks stay committed.
         """
         self.live_id()
-        return self.leases.receive(self, num_tokens, timeout)
+        return self.leases.receive(self, num_tokens, timeout, open_timeout)
 
     # --- for the engine -------------------------------------------------------------------------
 

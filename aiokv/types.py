@@ -365,6 +365,8 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
         is_paused: nothing is granted now.
         unpinned_bytes: host memory that the device has not page-locked yet; transfers that use it
             wait. With ranks, at most ``RankTimeouts.heartbeat`` old.
+        unavailable_stores: URLs of the stores that requests do without now, each once, because a
+            store could not be opened or its operations fail. See ``engine.store_statistics``.
     """
 
     phase: Literal["new", "open", "closing", "closed", "abandoned"]
@@ -372,6 +374,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     asleep: list[Tier]
     is_paused: bool
     unpinned_bytes: int
+    unavailable_stores: list[str] = []
 
 
 def as_items(items: Sequence[Item]) -> list[Item]:

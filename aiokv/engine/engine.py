@@ -1089,7 +1089,7 @@ class CacheEngine(Unique):
         return self._observers.in_flight()
 
     def health(self) -> Health:
-        """Return the state of the engine, for health checks. Takes a few microseconds.
+        """Return the state of the engine, for health checks. Takes microseconds.
 
         Raises:
             UsageError: the call is made in another thread.

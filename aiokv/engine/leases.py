@@ -584,7 +584,9 @@ class Leases:
 
     # --- other engines --------------------------------------------------------------------------
 
-    def receive(self, lease: Lease, num_tokens: int | None, timeout: float) -> Receiving:
+    def receive(
+        self, lease: Lease, num_tokens: int | None, timeout: float, open_timeout: float | None
+    ) -> Receiving:
         """See ``Lease.receive``."""
         self._lifetime.check_thread()
         if num_tokens is not None:
@@ -594,8 +596,11 @@ class Leases:
         timeout = checks.positive("timeout", timeout)
         if timeout > MAX_TIMEOUT_SECONDS:
             raise UsageError(f"timeout is {timeout}; it must be at most {MAX_TIMEOUT_SECONDS} s")
+        if open_timeout is None:
+            open_timeout = timeout / 2
+        open_timeout = checks.positive("open_timeout", open_timeout)
         self._expiries.stop(lease.id)
-        return Receiving(self._exchange, lease, num_tokens, timeout)
+        return Receiving(self._exchange, lease, num_tokens, timeout, open_timeout)
 
     def send(self, lease: Lease, ticket: bytes) -> Sending:
         """See ``CacheEngine.send``."""

@@ -227,15 +227,17 @@ class Exchange:
 
     # --- receives -------------------------------------------------------------------------------
 
-    async def open_receive(self, flow: Flow, blob: bytes, timeout: float) -> None:
-        """Let the other engine send the blocks of a ticket, for ``timeout`` seconds.
+    async def open_receive(
+        self, flow: Flow, blob: bytes, timeout: float, open_timeout: float
+    ) -> None:
+        """Let the other engine send the blocks of a ticket; see ``Lease.receive`` for the times.
 
         Raises:
             PeerError, ClosedError, BrokenEngineError: see ``Receiving.__aenter__``.
 
         Cancellation: the caller ends the flow.
         """
-        self._worker.expect(blob, timeout)
+        self._worker.expect(blob, timeout, open_timeout)
         self._open(flow)
         flow.end_in(timeout)
         await self._worker.expected(flow.ticket.ticket_id, timeout)

@@ -22,12 +22,18 @@ class Receiving(Unique):
     """Blocks of a lease that another engine computes and sends; see ``Lease.receive``."""
 
     def __init__(
-        self, exchange: Exchange, lease: Lease, num_tokens: int | None, timeout: float
+        self,
+        exchange: Exchange,
+        lease: Lease,
+        num_tokens: int | None,
+        timeout: float,
+        open_timeout: float,
     ) -> None:
         self._exchange = exchange
         self._lease = lease
         self._asked_tokens = num_tokens
         self._timeout = timeout
+        self._open_timeout = open_timeout
         self._flow: Flow | None = None
         self._blob = b""
         self._committed = 0  # positions that are cached or were received
@@ -59,7 +65,7 @@ class Receiving(Unique):
         self._committed = ticket.first_position
         self._began = exchange.loop.time()
         try:
-            await exchange.open_receive(flow, blob, self._timeout)
+            await exchange.open_receive(flow, blob, self._timeout, self._open_timeout)
             exchange.begin_receive(flow)
         except BaseException:
             flow.end("the receive could not begin")

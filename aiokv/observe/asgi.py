@@ -286,18 +286,14 @@ def failed_checks(engine: CacheEngine) -> dict[str, str]:
         UsageError: the call is made in another thread than that of the engine's loop.
     """
     health = engine.health()
-    unavailable = [
-        without_credentials(store.url)
-        for store in engine.store_statistics()
-        if not {store.reading, store.saving} <= {"closed", "off"}
-    ]
+    unavailable = sorted(set(map(without_credentials, health.unavailable_stores)))
     checks = {
         "open": health.phase != "open" and f"the engine is {health.phase}",
         "working": health.failure and f"the engine is broken: {health.failure}",
         "awake": health.asleep and f"asleep: {', '.join(health.asleep)}",
         "pinned": health.unpinned_bytes
         and f"{health.unpinned_bytes} bytes of host memory are not page-locked yet",
-        "stores": unavailable and f"unavailable: {', '.join(sorted(set(unavailable)))}",
+        "stores": unavailable and f"unavailable: {', '.join(unavailable)}",
     }
     return {name: str(sentence) for name, sentence in checks.items() if sentence}
 

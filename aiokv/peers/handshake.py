@@ -43,7 +43,15 @@ MIN_SECRET_BYTES: Final = 16
 
 
 class HandshakeError(Exception):
-    """The other side is not a peer, or does not know the secret."""
+    """The other side is not a peer, or does not know the secret.
+
+    Attributes:
+        may_be_secret: True if another secret may be the cause.
+    """
+
+    def __init__(self, message: str, *, may_be_secret: bool = False) -> None:
+        super().__init__(message)
+        self.may_be_secret = may_be_secret
 
 
 class SessionKeys(NamedTuple):
@@ -104,7 +112,7 @@ class Handshake:
         """
         other = "server" if self._role == "client" else "client"
         if not hmac.compare_digest(proof, self._derived(f"proof of the {other}")):
-            raise HandshakeError("the other side does not know the secret")
+            raise HandshakeError("the other side does not know the secret", may_be_secret=True)
 
     def keys(self) -> SessionKeys:
         """Return the keys of the frames; both proofs have been checked."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from aiokv.peers.messages import block_key, shown_block, split_key
@@ -37,6 +38,7 @@ class Incoming(Generic[C]):
         deadline: by the clock of the receiver.
         num_pools: groups of whole blocks.
         slots: assembly slots of this rank.
+        open_by: by the clock of the receiver; the ticket ends then if no sender has opened it.
 
     Attributes:
         deadline: by the clock of the receiver.
@@ -58,11 +60,17 @@ class Incoming(Generic[C]):
     """
 
     def __init__(
-        self, ticket: Ticket, deadline: float, num_pools: int, slots: AssemblySlots
+        self,
+        ticket: Ticket,
+        deadline: float,
+        num_pools: int,
+        slots: AssemblySlots,
+        open_by: float = math.inf,
     ) -> None:
         self._slots = slots
         self.ticket = ticket
         self.deadline = deadline
+        self._open_by = open_by
         self.num_pools = num_pools
         self.senders: dict[int, OpenSender[C]] = {}
         self.sources: dict[int, Source] = {}
@@ -80,6 +88,11 @@ class Incoming(Generic[C]):
         self.deferred: dict[tuple[int, int], None] = {}
         self.is_covered = False
         self.closed = ""
+
+    @property
+    def ends_at(self) -> float:
+        """Time at which the ticket ends, as far as it is known now."""
+        return self.deadline if self.sources else min(self.deadline, self._open_by)
 
     @property
     def num_unplanned(self) -> int:

@@ -20,6 +20,7 @@ first: an interrupt may lose a slot, until ``reclaim``, but never frees one twic
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Protocol, TypeVar
 
 import msgspec
@@ -99,7 +100,7 @@ class ReceiverCounts(msgspec.Struct, kw_only=True):
         tickets: tickets that senders may open, now.
         opened: tickets that at least one sender has opened.
         refused: attempts to open a ticket that were refused.
-        expired: tickets that ended at their deadline.
+        expired: tickets that ended at their deadline, or because no sender had opened them in time.
         parcels: parcels that were verified.
         received_bytes: payload of those parcels.
         wrong: parcels with a wrong length, key or checksum.
@@ -184,9 +185,10 @@ class Receiver(Generic[C]):
 
     # --- tickets and plans ------------------------------------------------------------------------
 
-    def expect(self, ticket: Ticket, deadline: float) -> None:
-        """Let senders open a ticket until the deadline; a ticket that is known is not changed."""
-        incoming: Incoming[C] = Incoming(ticket, deadline, self._num_pools, self._assembly)
+    def expect(self, ticket: Ticket, deadline: float, open_by: float = math.inf) -> None:
+        """Let senders open a ticket until the deadline, the first one until ``open_by``; a ticket
+        that is known is not changed."""
+        incoming: Incoming[C] = Incoming(ticket, deadline, self._num_pools, self._assembly, open_by)
         self._tickets.setdefault(ticket.ticket_id, incoming)
 
     def submit(self, plan: TransferPlan) -> Receive:
@@ -240,11 +242,14 @@ class Receiver(Generic[C]):
             self._end_ticket(incoming, reason)
 
     def expire(self, now: float) -> None:
-        """End the tickets whose deadline has passed."""
+        """End the tickets whose deadline has passed, or that no sender has opened in time."""
         for incoming in list(self._tickets.values()):
-            if incoming.deadline <= now:
+            if incoming.ends_at <= now:
                 self._counts.expired += not incoming.closed
-                self.close_ticket(incoming.ticket.ticket_id, "the deadline of the ticket passed")
+                reason = "the deadline of the ticket passed"
+                if now < incoming.deadline:
+                    reason = "no sender has opened the ticket within open_timeout"
+                self.close_ticket(incoming.ticket.ticket_id, reason)
 
     def close(self, reason: str) -> None:
         """End all tickets."""
@@ -254,7 +259,7 @@ class Receiver(Generic[C]):
     @property
     def next_deadline(self) -> float | None:
         """Deadline of the ticket that expires first; None without tickets."""
-        return min((t.deadline for t in self._tickets.values() if not t.closed), default=None)
+        return min((t.ends_at for t in self._tickets.values() if not t.closed), default=None)
 
     @property
     def free_slots(self) -> int:

@@ -13,10 +13,7 @@ from aiokv.peers.handshake import GREETING_BYTES, PROOF_BYTES, Handshake, Handsh
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-_CLOSED: Final = (
-    "the other side closed the connection during the handshake: it has another secret, or too many "
-    "connections"
-)
+_CLOSED: Final = "the other side closed the connection during the handshake"
 
 
 @asynccontextmanager
@@ -92,26 +89,32 @@ async def prove_as_client(connected: socket.socket, handshake: Handshake) -> Non
     """
     loop = asyncio.get_running_loop()
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    has_proven = False
     try:
         await loop.sock_sendall(connected, handshake.greeting)
         handshake.read_greeting(await received(connected, GREETING_BYTES))
         await loop.sock_sendall(connected, handshake.proof())
-        handshake.check_proof(await received(connected, PROOF_BYTES))
+        has_proven = True
+        proof = await received(connected, PROOF_BYTES)
     except ConnectionError:
-        raise HandshakeError(_CLOSED) from None
+        cause = "its process has ended, or it is no peer"
+        if has_proven:  # only then a listener knows whether the secret is right
+            cause = "it has another secret, or too many connections, or its process has ended"
+        raise HandshakeError(f"{_CLOSED}: {cause}", may_be_secret=has_proven) from None
+    handshake.check_proof(proof)
 
 
 async def received(connected: socket.socket, num_bytes: int) -> bytes:
     """Return the next ``num_bytes``, and read no more than these.
 
     Raises:
-        HandshakeError: the other side closed the connection before.
+        ConnectionResetError: the other side closed the connection before.
     """
     loop = asyncio.get_running_loop()
     data = b""
     while len(data) < num_bytes:
         part = await loop.sock_recv(connected, num_bytes - len(data))
         if not part:
-            raise HandshakeError(_CLOSED)
+            raise ConnectionResetError(_CLOSED)
         data += part
     return data

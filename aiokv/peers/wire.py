@@ -182,9 +182,8 @@ class Connection(Unique):
         except TimeoutError:
             raise PeerError(f"{remote} did not answer within {timeout} s") from None
         except HandshakeError as error:
-            raise PeerError(
-                f"{remote}: {error}", hint="give all engines the same Peers(secret=...)"
-            ) from None
+            hint = "give all engines the same Peers(secret=...)" if error.may_be_secret else ""
+            raise PeerError(f"{remote}: {error}", hint=hint) from None
         except (OSError, OverflowError, UnicodeError) as error:
             raise PeerError(f"cannot connect to {remote}: {error}") from error
         return cls(connected, remote, handshake.keys(), limits)

@@ -509,7 +509,7 @@ class RankGroup(Unique):
         """Key of tickets, from rank 0; see :attr:`Worker.ticket_key`."""
         return self._membership.ranks[0].ticket_key
 
-    def expect(self, ticket: bytes, seconds: float) -> None:
+    def expect(self, ticket: bytes, seconds: float, open_seconds: float) -> None:
         """Let senders open a ticket on all ranks; see :meth:`Worker.expect`.
 
         Raises:
@@ -519,7 +519,7 @@ class RankGroup(Unique):
         if not self.endpoints:
             raise UsageError("the ranks do not listen for peers", hint="set Peers(listen=...)")
         self._reachable()
-        self._tickets.expect(ticket, seconds)
+        self._tickets.expect(ticket, seconds, open_seconds)
 
     async def expected(self, ticket_id: bytes, seconds: float) -> None:
         """Wait until all ranks let senders open a ticket; see :meth:`Worker.expected`.

@@ -45,7 +45,7 @@ from aiokv.worker.poller import PollerStatistics  # noqa: TC001
 if TYPE_CHECKING:
     from aiokv.worker.regions import Regions
 
-PROTOCOL_VERSION: Final = 7
+PROTOCOL_VERSION: Final = 8
 MAX_LAYERS: Final = 1 << 16  # the manager keeps a counter per layer and transfer
 
 
@@ -279,7 +279,7 @@ class Lookup(_Message, frozen=True, tag="lookup"):
 
 
 class Expect(_Message, frozen=True, tag="expect"):
-    """Let senders open a ticket for some seconds; a ``TicketReply`` follows.
+    """Let senders open a ticket, see ``Worker.expect``; a ``TicketReply`` follows.
 
     Attributes:
         ticket: encoded.
@@ -288,6 +288,7 @@ class Expect(_Message, frozen=True, tag="expect"):
     number: int
     ticket: bytes
     seconds: float
+    open_seconds: float
 
 
 class OpenTicket(_Message, frozen=True, tag="open_ticket"):

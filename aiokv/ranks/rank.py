@@ -457,7 +457,7 @@ class Rank(Unique):
 
     def _expect(self, message: Expect) -> None:
         try:
-            self._controller.expect(message.ticket, message.seconds)
+            self._controller.expect(message.ticket, message.seconds, message.open_seconds)
         except AiokvError as error:
             self._refuse_ticket(message.number, error)
         else:

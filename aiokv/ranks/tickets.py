@@ -63,11 +63,11 @@ class GroupTickets:
         self._requests: dict[int, _Request] = {}
         self._expected: dict[bytes, int] = {}  # numbers of requests, by ticket
 
-    def expect(self, ticket: bytes, seconds: float) -> None:
+    def expect(self, ticket: bytes, seconds: float, open_seconds: float) -> None:
         """Let senders open a ticket on all ranks; see :meth:`Worker.expect`."""
         ticket_id = decode(ticket, self._key()).ticket_id
         number = self._expected[ticket_id] = self._new_request()
-        self._send(Expect(number=number, ticket=ticket, seconds=seconds))
+        self._send(Expect(number=number, ticket=ticket, seconds=seconds, open_seconds=open_seconds))
 
     async def expected(self, ticket_id: bytes, seconds: float) -> None:
         """Wait until all ranks let senders open a ticket; see :meth:`Worker.expected`.

@@ -157,11 +157,15 @@ class Store(Protocol):
         Called again after ``aclose``, with other memory, when the host tier has been asleep.
 
         A server that cannot be reached is not an error: the store connects when it is used next.
+        Existing data of another layout is neither used nor an error.
 
         Raises:
             ConfigError: the arguments of the store are wrong, a package is missing (the message
-                names it), or another process uses the path. Nothing is left behind.
-            LayoutError: existing data has another block size. Nothing is left behind.
+                names it), or another process uses the path. The engine does not start. Nothing is
+                left behind.
+            StoreError: the medium or the server fails; so is every other exception understood that
+                is no ``AiokvError``. The guard calls ``open`` again later, unless the store is
+                required. Nothing is left behind.
 
         Cancellation: nothing is left behind.
         """

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from aiokv import _native
-from aiokv.errors import AiokvError, StoreError
+from aiokv.errors import StoreError
 from aiokv.observe.logs import Log
 from aiokv.plan import Priority
 from aiokv.stores.base import KEY_BYTES, Result, StoreStatistics
 from aiokv.stores.breaker import Breaker
 from aiokv.stores.cost import Cost
 from aiokv.stores.guard_statistics import GuardCounts, GuardStatistics
+from aiokv.stores.opening import Opening
 from aiokv.stores.options import without_user
 from aiokv.stores.slots import Slots
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from aiokv.errors import AiokvError
     from aiokv.stores.accesses import Accesses
     from aiokv.stores.base import Store, StoreMemory
     from aiokv.stores.breaker import State
@@ -183,6 +185,7 @@ class StoreGuard:
         self._running: set[asyncio.Task[_Ended]] = set()
         self._overdue: set[asyncio.Task[_Ended]] = set()
         self._background: set[asyncio.Task[Any]] = set()
+        self._opening: Opening | None = None
         self._closing: asyncio.Task[None] | None = None
         self.is_open = False
         self._counts = GuardCounts()
@@ -198,27 +201,58 @@ class StoreGuard:
     # --- opening and closing ----------------------------------------------------------------------
 
     async def open(self, memory: StoreMemory, proof: Proof) -> None:
-        """Open the store on the host arena. Also called again, after ``aclose``, with a new arena.
+        """Open the store on the host arena, at the start of an engine.
+
+        When its medium or its server fails, attempts go on in the background until one succeeds,
+        or until ``aclose``; likewise when the first attempt takes longer than
+        ``StoreUse.deadline_seconds``.
 
         Raises:
-            AiokvError: as ``Store.open``.
-            StoreError: the store raised any other error, or has not ended its operations since
-                ``aclose`` within ``CLOSE_SECONDS``.
+            AiokvError: the store is configured wrongly: its first error is no ``StoreError``.
+            StoreError: the first attempt has failed, and the store is required.
 
-        Cancellation: nothing is left behind.
+        Cancellation, and after an error: call ``aclose``.
         """
-        if self._closing is not None and not await self.aclose():
-            raise StoreError(f"store {self._url} cannot be opened again: it has not closed yet")
-        try:
-            await self._store.open(memory)
-        except AiokvError:
-            raise
-        except Exception as error:
-            raise StoreError(f"store {self._url} cannot be opened: {_text(error)}") from error
-        self._memory, self._proof = memory, proof
+        opening = self._begin_opening(memory, proof, self._ends_start)
+        error = await opening.first(None if self.use.required else self.use.deadline_seconds)
+        if error is not None and self._ends_start(error):
+            raise error
+
+    async def reopen(self, memory: StoreMemory, proof: Proof) -> None:
+        """Open the store on a new arena after ``aclose``, unless it is open. As :meth:`open`, but
+        attempts go on after any error.
+
+        Cancellation: the attempts go on.
+        """
+        opening = self._begin_opening(memory, proof, lambda error: False)
+        await opening.first(self.use.deadline_seconds)
+
+    def _ends_start(self, error: AiokvError) -> bool:
+        return self.use.required or not isinstance(error, StoreError)
+
+    def _begin_opening(
+        self, memory: StoreMemory, proof: Proof, gives_up: Callable[[AiokvError], bool]
+    ) -> Opening:
+        """Return the attempts to open the store; begin them unless they have begun."""
+        if self._opening is None:
+            self._memory = memory
+            self._pool = memory.pool
+            attempt = partial(self._open_store, memory, self._closing)
+            on_open = partial(self._note_open, memory, proof)
+            self._opening = Opening(self._url, attempt, on_open, gives_up)
+        return self._opening
+
+    async def _open_store(self, memory: StoreMemory, closing: asyncio.Task[None] | None) -> None:
+        """Open the store when ``closing`` and operations from before it have ended."""
+        if before := {task for task in (closing, *self._running) if task is not None}:
+            _, stuck = await asyncio.wait(before, timeout=CLOSE_SECONDS)
+            if stuck:
+                raise StoreError(f"store {self._url} cannot be opened again: it has not closed yet")
+        await self._store.open(memory)
+
+    def _note_open(self, memory: StoreMemory, proof: Proof) -> None:
+        self._proof = proof
         self._payload_bytes = memory.payload_bytes
-        self._pool = memory.pool
-        self._closing = None
         self.is_open = True
         log.info("store.opened", url=self._url, pool=self._pool)
 
@@ -232,21 +266,32 @@ class StoreGuard:
         Cancellation: the operations are cancelled; call it again.
         """
         self.is_open = False
-        if self._closing is None:
+        if self._opening is not None:
+            self._opening.cancel()
             for task in (*self._running, *self._background):
                 task.cancel()
-            self._closing = asyncio.get_running_loop().create_task(self._close_store())
-        tasks = {self._closing, *self._running, *self._background}
-        _, stuck = await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
-        if stuck:
-            log.error("store.stuck", url=self._url, waited_seconds=CLOSE_SECONDS)
-            _native.keep_forever(self._memory)
-        elif self._memory is not None:
-            self._memory = self._proof = None
+            close = self._close_store(self._opening.task, self._closing)
+            self._closing = asyncio.get_running_loop().create_task(close)
+            self._opening = None
+        tasks = {*self._running, *self._background}
+        if self._closing is not None:
+            tasks.add(self._closing)
+        if tasks:
+            _, stuck = await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+            if stuck:
+                log.error("store.stuck", url=self._url, waited_seconds=CLOSE_SECONDS)
+                _native.keep_forever(self._memory)
+                return False
+        if self._proof is not None:
             log.info("store.closed", url=self._url, pool=self._pool)
-        return not stuck
+        self._memory = self._proof = None
+        return True
 
-    async def _close_store(self) -> None:
+    async def _close_store(
+        self, opening: asyncio.Task[None], earlier: asyncio.Task[None] | None
+    ) -> None:
+        """Close the store when attempts to open it, and an earlier close, have ended."""
+        await asyncio.wait({opening} if earlier is None else {opening, earlier})
         try:
             await self._store.aclose()
         except Exception as error:
@@ -255,9 +300,10 @@ class StoreGuard:
     def close_without_loop(self) -> bool:
         """Stop after the loop was closed; return False when the store may still access memory."""
         self.is_open = False
-        if self._running:
+        is_used = bool(self._running) or not (self._opening is None or self._opening.task.done())
+        if is_used:
             _native.keep_forever(self._memory)
-        return not self._running
+        return not is_used
 
     # --- operations -------------------------------------------------------------------------------
 
@@ -579,12 +625,14 @@ class StoreGuard:
     def statistics(self) -> GuardStatistics:
         """Return the counters of the guard and of its store."""
         counts = self._counts
+        failure = "" if self._opening is None else self._opening.failure
         return GuardStatistics(
             kind=self._store.kind,
             url=self._url,
             pool=self._pool,
-            reading=self._reads.state if self.use.read else "off",
-            saving=self._saves.state if self.use.save else "off",
+            reading="off" if not self.use.read else "open" if failure else self._reads.state,
+            saving="off" if not self.use.save else "open" if failure else self._saves.state,
+            failure=failure,
             opened=self._reads.opened + self._saves.opened,
             loaded_bytes=counts.loaded_blocks * self._payload_bytes,
             saved_bytes=counts.saved_blocks * self._payload_bytes,

@@ -26,6 +26,8 @@ class GuardStatistics(msgspec.Struct, frozen=True, kw_only=True):
         reading: ``"closed"`` while lookups and loads pass, ``"open"`` or ``"probing"`` while the
             store counts as unavailable, ``"off"`` for a store that is not read.
         saving: likewise for saves.
+        failure: reason why the store could not be opened yet; empty when it is open, and while it
+            is closed because host memory is asleep.
         opened: number of times that the store became unavailable.
         lookups: calls, several per lookup of a long prompt with ``Store.max_lookup_keys``;
             ``lookup_keys`` the keys asked for, of which ``found_keys`` were found.
@@ -81,6 +83,7 @@ class GuardStatistics(msgspec.Struct, frozen=True, kw_only=True):
     store: StoreStatistics
     rank: int | None = None
     pool: str = "host"
+    failure: str = ""
 
 
 class GuardCounts:

@@ -189,19 +189,23 @@ class StoreFiles(Protocol):
 
 
 class PoolFiles:
-    """A store with a directory of its own for each pool of host memory: blocks, snapshots of
-    recurrent state.
+    """A store with directories of its own for each pool of host memory and each size of blocks.
 
     Args:
-        parts: the files of the store itself, then those of the directories below it.
+        folder: directory of the store.
+        paths: it, if it has blocks itself, and those below it.
     """
 
-    def __init__(self, parts: Sequence[DiskFiles]) -> None:
-        self._parts = parts
+    def __init__(self, folder: Path, paths: Sequence[Path]) -> None:
+        from aiokv.stores.disk.inspection import DiskFiles
+
+        self._folder = folder
+        self._parts = [DiskFiles(path) for path in paths]
 
     def _below(self, part: DiskFiles, text: str) -> str:
-        """Return the text with the name of the directory in front; it is empty for the first."""
-        return text if part is self._parts[0] else f"{part.path.name}/{text}"
+        """Return the text behind the path of the directory below that of the store, if any."""
+        place = part.path.relative_to(self._folder)
+        return text if place == Path() else f"{place}/{text}"
 
     def listing(self) -> Listing:
         """Return the content of all parts; see :class:`StoreFiles`."""
@@ -210,6 +214,7 @@ class PoolFiles:
         newest = [one.newest_seconds for _, one in listings if one.newest_seconds is not None]
         return msgspec.structs.replace(
             listings[0][1],
+            path=str(self._folder),
             **_sums(
                 [one for _, one in listings],
                 ("blocks", "block_bytes", "disk_bytes", "quarantined_blocks", "incomplete_files"),
@@ -230,6 +235,7 @@ class PoolFiles:
         results = [(part, part.verify(stages, threads=threads)) for part in self._parts]
         return msgspec.structs.replace(
             results[0][1],
+            path=str(self._folder),
             **_sums([one for _, one in results], ("blocks", "block_bytes", "seconds")),
             damage=[self._below(part, text) for part, one in results for text in one.damage],
             notes=[self._below(part, text) for part, one in results for text in one.notes],
@@ -261,7 +267,7 @@ class PoolFiles:
             for part in self._parts
         ]
         counts = [name for name in Cleaning.__struct_fields__ if name not in ("kind", "path")]
-        return msgspec.structs.replace(results[0], **_sums(results, counts))
+        return msgspec.structs.replace(results[0], path=str(self._folder), **_sums(results, counts))
 
 
 def _sums(results: Sequence[object], names: Iterable[str]) -> dict[str, Any]:
@@ -282,13 +288,8 @@ def open_files(path: str | os.PathLike[str]) -> StoreFiles:
     if not folder.is_dir():
         reason = "it is not a folder" if folder.exists() else "there is no such folder"
         raise UsageError(f"{folder} is not a store: {reason}")
-    if DiskFiles.has_store(folder):
-        below = [path for path in sorted(folder.iterdir()) if DiskFiles.has_store(path)]
-        return (
-            PoolFiles([DiskFiles(path) for path in (folder, *below)])
-            if below
-            else DiskFiles(folder)
-        )
+    if parts := DiskFiles.parts_of(folder):
+        return DiskFiles(folder) if parts == [folder] else PoolFiles(folder, parts)
     if DirectoryFiles.has_store(folder):
         return DirectoryFiles(folder)
     raise UsageError(

@@ -52,7 +52,7 @@ class StorePools:
             fingerprint: of the objects of a pool.
 
         Raises:
-            AiokvError: a store cannot be opened; all are closed.
+            AiokvError: as ``StoreSet.open``; all are closed.
 
         Cancellation: all are closed.
         """

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from aiokv.observe.logs import Log
 from aiokv.stores.base import KEY_BYTES, Result
 from aiokv.stores.guard import Costs, StoreGuard
 from aiokv.stores.proof import Proof, derive_keys
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from aiokv.stores.guard import Lookup, Reply
     from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.search import Search
-
-log = Log(__name__)
 
 REMEMBERED_LOOKUPS: Final = 256
 SEARCHED_LOOKUPS: Final = 8  # for a key that is not their first: 0.01 ms per 1,000 keys of each
@@ -127,10 +124,11 @@ class StoreSet:
     # --- opening and closing ----------------------------------------------------------------------
 
     async def open(self, memory: StoreMemory, fingerprint: bytes) -> None:
-        """Open all stores on the host arena.
+        """Open all stores on the host arena; see ``StoreGuard.open``.
 
         Raises:
-            AiokvError: a store cannot be opened; all are closed.
+            AiokvError: a store is configured wrongly, or a required store cannot be opened; all
+                are closed.
 
         Cancellation: all are closed.
         """
@@ -143,18 +141,13 @@ class StoreSet:
             raise
 
     async def reopen(self, memory: StoreMemory, fingerprint: bytes) -> None:
-        """Open the closed stores on a new arena. A store that fails stays unused.
+        """Open the closed stores on a new arena; see ``StoreGuard.reopen``.
 
         Cancellation: call it again, or ``aclose``.
         """
         proof = self._begin(memory, fingerprint)
         for guard in self._guards:
-            if guard.is_open:
-                continue
-            try:
-                await guard.open(memory, proof)
-            except Exception as error:
-                log.error("store.not_reopened", url=guard.use.store.url, reason=str(error))
+            await guard.reopen(memory, proof)
 
     def _begin(self, memory: StoreMemory, fingerprint: bytes) -> Proof:
         self._fingerprint = fingerprint

@@ -1,9 +1,9 @@
 """Stores from URLs, for configuration files and environment variables.
 
 ``disk:/nvme/kv?bytes=400GiB``, ``redis://host:6379/0``, ``mooncake://host:50051``,
-``s3://bucket/prefix``, ``directory:/mnt/shared/kv``. The options ``read``, ``save``, ``deadline``,
-``lookup_deadline`` and ``retry`` (see :class:`StoreUse`) apply to all kinds; the other options are
-arguments of one kind.
+``s3://bucket/prefix``, ``directory:/mnt/shared/kv``. The options ``read``, ``save``, ``required``,
+``deadline``, ``lookup_deadline`` and ``retry`` (see :class:`StoreUse`) apply to all kinds; the other
+options are arguments of one kind.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KINDS: Final = {  # scheme -> (module, class)
     "az": ("aiokv.stores.s3", "S3Store"),
     "directory": ("aiokv.stores.directory", "DirectoryStore"),
 }
-_USE_OPTIONS: Final = ("read", "save", "deadline", "lookup_deadline", "retry")
+_USE_OPTIONS: Final = ("read", "save", "required", "deadline", "lookup_deadline", "retry")
 
 
 def stores_from(stores: Sequence[Store | StoreUse | str]) -> list[StoreUse]:
@@ -107,7 +107,7 @@ def _split_options(parts: SplitResult) -> tuple[dict[str, Any], list[tuple[str, 
             rest.append((name, value))
         elif name in options or f"{name}_seconds" in options:
             raise ConfigError(f"stores: {name} of a {parts.scheme} URL is given twice")
-        elif name in ("read", "save"):
+        elif name in ("read", "save", "required"):
             try:
                 options[name] = parse_flag(value)
             except ConfigError:

@@ -42,6 +42,10 @@ class StoreUse:
         retry_seconds: longest pause between two probes of a store that is unavailable. When the
             store works again, it is used at the latest after this pause, with the first request
             that asks for its blocks.
+        required: True to end the start of the engine when the store cannot be opened. Otherwise the
+            engine starts without a store whose disk or server fails, or that takes longer than
+            ``deadline_seconds``; further attempts to open the store follow, with pauses of up to
+            30 s. A store that is configured wrongly ends the start in both cases.
 
     Raises:
         ConfigError: a value is out of range, or ``store`` is not a store.
@@ -53,6 +57,7 @@ class StoreUse:
     deadline_seconds: float = 5.0
     lookup_deadline_seconds: float | None = None
     retry_seconds: float = 10.0
+    required: bool = False
 
     def __post_init__(self) -> None:
         if any(not callable(getattr(self.store, method, None)) for method in _METHODS):
@@ -63,6 +68,7 @@ class StoreUse:
             )
         checks.flag("read", self.read, ConfigError)
         checks.flag("save", self.save, ConfigError)
+        checks.flag("required", self.required, ConfigError)
         checks.positive("deadline_seconds", self.deadline_seconds, ConfigError)
         checks.positive("lookup_deadline_seconds", self.lookup_seconds, ConfigError)
         checks.positive("retry_seconds", self.retry_seconds, ConfigError)

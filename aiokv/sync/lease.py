@@ -227,7 +227,13 @@ class SyncLease(Unique):
 
     # --- other engines ----------------------------------------------------------------------------
 
-    def receive(self, num_tokens: int | None = None, *, timeout: float = 10.0) -> SyncReceiving:
+    def receive(
+        self,
+        num_tokens: int | None = None,
+        *,
+        timeout: float = 10.0,
+        open_timeout: float | None = None,
+    ) -> SyncReceiving:
         """Let another engine compute positions of this lease, and send their blocks.
 
         ::
@@ -237,13 +243,17 @@ class SyncLease(Unique):
                 first = receiving.wait().result()
 
         Args:
-            num_tokens: as for ``Lease.receive``; so is ``timeout``.
+            num_tokens: as for ``Lease.receive``; so are the other arguments.
             timeout: seconds after which the receive ends.
+            open_timeout: seconds after which it ends if the other engine has not opened the ticket.
 
         Returns:
             A context manager that can be entered once; nothing crosses before.
         """
-        return SyncReceiving(self._port, lambda: self.inner.receive(num_tokens, timeout=timeout))
+        return SyncReceiving(
+            self._port,
+            lambda: self.inner.receive(num_tokens, timeout=timeout, open_timeout=open_timeout),
+        )
 
     # --- state ------------------------------------------------------------------------------------
 

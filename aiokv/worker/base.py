@@ -321,15 +321,17 @@ class Worker(Protocol):
     def ticket_key(self) -> bytes:
         """Key of tickets, see ``aiokv.peers.ticket``; empty before ``open`` and without peers."""
 
-    def expect(self, ticket: bytes, seconds: float) -> None:
+    def expect(self, ticket: bytes, seconds: float, open_seconds: float) -> None:
         """Let senders open a ticket of this engine for some seconds; ``expected`` follows.
 
         Senders may open it until ``close_ticket``, or until the seconds have passed: then its plans
-        end, and nothing of it is left.
+        end, and nothing of it is left. So they do when no sender has opened it on a rank within
+        ``open_seconds``.
 
         Args:
             ticket: encoded.
             seconds: from now on.
+            open_seconds: likewise.
 
         Raises:
             UsageError: the ticket is malformed, or the worker has no endpoints.

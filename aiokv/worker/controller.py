@@ -378,9 +378,9 @@ class CacheController:
         """Address at which this worker listens for senders; see :attr:`Worker.endpoints`."""
         return self._peers.endpoints
 
-    def expect(self, ticket: bytes, seconds: float) -> None:
+    def expect(self, ticket: bytes, seconds: float, open_seconds: float) -> None:
         """Let senders open a ticket; see :meth:`Worker.expect`."""
-        self._peers.expect(ticket, seconds)
+        self._peers.expect(ticket, seconds, open_seconds)
 
     async def expected(self, ticket_id: bytes, seconds: float) -> None:
         """Return at once: ``expect`` has had its effect."""

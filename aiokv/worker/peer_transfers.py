@@ -416,8 +416,8 @@ class PeerTransfers:
             )
         ]
 
-    def expect(self, ticket: bytes, seconds: float) -> None:
-        """Let senders open a ticket of this engine, for some seconds.
+    def expect(self, ticket: bytes, seconds: float, open_seconds: float) -> None:
+        """Let senders open a ticket of this engine; see :meth:`Worker.expect`.
 
         Raises:
             UsageError: the ticket is malformed; or the engine does not listen, or sleeps.
@@ -429,7 +429,9 @@ class PeerTransfers:
             raise UsageError(
                 "the engine does not listen for peers", hint="set Peers(listen=...), and wake it up"
             )
-        self._receiver.expect(decode(ticket, self.ticket_key), self._now() + seconds)
+        now = self._now()
+        decoded = decode(ticket, self.ticket_key)
+        self._receiver.expect(decoded, now + seconds, now + open_seconds)
         self._arm()
 
     def change_weights(self, version: str) -> None:

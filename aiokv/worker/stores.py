@@ -70,7 +70,7 @@ class WorkerStores:
         """Open the stores on the host memory, which was allocated before.
 
         Raises:
-            AiokvError: a store cannot be opened; all are closed.
+            AiokvError: as ``StoreSet.open``; all are closed.
             UsageError: ``identity`` is None.
 
         Cancellation: all are closed.

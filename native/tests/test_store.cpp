@@ -28,7 +28,7 @@ std::vector<std::int32_t> add(SlotTable& table, const std::vector<StoreKey>& key
 
 std::int32_t slot_of(SlotTable& table, const StoreKey& wanted) {
     std::int32_t slot = -2;
-    table.pin({&wanted, 1}, 0, {&slot, 1});
+    table.pin({&wanted, 1}, {}, {&slot, 1});
     if (slot >= 0) table.unpin({&slot, 1});
     return slot;
 }
@@ -49,8 +49,10 @@ const JournalRecord kSyncedRecord{.kind = RecordKind::kSynced};
 
 struct Replayed {
     SlotTable table{64};
-    JournalReplay replay{table, kEpoch, kBoot};
-    explicit Replayed(std::vector<JournalRecord> records, std::size_t cut = 0, int flipped = -1) {
+    JournalReplay replay;
+    explicit Replayed(std::vector<JournalRecord> records, std::size_t cut = 0, int flipped = -1,
+                      std::size_t num_slots = 64)
+        : replay(table, kEpoch, kBoot, num_slots) {
         stamp_records(records, kEpoch, 0);
         std::vector<std::uint8_t> bytes(records.size() * sizeof(JournalRecord));
         std::memcpy(bytes.data(), records.data(), bytes.size());
@@ -63,6 +65,13 @@ struct Replayed {
 };
 
 }  // namespace
+
+TEST(records_of_slots_that_were_removed_do_not_count) {
+    Replayed replayed({session(kBoot), added(1, 0), added(2, 3)}, 0, -1, 3);
+    CHECK_EQ(replayed.replay.outside(), 1u);
+    CHECK_EQ(replayed.table.stored(), 1u);
+    CHECK_EQ(slot_of(replayed.table, key(2)), -1);
+}
 
 TEST(slots_are_reserved_found_and_evicted_in_order_of_use) {
     SlotTable table(8);
@@ -87,7 +96,7 @@ TEST(a_pinned_slot_is_reused_only_after_unpin_and_settle) {
     add(table, {key(1)});
     const StoreKey wanted = key(1);
     std::int32_t slot;
-    table.pin({&wanted, 1}, 0, {&slot, 1});
+    table.pin({&wanted, 1}, {}, {&slot, 1});
     CHECK_EQ(table.evict(1), 0u);
     CHECK_EQ(table.remove({&wanted, 1}), 1u);
     table.settle(table.unsettled_total(), 100);
@@ -118,10 +127,14 @@ TEST(expired_keys_are_missing) {
     add(table, {key(1)});
     const StoreKey wanted = key(1);
     bool found = false;
-    table.contains({&wanted, 1}, 7, {&found, 1});
-    CHECK(found);
-    table.contains({&wanted, 1}, 8, {&found, 1});
-    CHECK(!found);
+    const auto finds = [&](SaveTimes times) {
+        table.contains({&wanted, 1}, times, {&found, 1});
+        return found;
+    };
+    CHECK(finds({.oldest = 7}));
+    CHECK(!finds({.oldest = 8}));
+    CHECK(finds({.newest = 7}));
+    CHECK(!finds({.newest = 6}));  // saved while the clock was ahead
 }
 
 TEST(random_operations_agree_with_a_map) {

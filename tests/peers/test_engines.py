@@ -678,6 +678,52 @@ async def test_ticket_that_no_engine_sends_ends_at_its_deadline():
 
 
 @pytest.mark.clock
+@pytest.mark.parametrize(("given", "seconds"), [(None, 5.0), (2.0, 2.0), (60.0, 10.0)])
+async def test_receive_ends_when_no_engine_opens_the_ticket_in_time(given, seconds):
+    async with Side() as d, await d.granted(prompt(40)) as lease:
+        async with lease.receive(timeout=10.0, open_timeout=given) as receiving:
+            waiting = asyncio.create_task(receiving.wait())
+            await running_clock().advance(seconds - 0.1)
+            assert not waiting.done()
+            await running_clock().advance(0.2)
+            assert await waiting == 0
+            reason = "no sender has opened the ticket" if seconds < 10.0 else "deadline"
+            assert reason in (receiving.failure or "")
+        assert d.engine.peer_statistics().ranks[0].received.expired == 1
+
+
+@pytest.mark.clock
+async def test_open_timeout_does_not_end_a_ticket_that_a_sender_has_opened():
+    tokens = prompt(40)
+    async with two_engines() as (p, d), await d.granted(tokens) as lease:
+        async with lease.receive(timeout=10.0, open_timeout=1.0) as receiving:
+            async with await p.granted(tokens) as source:
+                async with p.engine.send(source, receiving.ticket):
+                    await running_clock().advance(5.0)
+                    p.compute(source, tokens, 0, 40)
+            assert await receiving.wait() == 40
+
+
+async def test_sender_that_comes_too_late_is_refused():
+    tokens = prompt(40)
+    async with two_engines() as (p, d), await d.granted(tokens) as lease:
+        async with (
+            lease.receive(timeout=PATIENCE_SECONDS, open_timeout=0.001) as receiving,
+            await p.granted(tokens) as source,
+        ):
+            assert await receiving.wait() == 0
+            with pytest.raises(PeerError, match="the ticket is unknown, or has ended"):
+                await p.engine.send(source, receiving.ticket).__aenter__()
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, "1"])
+async def test_wrong_open_timeouts_are_refused(value):
+    async with Side() as d, await d.granted(prompt(40)) as lease:
+        with pytest.raises(UsageError, match="open_timeout is"):
+            lease.receive(open_timeout=value)
+
+
+@pytest.mark.clock
 async def test_send_is_left_at_the_deadline_of_the_ticket():
     """The copy from the device never ends: leaving the block does not wait longer."""
     tokens = prompt(20)

@@ -123,7 +123,7 @@ class PeerWorker:
     def expect(self, num_blocks: int, *, seconds: float = 60.0, **changes: object) -> Ticket:
         """Return a ticket that senders may open now."""
         ticket = self.ticket(num_blocks, seconds=seconds, **changes)
-        self.controller.expect(encode(ticket, KEY), seconds)
+        self.controller.expect(encode(ticket, KEY), seconds, seconds)
         return ticket
 
     def receive(

@@ -25,6 +25,7 @@ from aiokv.ranks.messages import (
 )
 from aiokv.ranks.reduce import GroupTransfer
 from aiokv.stores.identity import StoreIdentity
+from aiokv.stores.opening import FIRST_PAUSE_SECONDS
 from aiokv.stores.proof import derive_keys
 from aiokv.testing import ScriptedStore, run_until_idle, running_clock, spin
 from aiokv.worker.layers import LayerDoneCounter
@@ -327,3 +328,22 @@ async def test_fetch_is_proven_up_to_the_first_block_that_a_rank_lacks():
     group.end(1, TransferReport(transfer_id=1, outcome="failed", first_bad_block=2))
     report = group.report()
     assert (report.outcome, report.first_bad_block) == ("failed", 2)
+
+
+@pytest.mark.clock
+async def test_store_of_one_rank_that_fails_to_open_is_used_later(tmp_path):
+    stores = await filled(tmp_path)
+    stores[1].fail("open", call=1)
+    async with ranked(tmp_path, stores) as r:
+        states = [s.worker.store_statistics()[0].reading for s in r.shards]
+        assert states == ["closed", "open"]
+        assert await r.serve(A, wait_store=math.inf) == 0
+        assert r.group.failure is None
+        await running_clock().advance(FIRST_PAUSE_SECONDS)
+        assert stores[1].opened == 2
+        await r.finish()
+        await r.engine.reset()
+        assert await r.serve(A, wait_store=math.inf) == 8
+        r.pass_time(PATIENT.heartbeat + 1)
+        await run_until_idle(lambda: len(r.engine.store_statistics()) == 2)
+        assert r.engine.health().unavailable_stores == []

@@ -249,7 +249,7 @@ async def test_paths_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         (tmp_path / "absent" / "kv", "No such file or directory"),
     ):
         store = DirectoryStore(path)
-        with pytest.raises(ConfigError, match=reason):
+        with pytest.raises(StoreError, match=reason):
             await store.open(Blocks().memory)
         await store.aclose()
     assert os.listdir(tmp_path) == ["file"]

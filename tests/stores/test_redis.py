@@ -8,7 +8,8 @@ import re
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -17,6 +18,8 @@ import pytest
 from aiokv.errors import ConfigError, StoreError
 from aiokv.stores.redis import RedisStore
 from aiokv.stores.redis.connection import Connection, ReplyError
+from aiokv.stores.redis.options import Address
+from aiokv.stores.redis.slots import SlotMap
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.stores.conformance import (
     DONE,
@@ -713,6 +716,66 @@ def test_replies_of_all_kinds() -> None:
         assert connection.read_lines(2) == [b":1", b":2"]
         assert connection.read_lines(1) == [b"+x"]
         assert connection.is_usable()
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"$2000000000\r\n",
+        b"*1\r\n" * 100,
+        b"*1000000000\r\n" + b":1\r\n" * 600_000,
+        b"*5000\r\n" + (b"$16000\r\n" + bytes(16_000) + b"\r\n") * 2_200,
+    ],
+    ids=["text", "depth", "list", "sum"],
+)
+def test_reply_that_is_longer_than_that_of_any_command_is_an_error(reply: bytes) -> None:
+    left, right = socket.socketpair()
+    with right, left, ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(right.sendall, reply)
+        with pytest.raises(ConnectionError, match="the reply of the server is too long"):
+            Connection(left).read_reply()
+        left.close()
+        with contextlib.suppress(OSError):
+            sending.result()
+
+
+def test_value_that_is_longer_than_that_of_any_server_is_an_error() -> None:
+    left, right = socket.socketpair()
+    with right, left:
+        right.sendall(b"$536870913\r\n")
+        with pytest.raises(ConnectionError, match="the reply of the server is too long"):
+            Connection(left).read_value(memoryview(bytearray(100)))
+
+
+NODE = [b"10.0.0.1", 6379, b"id"]
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        [[0, 10**12, NODE]],
+        [[-5, 16_383, NODE]],
+        [[7, 3, NODE]],
+        [[0, 16_383, NODE], [0, 16_383, NODE]],
+        [[0, 16_383]],
+        [[b"0", 16_383, NODE]],
+        [[0, 16_383, [6379, NODE]]],
+        [5],
+    ],
+)
+def test_malformed_list_of_slots_is_a_store_error(slots: list[Any]) -> None:
+    with pytest.raises(StoreError, match="malformed list to CLUSTER SLOTS"):
+        SlotMap(Address("127.0.0.1", 6379), slots)
+
+
+@pytest.mark.asyncio
+async def test_reply_that_is_too_long_counts_as_a_failure_of_the_store() -> None:
+    async with (
+        ScriptedServer(b"$2000000000\r\n") as server,
+        opened_at(server.url, Blocks()) as store,
+    ):
+        with pytest.raises(StoreError, match="the reply of the server is too long"):
+            await store.load(keys_of([1]), ids(0))
 
 
 # --- TLS ------------------------------------------------------------------------------------------

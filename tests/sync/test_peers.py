@@ -50,7 +50,7 @@ def test_threads_send_and_receive(engines):
 def test_a_receive_that_is_cancelled_keeps_nothing_waiting(engines):
     decoder, _ = engines
     with decoder.match(PROMPT) as target:
-        receiving = target.receive(timeout=PATIENCE_SECONDS)
+        receiving = target.receive(timeout=PATIENCE_SECONDS, open_timeout=PATIENCE_SECONDS)
         with pytest.raises(UsageError, match="`with` block"):
             receiving.wait()
         with pytest.raises(LeaseError), receiving:  # not granted

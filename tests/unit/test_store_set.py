@@ -311,7 +311,10 @@ async def test_reopened_stores_use_the_new_arena(caplog):
         await s.set.reopen(s.arena.memory, FINGERPRINT)
         assert await s.lookup(1, 2) == 2
         assert (await s.fetch(1, 2)).blocks == 2
-    assert "store.not_reopened" in [record.event for record in caplog.records]
+        second.end_script()
+        await running_clock().advance(1.0)
+        assert second.is_open
+    assert "store.not_opened" in [record.event for record in caplog.records]
 
 
 async def test_cancelled_lookup_leaves_no_task_when_the_deadline_has_passed():

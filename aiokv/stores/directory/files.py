@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from aiokv.errors import ConfigError, StoreError
+from aiokv.errors import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -75,7 +75,7 @@ class ObjectFiles:
         A shared file system that does not answer is not an error.
 
         Raises:
-            ConfigError: the path is not a folder, or cannot be created or entered.
+            StoreError: the path is not a folder, or cannot be created or entered.
         """
         try:
             with suppress(FileExistsError):
@@ -84,7 +84,7 @@ class ObjectFiles:
         except OSError as error:
             if error.errno in _UNREACHABLE:
                 return  # the next operation tries again
-            raise ConfigError(
+            raise StoreError(
                 f"directory {self._path!r} cannot be used: {error.strerror}",
                 hint="create its parent folder, or mount the file system, and check the rights",
             ) from error

@@ -101,8 +101,8 @@ class DirectoryStore(Store):
         """Open the folder, and create it when it is absent; see :class:`Store`.
 
         Raises:
-            ConfigError: the folder cannot be created or entered, or ``bytes`` is smaller than one
-                object.
+            ConfigError: ``bytes`` is smaller than one object.
+            StoreError: the folder cannot be created or entered.
         """
         limit = self._quota.limit
         if limit is not None and limit < memory.object_bytes:

@@ -20,12 +20,14 @@ from aiokv.stores.disk.journal import Journal
 from aiokv.stores.disk.layout import (
     HEADER_BYTES,
     JOURNAL,
+    LAYOUT,
     LOCK,
     NEW_JOURNAL,
     RECORD_BYTES,
     Header,
     decode_header,
     segment_name,
+    segment_numbers,
 )
 from aiokv.stores.disk.lock import DirectoryLock
 from aiokv.stores.disk.recovery import Damage, replay
@@ -62,7 +64,6 @@ _RECORD: Final = np.dtype(
 assert _RECORD.itemsize == RECORD_BYTES
 _ADD: Final = 1
 
-_SEGMENT: Final = segment_name(0).rstrip("0")
 _SNAPSHOT_RECORDS: Final = 65_536
 _BATCH_SLOTS: Final = 64  # read by one thread at a time
 _MAX_SLOTS: Final = 2**31 - 1
@@ -124,9 +125,17 @@ class DiskFiles:
         self._volume = Volume(path) if volume is None else volume
 
     @staticmethod
-    def has_store(path: Path) -> bool:
-        """Return True if the directory has files of a disk store."""
-        return (path / JOURNAL).is_file() or (path / segment_name(0)).is_file()
+    def parts_of(folder: Path) -> list[Path]:
+        """Return the directories with blocks of the disk store of a folder; empty without one."""
+        names = (LOCK, JOURNAL, segment_name(0))
+        if not any((folder / name).is_file() for name in names):
+            return []
+        paths = [folder, *sorted(path for path in folder.rglob("*") if path.is_dir())]
+        return [
+            path
+            for path in paths
+            if (path / JOURNAL).is_file() or (path / segment_name(0)).is_file()
+        ]
 
     def listing(self) -> Listing:
         """Return the content of the store; see :class:`~aiokv.stores.inspection.StoreFiles`.
@@ -239,9 +248,7 @@ class DiskFiles:
         )
 
     def _segment_numbers(self) -> list[int]:
-        names = self._volume.names()
-        numbers = [name.removeprefix(_SEGMENT) for name in names if name.startswith(_SEGMENT)]
-        return sorted(int(number) for number in numbers if number.isdecimal())
+        return segment_numbers(self._volume.names())
 
     def _group(self, number: int, contents: _Contents) -> FileGroup:
         slots = max(1, contents.header.segment_slots if contents.header else 1)
@@ -277,10 +284,15 @@ class DiskFiles:
 
     # -- the lock ----------------------------------------------------------------------------
 
+    @property
+    def _lock_path(self) -> Path:
+        """Directory with the lock: that of the store, for each of its layouts."""
+        return self.path.parent if self.path.name.startswith(LAYOUT) else self.path
+
     @contextmanager
     def _locked(self) -> Iterator[None]:
         try:
-            lock = DirectoryLock(self.path)
+            lock = DirectoryLock(self._lock_path)
         except ConfigError as error:
             raise UsageError(
                 error.args[0],
@@ -294,7 +306,7 @@ class DiskFiles:
     def _user(self) -> int | None:
         """Return the id of the process that has locked the store, without touching the lock."""
         try:
-            inode = os.stat(self.path / LOCK).st_ino
+            inode = os.stat(self._lock_path / LOCK).st_ino
             with open("/proc/locks", encoding="ascii") as locks:
                 for line in locks:
                     fields = line.split()

@@ -6,6 +6,8 @@
     4 KiB of header, then records of 64 bytes (native/include/aiokv/journal_record.hpp).
 ``segment-00000``, ``segment-00001``, ...
     ``segment_slots`` slots each; a slot is one block, and as long as the distance of host blocks.
+``layout-...``
+    journal and segments of blocks of another size; see :mod:`aiokv.stores.disk.layouts`.
 """
 
 from __future__ import annotations
@@ -13,15 +15,20 @@ from __future__ import annotations
 import hashlib
 import secrets
 import struct
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from aiokv.errors import LayoutError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 LOCK: Final = "lock"
 JOURNAL: Final = "journal"
 NEW_JOURNAL: Final = "journal.new"
+SEGMENT: Final = "segment-"
+LAYOUT: Final = "layout-"
 
 FORMAT_VERSION: Final = 1
 HEADER_BYTES: Final = 4096
@@ -111,7 +118,13 @@ def decode_header(data: bytes) -> Header | None:
 
 def segment_name(number: int) -> str:
     """Return the name of a segment file."""
-    return f"segment-{number:05d}"
+    return f"{SEGMENT}{number:05d}"
+
+
+def segment_numbers(names: Iterable[str]) -> list[int]:
+    """Return the numbers of the segment files among the names of files, ascending."""
+    numbers = [name.removeprefix(SEGMENT) for name in names if name.startswith(SEGMENT)]
+    return sorted(int(number) for number in numbers if number.isdecimal())
 
 
 def record_offset(position: int) -> int:

@@ -11,9 +11,10 @@ import msgspec
 from aiokv.errors import StoreError
 from aiokv.stores.base import StoreStatistics
 from aiokv.stores.disk.committer import Committer
+from aiokv.stores.disk.layouts import find_layout
 from aiokv.stores.disk.lock import DirectoryLock
 from aiokv.stores.disk.recovery import log_damage, recover
-from aiokv.stores.disk.room import Room
+from aiokv.stores.disk.room import NO_ROOM, Room
 from aiokv.stores.disk.transfers import SlotTransfers
 from aiokv.stores.threads import StoreThreads
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from aiokv.stores.base import StoreMemory
+    from aiokv.stores.disk.layouts import OtherLayouts
     from aiokv.stores.disk.recovery import Recovered
     from aiokv.stores.disk.volume import Volume
 
@@ -38,6 +40,7 @@ class OpenStore:
     def __init__(
         self,
         volume: Volume,
+        others: OtherLayouts,
         recovered: Recovered,
         transfers: SlotTransfers,
         writers: tuple[Committer, Room] | None,
@@ -50,6 +53,7 @@ class OpenStore:
         self.read_errors = 0
         self.write_errors = 0
         self._path = volume.path
+        self._others = others
         self._damage = recovered.damage
         self._writers = writers
         self._slot_bytes = slot_bytes
@@ -62,7 +66,7 @@ class OpenStore:
     @classmethod
     async def open(
         cls,
-        volume: Volume,
+        directory: Volume,
         memory: StoreMemory,
         *,
         capacity_bytes: int,
@@ -72,7 +76,7 @@ class OpenStore:
         """Recover a store, or begin a new one.
 
         Raises:
-            ConfigError, LayoutError, OSError: see ``DiskStore.open``.
+            ConfigError, OSError: see ``DiskStore.open``.
 
         Cancellation: nothing is left open.
         """
@@ -80,16 +84,17 @@ class OpenStore:
             threads = StoreThreads("disk", 2)  # for the journal, and for the growth of the files
             resources.push_async_callback(threads.aclose)
 
-            def prepare() -> Recovered:
-                volume.make()
-                resources.callback(DirectoryLock(volume.path).release)
-                recovered = recover(volume, memory, capacity_bytes, write=volume.is_writable())
+            def prepare() -> tuple[Volume, OtherLayouts, Recovered]:
+                directory.make()
+                resources.callback(DirectoryLock(directory.path).release)
+                volume, others = find_layout(directory, memory)
+                recovered = _recover(volume, others, memory, capacity_bytes)
                 resources.callback(recovered.segments.close)
                 if recovered.journal is not None:
                     resources.callback(recovered.journal.close)
-                return recovered
+                return volume, others, recovered
 
-            recovered = await threads.run(lambda _: prepare())
+            volume, others, recovered = await threads.run(lambda _: prepare())
             log_damage(volume, recovered.damage)
             io = volume.open_io()
             resources.push_async_callback(io.aclose)
@@ -110,6 +115,7 @@ class OpenStore:
                     recovered.segments,
                     committer,
                     threads,
+                    others,
                     slot_bytes=memory.pitch_bytes,
                     min_free_bytes=min_free_bytes,
                 )
@@ -117,6 +123,7 @@ class OpenStore:
             transfers = SlotTransfers(io, recovered.segments, memory)
             return cls(
                 volume,
+                others,
                 recovered,
                 transfers,
                 writers,
@@ -154,6 +161,7 @@ class OpenStore:
             "free_slots": self.table.available,
             "unsettled_slots": self.table.unsettled,
             "allocated_bytes": self.table.limit * self._slot_bytes,
+            "other_layouts_bytes": self._others.num_bytes,
             "index_bytes": self.table.num_bytes,
             "read_errors": self.read_errors,
             "write_errors": self.write_errors,
@@ -182,3 +190,16 @@ class OpenStore:
         """Wait for operations in flight, flush, and close everything."""
         await self._idle.wait()
         await self._resources.aclose()
+
+
+def _recover(
+    volume: Volume, others: OtherLayouts, memory: StoreMemory, capacity_bytes: int
+) -> Recovered:
+    """Recover a layout, or begin it; other layouts give way to its files on a full disk."""
+    while True:
+        try:
+            volume.make()
+            return recover(volume, memory, capacity_bytes, write=volume.is_writable())
+        except OSError as error:
+            if error.errno not in NO_ROOM or not others.remove_segment():
+                raise

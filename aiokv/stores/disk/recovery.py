@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from aiokv import _native
-from aiokv.errors import ConfigError, LayoutError
+from aiokv.errors import ConfigError
 from aiokv.observe.logs import Log
 from aiokv.stores.disk.journal import Journal
 from aiokv.stores.disk.layout import (
@@ -19,6 +19,7 @@ from aiokv.stores.disk.layout import (
     RECORD_BYTES,
     Header,
     decode_header,
+    segment_numbers,
 )
 from aiokv.stores.disk.segments import Segments
 
@@ -38,7 +39,8 @@ class Damage(msgspec.Struct, frozen=True, kw_only=True):
         damaged_records: invalid records before the last valid one.
         torn_records: invalid records behind it, such as of an interrupted write.
         unproven_records: valid records of blocks whose data a power cut may have lost.
-        outside_records: records of slots above the capacity, which became smaller.
+        outside_records: records of slots above the capacity, which became smaller, or of segments
+            that were removed.
         damaged_headers: 1 when the header was unreadable: the store begins empty.
     """
 
@@ -66,9 +68,14 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
 def recover(volume: Volume, memory: StoreMemory, capacity_bytes: int, *, write: bool) -> Recovered:
     """Read the journal and open the segments; begin a new store if there is none. Blocks.
 
+    Args:
+        volume: the directory of the layout of ``memory``.
+        memory: host memory.
+        capacity_bytes: limit of the blocks.
+        write: False to change no file.
+
     Raises:
         ConfigError: the capacity is less than one slot.
-        LayoutError: the store has another block size.
         OSError: the files cannot be read or created.
     """
     capacity = capacity_bytes // memory.pitch_bytes
@@ -80,7 +87,7 @@ def recover(volume: Volume, memory: StoreMemory, capacity_bytes: int, *, write: 
     table = _native.SlotTable(min(capacity, 2**31 - 1))
     fresh = Header.new(memory.pitch_bytes, memory.payload_bytes, capacity_bytes)
     with ExitStack() as on_error:
-        journal, damage = _read_journal(volume, memory, table, fresh, write=write)
+        journal, damage = _read_journal(volume, table, fresh, write=write)
         if journal is not None:
             on_error.callback(journal.close)
         segments = Segments(volume, fresh if journal is None else journal.header)
@@ -96,7 +103,7 @@ def recover(volume: Volume, memory: StoreMemory, capacity_bytes: int, *, write: 
 
 
 def _read_journal(
-    volume: Volume, memory: StoreMemory, table: _native.SlotTable, fresh: Header, *, write: bool
+    volume: Volume, table: _native.SlotTable, fresh: Header, *, write: bool
 ) -> tuple[Journal | None, Damage]:
     """Replay the journal; return None for it when there is none and none can be written."""
     damage = Damage()
@@ -108,7 +115,6 @@ def _read_journal(
         try:
             header = decode_header(volume.read(fd, HEADER_BYTES, 0))
             if header is not None:
-                _check_layout(header, memory)
                 damage, end = replay(volume, fd, header, table)
                 return Journal.resume(volume, fd, header, end), damage
         except BaseException:
@@ -130,7 +136,9 @@ def _read_journal(
 
 def replay(volume: Volume, fd: int, header: Header, table: _native.SlotTable) -> tuple[Damage, int]:
     """Apply the records of a journal to a new table; return the damage and the end."""
-    records = _native.JournalReplay(table, header.epoch, volume.boot())
+    numbers = segment_numbers(volume.names())  # the last ones may have been removed
+    slots = (numbers[-1] + 1) * header.segment_slots if numbers else table.capacity
+    records = _native.JournalReplay(table, header.epoch, volume.boot(), slots)
     offset = HEADER_BYTES
     while chunk := volume.read(fd, _CHUNK_BYTES, offset):
         records.feed(np.frombuffer(chunk, np.uint8))
@@ -157,14 +165,3 @@ def log_damage(volume: Volume, damage: Damage) -> None:
             outside_records=damage.outside_records,
             damaged_headers=damage.damaged_headers,
         )
-
-
-def _check_layout(header: Header, memory: StoreMemory) -> None:
-    if (header.slot_bytes, header.payload_bytes) == (memory.pitch_bytes, memory.payload_bytes):
-        return
-    raise LayoutError(
-        f"the disk store has blocks of {header.payload_bytes} bytes in slots of "
-        f"{header.slot_bytes}; this engine has blocks of {memory.payload_bytes} bytes in slots of "
-        f"{memory.pitch_bytes}",
-        hint="use another path for this model, or remove the directory",
-    )

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
     from aiokv._native import SlotTable
     from aiokv.stores.disk.committer import Committer
+    from aiokv.stores.disk.layouts import OtherLayouts
     from aiokv.stores.disk.segments import Segments
     from aiokv.stores.disk.volume import Volume
     from aiokv.stores.threads import StoreThreads
 
 log = Log(__name__)
 
-_GROWTH_BYTES: Final = 256 << 20  # allocated at a time
+_GROWTH_BYTES: Final = 256 << 20  # allocated at a time, if that is 1/16 of the store
 _EVICTED_AT_ONCE: Final = 1_024  # about 0.5 ms of the loop
 _MAX_SPARE_SLOTS: Final = 4_096
 _SPARE_BYTES: Final = 256 << 20  # written per flush of a full store, if that is 1/16 of it
@@ -30,7 +31,7 @@ _JOURNAL_BYTES: Final = 4 << 20  # a journal that is not compacted yet, and its 
 _JOURNAL_BYTES_PER_SLOT: Final = 256
 _TRIES: Final = 8  # other saves may take slots that were made free for one
 
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Room:
@@ -40,6 +41,7 @@ class Room:
     the removal of a key is durable.
 
     Args:
+        others: their segments are removed when the store needs the space to grow.
         min_free_bytes: bytes of the file system that growth of the store leaves free.
 
     Attributes:
@@ -53,6 +55,7 @@ class Room:
         segments: Segments,
         committer: Committer,
         threads: StoreThreads,
+        others: OtherLayouts,
         *,
         slot_bytes: int,
         min_free_bytes: int,
@@ -63,13 +66,10 @@ class Room:
         self._segments = segments
         self._committer = committer
         self._threads = threads
+        self._others = others
         self._slot_bytes = slot_bytes
         self._min_free_bytes = max(
             min_free_bytes, _JOURNAL_BYTES + table.capacity * _JOURNAL_BYTES_PER_SLOT
-        )
-        self._spare_slots = min(
-            _MAX_SPARE_SLOTS,
-            max(table.capacity // 256, min(table.capacity // 16, _SPARE_BYTES // slot_bytes)),
         )
         self._is_full = False  # the files cannot grow
         self._has_logged_full = False
@@ -102,6 +102,13 @@ class Room:
             self._committer.settle_soon()
         return slots
 
+    @property
+    def _spare_slots(self) -> int:
+        """Slots that a full store keeps free: a share of those that its files have."""
+        slots = self._table.limit
+        share = max(slots // 256, min(slots // 16, _SPARE_BYTES // self._slot_bytes))
+        return min(_MAX_SPARE_SLOTS, share)
+
     async def _make_free(self, missing: int) -> bool:
         """Make up to ``missing`` slots free; return False if there can be none."""
         if self._table.available > 0:
@@ -113,7 +120,8 @@ class Room:
         if room <= 0:
             self._is_full = True
             return False
-        wanted = min(room, max(missing, _GROWTH_BYTES // self._slot_bytes))
+        chunk = min(_GROWTH_BYTES // self._slot_bytes, self._table.capacity // 16)
+        wanted = min(room, max(missing, chunk))
         try:
             grown = await self._threads.run(lambda _: self._extend(wanted))
         except OSError as error:
@@ -136,13 +144,21 @@ class Room:
 
     def _extend(self, wanted: int) -> int:
         """Extend the files by up to ``wanted`` slots, in the thread; return the number."""
-        spare = self._volume.free_bytes() - self._min_free_bytes
+        while not (grown := self._extend_within_space(wanted)) and self._others.remove_segment():
+            pass
+        return grown
+
+    def _extend_within_space(self, wanted: int) -> int:
+        """Extend the files, as far as the file system and the other layouts leave space."""
+        free = self._volume.free_bytes() - self._min_free_bytes
+        allowed = (self._table.capacity - self._table.limit) * self._slot_bytes
+        spare = min(free, allowed - self._others.num_bytes)
         wanted = min(wanted, spare // self._slot_bytes)
         while wanted > 0:
             try:
                 return self._segments.extend(wanted)
             except OSError as error:
-                if error.errno not in _NO_ROOM:
+                if error.errno not in NO_ROOM:
                     raise
                 wanted //= 2
         return 0

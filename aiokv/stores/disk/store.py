@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import math
 import time
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from aiokv import checks
 from aiokv.errors import ConfigError, StoreError
 from aiokv.stores.base import KEY_BYTES, Result, Store, StoreStatistics
 from aiokv.stores.disk.opened import OpenStore
+from aiokv.stores.disk.room import NO_ROOM
 from aiokv.stores.disk.transfers import SHORT, error_text
 from aiokv.stores.disk.volume import Volume
 from aiokv.stores.options import parse_bytes, store_path, url_options, url_path
@@ -25,12 +25,15 @@ if TYPE_CHECKING:
 
     from aiokv.stores.base import StoreMemory
 
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 
 class DiskStore(Store):
     """Blocks in segment files of one directory, for one process at a time. Snapshots of recurrent
     state are in a directory below it, ``host_state``, with files of their own.
+
+    Blocks of several sizes have files side by side: after an update of the model that changes the
+    size of a block, the store begins empty, and it finds the earlier blocks when the earlier model
+    is back. The files of the other sizes count towards ``bytes``. When the store needs their space,
+    it removes them, 1 GiB or 1/64 of ``bytes`` at a time, beginning with those used longest ago.
 
     A saved block survives the end of the process, ``kill -9`` included. After a power cut, blocks
     that were saved within the last ``fsync_seconds``, or during the flush that follows, may be
@@ -50,7 +53,9 @@ class DiskStore(Store):
             evicts instead.
         fsync_seconds: seconds after which saves are flushed to the medium; 0 to flush before a save
             ends, infinity to flush only when slots are reused and when the store is closed.
-        ttl_seconds: blocks that were saved longer ago are not found; None for no limit.
+        ttl_seconds: blocks that were saved longer ago are not found; None for no limit. The age is
+            measured with the clock of the system. Blocks that were saved while this clock was ahead
+            are not found once it is right.
         volume: file operations of the directory; tests replace them.
 
     Raises:
@@ -126,9 +131,8 @@ class DiskStore(Store):
         """Lock the directory, replay its journal, and register the memory; see :class:`Store`.
 
         Raises:
-            ConfigError: another process uses the directory, it cannot be created or read, or
-                ``bytes`` is smaller than one block.
-            LayoutError: the directory has blocks of another size, or of another version of aiokv.
+            ConfigError: another process uses the directory, or ``bytes`` is smaller than one block.
+            StoreError: the directory cannot be created, read or written.
         """
         capacity_bytes = int(self._capacity_bytes * memory.quota_share)
         if memory.quota_share < 1.0 and capacity_bytes < memory.pitch_bytes:
@@ -146,13 +150,14 @@ class DiskStore(Store):
                 fsync_seconds=self._fsync_seconds,
             )
         except OSError as error:
-            raise ConfigError(
-                f"the disk store {str(self._volume.path)!r} cannot be opened: {error}"
+            raise StoreError(
+                f"the disk store {str(self._volume.path)!r} cannot be opened: {error}",
+                hint="check that the disk is mounted, works, has space and can be written",
             ) from error
 
     async def lookup(self, keys: bytes) -> NDArray[np.bool_]:
         """Return for each key whether it is stored; see :class:`Store`. Does not suspend."""
-        return self._opened().table.contains(keys, self._oldest())
+        return self._opened().table.contains(keys, *self._save_times())
 
     async def load(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
         """Read blocks; see :class:`Store`.
@@ -164,7 +169,7 @@ class DiskStore(Store):
         """
         opened = self._opened()
         opened.transfers.check_blocks(blocks, len(keys) // KEY_BYTES)
-        slots = opened.table.pin(keys, self._oldest())
+        slots = opened.table.pin(keys, *self._save_times())
         found = np.flatnonzero(slots >= 0)
         results = np.full(len(slots), Result.MISSING, np.uint8)
         with opened.operation():
@@ -188,7 +193,7 @@ class DiskStore(Store):
         opened = self._opened()
         opened.transfers.check_blocks(blocks, len(keys) // KEY_BYTES)
         results = np.full(len(blocks), Result.PRESENT, np.uint8)
-        wanted = np.flatnonzero(~opened.table.contains(keys, self._oldest()))
+        wanted = np.flatnonzero(~opened.table.contains(keys, *self._save_times()))
         if len(wanted) == 0:
             return results
         committer, room = opened.writers()
@@ -204,7 +209,7 @@ class DiskStore(Store):
                 raise
             written = errors == 0
             opened.table.release(slots[~written])
-            no_room = np.isin(errors, _NO_ROOM)
+            no_room = np.isin(errors, NO_ROOM)
             results[wanted] = np.where(
                 written, Result.DONE, np.where(no_room, Result.REFUSED, Result.FAILED)
             )
@@ -283,9 +288,15 @@ class DiskStore(Store):
             raise StoreError(f"{self.url} is not open")
         return self._open
 
-    def _oldest(self) -> int:
-        """Unix time of the oldest saves that are found."""
-        return 0 if math.isinf(self._ttl_seconds) else max(0, int(time.time() - self._ttl_seconds))
+    def _save_times(self) -> tuple[int, ...]:
+        """Return the Unix times of the oldest and the newest saves that are found; () for all.
+
+        A save with a later time was made while the clock was ahead: its age is unknown.
+        """
+        if math.isinf(self._ttl_seconds):
+            return ()
+        now = time.time()
+        return max(0, int(now - self._ttl_seconds)), int(now)
 
     def _raise_if_all_failed(
         self, verb: str, results: NDArray[np.uint8], errors: NDArray[np.int32]

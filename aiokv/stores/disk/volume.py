@@ -78,6 +78,10 @@ class Volume:
         """Return the size of a file in bytes."""
         return os.fstat(fd).st_size
 
+    def stat(self, name: str) -> os.stat_result:
+        """Return the status of a file."""
+        return os.stat(self.path / name)
+
     def is_linked(self, fd: int) -> bool:
         """Return whether an open file still has a name."""
         return os.fstat(fd).st_nlink > 0

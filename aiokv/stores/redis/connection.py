@@ -23,6 +23,13 @@ Reply: TypeAlias = "int | bytes | ReplyError | list[Reply] | None"
 
 _BUFFER_BYTES: Final = 64 << 10
 _MAX_LINE_BYTES: Final = 16 << 10  # of a reply's first line; a server's error is much shorter
+# Limits of a reply that is no object: the longest is the list of the slots of a cluster, with some
+# texts, numbers and lists for each of at most 16,384 ranges of slots.
+_MAX_TEXT_BYTES: Final = 16 << 10
+_MAX_REPLY_BYTES: Final = 32 << 20
+_ELEMENT_BYTES: Final = 64  # counted for each text, number and list
+_MAX_DEPTH: Final = 8
+MAX_VALUE_BYTES: Final = 512 << 20  # proto-max-bulk-len of a server, by default
 _MAX_BUFFERS: Final = 1024  # of one sendmsg: IOV_MAX of Linux
 _CRLF: Final = b"\r\n"
 
@@ -93,6 +100,7 @@ class Connection:
         self._buffer = memoryview(self._bytes)
         self._begin = 0
         self._end = 0
+        self._reply_bytes = 0  # of the reply that is being read
 
     def handshake(self) -> None:
         """Begin TLS, if there is a context."""
@@ -150,15 +158,32 @@ class Connection:
     # --- replies ----------------------------------------------------------------------------------
 
     def read_reply(self) -> Reply:
-        """Return the next reply."""
+        """Return the next reply, which is no object of the store.
+
+        Raises:
+            ConnectionError: the reply is longer than that of any command.
+        """
+        self._reply_bytes = 0
+        return self._read_part(0)
+
+    def _read_part(self, depth: int) -> Reply:
+        """Return a reply within ``depth`` lists."""
         line = self._read_line(_BUFFER_BYTES)
-        if not line.startswith((b"$", b"*")):
+        is_text, is_list = line.startswith(b"$"), line.startswith(b"*")
+        length = _integer(line[1:]) if is_text or is_list else len(line)
+        self._reply_bytes += _ELEMENT_BYTES + (0 if is_list else max(length, 0))
+        if (
+            depth > _MAX_DEPTH
+            or self._reply_bytes > _MAX_REPLY_BYTES
+            or (is_text and length > _MAX_TEXT_BYTES)
+        ):
+            raise ConnectionError(f"the reply of the server is too long: {line[:40]!r}")
+        if not is_text and not is_list:
             return simple_reply(line)
-        length = _integer(line[1:])
         if length < 0:
             return None
-        if line.startswith(b"*"):
-            return [self.read_reply() for _ in range(length)]
+        if is_list:
+            return [self._read_part(depth + 1) for _ in range(length)]
         value = bytearray(length)
         self._receive_into(memoryview(value))
         self._end_value(_BUFFER_BYTES)
@@ -181,6 +206,8 @@ class Connection:
         length = _integer(line[1:])
         if length < 0:
             return False
+        if length > MAX_VALUE_BYTES:
+            raise ConnectionError(f"the reply of the server is too long: {line[:40]!r}")
         if length != len(block):
             self._discard(length)
             self._end_value(ahead)

@@ -25,7 +25,7 @@ class SlotMap:
         masters: addresses of all nodes that have slots.
 
     Raises:
-        StoreError: the nodes of the cluster have no slots yet.
+        StoreError: the nodes of the cluster have no slots yet, or the reply is malformed.
     """
 
     def __init__(self, seed: Address, slots: list[Any] | None) -> None:
@@ -52,8 +52,17 @@ class SlotMap:
 
 def _by_slot(seed: Address, slots: list[Any]) -> list[Address | None]:
     addresses: list[Address | None] = [None] * NUM_SLOTS
-    for first, last, (host, port, *_), *_replicas in slots:
-        # A node that does not know its name replies an empty one: it is the node that was asked.
-        known = host.decode() if host and host != b"?" else seed.host
-        addresses[first : last + 1] = [Address(known, port)] * (last + 1 - first)
+    left = NUM_SLOTS
+    try:
+        for first, last, (host, port, *_), *_replicas in slots:
+            left -= last + 1 - first
+            if left < 0 or not 0 <= first <= last < NUM_SLOTS:
+                raise ValueError(f"slots {first} to {last} do not exist, or were listed before")
+            # A node that does not know its name replies an empty one: it is the node asked.
+            known = host.decode() if host and host != b"?" else seed.host
+            addresses[first : last + 1] = [Address(known, port)] * (last + 1 - first)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise StoreError(
+            f"redis store: {seed} replied a malformed list to CLUSTER SLOTS: {error}"
+        ) from error
     return addresses

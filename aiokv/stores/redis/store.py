@@ -16,6 +16,7 @@ from aiokv.stores.base import Result, Store, StoreMemory, StoreStatistics, split
 from aiokv.stores.options import url_options, url_text
 from aiokv.stores.redis import commands
 from aiokv.stores.redis.commands import Item
+from aiokv.stores.redis.connection import MAX_VALUE_BYTES
 from aiokv.stores.redis.nodes import Nodes, in_passes
 from aiokv.stores.redis.options import parse_server, split_url, without_secrets
 from aiokv.stores.redis.pool import until_ended
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     from aiokv.stores.redis.nodes import Job
 
-MAX_VALUE_BYTES: Final = 512 << 20  # proto-max-bulk-len of a server, by default
 _MAX_THREADS: Final = 256
 _NO_BLOCK: Final = memoryview(b"")
 

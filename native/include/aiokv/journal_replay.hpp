@@ -17,8 +17,10 @@ namespace aiokv {
 class JournalReplay {
   public:
     // `table` is new, and must exist until finish(). `boot` identifies the present boot.
-    JournalReplay(SlotTable& table, std::uint64_t epoch, const StoreKey& boot)
-        : table_(table), epoch_(epoch), boot_(boot) {}
+    // Slots from num_slots on do not exist any more.
+    JournalReplay(SlotTable& table, std::uint64_t epoch, const StoreKey& boot,
+                  std::size_t num_slots)
+        : table_(table), epoch_(epoch), boot_(boot), num_slots_(num_slots) {}
 
     // The next records of the file, whole ones except at its end.
     void feed(std::span<const std::uint8_t> bytes);
@@ -39,6 +41,7 @@ class JournalReplay {
     SlotTable& table_;
     std::uint64_t epoch_;
     StoreKey boot_;
+    std::size_t num_slots_;
     bool same_boot_ = false;              // of the session that wrote the present records
     std::vector<JournalRecord> waiting_;  // since the last kSynced
     std::uint64_t position_ = 0;

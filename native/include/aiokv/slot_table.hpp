@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <string>
 #include <vector>
@@ -54,16 +55,24 @@ class SlotList {
     std::size_t size_ = 0;
 };
 
+// Unix times of saves that count, both inclusive.
+struct SaveTimes {
+    std::uint32_t oldest = 0;
+    std::uint32_t newest = std::numeric_limits<std::uint32_t>::max();
+
+    bool has(std::uint32_t seconds) const { return oldest <= seconds && seconds <= newest; }
+};
+
 class SlotTable {
   public:
     // Throws ConfigError unless 1 <= capacity < 2^31.
     explicit SlotTable(std::size_t capacity);
 
-    // Keys saved before `oldest` (Unix time) are missing in these two.
-    void contains(std::span<const StoreKey> keys, std::uint32_t oldest, std::span<bool> found);
+    // Keys that were not saved within `times` are missing in these two.
+    void contains(std::span<const StoreKey> keys, SaveTimes times, std::span<bool> found);
     // Slots of keys, or -1. Each slot found becomes the most recently used, and is not reused
     // before unpin().
-    void pin(std::span<const StoreKey> keys, std::uint32_t oldest, std::span<std::int32_t> slots);
+    void pin(std::span<const StoreKey> keys, SaveTimes times, std::span<std::int32_t> slots);
     void unpin(std::span<const std::int32_t> slots);
 
     // Up to `count` slots in rising order, of those that are free and below the limit of grow().
@@ -116,7 +125,7 @@ class SlotTable {
   private:
     std::uint32_t find(const StoreKey& key) const;
     template <class Visit>
-    void find_all(std::span<const StoreKey> keys, std::uint32_t oldest, Visit visit);
+    void find_all(std::span<const StoreKey> keys, SaveTimes times, Visit visit);
     void touch(std::uint32_t slot);
     void unlink_stored(std::uint32_t slot);
     // A stored slot loses its key.

@@ -66,17 +66,18 @@ void check_batch(const nb::bytes& keys, const SlotArray& slots) {
                      std::to_string(slots.size()) + " slots");
 }
 
-NewFlags contains(SlotTable& table, const nb::bytes& keys, std::uint32_t oldest) {
+NewFlags contains(SlotTable& table, const nb::bytes& keys, std::uint32_t oldest,
+                  std::uint32_t newest) {
     const auto batch = keys_of(keys);
     auto found = std::make_unique<bool[]>(batch.size() + 1);
-    table.contains(batch, oldest, {found.get(), batch.size()});
+    table.contains(batch, {oldest, newest}, {found.get(), batch.size()});
     return array_of<NewFlags>(std::move(found), batch.size());
 }
 
-NewSlots pin(SlotTable& table, const nb::bytes& keys, std::uint32_t oldest) {
+NewSlots pin(SlotTable& table, const nb::bytes& keys, std::uint32_t oldest, std::uint32_t newest) {
     const auto batch = keys_of(keys);
     auto slots = std::make_unique<std::int32_t[]>(batch.size() + 1);
-    table.pin(batch, oldest, {slots.get(), batch.size()});
+    table.pin(batch, {oldest, newest}, {slots.get(), batch.size()});
     return array_of<NewSlots>(std::move(slots), batch.size());
 }
 
@@ -107,10 +108,10 @@ void bind_table(nb::module_& m) {
     nb::class_<SlotTable>(m, "SlotTable",
                           "Slots of a disk store: keys, free slots and recency. Not thread-safe.")
         .def(nb::init<std::size_t>(), "capacity"_a)
-        .def("contains", &contains, "keys"_a, "oldest"_a = 0,
-             "Return for each key whether it is stored, and was saved at `oldest` (Unix time) or "
-             "later.")
-        .def("pin", &pin, "keys"_a, "oldest"_a = 0,
+        .def("contains", &contains, "keys"_a, "oldest"_a = 0, "newest"_a = SaveTimes{}.newest,
+             "Return for each key whether it is stored, and was saved from `oldest` to `newest` "
+             "(Unix times, inclusive).")
+        .def("pin", &pin, "keys"_a, "oldest"_a = 0, "newest"_a = SaveTimes{}.newest,
              "Return the slot of each key, or -1. Until unpin(), the slots found are not reused.")
         .def(
             "unpin", [](SlotTable& table, const SlotArray& slots) { table.unpin(slots_of(slots)); },
@@ -176,10 +177,11 @@ void bind_replay(nb::module_& m) {
     nb::class_<JournalReplay>(m, "JournalReplay", "Rebuilds a slot table from a journal.")
         .def(
             "__init__",
-            [](JournalReplay* self, SlotTable& table, std::uint64_t epoch, const nb::bytes& boot) {
-                new (self) JournalReplay(table, epoch, key_of(boot));
+            [](JournalReplay* self, SlotTable& table, std::uint64_t epoch, const nb::bytes& boot,
+               std::size_t num_slots) {
+                new (self) JournalReplay(table, epoch, key_of(boot), num_slots);
             },
-            "table"_a, "epoch"_a, "boot"_a, nb::keep_alive<1, 2>())
+            "table"_a, "epoch"_a, "boot"_a, "num_slots"_a, nb::keep_alive<1, 2>())
         .def(
             "feed",
             [](JournalReplay& replay, const Buffer& bytes) {
@@ -195,7 +197,8 @@ void bind_replay(nb::module_& m) {
         .def_prop_ro("torn", &JournalReplay::torn, "Invalid records behind `end`.")
         .def_prop_ro("unproven", &JournalReplay::unproven,
                      "Adds that were dropped: a power cut may have lost their data.")
-        .def_prop_ro("outside", &JournalReplay::outside, "Adds to slots above the capacity.");
+        .def_prop_ro("outside", &JournalReplay::outside,
+                     "Records of slots above the capacity, or from num_slots on.");
 }
 
 }  // namespace

@@ -53,7 +53,7 @@ void JournalReplay::apply_waiting(bool proven) {
 }
 
 void JournalReplay::apply(const JournalRecord& record) {
-    if (!table_.replay(record)) ++outside_;
+    if (record.slot >= num_slots_ || !table_.replay(record)) ++outside_;
 }
 
 }  // namespace aiokv

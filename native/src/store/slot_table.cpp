@@ -45,7 +45,7 @@ std::uint32_t SlotTable::find(const StoreKey& key) const {
 // Fetches what several keys need before it looks at the first: an index of a large store is not
 // in the processor's caches.
 template <class Visit>
-void SlotTable::find_all(std::span<const StoreKey> keys, std::uint32_t oldest, Visit visit) {
+void SlotTable::find_all(std::span<const StoreKey> keys, SaveTimes times, Visit visit) {
     std::array<std::uint64_t, kPrefetched> hashes;
     for (std::size_t begin = 0; begin < keys.size(); begin += kPrefetched) {
         const std::size_t count = std::min(kPrefetched, keys.size() - begin);
@@ -59,20 +59,19 @@ void SlotTable::find_all(std::span<const StoreKey> keys, std::uint32_t oldest, V
         }
         for (std::size_t i = 0; i < count; ++i) {
             std::uint32_t slot = index_.find(hashes[i], keys[begin + i], slots_);
-            if (slot != kNoSlot && slots_[slot].seconds < oldest) slot = kNoSlot;
+            if (slot != kNoSlot && !times.has(slots_[slot].seconds)) slot = kNoSlot;
             visit(begin + i, slot);
         }
     }
 }
 
-void SlotTable::contains(std::span<const StoreKey> keys, std::uint32_t oldest,
-                         std::span<bool> found) {
-    find_all(keys, oldest, [&](std::size_t i, std::uint32_t slot) { found[i] = slot != kNoSlot; });
+void SlotTable::contains(std::span<const StoreKey> keys, SaveTimes times, std::span<bool> found) {
+    find_all(keys, times, [&](std::size_t i, std::uint32_t slot) { found[i] = slot != kNoSlot; });
 }
 
-void SlotTable::pin(std::span<const StoreKey> keys, std::uint32_t oldest,
+void SlotTable::pin(std::span<const StoreKey> keys, SaveTimes times,
                     std::span<std::int32_t> slots) {
-    find_all(keys, oldest, [&](std::size_t i, std::uint32_t slot) {
+    find_all(keys, times, [&](std::size_t i, std::uint32_t slot) {
         slots[i] = -1;
         if (slot == kNoSlot) return;
         if (slots_[slot].pins == std::numeric_limits<std::uint16_t>::max()) {
@@ -152,7 +151,7 @@ void SlotTable::grow(std::size_t count) {
 
 std::size_t SlotTable::remove(std::span<const StoreKey> keys) {
     std::size_t removed = 0;
-    find_all(keys, 0, [&](std::size_t, std::uint32_t slot) {
+    find_all(keys, {}, [&](std::size_t, std::uint32_t slot) {
         if (slot == kNoSlot) return;
         drop(slot, RecordKind::kRemove);
         ++removed;
@@ -162,7 +161,7 @@ std::size_t SlotTable::remove(std::span<const StoreKey> keys) {
 
 std::size_t SlotTable::quarantine(std::span<const StoreKey> keys) {
     std::size_t removed = 0;
-    find_all(keys, 0, [&](std::size_t, std::uint32_t slot) {
+    find_all(keys, {}, [&](std::size_t, std::uint32_t slot) {
         if (slot == kNoSlot) return;
         drop(slot, RecordKind::kQuarantine);
         ++removed;

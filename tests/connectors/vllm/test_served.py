@@ -140,7 +140,7 @@ def test_answers_are_exact_with_layerwise_loads(model: Path, expected: list[list
     ("extra", "message"),
     [
         ({"host_gb": 1}, "unknown key 'host_gb' .*did you mean 'host_gib'"),
-        ({"host_gib": 0.1, "stores": ["disk:/proc/kv?bytes=1GiB"]}, "'/proc/kv' cannot be opened"),
+        ({"host_gib": 0.1, "stores": ["disk:/nvme/kv"]}, "has no bytes, the limit of the store"),
     ],
 )
 def test_error_of_a_failed_start_names_the_wrong_setting(

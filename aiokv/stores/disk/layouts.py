@@ -1,0 +1,119 @@
+"""Layouts: blocks of several sizes and formats in the directory of one disk store.
+
+The first layout has its files in the directory itself, and each further one in a directory below
+it, such as ``layout-1-135168-131072``: format 1, slots of 135,168 bytes, payloads of 131,072 bytes.
+A model with larger blocks begins with an empty layout; the earlier one is found again when the
+earlier model is back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal
+
+from aiokv.errors import LayoutError
+from aiokv.observe.logs import Log
+from aiokv.stores.disk.layout import (
+    FORMAT_VERSION,
+    HEADER_BYTES,
+    JOURNAL,
+    LAYOUT,
+    decode_header,
+    segment_name,
+    segment_numbers,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from aiokv.stores.base import StoreMemory
+    from aiokv.stores.disk.volume import Volume
+
+_log: Final = Log(__name__)
+
+
+class OtherLayouts:
+    """Files of the layouts that the store does not use now. Each method blocks.
+
+    They count towards the limit of the store, and give way to its blocks.
+
+    Args:
+        volumes: a volume per layout.
+
+    Attributes:
+        num_bytes: bytes of their segments.
+    """
+
+    def __init__(self, volumes: Iterable[Volume]) -> None:
+        used = [(_used_at(volume), volume) for volume in volumes if _segments(volume)]
+        self._volumes = [volume for _, volume in sorted(used, key=lambda pair: pair[0])]
+        self.num_bytes = sum(
+            volume.stat(name).st_size for volume in self._volumes for name in _segments(volume)
+        )
+
+    def remove_segment(self) -> bool:
+        """Remove the last segment of the layout that was used longest ago.
+
+        Returns:
+            False when there is none.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        if not self._volumes:
+            return False
+        volume = self._volumes[0]
+        *kept, name = _segments(volume)
+        num_bytes = volume.stat(name).st_size
+        if not kept:
+            volume.unlink(JOURNAL)  # first: its records name slots of the segment
+            del self._volumes[0]
+        volume.unlink(name)
+        self.num_bytes -= num_bytes
+        _log.info("disk.layout_shrunk", path=str(volume.path), removed_bytes=num_bytes)
+        return True
+
+
+def find_layout(volume: Volume, memory: StoreMemory) -> tuple[Volume, OtherLayouts]:
+    """Return the volume of the blocks of ``memory``, which may not exist yet, and the others.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    below = [volume.below(name) for name in volume.names() if name.startswith(LAYOUT)]
+    parts = [(part, _content(part, memory)) for part in (volume, *below)]
+    fitting = [part for part, content in parts if content == "fits"]
+    if fitting:
+        chosen = fitting[0]
+    elif parts[0][1] == "nothing":
+        chosen = volume
+    else:
+        chosen = volume.below(
+            f"{LAYOUT}{FORMAT_VERSION}-{memory.pitch_bytes}-{memory.payload_bytes}"
+        )
+    return chosen, OtherLayouts(part for part, _ in parts if part.path != chosen.path)
+
+
+def _content(volume: Volume, memory: StoreMemory) -> Literal["fits", "other", "nothing"]:
+    """Return the kind of blocks of a volume; ``"nothing"`` if its header is missing or damaged."""
+    if JOURNAL not in volume.names():
+        return "nothing"
+    fd = volume.open(JOURNAL, write=False)
+    try:
+        header = decode_header(volume.read(fd, HEADER_BYTES, 0))
+    except LayoutError:
+        return "other"
+    finally:
+        volume.close(fd)
+    if header is None:
+        return "nothing"
+    sizes = header.slot_bytes, header.payload_bytes
+    return "fits" if sizes == (memory.pitch_bytes, memory.payload_bytes) else "other"
+
+
+def _segments(volume: Volume) -> list[str]:
+    return [segment_name(number) for number in segment_numbers(volume.names())]
+
+
+def _used_at(volume: Volume) -> float:
+    """Return the time of the last change of the journal; 0 without a journal."""
+    return volume.stat(JOURNAL).st_mtime if JOURNAL in volume.names() else 0.0
