@@ -239,7 +239,7 @@ class StoreGuard:
             self._pool = memory.pool
             attempt = partial(self._open_store, memory, self._closing)
             on_open = partial(self._note_open, memory, proof)
-            self._opening = Opening(self._url, attempt, on_open, gives_up)
+            self._opening = Opening(self._url, attempt, on_open, gives_up, self.use.retry_seconds)
         return self._opening
 
     async def _open_store(self, memory: StoreMemory, closing: asyncio.Task[None] | None) -> None:

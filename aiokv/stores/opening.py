@@ -6,16 +6,14 @@ An engine starts without a store whose disk or server fails, and uses the store 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from aiokv.errors import AiokvError, ConfigError, StoreError
 from aiokv.observe.logs import Log
+from aiokv.stores.breaker import FIRST_PAUSE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-
-FIRST_PAUSE_SECONDS: Final = 0.5
-LONGEST_PAUSE_SECONDS: Final = 30.0  # between two attempts
 
 log = Log(__name__)
 
@@ -28,6 +26,7 @@ class Opening:
         attempt: opens the store.
         on_open: called when the store is open, unless ``cancel`` was called before.
         gives_up: returns True for an error of the first attempt after which none follows.
+        longest_pause_seconds: limit of the pause between two attempts.
 
     Attributes:
         failure: reason why the store is not open; empty before the first attempt has failed, and
@@ -41,12 +40,14 @@ class Opening:
         attempt: Callable[[], Awaitable[None]],
         on_open: Callable[[], None],
         gives_up: Callable[[AiokvError], bool],
+        longest_pause_seconds: float,
     ) -> None:
         self.failure = ""
         self._url = url
         self._attempt = attempt
         self._on_open = on_open
         self._gives_up = gives_up
+        self._longest_pause_seconds = longest_pause_seconds
         self._is_cancelled = False
         loop = asyncio.get_running_loop()
         self._tried: asyncio.Future[AiokvError | None] = loop.create_future()
@@ -82,7 +83,7 @@ class Opening:
                     return
             self._note_failure(str(error))
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            pause = min(2 * pause, self._longest_pause_seconds)
         if self._is_cancelled:  # the store has ignored it
             return
         self._on_open()

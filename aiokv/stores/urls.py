@@ -2,8 +2,8 @@
 
 ``disk:/nvme/kv?bytes=400GiB``, ``redis://host:6379/0``, ``mooncake://host:50051``,
 ``s3://bucket/prefix``, ``directory:/mnt/shared/kv``. The options ``read``, ``save``, ``required``,
-``deadline``, ``lookup_deadline`` and ``retry`` (see :class:`StoreUse`) apply to all kinds; the other
-options are arguments of one kind.
+``deadline``, ``lookup_deadline`` and ``retry`` (see :class:`StoreUse`) apply to all kinds; the
+other options are arguments of one kind.
 """
 
 from __future__ import annotations

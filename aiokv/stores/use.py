@@ -9,6 +9,7 @@ from aiokv import checks
 from aiokv.errors import ConfigError
 from aiokv.stores.base import Store  # noqa: TC001  (get_type_hints needs it)
 
+RETRY_SECONDS: Final = 10.0
 _METHODS: Final = (
     "open",
     "lookup",
@@ -39,13 +40,13 @@ class StoreUse:
             A batch of more than 256 MiB is moved in parts, each with this deadline.
         lookup_deadline_seconds: limit of one lookup, with all of its calls of the store; None for
             that of the kind of store: 1 s for S3, 0.5 s for a directory, otherwise 0.25 s.
-        retry_seconds: longest pause between two probes of a store that is unavailable. When the
-            store works again, it is used at the latest after this pause, with the first request
-            that asks for its blocks.
+        retry_seconds: longest pause between two probes of a store that is unavailable, or between
+            two attempts to open it. When the store works again, it is used at the latest after this
+            pause, with the first request that asks for its blocks.
         required: True to end the start of the engine when the store cannot be opened. Otherwise the
             engine starts without a store whose disk or server fails, or that takes longer than
-            ``deadline_seconds``; further attempts to open the store follow, with pauses of up to
-            30 s. A store that is configured wrongly ends the start in both cases.
+            ``deadline_seconds``, and tries again to open the store. A store that is configured
+            wrongly ends the start in both cases.
 
     Raises:
         ConfigError: a value is out of range, or ``store`` is not a store.
@@ -56,7 +57,7 @@ class StoreUse:
     save: bool = True
     deadline_seconds: float = 5.0
     lookup_deadline_seconds: float | None = None
-    retry_seconds: float = 10.0
+    retry_seconds: float = RETRY_SECONDS
     required: bool = False
 
     def __post_init__(self) -> None:

@@ -11,7 +11,8 @@ from aiokv import ConfigError, StoreError
 from aiokv.observe.asgi import failed_checks
 from aiokv.observe.metrics import exposition
 from aiokv.stores import StoreUse
-from aiokv.stores.opening import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
+from aiokv.stores.breaker import FIRST_PAUSE_SECONDS
+from aiokv.stores.use import RETRY_SECONDS
 from aiokv.testing import ScriptedStore, running_clock, spin
 from tests.harness.cache import prompt
 from tests.harness.recurrence import Hybrid
@@ -81,7 +82,7 @@ async def test_failures_that_end_the_start_leave_nothing_open(use):
     with pytest.raises(type(error), match=str(error)):
         await c.engine.__aenter__()
     assert not first.is_open
-    await running_clock().advance(LONGEST_PAUSE_SECONDS)
+    await running_clock().advance(RETRY_SECONDS)
     assert second.calls["open"] == 1
 
 
@@ -108,7 +109,7 @@ async def test_attempts_end_before_the_host_memory_sleeps():
         for _ in range(3):
             await c.engine.sleep(["host"])
             calls = store.calls["open"]
-            await running_clock().advance(LONGEST_PAUSE_SECONDS)
+            await running_clock().advance(RETRY_SECONDS)
             assert store.calls["open"] == calls
             await c.engine.wake_up(["host"])
             assert store.calls["open"] == calls + 1
@@ -119,7 +120,7 @@ async def test_close_ends_the_attempts():
     async with StoreCache(store) as c:
         await c.fill(A)
     calls = store.calls["open"]
-    await running_clock().advance(10 * LONGEST_PAUSE_SECONDS)
+    await running_clock().advance(10 * RETRY_SECONDS)
     assert store.calls["open"] == calls
 
 

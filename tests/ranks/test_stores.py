@@ -24,8 +24,8 @@ from aiokv.ranks.messages import (
     encode,
 )
 from aiokv.ranks.reduce import GroupTransfer
+from aiokv.stores.breaker import FIRST_PAUSE_SECONDS
 from aiokv.stores.identity import StoreIdentity
-from aiokv.stores.opening import FIRST_PAUSE_SECONDS
 from aiokv.stores.proof import derive_keys
 from aiokv.testing import ScriptedStore, run_until_idle, running_clock, spin
 from aiokv.worker.layers import LayerDoneCounter

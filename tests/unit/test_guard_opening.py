@@ -12,9 +12,10 @@ import pytest
 from aiokv import ConfigError, LayoutError, StoreError
 from aiokv.stores import StoreUse
 from aiokv.stores.base import Result
+from aiokv.stores.breaker import FIRST_PAUSE_SECONDS
 from aiokv.stores.guard import CLOSE_SECONDS, StoreGuard
-from aiokv.stores.opening import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
 from aiokv.stores.proof import Proof
+from aiokv.stores.use import RETRY_SECONDS
 from aiokv.testing import ScriptedStore, running_clock, spin
 from tests.unit.store_memory import Arena, digests, ids
 
@@ -114,7 +115,7 @@ async def test_attempts_have_growing_pauses_and_each_reason_is_logged_once(caplo
                 calls += [second] * (store.calls["open"] - len(calls))
         pauses = [after - before for before, after in pairwise(calls)]
         assert pauses == sorted(pauses)
-        assert pauses[-1] == LONGEST_PAUSE_SECONDS
+        assert pauses[-1] == RETRY_SECONDS
     reasons = [r.reason for r in caplog.records if r.event == "store.not_opened"]
     assert reasons == ["no disk", "disk full"]
 
