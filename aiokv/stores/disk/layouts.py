@@ -50,6 +50,11 @@ class OtherLayouts:
             volume.stat(name).st_size for volume in self._volumes for name in _segments(volume)
         )
 
+    def shrink(self, num_bytes: int) -> None:
+        """Remove segments until the others have at most ``num_bytes``; see ``remove_segment``."""
+        while self.num_bytes > num_bytes and self.remove_segment():
+            pass
+
     def remove_segment(self) -> bool:
         """Remove the last segment of the layout that was used longest ago.
 
