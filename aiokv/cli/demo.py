@@ -475,17 +475,23 @@ def _model(
 
 
 def _checked_url(store: str) -> str:
-    """Return the URL of a store, of at most 1 GiB if it is a disk store without a size.
+    """Return the URL of a store that the demo requires, of at most 1 GiB if it is a disk store
+    without a size.
 
     Raises:
         ConfigError: the URL is wrong.
     """
     from aiokv.stores import stores_from
 
-    if store.startswith("disk:") and "bytes=" not in store:
-        store += ("&" if "?" in store else "?") + "bytes=1GiB"
-    if store:
-        stores_from([store])
+    if not store:
+        return ""
+    defaults = {"required=": "true"}
+    if store.startswith("disk:"):
+        defaults["bytes="] = "1GiB"
+    for name, value in defaults.items():
+        if name not in store:
+            store += ("&" if "?" in store else "?") + name + value
+    stores_from([store])
     return store
 
 

@@ -61,7 +61,7 @@ class PageStore:
             one page.
 
     Raises:
-        AiokvError: a store cannot be opened; all are closed.
+        AiokvError: as ``StoreSet.open``; all are closed.
     """
 
     def __init__(

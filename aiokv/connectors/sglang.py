@@ -105,7 +105,7 @@ class HiCacheAiokv(HiCacheStorage):  # type: ignore[misc]  # the checker does no
         Raises:
             ConfigError: the layout of the pool has no pages, its element type is unknown, or a
                 store is wrong for this server.
-            AiokvError: a store cannot be opened.
+            AiokvError: as ``StoreSet.open``.
         """
         super().register_mem_pool_host(mem_pool_host)
         parts = self._places(torch.zeros(mem_pool_host.page_size, dtype=torch.int64))[0]

@@ -95,8 +95,8 @@ class CacheEngine(Unique):
             ``peers``.
         stores: stores below the host tier, in the order in which they are asked: a ``DiskStore``
             and the like from :mod:`aiokv.stores`, or URLs such as ``"disk:/nvme/kv?bytes=400GiB"``.
-            They belong to the engine, which opens and closes them. ``CacheConfig.model`` must name
-            the model.
+            They belong to the engine, which opens and closes them; see :class:`StoreUse` for stores
+            that cannot be opened. ``CacheConfig.model`` must name the model.
         peers: how the engine exchanges blocks with engines on other servers: see
             :class:`aiokv.Peers`, ``Lease.receive`` and ``send``. ``CacheConfig.model`` must name
             the model.

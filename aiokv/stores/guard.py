@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from aiokv import _native
-from aiokv.errors import StoreError
+from aiokv.errors import AiokvError, ConfigError, StoreError
 from aiokv.observe.logs import Log
 from aiokv.plan import Priority
 from aiokv.stores.base import KEY_BYTES, Result, StoreStatistics
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aiokv.errors import AiokvError
     from aiokv.stores.accesses import Accesses
     from aiokv.stores.base import Store, StoreMemory
     from aiokv.stores.breaker import State
@@ -248,7 +247,14 @@ class StoreGuard:
             _, stuck = await asyncio.wait(before, timeout=CLOSE_SECONDS)
             if stuck:
                 raise StoreError(f"store {self._url} cannot be opened again: it has not closed yet")
-        await self._store.open(memory)
+        try:
+            await self._store.open(memory)
+        except AiokvError:
+            raise
+        except ImportError as error:
+            raise ConfigError(f"store {self._url} needs a package: {error}") from error
+        except Exception as error:
+            raise StoreError(f"store {self._url} cannot be opened: {_text(error)}") from error
 
     def _note_open(self, memory: StoreMemory, proof: Proof) -> None:
         self._proof = proof

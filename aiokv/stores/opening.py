@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from aiokv.errors import AiokvError, ConfigError, StoreError
+from aiokv.errors import AiokvError
 from aiokv.observe.logs import Log
 from aiokv.stores.breaker import FIRST_PAUSE_SECONDS
 
@@ -23,7 +23,7 @@ class Opening:
 
     Args:
         url: of the store, without user and password.
-        attempt: opens the store.
+        attempt: opens the store; raises ``AiokvError`` only.
         on_open: called when the store is open, unless ``cancel`` was called before.
         gives_up: returns True for an error of the first attempt after which none follows.
         longest_pause_seconds: limit of the pause between two attempts.
@@ -99,11 +99,6 @@ class Opening:
             await self._attempt()
         except AiokvError as error:
             return error
-        except ImportError as error:
-            return ConfigError(f"store {self._url} cannot be imported: {error}")
-        except Exception as error:
-            reason = str(error) or type(error).__name__
-            return StoreError(f"store {self._url} cannot be opened: {reason}")
         return None
 
     def _note_failure(self, reason: str) -> None:

@@ -182,7 +182,7 @@ class Worker(Protocol):
                 tensor. Nothing changed.
             ConfigError: the tensors hold fewer blocks, or there is no memory. Nothing changed.
             RankLost: a rank is missing; nothing is left behind.
-            AiokvError: a store cannot be opened, or the address for peers not be listened at;
+            AiokvError: as ``StoreSet.open``, or the address for peers cannot be listened at;
                 nothing is left behind.
 
         Cancellation: nothing is left behind.

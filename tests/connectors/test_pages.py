@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from aiokv import ConfigError, UsageError
+from aiokv import ConfigError, StoreError, UsageError
 from aiokv.connectors.pages import PageStore
 from aiokv.stores import StoreUse, stores_from
 from aiokv.testing import ScriptedStore
@@ -247,8 +247,12 @@ def test_close_ends_a_call_of_another_thread():
 
 def test_store_that_cannot_be_opened_leaves_nothing_behind(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="file"):
-        opened(f"directory:{tmp_path}/file/below")
+    with pytest.raises(StoreError, match="file"):
+        opened(f"directory:{tmp_path}/file/below?required=true")
+    with pytest.raises(ConfigError, match="one object takes"):
+        opened(f"directory:{tmp_path}/kv?bytes=1")
+    with opened(f"directory:{tmp_path}/file/below") as pages:
+        assert pages.lookup(digests(range(2))) == 0
 
 
 @pytest.mark.parametrize(

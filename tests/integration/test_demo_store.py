@@ -95,3 +95,9 @@ def test_wrong_url_is_refused_before_the_first_run(capsys):
     printed = capsys.readouterr()
     assert "'disk:' has no path" in printed.err
     assert "requests" not in printed.out + printed.err
+
+
+def test_store_that_cannot_be_opened_ends_the_demo(capsys, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["demo", *SMALL, "--store", f"disk:{tmp_path / 'file'}"]) != 0
+    assert "cannot be opened" in capsys.readouterr().err

@@ -1157,7 +1157,7 @@ async def test_receiver_closes_with_transfers_in_flight(slow):
         await receiving.__aexit__(None, None, None)
         lease.release()
         with pytest.raises(ClosedError):
-            await lease.leases.receive(lease, None, 1.0).__aenter__()
+            await lease.leases.receive(lease, None, 1.0, None).__aenter__()
 
 
 @pytest.mark.parametrize("slow", [False, True])

@@ -104,22 +104,38 @@ async def test_other_layouts_count_towards_the_limit_and_give_way(
     assert await numbers_in(small_store(tmp_path, slots=32), second, 16) == list(range(16))
 
 
+async def test_smaller_limit_removes_other_layouts_at_the_next_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "_MIN_SEGMENT_BYTES", 8 * 4_096)
+    first, second = small_blocks(), large_blocks()
+    async with opened(small_store(tmp_path, slots=64), first) as store:
+        await save(store, first, range(24))
+    async with opened(small_store(tmp_path, slots=64), second) as store:
+        await save(store, second, range(4))
+    async with opened(small_store(tmp_path, slots=24), second) as store:
+        assert store.statistics().details["other_layouts_bytes"] == 16 * 4_096
+        assert await load(store, second, range(4)) == [0, 1, 2, 3]
+    async with opened(small_store(tmp_path, slots=24), first) as store:
+        assert len(await load(store, first, range(24))) == 16
+
+
 async def test_layout_that_was_used_longest_ago_gives_way_first(tmp_path: Path) -> None:
     sizes = {number: Blocks(8, number * 4_096 - 64) for number in (1, 2, 3)}
     for number, blocks in sizes.items():
         async with opened(small_store(tmp_path, slots=24), blocks) as store:
             await save(store, blocks, range(8 if number == 1 else 2))
-    for age, path in ((10, tmp_path / LARGE), (20, tmp_path)):
+    for age, path in ((20, tmp_path / LARGE), (10, tmp_path)):
         used_at = os.stat(tmp_path).st_mtime - age
         os.utime(path / "journal", (used_at, used_at))
     async with opened(small_store(tmp_path, slots=24), sizes[3]) as store:
         seen = []
-        for begin in range(2, 20, 2):
-            await save(store, sizes[3], range(begin, begin + 2))
+        for number in range(2, 12):
+            await save(store, sizes[3], [number])
             left = [bool(content_of(path)) for path in (tmp_path, tmp_path / LARGE)]
             if left not in seen:
                 seen.append(left)
-        assert seen == [[True, True], [False, True], [False, False]]
+        assert seen == [[True, True], [True, False], [False, False]]
 
 
 async def test_other_layouts_give_way_on_a_full_file_system(

@@ -730,7 +730,8 @@ def test_replies_of_all_kinds() -> None:
 )
 def test_reply_that_is_longer_than_that_of_any_command_is_an_error(reply: bytes) -> None:
     left, right = socket.socketpair()
-    with right, left, ThreadPoolExecutor(1) as threads:
+    left.settimeout(PATIENCE_SECONDS)
+    with ThreadPoolExecutor(1) as threads, right, left:
         sending = threads.submit(right.sendall, reply)
         with pytest.raises(ConnectionError, match="the reply of the server is too long"):
             Connection(left).read_reply()
@@ -741,6 +742,7 @@ def test_reply_that_is_longer_than_that_of_any_command_is_an_error(reply: bytes)
 
 def test_value_that_is_longer_than_that_of_any_server_is_an_error() -> None:
     left, right = socket.socketpair()
+    left.settimeout(PATIENCE_SECONDS)
     with right, left:
         right.sendall(b"$536870913\r\n")
         with pytest.raises(ConnectionError, match="the reply of the server is too long"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,8 @@ from tests.unit.store_memory import Arena, digests, ids
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from aiokv.stores.base import StoreMemory
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.clock]
 
@@ -191,8 +193,16 @@ async def test_close_ends_the_attempts():
         assert rig.store.calls["open"] == calls
 
 
+class StubbornStore(ScriptedStore):
+    """A store that opens although the call is cancelled."""
+
+    async def open(self, memory: StoreMemory) -> None:
+        with suppress(asyncio.CancelledError):
+            await super().open(memory)
+
+
 async def test_store_that_ignores_the_cancellation_of_open_is_closed_afterwards():
-    store = ScriptedStore()
+    store = StubbornStore()
     gate = store.hold("open")
     async with guarded(store, deadline_seconds=1.0) as rig:
         start = asyncio.create_task(rig.open())
@@ -204,6 +214,7 @@ async def test_store_that_ignores_the_cancellation_of_open_is_closed_afterwards(
         gate.open()
         assert await closing
         assert not rig.guard.is_open
+        assert await rig.save(1) == Result.FAILED
         assert store.calls["aclose"] == 1
 
 

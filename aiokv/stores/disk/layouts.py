@@ -44,11 +44,18 @@ class OtherLayouts:
     """
 
     def __init__(self, volumes: Iterable[Volume]) -> None:
-        used = [(_used_at(volume), volume) for volume in volumes if _segments(volume)]
-        self._volumes = [volume for _, volume in sorted(used, key=lambda pair: pair[0])]
-        self.num_bytes = sum(
+        self._volumes = sorted(volumes, key=_used_at)
+        self.num_bytes = self._measured_bytes()
+
+    def _measured_bytes(self) -> int:
+        return sum(
             volume.stat(name).st_size for volume in self._volumes for name in _segments(volume)
         )
+
+    def shrink(self, num_bytes: int) -> None:
+        """Remove segments until the others have at most ``num_bytes``; see ``remove_segment``."""
+        while self.num_bytes > num_bytes and self.remove_segment():
+            pass
 
     def remove_segment(self) -> bool:
         """Remove the last segment of the layout that was used longest ago.
@@ -59,18 +66,19 @@ class OtherLayouts:
         Raises:
             OSError: it cannot be removed.
         """
-        if not self._volumes:
-            return False
-        volume = self._volumes[0]
-        *kept, name = _segments(volume)
-        num_bytes = volume.stat(name).st_size
-        if not kept:
-            volume.unlink(JOURNAL)  # first: its records name slots of the segment
-            del self._volumes[0]
-        volume.unlink(name)
-        self.num_bytes -= num_bytes
-        _log.info("disk.layout_shrunk", path=str(volume.path), removed_bytes=num_bytes)
-        return True
+        while self._volumes:
+            volume = self._volumes[0]
+            names = _segments(volume)
+            if len(names) <= 1:
+                volume.unlink(JOURNAL)  # first: its records name slots of the segment
+                del self._volumes[0]
+            if names:
+                volume.unlink(names[-1])
+                before, self.num_bytes = self.num_bytes, self._measured_bytes()
+                removed_bytes = before - self.num_bytes
+                _log.info("disk.layout_shrunk", path=str(volume.path), removed_bytes=removed_bytes)
+                return True
+        return False
 
 
 def find_layout(volume: Volume, memory: StoreMemory) -> tuple[Volume, OtherLayouts]:

@@ -92,6 +92,7 @@ class OpenStore:
                 resources.callback(recovered.segments.close)
                 if recovered.journal is not None:
                     resources.callback(recovered.journal.close)
+                    others.shrink(capacity_bytes - recovered.table.limit * memory.pitch_bytes)
                 return volume, others, recovered
 
             volume, others, recovered = await threads.run(lambda _: prepare())
