@@ -718,8 +718,8 @@ class CacheEngine(Unique):
         """Drop all cached blocks of both tiers, and release all pins.
 
         Blocks in stores are found again: after a change of the weights, use ``updating_weights``.
-        Open leases keep their blocks, but publish no more. Returns when all transfers that started
-        before the call have ended.
+        Open leases keep their blocks, but publish no more. Receives and sends in flight end.
+        Returns when all transfers that started before the call have ended.
 
         Args:
             timeout: seconds to wait for these transfers; None for no limit.
@@ -771,10 +771,12 @@ class CacheEngine(Unique):
         """Stop granting inside the ``async with`` block, and drop all cached blocks at its end.
 
         KV that was computed with the old weights is wrong for the new ones. Open leases keep their
-        blocks, but publish no more. Pins are released.
+        blocks, but publish no more. Pins are released. Receives and sends in flight end when the
+        block is entered; their leases keep the positions that have arrived.
 
         Args:
-            timeout: seconds to wait on entry for transfers in flight; None for no limit.
+            timeout: seconds to wait on entry for transfers in flight within this engine and to its
+                stores; None for no limit.
             version: version of the new weights: blocks of this version are found in the stores
                 from now on. With None, or after an exception in the block, the weights get a random
                 version, of which no store has blocks.
@@ -783,10 +785,11 @@ class CacheEngine(Unique):
             An async context manager.
 
         Raises:
-            ControlTimeout: raised on entry: transfers did not end in time. Nothing changed.
+            ControlTimeout: raised on entry: transfers did not end in time. Nothing changed: the
+                engine grants again, and receives and sends go on.
 
-        Cancellation: before the block is entered, nothing changed; inside the block, the engine
-        drops all cached blocks and grants again.
+        Cancellation: before the block is entered, as for ``ControlTimeout``; inside the block, the
+        engine drops all cached blocks and grants again.
         """
         return self._control.updating_weights(timeout, version)
 

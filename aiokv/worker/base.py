@@ -424,9 +424,6 @@ class Worker(Protocol):
         Cancellation: stops waiting; the transfers go on.
         """
 
-    async def settle(self) -> None:
-        """As drain(), but only for the plans submitted so far."""
-
     async def sleep(self, tiers: frozenset[Tier]) -> None:
         """Free the memory of these tiers; no transfer is in flight. Idempotent.
 

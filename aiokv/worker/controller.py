@@ -488,12 +488,8 @@ class CacheController:
 
         Cancellation: stops waiting; the transfers go on.
         """
-        while self._in_flight():
-            await self.settle()
-
-    async def settle(self) -> None:
-        """As drain(), but only for the plans submitted so far."""
-        await self._report_waiters.wait(self._in_flight())
+        while in_flight := self._in_flight():
+            await self._report_waiters.wait(in_flight)
 
     def _in_flight(self) -> list[int]:
         """Return the ids of the plans that were not reported yet."""
