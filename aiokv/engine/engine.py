@@ -840,12 +840,12 @@ class CacheEngine(Unique):
 
         Raises:
             ControlTimeout: names the owners of the leases still held, and nothing changed; or names
-                the ranks that did not answer, or a store was still closing, and ``asleep`` lists
-                the tiers that are asleep: nothing is granted before ``wake_up``.
+                the ranks that did not answer, or a store or a peer was still closing, and
+                ``asleep`` lists the tiers that are asleep: nothing is granted before ``wake_up``.
+                Then their memory may still be in use: call ``sleep`` again, or ``wake_up``.
             UsageError: ``tags`` has an unknown tier. Nothing changed.
 
-        Cancellation: ``asleep`` lists the tiers that are asleep; ``sleep`` and ``wake_up`` can be
-        called again.
+        Cancellation: as for ``ControlTimeout``.
         """
         await self._sleep.sleep(tags, timeout)
 
@@ -860,20 +860,26 @@ class CacheEngine(Unique):
 
         A cuda device page-locks host memory in the background; requests need not wait for that.
 
+        When it fails, the tiers are still asleep, and the engine does not keep ``regions``: free
+        them, or pass the same or others to the next call. With ranks, a rank may use its tensors
+        until the next ``sleep`` or ``wake_up``. Host memory may be allocated, and stores open,
+        until ``sleep`` is called again.
+
         Args:
             tags: tiers to wake; tiers that are awake stay as they are.
             regions: the tensors of the device tier, with the same layout as before ``sleep``; their
                 addresses may differ. Required when a ``"device"`` tier with tensors wakes up.
-            timeout: seconds to wait for another ``sleep`` or ``wake_up`` in progress, and for
-                ranks; None for no limit.
+            timeout: seconds to wait for another ``sleep`` or ``wake_up`` in progress, for stores
+                and peers to open, and for ranks; None for no limit.
 
         Raises:
             LayoutError: the tensors are missing, or their layout differs. Still asleep.
             ConfigError: there is not enough memory for the host tier. Still asleep.
-            ControlTimeout: the other call did not end in time, or ranks, which the error names, did
-                not answer. Still asleep.
-            UsageError: ``tags`` has an unknown tier, or ``regions`` is not a ``Regions``. Nothing
-                changed.
+            ControlTimeout: the time has passed; the error names ranks that did not answer. Still
+                asleep.
+            UsageError: ``tags`` has an unknown tier; or ``regions`` is not a ``Regions``, or has
+                other tensors than the engine uses, and the call does not wake the device tier.
+                Nothing changed.
 
         Cancellation: the tiers are still asleep.
         """
