@@ -347,7 +347,8 @@ class CacheEngine(Unique):
 
         When a lease is released, cancelled, preempted, truncated or garbage-collected while the
         batch is in flight, the engine reuses its blocks only after the batch has ended. So no other
-        request gets a block that a thread or a stream may still write.
+        request gets a block that a thread or a stream may still write. ``truncate`` of a lease with
+        sliding windows raises ``LeaseError`` instead if it would give whole blocks back.
 
         The batch ends when the ``with`` block, all calls of ``batch.run`` and all work passed to
         ``batch.ends_with`` have ended. On a device that computes in a stream, and with ranks, work
