@@ -897,11 +897,12 @@ class CacheEngine(Unique):
         Call it when no step runs on the remaining ranks.
 
         Raises:
-            UsageError: no rank is lost.
-            RankLost: a rank did not start again. Nothing changed.
+            UsageError: no rank is lost. Nothing changed.
+            RankLost: a rank did not start again. The ranks are still lost, and no block moves: call
+                ``restart_ranks`` again.
             ClosedError: the engine is closed or closing.
 
-        Cancellation: nothing changed; call ``restart_ranks`` again.
+        Cancellation: as for ``RankLost``. The open step is closed in any case.
         """
         await self._recovery.restart_ranks()
 
