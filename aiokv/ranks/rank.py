@@ -561,8 +561,8 @@ class Rank(Unique):
             if "device" in tiers and not self.is_asleep:
                 # Before the await: a restart may cancel it, and the old tensors must not be bound.
                 self._bare = self.regions = self.regions.without_tensors()
-                self.is_asleep = True
             await controller.sleep(tiers)
+            self.is_asleep = "device" in controller.memory.asleep
         else:
             await self._wake_up(tiers, request.device_blocks)
 

@@ -445,7 +445,7 @@ class CacheController:
         """Free the memory of these tiers; see :meth:`WorkerMemory.sleep`.
 
         Nothing can be submitted until all tiers are awake. The stores are closed while the host
-        tier is asleep, the peers while any tier is asleep. Does not suspend without both.
+        tier is asleep, the peers while any tier is. Does not suspend without stores and peers.
 
         Raises:
             UsageError: a transfer is in flight. Nothing changed.

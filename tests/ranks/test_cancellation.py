@@ -211,6 +211,72 @@ async def test_wake_up_cancelled_at_any_await_can_be_called_with_other_tensors(t
     assert await at_each_await(tmp_path, fall_asleep, verb, wake_up_others) >= 1
 
 
+async def test_restart_of_sleeping_ranks_cancelled_at_any_await_binds_the_next_tensors(tmp_path):
+    entering: list[asyncio.Task[Any]] = []
+
+    async def lose_one_asleep(ranked: Ranked) -> None:
+        await ranked.to_host(A)
+        await ranked.engine.sleep()
+        await ranked.lose(1)
+        entering.append(asyncio.create_task(ranked.shards[1].worker.__aenter__()))
+
+    async def wake_up(ranked: Ranked) -> None:
+        if ranked.group.failure is not None:
+            await ranked.engine.restart_ranks()
+        await entering.pop()
+        assert ranked.engine.asleep == {"device", "host"}
+        abandoned = [array for shard in ranked.shards for array in shard.kv]
+        new_tensors(ranked)
+        for array in abandoned:
+            array[:] = 55
+        await ranked.engine.wake_up()
+        assert await ranked.serve(A) == 0
+        await ranked.to_host(B)
+        assert await ranked.serve(B) == 6, "compares the bytes"
+        assert all((array == 55).all() for array in abandoned)
+
+    def restart(ranked: Ranked) -> Coroutine[Any, Any, None]:
+        return ranked.engine.restart_ranks()
+
+    assert await at_each_await(tmp_path, lose_one_asleep, restart, wake_up) >= 2
+
+
+CONTROL: dict[str, Callable[[Ranked], Coroutine[Any, Any, None]]] = {
+    "sleep": lambda ranked: ranked.engine.sleep(),
+    "sleep_device": lambda ranked: ranked.engine.sleep(["device"]),
+    "sleep_host": lambda ranked: ranked.engine.sleep(["host"]),
+    "quiesce": lambda ranked: ranked.engine.quiesce(),
+    "reset": lambda ranked: ranked.engine.reset(),
+    "resize": lambda ranked: ranked.engine.resize(4),
+    "update_weights": lambda ranked: update_weights(ranked),
+}
+
+
+@pytest.mark.parametrize("verb", CONTROL)
+async def test_calls_after_a_cancelled_control_call_find_no_half_of_it(tmp_path, verb):
+    async def call_others(ranked: Ranked) -> None:
+        if verb == "quiesce" and ranked.engine.dump()["paused"]:
+            ranked.engine.resume()
+        await ranked.engine.sleep()
+        abandoned = [array for shard in ranked.shards for array in shard.kv]
+        new_tensors(ranked)
+        for array in abandoned:
+            array[:] = 55
+        await ranked.engine.wake_up()
+        async with ranked.engine.updating_weights(version="2"):
+            pass
+        await ranked.engine.resize(6)
+        assert ranked.engine.statistics().device_blocks == 6
+        await ranked.engine.quiesce()
+        ranked.engine.resume()
+        await is_served(ranked)
+        await ranked.to_host(B)
+        assert await ranked.serve(B) == 6, "compares the bytes"
+        assert all((array == 55).all() for array in abandoned)
+
+    await at_each_await(tmp_path, put_on_host, CONTROL[verb], call_others)
+
+
 async def request(ranked: Ranked) -> None:
     await ranked.serve(A)
 
