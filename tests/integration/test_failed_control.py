@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from itertools import count
 from typing import TYPE_CHECKING, Any, Self
 
@@ -295,3 +296,23 @@ async def test_update_that_is_cancelled_on_entry_changes_nothing():
             assert (await model.read(A, wait_store=math.inf)).host_tokens == 8, "of the store"
             await model.reads_what_it_computes()
     assert number > 1, "the entry suspends"
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_walk_of_cancelled_control_calls_reads_what_it_computes(seed):
+    rng = random.Random(seed)
+    calls: list[Callable[[Model], Coroutine[Any, Any, None]]] = [
+        *NEXT.values(),
+        lambda model: model.engine.sleep(rng.choice((["device"], ["host"], ["device", "host"]))),
+        lambda model: model.engine.resize(rng.randint(4, DEVICE_BLOCKS)),
+        lambda model: model.update(rng.randint(3, 9)),
+    ]
+    async with Model() as model:
+        await model.prepare()
+        for _ in range(8):
+            await cancelled_at(rng.choice(calls)(model), rng.randint(1, 25))
+            assert model.engine.check_invariants() == []
+            if not model.engine.asleep and rng.random() < 0.5:
+                await model.read(A)
+        await model.wake_up()
+        await model.reads_what_it_computes()
