@@ -59,7 +59,7 @@ class Model(Cache):
     """A model with a store and peers. Its device completes a copy per pass of the loop.
 
     Attributes:
-        holder: a lease that is released some passes after ``hold``.
+        holder: a lease that is released some passes after ``prepare``.
         abandoned: tensors that the engine must not write any more.
     """
 
