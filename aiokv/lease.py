@@ -694,7 +694,9 @@ class Lease(Unique):
         Raises:
             LeaseError: ``num_tokens`` is inside shared blocks, inside blocks that ``resume`` is
                 onloading, inside a multimodal item, or beyond the end; the recurrent state or a
-                window is already past it; or the lease is not granted. Nothing changed.
+                window is already past it; the lease has sliding windows, and whole blocks would be
+                given back while a batch or a transfer to another engine uses them; or the lease is
+                not granted. Nothing changed.
             UsageError: ``num_tokens`` is not an integer. Nothing changed.
         """
         self.leases.truncate(self, checks.integer("num_tokens", num_tokens))

@@ -51,7 +51,7 @@ class ComputeBatch:
         self._in_block = False
         self._event = False  # True when it ends with an event: not part of the open step
         self._unended: set[object] = set()  # the `with` block, work and events to wait for
-        self._task: asyncio.Task[Any] | None = None
+        self._task: asyncio.Task[Any] | None = None  # inside the `with` block
 
     @property
     def done(self) -> bool:
@@ -79,6 +79,7 @@ class ComputeBatch:
         traceback: TracebackType | None,
     ) -> None:
         self._in_block = False
+        self._task = None  # its locals have leases, and a future of the user may keep this batch
         self._ended(_BLOCK)
 
     async def run(
@@ -147,7 +148,7 @@ class ComputeBatch:
 
     def is_in_block_of(self, task: asyncio.Task[Any] | None) -> bool:
         """Return True if ``task`` has entered the ``with`` block and the block has not ended."""
-        return self._in_block and self._task is task
+        return task is not None and self._task is task
 
     def _check_in_block(self) -> None:
         self._computing.check_loop()

@@ -10,6 +10,7 @@ from uuid import uuid4
 from aiokv import checks
 from aiokv.errors import ControlTimeout, UsageError
 from aiokv.observe.logs import Log
+from aiokv.plan import PEER_ROUTES
 from aiokv.types import Tier
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Control:
         self._dispatcher.apply(self._scheduler.reset("the cache was reset"))
         log.info("cache.reset")
         async with self.deadline("reset", timeout):
-            await self._worker.settle()
+            await self._transfers.settle()
 
     async def drain(self, timeout: float | None) -> None:
         """See ``CacheEngine.drain``."""
@@ -187,12 +188,12 @@ class Control:
         nonce = f"unnamed {uuid4().hex}"  # finds no block of a store
         next_version = nonce if version is None else checks.text("version", version)
         self.change_gate("hold")  # from here on, nothing is saved to the stores
-        self._exchange.change_weights(nonce)  # nor exchanged with peers
-        self._exchange.end_all("the weights are being updated")
         try:
             async with self.deadline("updating_weights", timeout):
-                await self._worker.settle()
-            try:
+                await self._transfers.settle(but=PEER_ROUTES)
+            try:  # no await before the block: an entry that fails has changed nothing
+                self._exchange.change_weights(nonce)
+                self._exchange.end_all("the weights are being updated")
                 yield
             except BaseException:
                 next_version = nonce  # the weights may have been updated in part

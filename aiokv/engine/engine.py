@@ -347,7 +347,8 @@ class CacheEngine(Unique):
 
         When a lease is released, cancelled, preempted, truncated or garbage-collected while the
         batch is in flight, the engine reuses its blocks only after the batch has ended. So no other
-        request gets a block that a thread or a stream may still write.
+        request gets a block that a thread or a stream may still write. ``truncate`` of a lease with
+        sliding windows raises ``LeaseError`` instead if it would give whole blocks back.
 
         The batch ends when the ``with`` block, all calls of ``batch.run`` and all work passed to
         ``batch.ends_with`` have ended. On a device that computes in a stream, and with ranks, work
@@ -718,8 +719,8 @@ class CacheEngine(Unique):
         """Drop all cached blocks of both tiers, and release all pins.
 
         Blocks in stores are found again: after a change of the weights, use ``updating_weights``.
-        Open leases keep their blocks, but publish no more. Returns when all transfers that started
-        before the call have ended.
+        Open leases keep their blocks, but publish no more. Receives and sends in flight end.
+        Returns when all transfers that started before the call have ended.
 
         Args:
             timeout: seconds to wait for these transfers; None for no limit.
@@ -771,10 +772,12 @@ class CacheEngine(Unique):
         """Stop granting inside the ``async with`` block, and drop all cached blocks at its end.
 
         KV that was computed with the old weights is wrong for the new ones. Open leases keep their
-        blocks, but publish no more. Pins are released.
+        blocks, but publish no more. Pins are released. Receives and sends in flight end when the
+        block is entered; their leases keep the positions that have arrived.
 
         Args:
-            timeout: seconds to wait on entry for transfers in flight; None for no limit.
+            timeout: seconds to wait on entry for transfers in flight within this engine and to its
+                stores; None for no limit.
             version: version of the new weights: blocks of this version are found in the stores
                 from now on. With None, or after an exception in the block, the weights get a random
                 version, of which no store has blocks.
@@ -783,10 +786,11 @@ class CacheEngine(Unique):
             An async context manager.
 
         Raises:
-            ControlTimeout: raised on entry: transfers did not end in time. Nothing changed.
+            ControlTimeout: raised on entry: transfers did not end in time. Nothing changed: the
+                engine grants again, and receives and sends go on.
 
-        Cancellation: before the block is entered, nothing changed; inside the block, the engine
-        drops all cached blocks and grants again.
+        Cancellation: before the block is entered, as for ``ControlTimeout``; inside the block, the
+        engine drops all cached blocks and grants again.
         """
         return self._control.updating_weights(timeout, version)
 
@@ -837,12 +841,12 @@ class CacheEngine(Unique):
 
         Raises:
             ControlTimeout: names the owners of the leases still held, and nothing changed; or names
-                the ranks that did not answer, or a store was still closing, and ``asleep`` lists
-                the tiers that are asleep: nothing is granted before ``wake_up``.
+                the ranks that did not answer, or a store or a peer was still closing, and
+                ``asleep`` lists the tiers that are asleep: nothing is granted before ``wake_up``.
+                Then their memory may still be in use: call ``sleep`` again, or ``wake_up``.
             UsageError: ``tags`` has an unknown tier. Nothing changed.
 
-        Cancellation: ``asleep`` lists the tiers that are asleep; ``sleep`` and ``wake_up`` can be
-        called again.
+        Cancellation: as for ``ControlTimeout``.
         """
         await self._sleep.sleep(tags, timeout)
 
@@ -857,20 +861,26 @@ class CacheEngine(Unique):
 
         A cuda device page-locks host memory in the background; requests need not wait for that.
 
+        When it fails, the tiers are still asleep, and the engine does not keep ``regions``: free
+        them, or pass the same or others to the next call. With ranks, a rank may use its tensors
+        until the next ``sleep`` or ``wake_up``. Host memory may be allocated, and stores open,
+        until ``sleep`` is called again.
+
         Args:
             tags: tiers to wake; tiers that are awake stay as they are.
             regions: the tensors of the device tier, with the same layout as before ``sleep``; their
                 addresses may differ. Required when a ``"device"`` tier with tensors wakes up.
-            timeout: seconds to wait for another ``sleep`` or ``wake_up`` in progress, and for
-                ranks; None for no limit.
+            timeout: seconds to wait for another ``sleep`` or ``wake_up`` in progress, for stores
+                and peers to open, and for ranks; None for no limit.
 
         Raises:
             LayoutError: the tensors are missing, or their layout differs. Still asleep.
             ConfigError: there is not enough memory for the host tier. Still asleep.
-            ControlTimeout: the other call did not end in time, or ranks, which the error names, did
-                not answer. Still asleep.
-            UsageError: ``tags`` has an unknown tier, or ``regions`` is not a ``Regions``. Nothing
-                changed.
+            ControlTimeout: the time has passed; the error names ranks that did not answer. Still
+                asleep.
+            UsageError: ``tags`` has an unknown tier; or ``regions`` is not a ``Regions``, or has
+                other tensors than the engine uses, and the call does not wake the device tier.
+                Nothing changed.
 
         Cancellation: the tiers are still asleep.
         """
@@ -887,11 +897,12 @@ class CacheEngine(Unique):
         Call it when no step runs on the remaining ranks.
 
         Raises:
-            UsageError: no rank is lost.
-            RankLost: a rank did not start again. Nothing changed.
+            UsageError: no rank is lost. Nothing changed.
+            RankLost: a rank did not start again. The ranks are still lost, and no block moves: call
+                ``restart_ranks`` again.
             ClosedError: the engine is closed or closing.
 
-        Cancellation: nothing changed; call ``restart_ranks`` again.
+        Cancellation: as for ``RankLost``. The open step is closed in any case.
         """
         await self._recovery.restart_ranks()
 

@@ -129,10 +129,10 @@ class Sleep:
         self._lifetime.check_open()
         async with self._control.deadline("wake_up", timeout), self._turn:
             waking = tiers & self.asleep
+            if regions is not None:
+                self._check_regions(regions, waking)
             if not waking:
                 return
-            if "device" in waking and regions is not None:
-                self._check_blocks(regions)
             await self._worker.wake_up(waking, regions)
             self._lifetime.check_open()
             if "device" in waking and regions is not None:
@@ -143,9 +143,23 @@ class Sleep:
                 self._control.let_go()
             log.info("engine.woke_up", tiers=sorted(waking), still_asleep=sorted(self.asleep))
 
-    def _check_blocks(self, regions: Regions) -> None:
+    def _check_regions(self, regions: Regions, waking: frozenset[Tier]) -> None:
+        """Check the tensors for a ``wake_up`` of the tiers ``waking``.
+
+        Raises:
+            UsageError: ``regions`` is not a ``Regions``, or has tensors that would not be used.
+            LayoutError: the tensors hold too few blocks.
+        """
         if not isinstance(regions, Regions):
             raise UsageError(f"regions is {regions!r}; it must be a Regions or None")
+        if "device" not in waking:
+            if _addresses(regions) != _addresses(self.regions):
+                state = "is not in tags" if "device" in self.asleep else "is awake"
+                raise UsageError(
+                    f"wake_up: regions has new tensors, but the device tier {state}",
+                    hint="pass regions to the call that wakes up the 'device' tier",
+                )
+            return
         blocks = regions.num_blocks
         if blocks is not None and blocks < self._read.device_blocks:
             raise LayoutError(
@@ -153,6 +167,10 @@ class Sleep:
                 f"the {self._read.device_blocks} blocks of the device tier",
                 hint="pass larger tensors, or call resize first",
             )
+
+
+def _addresses(regions: Regions) -> list[int]:
+    return [piece.pointer for piece in regions.all_pieces()]
 
 
 def _checked(tags: Iterable[Tier]) -> frozenset[Tier]:

@@ -14,13 +14,13 @@ from aiokv.worker.views import LayerView
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from aiokv.config import CacheConfig
     from aiokv.engine.lifetime import Lifetime
     from aiokv.engine.observers import Observers
     from aiokv.engine.open_step import OpenStep
-    from aiokv.plan import TransferPlan
+    from aiokv.plan import Route, TransferPlan
     from aiokv.scheduler.reader import CacheReader
     from aiokv.worker.base import Cancelled, Worker
     from aiokv.worker.poller import EventPoller
@@ -71,7 +71,7 @@ class Transfers:
         self._on_onload = on_onload
         self._counters: dict[int, tuple[TransferPlan, LayerDoneCounter]] = {}
         self.layer_waits = LayerWaits()
-        self._ends: dict[int, list[asyncio.Future[None]]] = {}  # waits for the report, by transfer
+        self._ends: dict[int, list[asyncio.Future[None]]] = {}  # waits for the end, by transfer
         observers.follow(lambda: list(self._counters.values()))
 
     @property
@@ -122,6 +122,7 @@ class Transfers:
             ended = self._counters.pop(transfer_id, None)
             if ended is not None and self._observers.active:
                 self._observers.transfer_ended(*ended, "cancelled", "")
+            self._wake_waiters(transfer_id)  # no report follows
         return cancelled
 
     def view(self, lease_id: int, onloads: Iterable[int], owner: str) -> LayerView:
@@ -157,9 +158,24 @@ class Transfers:
         Cancellation: the transfer continues.
         """
         self._worker.raise_priority(transfer_id, Priority.DEMAND)
+        await self._end_of(transfer_id)
+
+    def _end_of(self, transfer_id: int) -> asyncio.Future[None]:
         ended: asyncio.Future[None] = self._lifetime.loop.create_future()
         self._ends.setdefault(transfer_id, []).append(ended)
-        await ended
+        return ended
+
+    async def settle(self, *, but: Collection[Route] = ()) -> None:
+        """Wait until the transfers in flight were reported or cancelled, not for later ones.
+
+        Args:
+            but: routes whose transfers are not waited for.
+
+        Cancellation: the transfers continue.
+        """
+        plans = [plan for plan, _ in self._counters.values() if plan.route not in but]
+        for end in [self._end_of(plan.transfer_id) for plan in plans]:
+            await end
 
     async def settled(self, transfer_id: int) -> None:
         """Wait until the outcome of a fetch is known; its report may still follow.
@@ -202,10 +218,13 @@ class Transfers:
 
     def announce(self, report: TransferReport) -> None:
         """Wake the coroutines that wait for the report of a transfer. Idempotent."""
-        for ended in self._ends.get(report.transfer_id, ()):
+        self._wake_waiters(report.transfer_id)
+
+    def _wake_waiters(self, transfer_id: int) -> None:
+        for ended in self._ends.get(transfer_id, ()):
             if not ended.done():
                 ended.set_result(None)
-        self._ends.pop(report.transfer_id, None)
+        self._ends.pop(transfer_id, None)
 
 
 def _position_finder(

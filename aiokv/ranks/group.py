@@ -590,10 +590,6 @@ class RankGroup(Unique):
         while self._transfers:
             await self._transfers.settle()
 
-    async def settle(self) -> None:
-        """As drain(), but only for the plans submitted so far."""
-        await self._transfers.settle()
-
     async def sleep(self, tiers: frozenset[Tier]) -> None:
         """Free the memory of these tiers on every rank; no transfer is in flight. Idempotent.
 

@@ -558,11 +558,11 @@ class Rank(Unique):
     async def _sleep_or_wake(self, request: Sleep | WakeUp) -> None:
         controller, tiers = self._controller, frozenset(request.tiers)
         if isinstance(request, Sleep):
-            falling = tiers - controller.memory.asleep
-            await controller.sleep(tiers)
-            if "device" in falling:
+            if "device" in tiers and not self.is_asleep:
+                # Before the await: a restart may cancel it, and the old tensors must not be bound.
                 self._bare = self.regions = self.regions.without_tensors()
-                self.is_asleep = True
+            await controller.sleep(tiers)
+            self.is_asleep = "device" in controller.memory.asleep
         else:
             await self._wake_up(tiers, request.device_blocks)
 
@@ -571,9 +571,6 @@ class Rank(Unique):
         regions = None if self.regions is self._bare else self.regions
         if "device" in tiers and regions is not None:
             _check_blocks(regions, device_blocks)
-            if "device" not in memory.asleep and memory.regions is not regions:
-                # Another rank has refused an earlier request, and the tensors were replaced since.
-                await self._controller.sleep(frozenset({"device"}))
         try:
             await self._controller.wake_up(tiers, regions)
         finally:

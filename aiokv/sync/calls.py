@@ -360,10 +360,13 @@ class Calls(Unique):
     def end_computing(self, computing: SyncComputing, *work: Any) -> Answer[None]:
         """End a batch, no earlier than its work.
 
+        If one of the arguments is refused, with a ``UsageError``, the batch has not ended, and
+        keeps its blocks: call it again.
+
         Args:
             computing: as ``begin_computing`` has returned it.
             work: events or ``concurrent.futures.Future`` objects, as for
-                ``ComputeBatch.ends_with``; the batch ends even if one of them is refused.
+                ``ComputeBatch.ends_with``.
         """
         answer = ReturnAnswer(computing.end, work)
         self._add(answer)

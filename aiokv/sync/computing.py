@@ -54,6 +54,9 @@ class SyncComputing(Unique):
         Args:
             work: an event that was recorded on the compute stream after the work of the batch, or a
                 ``concurrent.futures.Future``.
+
+        Raises:
+            UsageError: as ``ComputeBatch.ends_with``. Nothing changed.
         """
         self._port.call(lambda calls: calls.add(lambda: self._entered().ends_with(work)))
 
@@ -68,13 +71,15 @@ class SyncComputing(Unique):
         self._batch, self._leases = batch, None
 
     def end(self, *work: Any) -> None:
-        """End the batch, no earlier than ``work``. On the loop."""
+        """End the batch, no earlier than ``work``. On the loop.
+
+        Raises:
+            UsageError: see ``ends_with``. The batch has not ended: other work may still be running.
+        """
         batch = self._entered()
-        try:
-            for one in work:
-                batch.ends_with(one)
-        finally:
-            batch.__exit__(None, None, None)
+        for one in work:
+            batch.ends_with(one)
+        batch.__exit__(None, None, None)
 
     def _entered(self) -> ComputeBatch:
         if self._batch is None:

@@ -426,27 +426,27 @@ class Worker(Protocol):
         Cancellation: stops waiting; the transfers go on.
         """
 
-    async def settle(self) -> None:
-        """As drain(), but only for the plans submitted so far."""
-
     async def sleep(self, tiers: frozenset[Tier]) -> None:
         """Free the memory of these tiers; no transfer is in flight. Idempotent.
 
-        Cancellation: call it again, or ``wake_up``.
+        Cancellation: call it again, or ``wake_up``; memory may still be allocated.
         """
 
     async def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
-        """Reallocate the memory of these tiers; those that are awake stay as they are.
+        """Reallocate the memory of these tiers; the others stay as they are.
+
+        Binds ``regions`` in any case: the state that cancelled calls have left does not matter.
 
         Args:
-            tiers: to be woken.
+            tiers: tiers that the engine counts as asleep.
             regions: the device tier's new tensors, where they are in this process.
 
         Raises:
             LayoutError: the layout of the tensors differs from the old one. Still asleep.
             ConfigError: no memory for the host tier. Still asleep.
 
-        Cancellation: call it again, or ``sleep``.
+        Cancellation: the worker does not keep ``regions``; with ranks, each rank may have bound its
+        tensors. Host memory may be allocated. Call it again, or ``sleep``.
         """
 
     async def aclose(self) -> None:

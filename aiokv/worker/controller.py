@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.peer_transfers import RankPeerStatistics
     from aiokv.worker.regions import Regions
+
+_DEVICE: Final[frozenset[Tier]] = frozenset(("device",))
 
 
 class CacheController:
@@ -443,12 +445,12 @@ class CacheController:
         """Free the memory of these tiers; see :meth:`WorkerMemory.sleep`.
 
         Nothing can be submitted until all tiers are awake. The stores are closed while the host
-        tier is asleep. Does not suspend without stores.
+        tier is asleep, the peers while any tier is. Does not suspend without stores and peers.
 
         Raises:
             UsageError: a transfer is in flight. Nothing changed.
 
-        Cancellation: call it again, or ``wake_up``.
+        Cancellation: call it again, or ``wake_up``; memory may still be allocated.
         """
         async with self._turn:
             if in_flight := self._in_flight():
@@ -457,27 +459,32 @@ class CacheController:
                 )
             if self._closing:
                 return
-            if self._stores.exist and "host" in tiers:
-                # Before an await that may be interrupted: `wake_up` must bind the new tensors.
-                self.memory.sleep(tiers - {"host"})
-                await self._stores.sleep()
             if tiers:
                 await self._peers.sleep()
+            self.memory.sleep(tiers & _DEVICE)  # a store may close slowly
+            if self._stores.exist and "host" in tiers:
+                await self._stores.sleep()
             self.memory.sleep(tiers)
 
     async def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
-        """Reallocate the memory, and open the stores again; see :meth:`WorkerMemory.wake_up`.
+        """Reallocate the memory, and open the stores again; see :meth:`Worker.wake_up`.
 
-        Does nothing once ``aclose`` was called. Does not suspend without stores.
-
-        Cancellation: call it again, or ``sleep``.
+        Does nothing once ``aclose`` was called. Does not suspend without stores and peers.
         """
         async with self._turn:
             if self._closing:
                 return
+            # The caller counts these tiers as asleep. An earlier call that was cancelled, here or
+            # on another rank, may have left peers open and other tensors bound.
+            await self._peers.sleep()
+            self.memory.sleep(tiers & _DEVICE)
             self.memory.wake_up(tiers, regions)
-            await self._stores.wake_up()
-            await self._peers.wake_up()
+            try:
+                await self._stores.wake_up()
+                await self._peers.wake_up()
+            except BaseException:
+                self.memory.sleep(tiers & _DEVICE)
+                raise
 
     # --- end --------------------------------------------------------------------------------
 
@@ -488,12 +495,8 @@ class CacheController:
 
         Cancellation: stops waiting; the transfers go on.
         """
-        while self._in_flight():
-            await self.settle()
-
-    async def settle(self) -> None:
-        """As drain(), but only for the plans submitted so far."""
-        await self._report_waiters.wait(self._in_flight())
+        while in_flight := self._in_flight():
+            await self._report_waiters.wait(in_flight)
 
     def _in_flight(self) -> list[int]:
         """Return the ids of the plans that were not reported yet."""

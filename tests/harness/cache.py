@@ -14,7 +14,7 @@ from tests.harness.memory import Memory
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiokv import Lease
+    from aiokv import Lease, Peers
     from aiokv.worker.device.base import Device
 
 BLOCK_TOKENS = 4
@@ -31,6 +31,7 @@ class OverBytes:
     Args:
         device: None for the cpu device.
         stores: stores of the engine, which then has a model.
+        peers: how the engine exchanges blocks with others; None without peers.
         config: more fields of the configuration.
     """
 
@@ -42,9 +43,10 @@ class OverBytes:
         device_blocks: int,
         host_blocks: int,
         stores: Sequence[Any] = (),
+        peers: Peers | None = None,
         **config: Any,
     ) -> None:
-        if stores:
+        if stores or peers is not None:
             config = {"model": "tests", **config}
         self.memory = Memory(device_blocks, block_tokens)
         self.device: Any = device
@@ -54,6 +56,7 @@ class OverBytes:
             self.memory.regions,
             device,
             stores=stores,
+            peers=peers,
         )
 
     async def __aenter__(self) -> Self:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from aiokv.testing import ManualDevice, spin
 
@@ -13,15 +13,17 @@ if TYPE_CHECKING:
     from aiokv import CacheEngine
     from aiokv.worker.device.base import Device
 
+T = TypeVar("T")
 
-async def complete_during(verb: Awaitable[object], device: Device | None) -> None:
+
+async def complete_during(verb: Awaitable[T], device: Device | None) -> T:
     """Await ``verb`` while a manual device completes all copies, and those that follow."""
     task = asyncio.ensure_future(verb)
     while not task.done():
         if isinstance(device, ManualDevice):
             device.complete_all()
         await spin()
-    await task
+    return await task
 
 
 async def close(engine: CacheEngine, device: Device | None, error: object) -> None:

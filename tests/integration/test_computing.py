@@ -142,6 +142,30 @@ async def test_blocks_that_a_lease_returns_during_a_batch_are_free_after_its_end
         assert cache.statistics.releasing_leases == 0
 
 
+async def test_kept_future_of_an_ended_batch_keeps_no_lease(recwarn):
+    work: ThreadFuture[None] = ThreadFuture()  # of a pool, kept by the user
+
+    async def request() -> None:
+        lease = cache.engine.match(A)
+        await lease.allocate(len(A))
+        with cache.engine.computing([lease]) as batch:
+            batch.ends_with(work)
+            await asyncio.Event().wait()
+
+    async with Cache() as cache:
+        task = asyncio.create_task(request())
+        await spin(2)
+        task.cancel()
+        await asyncio.wait([task])
+        del task
+        work.set_result(None)
+        await spin(2)
+        gc.collect()
+        await spin(2)
+        assert recwarn.pop(UnreleasedLeaseWarning)
+        assert cache.statistics.leases == 0
+
+
 async def test_a_preempted_lease_is_resumed_beside_the_batch_that_keeps_its_blocks():
     async with Cache() as cache:
         lease = await granted(cache, A)

@@ -103,6 +103,24 @@ async def test_pause_lasts_through_sleep_and_weight_update_and_its_resume_ends_n
         lease.release()
 
 
+async def test_reset_returns_when_a_transfer_that_it_waits_for_is_cancelled():
+    async with Cache(device_blocks=9) as cache:
+        await cache.fill(A, B, C)
+        await cache.finish()
+        await cache.engine.evict(9)
+        leases = [cache.engine.match(tokens) for tokens in (A, B, C)]
+        for lease in leases:
+            await lease.allocate(9)
+        resetting = asyncio.create_task(cache.engine.reset())
+        await spin(3)
+        assert not resetting.done()
+        assert cache.engine.worker_statistics().onload.queued == 1, "the device has two"
+        for lease in reversed(leases):
+            lease.release()
+        cache.device.complete_all()
+        await resetting
+
+
 def in_streams(**options) -> Cache:
     """A device on which the model computes in a stream."""
     cache = Cache(host_blocks=0, **options)

@@ -44,6 +44,26 @@ async def test_prefix_is_hit_where_its_whole_window_is_cached():
         assert await model.serve([*tokens[:4], 98]) == 4, "computed again"
 
 
+async def test_truncation_in_a_batch_is_refused_only_if_it_gives_blocks_back():
+    tokens = list(range(9))
+    async with Windowed() as model, model.engine.match(tokens) as lease:
+        await lease.allocate(9)
+        model.prefill(lease, tokens[:6])
+        tables = lease.block_table, lease.window_table("near"), lease.window_table("far")
+        with model.engine.computing([lease]):
+            with pytest.raises(LeaseError, match=r"truncate to 8 .*windows.*at least 9 positions"):
+                lease.truncate(8)
+            assert lease.num_tokens == 9
+            now = lease.block_table, lease.window_table("near"), lease.window_table("far")
+            assert all(map(np.array_equal, now, tables))
+            model.engine.extend([lease], 1)
+            lease.truncate(9)
+            assert lease.num_tokens == 9
+        lease.truncate(6)
+        assert lease.num_tokens == 6
+        model.check(lease, tokens, 6)
+
+
 async def test_decoding_frees_blocks_behind_the_window():
     async with Windowed() as model:
         tokens = [1, 2, 3]

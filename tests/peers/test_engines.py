@@ -903,6 +903,50 @@ async def test_weights_are_compared_as_they_are_now():
             d.check(lease, tokens)
 
 
+@pytest.mark.clock
+@pytest.mark.parametrize("how", ["cancelled", "timeout"])
+async def test_update_of_the_weights_that_fails_on_entry_leaves_peers_and_receives_alone(how):
+    tokens, others = prompt(30), prompt(17, seed=2)
+    device = ManualDevice()
+    async with Side() as p, Side(device) as d:
+        async with await d.granted(prompt(9, seed=3)) as cached:
+            d.compute(cached, prompt(9, seed=3), 0, 9)
+            d.engine.step()
+        await spin(2)
+        assert device.offloads, "a backup that does not end"
+        async with (
+            await d.granted(tokens) as lease,
+            lease.receive(timeout=PATIENCE_SECONDS) as receiving,
+        ):
+            updating = d.engine.updating_weights(timeout=1.0, version="2")
+            entering = asyncio.create_task(updating.__aenter__())
+            await spin(2)
+            if how == "cancelled":
+                entering.cancel()
+            await running_clock().advance(1.1)
+            with pytest.raises(asyncio.CancelledError if how == "cancelled" else ControlTimeout):
+                await entering
+            assert receiving.failure is None
+            assert await complete_during(p.prefill(tokens, receiving.ticket), device) == (30, None)
+            assert await receiving.wait() == 30
+            d.check(lease, tokens)
+        async with (
+            await d.granted(others) as lease,
+            lease.receive(timeout=PATIENCE_SECONDS) as receiving,
+        ):
+            sent = await complete_during(p.prefill(others, receiving.ticket), device)
+            assert sent == (17, None)
+
+
+async def test_update_of_the_weights_does_not_wait_for_receives():
+    async with two_engines() as (_, d):
+        async with await d.granted(prompt(30)) as lease:
+            async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
+                async with d.engine.updating_weights(0.0, version="2"):
+                    assert receiving.failure == "the weights are being updated"
+                assert await receiving.wait() == 0
+
+
 async def test_weights_without_a_name_match_no_other_engine():
     tokens = prompt(30)
     async with two_engines() as (p, d):

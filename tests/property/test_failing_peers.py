@@ -464,7 +464,7 @@ class Load:
                     await engine.restart()
         except TimeoutError:
             if side.engine.asleep:
-                await side.engine.wake_up(side.engine.asleep)
+                await side.engine.wake_up(side.engine.asleep, regions=side.memory.regions)
 
     async def update_weights(self, engine: Engine) -> None:
         version = self.rng.randrange(2)

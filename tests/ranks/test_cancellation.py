@@ -12,7 +12,7 @@ import pytest
 
 from aiokv import Regions
 from aiokv.testing import run_until_idle, spin
-from tests.ranks.cancelling import cancelled_at
+from tests.harness.cancelling import cancelled_at
 from tests.ranks.loopback import LAYERS, Ranked
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.asyncio
 
 A = [1, 2, 3, 4, 5, 6, 7]
+B = [8, 9, 10, 11, 12, 13, 14]
 
 
 @asynccontextmanager
@@ -181,6 +182,101 @@ async def test_wake_up_cancelled_at_any_await_can_be_called_again(tmp_path):
     assert await at_each_await(tmp_path, fall_asleep, verb, wake_up) >= 1
 
 
+@pytest.mark.parametrize("first", [["device"], ["device", "host"]], ids="_".join)
+async def test_wake_up_cancelled_at_any_await_can_be_called_with_other_tensors(tmp_path, first):
+    abandoned: list[np.ndarray] = []
+
+    async def fall_asleep(ranked: Ranked) -> None:
+        await ranked.to_host(A)
+        await ranked.engine.sleep()
+        new_tensors(ranked)
+
+    async def wake_up_others(ranked: Ranked) -> None:
+        if "device" not in ranked.engine.asleep:
+            await ranked.engine.sleep(["device"])
+        abandoned[:] = [array for shard in ranked.shards for array in shard.kv]
+        new_tensors(ranked)
+        for array in abandoned:
+            array[:] = 55
+        await ranked.engine.wake_up(["device"])
+        await ranked.engine.wake_up(["host"])
+        await is_served(ranked)
+        await ranked.to_host(B)
+        assert await ranked.serve(B) == 6, "compares the bytes"
+        assert all((array == 55).all() for array in abandoned)
+
+    def verb(ranked: Ranked) -> Coroutine[Any, Any, None]:
+        return ranked.engine.wake_up(first)
+
+    assert await at_each_await(tmp_path, fall_asleep, verb, wake_up_others) >= 1
+
+
+async def test_restart_of_sleeping_ranks_cancelled_at_any_await_binds_the_next_tensors(tmp_path):
+    entering: list[asyncio.Task[Any]] = []
+
+    async def lose_one_asleep(ranked: Ranked) -> None:
+        await ranked.to_host(A)
+        await ranked.engine.sleep()
+        await ranked.lose(1)
+        entering.append(asyncio.create_task(ranked.shards[1].worker.__aenter__()))
+
+    async def wake_up(ranked: Ranked) -> None:
+        if ranked.group.failure is not None:
+            await ranked.engine.restart_ranks()
+        await entering.pop()
+        assert ranked.engine.asleep == {"device", "host"}
+        abandoned = [array for shard in ranked.shards for array in shard.kv]
+        new_tensors(ranked)
+        for array in abandoned:
+            array[:] = 55
+        await ranked.engine.wake_up()
+        assert await ranked.serve(A) == 0
+        await ranked.to_host(B)
+        assert await ranked.serve(B) == 6, "compares the bytes"
+        assert all((array == 55).all() for array in abandoned)
+
+    def restart(ranked: Ranked) -> Coroutine[Any, Any, None]:
+        return ranked.engine.restart_ranks()
+
+    assert await at_each_await(tmp_path, lose_one_asleep, restart, wake_up) >= 2
+
+
+CONTROL: dict[str, Callable[[Ranked], Coroutine[Any, Any, None]]] = {
+    "sleep": lambda ranked: ranked.engine.sleep(),
+    "sleep_device": lambda ranked: ranked.engine.sleep(["device"]),
+    "sleep_host": lambda ranked: ranked.engine.sleep(["host"]),
+    "quiesce": lambda ranked: ranked.engine.quiesce(),
+    "reset": lambda ranked: ranked.engine.reset(),
+    "resize": lambda ranked: ranked.engine.resize(4),
+    "update_weights": lambda ranked: update_weights(ranked),
+}
+
+
+@pytest.mark.parametrize("verb", CONTROL)
+async def test_calls_after_a_cancelled_control_call_find_no_half_of_it(tmp_path, verb):
+    async def call_others(ranked: Ranked) -> None:
+        if verb == "quiesce" and ranked.engine.dump()["paused"]:
+            ranked.engine.resume()
+        await ranked.engine.sleep()
+        abandoned = [array for shard in ranked.shards for array in shard.kv]
+        new_tensors(ranked)
+        for array in abandoned:
+            array[:] = 55
+        await ranked.engine.wake_up()
+        async with ranked.engine.updating_weights(version="2"):
+            pass
+        await ranked.engine.resize(6)
+        assert ranked.engine.statistics().device_blocks == 6
+        await ranked.engine.quiesce()
+        ranked.engine.resume()
+        await is_served(ranked)
+        await ranked.to_host(B)
+        assert await ranked.serve(B) == 6, "compares the bytes"
+        assert all((array == 55).all() for array in abandoned)
+
+    await at_each_await(tmp_path, put_on_host, CONTROL[verb], call_others)
+
+
 async def request(ranked: Ranked) -> None:
     await ranked.serve(A)
 
@@ -212,7 +308,6 @@ VERBS: dict[str, Callable[[Ranked], Coroutine[Any, Any, Any]]] = {
     "resize": lambda ranked: ranked.engine.resize(4),
     "update_weights": update_weights,
     "group_drain": lambda ranked: ranked.group.drain(),
-    "group_settle": lambda ranked: ranked.group.settle(),
 }
 
 

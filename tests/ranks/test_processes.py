@@ -28,9 +28,9 @@ from aiokv.ranks import RankGroup
 from aiokv.ranks.processes import RankProcesses
 from aiokv.testing import run_until_idle, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
+from tests.harness.cancelling import cancelled_at
 from tests.harness.patience import PROGRAM_SECONDS
 from tests.ranks import process_rank
-from tests.ranks.cancelling import cancelled_at
 from tests.ranks.loopback import BLOCK_TOKENS, Model
 
 if TYPE_CHECKING:

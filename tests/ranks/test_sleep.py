@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from aiokv import ControlTimeout, RankLost, Regions, UsageError
-from aiokv.testing import run_until_idle, running_clock
+from aiokv.testing import ScriptedStore, run_until_idle, running_clock
 from tests.ranks.loopback import LAYERS, Ranked
 
 pytestmark = pytest.mark.asyncio
@@ -67,6 +67,33 @@ async def test_rank_lost_while_asleep_is_restarted_asleep(tmp_path):
         assert ranked.shards[1].worker._controller.memory.asleep == {"host"}
         await ranked.engine.wake_up()
         assert await ranked.serve(A) == 0
+
+
+async def test_restart_during_a_sleep_binds_no_old_tensors(tmp_path):
+    stores = [ScriptedStore("rank 0"), ScriptedStore("rank 1")]
+    async with Ranked(tmp_path, new_device=None, stores=stores, model="tests") as ranked:
+        await ranked.serve(A)
+        await ranked.finish()
+        closing = stores[0].hold("aclose")
+        sleeping = asyncio.create_task(ranked.engine.sleep())
+        await run_until_idle(lambda: stores[0].calls["aclose"] > 0)
+        await ranked.lose(1)
+        with pytest.raises(RankLost):
+            await sleeping
+        restarting = asyncio.create_task(ranked.restart(1))
+        await run_until_idle(lambda: ranked.group.group_statistics().generation == 2)
+        closing.open()
+        await restarting
+        assert ranked.engine.asleep == {"device", "host"}
+        with pytest.raises(UsageError, match=r"rank 0: .*tensors"):
+            await ranked.engine.wake_up()
+        shard = ranked.shards[0]
+        shard.kv = [np.zeros_like(array) for array in shard.kv]
+        shard.worker.regions = Regions(num_layers=LAYERS)
+        shard.worker.regions.add("kv", layers=shard.kv)
+        await ranked.engine.wake_up()
+        assert await ranked.serve(A) == 0
+        assert await ranked.serve(A) == 6
 
 
 async def test_rank_lost_during_a_control_request_is_named(tmp_path):

@@ -235,6 +235,29 @@ def test_blocks_stay_with_a_batch_until_its_work_has_ended(engine):
     assert engine.statistics().device_free == 8
 
 
+def test_batch_whose_work_is_refused_has_not_ended(engine):
+    lease, work = engine.match(PROMPT), Future()
+    lease.allocate(17).result()
+    calls = engine.calls()
+    batch = calls.begin_computing([lease])
+    calls.release(lease)
+    calls.run()
+    for refused in ("no event", None):
+        calls = engine.calls()
+        calls.end_computing(batch, work, refused)
+        with pytest.raises(UsageError, match="work is"):
+            calls.run()
+        assert engine.statistics().device_free == 3
+    calls = engine.calls()
+    calls.end_computing(batch, work)
+    calls.run()
+    assert engine.statistics().device_free == 3
+    work.set_result(None)
+    engine.call(engine.cache.quiesce, timeout=PATIENCE_SECONDS)
+    engine.call(engine.cache.resume)
+    assert engine.statistics().device_free == 8
+
+
 def test_a_batch_without_other_work_ends_with_its_block(engine):
     with engine.match(PROMPT) as lease:
         lease.allocate(17).result()

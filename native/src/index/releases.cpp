@@ -120,7 +120,9 @@ void Releases::check_truncate(const Lease& lease, std::int64_t num_tokens) const
     if (blocks < lease.table.size() && lease.is_in_use() && !lease.windows.empty()) {
         throw LeaseError(to + "a batch or a transfer uses the lease, which has sliding windows")
             .of(lease.id())
-            .hint("let the batch or the transfer end first");
+            .hint("let the batch or the transfer end first, or keep at least " +
+                  std::to_string((lease.table.size() - 1) * config_.block_tokens + 1) +
+                  " positions");
     }
     if (!foreign_.exist() && blocks < lease.path.size() + swaps_.tail_under_way(lease)) {
         throw LeaseError(to + "a transfer still writes blocks behind them")
