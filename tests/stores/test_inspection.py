@@ -586,3 +586,17 @@ def test_user_of_a_store_is_the_holder_of_its_lock(disk, monkeypatch, kind, show
         inspection_module, "open", lambda path, **_: contextlib.nullcontext(lines), raising=False
     )
     assert open_files(disk).listing().used_by == (4242 if shown else None)
+
+
+@pytest.mark.parametrize("lost", ["journal", "header"])
+def test_store_without_its_journal_lists_its_files_and_no_block(disk, lost):
+    if lost == "journal":
+        (disk / "journal").rename(disk / "journal.new")
+    else:
+        for offset in (0, HEADER_BYTES // 2):  # it is stored twice
+            flip(disk / "journal", offset)
+    listing = open_files(disk).listing()
+    assert (listing.blocks, listing.quarantined_blocks) == (0, 0)
+    (group,) = listing.groups
+    assert (group.name, group.blocks, group.quarantined_blocks) == ("segment-00000", 0, 0)
+    assert group.disk_bytes > 0
