@@ -605,8 +605,6 @@ def test_store_without_its_journal_lists_its_files_and_no_block(disk, lost):
 @pytest.mark.parametrize("slots", [1, 5])
 def test_blocks_are_listed_by_segment_file(tmp_path, monkeypatch, slots):
     monkeypatch.setattr("aiokv.stores.disk.layout._MIN_SEGMENT_BYTES", slots * SLOT_BYTES)
-    uvloop.run(save(DiskStore(tmp_path / "kv", bytes=64 * SLOT_BYTES, min_free_bytes=0), range(12)))
+    uvloop.run(save(DiskStore(tmp_path / "kv", bytes=64 * SLOT_BYTES, min_free_bytes=0), range(6)))
     groups = open_files(tmp_path / "kv").listing().groups
-    assert [group.blocks for group in groups if group.blocks] == (
-        [1] * 12 if slots == 1 else [5, 5, 2]
-    )
+    assert [group.blocks for group in groups if group.blocks] == ([1] * 6 if slots == 1 else [5, 1])
