@@ -12,7 +12,7 @@ class Waiting:
 
     def enter_at(self, line, ticket):
         self.ticket = ticket
-        line.add(ticket, self)
+        line.insert(self, ticket)
 
 
 def test_request_passes_if_it_came_before_the_first_that_waits():
