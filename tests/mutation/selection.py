@@ -365,6 +365,8 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "unit/test_core_pending.py",
         "unit/test_core_preempted.py",
         "unit/test_saving_ahead.py",
+        "integration/test_computing.py",
+        "integration/test_fork.py",
         "integration/test_counts.py",
         "integration/test_multimodal.py",
         "integration/test_write_policies.py",

@@ -586,3 +586,25 @@ def test_user_of_a_store_is_the_holder_of_its_lock(disk, monkeypatch, kind, show
         inspection_module, "open", lambda path, **_: contextlib.nullcontext(lines), raising=False
     )
     assert open_files(disk).listing().used_by == (4242 if shown else None)
+
+
+@pytest.mark.parametrize("lost", ["journal", "header"])
+def test_store_without_its_journal_lists_its_files_and_no_block(disk, lost):
+    if lost == "journal":
+        (disk / "journal").rename(disk / "journal.new")
+    else:
+        for offset in (0, HEADER_BYTES // 2):  # it is stored twice
+            flip(disk / "journal", offset)
+    listing = open_files(disk).listing()
+    assert (listing.blocks, listing.quarantined_blocks) == (0, 0)
+    (group,) = listing.groups
+    assert (group.name, group.blocks, group.quarantined_blocks) == ("segment-00000", 0, 0)
+    assert group.disk_bytes > 0
+
+
+@pytest.mark.parametrize("slots", [1, 5])
+def test_blocks_are_listed_by_segment_file(tmp_path, monkeypatch, slots):
+    monkeypatch.setattr("aiokv.stores.disk.layout._MIN_SEGMENT_BYTES", slots * SLOT_BYTES)
+    uvloop.run(save(DiskStore(tmp_path / "kv", bytes=64 * SLOT_BYTES, min_free_bytes=0), range(6)))
+    groups = open_files(tmp_path / "kv").listing().groups
+    assert [group.blocks for group in groups if group.blocks] == ([1] * 6 if slots == 1 else [5, 1])

@@ -610,3 +610,10 @@ async def test_threads_that_note_waits_at_once_lose_none() -> None:
         thread.join()
     assert waits.statistics().layer_seconds == [0.0, 2000.0]
     assert waits.statistics().waits.count == 2000
+
+
+async def test_first_start_of_a_transfer_is_kept() -> None:
+    counter = LayerDoneCounter(1)
+    counter.note_start(5.0)
+    counter.note_start(7.0)
+    assert counter.started_seconds == 5.0
