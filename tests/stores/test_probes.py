@@ -13,7 +13,7 @@ import pytest
 
 from aiokv.errors import StoreError
 from aiokv.stores import DirectoryStore
-from aiokv.stores.breaker import FAILURES, LONGEST_PAUSE_SECONDS
+from aiokv.stores.breaker import FAILURES
 from aiokv.stores.disk.layout import segment_name
 from aiokv.stores.guard import StoreGuard
 from aiokv.stores.proof import Proof
@@ -155,7 +155,7 @@ async def test_medium_that_cannot_be_read_costs_nothing_until_it_is_healed(
         await run_until_idle(
             lambda: guard.statistics().running == 0 and guard.statistics().reading != "probing"
         )
-        await clock.advance(LONGEST_PAUSE_SECONDS)
+        await clock.advance(guard.use.retry_seconds)
         await guard.lookup(KEY)  # begins a probe, unless one has succeeded already
         await run_until_idle(lambda: guard.statistics().reading == "closed")
         seconds, reply = await waited(guard.load(KEY, ids(1)), medium)
