@@ -235,7 +235,7 @@ class Fetches:
 
         The stores are asked again after a late part, once: another store may be quicker.
         """
-        newest = _Newest()
+        newest, is_again = _Newest(), False
         first, digests = self._read.missing(lease_id)
         while digests:
             answer = await self._worker.lookup(digests)
@@ -245,13 +245,13 @@ class Fetches:
                 reached, digests = await self._bring_blocks(lease_id, end, priority, newest)
             else:
                 seconds = answer.seconds[: answer.blocks]
-                if newest.late_id and not newest.can_be_replaced(seconds, self._now()):
+                if is_again and not newest.can_be_replaced(seconds, self._now()):
                     return
                 await self._bring_while_sooner(
                     lease_id, first, seconds, priority, comparison, newest
                 )
                 reached, digests = self._read.missing(lease_id)
-                if reached < end and self._is_late(newest):
+                if is_again := reached < end and self._is_late(newest):
                     first, newest.late_id = reached, newest.transfer_id
                     continue
             if reached < end or (reached == end and not is_whole):
