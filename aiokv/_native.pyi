@@ -622,9 +622,9 @@ class Core:
         (first block, digests) of the blocks behind the cached ones that stores may have.
         """
 
-    def begin_fetch(self, lease: int, blocks: int) -> int:
+    def begin_fetch(self, lease: int, blocks: int, replaced: int = 0) -> int:
         """
-        Begin to fetch missing blocks, or join the fetch that brings the first; 0: none.
+        Begin to fetch missing blocks, or join the fetch that brings the first, unless it is `replaced`; 0: none.
         """
 
     def borders(self, lease: int, skip: int = 0) -> tuple[int, int, int, bytes, bytes]:

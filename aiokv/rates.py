@@ -19,7 +19,8 @@ def bounded_mean(rates: Iterable[tuple[float, float]]) -> float:
     than the median. So a single extreme measurement has hardly an effect.
 
     Args:
-        rates: ``(rate, weight)`` of at least one measurement; weights are above 0.
+        rates: ``(rate, weight)`` of at least one measurement; no weight is negative, and at least
+            one is above 0.
     """
     ascending = sorted(rates)
     descending = ascending[::-1]

@@ -82,6 +82,40 @@ class StoreWait:
             self.task.cancel()
 
 
+class _Newest:
+    """Newest fetch of one request.
+
+    Attributes:
+        transfer_id: the fetch; 0 before the first.
+        began: begin of the wait for it.
+        blocks: number of blocks that it is to bring.
+        late_id: an earlier fetch that was late, after which the stores were asked again; 0 for
+            none.
+    """
+
+    def __init__(self) -> None:
+        self.transfer_id = 0
+        self.began = 0.0
+        self.blocks = 0
+        self.late_id = 0
+
+    def note(self, transfer_id: int, blocks: int, began: float) -> None:
+        """Note that the request waits for a fetch."""
+        self.transfer_id, self.blocks, self.began = transfer_id, blocks, began
+
+    def can_be_replaced(self, seconds: NDArray[np.float64], now: float) -> bool:
+        """Return True if the stores are expected to bring its blocks in half of the time lost.
+
+        A store that is late itself is expected to take longer: see ``Cost.parts``.
+
+        Args:
+            seconds: expected time to fetch the first i + 1 of them.
+            now: time of the loop.
+        """
+        times = seconds[: self.blocks]
+        return len(times) > 0 and float(times[-1]) < (now - self.began) / 2
+
+
 class Fetches:
     """Waits for stores of one engine.
 
@@ -197,22 +231,39 @@ class Fetches:
     async def _bring(
         self, lease_id: int, priority: Priority, comparison: Comparison | None
     ) -> None:
-        """Bring the missing blocks in parts: ``read.missing`` returns a bounded number of them."""
+        """Bring the missing blocks in parts: ``read.missing`` returns a bounded number of them.
+
+        The stores are asked again after a late part, once: another store may be quicker.
+        """
+        newest, is_again = _Newest(), False
         first, digests = self._read.missing(lease_id)
         while digests:
             answer = await self._worker.lookup(digests)
             end = first + answer.blocks
             is_whole = answer.blocks == len(digests) // KEY_BYTES
             if comparison is None:
-                reached, digests = await self._bring_blocks(lease_id, end, priority)
+                reached, digests = await self._bring_blocks(lease_id, end, priority, newest)
             else:
+                seconds = answer.seconds[: answer.blocks]
+                if is_again and not newest.can_be_replaced(seconds, self._now()):
+                    return
                 await self._bring_while_sooner(
-                    lease_id, first, answer.seconds[: answer.blocks], priority, comparison
+                    lease_id, first, seconds, priority, comparison, newest
                 )
                 reached, digests = self._read.missing(lease_id)
+                if is_again := reached < end and self._is_late(newest):
+                    first, newest.late_id = reached, newest.transfer_id
+                    continue
             if reached < end or (reached == end and not is_whole):
                 return
             first = reached  # the next part; other leases may have brought blocks of it
+
+    def _now(self) -> float:
+        return self._lifetime.loop.time()
+
+    def _is_late(self, newest: _Newest) -> bool:
+        """Return True if the newest fetch of a request has not ended, and is the first late one."""
+        return not newest.late_id and self._transfers.is_in_flight(newest.transfer_id)
 
     async def _bring_while_sooner(
         self,
@@ -221,6 +272,7 @@ class Fetches:
         seconds: NDArray[np.float64],
         priority: Priority,
         comparison: Comparison,
+        newest: _Newest,
     ) -> None:
         """Fetch blocks from block ``first`` on in parts, while this is sooner than computing.
 
@@ -230,6 +282,7 @@ class Fetches:
             seconds: expected time to fetch the first i + 1 blocks.
             priority: of the fetches.
             comparison: decides how many blocks are fetched.
+            newest: receives the fetches.
         """
         loop = self._lifetime.loop
         part = comparison.next_part(seconds, self._line.seconds)
@@ -241,7 +294,9 @@ class Fetches:
                 while (part := comparison.next_part(seconds)).blocks:
                     self._line.note(place, part.work)
                     began = loop.time()
-                    reached = await self._bring_part(lease_id, first, part, priority, comparison)
+                    reached = await self._bring_part(
+                        lease_id, first, part, priority, comparison, newest
+                    )
                     moved = reached - first
                     if moved < part.blocks:
                         return
@@ -250,7 +305,7 @@ class Fetches:
                     first = reached
             finally:
                 self._line.leave(place)
-        if len(seconds):
+        if len(seconds) and not newest.late_id:
             self._requests.note_declined_fetch()
             self._probe(lease_id, comparison)
 
@@ -265,14 +320,20 @@ class Fetches:
         return True
 
     async def _bring_part(
-        self, lease_id: int, first: int, part: Part, priority: Priority, comparison: Comparison
+        self,
+        lease_id: int,
+        first: int,
+        part: Part,
+        priority: Priority,
+        comparison: Comparison,
+        newest: _Newest,
     ) -> int:
         """Fetch a part, and stop waiting if it is late; return the first block still missing."""
         seconds = part.seconds * AT_A_TIME
         try:
             async with asyncio.timeout(comparison.patience(part.blocks, seconds)):
                 reached, _ = await self._bring_blocks(
-                    lease_id, first + part.blocks, priority, is_compared=True
+                    lease_id, first + part.blocks, priority, newest, is_compared=True
                 )
         except TimeoutError:
             self._requests.note_late_fetch()
@@ -320,7 +381,13 @@ class Fetches:
             self._probe_at = loop.time() + min(pause, MOST_PROBE_PAUSE_SECONDS)
 
     async def _bring_blocks(
-        self, lease_id: int, end: int, priority: Priority, *, is_compared: bool = False
+        self,
+        lease_id: int,
+        end: int,
+        priority: Priority,
+        newest: _Newest,
+        *,
+        is_compared: bool = False,
     ) -> tuple[int, bytes]:
         """Bring the missing blocks before block ``end``, as far as possible.
 
@@ -328,6 +395,7 @@ class Fetches:
             lease_id: the lease.
             end: number of blocks of its prompt.
             priority: of the fetches.
+            newest: receives the fetches; its late fetch is replaced.
             is_compared: True if a comparison has begun the fetch.
 
         Returns:
@@ -336,10 +404,12 @@ class Fetches:
         reached, digests = self._read.missing(lease_id)
         while digests and reached < end:
             before = reached
-            fetching = self._scheduler.fetches.begin(lease_id, end - reached, priority)
-            transfer_id = self._dispatcher.apply(fetching)
+            transfer_id = self._dispatcher.apply(
+                self._scheduler.fetches.begin(lease_id, end - reached, priority, newest.late_id)
+            )
             if not transfer_id:
                 break
+            newest.note(transfer_id, end - reached, self._now())
             if self._observers.active:
                 self._observers.caused(lease_id, transfer_id)
             if is_compared:
@@ -363,7 +433,7 @@ class Fetches:
             await self._bring_to_border_while_sooner(lease_id, priority, search, comparison)
             return
         while end := search.best(None):
-            reached, _ = await self._bring_blocks(lease_id, end, priority)
+            reached, _ = await self._bring_blocks(lease_id, end, priority, _Newest())
             search.note_blocks(reached, is_end=reached < end)
             if reached >= end and await self._bring_copies(lease_id, end, priority, search):
                 return
@@ -413,7 +483,7 @@ class Fetches:
         loop = self._lifetime.loop
         part = comparison.first_part(search.block_seconds(first, end))
         began = loop.time()
-        reached = await self._bring_part(lease_id, first, part, priority, comparison)
+        reached = await self._bring_part(lease_id, first, part, priority, comparison, _Newest())
         elapsed = (loop.time() - began) / self._line.num_fetching
         is_whole = reached >= first + part.blocks
         search.note_part(first, reached, part.seconds, elapsed)

@@ -79,6 +79,10 @@ class Transfers:
         """True while the report of a transfer is missing."""
         return bool(self._counters)
 
+    def is_in_flight(self, transfer_id: int) -> bool:
+        """Return True while the report of a transfer is missing."""
+        return transfer_id in self._counters
+
     def submit(self, plan: TransferPlan) -> None:
         """Submit a plan to the worker. A plan that the worker refuses is reported as failed.
 

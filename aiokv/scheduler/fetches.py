@@ -40,7 +40,9 @@ class Fetches:
 
     # --- transitions ----------------------------------------------------------------------------
 
-    def begin(self, lease_id: int, num_blocks: int, priority: Priority) -> tuple[int, Effects]:
+    def begin(
+        self, lease_id: int, num_blocks: int, priority: Priority, replaced: int = 0
+    ) -> tuple[int, Effects]:
         """Begin to fetch up to ``num_blocks`` blocks that follow the cached prefix of a lease.
 
         A lease joins the fetch in flight that brings its next missing block. Blocks that have
@@ -52,12 +54,14 @@ class Fetches:
             num_blocks: number of blocks of ``read.missing`` that a store has.
             priority: priority of the transfer. If the lease joins a transfer of lower priority,
                 that transfer gets this priority.
+            replaced: a late fetch, which this lease and later ones do not join: its blocks are
+                fetched again. Whichever fetch brings a block first is used. 0 for none.
 
         Returns:
             The transfer; 0 when there is nothing to fetch, no host room can be made, admission is
             paused, or a tier is asleep.
         """
-        return self._begin(self._core.begin_fetch, (lease_id, num_blocks), priority)
+        return self._begin(self._core.begin_fetch, (lease_id, num_blocks, replaced), priority)
 
     def begin_auxiliary(
         self, lease_id: int, num_blocks: int, pool: StorePool, priority: Priority

@@ -9,10 +9,13 @@ from aiokv.rates import bounded_mean
 
 WINDOW: Final = 16  # newest measurements from which a value is estimated
 HALF_LIFE_SECONDS: Final = 5.0  # a measurement has half the weight of one made so much later
-LATENCY_BYTES: Final = 256 << 10  # batches of fewer bytes
-LATENCY_BLOCKS: Final = 32  # and no more blocks measure the latency, others the bandwidth
-LATE_FACTOR: Final = 2.0  # a batch is late after this multiple of its expected duration
-LATE_SECONDS: Final = 0.1  # and this time
+# Batches of fewer bytes and no more blocks measure the latency, others the bandwidth.
+LATENCY_BYTES: Final = 256 << 10
+LATENCY_BLOCKS: Final = 32
+# A batch is late after this multiple of its expected duration, plus this time. Both are so small
+# that a store is late before the requests stop waiting for it: see ``Comparison.patience``.
+LATE_FACTOR: Final = 1.5
+LATE_SECONDS: Final = 0.01
 
 
 class _Rate:

@@ -248,7 +248,7 @@ class StoreSet:
             keys: one per object.
             is_prefix: the objects are blocks of one prompt, from the first one on.
         """
-        widths = {i: self._guards[i].use.store.max_lookup_keys for i in readable}
+        widths = {i: max(self._guards[i].use.store.max_lookup_keys, 0) for i in readable}
         found = np.zeros((len(self._guards), len(keys) // KEY_BYTES), np.bool_)
         at_once = {i: self._guards[i].begin_lookup() for i in readable if not widths[i]}
         await self._ask_round(at_once, keys, found)

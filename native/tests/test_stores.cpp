@@ -48,8 +48,8 @@ class Cache {
         complete(core.take_backups());
         return id;
     }
-    TransferId fetch(LeaseId id, std::size_t blocks = 99) {
-        const TransferId fetch = core.begin_fetch(id, blocks);
+    TransferId fetch(LeaseId id, std::size_t blocks = 99, TransferId replaced = 0) {
+        const TransferId fetch = core.begin_fetch(id, blocks, replaced);
         check();
         return fetch;
     }
@@ -229,6 +229,38 @@ TEST(a_fetch_ends_before_a_block_that_another_fetch_brings) {
     cache.complete(deep);
     cache.complete(fetch);
     CHECK(cache.hit(kPrompt) == Blocks(0, 1));
+}
+
+TEST(a_late_fetch_is_replaced_and_joined_no_more) {
+    for (const bool late_ends_first : {true, false}) {
+        Cache cache(8, 8);
+        const LeaseId lease = cache.match(kPrompt);
+        const TransferId late = cache.fetch(lease, 2);
+        const TransferId fetch = cache.fetch(lease, 4, late);
+        CHECK(fetch != late && fetch != 0);
+        const std::vector<BlockId> taken = cache.core.fetch(late).host_blocks;
+        const std::vector<BlockId> other = cache.core.fetch(fetch).host_blocks;
+        CHECK(std::ranges::find_first_of(taken, other) == taken.end());  // each has its own blocks
+        CHECK_EQ(cache.fetch(cache.match(kPrompt)), fetch);
+        cache.complete(late_ends_first ? late : fetch);
+        if (late_ends_first) CHECK_EQ(cache.fetch(cache.match({1, 2, 3, 4, 5, 6, 0})), fetch);
+        cache.complete(late_ends_first ? fetch : late);
+        CHECK(cache.hit(kPrompt) == Blocks(0, 4));
+        CHECK_EQ(cache.core.statistics().host_free, 4u);
+    }
+}
+
+TEST(a_late_fetch_is_replaced_in_part) {
+    Cache cache(8, 8);
+    const LeaseId lease = cache.match(kPrompt);
+    const TransferId late = cache.fetch(lease, 4);
+    const TransferId fetch = cache.fetch(lease, 1, late);
+    CHECK_EQ(cache.fetch(cache.match(kPrompt)), fetch);
+    cache.complete(fetch);
+    CHECK_EQ(cache.fetch(cache.match(kPrompt)), late);
+    cache.complete(late, Outcome::kFailed, 0);
+    CHECK(cache.hit(kPrompt) == Blocks(0, 1));
+    CHECK(cache.fetch(lease, 99, late) != 0);  // it has ended: there is nothing to be replaced
 }
 
 TEST(the_first_proof_of_a_block_wins) {

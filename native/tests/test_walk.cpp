@@ -237,8 +237,10 @@ class Walk {
                 core_.take_abandoned();
                 core_.recompute_from(any_lease());
                 return;
-            case 19:
-                return save(core_.begin_fetch(any_lease(), 1 + below(8)));
+            case 19: {
+                const TransferId late = transfers_.empty() ? 0 : *transfers_.begin();
+                return save(core_.begin_fetch(any_lease(), 1 + below(8), below(2) == 0 ? late : 0));
+            }
             case 20:
                 return save(core_.take_saves());
             default:

@@ -655,19 +655,38 @@ async def test_store_is_used_soon_after_one_load_has_hung():
             lease.release()
 
 
-async def test_two_stores_serve_prompts_while_the_loads_of_the_first_hang():
+async def test_next_store_serves_prompts_while_the_loads_of_the_first_hang():
     first = await restarted(A, B)
     second = ScriptedStore("second", objects=dict(first.objects))
     async with cache(first, second, device_blocks=16, prefill_tokens_per_second=100.0) as c:
         first.hold("load")
-        lease = await served(c, A, 1.0)
-        assert lease.cached_tokens == 0
+        serving = asyncio.create_task(c.serve(A, wait_store=math.inf))
+        await running_clock().advance(0.05)
+        assert not serving.done()  # the first part is late after 1.5 times 0.04 s
+        await running_clock().advance(0.02)
+        await run_until_idle(serving.done)  # the clock stands still
+        lease = await serving
+        assert lease.usage.fetched_tokens == 16
+        assert c.engine.request_statistics().late_fetches == 1
         lease.release()
+        (await c.serve_from_stores(A)).release()
         lease = await c.serve_from_stores(B)
         assert lease.usage.fetched_tokens == 16
         lease.release()
-        assert second.calls["load"] > 0
+        assert first.calls["load"] == 1
         first.end_script()
+        await spin(20)
+        assert c.engine.check_invariants() == []
+
+
+async def test_late_store_that_is_the_only_one_is_not_asked_twice():
+    store = await restarted(A)
+    async with cache(store, device_blocks=16, prefill_tokens_per_second=100.0) as c:
+        store.hold("load")
+        lease = await served(c, A, 1.0)
+        assert (lease.cached_tokens, store.calls["load"]) == (0, 1)
+        lease.release()
+        store.end_script()
 
 
 # --- prefetch and pin -----------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from tests.models.cached_blocks import Block
@@ -27,6 +27,7 @@ class Fetch:
     host: list[int]
     above: Block | None
     epoch: int
+    replaced: set[Key] = field(default_factory=set)  # keys for which another fetch is joined
 
 
 class StoringModel(PrefixCacheModel):
@@ -110,15 +111,19 @@ class StoringModel(PrefixCacheModel):
 
     def fetch_of(self, key: Key) -> int:
         """Return the fetch that brings the block; 0 for none."""
-        return next((i for i, fetch in self.fetches.items() if key in fetch.keys), 0)
+        return next(
+            (i for i, f in self.fetches.items() if key in f.keys and key not in f.replaced), 0
+        )
 
-    def begin_fetch(self, lease: Lease, most: int) -> Fetch | None:
-        """Make room for a fetch of the next missing blocks, of which no fetch brings the first.
+    def begin_fetch(self, lease: Lease, most: int, replaced: int = 0) -> Fetch | None:
+        """Make room for a fetch of the next missing blocks, of which no fetch but ``replaced``
+        brings the first.
 
         Host copies of blocks on the device are not reclaimed here: the implementation chooses.
         """
         keys = self.missing(lease)[1][:most]
-        keys = keys[: next((i for i, key in enumerate(keys) if self.fetch_of(key)), len(keys))]
+        others = (i for i, key in enumerate(keys) if self.fetch_of(key) not in (0, replaced))
+        keys = keys[: next(others, len(keys))]
         if not keys:
             return None
         path = self.cached(lease)
@@ -149,6 +154,8 @@ class StoringModel(PrefixCacheModel):
         assert self.host_free.issuperset(host)
         self.host_free -= set(host)
         fetch.host, fetch.keys = host, fetch.keys[: len(host)]
+        for other in self.fetches.values():
+            other.replaced.update(key for key in fetch.keys if key in other.keys)
         self.fetches[transfer_id] = fetch
 
     def end_fetch(self, transfer_id: int, good: int) -> None:

@@ -270,7 +270,8 @@ class Walk:
             urgency = self.random.choice((Priority.DEMAND, Priority.PREFETCH))
             num_blocks = self.random.randint(0, 6)
             _, digests = self.scheduler.read.missing(lease_id)
-            fetched = self.apply(self.scheduler.fetches.begin(lease_id, num_blocks, urgency))
+            late = self.random.choice((0, 0, *self.in_flight))
+            fetched = self.apply(self.scheduler.fetches.begin(lease_id, num_blocks, urgency, late))
             assert not fetched or digests
             if fetched:
                 assert self.in_flight[fetched].route == FETCH

@@ -63,15 +63,17 @@ class StoreMachine(CacheMachine):
         assert first == expected or not keys
 
     @precondition(lambda self: self.callers)
-    @rule(which=pick, blocks=st.integers(0, 9))
-    def fetch(self, which: int, blocks: int) -> None:
+    @rule(which=pick, blocks=st.integers(0, 9), replaces=st.booleans())
+    def fetch(self, which: int, blocks: int, replaces: bool) -> None:
         caller = self.callers[which % len(self.callers)]
         keys = self.model.missing(caller.model)[1][:blocks]
-        if keys and (joined := self.model.fetch_of(keys[0])):
+        joined = self.model.fetch_of(keys[0]) if keys else 0
+        late = joined if replaces else 0
+        if joined and not late:
             assert self.core.begin_fetch(caller.id, blocks) == joined
             return
-        fetch = self.model.begin_fetch(caller.model, blocks)
-        transfer_id = self.core.begin_fetch(caller.id, blocks)
+        fetch = self.model.begin_fetch(caller.model, blocks, late)
+        transfer_id = self.core.begin_fetch(caller.id, blocks, late)
         if fetch is None:
             assert not transfer_id
             return
@@ -174,8 +176,12 @@ def split(digests: bytes) -> list[bytes]:
 
 def store_rules(machine: StoreMachine, random: Random) -> list[Rule]:
     m = machine
+
+    def fetch() -> None:
+        m.fetch(random.randint(0, 7), random.randint(0, 9), random.random() < 0.5)
+
     return [
-        (6, lambda: m.callers, lambda: m.fetch(random.randint(0, 7), random.randint(0, 9))),
+        (6, lambda: m.callers, fetch),
         (1, lambda: m.callers, lambda: m.missing(random.randint(0, 7))),
         (5, lambda: True, m.save),
         (3, lambda: True, m.counts_agree),

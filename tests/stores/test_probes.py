@@ -17,7 +17,7 @@ from aiokv.stores.breaker import FAILURES
 from aiokv.stores.disk.layout import segment_name
 from aiokv.stores.guard import StoreGuard
 from aiokv.stores.proof import Proof
-from aiokv.stores.use import RETRY_SECONDS, StoreUse
+from aiokv.stores.use import StoreUse
 from aiokv.testing import run_until_idle, running_clock, spin
 from tests.stores.conformance import DONE, FAILED, Blocks, ids
 from tests.stores.disk_medium import keys_of, opened, save, small_blocks, small_store
@@ -155,7 +155,7 @@ async def test_medium_that_cannot_be_read_costs_nothing_until_it_is_healed(
         await run_until_idle(
             lambda: guard.statistics().running == 0 and guard.statistics().reading != "probing"
         )
-        await clock.advance(RETRY_SECONDS)
+        await clock.advance(guard.use.retry_seconds)
         await guard.lookup(KEY)  # begins a probe, unless one has succeeded already
         await run_until_idle(lambda: guard.statistics().reading == "closed")
         seconds, reply = await waited(guard.load(KEY, ids(1)), medium)

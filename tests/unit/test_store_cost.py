@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from aiokv.stores.cost import (
-    HALF_LIFE_SECONDS,
     LATE_FACTOR,
     LATE_SECONDS,
     LATENCY_BLOCKS,
@@ -150,7 +149,7 @@ def test_store_that_has_become_slow_is_measured_as_slow(num_bytes):
 def test_old_measurements_fade(num_bytes):
     store = Store()
     store.move(num_bytes, 1.0, times=100)
-    store.now += 8 * HALF_LIFE_SECONDS
+    store.now += 60.0
     assert store.expected(num_bytes) == pytest.approx(1.0)  # until there is a new one
     store.move(num_bytes, 0.001)
     assert store.expected(num_bytes) < 0.01

@@ -195,6 +195,14 @@ async def test_deadline_ends_a_fetch_and_another_store_does_not_write_into_its_b
         assert first.in_use[33] == 0
 
 
+async def fetched_at_once(s: Stores, number: int) -> int:
+    """Return the blocks of a fetch that does not wait for the clock."""
+    call = asyncio.create_task(s.fetch(number))
+    await spin(20)
+    assert call.done()
+    return call.result().blocks
+
+
 async def test_store_whose_loads_are_late_is_asked_after_the_others():
     first = await put(ScriptedStore("a"), [1, 2, 3])
     second = await put(ScriptedStore("b"), [1, 2])
@@ -203,7 +211,7 @@ async def test_store_whose_loads_are_late_is_asked_after_the_others():
         stuck = first.hold("load")
         late = asyncio.create_task(s.fetch(1))
         await running_clock().advance(LATE_SECONDS + 0.01)
-        assert (await s.fetch(2)).blocks == 1
+        assert await fetched_at_once(s, 2) == 1
         assert (first.calls["load"], second.calls["load"]) == (1, 1)
         waiting = asyncio.create_task(s.fetch(3))  # which only the late store has
         await spin(5)
@@ -223,7 +231,7 @@ async def test_store_with_overdue_loads_is_asked_after_the_others():
         late = asyncio.create_task(s.fetch(1))
         await running_clock().advance(5.1)
         assert (await late).blocks == 0
-        assert (await s.fetch(2)).blocks == 1
+        assert await fetched_at_once(s, 2) == 1
         assert (first.calls["load"], second.calls["load"]) == (1, 1)
 
 
@@ -372,6 +380,16 @@ async def test_lookup_that_its_deadline_cuts_off_finds_a_part_and_is_no_failure(
         (statistics,) = s.set.statistics()
         assert (statistics.reading, statistics.timeouts, statistics.lookups) == ("closed", 5, 10)
         assert await looked_up(s, 4, 0.04) == 4
+
+
+async def test_long_lookups_at_the_same_time_are_no_failures():
+    store = listing("a", range(90))
+    async with Stores(StoreUse(store, lookup_deadline_seconds=0.05)) as s:
+        calls = [asyncio.create_task(s.lookup(*range(100))) for _ in range(4)]
+        await running_clock().advance(0.06)
+        assert [call.result() for call in calls] == [67] * 4
+        (statistics,) = s.set.statistics()
+        assert (statistics.reading, statistics.timeouts) == ("closed", 4)
 
 
 async def test_lookups_without_any_answer_are_failures():

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _log: Final = Log(__name__)
+_LOOKUP_THREADS: Final = 16
 
 
 class DirectoryStore(Store):
@@ -42,13 +43,14 @@ class DirectoryStore(Store):
             in between, so the files may exceed the limit by what other processes write meanwhile.
         fsync: write each block through to the medium before it counts as saved. Without it, a
             power cut may lose or damage recent blocks; a damaged block is detected and not used.
-        threads: number of threads that read and write.
+        threads: number of threads that read and write; lookups have 16 threads of their own.
 
     Raises:
         ConfigError: an argument is out of range.
     """
 
     kind: str = "directory"
+    max_lookup_keys: int = _LOOKUP_THREADS
     lookup_deadline_seconds: float = 0.5
 
     def __init__(
@@ -64,7 +66,6 @@ class DirectoryStore(Store):
             raise ConfigError(f"threads is {threads}; it must be at least 1")
         self.url = f"directory:{self._path}"
         self.max_concurrent = 4
-        self.max_lookup_keys = threads
         self._fsync = fsync
         self._num_threads = threads
         self._quota = DirectoryQuota(None if bytes is None else parse_bytes(bytes))
@@ -75,6 +76,7 @@ class DirectoryStore(Store):
         self._memory: StoreMemory | None = None
         self._files: ObjectFiles | None = None
         self._threads: StoreThreads | None = None
+        self._lookup_threads: StoreThreads | None = None  # lookups do not wait behind loads
 
     @classmethod
     def from_url(cls, url: str) -> Self:
@@ -117,6 +119,7 @@ class DirectoryStore(Store):
             files.close()
             raise
         self._memory, self._files, self._threads = memory, files, threads
+        self._lookup_threads = StoreThreads("directory-lookup", _LOOKUP_THREADS)
 
     async def lookup(self, keys: bytes) -> NDArray[np.bool_]:
         """Return for each key whether a file of the right length exists; see :class:`Store`.
@@ -130,7 +133,8 @@ class DirectoryStore(Store):
             return files.size(names[index]) == memory.object_bytes
 
         names = _names(keys)
-        return (await self._for_each(len(names), has)).astype(np.bool_)
+        threads = self._lookup_threads
+        return (await _for_each(len(names), has, threads, _LOOKUP_THREADS)).astype(np.bool_)
 
     async def load(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
         """Read files into host blocks; see :class:`Store`. A file of another length is ``WRONG``,
@@ -222,7 +226,8 @@ class DirectoryStore(Store):
     async def aclose(self) -> None:
         """End operations in flight and close the folder. Idempotent."""
         self._is_closing = True
-        if self._threads is not None:
+        if self._threads is not None and self._lookup_threads is not None:
+            await self._lookup_threads.aclose()
             await self._threads.aclose()
         if self._sweep is not None:
             await asyncio.wait([self._sweep])
@@ -235,17 +240,8 @@ class DirectoryStore(Store):
         return self._files, self._memory
 
     async def _for_each(self, count: int, act: Callable[[int], int]) -> NDArray[np.uint8]:
-        """Call ``act(index)`` for each index, in threads; return its results."""
-        results = np.full(count, Result.FAILED, np.uint8)
-        indices = itertools.count()  # the threads take turns
-
-        def run(unwanted: threading.Event) -> None:
-            while not unwanted.is_set() and (index := next(indices)) < count:
-                results[index] = act(index)
-
-        if count > 0 and self._threads is not None:
-            await self._threads.run_copies(run, min(count, self._num_threads))
-        return results
+        """Call ``act(index)`` for each index, in the threads that move blocks."""
+        return await _for_each(count, act, self._threads, self._num_threads)
 
     def _start_sweep(self) -> None:
         files, memory = self._opened()
@@ -273,3 +269,19 @@ class DirectoryStore(Store):
 
 def _names(keys: bytes) -> list[str]:
     return [key.hex() for key in split_keys(keys)]
+
+
+async def _for_each(
+    count: int, act: Callable[[int], int], threads: StoreThreads | None, num_threads: int
+) -> NDArray[np.uint8]:
+    """Call ``act(index)`` for each index, in threads; return its results."""
+    results = np.full(count, Result.FAILED, np.uint8)
+    indices = itertools.count()  # the threads take turns
+
+    def run(unwanted: threading.Event) -> None:
+        while not unwanted.is_set() and (index := next(indices)) < count:
+            results[index] = act(index)
+
+    if count > 0 and threads is not None:
+        await threads.run_copies(run, min(count, num_threads))
+    return results

@@ -193,8 +193,8 @@ class Core {
 
     // -- stores: nothing without CoreConfig::stores
     Missing missing(LeaseId id) { return fetches_.missing(leases_.at(id)); }
-    TransferId begin_fetch(LeaseId id, std::size_t blocks) {
-        return fetches_.begin(leases_.at(id), blocks);
+    TransferId begin_fetch(LeaseId id, std::size_t blocks, TransferId replaced = 0) {
+        return fetches_.begin(leases_.at(id), blocks, replaced);
     }
     Borders borders(LeaseId id, std::size_t skip) { return fetches_.borders(leases_.at(id), skip); }
     // Auxiliary pools; `group`: a window group, or kRecurrentState. See AuxiliaryStores.

@@ -30,6 +30,7 @@ struct Fetch {
     NodeId above = kNone;              // block or root, held
     std::uint32_t context = 0;
     std::uint64_t epoch = 0;
+    bool is_replaced = false;  // another fetch is joined for some of the blocks
 };
 
 // Blocks of a prompt that no tier has: the first of those up to the last one that a hit may have.
@@ -70,8 +71,9 @@ class Fetches {
     // From block `hit + skip` on, at most kMostMissing blocks, cached or not.
     Borders borders(Lease& lease, std::size_t skip);
     // Begins to fetch the first `blocks` of them or fewer, or returns the fetch in flight that
-    // brings the first one. 0: there are none, or no host room can be made.
-    TransferId begin(Lease& lease, std::size_t blocks);
+    // brings the first one. 0: there are none, or no host room can be made. Blocks of `replaced`, a
+    // fetch in flight that is late, are fetched again; the first proof of a block counts.
+    TransferId begin(Lease& lease, std::size_t blocks, TransferId replaced);
     bool has(TransferId id) const { return fetches_.contains(id); }
     const Fetch& get(TransferId id) const { return fetches_.at(id); }
     // The first `good_blocks` are proven.

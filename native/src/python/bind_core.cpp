@@ -547,8 +547,9 @@ void bind_core(nb::module_& m) {
             "lease"_a, "Of the cached tokens: those whose blocks a fetch brought for this lease.")
         .def("missing", &missing, "lease"_a,
              "(first block, digests) of the blocks behind the cached ones that stores may have.")
-        .def("begin_fetch", &Core::begin_fetch, "lease"_a, "blocks"_a,
-             "Begin to fetch missing blocks, or join the fetch that brings the first; 0: none.")
+        .def("begin_fetch", &Core::begin_fetch, "lease"_a, "blocks"_a, "replaced"_a = 0,
+             "Begin to fetch missing blocks, or join the fetch that brings the first, unless it is "
+             "`replaced`; 0: none.")
         .def(
             "borders", &borders, "lease"_a, "skip"_a = 0,
             "(hit, cached, first_block, digests, may_end) of the blocks behind the hit, from block "
