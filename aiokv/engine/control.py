@@ -192,19 +192,18 @@ class Control:
         try:
             async with self.deadline("updating_weights", timeout):
                 await self._worker.settle()
+            # From now on, open leases may compute with other weights: they publish no more.
+            self._dispatcher.apply(self._scheduler.reset("the weights are being updated"))
             try:
                 yield
             except BaseException:
                 next_version = nonce  # the weights may have been updated in part
                 raise
-            finally:
-                try:
-                    self._dispatcher.apply(self._scheduler.reset("the weights were updated"))
-                finally:  # also after an interrupt: the old keys are wrong from now on
-                    self._exchange.change_weights(next_version)
-                    if self._worker.capabilities.stores or self._worker.capabilities.peers:
-                        self._worker.change_weights(next_version)
-                    log.info("weights.updated", version=next_version)
+            finally:  # nothing was granted in the block: no tier has blocks of either weights
+                self._exchange.change_weights(next_version)
+                if self._worker.capabilities.stores or self._worker.capabilities.peers:
+                    self._worker.change_weights(next_version)
+                log.info("weights.updated", version=next_version)
         finally:
             self.let_go()
 
