@@ -308,6 +308,8 @@ class World:
                 self.updates += 1
                 for _ in range(rng.choice((0, 20, 60))):
                     await asyncio.sleep(0)
+                    tokens, salt = self.prompt()
+                    assert not self.engine.would_hit(tokens, salt=salt).total
                 if rng.random() < 0.1:
                     raise UpdateError
                 self.weights = weights
