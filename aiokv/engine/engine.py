@@ -768,10 +768,11 @@ class CacheEngine(Unique):
     def updating_weights(
         self, timeout: float | None = None, *, version: str | None = None
     ) -> AbstractAsyncContextManager[None]:
-        """Stop granting inside the ``async with`` block, and drop all cached blocks at its end.
+        """Drop all cached blocks, and stop granting inside the ``async with`` block.
 
         KV that was computed with the old weights is wrong for the new ones. Open leases keep their
-        blocks, but publish no more. Pins are released.
+        blocks and may go on computing, with either weights; from the start of the block on, they
+        publish, save and send no more, until they are preempted and resumed. Pins are released.
 
         Args:
             timeout: seconds to wait on entry for transfers in flight; None for no limit.
@@ -786,7 +787,7 @@ class CacheEngine(Unique):
             ControlTimeout: raised on entry: transfers did not end in time. Nothing changed.
 
         Cancellation: before the block is entered, nothing changed; inside the block, the engine
-        drops all cached blocks and grants again.
+        grants again, without cached blocks.
         """
         return self._control.updating_weights(timeout, version)
 
