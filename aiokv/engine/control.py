@@ -194,18 +194,17 @@ class Control:
             try:  # no await before the block: an entry that fails has changed nothing
                 self._exchange.change_weights(nonce)
                 self._exchange.end_all("the weights are being updated")
+                # Open leases may compute with other weights from now on: they publish no more.
+                self._dispatcher.apply(self._scheduler.reset("the weights are being updated"))
                 yield
             except BaseException:
                 next_version = nonce  # the weights may have been updated in part
                 raise
-            finally:
-                try:
-                    self._dispatcher.apply(self._scheduler.reset("the weights were updated"))
-                finally:  # also after an interrupt: the old keys are wrong from now on
-                    self._exchange.change_weights(next_version)
-                    if self._worker.capabilities.stores or self._worker.capabilities.peers:
-                        self._worker.change_weights(next_version)
-                    log.info("weights.updated", version=next_version)
+            finally:  # nothing was granted in the block: no tier has blocks of either weights
+                self._exchange.change_weights(next_version)
+                if self._worker.capabilities.stores or self._worker.capabilities.peers:
+                    self._worker.change_weights(next_version)
+                log.info("weights.updated", version=next_version)
         finally:
             self.let_go()
 

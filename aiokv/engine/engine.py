@@ -769,11 +769,13 @@ class CacheEngine(Unique):
     def updating_weights(
         self, timeout: float | None = None, *, version: str | None = None
     ) -> AbstractAsyncContextManager[None]:
-        """Stop granting inside the ``async with`` block, and drop all cached blocks at its end.
+        """Drop all cached blocks, and stop granting inside the ``async with`` block.
 
         KV that was computed with the old weights is wrong for the new ones. Open leases keep their
-        blocks, but publish no more. Pins are released. Receives and sends in flight end when the
-        block is entered; their leases keep the positions that have arrived.
+        blocks and may go on computing, with either weights; from the start of the block on, they
+        publish, save and send no more, until they are preempted and resumed. Pins are released.
+        Receives and sends in flight end when the block is entered; their leases keep the positions
+        that have arrived.
 
         Args:
             timeout: seconds to wait on entry for transfers in flight within this engine and to its
@@ -790,7 +792,7 @@ class CacheEngine(Unique):
                 engine grants again, and receives and sends go on.
 
         Cancellation: before the block is entered, as for ``ControlTimeout``; inside the block, the
-        engine drops all cached blocks and grants again.
+        engine grants again, without cached blocks.
         """
         return self._control.updating_weights(timeout, version)
 

@@ -24,8 +24,9 @@ class SyncWeightsUpdate(Unique):
         with engine.updating_weights(version="2"):
             ...  # load the new weights
 
-    An interrupt of the entry cancels it: nothing changed, or the engine drops all cached blocks and
-    grants again, as after an exception in the block.
+    An interrupt of the entry cancels it: nothing changed, or, if the block was entered already, the
+    engine has dropped all cached blocks and grants again. An exception in the block is raised after
+    the update.
     """
 
     __slots__ = ("_held", "_leave", "_port", "_timeout", "_version")

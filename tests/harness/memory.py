@@ -58,24 +58,34 @@ class Memory:
             layers = self.tensors[number :: len(self.names)]
             self.regions.add(name, layers=layers, axes=self._axes)
 
-    def position_words(self, tokens: Any, salt: str = "", weights: int | None = None) -> np.ndarray:
+    def position_words(
+        self, tokens: Any, salt: str = "", weights: int | np.ndarray | None = None
+    ) -> np.ndarray:
         """Return a word per token, uint64 ``[tokens]``.
 
         Args:
             tokens: from the first one of the prompt on.
             salt: tenant.
-            weights: that the tokens are computed with; None for the present ones.
+            weights: version that computes the tokens, or one per token; None for the present one.
+                The word of a token depends on all versions up to it.
         """
-        version = self.weights if weights is None else weights
         tokens = np.asarray(tokens).astype(np.uint64)
+        present = self.weights if weights is None else weights
+        version = np.broadcast_to(np.asarray(present).astype(np.uint64), tokens.shape)
+        mixture = np.cumsum(version ^ version[:1], dtype=np.uint64) << np.uint64(32)
         positions = np.arange(1, len(tokens) + 1, dtype=np.uint64)
         mixed = (tokens + np.uint64(1)) * _FACTORS[0] ^ positions * _FACTORS[1]
         chain = np.cumsum(mixed * _FACTORS[2], dtype=np.uint64)
-        return (chain ^ np.uint64(zlib.crc32(salt.encode()) << 16 | version)) << np.uint64(16)
+        tenant = np.uint64(zlib.crc32(salt.encode()) << 16)
+        return (chain ^ tenant ^ version ^ mixture) << np.uint64(16)
 
-    def words(self, tokens: Any, salt: str = "", weights: int | None = None) -> np.ndarray:
+    def words(
+        self, tokens: Any, salt: str = "", weights: int | np.ndarray | None = None
+    ) -> np.ndarray:
         """Return the words of the full blocks of a prompt, uint64 ``[blocks, block_tokens]``."""
         full = len(tokens) // self.block_tokens * self.block_tokens
+        if isinstance(weights, np.ndarray):
+            weights = weights[:full]
         words = self.position_words(tokens[:full], salt, weights)
         return words.reshape(-1, self.block_tokens)
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from aiokv.errors import BrokenEngineError, ClosedError, RequestTooLarge, UsageError
+from aiokv.errors import BrokenEngineError, ClosedError, RequestTooLarge, UsageError, WouldBlock
 from aiokv.testing import ManualDevice, ManualEvent, run_until_idle, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.cache import Cache, prompt
@@ -376,6 +376,70 @@ async def test_an_update_of_weights_holds_requests_and_clears_the_index():
         assert cache.hit(B) == (0, 0), "old weights publish nothing"
         assert cache.hit(A) == (2, 0)
         assert (await serve_and_release(cache, A)).device_tokens == 8
+
+
+async def test_fork_during_an_update_has_the_blocks_of_its_parent():
+    """The parent has blocks of the new weights where another request has cached old ones."""
+    async with Cache(device_blocks=16, host_blocks=0) as cache:
+        parent = cache.engine.match(A)
+        await parent.allocate(9)
+        await cache.fill(A)
+        async with cache.engine.updating_weights():
+            cache.memory.weights += 1
+            cache.compute(parent, A)
+            child = parent.fork()
+            for lease in (parent, child):
+                cache.memory.check(lease.block_table[:2], cache.memory.words(A))
+        child.release()
+        parent.release()
+        assert cache.hit(A) == (0, 0)
+
+
+async def test_blocks_that_are_committed_during_an_update_are_not_cached():
+    async with Cache(device_blocks=16) as cache:
+        first, second = cache.engine.match(A), cache.engine.match(B)
+        await first.allocate(9)
+        await second.allocate(9)
+        async with cache.engine.updating_weights(version="2"):
+            cache.compute(first, A)  # with the old weights
+            cache.memory.weights += 1
+            cache.compute(second, B)
+            await spin(2)
+            assert not cache.device.copies, "nothing is saved to host memory"
+            assert (cache.hit(A), cache.hit(B)) == ((0, 0), (0, 0))
+            with pytest.raises(WouldBlock):
+                await first.preempt(swap=True)
+        assert (cache.hit(A), cache.hit(B)) == ((0, 0), (0, 0))
+        await first.preempt()
+        await first.resume(9)
+        assert first.cached_tokens == 0
+        cache.compute(first, A)
+        assert cache.hit(A) == (2, 0), "granted after the update"
+        first.release()
+        second.release()
+        await cache.finish()
+
+
+async def test_cached_blocks_are_hit_until_an_update_is_entered_and_not_inside():
+    async with Cache(device_blocks=16) as cache:
+        await cache.fill(A)
+        entered, leave = asyncio.Event(), asyncio.Event()
+
+        async def update():
+            async with cache.engine.updating_weights():
+                entered.set()
+                await leave.wait()
+
+        updating = asyncio.create_task(update())
+        await spin(3)
+        assert cache.hit(A) == (2, 0), "the entry waits for the backup of A"
+        cache.device.complete_all()
+        await entered.wait()
+        assert cache.hit(A) == (0, 0)
+        updating.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await updating
+        assert cache.hit(A) == (0, 0)
 
 
 async def test_an_update_that_cannot_begin_changes_nothing():

@@ -923,6 +923,22 @@ async def test_blocks_of_old_weights_are_not_cached():
         await cache.check_hit(A, range(4))
 
 
+async def test_cached_blocks_are_not_onloaded_during_an_update_of_weights():
+    async with ForeignCache() as cache:
+        await cache.store(A, range(4))
+        lease, other = await cache.granted(A), await cache.begin(B, range(8, 12))
+        async with cache.engine.updating_weights():
+            cache.memory.weights += 1
+            with pytest.raises(LeaseError, match="dropped after the lease was allocated"):
+                lease.assign(range(4))
+            cache.compute(other, B)
+            await cache.saves_begun()
+            assert not cache.device.copies
+        assert (cache.hit(A), cache.hit(B)) == ((0, 0), (0, 0))
+        lease.release()
+        other.release()
+
+
 async def test_sleep_waits_for_saves_and_wakes_up_with_the_host_tier():
     async with ForeignCache() as cache:
         lease = await cache.compute_new(A, range(4))

@@ -354,6 +354,22 @@ async def test_a_reset_clears_the_snapshots():
         assert await hybrid.serve(PROMPT) == 0
 
 
+async def test_state_that_is_computed_during_an_update_of_weights_is_not_saved():
+    async with Hybrid() as hybrid:
+        lease = await granted(hybrid)
+        assert await hybrid.serve(PROMPT) == 0
+        async with hybrid.engine.updating_weights():
+            hybrid.weights = 1
+            hybrid.prefill(lease, PROMPT)
+            assert hybrid.engine.statistics().state_snapshots == 0
+            child = lease.fork()
+            hybrid.check(child, PROMPT, len(PROMPT))
+            child.release()
+        lease.release()
+        assert await hybrid.serve(PROMPT) == 0
+        assert await hybrid.serve(PROMPT) == 6
+
+
 async def test_state_tensors_that_contradict_the_config_are_refused():
     kv, state = [np.zeros((4, 8))], [np.zeros((3, 5))]
     regions = Regions(num_layers=1)

@@ -1314,17 +1314,24 @@ async def test_failed_onload_ends_the_receive_before_it_begins():
             d.check(lease, tokens)
 
 
-async def test_tickets_made_during_an_update_of_the_weights_match_no_engine():
+async def test_lease_neither_receives_nor_sends_during_an_update_of_the_weights():
     tokens = prompt(30)
-    async with two_engines() as (p, d), await d.granted(tokens) as lease:
+    async with (
+        two_engines() as (p, d),
+        await d.granted(tokens) as lease,
+        await p.granted(tokens) as source,
+    ):
+        p.compute(source, tokens, 0, 16)
         async with d.engine.updating_weights(version=""):
-            async with (
-                lease.receive(timeout=PATIENCE_SECONDS) as receiving,
-                await p.granted(tokens) as source,
-            ):
-                assert tickets.decode(receiving.ticket, KEY).weights_version.startswith("unnamed ")
-                with pytest.raises(PeerError, match="version of the weights"):
-                    await p.engine.send(source, receiving.ticket).__aenter__()
+            with pytest.raises(LeaseError, match="reset"):
+                await lease.receive(timeout=PATIENCE_SECONDS).__aenter__()
+        async with (
+            await d.granted(tokens) as other,
+            other.receive(timeout=PATIENCE_SECONDS) as receiving,
+            p.engine.updating_weights(version=""),
+        ):
+            with pytest.raises(PeerError, match="here it is 'unnamed "):
+                await p.engine.send(source, receiving.ticket).__aenter__()
 
 
 async def test_failed_device_ends_the_receive():

@@ -3,6 +3,10 @@
 A batch reads and writes its blocks late: on a device that computes in a stream when the stream gets
 there, else when its thread does, in any order. Requests are cancelled, released, preempted, forked,
 truncated and collected meanwhile. All that is random comes from one seed.
+
+Each position that is computed has the version of the weights of its batch, and the bytes depend on
+all versions up to a position. Requests go on computing while the weights are updated: what they
+hold then was computed with several versions, and no other request may read it, except for a fork.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import asyncio
 import gc
 from collections import deque
 from concurrent.futures import Future as ThreadFuture
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,7 +31,7 @@ from aiokv.testing import ManualEvent
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from aiokv import CacheEngine, Lease
     from aiokv.testing import ManualDevice
@@ -35,7 +39,12 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 4
 SALTS = ("", "tenant-a")
+VERSIONS = (1, 2)  # of weights, to which updates return
 PATIENCE = 4_000  # passes of the loop until all work ends when nothing is delayed
+
+
+class UpdateError(Exception):
+    """Error in the block of an update of the weights."""
 
 
 class Part:
@@ -77,6 +86,9 @@ class World:
         devices: whose copies the simulation completes.
         in_stream: work happens in the order of its launches, and steps have events.
         close_step: closes the open step with an event.
+        has_events: True if verbs of the engine take events.
+        updates_often: True if most control operations update the weights.
+        has_stores: True if the engine has stores.
     """
 
     def __init__(
@@ -89,6 +101,8 @@ class World:
         in_stream: bool,
         close_step: Callable[[ManualEvent], None],
         has_events: bool,
+        updates_often: bool = False,
+        has_stores: bool = False,
     ) -> None:
         self.engine = engine
         self.memories = memories
@@ -96,14 +110,21 @@ class World:
         self.rng = rng
         self.in_stream = in_stream
         self.close_step = close_step
-        self.has_events = has_events  # that verbs of the engine take
+        self.has_events = has_events
+        self.updates_often = updates_often
+        self.has_stores = has_stores
         self.stream: deque[Work | ManualEvent] = deque()
         self.threads: list[Work] = []
         self.requests: dict[asyncio.Task[None], Request] = {}
         self.operator: asyncio.Task[None] | None = None
-        self.weights = 0
+        self.weights = 0  # version that batches compute with
+        self.newest_weights = max(VERSIONS)
+        self.is_entering = False  # an update has begun, and the weights are not changed yet
         self.number = 0
         self.checked_positions = 0
+        self.mixed_forks = 0  # of parents that have computed with several versions
+        self.updates = 0
+        self.steps = 0  # calls of the operator and of requests
         self.log: deque[object] = deque(maxlen=40)
         self.calm = False  # nothing new begins
 
@@ -162,13 +183,22 @@ class World:
     # --- events ---------------------------------------------------------------------------------
 
     async def run(self, passes: int) -> None:
-        for _ in range(passes):
-            self.act()
-            self.advance()
-            for _ in range(self.rng.randint(0, 3)):
-                await asyncio.sleep(0)
-            self.verify()
-        await self.finish_all()
+        try:
+            for _ in range(passes):
+                self.steps += 1
+                self.act()
+                self.advance()
+                for _ in range(self.rng.randint(0, 3)):
+                    await asyncio.sleep(0)
+                self.verify()
+            await self.finish_all()
+        finally:  # after an error, copies wait for these events when the engine closes
+            for work in self.stream:
+                if isinstance(work, ManualEvent):
+                    work.complete()
+
+    def begin(self, request: Request, run: Coroutine[Any, Any, None]) -> None:
+        self.requests[asyncio.create_task(run)] = request
 
     def act(self) -> None:
         rng = self.rng
@@ -176,8 +206,7 @@ class World:
         if draw < 0.25 and len(self.requests) < 6:
             self.number += 1
             request = Request(self, f"r{self.number}")
-            task = asyncio.create_task(request.run())
-            self.requests[task] = request
+            self.begin(request, request.run() if rng.random() < 0.9 else request.pin())
         elif draw < 0.32 and self.requests:
             task = rng.choice(list(self.requests))
             self.log.append(f"cancel {self.requests[task].name}")
@@ -187,10 +216,13 @@ class World:
         elif draw < 0.5 and self.in_stream:
             self.log.append("step")
             self.close_step(self.record())
-        elif draw < 0.53 and self.operator is None:
+        elif draw < (0.6 if self.updates_often else 0.53) and self.operator is None:
             self.operator = asyncio.create_task(self.operate())
-        elif draw < 0.55:
+        elif draw > 0.997:
             gc.collect()
+        elif draw > 0.99 and self.operator is not None and not self.is_entering:
+            self.log.append("cancel the operator")
+            self.operator.cancel()
 
     def verify(self) -> None:
         violations = self.engine.check_invariants()
@@ -236,9 +268,9 @@ class World:
 
     async def operate(self) -> None:
         engine, rng = self.engine, self.rng
-        what = rng.choice(
-            ("evict", "evict", "reset", "resize", "quiesce", "sleep", "weights", "pin")
-        )
+        what = rng.choice(("evict", "evict", "reset", "resize", "quiesce", "sleep", "weights"))
+        if self.updates_often and rng.random() < 0.7:
+            what = "weights"
         self.log.append(what)
         timeout = rng.choice((0.0, 0.01))
         try:
@@ -252,20 +284,37 @@ class World:
                 case "quiesce":
                     await engine.quiesce(timeout)
                     engine.resume()
-                case "pin":
-                    tokens, salt = self.prompt()
-                    pin = await engine.pin(tokens, salt=salt)
-                    await self.pause()
-                    pin.release()
                 case "weights":
-                    async with engine.updating_weights(timeout):
-                        for _ in range(4):  # earlier leases have recorded the old ones
-                            await asyncio.sleep(0)
-                        self.weights += 1
+                    await self.update_weights(rng.choice((timeout, None)))
                 case "sleep":
                     await self.sleep(timeout)
         except (ControlTimeout, WouldBlock, TransferError) as error:
             self.log.append(error)
+
+    async def update_weights(self, timeout: float | None) -> None:
+        """Update the weights, to an earlier version too, while the requests go on."""
+        rng = self.rng
+        self.newest_weights += 1
+        unknown = self.newest_weights
+        weights = rng.choice((unknown, *VERSIONS))
+        version = None if weights == unknown else str(weights)
+        try:
+            async with self.engine.updating_weights(timeout, version=version):
+                self.is_entering = True
+                for _ in range(4):  # leases that were granted before have recorded their version
+                    await asyncio.sleep(0)
+                self.is_entering = False
+                self.weights = unknown
+                self.updates += 1
+                for _ in range(rng.choice((0, 20, 60))):
+                    await asyncio.sleep(0)
+                    tokens, salt = self.prompt()
+                    assert not self.engine.would_hit(tokens, salt=salt).total
+                if rng.random() < 0.1:
+                    raise UpdateError
+                self.weights = weights
+        except UpdateError:
+            self.log.append("the update has failed")
 
     async def sleep(self, timeout: float) -> None:
         has_ranks = len(self.memories) > 1
@@ -290,10 +339,12 @@ class World:
     def prompt(self) -> tuple[np.ndarray, str]:
         """Draw one of a few prompts with shared prefixes."""
         rng = self.rng
-        blocks = [rng.choice((0, 0, 0, 1)) for _ in range(rng.randint(1, 5))]
+        kinds = (*[0] * 19, 1) if self.updates_often else (0, 0, 0, 1)
+        blocks = [rng.choice(kinds) for _ in range(rng.randint(1, 5))]
         tokens = np.repeat(np.array(blocks, np.int32), BLOCK_TOKENS) * 100
         tokens += np.arange(len(tokens), dtype=np.int32)
-        return tokens[: len(tokens) - rng.randint(0, BLOCK_TOKENS - 1)], rng.choice(SALTS)
+        salt = rng.choice(SALTS if not self.updates_often else ("", "", "", *SALTS))
+        return tokens[: len(tokens) - rng.randint(0, BLOCK_TOKENS - 1)], salt
 
 
 class Request:
@@ -305,7 +356,9 @@ class Request:
         self.rng = world.rng
         self.name = name
         self.tokens, self.salt = world.prompt()
-        self.weights = 0
+        self.weights = 0  # at the grant
+        self.versions = np.zeros(0, np.int64)  # that have computed the first positions
+        self.cached = 0  # positions of the hit, before onloads have failed
         self.lease: Lease | None = None
         self.preempting: asyncio.Task[None] | None = None
         self.grant = 0  # preempted so many times
@@ -317,20 +370,39 @@ class Request:
 
     # --- the contents of blocks -----------------------------------------------------------------
 
-    def part(self, begin: int, end: int) -> Part:
-        assert self.lease is not None
+    def part(self, lease: Lease, begin: int, end: int) -> Part:
         memory = self.world.memories[0]
-        words = memory.position_words(self.tokens[:end], self.salt, self.weights)
-        return Part(self.lease.block_table, begin, words[begin:])
+        words = memory.position_words(self.tokens[:end], self.salt, self.versions[:end])
+        return Part(lease.block_table, begin, words[begin:])
 
     # --- the run ---------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        rng = self.rng
         self.lease = self.engine.match(self.tokens, salt=self.salt, owner=self.name)
+        await self.until_end()
+
+    async def pin(self) -> None:
+        """Pin or prefetch what is cached of the prompt."""
+        self.note("pin")
+        try:
+            if self.rng.random() < 0.5:
+                await self.engine.prefetch(self.tokens, salt=self.salt, timeout=None)
+                return
+            pin = await self.engine.pin(self.tokens, salt=self.salt)
+        except (WouldBlock, TransferError):
+            return
+        try:
+            for _ in range(self.rng.randint(0, 60)):
+                await asyncio.sleep(0)
+        finally:
+            pin.release()
+
+    async def until_end(self, done: int | None = None) -> None:
+        """Run the request, or one that was forked from ``done`` positions, and end its lease."""
+        rng = self.rng
         try:
             try:
-                await self.request()
+                await (self.request() if done is None else self.decode(done))
             except (AllocateTimeout, RequestTooLarge):
                 return
             finally:
@@ -355,19 +427,28 @@ class Request:
             priority=rng.randint(0, 1),
             timeout=rng.choice((None, None, 0.0, 0.01)),
             wait_pending=rng.choice((0.0, 0.0, 0.01)),
+            wait_store=rng.choice((0.0, 0.01, 1.0)) if self.world.has_stores else 0.0,
         )
-        done = await self.arrive()
-        for _ in range(rng.randint(1, 6)):
+        await self.decode(await self.arrive())
+
+    async def decode(self, done: int) -> None:
+        """Compute further positions, behind the first ``done``."""
+        rng = self.rng
+        goes_on = self.world.updates_often  # until an update, mostly
+        for _ in range(rng.randint(1, 20 if goes_on else 6)):
             done = await self.compute(done)
             draw = rng.random()
-            if draw < 0.5:
+            if draw < 0.4:
                 self.extend()
-            elif draw < 0.65:
+            elif draw < 0.55:
                 self.truncate(done)
-            elif draw < 0.75:
-                await self.fork(done)
-            elif draw < 0.85:
+            elif draw < (0.85 if goes_on else 0.7):
+                self.fork(done)
+            elif draw > (0.97 if goes_on else 0.85):
                 await self.preempt()
+            self.world.steps += 2  # a computation, and one of these
+            if goes_on:
+                await self.world.pause()
             if await self.settle():
                 done = await self.arrive()
 
@@ -375,7 +456,7 @@ class Request:
         """Wait for the onload; return the number of cached positions."""
         lease = self.lease
         assert lease is not None
-        self.weights = self.world.weights
+        self.weights, self.cached = self.world.weights, lease.cached_tokens
         try:
             await lease.layers.wait_all()
         except TransferError:
@@ -392,6 +473,7 @@ class Request:
         if await self.settle():
             return await self.arrive()
         self.note("arrived", lease.cached_tokens)
+        self.versions = np.full(lease.cached_tokens, self.weights)
         return lease.cached_tokens
 
     async def compute(self, done: int) -> int:
@@ -402,7 +484,11 @@ class Request:
         if rng.random() < 0.3 and end > done:
             end = rng.randint(done + 1, end)
         end = max(end, done)
-        work = Work(world, f"{self.name} at {done}", self.part(0, done), self.part(done, end))
+        if done < self.cached and world.weights != self.weights:
+            end = done  # leases that joined the failed onload share its blocks, with their versions
+        self.versions = np.append(self.versions[:done], np.full(end - done, world.weights))
+        reads, writes = self.part(lease, 0, done), self.part(lease, done, end)
+        work = Work(world, f"{self.name} at {done}", reads, writes)
         grant = self.grant
         self.note("compute", done, end, lease.block_table.tolist())
         if not self.is_named:
@@ -451,26 +537,36 @@ class Request:
         lease.truncate(to)
         self.tokens = self.tokens[:to]
 
-    async def fork(self, done: int) -> None:
-        """Fork a sample that reads the computed blocks and ends."""
-        if self.preempting is not None or len(self.world.memories) > 1:
+    def fork(self, done: int) -> None:
+        """Fork a sample that reads the computed blocks; it ends, or goes on by itself."""
+        world, lease = self.world, self.lease
+        assert lease is not None
+        if self.preempting is not None or len(world.memories) > 1:
             return
-        if self.world.in_stream:  # the copy belongs to the stream
-            while self.world.stream:
-                World._run(self.world.stream.popleft())
+        if world.in_stream:  # the copy belongs to the stream
+            while world.stream:
+                World._run(world.stream.popleft())
         try:
-            child = self.lease.fork()
+            child = lease.fork()
         except WouldBlock:
             return
-        parent, self.lease = self.lease, child
-        work = Work(self.world, f"fork of {self.name}", self.part(0, done), self.part(0, 0))
-        self.lease = parent
+        work = Work(
+            world, f"fork of {self.name}", self.part(child, 0, done), self.part(child, 0, 0)
+        )
+        world.mixed_forks += len(set(self.versions[:done].tolist())) > 1
         self.note("fork", child.block_table.tolist())
-        with self.engine.computing([child, parent]) as batch:
-            self.world.launch(work)
-            if not self.world.in_stream:
+        self.is_named = True  # from the first batch that names a grant on, all have to
+        with self.engine.computing([child, lease]) as batch:
+            world.launch(work)
+            if not world.in_stream:
                 batch.ends_with(work.done)
-        if self.rng.random() < 0.5:
+        if self.rng.random() < 0.5 and len(world.requests) < 8 and not world.calm:
+            sample = Request(world, f"{self.name}f")
+            sample.lease, sample.tokens, sample.salt = child, self.tokens, self.salt
+            sample.versions, sample.weights = self.versions, self.weights
+            sample.is_named = True
+            world.begin(sample, sample.until_end(done))
+        elif self.rng.random() < 0.5:
             child.release()
 
     async def preempt(self) -> None:

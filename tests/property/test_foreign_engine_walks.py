@@ -3,7 +3,8 @@
 The walk plays the server: it chooses ids, computes KV, and reuses a block when no request has the
 block and all leases that have named it are idle. It mixes salts, items, limits of leases,
 preemption, resets, sleep and new weights with copies that are completed, failed and delayed, and
-records a trace, the transitions and the observations.
+records a trace, the transitions and the observations. Requests go on while the weights are updated:
+the bytes of a position depend on the versions that have computed all positions up to it.
 
 Checked after every operation: the invariants of the engine hold, no copy accesses a block that the
 server may reuse, and the blocks of a hit hold the KV of their prefix, tenant, items and weights.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +23,7 @@ import pytest
 
 from aiokv import Item, LeaseState
 from aiokv.engine.observers import LeasePhase, TransferSpan
+from aiokv.errors import LeaseError
 from aiokv.observe.metrics import exposition
 from aiokv.testing import record, replay_transitions, running_clock, spin
 from aiokv.trace.format import read_trace
@@ -48,7 +51,8 @@ class Request:
         self.lease = lease
         self.tokens = tokens
         self.tenant = tenant  # salt and item, on which the KV depends besides the tokens
-        self.weights = weights
+        self.weights = weights  # at the grant
+        self.versions: list[int] = []  # of the weights, of the first positions
         self.table: list[int] = []
         self.cached = 0  # full blocks that the lease has not computed
         self.computed = 0  # computed positions
@@ -106,12 +110,14 @@ class Walk:
         request.table = [*shared, *fresh]
         request.cached = max(request.cached, len(shared))
         request.computed = request.cached * BLOCK_TOKENS
+        request.versions = [request.weights] * request.computed
 
     def shared_with(self, request: Request) -> list[int]:
         full = len(request.tokens) // BLOCK_TOKENS
         for other in self.requests:
-            same = (other.tenant, other.weights) == (request.tenant, request.weights)
-            if not same or not other.table or not self.has_arrived(other):
+            if other.tenant != request.tenant or not other.table or not self.has_arrived(other):
+                continue
+            if {*other.versions, request.weights} != {self.cache.memory.weights}:
                 continue
             common = 0
             limit = min(full, other.computed // BLOCK_TOKENS)
@@ -131,13 +137,18 @@ class Walk:
     def compute(self, request: Request) -> None:
         """Check the cached blocks of the lease, compute the rest, and commit it."""
         lease = request.lease
+        if not request.table:
+            with suppress(LeaseError):  # its hit was dropped
+                self.assign(request)
         if not request.table or lease.transfer_ids:
             return
         if (position := lease.recompute_from()) is not None:
             request.computed = min(request.computed, position)
         self.check(request)
         begin = request.computed // BLOCK_TOKENS
-        words = self.words(request)
+        more = len(request.tokens) - request.computed
+        request.versions[request.computed :] = [self.cache.memory.weights] * more
+        words = self.words(request, len(request.tokens))
         if self.rng.random() < 0.5:
             with self.engine.computing([lease]):
                 self.cache.memory.write(request.table[begin : len(words)], words[begin:])
@@ -150,10 +161,13 @@ class Walk:
     def check(self, request: Request) -> None:
         full = request.computed // BLOCK_TOKENS
         self.served_hits += full
-        self.cache.memory.check(request.table[:full], self.words(request)[:full], request.tenant)
+        words = self.words(request, request.computed)
+        self.cache.memory.check(request.table[:full], words, request.tenant)
 
-    def words(self, request: Request) -> np.ndarray:
-        return self.cache.memory.words(request.tokens, request.tenant, request.weights)
+    def words(self, request: Request, stop: int) -> np.ndarray:
+        """Return the words of the full blocks of the first ``stop`` positions."""
+        versions = np.array(request.versions[:stop])
+        return self.cache.memory.words(request.tokens[:stop], request.tenant, versions)
 
     def decode(self, request: Request) -> None:
         if not request.table or request.computed < len(request.tokens):
@@ -253,6 +267,9 @@ class Walk:
             await self.completing(updating.__aenter__())
             self.cache.memory.weights += 1
             self.collect()
+            for _ in range(self.rng.choice((0, 10, 30))):
+                await self.act(controls=False)
+                self.check_nothing_is_cached()
             await self.completing(updating.__aexit__(None, None, None))
         elif verb == "sleep":
             await self.sleep(self.rng.choice([["device"], ["host"], ["device", "host"]]))
@@ -264,6 +281,11 @@ class Walk:
             self.engine.pause()
             await spin(2)
             self.engine.resume()
+
+    def check_nothing_is_cached(self) -> None:
+        for tokens, salt, item in self.prompts:
+            items = [Item(f"image {item}".encode(), 1, 2)] if item else []
+            assert not self.engine.would_hit(list(tokens), salt=salt, items=items).total
 
     async def sleep(self, tiers: Any) -> None:
         while self.requests:
@@ -280,7 +302,7 @@ class Walk:
 
     # --- the walk -------------------------------------------------------------------------------
 
-    async def act(self) -> None:
+    async def act(self, *, controls: bool = True) -> None:
         verb = self.rng.choices(
             [
                 "begin",
@@ -294,7 +316,7 @@ class Walk:
                 "spin",
                 "control",
             ],
-            [6, 6, 3, 2, 1, 2, 1, 8, 4, 1],
+            [6, 6, 3, 2, 1, 2, 1, 8, 4, int(controls)],
         )[0]
         if verb in ("compute", "decode", "truncate", "preempt"):
             if not self.requests:

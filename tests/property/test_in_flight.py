@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import os
 import random
 from typing import TYPE_CHECKING
 
@@ -10,7 +12,8 @@ import pytest
 
 from aiokv import CacheConfig, CacheEngine, CpuDevice
 from aiokv.ranks import Rank, RankGroup, RankTimeouts
-from aiokv.testing import ManualDevice
+from aiokv.testing import ManualDevice, ScriptedStore
+from tests.harness.closing import close
 from tests.harness.memory import Memory
 from tests.property.in_flight_simulation import BLOCK_TOKENS, World
 
@@ -25,6 +28,8 @@ pytestmark = [
 ]
 
 PASSES = 150  # of the loop, with an operation in most of them
+UPDATE_SEEDS = 20  # of runs with updates of the weights
+UPDATE_PASSES = 12_500 if os.environ.get("AIOKV_DEEP") else 300  # 10**6 steps in all, if deep
 
 
 def config_of(seed: int, rng: random.Random) -> CacheConfig:
@@ -42,22 +47,44 @@ def config_of(seed: int, rng: random.Random) -> CacheConfig:
     )
 
 
-async def simulate(seed: int, device: ManualDevice | CpuDevice) -> World:
+async def simulate(
+    seed: int,
+    device: ManualDevice | CpuDevice,
+    *,
+    passes: int = PASSES,
+    updates_often: bool = False,
+    has_stores: bool = False,
+) -> World:
     rng = random.Random(seed)
     config = config_of(seed, rng)
     memory = Memory(config.device_blocks, BLOCK_TOKENS)
     in_stream = device.computes_in_stream
-    async with CacheEngine(config, memory.regions, device) as engine:
-        world = World(
-            engine,
-            [memory],
-            [device] if isinstance(device, ManualDevice) else [],
-            rng,
-            in_stream=in_stream,
-            close_step=engine.step,
-            has_events=in_stream,
+    stores = [ScriptedStore(capacity_blocks=200)] if has_stores else []
+    if has_stores:
+        config = dataclasses.replace(
+            config, model="tests", host_blocks=20, write_policy="write_through"
         )
-        await world.run(PASSES)
+    engine = CacheEngine(config, memory.regions, device, stores=stores)
+    await engine.__aenter__()
+    world = World(
+        engine,
+        [memory],
+        [device] if isinstance(device, ManualDevice) else [],
+        rng,
+        in_stream=in_stream,
+        close_step=engine.step,
+        has_events=in_stream,
+        updates_often=updates_often,
+        has_stores=has_stores,
+    )
+    error: BaseException | None = None
+    try:
+        await world.run(passes)
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        await close(engine, device, error)
     return world
 
 
@@ -115,3 +142,28 @@ async def test_a_stream_computes_late(seed):
 async def test_the_streams_of_ranks_compute_late(seed, tmp_path):
     world = await simulate_ranks(seed, tmp_path)
     assert world.checked_positions > 50
+
+
+async def simulate_updates(seed: int, passes: int) -> World:
+    device = ManualDevice()
+    device.computes_in_stream = seed % 2 == 0
+    return await simulate(seed, device, passes=passes, updates_often=True, has_stores=seed % 4 > 1)
+
+
+@pytest.mark.parametrize("seed", range(UPDATE_SEEDS))
+async def test_updates_of_weights_never_show_blocks_of_other_weights(seed):
+    world = await simulate_updates(seed, UPDATE_PASSES)
+    assert world.updates
+    assert world.checked_positions > 50
+
+
+async def test_walks_with_updates_reach_forks_of_several_versions_and_fetches():
+    forks = fetches = 0
+    for seed in range(100, 200):
+        world = await simulate_updates(seed, 300)
+        forks += world.mixed_forks
+        fetches += world.engine.statistics().fetched_blocks
+        if forks > 5 and fetches:
+            break
+    assert forks > 5
+    assert fetches

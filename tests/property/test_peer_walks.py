@@ -2,8 +2,11 @@
 
 A receive writes wrong bytes into its blocks at random until its report; the positions of a send are
 read when it ends. After each transition, each cached block has the bytes of its own tokens (I4,
-I11), and ``violations()`` is empty. The recurrent state and the windows of a lease are checked
-whenever the lease computes. In walks with steps, compute writes when its step has finished.
+I11), and ``violations()`` is empty. The blocks, the recurrent state and the windows of a lease are
+checked whenever the lease computes. In walks with steps, compute writes when its step has finished.
+
+Bytes depend on the versions of the weights that have computed the positions up to them, too. While
+the weights are updated, leases go on; all cached blocks are of the present version alone.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ from aiokv.testing.transitions import Recording, replay_transitions
 from tests.property.event_subscriber import MAX_EVENT_BLOCKS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aiokv.plan import TransferPlan
     from aiokv.scheduler.effects import Effects, Moved
 
@@ -49,14 +54,49 @@ DEVICE_VALID, HOST_VALID = 1, 4
 Bytes = tuple[int, ...]  # of a block: one word per position
 
 
-def words(tokens: list[int], start: int, stop: int) -> list[int]:
-    """Return what the positions of a prompt hold: a function of all tokens up to each."""
-    return [hash(tuple(tokens[: position + 1])) for position in range(start, stop)]
+def words(tokens: list[int], versions: list[int], start: int, stop: int) -> list[int]:
+    """Return what positions hold: a function of all tokens up to each, and of their versions."""
+    return [
+        hash((*tokens[: position + 1], None, *versions[: position + 1]))
+        for position in range(start, stop)
+    ]
 
 
-def state_word(tokens: list[int], stop: int) -> int:
+def state_word(tokens: list[int], versions: list[int], stop: int) -> int:
     """Return what a state slot holds after the first ``stop`` positions of a prompt."""
-    return hash(("state", *tokens[:stop]))
+    return hash(("state", *tokens[:stop], None, *versions[:stop]))
+
+
+class Grant:
+    """Versions of the weights of what a lease holds.
+
+    Attributes:
+        weights: version of the cached blocks, and of those that it receives.
+        cached: positions of the hit, before onloads have failed.
+        computed: versions that have computed the first positions; those behind were received.
+    """
+
+    def __init__(self, weights: int, cached: int) -> None:
+        self.weights = weights
+        self.cached = cached
+        self.computed = [weights] * cached
+
+    def advance(self, start: int, stop: int, weights: int) -> None:
+        """Note that positions from ``start`` on were computed."""
+        self.computed = self.versions(start) + [weights] * (stop - start)
+
+    def versions(self, stop: int) -> list[int]:
+        """Return the versions of the first positions, which are computed or received."""
+        return (self.computed + self.received(stop - len(self.computed)))[:stop]
+
+    def received(self, stop: int) -> list[int]:
+        """Return the versions of the first positions as a peer sends them."""
+        return [self.weights] * stop
+
+    def copy(self) -> Grant:
+        copied = Grant(self.weights, 0)
+        copied.computed = list(self.computed)
+        return copied
 
 
 class PeerWalk:
@@ -80,6 +120,7 @@ class PeerWalk:
         self.events.take(1)
         self.read = self.scheduler.read
         self.recording = Recording(self.scheduler, config, None)
+        self.verbs: list[Callable[[], None]] = []
         self.memory: dict[str, list[list[int]]] = {
             "device": [[WRONG] * BLOCK_TOKENS for _ in range(DEVICE_BLOCKS)],
             "host": [[WRONG] * BLOCK_TOKENS for _ in range(10)],
@@ -91,7 +132,9 @@ class PeerWalk:
         self.computing: list[tuple[int, str, int, int, int]] = []  # step, pool, id, offset, word
         self.begun: set[int] = set()  # receives of a state that have written its slot
         self.closed = self.finished = 0
+        self.weights = 0
         self.tokens: dict[int, list[int]] = {}  # of the leases with a handle
+        self.grants: dict[int, Grant] = {}  # the newest of each
         self.plans: dict[int, TransferPlan] = {}
         self.expected: dict[int, list[Bytes]] = {}  # of receives and sends: the bytes of the prompt
         self.awaited: dict[int, int] = {}  # transfers whose end a lease with a handle waits for
@@ -104,29 +147,34 @@ class PeerWalk:
     def compute(self, lease_id: int, stop: int) -> None:
         start = self.read.computed_tokens(lease_id)
         table = self.read.block_table(lease_id)
-        for position, word in zip(
-            range(start, stop), words(self.tokens[lease_id], start, stop), strict=True
-        ):
+        tokens, grant = self.tokens[lease_id], self.grants[lease_id]
+        grant.advance(start, stop, self.weights)
+        versions = grant.versions(stop)
+        for position, word in enumerate(words(tokens, versions, 0, stop)):
             block, offset = int(table[position // BLOCK_TOKENS]), position % BLOCK_TOKENS
-            self.launch("device", block, offset, word)
+            if position < start:
+                assert self.content("device", block)[offset] == word, (lease_id, position)
+            else:
+                self.launch("device", block, offset, word)
         for group in self.windows:
             self.compute_window(lease_id, group, start, stop)
         if self.state_slots:
             slot = self.read.state_slot(lease_id)
-            assert self.content("state", slot) == [state_word(self.tokens[lease_id], start)]
-            self.launch("state", slot, 0, state_word(self.tokens[lease_id], stop))
+            assert self.content("state", slot) == [state_word(tokens, versions, start)]
+            self.launch("state", slot, 0, state_word(tokens, versions, stop))
 
     def compute_window(self, lease_id: int, group: str, start: int, stop: int) -> None:
         """Read the sink and the window of a lease, and write its positions."""
         config, tokens = self.windows[group], self.tokens[lease_id]
+        computed = words(tokens, self.grants[lease_id].versions(stop), 0, stop)
         table = self.read.block_table(lease_id, group).tolist()
         seen = range(max(start - config.window_tokens + 1, 0), start)
         for position in {*seen, *range(min(config.sink_tokens, start))} if start < stop else ():
             content = self.content(group, table[position // BLOCK_TOKENS])
-            assert content[position % BLOCK_TOKENS] == words(tokens, position, position + 1)[0]
+            assert content[position % BLOCK_TOKENS] == computed[position]
         for position in range(start, stop):
             block, offset = table[position // BLOCK_TOKENS], position % BLOCK_TOKENS
-            self.launch(group, block, offset, words(tokens, position, position + 1)[0])
+            self.launch(group, block, offset, computed[position])
 
     def launch(self, pool: str, block: int, offset: int, word: int) -> None:
         step = self.closed + 1 if self.tracked else 0
@@ -149,7 +197,8 @@ class PeerWalk:
     def check_cached(self) -> None:
         for _, prefix, device, host, flags, _, _ in self.read.cached_blocks():
             tokens = np.frombuffer(prefix, "<i4").tolist()
-            right = words(tokens, len(tokens) - BLOCK_TOKENS, len(tokens))
+            present = [self.weights] * len(tokens)
+            right = words(tokens, present, len(tokens) - BLOCK_TOKENS, len(tokens))
             if flags & DEVICE_VALID:
                 assert self.content("device", device) == right, (device, tokens)
             if flags & HOST_VALID:
@@ -213,7 +262,7 @@ class PeerWalk:
                 sent = self.memory[pool][source][: len(expected[index])]
                 assert tuple(sent) == expected[index], (transfer_id, source)
             elif source == ZEROS:
-                self.memory["state"][target] = [state_word([], 0)]
+                self.memory["state"][target] = [state_word([], [], 0)]
             else:
                 self.memory[plan.route.target][target] = list(
                     self.memory[plan.route.source][source]
@@ -255,7 +304,9 @@ class PeerWalk:
         if lease_id is not None:
             num_tokens = len(self.tokens[lease_id]) + self.random.randint(0, 4)
             with suppress(AiokvError):
-                self.apply(self.scheduler.try_allocate(lease_id, num_tokens))
+                if self.apply(self.scheduler.try_allocate(lease_id, num_tokens)):
+                    cached = self.read.cached_tokens(lease_id)
+                    self.grants[lease_id] = Grant(self.weights, cached)
 
     def commit(self) -> None:
         if (lease_id := self.pick(LeaseState.GRANTED, LeaseState.FAILED)) is None:
@@ -269,6 +320,12 @@ class PeerWalk:
             self.apply(self.scheduler.preempt(lease_id))
             return
         start, known = self.read.computed_tokens(lease_id), len(self.tokens[lease_id])
+        grant = self.grants[lease_id]
+        if start < grant.cached and self.weights != grant.weights:
+            # Leases that joined the failed onload share its blocks, and their versions.
+            self.forget(lease_id)
+            self.apply(self.scheduler.preempt(lease_id))
+            return
         stop = self.random.randint(start, max(start, min(known, self.read.reach_tokens(lease_id))))
         try:
             batch = self.apply(self.scheduler.begin_batch([lease_id]))
@@ -344,7 +401,8 @@ class PeerWalk:
                 self.scheduler.peers.receive_state(lease_id, self.ticket(), stop)
             )
             self.awaited[transfer_id] = lease_id
-            self.expected[transfer_id] = [(state_word(tokens, stop),)]
+            sent = self.grants[lease_id].received(stop)
+            self.expected[transfer_id] = [(state_word(tokens, sent, stop),)]
 
     def send_state(self) -> None:
         if (lease_id := self.pick(LeaseState.GRANTED)) is None:
@@ -355,7 +413,8 @@ class PeerWalk:
                 self.scheduler.peers.send_state(lease_id, self.ticket(), computed)
             )
             self.awaited[transfer_id] = lease_id
-            self.expected[transfer_id] = [(state_word(self.tokens[lease_id], computed),)]
+            tokens, versions = self.tokens[lease_id], self.grants[lease_id].versions(computed)
+            self.expected[transfer_id] = [(state_word(tokens, versions, computed),)]
 
     def receive_window(self) -> None:
         """Receive behind all positions that have been received, mostly."""
@@ -384,10 +443,12 @@ class PeerWalk:
     def note_window(self, transfer_id: int, lease_id: int, stop: int) -> None:
         plan, tokens = self.plans[transfer_id], self.tokens[lease_id]
         receives = plan.route == WINDOW_RECEIVE
+        grant = self.grants[lease_id]
+        versions = grant.received(stop) if receives else grant.versions(stop)
         self.expected[transfer_id] = []
         for block in (plan.source_ids if receives else plan.target_ids).tolist():
             end = min((block + 1) * BLOCK_TOKENS, stop)
-            known = words(tokens, block * BLOCK_TOKENS, end)
+            known = words(tokens, versions, block * BLOCK_TOKENS, end)
             more = [WRONG] * (BLOCK_TOKENS - len(known)) if receives else []
             self.expected[transfer_id].append((*known, *more))
         self.awaited[transfer_id] = lease_id
@@ -395,18 +456,20 @@ class PeerWalk:
     def note_begin(
         self, transfer_id: int, lease_id: int, first: int, num_blocks: int, stop: int
     ) -> None:
-        tokens = self.tokens[lease_id]
+        tokens, grant = self.tokens[lease_id], self.grants[lease_id]
+        plan = self.plans[transfer_id]
+        versions = grant.received(stop) if plan.route == RECEIVE else grant.versions(stop)
         self.expected[transfer_id] = [
             tuple(
                 words(
                     tokens,
+                    versions,
                     min(block * BLOCK_TOKENS, stop),
                     min((block + 1) * BLOCK_TOKENS, stop),
                 )
             )
             for block in range(first, first + num_blocks)
         ]
-        plan = self.plans[transfer_id]
         if plan.route == RECEIVE:  # what is behind the prompt is of no meaning
             self.expected[transfer_id] = [
                 (*block, *[WRONG] * (BLOCK_TOKENS - len(block)))
@@ -421,8 +484,13 @@ class PeerWalk:
         if (lease_id := self.pick(LeaseState.GRANTED)) is None:
             return
         stop = self.stops.get(lease_id) or self.random.randint(0, len(self.tokens[lease_id]))
+        grant, start = self.grants[lease_id], self.read.computed_tokens(lease_id)
+        if grant.versions(start) != grant.received(start):
+            return  # what was received does not follow what was computed since
         with suppress(LeaseError):
-            if self.apply(self.scheduler.peers.commit_received(lease_id, stop)):
+            published = self.apply(self.scheduler.peers.commit_received(lease_id, stop))
+            grant.advance(start, max(start, stop), grant.weights)
+            if published:
                 self.seen["received"] += 1
                 self.seen["windows committed"] += lease_id in self.stops
                 self.stops.pop(lease_id, None)
@@ -464,6 +532,7 @@ class PeerWalk:
         except LeaseError:
             return
         self.tokens[lease_id] = self.tokens[lease_id][:num_tokens]
+        del self.grants[lease_id].computed[num_tokens:]
         if self.apply(self.scheduler.extend([lease_id], 3)):
             more = [self.random.randint(4, 5)] * self.random.randint(0, 3)
             self.apply(self.scheduler.append(lease_id, np.array(more, np.int32)))
@@ -481,6 +550,7 @@ class PeerWalk:
                 source, target = fork.state_slots
                 self.memory["state"][target] = list(self.memory["state"][source])
             self.tokens[fork.lease_id] = list(self.tokens[lease_id])
+            self.grants[fork.lease_id] = self.grants[lease_id].copy()
 
     def step(self) -> None:
         if self.random.random() < 0.5:
@@ -489,6 +559,18 @@ class PeerWalk:
             self.finished = self.random.randint(self.finished + 1, self.closed)
             self.write_computed()
             self.apply(self.scheduler.finish_step(self.finished))
+
+    def update_weights(self) -> None:
+        """Update the weights as the engine does, while the leases go on."""
+        self.apply(self.scheduler.change_gate("hold"))
+        self.end_all()
+        self.apply(self.scheduler.reset("test"))
+        self.weights += 1
+        for _ in range(self.random.choice((0, 10, 40))):
+            self.disturb()
+            self.random.choice(self.verbs)()
+            self.seen["steps of updates"] += 1
+        self.apply(self.scheduler.change_gate("let_go"))
 
     def control(self) -> None:
         draw = self.random.random()
@@ -507,7 +589,7 @@ class PeerWalk:
             self.apply(self.scheduler.restart())
 
     def run(self, steps: int) -> None:
-        verbs = [
+        verbs = self.verbs = [
             *[self.match] * 4, *[self.allocate] * 5, *[self.commit] * 2, *[self.end_batch] * 5,
             *[self.receive] * 8, *[self.send] * 6, *[self.send_early] * 3,
             *[self.commit_received] * 5, self.end_peer,
@@ -520,8 +602,18 @@ class PeerWalk:
             verbs += [*[self.receive_window] * 12, *[self.send_window] * 3]
         for _ in range(steps):
             self.disturb()
+            if self.random.random() < 0.003:
+                self.update_weights()
             self.random.choice(verbs)()
         self.finish()
+
+    def end_all(self) -> None:
+        """End all steps and transfers."""
+        self.closed = self.finished = self.apply(self.scheduler.close_step())
+        self.write_computed()
+        self.apply(self.scheduler.finish_step(self.finished))
+        while self.plans:
+            self.end(next(iter(self.plans)))
 
     def finish(self) -> None:
         while self.tokens:
@@ -529,11 +621,7 @@ class PeerWalk:
         while self.batches:
             self.end_batch()
         self.apply(self.scheduler.advance())
-        self.closed = self.finished = self.apply(self.scheduler.close_step())
-        self.write_computed()
-        self.apply(self.scheduler.finish_step(self.finished))
-        while self.plans:
-            self.end(next(iter(self.plans)))
+        self.end_all()
         assert self.awaited == {}
         statistics = self.read.statistics()
         assert statistics.device_free + statistics.device_cached == DEVICE_BLOCKS

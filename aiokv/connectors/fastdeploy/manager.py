@@ -474,7 +474,7 @@ class CacheManager:
     def updating_weights(
         self, timeout: float | None = CONTROL_SECONDS, *, version: str | None = None
     ) -> SyncWeightsUpdate:
-        """Grant nothing inside the ``with`` block, and drop all cached blocks at its end.
+        """Drop all cached blocks, and grant nothing inside the ``with`` block.
 
         Call ``end_requests`` first, and send its batch.
 

@@ -168,7 +168,7 @@ class HostCache:
         """Forget all blocks, those of the stores, too; return False if transfers did not end."""
         try:
             with self._engine.updating_weights(timeout):
-                pass  # its end drops all blocks, and blocks in stores get other keys
+                pass  # all blocks are dropped, and blocks in stores get other keys
         except AiokvError as error:
             log.warning("vllm.reset_failed", error=str(error))
             return False
