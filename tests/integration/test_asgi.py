@@ -250,6 +250,7 @@ async def test_an_unavailable_store_is_named_without_its_password():
                 await lease.allocate(7, wait_store=1)
         answer = await ask(app, "/readyz")
         assert answer.json()["failed"]["default"] == {"stores": "unavailable: memory://host/0"}
+        assert (answer.status, answer.json()["ready"]) == (200, True)  # requests are served
         (shown,) = (await ask(app, "/dump")).json()["engines"]["default"]["stores"]
         assert (shown["url"], shown["reading"]) == ("memory://host/0", "open")
 
