@@ -24,8 +24,8 @@ class SyncWeightsUpdate(Unique):
         with engine.updating_weights(version="2"):
             ...  # load the new weights
 
-    An interrupt of the entry ends the update: the engine grants again, and has dropped all cached
-    blocks if the entry had succeeded. An exception in the block is raised after the update.
+    An interrupt of the entry ends the update: the engine drops all cached blocks and grants again.
+    An exception in the block is raised after that.
     """
 
     __slots__ = ("_held", "_leave", "_port", "_timeout", "_version")
