@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 from typing import TYPE_CHECKING, Final, Self
 
 from aiokv import checks
+from aiokv.callers import outer_caller
 from aiokv.checks import MAX_INT32, Unique
 from aiokv.errors import LeaseError, UnreleasedLeaseWarning
 from aiokv.types import Hit, LeaseState, as_priority
@@ -391,8 +391,8 @@ class Lease(Unique):
             return
         if after is not None:
             after = as_event("after", after)
-        caller = sys._getframe(1)
-        self._end = (caller.f_code, caller.f_lineno)
+        frame = outer_caller().frame
+        self._end = (frame.f_code, frame.f_lineno)
         self.leases.release(self, after)
 
     def __del__(self) -> None:

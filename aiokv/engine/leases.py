@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiokv import checks
 from aiokv.engine.contexts import context_of
+from aiokv.engine.coverage import Coverage
 from aiokv.engine.lifetime import Phase
 from aiokv.engine.observers import outcome_of
 from aiokv.engine.receiving import Receiving
@@ -97,11 +98,13 @@ class Leases:
         self._timers = expiries.timers
         expiries.tell_expired(self._expire)
         self._verifies = parts.config.verify == "checksum"
+        self._coverage = Coverage(parts.config, parts.scheduler.read)
         self._done = done_view(parts.worker.num_layers)
 
     def open(self) -> None:
         """Note that the worker is open: from now on it knows the number of layers."""
         self._done = done_view(self._worker.num_layers)
+        self._coverage.open(self._lifetime.loop)
 
     @property
     def done(self) -> LayerView:
@@ -478,8 +481,7 @@ class Leases:
 
     def _expire(self, lease: Lease, seconds: float) -> None:
         log.info("lease.expired", lease_id=lease.id, owner=lease.owner, unused_seconds=seconds)
-        if self.recordings.active:
-            self.recordings.releases(lease.id)
+        self._note_releasing(lease.id)
         lease_id = lease.note_expired(seconds)
         self._apply(self._scheduler.expire(lease_id))
         self._note_released(lease_id, f"the lease was not used for {seconds:g} s, and has expired")
@@ -498,6 +500,8 @@ class Leases:
     def commit(self, lease: Lease, num_tokens: int, ready: Event | None) -> int:
         """See ``Lease.commit``."""
         self._lifetime.check_loop()
+        if self._coverage.active:
+            self._coverage.check_commit(lease, num_tokens)
         if ready is None:
             published = self._apply(self._scheduler.commit(lease.id or lease.live_id(), num_tokens))
             if self._timers:
@@ -659,11 +663,16 @@ class Leases:
             return
         self._lifetime.check_loop()
         used_in = 0 if after is None else self._steps.close(after)
-        if self.recordings.active:  # before the lease loses its id: an interrupt loses no blocks
-            self.recordings.releases(lease.id)
+        self._note_releasing(lease.id)  # while it has its id: an interrupt loses no blocks
         lease_id, lease.id = lease.id, 0
         self._apply(self._scheduler.release(lease_id, used_in))
         self._note_released(lease_id, "the lease was released")
+
+    def _note_releasing(self, lease_id: int) -> None:
+        if self.recordings.active:
+            self.recordings.releases(lease_id)
+        if self._coverage.active:
+            self._coverage.note_release(lease_id)
 
     def _note_released(self, lease_id: int, reason: str) -> None:
         if self._timers:
@@ -685,8 +694,7 @@ class Leases:
 
     def _release_collected(self, lease_id: int) -> None:
         if self._lifetime.is_running:
-            if self.recordings.active:
-                self.recordings.releases(lease_id)
+            self._note_releasing(lease_id)
             self._apply(self._scheduler.release(lease_id))
             if self._timers:
                 self._expiries.stop(lease_id)

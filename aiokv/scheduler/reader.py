@@ -162,6 +162,14 @@ class CacheReader:
         """Return the number of leading positions that are cached or committed."""
         return self._core.computed_tokens(lease_id)
 
+    def uncovered_tokens(self, lease_id: int, num_tokens: int) -> int:
+        """Return how many of the first ``num_tokens`` positions no batch computes.
+
+        Positions that are cached, committed or received count as computed. The result is 0 if the
+        lease has fewer positions.
+        """
+        return self._core.uncovered_tokens(lease_id, num_tokens)
+
     def num_tokens(self, lease_id: int) -> int:
         """Return the number of positions of the block table."""
         return self._core.num_tokens(lease_id)

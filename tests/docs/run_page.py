@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+import logging
 import re
 import subprocess
 import sys
@@ -67,4 +68,5 @@ async def run(page: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(run(Path(sys.argv[1])))
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # no lines about slow callbacks
+    asyncio.run(run(Path(sys.argv[1])), debug=True)  # strict mode: examples compute in batches

@@ -73,6 +73,7 @@ SAMPLES = {
     "reserve_blocks": 1,
     "drain_timeout_seconds": 1.5,
     "verify": "checksum",
+    "strict": True,
     "state_slots": 4,
     "host_state_slots": 2,
     "sentinel_state_slot": True,
@@ -133,8 +134,9 @@ def test_none_can_be_written_where_a_field_accepts_it(name, write, monkeypatch):
     assert getattr(CacheConfig.load(path), name) is None
     monkeypatch.setenv(f"AIOKV_{name.upper()}", "None")
     assert getattr(CacheConfig.load(device_blocks=9), name) is None
-    monkeypatch.setenv(f"AIOKV_{name.upper()}", "5")
-    assert getattr(CacheConfig.load(path), name) == 5
+    value = 1 if "bool" in str(FIELDS[name].type) else 5
+    monkeypatch.setenv(f"AIOKV_{name.upper()}", str(value))
+    assert getattr(CacheConfig.load(path), name) == value
 
 
 def test_an_infinite_timeout_can_be_written(write, monkeypatch):
