@@ -110,10 +110,11 @@ class Lease(Unique):
         The engine matches the prefix again when it grants the lease: from then on,
         ``cached_tokens`` is final, and the onloads have started.
 
-        The lease uses only the cached blocks within ``num_tokens``. ``extend`` adds empty blocks,
-        so the model computes cached blocks beyond ``num_tokens`` again. For chunked prefill, let
-        the first chunk end after the hit, ``allocate(min(lease.hit.total + chunk, len(tokens)))``,
-        and call ``extend`` for each later chunk.
+        For chunked prefill, allocate the whole prompt, and compute it in chunks. A server that
+        allocates only the first chunk, and calls ``extend`` for the later ones, admits requests
+        that then preempt one another; and ``extend`` adds empty blocks, so the model computes
+        cached blocks beyond ``num_tokens`` again. With ``reserve_blocks`` of at least one block per
+        running request, each grant leaves blocks for the next ``extend``.
 
         Args:
             num_tokens: absolute number of positions, 1 to 2147483647.
@@ -702,7 +703,8 @@ class Lease(Unique):
     def recompute_from(self) -> int | None:
         """Accept a failed onload: the lease continues with the positions before the failed block.
 
-        After a failure, ``commit`` indexes no block until this call.
+        After a failure, ``commit`` indexes no block until this call. From this call on, ``layers``
+        waits for nothing, and raises no error.
 
         Returns:
             The first position to compute again, or None when no onload failed. The position is

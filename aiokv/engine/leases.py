@@ -536,6 +536,9 @@ class Leases:
         lease_id = lease.held_id()
         position = self._apply(self._scheduler.recompute_from(lease_id))
         if position >= 0:
+            lease.leave_layers(
+                self._done
+            )  # they would raise the accepted failure in each later step
             return position
         if self.read.onloads(lease_id):
             try:

@@ -61,7 +61,7 @@ async def run(page: Path) -> None:
         else:
             source = "\n" * (block.line - 1) + block.text  # so that errors name the line
             flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-            result = eval(compile(source, page, "exec", flags), names)
+            result = eval(compile(source, page, "exec", flags, dont_inherit=True), names)
             if inspect.iscoroutine(result):
                 await result
         print(SEPARATOR, flush=True)
