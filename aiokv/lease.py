@@ -10,7 +10,7 @@ from aiokv import checks
 from aiokv.callers import outer_caller
 from aiokv.checks import MAX_INT32, Unique
 from aiokv.errors import LeaseError, UnreleasedLeaseWarning
-from aiokv.types import Hit, LeaseState, as_priority
+from aiokv.types import Hit, LeaseState, as_priority, lease_name
 from aiokv.usage import Usage, Waits
 from aiokv.worker.device.base import as_event
 
@@ -843,4 +843,4 @@ class Lease(Unique):
             state = f"released at {code.co_filename}:{line}"
         else:
             state = "ended with its engine"
-        return f"<Lease of {self.owner or 'unnamed'}, {state}>"
+        return f"<Lease of {lease_name(self.owner, self._matched_id)}, {state}>"

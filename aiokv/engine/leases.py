@@ -28,7 +28,7 @@ from aiokv.peers.ticket import MAX_TIMEOUT_SECONDS
 from aiokv.plan import CLONE, STATE, Priority, clone_plan
 from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.scheduler.granting import READY
-from aiokv.types import LeaseState, as_block_ids, as_items, as_tokens
+from aiokv.types import LeaseState, as_block_ids, as_items, as_tokens, lease_name
 from aiokv.worker.views import done_view
 
 if TYPE_CHECKING:
@@ -351,10 +351,11 @@ class Leases:
             self._stop_waiting(lease, lease_id)
             self._requests.note_timeout()
             # No variable has the error: with its traceback, it would keep the lease alive.
-            raise AllocateTimeout(
+            raise self._timeout(
+                lease_id,
                 f"allocate timed out after {timeout} s: no room for {num_tokens} positions: "
                 f"{reason}",
-                hint=hint,
+                hint,
             ) from None
         except BaseException as error:
             outcome = outcome_of(error)
@@ -373,6 +374,11 @@ class Leases:
                 store_wait.end(outcome)
             else:
                 self._note_wait(lease, lease_id, "capacity", store_wait.ended, outcome)
+
+    def _timeout(self, lease_id: int, message: str, hint: str) -> AllocateTimeout:
+        error = AllocateTimeout(message, hint=hint)
+        error.lease_id, error.owner = lease_id, self.read.owner(lease_id)
+        return error
 
     def _stop_waiting(self, lease: Lease, lease_id: int) -> None:
         self._apply(self._scheduler.stop_waiting(lease_id))
@@ -429,7 +435,7 @@ class Leases:
             log.debug(
                 "lease.waited",
                 lease_id=lease_id,
-                owner=lease.owner,
+                owner=lease_name(lease.owner, lease_id),
                 phase=name,
                 seconds=max(time.monotonic() - began, 0.0),
                 outcome=outcome,
@@ -480,7 +486,8 @@ class Leases:
         self._expiries.stop(lease.live_id())
 
     def _expire(self, lease: Lease, seconds: float) -> None:
-        log.info("lease.expired", lease_id=lease.id, owner=lease.owner, unused_seconds=seconds)
+        owner = self.read.owner(lease.id)
+        log.info("lease.expired", lease_id=lease.id, owner=owner, unused_seconds=seconds)
         self._note_releasing(lease.id)
         lease_id = lease.note_expired(seconds)
         self._apply(self._scheduler.expire(lease_id))
@@ -623,7 +630,7 @@ class Leases:
         lease.leave_layers(self._done)
         if self._observers.active:
             self._observers.end_grant(lease.id, "preempted")
-        log.info("lease.preempted", lease_id=lease.id, owner=lease.owner, swap=False)
+        self._log_preempted(lease.id, swap=False)
         if self._flows:
             self._exchange.gave_back(lease.id, "the lease was preempted")
 
@@ -657,7 +664,10 @@ class Leases:
                 "blocks",
                 direction="offload",
             )
-        log.info("lease.preempted", lease_id=lease_id, owner=lease.owner, swap=True)
+        self._log_preempted(lease_id, swap=True)
+
+    def _log_preempted(self, lease_id: int, *, swap: bool) -> None:
+        log.info("lease.preempted", lease_id=lease_id, owner=self.read.owner(lease_id), swap=swap)
 
     def release(self, lease: Lease, after: Event | None) -> None:
         """See ``Lease.release``."""
