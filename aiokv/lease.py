@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from typing import TYPE_CHECKING, Final, Self
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from aiokv.worker.views import LayerView
 
 
+# Modules that call `release` for the application. Others are not searched for the caller.
+_RELEASING_MODULES: Final = frozenset({"aiokv.lease", "aiokv.engine.batches"})
 _NO_WAITS = Waits()
 _NO_WAIT: Final = 0.0  # compared by identity: the default needs no check
 
@@ -392,7 +395,9 @@ class Lease(Unique):
             return
         if after is not None:
             after = as_event("after", after)
-        frame = outer_caller().frame
+        frame = sys._getframe(1)
+        if frame.f_globals.get("__name__") in _RELEASING_MODULES:
+            frame = outer_caller().frame
         self._end = (frame.f_code, frame.f_lineno)
         self.leases.release(self, after)
 

@@ -676,7 +676,8 @@ class Leases:
             return
         self._lifetime.check_loop()
         used_in = 0 if after is None else self._steps.close(after)
-        self._note_releasing(lease.id)  # while it has its id: an interrupt loses no blocks
+        if self.recordings.active or self._coverage.active:
+            self._note_releasing(lease.id)  # while it has its id: an interrupt loses no blocks
         lease_id, lease.id = lease.id, 0
         self._apply(self._scheduler.release(lease_id, used_in))
         self._note_released(lease_id, "the lease was released")
