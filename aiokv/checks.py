@@ -217,10 +217,11 @@ def _with_bound_arguments(
             signature.bind(*args, **kwargs)
         except TypeError as problem:
             accepted = list(signature.parameters)[1:]
-            for unknown in kwargs.keys() - accepted:
-                hint = known_names(unknown, accepted)
-                raise error(f"{name}: {unknown!r} is unknown", hint=hint) from None
-            raise error(f"{name}: {problem}") from None
+            unknown = next((given for given in kwargs if given not in accepted), None)
+            if unknown is None:
+                raise error(f"{name}: {problem}") from None
+            hint = known_names(unknown, accepted)
+            raise error(f"{name}: {unknown!r} is unknown", hint=hint) from None
         return init(*args, **kwargs)
 
     return cast("Callable[_P, _R]", checked)

@@ -543,9 +543,8 @@ class Leases:
         lease_id = lease.held_id()
         position = self._apply(self._scheduler.recompute_from(lease_id))
         if position >= 0:
-            lease.leave_layers(
-                self._done
-            )  # they would raise the accepted failure in each later step
+            # Else each later step that waits for the layers would raise the accepted failure.
+            lease.leave_layers(self._done)
             return position
         if self.read.onloads(lease_id):
             try:
