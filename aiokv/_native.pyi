@@ -739,6 +739,11 @@ class Core:
 
     def computed_tokens(self, lease: int) -> int: ...
 
+    def uncovered_tokens(self, lease: int, num_tokens: int) -> int:
+        """
+        Return how many of the first `num_tokens` positions are neither computed, received, nor part of a batch.
+        """
+
     def fork(self, lease: int, step: int = 0) -> tuple[int, Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)], Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]]:
         """
         (lease, source_blocks, target_blocks): blocks to copy on the device; lease 0: no room.

@@ -6,6 +6,7 @@ depend on the state of the cache.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import math
@@ -184,6 +185,13 @@ def sequence(name: str, value: Iterable[_T]) -> list[_T]:
     raise UsageError(f"{name} is {shown(value)}; it must be a sequence")
 
 
+def known_names(name: str, known: Iterable[str]) -> str:
+    """Return a hint for an unknown name: the nearest known one, or all of them."""
+    names = list(known)
+    nearest = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {nearest[0]!r}?" if nearest else f"known names: {', '.join(names)}"
+
+
 def arguments(error: type[AiokvError] = ConfigError) -> Callable[[type[_T]], type[_T]]:
     """Return a class decorator: wrong constructor arguments raise ``error``, not ``TypeError``.
 
@@ -208,8 +216,12 @@ def _with_bound_arguments(
         try:
             signature.bind(*args, **kwargs)
         except TypeError as problem:
-            accepted = ", ".join(list(signature.parameters)[1:])
-            raise error(f"{name}: {problem}", hint=f"the parameters are {accepted}") from None
+            accepted = list(signature.parameters)[1:]
+            unknown = next((given for given in kwargs if given not in accepted), None)
+            if unknown is None:
+                raise error(f"{name}: {problem}") from None
+            hint = known_names(unknown, accepted)
+            raise error(f"{name}: {unknown!r} is unknown", hint=hint) from None
         return init(*args, **kwargs)
 
     return cast("Callable[_P, _R]", checked)

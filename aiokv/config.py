@@ -107,6 +107,11 @@ class CacheConfig:
             ``math.inf``.
         verify: ``"checksum"`` compares each onloaded block with the committed one, for finding
             bugs; it reads every byte.
+        strict: True to warn with :class:`UncoveredCommitWarning` when a lease commits positions
+            that no batch of ``engine.computing`` covers (once per owner), and to log at debug the
+            positions that are released uncommitted. None for the debug mode of asyncio, which
+            ``python -X dev`` and ``PYTHONASYNCIODEBUG=1`` set. It has no effect with
+            ``foreign_device``.
         state_slots: rows of the recurrent state's tensors (:meth:`Regions.add_state`), for leases
             and snapshots; 0 for models without recurrent state.
         sentinel_state_slot: True if the state tensors have one more row than ``state_slots``, which
@@ -156,6 +161,7 @@ class CacheConfig:
     reserve_blocks: int = 0
     drain_timeout_seconds: float = 30.0
     verify: Verify = "off"
+    strict: bool | None = None
     state_slots: int = 0
     host_state_slots: int = 0
     sentinel_state_slot: bool = False
@@ -187,6 +193,8 @@ class CacheConfig:
                 f"reserve_blocks ({self.reserve_blocks}) must be below "
                 f"device_blocks ({self.device_blocks})"
             )
+        if self.strict is not None:
+            checks.flag("strict", self.strict, ConfigError)
         checks.flag("sentinel_state_slot", self.sentinel_state_slot, ConfigError)
         if self.sentinel_state_slot and not self.state_slots:
             raise ConfigError(

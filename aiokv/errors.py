@@ -168,5 +168,12 @@ class InternalError(AiokvError):
     """An invariant of aiokv is violated: please report it."""
 
 
+class UncoveredCommitWarning(RuntimeWarning):
+    """Positions were committed that no batch of ``engine.computing`` covers.
+
+    See ``CacheConfig.strict``.
+    """
+
+
 class UnreleasedLeaseWarning(ResourceWarning):
     """A lease was garbage-collected before it was released; its blocks have been freed."""

@@ -8,9 +8,10 @@ import warnings
 from typing import TYPE_CHECKING, Final, Self
 
 from aiokv import checks
+from aiokv.callers import outer_caller
 from aiokv.checks import MAX_INT32, Unique
 from aiokv.errors import LeaseError, UnreleasedLeaseWarning
-from aiokv.types import Hit, LeaseState, as_priority
+from aiokv.types import Hit, LeaseState, as_priority, lease_name
 from aiokv.usage import Usage, Waits
 from aiokv.worker.device.base import as_event
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from aiokv.worker.views import LayerView
 
 
+# Modules that call `release` for the application. Others are not searched for the caller.
+_RELEASING_MODULES: Final = frozenset({"aiokv.lease", "aiokv.engine.batches"})
 _NO_WAITS = Waits()
 _NO_WAIT: Final = 0.0  # compared by identity: the default needs no check
 
@@ -110,10 +113,11 @@ class Lease(Unique):
         The engine matches the prefix again when it grants the lease: from then on,
         ``cached_tokens`` is final, and the onloads have started.
 
-        The lease uses only the cached blocks within ``num_tokens``. ``extend`` adds empty blocks,
-        so the model computes cached blocks beyond ``num_tokens`` again. For chunked prefill, let
-        the first chunk end after the hit, ``allocate(min(lease.hit.total + chunk, len(tokens)))``,
-        and call ``extend`` for each later chunk.
+        For chunked prefill, allocate the whole prompt, and compute it in chunks. A server that
+        allocates only the first chunk, and calls ``extend`` for the later ones, admits requests
+        that then preempt one another; and ``extend`` adds empty blocks, so the model computes
+        cached blocks beyond ``num_tokens`` again. With ``reserve_blocks`` of at least one block per
+        running request, each grant leaves blocks for the next ``extend``.
 
         Args:
             num_tokens: absolute number of positions, 1 to 2147483647.
@@ -391,8 +395,10 @@ class Lease(Unique):
             return
         if after is not None:
             after = as_event("after", after)
-        caller = sys._getframe(1)
-        self._end = (caller.f_code, caller.f_lineno)
+        frame = sys._getframe(1)
+        if frame.f_globals.get("__name__") in _RELEASING_MODULES:
+            frame = outer_caller().frame
+        self._end = (frame.f_code, frame.f_lineno)
         self.leases.release(self, after)
 
     def __del__(self) -> None:
@@ -704,7 +710,8 @@ class Lease(Unique):
     def recompute_from(self) -> int | None:
         """Accept a failed onload: the lease continues with the positions before the failed block.
 
-        After a failure, ``commit`` indexes no block until this call.
+        After a failure, ``commit`` indexes no block until this call. From this call on, ``layers``
+        waits for nothing, and raises no error.
 
         Returns:
             The first position to compute again, or None when no onload failed. The position is
@@ -853,4 +860,4 @@ class Lease(Unique):
             state = f"released at {code.co_filename}:{line}"
         else:
             state = "ended with its engine"
-        return f"<Lease of {self.owner or 'unnamed'}, {state}>"
+        return f"<Lease of {lease_name(self.owner, self._matched_id)}, {state}>"

@@ -7,7 +7,6 @@ defaults. A setting keeps its source, so that an error names the line of the fil
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import tomllib
 import typing
@@ -369,13 +368,9 @@ def _check_name(name: str, known: Iterable[str], source: str, *, prefix: str = "
     names = list(known)
     if name in names:
         return
-    nearest = difflib.get_close_matches(name, names, n=1)
+    hint = checks.known_names(name, names)
     if name == "stores":
         hint = "pass stores to the engine: CacheEngine(..., stores=[...])"
-    elif nearest:
-        hint = f"did you mean {nearest[0]}?"
-    else:
-        hint = f"known names: {', '.join(names)}"
     raise ConfigError(f"{source}: {prefix}{name} is unknown", hint=hint)
 
 

@@ -281,7 +281,7 @@ class LeaseInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         lease_id: ``Lease.id``.
-        owner: ``Lease.owner``; ``"unnamed"`` without one.
+        owner: ``Lease.owner``; the id in hexadecimal without one.
         state: of the lease; ``"released"`` for a lease whose blocks a batch in flight still uses.
         prompt_tokens: length of the prompt.
         cached_tokens: positions of the grant that needed no computing; before the grant, those of
@@ -409,6 +409,11 @@ def as_priority(priority: object) -> int:
         ) from None
 
 
+def lease_name(owner: str, lease_id: int) -> str:
+    """Return the name of a lease in messages and records: its owner, or its id without one."""
+    return owner or f"{lease_id:#x}"
+
+
 def as_tokens(tokens: TokenIds) -> NDArray[np.int32]:
     """Convert token ids to a contiguous int32 array; such an array is not copied.
 
@@ -434,6 +439,11 @@ def _as_ids(kind: str, name: str, ids: TokenIds) -> NDArray[np.int32]:
         array = np.asarray(ids)
     except (ValueError, OverflowError) as error:
         raise UsageError(f"{name} must be a flat sequence of int32 ids: {error}") from error
+    if array.ndim == 0:
+        raise UsageError(
+            f"{name} is a {type(ids).__name__}; it must be a sequence of {kind} ids",
+            hint="encode the text with the tokenizer" if isinstance(ids, str | bytes) else "",
+        )
     if array.ndim != 1:
         raise UsageError(f"{name} has {array.ndim} dimensions; it must have one dimension")
     if array.size == 0:

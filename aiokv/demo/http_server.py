@@ -12,6 +12,7 @@ A task per request waits for capacity; one loop computes the steps of all grante
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from aiokv.demo.transformer import NumpyCache, NumpyTransformer
     from aiokv.worker.views import LayerView
 
+log = logging.getLogger(__name__)
+
 PROMPT_CHUNK = 64  # prompt tokens per step, so that a long prompt does not stop other requests
 MAX_RUNNING = 64  # requests per step; further ones wait before they are matched
 CAPACITY_WAIT_SECONDS = 30.0  # afterwards the client gets status 503
@@ -53,6 +56,10 @@ class Completion(msgspec.Struct):
     cache_salt: str = ""  # requests share cached blocks within one salt only
 
 
+class StepError(Exception):
+    """A step failed. Each of its requests gets an error of its own; the log has the traceback."""
+
+
 @dataclass(eq=False, slots=True)
 class Running:
     """A granted request. The KV of the positions before ``computed`` is in the lease's blocks."""
@@ -65,8 +72,8 @@ class Running:
     computed: int
     named: int  # tokens that the lease knows: their blocks can be shared
     arriving: bool = True  # its first step waits for each layer of the onloads
-    # A generated token, an error of the model, or None after a preemption.
-    output: asyncio.Queue[int | Exception | None] = field(default_factory=asyncio.Queue)
+    # A generated token, the failure of a step, or None after a preemption.
+    output: asyncio.Queue[int | StepError | None] = field(default_factory=asyncio.Queue)
 
     @property
     def pending(self) -> int:
@@ -114,8 +121,9 @@ class Server:
                         return await events.stream_response(send)
                     text = "".join([chr(token) async for token in self._tokens(running)])
                 await JSONResponse(_answer(running, text, ended=True))(scope, receive, send)
-            except aiokv.CapacityError as error:
-                await _refusal(503, error)(scope, receive, send)
+            except (aiokv.AiokvError, StepError) as error:
+                status = 503 if isinstance(error, aiokv.CapacityError) else 500
+                await _refusal(status, error)(scope, receive, send)
 
     @asynccontextmanager
     async def _admission(self, prompt: list[int], body: Completion) -> AsyncIterator[Running]:
@@ -142,20 +150,24 @@ class Server:
                 running.computed, running.arriving = running.lease.cached_tokens, True
                 running.name_tokens()
                 self._admit(running)
-            if isinstance(output, Exception):
+            if isinstance(output, StepError):
                 raise output
             yield output
 
     async def _events(self, running: Running) -> AsyncIterator[bytes]:
-        async for token in self._tokens(running):
-            yield b"data: %b\n\n" % encode(_answer(running, chr(token)))
-        yield b"data: %b\n\ndata: [DONE]\n\n" % encode(_answer(running, "", ended=True))
+        try:
+            async for token in self._tokens(running):
+                yield b"data: %b\n\n" % encode(_answer(running, chr(token)))
+            last = _answer(running, "", ended=True)
+        except (aiokv.AiokvError, StepError) as error:  # status 200 was sent already
+            last = _problem(500, error)
+        yield b"data: %b\n\ndata: [DONE]\n\n" % encode(last)
 
     def _admit(self, running: Running) -> None:
         self._running.append(running)
         self._admitted.set()
 
-    def _end(self, running: Running, output: Exception | None) -> None:
+    def _end(self, running: Running, output: StepError | None) -> None:
         with suppress(ValueError):
             self._running.remove(running)
         running.output.put_nowait(output)
@@ -175,9 +187,10 @@ class Server:
                     await self._step(chosen)
                 finally:
                     self._engine.step()  # on a GPU: step(event), recorded after the work
-            except Exception as error:  # these requests fail; this loop must not end
+            except Exception:  # these requests fail; this loop must not end
+                log.exception("a step of %d requests failed", len(chosen))
                 for running, _ in chosen:
-                    self._end(running, error)
+                    self._end(running, StepError("the step failed; see the log of the server"))
 
     async def _extend(self) -> None:
         """Give each new token a position; without capacity, preempt the newest request."""
@@ -246,5 +259,9 @@ def _answer(running: Running, text: str, *, ended: bool = False) -> dict[str, ob
     return answer | {"usage": usage if ended else None}
 
 
+def _problem(status: int, error: object) -> dict[str, object]:
+    return {"error": {"message": str(error), "code": status}}
+
+
 def _refusal(status: int, error: object) -> Response:
-    return JSONResponse({"error": {"message": str(error), "code": status}}, status_code=status)
+    return JSONResponse(_problem(status, error), status_code=status)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiokv import checks
 from aiokv.engine.contexts import context_of
+from aiokv.engine.coverage import Coverage
 from aiokv.engine.lifetime import Phase
 from aiokv.engine.observers import outcome_of
 from aiokv.engine.receiving import Receiving
@@ -27,7 +28,7 @@ from aiokv.peers.ticket import MAX_TIMEOUT_SECONDS
 from aiokv.plan import CLONE, STATE, Priority, clone_plan
 from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.scheduler.granting import READY
-from aiokv.types import LeaseState, as_block_ids, as_items, as_tokens
+from aiokv.types import LeaseState, as_block_ids, as_items, as_tokens, lease_name
 from aiokv.worker.views import done_view
 
 if TYPE_CHECKING:
@@ -97,11 +98,13 @@ class Leases:
         self._timers = expiries.timers
         expiries.tell_expired(self._expire)
         self._verifies = parts.config.verify == "checksum"
+        self._coverage = Coverage(parts.config, parts.scheduler.read)
         self._done = done_view(parts.worker.num_layers)
 
     def open(self) -> None:
         """Note that the worker is open: from now on it knows the number of layers."""
         self._done = done_view(self._worker.num_layers)
+        self._coverage.open(self._lifetime.loop)
 
     @property
     def done(self) -> LayerView:
@@ -348,10 +351,11 @@ class Leases:
             self._stop_waiting(lease, lease_id)
             self._requests.note_timeout()
             # No variable has the error: with its traceback, it would keep the lease alive.
-            raise AllocateTimeout(
+            raise self._timeout(
+                lease_id,
                 f"allocate timed out after {timeout} s: no room for {num_tokens} positions: "
                 f"{reason}",
-                hint=hint,
+                hint,
             ) from None
         except BaseException as error:
             outcome = outcome_of(error)
@@ -370,6 +374,11 @@ class Leases:
                 store_wait.end(outcome)
             else:
                 self._note_wait(lease, lease_id, "capacity", store_wait.ended, outcome)
+
+    def _timeout(self, lease_id: int, message: str, hint: str) -> AllocateTimeout:
+        error = AllocateTimeout(message, hint=hint)
+        error.lease_id, error.owner = lease_id, self.read.owner(lease_id)
+        return error
 
     def _stop_waiting(self, lease: Lease, lease_id: int) -> None:
         self._apply(self._scheduler.stop_waiting(lease_id))
@@ -426,7 +435,7 @@ class Leases:
             log.debug(
                 "lease.waited",
                 lease_id=lease_id,
-                owner=lease.owner,
+                owner=lease_name(lease.owner, lease_id),
                 phase=name,
                 seconds=max(time.monotonic() - began, 0.0),
                 outcome=outcome,
@@ -477,9 +486,9 @@ class Leases:
         self._expiries.stop(lease.live_id())
 
     def _expire(self, lease: Lease, seconds: float) -> None:
-        log.info("lease.expired", lease_id=lease.id, owner=lease.owner, unused_seconds=seconds)
-        if self.recordings.active:
-            self.recordings.releases(lease.id)
+        owner = self.read.owner(lease.id)
+        log.info("lease.expired", lease_id=lease.id, owner=owner, unused_seconds=seconds)
+        self._note_releasing(lease.id)
         lease_id = lease.note_expired(seconds)
         self._apply(self._scheduler.expire(lease_id))
         self._note_released(lease_id, f"the lease was not used for {seconds:g} s, and has expired")
@@ -498,6 +507,8 @@ class Leases:
     def commit(self, lease: Lease, num_tokens: int, ready: Event | None) -> int:
         """See ``Lease.commit``."""
         self._lifetime.check_loop()
+        if self._coverage.active:
+            self._coverage.check_commit(lease, num_tokens)
         if ready is None:
             published = self._apply(self._scheduler.commit(lease.id or lease.live_id(), num_tokens))
             if self._timers:
@@ -532,6 +543,8 @@ class Leases:
         lease_id = lease.held_id()
         position = self._apply(self._scheduler.recompute_from(lease_id))
         if position >= 0:
+            # Else each later step that waits for the layers would raise the accepted failure.
+            lease.leave_layers(self._done)
             return position
         if self.read.onloads(lease_id):
             try:
@@ -621,7 +634,7 @@ class Leases:
         lease.leave_layers(self._done)
         if self._observers.active:
             self._observers.end_grant(lease.id, "preempted")
-        log.info("lease.preempted", lease_id=lease.id, owner=lease.owner, swap=False)
+        self._log_preempted(lease.id, swap=False)
         if self._flows:
             self._exchange.gave_back(lease.id, "the lease was preempted")
 
@@ -655,7 +668,10 @@ class Leases:
                 "blocks",
                 direction="offload",
             )
-        log.info("lease.preempted", lease_id=lease_id, owner=lease.owner, swap=True)
+        self._log_preempted(lease_id, swap=True)
+
+    def _log_preempted(self, lease_id: int, *, swap: bool) -> None:
+        log.info("lease.preempted", lease_id=lease_id, owner=self.read.owner(lease_id), swap=swap)
 
     def release(self, lease: Lease, after: Event | None) -> None:
         """See ``Lease.release``."""
@@ -664,11 +680,17 @@ class Leases:
             return
         self._lifetime.check_loop()
         used_in = 0 if after is None else self._steps.close(after)
-        if self.recordings.active:  # before the lease loses its id: an interrupt loses no blocks
-            self.recordings.releases(lease.id)
+        if self.recordings.active or self._coverage.active:
+            self._note_releasing(lease.id)  # while it has its id: an interrupt loses no blocks
         lease_id, lease.id = lease.id, 0
         self._apply(self._scheduler.release(lease_id, used_in))
         self._note_released(lease_id, "the lease was released")
+
+    def _note_releasing(self, lease_id: int) -> None:
+        if self.recordings.active:
+            self.recordings.releases(lease_id)
+        if self._coverage.active:
+            self._coverage.note_release(lease_id)
 
     def _note_released(self, lease_id: int, reason: str) -> None:
         if self._timers:
@@ -690,8 +712,7 @@ class Leases:
 
     def _release_collected(self, lease_id: int) -> None:
         if self._lifetime.is_running:
-            if self.recordings.active:
-                self.recordings.releases(lease_id)
+            self._note_releasing(lease_id)
             self._apply(self._scheduler.release(lease_id))
             if self._timers:
                 self._expiries.stop(lease_id)

@@ -19,6 +19,7 @@ import msgspec
 
 from aiokv.errors import ClosedError, UsageError
 from aiokv.plan import Direction, Outcome  # noqa: TC001 - msgspec reads the annotations
+from aiokv.types import lease_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -85,7 +86,7 @@ class LeasePhase(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         lease_id: number of the lease in its engine.
-        owner: name of the lease, as given to ``match``; ``"unnamed"`` without one.
+        owner: name of the lease, as given to ``match``; its id in hexadecimal without one.
         phase: the waits are ``"pending"`` (for blocks that another lease computes), ``"store"``,
             ``"capacity"`` (also for the quota of its salt) and ``"peer"`` (a call of
             ``Receiving.wait``). ``"onload"`` is the time from a grant until the last byte of the
@@ -423,7 +424,7 @@ def _wait(
 ) -> LeasePhase:
     return LeasePhase(
         lease_id=lease_id,
-        owner=owner or "unnamed",
+        owner=lease_name(owner, lease_id),
         phase=name,
         began_at=began_at,
         ended_at=max(ended_at, began_at),
@@ -436,7 +437,7 @@ def _phase(
 ) -> LeasePhase:
     return LeasePhase(
         lease_id=lease_id,
-        owner=grant.owner or "unnamed",
+        owner=lease_name(grant.owner, lease_id),
         phase=name,
         began_at=grant.began_at,
         ended_at=max(ended_at, grant.began_at),

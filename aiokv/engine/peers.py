@@ -33,7 +33,7 @@ from aiokv.peers import ticket as tickets
 from aiokv.peers.options import CHUNK_BLOCKS
 from aiokv.peers.statistics import PeerCounts, PeerStatistics
 from aiokv.peers.ticket import Ticket
-from aiokv.types import LeaseState
+from aiokv.types import LeaseState, lease_name
 from aiokv.worker.device.base import as_event
 from aiokv.worker.layer_marks import layer_mark
 
@@ -678,7 +678,7 @@ def _cause(error: BaseException) -> str:
 
 def _log_end(flow: Flow) -> None:
     """Log the end of a flow; in the context of the task that has begun it."""
-    owner, ticket = flow.lease.owner, flow.ticket.ticket_id.hex()
+    owner, ticket = lease_name(flow.lease.owner, flow.lease_id), flow.ticket.ticket_id.hex()
     if flow.failure is None:
         log.debug(
             "receive.completed" if flow.receives else "send.completed",

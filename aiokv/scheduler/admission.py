@@ -289,6 +289,6 @@ class Admission:
 def already_waits(owner: str) -> LeaseError:
     """Return the error of a lease that waits for capacity in another task."""
     return LeaseError(
-        f"lease {owner or 'unnamed'!r} already waits for capacity in another task",
+        f"lease {owner!r} already waits for capacity in another task",
         hint="await its allocate, or cancel that task first",
     )

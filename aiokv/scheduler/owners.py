@@ -5,19 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiokv.scheduler.sharded import Sharded
+from aiokv.types import lease_name
 
 if TYPE_CHECKING:
     from aiokv.errors import AiokvError
 
 
 class Owners(Sharded[str]):
-    """Names of all existing leases, by lease id; empty for a lease without a name."""
+    """Owners of all existing leases, by lease id; empty for a lease without one."""
 
     __slots__ = ()
 
     def name(self, lease_id: int) -> str:
         """Return the name of a lease for messages."""
-        return self.get(lease_id) or "unnamed"
+        return lease_name(self.get(lease_id) or "", lease_id)
 
     def add_to(self, error: AiokvError) -> None:
         """Set ``error.owner`` to the name of the lease ``error.lease_id``."""

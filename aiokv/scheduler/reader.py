@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from aiokv.scheduler.waits import Entry
     from aiokv.types import LeaseWait
 
+MAX_EXPLAINED_LEASES: Final = 1_000
 STEP_HINT: Final = "call engine.step(event) after the last submitted work"
 
 
@@ -161,6 +162,14 @@ class CacheReader:
     def computed_tokens(self, lease_id: int) -> int:
         """Return the number of leading positions that are cached or committed."""
         return self._core.computed_tokens(lease_id)
+
+    def uncovered_tokens(self, lease_id: int, num_tokens: int) -> int:
+        """Return how many of the first ``num_tokens`` positions no batch computes.
+
+        Positions that are cached, committed or received count as computed. The result is 0 if the
+        lease has fewer positions.
+        """
+        return self._core.uncovered_tokens(lease_id, num_tokens)
 
     def num_tokens(self, lease_id: int) -> int:
         """Return the number of positions of the block table."""
@@ -342,8 +351,7 @@ class CacheReader:
 
     def owners(self, which: Callable[[int], bool] = lambda lease_id: True) -> list[str]:
         """Return the sorted names of the leases for which ``which(lease_id)`` holds."""
-        named = (owner for lease_id, owner in self._owners.items() if which(lease_id))
-        return sorted(owner or "unnamed" for owner in named)
+        return sorted(self.owner(lease_id) for lease_id in self._owners if which(lease_id))
 
     def holders(self) -> list[str]:
         """Return the owners of leases that hold device blocks."""
@@ -423,10 +431,20 @@ class CacheReader:
                 f"leases use all {self._config.state_slots} state slots",
                 "raise CacheConfig.state_slots, or preempt a lease",
             )
+        free = f"{device_free} device blocks are free, and at most {evictable} can be evicted"
         return (
-            f"{device_free} device blocks are free, and at most {evictable} can be evicted",
+            free + self._largest_holders(),
             "raise CacheConfig.device_blocks, or preempt a lease",
         )
+
+    def _largest_holders(self) -> str:
+        """Return who holds most device blocks, for a message; looks at some of the leases."""
+        leases = self._core.oldest_leases(MAX_EXPLAINED_LEASES)
+        held = sorted(((entry[-1], entry[0]) for entry in leases if entry[-1]), reverse=True)
+        named = [
+            f"; {self.owner(lease_id)!r} holds {blocks} blocks" for blocks, lease_id in held[:3]
+        ]
+        return "".join(named) + (f"; {len(held) - 3} more leases hold blocks" if held[3:] else "")
 
     @property
     def num_waiting(self) -> int:
@@ -557,8 +575,8 @@ class CacheReader:
         """Return leases, waiting lines and quotas as plain values."""
         return {
             "leases": [
-                {"owner": owner or "unnamed", **self._describe_lease(lease_id)}
-                for lease_id, owner in self._owners.items()
+                {"owner": self.owner(lease_id), **self._describe_lease(lease_id)}
+                for lease_id in self._owners
             ],
             "waiting": [
                 {"owner": self.owner(request.lease_id), "num_tokens": request.num_tokens}

@@ -800,7 +800,7 @@ class CacheScheduler:
 
     def _check_not_waiting(self, lease_id: int) -> None:
         if lease_id in self._requests:
-            raise already_waits(self._owners[lease_id])
+            raise already_waits(self._owners.name(lease_id))
 
     @_naming_owner
     def swap_out(self, lease_id: int) -> tuple[int | None, Effects]:

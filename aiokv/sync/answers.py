@@ -53,7 +53,7 @@ class Answer(msgspec.Struct, Generic[T], eq=False):
                 return cast("T", self.returned)
             raise UsageError(f"{self!r} has no value yet", hint="call run() first")
         try:
-            raise self.error
+            raise without_frames(self.error)  # it would grow with each call
         finally:
             del self  # the traceback of the error has this frame: break the cycle
 

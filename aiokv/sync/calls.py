@@ -9,7 +9,7 @@ from aiokv import checks
 from aiokv.checks import Unique
 from aiokv.errors import UsageError
 from aiokv.sync import verbs
-from aiokv.sync.answers import Answer, ReturnAnswer
+from aiokv.sync.answers import Answer, ReturnAnswer, without_frames
 from aiokv.sync.computing import SyncComputing
 from aiokv.sync.crossing import Crossing
 from aiokv.sync.futures import EngineFuture
@@ -95,7 +95,7 @@ class Calls(Unique):
         if error is None:
             return answers
         try:
-            raise error
+            raise without_frames(error)
         finally:
             del self, crossing, answers, error  # the traceback has this frame: break the cycle
 

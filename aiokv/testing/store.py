@@ -249,7 +249,7 @@ class ScriptedStore(Store):
         for hold in self._script.matching(Hold, operation, number):
             await _opened(hold.gate)
         for failure in self._script.matching(_Failure, operation, number):
-            raise failure.error
+            raise failure.error.with_traceback(None)  # it would grow with each operation
         return number
 
     def _answered(self, operation: Operation, number: int, results: Sequence[int]) -> Sequence[int]:

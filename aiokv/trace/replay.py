@@ -109,6 +109,7 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
             host_blocks=self.host_blocks,
             write_policy=self.write_policy,
             eviction_policy=self.eviction_policy,
+            strict=False,  # no model computes
         )
 
     @property

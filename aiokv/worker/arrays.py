@@ -12,6 +12,8 @@ from aiokv import _native
 from aiokv.errors import ClosedError, LayoutError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
 _DLPACK_DEVICES: Final = {
@@ -165,7 +167,8 @@ def describe(tensor: Any, what: str, dtype: str | None = None) -> DescribedArray
         if shape[axis] > 1 and strides[axis] != dense[axis]:
             raise LayoutError(
                 f"{what}: a block is not C-contiguous: axis {axis} of shape {shape} has a stride "
-                f"of {strides[axis]} bytes, not {dense[axis]}"
+                f"of {strides[axis]} bytes, not {dense[axis]}",
+                hint=_order_hint(shape, strides, item_bytes),
             )
     block_bytes = item_bytes * int(np.prod(shape[1:], dtype=np.int64))
     stride_bytes = int(strides[0]) if shape[0] > 1 else block_bytes
@@ -261,6 +264,18 @@ def _from_dlpack(tensor: Any, what: str) -> tuple[Any, dict[str, Any], str]:
         "strides": tuple(stride * item_bytes for stride in strides),
     }
     return owner, interface, _DLPACK_DEVICES[kind]
+
+
+def _order_hint(shape: tuple[int, ...], strides: Sequence[int], item_bytes: int) -> str:
+    """Return how to undo a permutation of the axes; empty if the elements have gaps."""
+    order = sorted(range(len(shape)), key=lambda axis: -strides[axis])
+    in_memory = tuple(shape[axis] for axis in order)
+    if tuple(strides[axis] for axis in order) != dense_strides(in_memory, item_bytes):
+        return ""
+    return (
+        f"the tensor is permuted; register tensor.permute({', '.join(map(str, order))}) (NumPy: "
+        f"transpose), of shape {in_memory}, if its first axis is that of the blocks"
+    )
 
 
 def dense_strides(shape: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:

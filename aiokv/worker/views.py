@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.checks import integer
 from aiokv.checks import timeout as checked_timeout
-from aiokv.errors import TransferError
+from aiokv.errors import TransferError, UsageError
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.layer_waits import LayerWaits
 from aiokv.worker.layers import ALL, LayerDoneCounter, LayerIterator
@@ -250,6 +250,7 @@ class LayerView:
             UsageError: as there.
         """
         self._check(layer)
+        _check_stream("gpu_wait", stream)
         deadline = Deadline(timeout)
         with self._timed(layer):
             ends = [(counter, counter.order(layer, stream, deadline)) for counter in self.counters]
@@ -257,6 +258,7 @@ class LayerView:
 
     def gpu_wait_all(self, stream: Any, timeout: float | None = None) -> None:
         """Let ``stream`` wait for every layer of every transfer; see ``gpu_wait``. Any thread."""
+        _check_stream("gpu_wait_all", stream)
         deadline = Deadline(timeout)
         with self._timed(ALL):
             ends = [(counter, counter.order_all(stream, deadline)) for counter in self.counters]
@@ -294,6 +296,15 @@ class LayerView:
             check_wait=check_wait,
             waits=views[0].waits,
             after_step=after_step,
+        )
+
+
+def _check_stream(call: str, stream: object) -> None:
+    """Refuse None, also without transfers: the first hit must not be what shows the mistake."""
+    if stream is None:
+        raise UsageError(
+            f"{call}: stream is None; it must be the stream that computes",
+            hint="a thread that computes on the host calls host_wait(layer)",
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+import logging
 import re
 import subprocess
 import sys
@@ -60,11 +61,12 @@ async def run(page: Path) -> None:
         else:
             source = "\n" * (block.line - 1) + block.text  # so that errors name the line
             flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-            result = eval(compile(source, page, "exec", flags), names)
+            result = eval(compile(source, page, "exec", flags, dont_inherit=True), names)
             if inspect.iscoroutine(result):
                 await result
         print(SEPARATOR, flush=True)
 
 
 if __name__ == "__main__":
-    asyncio.run(run(Path(sys.argv[1])))
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # no lines about slow callbacks
+    asyncio.run(run(Path(sys.argv[1])), debug=True)  # strict mode: examples compute in batches

@@ -38,7 +38,7 @@ async def test_dump_shows_leases_in_every_state():
         assert leases["swapped"]["swapped"]
         assert leases["swapped"]["computed_tokens"] == 3
         assert leases["swapped"]["block_table"] == []
-        assert not leases["unnamed"]["granted"]
+        assert not leases[hex(matched.id)]["granted"]
         dump = served.engine.dump()
         assert dump["waiting"] == [{"owner": "large", "num_tokens": 14}]
         assert dump["paused"] is False

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
 import threading
 
 import numpy as np
@@ -160,6 +162,9 @@ async def test_deadlines_and_impossible_requests():
             with pytest.raises(AllocateTimeout, match="device_blocks") as caught:
                 await waiter.allocate(3, timeout=0)
             assert isinstance(caught.value, TimeoutError)
+            assert (caught.value.owner, caught.value.lease_id) == (hex(waiter.id), waiter.id)
+            assert f"lease '{waiter.id:#x}': allocate timed out" in str(caught.value)
+            assert f"; '{holder.id:#x}' holds 4 blocks" in str(caught.value)
             queued = asyncio.create_task(waiter.allocate(1))
             await spin(2)
             async with engine.match([3]) as large:
@@ -231,6 +236,37 @@ async def test_released_and_foreign_leases_are_refused():
         assert one.engine.statistics().device_free == 8
 
 
+@pytest.mark.parametrize("how", ["async with", "exit stack", "release_many"])
+async def test_released_lease_names_the_line_of_the_caller(how):
+    async with Served() as served:
+        if how == "async with":
+            async with served.engine.match([1]) as lease:
+                pass
+        elif how == "exit stack":
+            async with contextlib.AsyncExitStack() as stack:
+                lease = await stack.enter_async_context(served.engine.match([1]))
+        else:
+            lease = served.engine.match([1])
+            served.engine.release_many([lease])
+        assert re.search(r"released at .*tests/integration/test_engine\.py:\d+>", repr(lease))
+
+
+async def test_timeout_names_the_largest_holders():
+    async with Served(device_blocks=16) as served:
+        sizes = {"a": 2, "b": 5, "c": 4, "d": 3}
+        leases = [served.engine.match([number], owner=o) for number, o in enumerate(sizes)]
+        for lease, blocks in zip(leases, sizes.values(), strict=True):
+            await lease.allocate(2 * blocks)
+        waiter = served.engine.match(range(100, 106), owner="waiter")
+        with pytest.raises(AllocateTimeout) as caught:
+            await waiter.allocate(6, timeout=0)
+        assert "lease 'waiter': allocate timed out" in str(caught.value)
+        assert (
+            "'b' holds 5 blocks; 'c' holds 4 blocks; 'd' holds 3 blocks; 1 more leases hold blocks"
+        ) in str(caught.value)
+        served.engine.release_many([*leases, waiter])
+
+
 async def test_a_collected_lease_frees_itself():
     async with Served() as served:
         lease = served.engine.match([1, 2, 3], owner="req-1")
@@ -291,7 +327,7 @@ async def test_errors_of_the_core_name_the_owner_of_the_lease() -> None:
         with pytest.raises(LeaseError, match=r"lease 'r1': commit: .* \(hint: ") as error:
             lease.commit(1)
         assert (error.value.owner, error.value.lease_id) == ("r1", lease.id)
-        with pytest.raises(LeaseError, match="lease 'unnamed': extend: "):
+        with pytest.raises(LeaseError, match=f"lease '{unnamed.id:#x}': extend: "):
             engine.extend([unnamed], 1)
         with pytest.raises(RequestTooLarge, match="lease 'r1': ") as too_large:
             await lease.allocate(17)

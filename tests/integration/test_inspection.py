@@ -42,13 +42,13 @@ async def test_leases_are_listed_with_what_they_wait_for():
             "large2": "capacity",
             "loading": "onload",
             "swapping": "offload",
-            "unnamed": "",
+            hex(matched.id): "",
         }
         by_owner = {lease.owner: lease for lease in listed}
         assert by_owner["loading"].state is LeaseState.GRANTED
         assert (by_owner["loading"].prompt_tokens, by_owner["loading"].cached_tokens) == (7, 6)
         assert by_owner["loading"].blocks == 4
-        assert by_owner["unnamed"].cached_tokens == 6
+        assert by_owner[hex(matched.id)].cached_tokens == 6
         assert by_owner["large0"].state is LeaseState.WAITING
         assert all(lease.age_seconds >= 0 for lease in listed)
         assert [lease.owner for lease in served.engine.leases(2)] == ["large2", "large1"]

@@ -76,6 +76,9 @@ CALLS: dict[str, tuple[str, Callable[[E, L], Any]]] = {
     "owner int": ("owner is 5", lambda e, _: e.match(TOKENS, owner=5)),
     "read int": ("read is 1", lambda e, _: e.match(TOKENS, read=1)),
     "write None": ("write is None", lambda e, _: e.match(TOKENS, write=None)),
+    "tokens str": (r"tokens is a str; it must be .*tokenizer", lambda e, _: e.match("hello")),
+    "tokens bytes": ("tokens is a bytes; it must be", lambda e, _: e.match(b"hello")),
+    "tokens int": ("tokens is a int; it must be", lambda e, lease: lease.append(7)),
     "items int": ("items is 5", lambda e, _: e.match(TOKENS, items=5)),
     "items of ints": ("item is 5", lambda e, _: e.match(TOKENS, items=[5])),
     "items pair": ("Item", lambda e, _: e.match(TOKENS, items=[(b"a", 0)])),
@@ -174,6 +177,7 @@ CALLS: dict[str, tuple[str, Callable[[E, L], Any]]] = {
     "tags int": ("tags is 3", lambda e, _: e.wake_up(3)),
     "layer": ("layer is 2", lambda e, lease: lease.layers.wait(2)),
     "layer -2": ("layer is -2", lambda e, lease: lease.layers.wait(-2)),
+    "gpu_wait None": ("stream is None", lambda e, lease: lease.layers.gpu_wait(0, None)),
     "gpu_wait": ("layer is 99", lambda e, lease: lease.layers.gpu_wait(99, None)),
 }
 

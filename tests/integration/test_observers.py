@@ -44,7 +44,11 @@ REQUEST: ContextVar[str] = ContextVar("REQUEST", default="none")
 
 def phases(seen: Any, *names: str) -> list[tuple[str, str, str]]:
     """Return owner, phase and outcome of all phases, or those of some names."""
-    return [(p.owner, p.phase, p.outcome) for p in seen.phases if not names or p.phase in names]
+    return [
+        ("unnamed" if p.owner == hex(p.lease_id) else p.owner, p.phase, p.outcome)
+        for p in seen.phases
+        if not names or p.phase in names
+    ]
 
 
 def check_times(seen: Any) -> None:

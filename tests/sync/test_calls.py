@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from aiokv import (
+    AiokvError,
     CacheEngine,
     ClosedError,
     Item,
@@ -85,6 +86,20 @@ def test_the_error_of_a_call_hides_no_other_answer(engine):
     with pytest.raises(WouldBlock):
         grown.value  # noqa: B018
     engine.release_many([first, full])
+
+
+def test_traceback_does_not_grow_with_each_reading_of_an_error(engine):
+    calls = engine.calls()
+    refused = calls.try_allocate(calls.match([]), 4)
+
+    def frames(read):
+        with pytest.raises(AiokvError) as caught:
+            read()
+        return len(caught.traceback)
+
+    calls.run(raise_errors=False)
+    assert len({frames(lambda: refused.value) for _ in range(3)}) == 1
+    assert len({frames(calls.run) for _ in range(3)}) == 1
 
 
 def test_errors_are_not_raised_when_they_are_not_asked_for(engine):

@@ -19,6 +19,7 @@ from aiokv import (
     Regions,
     RequestTooLarge,
     TransferError,
+    UncoveredCommitWarning,
     UnreleasedLeaseWarning,
     UsageError,
     WouldBlock,
@@ -224,3 +225,19 @@ def test_random_threads_leave_the_engine_whole(engine, seed):
     statistics = engine.statistics()
     assert (statistics.leases, statistics.waiting, statistics.device_leased) == (0, 0, 0)
     assert statistics.device_free + statistics.device_cached == statistics.device_blocks
+
+
+@pytest.mark.filterwarnings("error::aiokv.UncoveredCommitWarning")
+def test_strict_mode_sees_the_batches_of_the_thread():
+    with SyncEngine(CacheConfig(device_blocks=8, strict=True)) as engine:
+        lease = engine.match(range(40))
+        lease.allocate(40).result()
+        with engine.computing([lease]):
+            pass
+        lease.commit(40)
+        lease.release()
+        lease = engine.match(range(100, 140))
+        lease.allocate(40).result()
+        with pytest.raises(UncoveredCommitWarning):
+            lease.commit(40)
+        lease.release()

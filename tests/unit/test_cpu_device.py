@@ -110,6 +110,14 @@ async def test_a_compute_stream_waits_for_a_layer(
 
 
 @pytest.mark.asyncio
+async def test_stream_of_another_device_is_refused(new_worker: type[Worker]) -> None:
+    async with new_worker(CpuDevice()) as worker:
+        counter = worker.submit()
+        with pytest.raises(UsageError, match=r"stream is a int; the cpu device takes a CpuStream"):
+            counter.gpu_wait(0, 7)
+
+
+@pytest.mark.asyncio
 async def test_an_event_of_another_device_is_refused(new_worker: type[Worker]) -> None:
     async with new_worker(CpuDevice()) as worker:
         counter = worker.submit(after_step=1)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -370,8 +371,11 @@ async def test_a_view_of_nothing_is_shared_and_costs_nothing() -> None:
     assert view.pending_layers == []
     with pytest.raises(StopIteration):
         view.wait(3).send(None)
-    view.gpu_wait(2, None)
-    view.gpu_wait_all(None)
+    view.gpu_wait(2, stream="the stream")
+    view.gpu_wait_all(stream="the stream")
+    for wait in (partial(view.gpu_wait, 2), view.gpu_wait_all):
+        with pytest.raises(UsageError, match=r"stream is None.*host_wait"):
+            wait(None)  # refused although there is nothing to wait for
     assert [layer async for layer in view] == [0, 1, 2, 3]
 
 

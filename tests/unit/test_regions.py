@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -82,6 +83,24 @@ def test_tensor_that_cannot_be_copied_by_block_is_refused(tensor: object, messag
         regions.add("k", layers=[tensor])
     assert regions.names == ()
     assert regions.num_blocks is None
+
+
+@pytest.mark.parametrize("axes", [(1, 0, 2), (0, 2, 1), (2, 0, 1)])
+def test_permuted_tensor_is_refused_with_the_permutation_that_undoes_it(axes: tuple[int]) -> None:
+    tensor = np.zeros((4, 6, 8), np.float32).transpose(axes)
+    with pytest.raises(LayoutError, match="the tensor is permuted") as caught:
+        Regions(num_layers=1).add("k", layers=[tensor])
+    order = re.search(r"tensor\.permute\((.*?)\)", str(caught.value))
+    assert order is not None
+    fixed = tensor.transpose(*map(int, order[1].split(", ")))
+    assert fixed.shape == (4, 6, 8)
+    Regions(num_layers=1).add("k", layers=[fixed])
+
+
+def test_tensor_with_gaps_in_its_blocks_is_not_called_permuted() -> None:
+    with pytest.raises(LayoutError, match="not C-contiguous") as caught:
+        Regions(num_layers=1).add("k", layers=[np.zeros((4, 6, 8), np.float32)[:, ::2]])
+    assert caught.value.hint == ""
 
 
 def test_a_read_only_array_is_refused() -> None:

@@ -73,6 +73,7 @@ SAMPLES = {
     "reserve_blocks": 1,
     "drain_timeout_seconds": 1.5,
     "verify": "checksum",
+    "strict": True,
     "state_slots": 4,
     "host_state_slots": 2,
     "sentinel_state_slot": True,
@@ -133,8 +134,9 @@ def test_none_can_be_written_where_a_field_accepts_it(name, write, monkeypatch):
     assert getattr(CacheConfig.load(path), name) is None
     monkeypatch.setenv(f"AIOKV_{name.upper()}", "None")
     assert getattr(CacheConfig.load(device_blocks=9), name) is None
-    monkeypatch.setenv(f"AIOKV_{name.upper()}", "5")
-    assert getattr(CacheConfig.load(path), name) == 5
+    value = 1 if "bool" in str(FIELDS[name].type) else 5
+    monkeypatch.setenv(f"AIOKV_{name.upper()}", str(value))
+    assert getattr(CacheConfig.load(path), name) == value
 
 
 def test_an_infinite_timeout_can_be_written(write, monkeypatch):
@@ -223,7 +225,7 @@ def test_a_file_can_be_named_by_a_variable(write, monkeypatch):
         ("[windows]\nlocal = 3\n", r"line 2: windows\.local is 3; it must be a table"),
         (
             "[windows.local]\nwindow_tokens = 3\ndevice_block = 3\n",
-            r"line 3: windows\.local\.device_block is unknown.*did you mean device_blocks",
+            r"line 3: windows\.local\.device_block is unknown.*did you mean 'device_blocks'",
         ),
         (
             "[windows.local]\nwindow_tokens = 3\ndevice_blocks = 0\n",
@@ -259,7 +261,7 @@ def test_unreadable_files_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("variable", "text", "message"),
     [
-        ("AIOKV_DEVICE_BLOKS", "3", r"AIOKV_DEVICE_BLOKS is unknown.*AIOKV_DEVICE_BLOCKS\?"),
+        ("AIOKV_DEVICE_BLOKS", "3", r"AIOKV_DEVICE_BLOKS is unknown.*'AIOKV_DEVICE_BLOCKS'\?"),
         ("AIOKV_HOST_BLOCKS", "x", "AIOKV_HOST_BLOCKS: host_blocks is 'x'; it must be an integer"),
         ("AIOKV_HOST_BLOCKS", "1.5", "AIOKV_HOST_BLOCKS: host_blocks is '1.5'; .*an integer"),
         ("AIOKV_HOST_BLOCKS", "none", "AIOKV_HOST_BLOCKS: host_blocks is 'none'"),
@@ -319,7 +321,7 @@ def test_variables_of_other_parts_are_known():
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"device_block": 3}, r"CacheConfig\.load: device_block is unknown.*device_blocks\?"),
+        ({"device_block": 3}, r"CacheConfig\.load: device_block is unknown.*'device_blocks'\?"),
         ({"device_blocks": "8"}, "device_blocks is '8'"),
         ({"device_bytes": "8x", "block": 4}, "device_bytes is '8x'; it must be a size"),
         ({"device_bytes": 8, "block": 0}, "block is 0; it must be at least 1"),

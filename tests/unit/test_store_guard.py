@@ -196,6 +196,16 @@ async def test_errors_of_a_store_are_results(operation):
             assert await getattr(g, operation)(1) == expected
 
 
+async def test_traceback_of_a_scripted_error_does_not_grow_with_each_operation():
+    store, error, lengths = ScriptedStore(), StoreError("down"), set()
+    store.fail("lookup", error=error)
+    for _ in range(3):
+        with pytest.raises(StoreError) as caught:
+            await store.lookup(b"")
+        lengths.add(len(caught.traceback))
+    assert len(lengths) == 1
+
+
 @pytest.mark.parametrize(
     ("operation", "results"),
     [

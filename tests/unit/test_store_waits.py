@@ -181,7 +181,9 @@ def test_impossible_request_is_refused_before_it_waits_for_a_store():
     with pytest.raises(LeaseError, match="already waits"):
         scheduler.allocate(lease_id, 4, 0, waits_for_store=True)
     assert scheduler.read.num_waiting == 1
-    assert scheduler.read.describe()["waiting_for_store"] == [{"owner": "unnamed", "num_tokens": 4}]
+    assert scheduler.read.describe()["waiting_for_store"] == [
+        {"owner": hex(lease_id), "num_tokens": 4}
+    ]
 
 
 # --- fetches --------------------------------------------------------------------------------------

@@ -113,6 +113,7 @@ class Sizes:
             "leave_tokens": self.leave_tokens,
             "item_hits": "partial" if self.splits_items else "whole",
             "drain_timeout_seconds": 0.0,
+            "strict": False,  # FastDeploy returns blocks after the step that computes them
         }
         return CacheConfig(**{**fields, **options})
 

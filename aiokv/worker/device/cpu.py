@@ -62,6 +62,11 @@ class CpuCopy:
 
     def stream_wait(self, layer: int, stream: CpuStream) -> None:
         """Make a :class:`CpuStream` wait for the layer."""
+        if not hasattr(stream, "wait_event"):
+            raise UsageError(
+                f"gpu_wait: stream is a {type(stream).__name__}; the cpu device takes a CpuStream",
+                hint="a thread that computes on the host calls host_wait(layer)",
+            )
         stream.wait_event(self._events[layer])
 
     def error(self) -> CopyError | None:

@@ -117,8 +117,9 @@ struct Lease {
     std::vector<WindowTable> windows;  // one per group, while granted or swapped
 
     // Compute in flight; see Batches.
-    Step last_step = 0;          // newest step that computed with the blocks of this grant
-    std::uint32_t batches = 0;   // unfinished batches that compute with its blocks
+    Step last_step = 0;                // newest step that computed with the blocks of this grant
+    std::uint32_t batches = 0;         // unfinished batches that compute with its blocks
+    std::uint32_t covered_tokens = 0;  // leading positions that ended batches could compute
     bool step_is_exact = false;  // a batch has named this grant: no later step uses its blocks
 
     // Saves of foreign device blocks; see ForeignSaves.
@@ -138,6 +139,13 @@ struct Lease {
     std::uint32_t end_of_received() const {
         const bool is_next = !received.empty() && received.front().first <= computed_tokens;
         return is_next ? received.front().end : computed_tokens;
+    }
+    // How many of the first `count` positions are neither computed, received nor covered by a
+    // batch; 0 if the lease does not have so many positions.
+    std::int64_t uncovered_tokens(std::int64_t count) const {
+        if (batches > 0 || count > num_tokens) return 0;
+        const std::uint32_t known = std::max(end_of_received(), covered_tokens);
+        return std::max<std::int64_t>(count - known, 0);
     }
     // Only received positions from `first` on, and before `end`, can still be committed.
     void keep_received(std::uint32_t first, std::uint32_t end) {

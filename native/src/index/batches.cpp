@@ -48,6 +48,7 @@ std::vector<LeaseId> Batches::end(BatchId id, Step step) {
         Lease& lease = leases_.at(lease_id);
         lease.last_step = std::max(lease.last_step, step);
         --lease.batches;
+        lease.covered_tokens = lease.num_tokens;
         return lease.is_in_use() || !lease.is(LeaseState::kReleasing);
     });
     return leases;

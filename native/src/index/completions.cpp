@@ -135,6 +135,7 @@ std::int64_t Completions::recompute_from(Lease& lease) {
             .hint("preempt the lease, then resume it");
     }
     leases_.move(lease, LeaseState::kGranted);
+    lease.covered_tokens = 0;
     return lease.computed_tokens;
 }
 

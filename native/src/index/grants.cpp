@@ -132,6 +132,7 @@ void Grants::take_blocks(Lease& lease, std::uint32_t total_blocks) {
     lease.host_hit = hits - lease.device_hit;
     if (!resumes) lease.computed_tokens = hits * config_.block_tokens;
     lease.cached_tokens = lease.computed_tokens;
+    lease.covered_tokens = 0;
     lease.epoch = index_.epoch();
     leases_.move(lease, LeaseState::kGranted);
     residency_.classify(lease);

@@ -162,6 +162,7 @@ LeaseId Releases::truncate(Lease& lease, std::int64_t num_tokens, Step step) {
     // A lease has all positions of the blocks that a server has named.
     lease.num_tokens = foreign_.exist() ? blocks * config_.block_tokens : length;
     lease.computed_tokens = std::min(lease.computed_tokens, length);
+    lease.covered_tokens = std::min(lease.covered_tokens, length);
     if (lease.tokens.size() > length) {
         lease.tokens.resize(length);
         index_.cut_items(lease, length);

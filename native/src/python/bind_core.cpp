@@ -693,6 +693,14 @@ void bind_core(nb::module_& m) {
             "computed_tokens",
             [](Core& core, LeaseId id) { return core.lease(id).computed_tokens; }, "lease"_a)
         .def(
+            "uncovered_tokens",
+            [](const Core& core, LeaseId id, std::int64_t num_tokens) {
+                return core.lease(id).uncovered_tokens(num_tokens);
+            },
+            "lease"_a, "num_tokens"_a,
+            "Return how many of the first `num_tokens` positions are neither computed, received, "
+            "nor part of a batch.")
+        .def(
             "fork",
             [](Core& core, LeaseId id, Step step) -> ForkTuple {
                 const Fork fork = core.fork(id, step);
