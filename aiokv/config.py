@@ -90,10 +90,10 @@ class CacheConfig:
         write_through_threshold: the n of the selective policy; computing a block is its first use.
         low_watermark_blocks: device blocks that are kept free or saved ahead of eviction; None
             for a thirty-second of ``device_blocks``, at most 8,192.
-        eviction_policy: which blocks are evicted first. ``"adaptive"``: by scores, learned from how
-            often prompts of each kind of use and age return; and like ``"lru"`` while too little
-            is learned, and wherever a simulation of both, which sees each prompt, counts more
-            hits for ``"lru"``. ``"lru"``: the least recently used, exactly.
+        eviction_policy: which blocks are evicted first. ``"adaptive"``: like ``"lru"``, or by
+            scores, learned from how often prompts of each kind of use and age return. A
+            simulation of both orders sees each prompt; the order changes when the simulation of
+            the other one has hit significantly more. ``"lru"``: the least recently used, exactly.
         min_onload_tokens: a shorter host hit is computed again rather than copied.
         item_hits: where a hit may end. ``"whole"``: before or after a multimodal item, never inside
             it, because the model encodes an item as a whole. ``"partial"``: also inside an item,

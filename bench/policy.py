@@ -3,7 +3,8 @@
 For each family of generated traces, for the public trace when it is here, and for each capacity:
 hit tokens of ``lru`` and ``adaptive`` as shares of MIN's, and ``adaptive`` as a ratio of ``lru``.
 Capacities are in blocks of 512 tokens. Seeds are those on which no constant was chosen; which
-families served the choice is said in ``aiokv.trace.families``.
+families served the choice is said in ``aiokv.trace.families``. ``bench.policy_sweep`` adds more
+capacities.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from aiokv.trace.families import FAMILIES, generate_family
 from aiokv.trace.format import read_trace
 from aiokv.trace.min_oracle import min_hit_tokens
-from tests.harness.traces import find_trace, hit_tokens, trace_prompts
+from bench import policy_sweep
+from tests.harness.traces import find_trace, find_traces, hit_tokens, trace_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,6 +42,7 @@ def run(quick: bool) -> dict[str, Any]:
         requests = list(read_trace(path))
         capacities = (1_000,) if quick else TRACE_CAPACITIES
         results["trace"] = _ratios(requests[:2_000] if quick else requests, capacities)
+    results["sweep"] = policy_sweep.run(quick, find_traces())
     return results
 
 

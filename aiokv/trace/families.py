@@ -1,8 +1,8 @@
 """Families of generated traces, one for each shape of traffic that a prefix cache meets.
 
 Each family is a seeded generator: the same name, seed and length give the same trace. The constants
-that decide between LRU and the scores (native/src/index/duel.cpp) were chosen on
-``TUNING_FAMILIES`` with seeds below 200. ``HELD_OUT_FAMILIES``, and seeds from 200 on, served no
+that decide between LRU and the scores (native/src/index/set_dueling.cpp) were chosen on these
+families with seeds below 200 and on the public conversation trace. Seeds from 200 on served no
 choice: tests and the bench report on them. The constants of the scores themselves
 (reuse_model.cpp, return_rates.cpp) were chosen on the public conversation trace.
 """
@@ -221,21 +221,18 @@ def _mixture(ids: _Ids) -> Iterator[tuple[float, _Prompt]]:
             yield next(rng.choices(streams, shares)[0])
 
 
-TUNING_FAMILIES: Final = {
+FAMILIES: Final = {
     "chat": _chat,
     "rag": _rag,
     "flood": _flood,
     "scan": _scan,
     "mixture": _mixture,
-}
-HELD_OUT_FAMILIES: Final = {
     "heavy_tailed_chat": _heavy_tailed_chat,
     "agents": _agents,
     "few_shot": _few_shot,
     "phases": _phases,
     "bursts": _bursts,
 }
-FAMILIES: Final = TUNING_FAMILIES | HELD_OUT_FAMILIES
 
 
 def generate_family(name: str, num_requests: int, *, seed: int) -> list[TraceRequest]:

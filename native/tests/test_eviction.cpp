@@ -1,9 +1,10 @@
-// The eviction queue, the reuse model and the duel, without a cache around them.
+// The eviction queue, the reuse model and set dueling, without a cache around them.
+#include <cmath>
 #include <vector>
 
-#include "aiokv/duel.hpp"
 #include "aiokv/eviction_queue.hpp"
 #include "aiokv/prefix_tree.hpp"
+#include "aiokv/set_dueling.hpp"
 #include "check.hpp"
 
 using namespace aiokv;
@@ -32,6 +33,14 @@ std::vector<NodeId> drain(Queue& queue) {
         queue.remove(node);
     }
     return order;
+}
+
+// Prompts in each of which the scores hit `gain` more, until the test changes the order.
+int prompts_until_change(LeadTest& test, double gain, double floor) {
+    const bool before = test.prefers_score();
+    int prompts = 0;
+    for (; test.prefers_score() == before && prompts < 1000; ++prompts) test.add(gain, floor);
+    return prompts;
 }
 
 std::vector<ReuseClass> ask(ReuseModel& model, std::int32_t document, std::size_t blocks) {
@@ -154,7 +163,7 @@ TEST(equal_keys_in_one_prompt_do_no_harm_to_a_shadow_cache) {
 
 TEST(the_scores_are_preferred_in_a_loop_larger_than_the_cache) {
     ReuseModel model(kBlockTokens, 100);
-    Duel small(model, 100), large(model, 1000);
+    SetDueling small(model, 100), large(model, 1000);
     for (std::int32_t i = 0; i < 4000; ++i) {
         std::vector<ReuseClass> classes = ask(model, i % 30, 10);
         small.observe(classes);
@@ -162,6 +171,77 @@ TEST(the_scores_are_preferred_in_a_loop_larger_than_the_cache) {
     }
     CHECK(small.prefers_score());
     CHECK(!large.prefers_score());
+}
+
+TEST(a_few_prompts_do_not_change_the_order_however_large_they_are) {
+    for (const double gain : {1.0, 1e6}) {
+        LeadTest test;
+        CHECK_EQ(prompts_until_change(test, gain, 0.5), 10);  // more than 3 * 3
+        CHECK_EQ(prompts_until_change(test, -gain, 0.5), 5);  // more than 2 * 2
+    }
+}
+
+TEST(a_lead_below_the_cost_of_a_change_does_not_change_the_order) {
+    LeadTest test;
+    CHECK_EQ(prompts_until_change(test, 1, 100), 101);
+    CHECK_EQ(prompts_until_change(test, -1, 100), 101);
+}
+
+TEST(one_unlucky_prompt_is_outweighed_by_many_small_gains) {
+    LeadTest test;
+    prompts_until_change(test, 1, 10);
+    test.add(-1000, 10);
+    for (int i = 0; i < 5000; ++i) {
+        test.add(1, 10);
+        CHECK(test.prefers_score());
+    }
+}
+
+TEST(an_unlucky_stretch_does_not_delay_the_next_changes) {
+    LeadTest test;
+    const int first = prompts_until_change(test, 2, 20);
+    prompts_until_change(test, -500, 20);
+    for (int i = 0; i < 50; ++i) {
+        CHECK_EQ(prompts_until_change(test, 2, 20), first);
+        prompts_until_change(test, -500, 20);
+    }
+}
+
+TEST(scores_that_turn_wrong_whenever_they_are_followed_lose_less_than_they_had_led_by) {
+    constexpr double kFloor = 8;
+    LeadTest test;
+    double lead = 0, loss = 0;
+    for (int i = 0; i < 10000; ++i) {
+        (test.prefers_score() ? loss : lead) += 1;
+        test.add(test.prefers_score() ? -1 : 1, kFloor);
+        CHECK(loss <= lead);
+    }
+    CHECK(loss > 4000);
+    for (int i = 0; i < 10000; ++i) {  // scores that are always wrong cost one lead
+        loss += test.prefers_score();
+        test.add(-1, kFloor);
+    }
+    CHECK(loss <= lead + kFloor + 1);
+}
+
+TEST(tokens_behind_the_last_full_stretch_count_by_the_share_that_they_fill) {
+    constexpr std::uint32_t kSmall = 16;
+    ReuseModel model(kSmall, 64);
+    std::vector<ReuseClass> classes;
+    for (const std::uint32_t rest : {0u, 1u, 128u, 384u, 511u}) {
+        double counted = 0;
+        for (std::int32_t i = 0; i < 2000; ++i) {
+            const std::vector<std::int32_t> tokens(512 + rest, i);
+            model.observe(tokens, 1, classes);
+            const std::size_t stretches = model.keys().size();
+            CHECK(stretches == 1 || stretches == 2);
+            CHECK(stretches <= classes.size());
+            counted += static_cast<double>(stretches) - 1;
+            model.observe(tokens, 1, classes);
+            CHECK_EQ(model.keys().size(), stretches);  // equal prompts have equal stretches
+        }
+        CHECK(std::abs(counted / 2000 - rest / 512.0) < 0.05);
+    }
 }
 
 TEST(a_prompt_that_differs_in_any_one_token_is_new_to_the_model) {

@@ -28,7 +28,6 @@ void expect_learned(Comes comes) {
         const int returns = comes(features) ? 200 : 50;
         for (int i = 0; i < returns; ++i) rates.count_return(features, kAge);
     });
-    rates.pass_time(1000);
     rates.learn(1);
     double least = 1e9;  // of stretches that return
     double most = 0;     // of stretches that do not
@@ -63,7 +62,6 @@ TEST(an_age_at_which_stretches_return_scores_highest_just_before_it) {
     const ReuseFeatures features{};
     for (std::uint64_t age = 1; age <= 512; age *= 2) rates.count_waiting(features, age, 1000);
     for (int i = 0; i < 500; ++i) rates.count_return(features, 64);
-    rates.pass_time(100);
     rates.learn(1);
     const auto score = [&](std::uint64_t age) { return rates.score(features.reuse_class(), age); };
     CHECK(score(64) > score(32));
@@ -79,37 +77,10 @@ TEST(two_ages_per_octave_have_separate_rates) {
         const ReuseFeatures features{};
         for (const std::uint64_t age : ages) rates.count_waiting(features, age, 1000);
         for (int n = 0; n < 500; ++n) rates.count_return(features, ages[i]);
-        rates.pass_time(100);
         rates.learn(1);
         CHECK(rates.score(0, ages[i]) > 2 * rates.score(0, ages[i + 1]));
         CHECK_EQ(rates.score(0, ages[i]), rates.score(0, ages[i + 1] - 1));
     }
-}
-
-// To be there at age 64, a stretch has to be kept from the first age on.
-TEST(no_gain_is_predicted_when_lru_hits_as_much) {
-    ReturnRates rates(1024);
-    const ReuseFeatures features{};
-    for (std::uint64_t age = 1; age <= 64; age *= 2) rates.count_waiting(features, age, 1000);
-    for (int i = 0; i < 100; ++i) rates.count_return(features, 64);
-    rates.pass_time(100);
-    rates.learn(1);
-    CHECK_EQ(rates.predicted_gain(5), 0.0);    // half of the stretches of the first age
-    CHECK_EQ(rates.predicted_gain(100), 0.0);  // all: LRU hits as much
-}
-
-TEST(a_gain_is_predicted_where_some_stretches_return_and_others_do_not) {
-    ReturnRates rates(1024);
-    const ReuseFeatures comes{0, 0, 0}, stays_away{1, 0, 0};
-    for (std::uint64_t age = 1; age <= 64; age *= 2) {
-        for (const ReuseFeatures& each : {comes, stays_away}) rates.count_waiting(each, age, 1000);
-        for (int i = 0; i < 100; ++i) rates.count_return(comes, age);
-    }
-    rates.pass_time(100);
-    rates.learn(1);
-    const double gain = rates.predicted_gain(70);  // LRU keeps half of the ages of both
-    CHECK(gain > 0.5);
-    CHECK(gain <= 1.0);
 }
 
 TEST(old_counts_decay) {
@@ -118,7 +89,6 @@ TEST(old_counts_decay) {
     const auto count = [&](const ReuseFeatures& comes, const ReuseFeatures& stays_away) {
         for (const ReuseFeatures& each : {comes, stays_away}) rates.count_waiting(each, kAge, 1000);
         for (int i = 0; i < 200; ++i) rates.count_return(comes, kAge);
-        rates.pass_time(1000);
     };
     const auto score = [&](const ReuseFeatures& f) { return rates.score(f.reuse_class(), kAge); };
     count(early, late);

@@ -56,6 +56,25 @@ def test_hit_tokens_relative_to_lru():
     assert cells_of(README, "Hit tokens on")[1] == " / ".join(ratios)
 
 
+def test_hit_tokens_relative_to_the_optimum():
+    trace = results("index-xeon")["benches"]["policy"]["trace"]
+    del trace["100_blocks"]
+    for policy in ("lru", "adaptive"):
+        ratios = [f"{blocks[f'{policy}_min_ratio']:.3f}"[1:] for blocks in trace.values()]
+        assert cells_of(MEASURED, f"{policy} |")[1:] == ratios
+
+
+def test_hit_tokens_of_many_capacities():
+    sweeps = results("policy_sweep")["benches"]["policy_sweep"].values()
+    ratios = [row["lru_ratio"] or 1.0 for sweep in sweeps for row in sweep["rows"]]
+    enough = sum(ratio >= 0.99 for ratio in ratios)
+    section = " ".join(MEASURED[MEASURED.index("A larger cache hits more") :].split())
+    assert all(len(sweep["rows"]) >= 24 for sweep in sweeps)
+    assert min(sweep["least_smaller_ratio"] for sweep in sweeps) >= 0.99
+    assert f"{enough} of {len(ratios)} have at least 0.99" in section
+    assert f"the least is {min(ratios):.3f}" in section
+
+
 def test_copies_relative_to_a_contiguous_memcpy():
     gpu = results("gpu-h100")["benches"]["gpu"]
     transfers = [v for name, v in gpu["transfers"].items() if name.endswith(".random")]

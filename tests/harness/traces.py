@@ -11,7 +11,7 @@ from aiokv.scheduler.plans import new_core
 from aiokv.trace.format import HASH_BLOCK_TOKENS, TraceRequest, expand_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -19,14 +19,28 @@ if TYPE_CHECKING:
     from aiokv.config import EvictionPolicy
 
 ROOT = Path(__file__).resolve().parents[2]
-TRACE_NAME = "conversation_trace.jsonl"
+TRACE_NAMES = ("conversation_trace.jsonl", "agent-a.jsonl.gz")
+
+
+def find_traces() -> list[Path]:
+    """Return traces that exist: those of ``$AIOKV_TRACE``, else public ones beside the repository.
+
+    ``AIOKV_TRACE`` has one or more paths, separated like those of ``PATH``.
+    """
+    return [path for path in _trace_paths() if path.is_file()]
 
 
 def find_trace() -> Path | None:
-    """Return the public conversation trace: ``$AIOKV_TRACE``, else beside the repository."""
-    named = os.environ.get("AIOKV_TRACE")
-    path = Path(named) if named else ROOT.parent / "shared" / "traces" / TRACE_NAME
+    """Return the first path of ``$AIOKV_TRACE``, else the conversation trace, if it exists."""
+    path = _trace_paths()[0]
     return path if path.is_file() else None
+
+
+def _trace_paths() -> list[Path]:
+    if named := os.environ.get("AIOKV_TRACE"):
+        return [Path(path) for path in named.split(os.pathsep)]
+    folder = ROOT.parent / "shared" / "traces"
+    return [folder / name for name in TRACE_NAMES]
 
 
 def trace_prompts(requests: Sequence[TraceRequest]) -> list[NDArray[np.int32]]:
@@ -34,7 +48,7 @@ def trace_prompts(requests: Sequence[TraceRequest]) -> list[NDArray[np.int32]]:
 
 
 def hit_tokens(
-    prompts: Sequence[NDArray[np.int32]],
+    prompts: Iterable[NDArray[np.int32]],
     capacity_blocks: int,
     policy: EvictionPolicy,
     block_tokens: int = 16,

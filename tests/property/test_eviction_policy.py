@@ -129,6 +129,43 @@ def test_adaptive_keeps_99_percent_of_the_hits_of_lru_at_every_capacity(family, 
         assert adaptive >= 0.99 * least_recent, capacity
 
 
+# No capacity is a power of two; at 128 tokens per block, a stretch has four blocks.
+@pytest.mark.parametrize("family", ["scan", "heavy_tailed_chat"])
+def test_a_larger_cache_hits_at_least_97_percent_of_a_smaller_one(family):
+    prompts = trace_prompts(generate_family(family, 2_500, seed=202))
+    most = 0
+    for capacity in (130, 210, 340, 550, 890, 1_430, 1_900, 2_300):
+        hits = hit_tokens(prompts, capacity, "adaptive", block_tokens=128)
+        assert hits >= 0.97 * most, capacity
+        assert hits >= 0.99 * hit_tokens(prompts, capacity, "lru", block_tokens=128), capacity
+        most = max(most, hits)
+
+
+def test_scores_are_followed_again_after_a_stretch_in_which_they_mislead():
+    """A loop, for which scores hit more, stops for a while; prompts return by recency then."""
+    rng = Random(7)
+    loop = [np.full(5_120, i, np.int32) for i in range(40)] * 30
+    recent: list[np.ndarray] = []
+    for i in range(1_500):
+        document = rng.choice(recent[-20:]) if recent and rng.random() < 0.7 else None
+        recent.append(np.full(5_120, 100 + i, np.int32) if document is None else document)
+    before = hit_tokens(loop + recent, 200, "adaptive")
+    again = hit_tokens(loop + recent + loop, 200, "adaptive") - before
+    assert again > 0.8 * hit_tokens(loop, 200, "adaptive")
+
+
+def test_questions_behind_documents_that_fit_take_room_in_the_comparison():
+    rng = Random(3)
+    documents = [np.full(4 * 512, i, np.int32) for i in range(24)]  # 96 of 100 blocks
+    prompts = [
+        np.append(document, np.array([rng.randrange(1 << 30) for _ in range(256)], np.int32))
+        for _ in range(60)
+        for document in documents
+    ]
+    assert hit_tokens(prompts, 100, "lru") == 0
+    assert hit_tokens(prompts, 100, "adaptive") > 0.5 * 4 * 512 * len(prompts)
+
+
 # On these traces the scores alone lose 2 to 6 % of the hits of lru.
 @pytest.mark.parametrize("seed", [208, 214, 217])
 def test_adaptive_falls_back_to_lru_where_the_scores_mislead(seed):

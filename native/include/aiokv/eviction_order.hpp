@@ -11,11 +11,11 @@
 #include <vector>
 
 #include "aiokv/core_types.hpp"
-#include "aiokv/duel.hpp"
 #include "aiokv/eviction_queue.hpp"
 #include "aiokv/look_ahead.hpp"
 #include "aiokv/prefix_tree.hpp"
 #include "aiokv/reuse_model.hpp"
+#include "aiokv/set_dueling.hpp"
 
 namespace aiokv {
 
@@ -54,7 +54,7 @@ class EvictionOrder {
         if (model_) tree_[node].reuse_class = model_->class_at(lease.classes, block);
     }
     void resize_device(std::uint32_t blocks) {
-        if (device_duel_) device_duel_->resize(blocks);
+        if (device_dueling_) device_dueling_->resize(blocks);
     }
 
     LookAhead& ahead() { return ahead_; }
@@ -69,8 +69,8 @@ class EvictionOrder {
 
     PrefixTree& tree_;
     std::optional<ReuseModel> model_;  // none: lru
-    std::optional<Duel> device_duel_;
-    std::optional<Duel> host_duel_;
+    std::optional<SetDueling> device_dueling_;
+    std::optional<SetDueling> host_dueling_;
     EvictionQueue<PrefixTree> device_;  // ref 0 and device VALID, the next victim first
     EvictionQueue<PrefixTree> host_;    // ref 0 and host VALID only
     LookAhead ahead_;

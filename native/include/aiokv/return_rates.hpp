@@ -43,7 +43,6 @@ class ReturnRates {
     void count_waiting(const ReuseFeatures& features, std::uint64_t age, double units) {
         waiting_[features.reuse_class()][bucket_of(age)] += units;
     }
-    void pass_time(double units) { time_ += units; }
     // New factors and scores. Of what was counted before, a share of `keep` counts on.
     void learn(double keep);
 
@@ -51,8 +50,6 @@ class ReturnRates {
     double score(ReuseClass reuse_class, std::uint64_t age) const {
         return scores_[levels_[reuse_class]][bucket_of(age)];
     }
-    // By how much the scores should beat LRU where `room` stretches fit, as a share of LRU's hits.
-    double predicted_gain(double room) const;
     double score_in(ReuseClass reuse_class, std::uint32_t bucket) const {
         return scores_[levels_[reuse_class]][bucket];
     }
@@ -81,8 +78,7 @@ class ReturnRates {
     double window_;
     std::array<Ages, ReuseFeatures::kClasses> returns_{};  // came back at that age
     std::array<Ages, ReuseFeatures::kClasses> waiting_{};  // waited at that age, x units
-    double time_ = 0;  // units that waiting_ covers; fades with it
-    Ages base_{};      // returns of one stretch in one unit
+    Ages base_{};                                          // returns of one stretch in one unit
     std::array<std::array<double, 8>, 3> factors_ = {
         {{1, 1, 1, 1, 1, 1, 1, 1}, {1, 1, 1, 1, 1, 1, 1, 1}, {1, 1, 1, 1, 1, 1, 1, 1}}};
     std::array<double, kLevels> relative_of_level_{};

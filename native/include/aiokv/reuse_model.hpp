@@ -35,17 +35,12 @@ class ReuseModel {
         return classes[std::min(index >> stretch_shift_, classes.size() - 1)];
     }
 
-    // Fingerprints of the stretches of the prompt that was observed last.
+    // Fingerprints of the stretches of the prompt that was observed last. Tokens behind the last
+    // full stretch count as a stretch with the probability of the share that they fill.
     std::span<const std::uint64_t> keys() const { return keys_; }
     std::uint32_t stretches_in(std::uint32_t blocks) const { return blocks >> stretch_shift_; }
 
-    // By how much the scores should beat LRU where `room` stretches fit, as a share of LRU's hits.
-    double predicted_gain(std::uint32_t room) const {
-        return rates_.predicted_gain(room >> sample_shift_);
-    }
     bool is_warm() const { return clock_ >= kWarmCapacities * capacity_; }
-    // Changes with the scores.
-    std::uint64_t learnt() const { return last_learnt_; }
     // Higher: keep longer. `bucket` of the age.
     double score(ReuseClass reuse_class, std::uint32_t bucket) const {
         return rates_.score_in(reuse_class, bucket);
@@ -66,6 +61,7 @@ class ReuseModel {
     }
     void fingerprint(std::span<const std::int32_t> tokens, std::uint64_t seed);
     void find_known();
+    void fingerprint_rest(std::span<const std::int32_t> tokens, std::uint64_t seed);
     ReuseFeatures first_use_of_rest();
     void close_epoch();
     void sweep(std::uint64_t blocks);

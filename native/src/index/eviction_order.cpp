@@ -20,13 +20,14 @@ EvictionOrder::EvictionOrder(const CoreConfig& config, PrefixTree& tree)
       device_(tree, model_ ? &*model_ : nullptr),
       host_(tree, model_ ? &*model_ : nullptr),
       ahead_(tree, device_) {
-    if (model_) device_duel_.emplace(*model_, config.device_blocks);
-    if (model_ && config.host_blocks > 0) host_duel_.emplace(*model_, config.host_blocks);
+    if (model_) device_dueling_.emplace(*model_, config.device_blocks);
+    if (model_ && config.host_blocks > 0) host_dueling_.emplace(*model_, config.host_blocks);
 }
 
 std::size_t EvictionOrder::bytes() const {
     return (model_ ? model_->bytes() : 0) + device_.bytes() + host_.bytes() +
-           (device_duel_ ? device_duel_->bytes() : 0) + (host_duel_ ? host_duel_->bytes() : 0);
+           (device_dueling_ ? device_dueling_->bytes() : 0) +
+           (host_dueling_ ? host_dueling_->bytes() : 0);
 }
 
 EvictionQueue<PrefixTree>& EvictionOrder::queue_of(NodeId node) {
@@ -111,11 +112,11 @@ void EvictionOrder::classify(Lease& lease, std::uint64_t seed) {
     if (!model_) return;
     if (lease.classes.empty()) {
         model_->observe(lease.tokens, seed, lease.classes);
-        device_duel_->observe(lease.classes);
-        if (device_.choose(device_duel_->prefers_score())) ahead_.restart();
-        if (host_duel_) {
-            host_duel_->observe(lease.classes);
-            host_.choose(host_duel_->prefers_score());
+        device_dueling_->observe(lease.classes);
+        if (device_.choose(device_dueling_->prefers_score())) ahead_.restart();
+        if (host_dueling_) {
+            host_dueling_->observe(lease.classes);
+            host_.choose(host_dueling_->prefers_score());
         }
     }
     for (std::size_t i = 0; i < lease.path.size(); ++i) {

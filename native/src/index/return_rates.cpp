@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <vector>
 
 namespace aiokv {
 namespace {
@@ -64,7 +63,6 @@ void ReturnRates::learn(double keep) {
 }
 
 void ReturnRates::fade(double keep) {
-    time_ *= keep;
     for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
         for (double& returns : returns_[c]) returns *= keep;
         for (double& waiting : waiting_[c]) waiting *= keep;
@@ -166,59 +164,6 @@ void ReturnRates::rank() {
         }
         for (std::uint32_t l = 0; l < kLevels; ++l) scores_[l][from] = best[l];
     }
-}
-
-// Both orders are judged by the same counts: LRU keeps what is younger than some age, the scores
-// keep what has stayed above some threshold; either as many stretches as there is room for.
-double ReturnRates::predicted_gain(double room) const {
-    struct Group {
-        double score;
-        double waiting;
-        double returns;
-    };
-    std::vector<Group> groups;
-    std::array<Ages, kLevels> waiting{};
-    std::array<Ages, kLevels> returns{};
-    for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
-        for (std::uint32_t b = 0; b < kBuckets; ++b) {
-            waiting[levels_[c]][b] += waiting_[c][b];
-            returns[levels_[c]][b] += returns_[c][b];
-        }
-    }
-    const auto hits = [room = room * time_](const std::vector<Group>& order) {
-        double left = room;
-        double hits = 0;
-        for (const Group& group : order) {
-            if (left <= 0) break;
-            hits += group.returns * (group.waiting > left ? left / group.waiting : 1.0);
-            left -= group.waiting;
-        }
-        return hits;
-    };
-    for (std::uint32_t b = 0; b < kBuckets; ++b) {
-        Group group{0, 0, 0};
-        for (std::uint32_t level = 0; level < kLevels; ++level) {
-            group.waiting += waiting[level][b];
-            group.returns += returns[level][b];
-        }
-        groups.push_back(group);
-    }
-    const double lru_hits = hits(groups);
-    groups.clear();
-    for (std::uint32_t level = 0; level < kLevels; ++level) {
-        double lowest = scores_[level][0];
-        for (std::uint32_t b = 0; b < kBuckets; ++b) {
-            lowest = std::min(lowest, scores_[level][b]);
-            if (waiting[level][b] > 0 || returns[level][b] > 0) {
-                groups.push_back({lowest, waiting[level][b], returns[level][b]});
-            }
-        }
-    }
-    std::stable_sort(groups.begin(), groups.end(),
-                     [](const Group& a, const Group& b) { return a.score > b.score; });
-    const double own_hits = hits(groups);
-    if (lru_hits <= 0) return own_hits > 0 ? 1.0 : 0.0;
-    return own_hits / lru_hits - 1;
 }
 
 }  // namespace aiokv

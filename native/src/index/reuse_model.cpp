@@ -82,6 +82,16 @@ void ReuseModel::fingerprint(std::span<const std::int32_t> tokens, std::uint64_t
     }
 }
 
+// Rests take room like full stretches. Called last: the ghost list has full stretches only.
+void ReuseModel::fingerprint_rest(std::span<const std::int32_t> tokens, std::uint64_t seed) {
+    const std::size_t stretch_tokens = std::size_t{block_tokens_} << stretch_shift_;
+    const std::size_t rest = tokens.size() - keys_.size() * stretch_tokens;
+    const auto count = static_cast<std::uint32_t>(std::min<std::size_t>(rest, block_tokens_));
+    const std::uint64_t before = keys_.empty() ? seed : keys_.back();
+    const std::uint64_t key = hash_block(tokens.data() + tokens.size() - count, count, before);
+    if ((key >> 32) * stretch_tokens >> 32 < rest) keys_.push_back(key);
+}
+
 // known_: the entries of the leading stretches of the sample that the list knows; a lone gap, whose
 // entry was replaced, is bridged (nullptr).
 void ReuseModel::find_known() {
@@ -144,6 +154,7 @@ void ReuseModel::observe(std::span<const std::int32_t> tokens, std::uint64_t see
     classes.resize(keys_.size(), features.reuse_class());
     // What follows the last full stretch was seen once: the next turn may write it differently.
     classes.push_back(ReuseFeatures{0, rest.added, 0}.reuse_class());
+    fingerprint_rest(tokens, seed);
 }
 
 void ReuseModel::close_epoch() {
@@ -169,7 +180,6 @@ void ReuseModel::sweep(std::uint64_t blocks) {
     ghosts_.sweep(part, now_, [&](const GhostList::Entry& entry, std::uint64_t age) {
         rates_.count_waiting(features_of(entry), age, weight);
     });
-    rates_.pass_time(units);
 }
 
 }  // namespace aiokv
