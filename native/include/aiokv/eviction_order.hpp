@@ -57,6 +57,8 @@ class EvictionOrder {
         if (device_duel_) device_duel_->resize(blocks);
     }
 
+    // Deferred device blocks that are not saved: they are evicted right after their children.
+    std::vector<NodeId> unsaved_parked();
     LookAhead& ahead() { return ahead_; }
     const LookAhead& ahead() const { return ahead_; }
 
@@ -74,6 +76,7 @@ class EvictionOrder {
     EvictionQueue<PrefixTree> device_;  // ref 0 and device VALID, the next victim first
     EvictionQueue<PrefixTree> host_;    // ref 0 and host VALID only
     LookAhead ahead_;
+    std::vector<NodeId> unsaved_parked_;  // some are saved by now, or queued again
     std::uint32_t deferred_device_ = 0;
     std::uint32_t idle_host_ = 0;
 };
