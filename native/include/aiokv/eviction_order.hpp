@@ -58,7 +58,15 @@ class EvictionOrder {
     }
 
     // Deferred device blocks that are not saved: they are evicted right after their children.
-    std::vector<NodeId> unsaved_parked();
+    // In the order in which they were deferred.
+    const std::vector<NodeId>& unsaved_parked();
+    // Calls `visit` with the same blocks, some of them twice; changes nothing.
+    template <class Visit>
+    void visit_unsaved_parked(Visit visit) const {
+        for (const NodeId node : unsaved_parked_) {
+            if (is_parked_unsaved(node)) visit(node);
+        }
+    }
     LookAhead& ahead() { return ahead_; }
     const LookAhead& ahead() const { return ahead_; }
 
@@ -68,6 +76,7 @@ class EvictionOrder {
   private:
     EvictionQueue<PrefixTree>& queue_of(NodeId node);
     void count_idle_host(const Node& n, int change);
+    bool is_parked_unsaved(NodeId node) const;
 
     PrefixTree& tree_;
     std::optional<ReuseModel> model_;  // none: lru

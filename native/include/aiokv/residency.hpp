@@ -88,10 +88,10 @@ class Residency {
     std::vector<NodeId> look_ahead(std::uint32_t target);
     std::uint32_t clean_ahead() const { return order_.ahead().count(); }
     void restart_look_ahead() { order_.ahead().restart(); }
-    // Evicts until `blocks` host ids are free, as far as possible: first host copies of clean blocks
-    // down to the low watermark, those first that the device evicts last; then blocks on the host
-    // alone; then the other host copies of clean blocks. Those of the next `near_blocks` of the
-    // device queue stay, and those of deferred blocks: their device copies are evicted next.
+    // Evicts until `blocks` host ids are free, as far as possible: first host copies of clean
+    // blocks down to the low watermark, those first that the device evicts last; then blocks on the
+    // host alone; then the other host copies of clean blocks. Those of the next `near_blocks` of
+    // the device queue stay, and those of deferred blocks: their device copies are evicted next.
     void make_host_room(std::size_t blocks, std::uint32_t near_blocks);
     bool could_make_host_room(std::size_t blocks) const;
     // Like make_host_room(), but evicts only blocks that are on the host alone.

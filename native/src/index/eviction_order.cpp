@@ -26,7 +26,8 @@ EvictionOrder::EvictionOrder(const CoreConfig& config, PrefixTree& tree)
       host_(tree, model_ ? &*model_ : nullptr),
       ahead_(tree, device_) {
     if (model_) device_duel_.emplace(*model_, config.device_blocks);
-    if (model_ && config.host_blocks > 0) host_duel_.emplace(*model_, capacity_of_host_order(config));
+    if (model_ && config.host_blocks > 0)
+        host_duel_.emplace(*model_, capacity_of_host_order(config));
 }
 
 std::size_t EvictionOrder::bytes() const {
@@ -83,13 +84,18 @@ void EvictionOrder::defer(NodeId node) {
     unsaved_parked_.push_back(node);
 }
 
-std::vector<NodeId> EvictionOrder::unsaved_parked() {
+bool EvictionOrder::is_parked_unsaved(NodeId node) const {
+    const Node& n = tree_[node];
+    return n.has(kParked) && n.has(kDeviceValid) && !is_saved(n);
+}
+
+const std::vector<NodeId>& EvictionOrder::unsaved_parked() {
     // The flag goes with the first entry of a node; another one is that of a node freed since then.
     std::erase_if(unsaved_parked_, [this](NodeId node) {
         Node& n = tree_[node];
         if (!n.has(kUnsavedParked)) return true;
         n.clear(kUnsavedParked);
-        return !n.has(kParked) || !n.has(kDeviceValid) || is_saved(n);
+        return !is_parked_unsaved(node);
     });
     for (const NodeId node : unsaved_parked_) tree_[node].set(kUnsavedParked);
     return unsaved_parked_;

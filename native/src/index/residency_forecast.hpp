@@ -83,11 +83,9 @@ class Residency::Forecast {
              node = residency_.order_.after_on_device(node)) {
             if (!is_out_of_queue(node)) look_at(node);
         }
-        for (const NodeId node : residency_.order_.unsaved_parked()) {
-            if (!gone_.contains(node)) dirty.push_back(node);
-        }
+        residency_.order_.visit_unsaved_parked([&](NodeId node) { dirty.push_back(node); });
         for (const NodeId node : deferred_) {
-            if (!gone_.contains(node) && !is_saved(tree_[node])) dirty.push_back(node);
+            if (!is_saved(tree_[node])) dirty.push_back(node);
         }
         // The failed attempt has put the path at the end of the queue, its last block first.
         for (std::size_t i = lease_path_.size(); i-- > 0 && ready < target;) {

@@ -42,7 +42,7 @@ std::vector<NodeId> Residency::look_ahead(std::uint32_t target) {
         if (!is_saved(tree_[node])) dirty.push_back(node);
         order_.ahead().add(node);
     }
-    const std::vector<NodeId> parked = order_.unsaved_parked();
+    const std::vector<NodeId>& parked = order_.unsaved_parked();
     dirty.insert(dirty.end(), parked.begin(), parked.end());
     return dirty;
 }
