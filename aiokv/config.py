@@ -83,10 +83,12 @@ class CacheConfig:
         block_tokens: token positions per block.
         device_blocks: capacity of the device tier.
         host_blocks: capacity of the host tier; 0 for none.
-        write_policy: when to copy blocks to host memory. ``"write_through"``: when they are
-            committed; ``"write_through_selective"``: at their n-th use; ``"write_back"``: shortly
-            before their eviction, and no block is evicted unsaved while the host has free blocks;
-            ``"none"``: never.
+        write_policy: when to copy blocks to host memory, while it has free blocks.
+            ``"write_through"``: when they are committed; ``"write_through_selective"``: at their
+            n-th use; ``"write_back"``: shortly before their eviction; ``"none"``: never. A full
+            host tier keeps what the device does not have: then all policies copy blocks shortly
+            before their eviction, and a grant waits for these copies. ``extend`` and ``fork`` evict
+            unsaved blocks rather than fail, except with ``"write_back"``.
         write_through_threshold: the n of the selective policy; computing a block is its first use.
         low_watermark_blocks: device blocks that are kept free or saved ahead of eviction; None
             for a thirty-second of ``device_blocks``, at most 8,192.

@@ -22,6 +22,7 @@ BENCHES = (
     "index",
     "digest",
     "policy",
+    "two_tiers",
     "wakeup",
     "transfer",
     "serving",

@@ -36,7 +36,7 @@ class Sleep:
         self.asleep: frozenset[Tier] = frozenset()
         self.regions = regions
         self._has_sides = bool(config.state_slots or config.windows)
-        self._saves_first = config.host_blocks > 0 and config.write_policy == "write_back"
+        self._saves_first = config.host_blocks > 0 and config.write_policy != "none"
         self._lifetime = parts.lifetime
         self._scheduler = parts.scheduler
         self._read = parts.scheduler.read

@@ -23,7 +23,9 @@ class Saver:
 
     Attributes:
         stopped: True when no offload may begin: the engine is closing, or a tier is asleep.
-        saves_first: True when a block is saved before it is evicted, while the host tier has room.
+        saves_first: True when a grant waits until the blocks that it evicts are saved, while the
+            host tier has room.
+        saves_before_extend: True when ``extend`` fails rather than evict a block unsaved.
     """
 
     def __init__(self, config: CacheConfig, core: Core, plans: Plans, outbox: Outbox) -> None:
@@ -32,7 +34,8 @@ class Saver:
         self._outbox = outbox
         self._has_host = config.host_blocks > 0
         self._begun: deque[int] = deque()  # begun in the core, not submitted yet
-        self.saves_first = self._has_host and config.write_policy == "write_back"
+        self.saves_first = self._has_host and config.write_policy != "none"
+        self.saves_before_extend = self._has_host and config.write_policy == "write_back"
         self.stopped = False
         self._is_wanted = False  # `collect` was requested, and was not called
 

@@ -675,7 +675,7 @@ class CacheScheduler:
         """
         try:
             extended: bool | None = self._core.extend(lease_ids, num_tokens)
-            if not extended and self._saver.saves_first:
+            if not extended and self._saver.saves_before_extend:
                 # Save the blocks that are evicted next, or drop them where the host has no room.
                 wanted = sum(self._blocks_to_add(lease_id, num_tokens) for lease_id in lease_ids)
                 extended = self._saver.try_after_saving(

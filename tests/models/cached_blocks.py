@@ -103,6 +103,7 @@ class CachedBlocks:
         self.step_of: dict[int, int] = {}  # device id -> newest step that used it
         self.finished_step = 0
         self.closed_step = 0
+        self.deferred_unsaved: list[Block] = []  # passed over; some were saved or used since then
         self._newest = 0
         self._oldest = 0
 
@@ -205,6 +206,8 @@ class CachedBlocks:
             if self.policy == "write_back" and tier == "device" and block.pins:
                 return None
             block.passed_over = True
+            if tier == "device" and block.unsaved and block not in self.deferred_unsaved:
+                self.deferred_unsaved.append(block)
         return None
 
     def evict_host(self) -> bool:

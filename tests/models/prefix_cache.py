@@ -206,7 +206,8 @@ class PrefixCacheModel(Saving):
         if needed > len(self.device_free) + len(self.idle("device")):
             self.evict_as_seen(evicted, 0)
             return False
-        if not self.evict_as_seen(evicted, max(0, needed - len(self.device_free))):
+        short = max(0, needed - len(self.device_free))
+        if not self.evict_as_seen(evicted, short, drops_unsaved=self.policy != "write_back"):
             return False
         for lease in leases:
             lease.num_tokens += more

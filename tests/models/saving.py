@@ -57,8 +57,6 @@ class Saving(CachedBlocks):
         for block in self.backups:
             block.wants_backup = False
         self.backups = []
-        while len(self.host_free) < len(found) and self.evict_host():
-            pass
         return found, min(len(found), len(self.host_free))
 
     # --- ahead of eviction --------------------------------------------------------------------
@@ -69,21 +67,21 @@ class Saving(CachedBlocks):
 
     def has_to_be_saved(self, block: Block) -> bool:
         """Return True if evicting the block would lose KV that the host could keep."""
-        if self.policy != "write_back" or not block.unsaved:
+        if self.policy == "none" or not block.unsaved:
             return False
         host = [b for b in self.idle("host") if not self.blocked(b)]
         return bool(self.host_free or host or self.reclaimable_copies())
 
-    def evict_as_seen(self, count: int, wanted: int) -> bool:
+    def evict_as_seen(self, count: int, wanted: int, *, drops_unsaved: bool = False) -> bool:
         """Apply ``count`` evictions by the implementation; return True if that is ``wanted``."""
         for _ in range(count):
             victim = self.victim("device")
             assert victim is not None, "something was evicted that could not be"
-            assert not self.has_to_be_saved(victim), f"{victim} was not saved"
+            assert drops_unsaved or not self.has_to_be_saved(victim), f"{victim} was not saved"
             self.leave_device(victim)
         if count < wanted:
             victim = self.victim("device")
-            assert victim is None or (self.policy == "write_back" and victim.unsaved)
+            assert victim is None or (self.policy != "none" and victim.unsaved)
         return count == wanted
 
     def ready_ahead(self) -> int:
@@ -118,12 +116,20 @@ class Saving(CachedBlocks):
             assert not any((reclaimed, evicted, saved))
             return []
         near = self.near_eviction(wanted)
-        unsaved = [block for block in near if block.unsaved]
-        reclaimable = [block for block in self.reclaimable_copies() if block not in near]
+        self.deferred_unsaved = [
+            b
+            for b in self.deferred_unsaved
+            if b.attached and b.passed_over and b.device_valid and b.unsaved
+        ]
+        unsaved = [block for block in near if block.unsaved] + self.deferred_unsaved
+        copies = self.reclaimable_copies()
+        reclaimable = [b for b in copies if b not in near and not b.passed_over]
         assert set(reclaimed) <= set(reclaimable)
-        assert not evicted or len(reclaimed) == len(reclaimable), (
-            "host copies of device blocks are reclaimed first"
-        )
+        assert (
+            not evicted
+            or len(reclaimed) == len(reclaimable)
+            or len(copies) - len(reclaimed) <= self.low_watermark
+        ), "host copies of device blocks are reclaimed first"
         needed = max(0, len(unsaved) - len(self.host_free))
         assert len(reclaimed) + evicted <= needed, "more host blocks were freed than needed"
         for block in reclaimed:

@@ -149,7 +149,7 @@ def test_walks_reach_onloads_failures_saves_and_evictions() -> None:
     statistics = [walk(seed).core.statistics() for seed in range(30)]
     for name in (
         "hit_device_tokens", "hit_host_tokens", "onloaded_blocks", "offloaded_blocks",
-        "evicted_device_blocks", "evicted_host_blocks", "failed_blocks", "skipped_backups",
+        "evicted_device_blocks", "evicted_host_blocks", "failed_blocks",
         "reclaimed_twins",
     ):  # fmt: skip
         assert sum(getattr(s, name) for s in statistics) > 0, name

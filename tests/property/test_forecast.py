@@ -49,7 +49,8 @@ class Walk:
             windows=[(6, 4, 2, 0, 0)] if sides == "window" else [],
         )
         self.has_windows = sides == "window"
-        self.saves = self.policy == WritePolicy.WRITE_BACK
+        self.saves = self.policy != WritePolicy.NONE
+        self.saves_before_extend = self.policy == WritePolicy.WRITE_BACK
         self.leases: list[int] = []
         self.transfers: list[int] = []
         self.step = 0
@@ -65,11 +66,11 @@ class Walk:
         tokens = np.array([self.random.randint(0, 1) for _ in range(self.random.randint(1, 14))])
         self.leases.append(self.core.match(tokens.astype(np.int32))[0])
 
-    def attempt(self, verb: Callable[[], int], wanted: int) -> bool:
+    def attempt(self, verb: Callable[[], int], wanted: int, saves: bool) -> bool:
         """Grant or extend as the engine does."""
         if verb():
             return True
-        if not self.saves:
+        if not saves:
             return False
         while True:
             if transfer_id := self.core.take_write_backs(wanted):
@@ -103,7 +104,7 @@ class Walk:
             assert (self.core.blocks(), counted(self.core)) == before
         free, evictable, _ = self.core.room()
         granted = self.attempt(
-            lambda: self.core.allocate(lease_id, num_tokens), -(-num_tokens // BT)
+            lambda: self.core.allocate(lease_id, num_tokens), -(-num_tokens // BT), self.saves
         )
         assert granted == expected
         self.seen["granted" if granted else "refused"] += 1
@@ -130,7 +131,9 @@ class Walk:
         needed = -(-(held + num_tokens) // BT) - -(-held // BT)
         fits = self.core.extendable_blocks(needed, self.saves) == needed
         with contextlib.suppress(LeaseError):
-            grown = self.attempt(lambda: self.core.extend([lease_id], num_tokens), needed)
+            grown = self.attempt(
+                lambda: self.core.extend([lease_id], num_tokens), needed, self.saves_before_extend
+            )
             assert self.has_windows or grown == fits
             assert self.has_windows or grown or needed > room
             self.seen["grown" if grown else "not grown"] += 1

@@ -57,6 +57,16 @@ class EvictionOrder {
         if (device_dueling_) device_dueling_->resize(blocks);
     }
 
+    // Deferred device blocks that are not saved: they are evicted right after their children.
+    // In the order in which they were deferred.
+    const std::vector<NodeId>& unsaved_parked();
+    // Calls `visit` with the same blocks, some of them twice; changes nothing.
+    template <class Visit>
+    void visit_unsaved_parked(Visit visit) const {
+        for (const NodeId node : unsaved_parked_) {
+            if (is_parked_unsaved(node)) visit(node);
+        }
+    }
     LookAhead& ahead() { return ahead_; }
     const LookAhead& ahead() const { return ahead_; }
 
@@ -66,6 +76,7 @@ class EvictionOrder {
   private:
     EvictionQueue<PrefixTree>& queue_of(NodeId node);
     void count_idle_host(const Node& n, int change);
+    bool is_parked_unsaved(NodeId node) const;
 
     PrefixTree& tree_;
     std::optional<ReuseModel> model_;  // none: lru
@@ -74,6 +85,7 @@ class EvictionOrder {
     EvictionQueue<PrefixTree> device_;  // ref 0 and device VALID, the next victim first
     EvictionQueue<PrefixTree> host_;    // ref 0 and host VALID only
     LookAhead ahead_;
+    std::vector<NodeId> unsaved_parked_;  // some are saved by now, or queued again
     std::uint32_t deferred_device_ = 0;
     std::uint32_t idle_host_ = 0;
 };

@@ -73,6 +73,12 @@ class Grants {
     std::uint32_t reserve_for(std::uint32_t total_blocks, Reserve reserve) const;
     bool will_have_room(Residency::Forecast& forecast, std::uint32_t needed_blocks,
                         std::uint32_t wanted_blocks, bool saves) const;
+    // extend() and fork() never wait: they would rather lose a cached block than fail, except with
+    // write-back.
+    Residency::Unsaved unsaved_of_running() const {
+        return config_.write_policy == WritePolicy::kWriteBack ? Residency::Unsaved::kKept
+                                                               : Residency::Unsaved::kDropped;
+    }
     std::uint32_t pinned_blocks() const;
     void take_blocks(Lease& lease, std::uint32_t total_blocks);
     std::uint32_t take_resident(Lease& lease);

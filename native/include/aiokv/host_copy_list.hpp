@@ -1,5 +1,5 @@
-// Blocks with a copy on the device and one on the host, whose host copy can be freed: newest
-// first, linked by host id. Each operation takes O(1).
+// Blocks with a copy on the device and one on the host, whose host copy can be freed: those first
+// that the device evicts last, linked by host id. Each operation takes O(1).
 #pragma once
 
 #include <cstddef>
@@ -19,24 +19,37 @@ class HostCopyList {
     bool contains(BlockId host) const { return entries_[at(host)].node != kNone; }
     NodeId node_of(BlockId host) const { return entries_[at(host)].node; }
 
-    BlockId newest() const { return newest_; }  // kNoBlock: there is none
-    BlockId older(BlockId host) const { return entries_[at(host)].older; }
+    BlockId first() const { return first_; }  // kNoBlock: there is none
+    BlockId after(BlockId host) const { return entries_[at(host)].next; }
 
-    // As the newest; one that is in the list stays where it is.
-    void add(BlockId host, NodeId node) {
-        Entry& entry = entries_[at(host)];
-        if (entry.node != kNone) return;
-        entry = {node, kNoBlock, newest_};
-        if (newest_ != kNoBlock) entries_[at(newest_)].newer = host;
-        newest_ = host;
+    // A block that is in the list stays where it is.
+    void add_first(BlockId host, NodeId node) {
+        if (contains(host)) return;
+        entries_[at(host)] = {node, kNoBlock, first_};
+        (first_ == kNoBlock ? last_ : entries_[at(first_)].previous) = host;
+        first_ = host;
         ++size_;
+    }
+    void add_last(BlockId host, NodeId node) {
+        if (contains(host)) return;
+        entries_[at(host)] = {node, last_, kNoBlock};
+        (last_ == kNoBlock ? first_ : entries_[at(last_)].next) = host;
+        last_ = host;
+        ++size_;
+    }
+    // Nothing happens when it is not in the list.
+    void move_to_first(BlockId host) {
+        if (host == first_ || !contains(host)) return;
+        const NodeId node = node_of(host);
+        remove(host);
+        add_first(host, node);
     }
     // Nothing happens when it is not in the list.
     void remove(BlockId host) {
         Entry& entry = entries_[at(host)];
         if (entry.node == kNone) return;
-        if (entry.older != kNoBlock) entries_[at(entry.older)].newer = entry.newer;
-        (entry.newer == kNoBlock ? newest_ : entries_[at(entry.newer)].older) = entry.older;
+        (entry.previous == kNoBlock ? first_ : entries_[at(entry.previous)].next) = entry.next;
+        (entry.next == kNoBlock ? last_ : entries_[at(entry.next)].previous) = entry.previous;
         entry = Entry{};
         --size_;
     }
@@ -44,14 +57,15 @@ class HostCopyList {
   private:
     struct Entry {
         NodeId node = kNone;
-        BlockId newer = kNoBlock;
-        BlockId older = kNoBlock;
+        BlockId previous = kNoBlock;
+        BlockId next = kNoBlock;
     };
 
     static std::size_t at(BlockId id) { return static_cast<std::size_t>(id); }
 
     std::vector<Entry> entries_;  // by host id
-    BlockId newest_ = kNoBlock;
+    BlockId first_ = kNoBlock;
+    BlockId last_ = kNoBlock;
     std::uint32_t size_ = 0;
 };
 

@@ -19,13 +19,14 @@ enum NodeFlag : std::uint16_t {
     kQueued = 1 << 5,       // in the eviction queue of its fastest tier
     kParked = 1 << 6,       // left that queue because it was blocked; returns to its front
     kBackupQueued = 1 << 7,
-    kRoot = 1 << 8,           // no block; `device` holds the context's index
-    kHasStoreEntry = 1 << 9,  // StoredBlocks knows its digest, or of its saves
-    kBackupFailed = 1 << 10,  // may be dropped without another try
-    kHasItems = 1 << 11,      // multimodal items touch it; ItemKeys has its key
-    kAhead = 1 << 12,         // counted by Core::clean_ahead_
-    kHasSides = 1 << 13,      // a side pool may have an id of it
-    kAwaitsUse = 1 << 14,     // Core::awaited_ has leases that end with its next use
+    kRoot = 1 << 8,            // no block; `device` holds the context's index
+    kHasStoreEntry = 1 << 9,   // StoredBlocks knows its digest, or of its saves
+    kBackupFailed = 1 << 10,   // may be dropped without another try
+    kHasItems = 1 << 11,       // multimodal items touch it; ItemKeys has its key
+    kAhead = 1 << 12,          // counted by Core::clean_ahead_
+    kHasSides = 1 << 13,       // a side pool may have an id of it
+    kAwaitsUse = 1 << 14,      // Core::awaited_ has leases that end with its next use
+    kUnsavedParked = 1 << 15,  // in EvictionOrder::unsaved_parked_
 };
 
 constexpr std::uint16_t kDeviceResident = kDeviceValid | kDeviceLoading;

@@ -30,6 +30,10 @@ namespace aiokv {
 
 class Residency {
   public:
+    // Blocks that only the device has, while the host could take them: eviction stops before them,
+    // or drops them.
+    enum class Unsaved : std::uint8_t { kKept, kDropped };
+
     Residency(const CoreConfig& config, Index& index, StoredBlocks& stored,
               AuxiliaryPools& auxiliary, DevicePool& device, RunPool& host, BlockEvents& events);
 
@@ -65,23 +69,29 @@ class Residency {
     std::uint32_t evictable() const { return order_.evictable_device(); }
     // Free or evictable blocks: an upper bound of the room that can be made now.
     std::uint32_t device_room() const { return device_.free_blocks() + evictable(); }
-    bool make_room(std::uint32_t blocks);
-    // The last make_room() stopped at a block that the write policy wants saved first.
+    bool make_room(std::uint32_t blocks, Unsaved unsaved = Unsaved::kKept);
+    // The last make_room() stopped at a block that has to be saved first.
     bool stopped_at_unsaved() const { return stopped_at_unsaved_; }
-    // Stops before blocks that the write policy wants saved first; see Saver.
+    // Stops before blocks that have to be saved first; see Saver.
     std::uint32_t evict_device(std::uint32_t blocks);
     std::uint32_t evict_host(std::uint32_t blocks);
     class Forecast;  // of make_room(); residency_forecast.hpp
 
     // -- host room; see residency_host.cpp
+    // Keeps as many of the nodes as get a host copy before they come near eviction. A full host
+    // keeps what it has: the copy of a block that the device evicts last is worth least. Only
+    // blocks that stores wait for replace others: first host copies of clean blocks that wait for
+    // no save, so that few host blocks serve all of them.
+    void fit_early_copies(std::vector<NodeId>& nodes);
     // The blocks that will be evicted next and are not saved, oldest first. Looks on from where the
     // last call stopped, until `target` blocks are free, clean or among those.
     std::vector<NodeId> look_ahead(std::uint32_t target);
     std::uint32_t clean_ahead() const { return order_.ahead().count(); }
     void restart_look_ahead() { order_.ahead().restart(); }
-    // Evicts until `blocks` host ids are free, as far as possible. The newest host copy of a clean
-    // block is reclaimed first, because its device copy is evicted last. The host copies of the
-    // next `near_blocks` of the device queue stay, because their device copies are evicted next.
+    // Evicts until `blocks` host ids are free, as far as possible: first host copies of clean
+    // blocks down to the low watermark, those first that the device evicts last; then blocks on the
+    // host alone; then the other host copies of clean blocks. Those of the next `near_blocks` of
+    // the device queue stay, and those of deferred blocks: their device copies are evicted next.
     void make_host_room(std::size_t blocks, std::uint32_t near_blocks);
     bool could_make_host_room(std::size_t blocks) const;
     // Like make_host_room(), but evicts only blocks that are on the host alone.
@@ -153,7 +163,7 @@ class Residency {
 
     // eviction
     bool must_save(NodeId node) const;
-    bool evict_one_device();
+    bool evict_one_device(Unsaved unsaved);
     bool evict_one_host();
     void release_device_copy(NodeId node);
     void drop(NodeId node);

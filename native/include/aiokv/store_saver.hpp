@@ -62,7 +62,6 @@ class StoreSaver {
     void check(Report& report) const;
 
   private:
-    bool is_due(const Node& n) const;
     void queue(NodeId node);
     bool can_save(NodeId node) const;
     bool admit(NodeId node);

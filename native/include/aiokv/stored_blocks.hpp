@@ -54,6 +54,12 @@ class StoredBlocks {
         flags_[node] = static_cast<std::uint8_t>(flags_[node] & ~flags);
     }
 
+    // The policy wants the block saved as soon as it is on the host, and no store has it.
+    bool is_due(NodeId node) const {
+        const StorePolicy policy = config_.stores.policy;
+        if (policy == StorePolicy::kOnEviction || has(node, kStored | kSaving)) return false;
+        return policy == StorePolicy::kAtCommit || tree_[node].uses >= config_.stores.uses;
+    }
     // The host block should be saved, and is not.
     bool awaits_save(NodeId node) const {
         if (!exist_) return false;

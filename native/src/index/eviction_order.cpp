@@ -7,9 +7,14 @@
 namespace aiokv {
 namespace {
 
+// The host evicts what leaves both tiers, so it decides like one tier of their sum.
+std::uint32_t capacity_of_host_order(const CoreConfig& config) {
+    return config.host_blocks + (config.foreign_device ? 0 : config.device_blocks);
+}
+
 std::optional<ReuseModel> model_of(const CoreConfig& config) {
     if (config.eviction == EvictionKind::kLru) return std::nullopt;
-    return ReuseModel(config.block_tokens, std::max(config.device_blocks, config.host_blocks));
+    return ReuseModel(config.block_tokens, capacity_of_host_order(config));
 }
 
 }  // namespace
@@ -20,8 +25,9 @@ EvictionOrder::EvictionOrder(const CoreConfig& config, PrefixTree& tree)
       device_(tree, model_ ? &*model_ : nullptr),
       host_(tree, model_ ? &*model_ : nullptr),
       ahead_(tree, device_) {
-    if (model_) device_dueling_.emplace(*model_, config.device_blocks);
-    if (model_ && config.host_blocks > 0) host_dueling_.emplace(*model_, config.host_blocks);
+    if (!model_) return;
+    device_dueling_.emplace(*model_, config.device_blocks);
+    if (config.host_blocks > 0) host_dueling_.emplace(*model_, capacity_of_host_order(config));
 }
 
 std::size_t EvictionOrder::bytes() const {
@@ -72,7 +78,28 @@ void EvictionOrder::defer(NodeId node) {
     Node& n = tree_[node];
     n.set(kParked);
     count_idle_host(n, +1);
-    deferred_device_ += n.has(kDeviceValid);
+    if (!n.has(kDeviceValid)) return;
+    ++deferred_device_;
+    if (is_saved(n) || n.has(kUnsavedParked)) return;
+    n.set(kUnsavedParked);
+    unsaved_parked_.push_back(node);
+}
+
+bool EvictionOrder::is_parked_unsaved(NodeId node) const {
+    const Node& n = tree_[node];
+    return n.has(kParked) && n.has(kDeviceValid) && !is_saved(n);
+}
+
+const std::vector<NodeId>& EvictionOrder::unsaved_parked() {
+    // The flag goes with the first entry of a node; another one is that of a node freed since then.
+    std::erase_if(unsaved_parked_, [this](NodeId node) {
+        Node& n = tree_[node];
+        if (!n.has(kUnsavedParked)) return true;
+        n.clear(kUnsavedParked);
+        return !is_parked_unsaved(node);
+    });
+    for (const NodeId node : unsaved_parked_) tree_[node].set(kUnsavedParked);
+    return unsaved_parked_;
 }
 
 void EvictionOrder::requeue_if_free(NodeId node) {

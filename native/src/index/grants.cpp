@@ -285,7 +285,9 @@ bool Grants::extend(std::span<const LeaseId> ids, std::int64_t num_tokens) {
     }
     if (!windows_.can_extend(ids, more)) return false;
     if (needed > residency_.device_room()) return false;
-    if (!residency_.make_room(static_cast<std::uint32_t>(needed))) return false;
+    if (!residency_.make_room(static_cast<std::uint32_t>(needed), unsaved_of_running())) {
+        return false;
+    }
     for (const LeaseId id : ids) {
         Lease& lease = leases_.at(id);
         const std::size_t old = lease.table.size();
@@ -314,7 +316,9 @@ Fork Grants::fork(Lease& parent, Step step) {
     std::uint32_t needed = 0;
     for (std::size_t i = 0; i < parent.table.size(); ++i) needed += !index_.is_indexed(parent, i);
     if (!state_.can_fork(parent)) return {};
-    if (needed > residency_.device_room() || !residency_.make_room(needed)) return {};
+    if (needed > residency_.device_room() || !residency_.make_room(needed, unsaved_of_running())) {
+        return {};
+    }
 
     index_.enter_context(parent.context);
     Lease& child = leases_.open(parent.tokens, parent.context,

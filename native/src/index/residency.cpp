@@ -112,11 +112,11 @@ void Residency::count_as(EvictionCause cause) {
     uncounted_ = {};
 }
 
-bool Residency::evict_one_device() {
+bool Residency::evict_one_device(Unsaved unsaved) {
     for (NodeId node; (node = order_.device_front()) != kNone;) {
         const Node& n = tree_[node];
         if (n.pins == 0 && !tree_.has_device_child(node)) {
-            if (must_save(node)) {
+            if (unsaved == Unsaved::kKept && must_save(node)) {
                 stopped_at_unsaved_ = true;
                 return false;
             }
@@ -145,10 +145,10 @@ bool Residency::evict_one_host() {
     return false;
 }
 
-bool Residency::make_room(std::uint32_t blocks) {
+bool Residency::make_room(std::uint32_t blocks, Unsaved unsaved) {
     stopped_at_unsaved_ = false;
     if (device_.free_blocks() >= blocks) return true;
-    while (device_.free_blocks() < blocks && evict_one_device()) {
+    while (device_.free_blocks() < blocks && evict_one_device(unsaved)) {
     }
     count_as(EvictionCause::kCapacity);
     return device_.free_blocks() >= blocks;
@@ -156,7 +156,7 @@ bool Residency::make_room(std::uint32_t blocks) {
 
 std::uint32_t Residency::evict_device(std::uint32_t blocks) {
     std::uint32_t evicted = 0;
-    while (evicted < blocks && evict_one_device()) ++evicted;
+    while (evicted < blocks && evict_one_device(Unsaved::kKept)) ++evicted;
     count_as(EvictionCause::kRequest);
     return evicted;
 }

@@ -83,6 +83,10 @@ class Residency::Forecast {
              node = residency_.order_.after_on_device(node)) {
             if (!is_out_of_queue(node)) look_at(node);
         }
+        residency_.order_.visit_unsaved_parked([&](NodeId node) { dirty.push_back(node); });
+        for (const NodeId node : deferred_) {
+            if (!is_saved(tree_[node])) dirty.push_back(node);
+        }
         // The failed attempt has put the path at the end of the queue, its last block first.
         for (std::size_t i = lease_path_.size(); i-- > 0 && ready < target;) {
             const Node& n = tree_[lease_path_[i]];
@@ -126,7 +130,7 @@ class Residency::Forecast {
     }
 
     bool must_save(NodeId node) const {
-        if (residency_.config_.write_policy != WritePolicy::kWriteBack) return false;
+        if (residency_.config_.write_policy == WritePolicy::kNone) return false;
         const bool may_go =
             tree_[node].has(kHostValid | kBackupFailed) || droppable_.contains(node);
         return !may_go && host_usable_;
@@ -165,7 +169,8 @@ class Residency::Forecast {
     bool host_has_room(const std::unordered_set<NodeId>& clean) const {
         if (residency_.host_.free_blocks() > 0 || host_freed_) return true;
         if (any_host_copy([&](NodeId copied) {
-                return !clean.contains(copied) && !gone_.contains(copied);
+                return !clean.contains(copied) && !gone_.contains(copied) &&
+                       !tree_[copied].has(kParked) && !deferred_.contains(copied);
             })) {
             return true;
         }
@@ -184,9 +189,9 @@ class Residency::Forecast {
     template <class Predicate>
     bool any_host_copy(Predicate is_wanted) const {
         if (std::any_of(unheld_.begin(), unheld_.end(), is_wanted)) return true;
-        BlockId host = residency_.host_copies_.newest();
+        BlockId host = residency_.host_copies_.first();
         while (host != kNoBlock && !is_wanted(residency_.host_copies_.node_of(host))) {
-            host = residency_.host_copies_.older(host);
+            host = residency_.host_copies_.after(host);
         }
         return host != kNoBlock;
     }

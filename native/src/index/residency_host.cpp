@@ -8,16 +8,30 @@ namespace aiokv {
 void Residency::list_host_copy(NodeId node) {
     const Node& n = tree_[node];
     if (!n.has(kDetached) && n.has(kHostValid) && n.has(kDeviceValid) && n.holds == 0) {
-        host_copies_.add(n.host, node);
+        // One in use is evicted last, one that was saved without a lease soon.
+        n.refs > 0 ? host_copies_.add_first(n.host, node) : host_copies_.add_last(n.host, node);
     }
 }
 
 // Evicting the node now would lose a block that the policy promised to keep.
 bool Residency::must_save(NodeId node) const {
-    if (config_.write_policy != WritePolicy::kWriteBack) return false;
     const Node& n = tree_[node];
-    if (n.has(kHostValid | kBackupFailed)) return false;
+    if (config_.write_policy == WritePolicy::kNone || n.has(kHostValid | kBackupFailed)) {
+        return false;
+    }
     return host_.free_blocks() > 0 || !host_copies_.empty() || order_.queued_host() > 0;
+}
+
+void Residency::fit_early_copies(std::vector<NodeId>& nodes) {
+    if (nodes.size() <= host_.free_blocks()) return;
+    if (stored_.exist()) {
+        const auto rest = std::stable_partition(
+            nodes.begin(), nodes.end(), [this](NodeId node) { return stored_.is_due(node); });
+        const auto due = static_cast<std::size_t>(rest - nodes.begin());
+        reclaim_host_copies(due, [this](NodeId node) { return stored_.awaits_save(node); });
+        evict_host_until_free(due);
+    }
+    nodes.resize(std::min<std::size_t>(nodes.size(), host_.free_blocks()));
 }
 
 std::vector<NodeId> Residency::look_ahead(std::uint32_t target) {
@@ -28,35 +42,39 @@ std::vector<NodeId> Residency::look_ahead(std::uint32_t target) {
         if (!is_saved(tree_[node])) dirty.push_back(node);
         order_.ahead().add(node);
     }
+    const std::vector<NodeId>& parked = order_.unsaved_parked();
+    dirty.insert(dirty.end(), parked.begin(), parked.end());
     return dirty;
 }
 
 void Residency::make_host_room(std::size_t blocks, std::uint32_t near_blocks) {
-    // Nodes with kAhead are near the front, or were in the last walk; others are not.
-    reclaim_host_copies(blocks,
-                        [&](NodeId node) { return near_blocks > 0 && tree_[node].has(kAhead); });
-    if (host_.free_blocks() < blocks && !host_copies_.empty()) {
-        std::vector<NodeId> near;
-        for (NodeId node = order_.device_front(); node != kNone && near.size() < near_blocks;
-             node = order_.after_on_device(node)) {
-            near.push_back(node);
-        }
-        std::sort(near.begin(), near.end());
-        reclaim_host_copies(blocks, [&](NodeId node) {
-            return std::binary_search(near.begin(), near.end(), node);
-        });
-    }
+    // Blocks with kAhead or kParked were saved because they are evicted soon; others were not.
+    reclaim_host_copies(blocks, [&](NodeId node) {
+        return host_copies_.size() <= config_.low_watermark_blocks ||
+               (near_blocks > 0 && tree_[node].has(kAhead | kParked));
+    });
     evict_host_until_free(blocks);
+    if (host_.free_blocks() >= blocks || host_copies_.empty()) return;
+    std::vector<NodeId> near;
+    for (NodeId node = order_.device_front(); node != kNone && near.size() < near_blocks;
+         node = order_.after_on_device(node)) {
+        near.push_back(node);
+    }
+    std::sort(near.begin(), near.end());
+    reclaim_host_copies(blocks, [&](NodeId node) {
+        return (near_blocks > 0 && tree_[node].has(kParked)) ||
+               std::binary_search(near.begin(), near.end(), node);
+    });
 }
 
-// Newest first, until `blocks` host ids are free; not those of nodes that `stays` names.
+// Until `blocks` host ids are free; not those of nodes that `stays` names.
 template <class Stays>
 void Residency::reclaim_host_copies(std::size_t blocks, Stays stays) {
-    BlockId host = host_copies_.newest();
+    BlockId host = host_copies_.first();
     while (host != kNoBlock && host_.free_blocks() < blocks) {
-        const BlockId older = host_copies_.older(host);
+        const BlockId next = host_copies_.after(host);
         if (!stays(host_copies_.node_of(host))) reclaim_host_copy(host);
-        host = older;
+        host = next;
     }
 }
 

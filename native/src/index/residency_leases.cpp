@@ -10,7 +10,9 @@ std::uint32_t Residency::ref(std::span<const NodeId> path) {
     for (const NodeId node : path) {
         Node& n = tree_[node];
         resident += n.has(kDeviceResident);
-        if (n.refs++ == 0) order_.dequeue(node);
+        if (n.refs++ > 0) continue;
+        order_.dequeue(node);
+        if (n.has(kHostValid)) host_copies_.move_to_first(n.host);
     }
     return resident;
 }

@@ -23,7 +23,7 @@ TransferId Saver::take_backups() {
         if (n.has(kDeviceValid) && !n.has(kHostValid | kHostLoading)) nodes.push_back(node);
     }
     queue_.clear();
-    residency_.evict_host_until_free(nodes.size());
+    residency_.fit_early_copies(nodes);
     return start_offload(std::move(nodes));
 }
 
@@ -55,10 +55,6 @@ TransferId Saver::take_write_backs(std::uint32_t wanted_blocks) {
 }
 
 TransferId Saver::start_offload(std::vector<NodeId> nodes, const Tail& tail) {
-    if (nodes.size() > host_.free_blocks()) {
-        skipped_ += nodes.size() - host_.free_blocks();
-        nodes.resize(host_.free_blocks());
-    }
     if (nodes.empty() && tail.device.empty()) return 0;
     Transfer transfer;
     transfer.direction = Direction::kOffload;

@@ -24,22 +24,9 @@ StoreSaver::StoreSaver(const CoreConfig& config, PrefixTree& tree, const RunPool
 
 // -- candidates --------------------------------------------------------------------------------
 
-bool StoreSaver::is_due(const Node& n) const {
-    switch (config_.stores.policy) {
-        case StorePolicy::kAtCommit:
-            return true;
-        case StorePolicy::kAtNthUse:
-            return n.uses >= config_.stores.uses;
-        case StorePolicy::kOnEviction:
-            return false;
-    }
-    return false;
-}
-
 void StoreSaver::queue(NodeId node) {
-    const Node& n = tree_[node];
-    if (!n.has(kHostValid) || !is_due(n)) return;
-    if (stored_.has(node, kStored | kSaveQueued | kSaving)) return;
+    if (!tree_[node].has(kHostValid) || !stored_.is_due(node)) return;
+    if (stored_.has(node, kSaveQueued)) return;
     if (queue_.size() >= config_.stores.queue_blocks) {
         ++dropped_;
         return;
