@@ -3,7 +3,8 @@
 Each family is a seeded generator: the same name, seed and length give the same trace. The constants
 that decide between LRU and the scores (native/src/index/set_dueling.cpp) were chosen on these
 families with seeds below 200 and on the public conversation trace. Seeds from 200 on served no
-choice: tests and the bench report on them. The constants of the scores themselves
+choice, except ``mixture`` 208, a test of which led to the lower limit of the way back to LRU: tests
+and the bench report on them. The constants of the scores themselves
 (reuse_model.cpp, return_rates.cpp) were chosen on the public conversation trace.
 """
 
