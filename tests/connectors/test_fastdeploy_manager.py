@@ -670,12 +670,8 @@ def test_blocks_of_stores_are_not_found_after_a_reset(tmp_path, monkeypatch, is_
             assert again.match_result.total_matched_blocks == 0
             manager.request_finish(again)
         assert manager.reset_cache()
-        assert (
-            manager.prefetch_storage(Request("c", prompt(1, 3, more=1)))
-            .result(PATIENCE_SECONDS)
-            .total
-            == 0
-        )
+        prefetched = manager.prefetch_storage(Request("c", prompt(1, 3, more=1)))
+        assert prefetched.result(PATIENCE_SECONDS).total == 0
 
 
 @pytest.mark.parametrize(

@@ -204,3 +204,18 @@ def test_an_interrupt_of_the_end_of_a_transfer_loses_no_block(order: tuple[int, 
 
     for at in range(1, play(0) + 1):
         play(at)
+
+
+def test_end_of_the_ticket_ends_the_flow_when_no_transfer_is_in_flight():
+    flow, exchange, _ = new_flow()
+    flow.enter()
+    flow.note_ticket_end("the ticket has ended")
+    assert (exchange.ended, flow.failure) == ([flow], "the ticket has ended")
+    flow, exchange, _ = new_flow()
+    flow.enter()
+    begin_window(flow)
+    flow.note_ticket_end("the ticket has ended")
+    assert exchange.ended == []
+    flow.moved(7, 4, "")
+    flow.proceed()
+    assert (exchange.ended, flow.failure) == ([flow], "the ticket has ended")

@@ -84,3 +84,15 @@ def test_forgotten_layers_move_with_their_blocks():
     progress.forget_computed()
     assert progress.next_part(0) is None
     assert progress.next_part(4) == SendPart(0, 4)
+
+
+def test_computed_ranges_with_one_mark_are_one_part():
+    progress = SendProgress(FIRST, 4, chunk_blocks=3)
+    progress.note_computed(FIRST + 4, 3, mark=7)
+    part = progress.next_part(FIRST)
+    assert part == SendPart(
+        FIRST, 4, 0, 3, 7
+    )  # 3 of 4 ranges: 4 blocks are as much as 3 whole ones
+    progress.begin(part)
+    assert progress.next_part(FIRST) is None
+    assert progress.next_part(FIRST + 4) == SendPart(FIRST, 4, 3, 4)
