@@ -14,12 +14,13 @@ namespace {
 
 using Prompt = std::vector<std::int32_t>;
 
-CoreConfig config_of(std::uint32_t device_blocks, std::uint32_t host_blocks) {
+CoreConfig config_of(std::uint32_t device_blocks, std::uint32_t host_blocks,
+                     WritePolicy write_policy = WritePolicy::kWriteThrough) {
     CoreConfig config;
     config.block_tokens = 2;
     config.device_blocks = device_blocks;
     config.host_blocks = host_blocks;
-    config.write_policy = WritePolicy::kWriteThrough;
+    config.write_policy = write_policy;
     config.stores.exist = true;
     return config;
 }
@@ -106,7 +107,7 @@ TEST(missing_blocks_have_the_digests_that_saves_have) {
 }
 
 TEST(missing_digests_follow_what_is_cached) {
-    Cache cache(8, 8);
+    Cache cache(config_of(8, 8, WritePolicy::kNone));  // evicts without a save
     const LeaseId id = cache.match(kPrompt);
     const auto digests_of = [&](LeaseId lease) {
         const Missing missing = cache.core.missing(lease);
@@ -218,7 +219,7 @@ TEST(leases_join_the_fetch_of_their_next_block) {
 }
 
 TEST(a_fetch_ends_before_a_block_that_another_fetch_brings) {
-    Cache cache(8, 8);
+    Cache cache(config_of(8, 8, WritePolicy::kNone));  // evicts without a save
     const LeaseId first = cache.computed({1, 2});
     const TransferId deep = cache.fetch(cache.match(kPrompt));
     CHECK_EQ(cache.core.fetch(deep).host_blocks.size(), 3u);
