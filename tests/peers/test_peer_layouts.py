@@ -120,7 +120,7 @@ async def exchange(senders: list[Rank], receivers: list[Rank], first: int = 0) -
     blob = encode(ticket, KEY)
     received = []
     for receiver in receivers:
-        receiver.controller.expect(blob, 60.0)
+        receiver.controller.expect(blob, 60.0, 60.0)
         start = first // receiver.block_tokens
         for block in range(start, len(receiver.ids), 2):
             blocks = range(block, min(block + 2, len(receiver.ids)))
@@ -197,7 +197,7 @@ async def test_parcels_that_do_not_fit_in_a_slot_are_refused_at_the_handshake():
         from_ranks = await servers(stack, 1, 64, has_prompt=True)
         to_ranks = await servers(stack, 1, 16, has_prompt=False, slots=8)
         ticket = ticket_for(to_ranks)
-        to_ranks[0].controller.expect(encode(ticket, KEY), 60.0)
+        to_ranks[0].controller.expect(encode(ticket, KEY), 60.0, 60.0)
         with pytest.raises(LayoutError, match="landing slot"):
             await from_ranks[0].controller.open_ticket(encode(ticket, KEY))
 
@@ -207,7 +207,7 @@ async def test_ring_without_room_for_other_layouts_is_refused_at_the_handshake()
         from_ranks = await servers(stack, 2, 16, has_prompt=True)
         to_ranks = await servers(stack, 1, 16, has_prompt=False, slots=3)
         ticket = ticket_for(to_ranks)
-        to_ranks[0].controller.expect(encode(ticket, KEY), 60.0)
+        to_ranks[0].controller.expect(encode(ticket, KEY), 60.0, 60.0)
         layouts = [sender.controller.peer_layout for sender in from_ranks]
         with pytest.raises(LayoutError, match="ring_bytes"):
             await from_ranks[0].controller.open_ticket(encode(ticket, KEY), layouts)

@@ -167,7 +167,7 @@ async def test_ticket_that_a_rank_refuses_is_expected_by_none(tmp_path, monkeypa
         d.step()
 
 
-def _refuse(ticket: bytes, seconds: float) -> None:
+def _refuse(ticket: bytes, seconds: float, open_seconds: float) -> None:
     raise PeerError("no")
 
 
@@ -279,4 +279,4 @@ async def test_wrong_arguments_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"aiokv\.Peers"):
         Rank(tmp_path / "x", 0, ranked(tmp_path, "r").shards[0].regions, peers="10.0.0.5")
     with pytest.raises(UsageError, match="no peers"):
-        RankGroup(1, path=tmp_path / "x").expect(b"", 1.0)
+        RankGroup(1, path=tmp_path / "x").expect(b"", 1.0, 1.0)

@@ -129,7 +129,7 @@ def test_wrong_arguments_are_refused_before_a_thread_starts():
 def test_an_engine_that_cannot_be_opened_leaves_no_thread(config, tmp_path):
     (tmp_path / "file").write_text("no folder")
     config = CacheConfig(block_tokens=4, device_blocks=8, host_blocks=8, model="m")
-    engine = SyncEngine(config, stores=[f"disk:{tmp_path / 'file'}?bytes=1MiB"])
+    engine = SyncEngine(config, stores=[f"disk:{tmp_path / 'file'}?bytes=1MiB&required=true"])
     with pytest.raises(Exception) as caught:  # noqa: PT011
         engine.open()
     assert not isinstance(caught.value, ClosedError)
