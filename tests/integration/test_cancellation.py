@@ -9,6 +9,7 @@ import pytest
 
 from aiokv import Hit
 from aiokv.testing import spin
+from tests.harness.closing import complete_during
 from tests.harness.served import Served
 
 pytestmark = pytest.mark.asyncio

@@ -446,7 +446,7 @@ async def test_held_host_copies_stay_under_pressure():
             await complete_during(served.serve([i + j for j in range(8)]), served.device)
             await served.complete_offloads()
         await served.engine.evict(8, tier="host")
-        await served.engine.evict(8)
+        await complete_during(served.engine.evict(8), served.device)
         wipe(served)
         assert lease.pending_tokens == 0
         await resumed(served, lease, 7)
