@@ -461,6 +461,11 @@ class Core:
         Return whether allocate would grant now; `saves`: after take_write_backs found nothing.
         """
 
+    def allocatable_blocks(self, limit: int, saves: bool = False) -> int:
+        """
+        Device blocks that allocate could take now for a lease without cached blocks, whatever the reserve, up to `limit`; `saves` as for can_allocate.
+        """
+
     def extendable_blocks(self, limit: int, saves: bool = False) -> int:
         """
         Device blocks that extend could take now, up to `limit`; `saves` as for can_allocate.

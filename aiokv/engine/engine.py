@@ -399,17 +399,17 @@ class CacheEngine(Unique):
         which need state slots or window blocks too.
 
         The number is exact, unlike ``device_free + evictable_blocks`` of the statistics, which
-        includes blocks that are being copied, or that ``"write_back"`` has to save before they can
-        be evicted.
+        includes blocks that are being copied, or that have to be saved before they can be evicted.
 
         Args:
             salt: salt of the request, whose quota counts the blocks.
             reserve_blocks: as for ``Lease.allocate``.
             limit: the result is at most this number, from 0; None for no limit. With ``limit=n``,
                 it is n exactly when a request of n blocks would be granted: ask so for one request.
-                Under ``"write_back"``, the call costs as much as evicting the blocks that it
-                counts; and where the host tier has no room to save what a large request evicts,
-                that request drops unsaved blocks and may succeed although a smaller one waits.
+                With a host tier, the call costs as much as evicting the blocks that it counts,
+                except with the write policy ``"none"``; and where the host tier has no room to
+                save what a large request evicts, that request drops unsaved blocks and may
+                succeed although a smaller one waits.
 
         Raises:
             UsageError: ``salt`` is not a string, or a number is not an integer or is negative.
@@ -515,7 +515,7 @@ class CacheEngine(Unique):
 
         On a device that computes before the call returns (cpu), closing a step only starts the
         backups. On other devices, close a step after the last commit, too: blocks of an open step
-        cannot be saved, so ``"write_back"`` cannot evict them, and ``allocate`` waits. A timeout
+        cannot be saved, so ``allocate`` waits where it has to save them first. A timeout
         error names such a step, and the engine logs a warning.
 
         Args:
@@ -580,8 +580,9 @@ class CacheEngine(Unique):
     async def evict(self, num_blocks: int, tier: Tier = "device") -> int:
         """Evict up to ``num_blocks`` cached blocks of a tier, least recently used first.
 
-        An evicted device block with a host copy stays cached in host memory. Under
-        ``"write_back"``, a block without a host copy is saved first while the host tier has room.
+        An evicted device block with a host copy stays cached in host memory. A block without one is
+        saved first while the host tier has room, except with the write policy ``"none"``; blocks of
+        an open step are saved when it is closed.
 
         Args:
             num_blocks: blocks to evict, 0 to 2147483647.
@@ -829,8 +830,9 @@ class CacheEngine(Unique):
         ``wake_up``, nothing is granted.
 
         - ``"device"``: the engine drops its references to the tensors in ``regions``. Blocks with a
-          host copy stay cached in host memory, where a match hits them after ``wake_up``; under
-          ``"write_back"`` the engine first saves the other blocks while the host tier has room.
+          host copy stay cached in host memory, where a match hits them after ``wake_up``; the
+          engine first saves the other blocks while the host tier has room, except with the write
+          policy ``"none"``.
         - ``"host"``: the engine frees the host arena. It also waits for swapped leases, whose
           tables are in host memory. With stores it first saves the blocks that are queued for them,
           and begins no more saves after 30 s; nothing is saved during a pause, an update of the

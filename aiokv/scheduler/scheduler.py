@@ -441,7 +441,7 @@ class CacheScheduler:
         limit = min(limit, free + evictable - reserve_blocks, limit if quota is None else quota)
         if self._gate.closed or len(self._admission):
             limit = 0
-        return self.extendable_blocks(max(limit, 0))
+        return self._core.allocatable_blocks(max(limit, 0), self._saver.drops_unsaved)
 
     def extendable_blocks(self, limit: int) -> int:
         """Return the blocks that ``extend`` could take now, at most ``limit``.
@@ -933,8 +933,13 @@ class CacheScheduler:
             )
         evicted = self._core.evict_device(num_blocks)
         saving = 0
-        if evicted < num_blocks:
+        while evicted < num_blocks:
             saving = self._saver.save_oldest(num_blocks - evicted)
+            # Without a transfer, it has allowed blocks to be dropped for which the host has no room
+            more = 0 if saving else self._core.evict_device(num_blocks - evicted)
+            if not more:
+                break
+            evicted += more
         return (evicted, saving), self._settle()
 
     def reset(self, reason: str) -> Done:

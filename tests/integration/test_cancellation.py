@@ -9,6 +9,7 @@ import pytest
 
 from aiokv import Hit
 from aiokv.testing import spin
+from tests.harness.closing import complete_during
 from tests.harness.served import Served
 
 pytestmark = pytest.mark.asyncio
@@ -124,7 +125,7 @@ async def test_a_storm_of_cancellations_ends_with_full_pools(seed):
         failures = [e for e in gathered.result() if e and not isinstance(e, asyncio.CancelledError)]
         assert failures == []
         await served.complete_offloads()
-        await served.engine.evict(99)
+        await complete_during(served.engine.evict(99), served.device)
         await served.engine.evict(99, "host")
         statistics = served.engine.statistics()
         assert (statistics.device_free, statistics.host_free, statistics.leases) == (6, 8, 0)

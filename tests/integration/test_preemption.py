@@ -11,6 +11,7 @@ from aiokv import ClosedError, Hit, LeaseError, RequestTooLarge, TransferError, 
 from aiokv.errors import DeviceError
 from aiokv.testing import spin
 from aiokv.testing.loops import PATIENCE_SECONDS
+from tests.harness.closing import complete_during
 from tests.harness.served import Served, begin, computed, held, resumed, swapped_out, wipe
 
 pytestmark = pytest.mark.asyncio
@@ -29,7 +30,7 @@ async def test_resume_restores_the_whole_table(policy, tokens):
         statistics = served.engine.statistics()
         assert statistics.device_leased == 0
         assert statistics.device_free + statistics.evictable_blocks == 8
-        await served.engine.evict(8)
+        await complete_during(served.engine.evict(8), served.device)
         wipe(served)
         await resumed(served, lease, len(tokens) + 3)
         lease.layers.raise_for_error()
@@ -442,17 +443,17 @@ async def test_held_host_copies_stay_under_pressure():
         before = held(served, lease)
         await swapped_out(served, lease)
         for i in range(30, 70, 10):  # each evicts and is backed up
-            await served.serve([i + j for j in range(8)])
+            await complete_during(served.serve([i + j for j in range(8)]), served.device)
             await served.complete_offloads()
         await served.engine.evict(8, tier="host")
-        await served.engine.evict(8)
+        await complete_during(served.engine.evict(8), served.device)
         wipe(served)
         assert lease.pending_tokens == 0
         await resumed(served, lease, 7)
         assert lease.cached_tokens == 7
         assert np.array_equal(held(served, lease), before)
         lease.release()
-        await served.engine.evict(8)
+        await complete_during(served.engine.evict(8), served.device)
         assert await served.engine.evict(8, tier="host") > 0
 
 

@@ -51,19 +51,50 @@ class Saving(CachedBlocks):
             block.wants_backup = True
             self.backups.append(block)
 
-    def backup(self) -> tuple[list[Block], int]:
-        """Return the candidates of the next offload, and how many of them fit on the host."""
+    def adopt_early_copies(
+        self, reclaimed: Sequence[Block], evicted: int, saved: Sequence[int]
+    ) -> list[Block]:
+        """Check the saves of the implementation at use.
+
+        Args:
+            reclaimed: blocks whose host copy was reclaimed for others.
+            evicted: host blocks that were evicted for others.
+            saved: device ids of what is saved now.
+
+        Returns:
+            The blocks behind those ids.
+        """
         found = [b for b in self.backups if b.wants_backup and b.device_valid and b.host is None]
         for block in self.backups:
             block.wants_backup = False
         self.backups = []
-        return found, min(len(found), len(self.host_free))
+        if len(found) > len(self.host_free):
+            found = self._fit_early_copies(found, reclaimed, evicted)[: len(self.host_free)]
+        else:
+            assert not reclaimed
+            assert not evicted
+        assert [block.device for block in found] == list(saved)
+        return found
+
+    def _fit_early_copies(
+        self, found: list[Block], reclaimed: Sequence[Block], evicted: int
+    ) -> list[Block]:
+        """Return the blocks for which the host has too little room, in the order of their saves."""
+        assert not reclaimed, "early copies take free host blocks alone"
+        assert not evicted
+        return found
 
     # --- ahead of eviction --------------------------------------------------------------------
 
     def reclaimable_copies(self) -> list[Block]:
         """Return the blocks on the device whose host copy can be reclaimed."""
         return [b for b in self.blocks.values() if b.device_valid and b.host_valid and not b.pins]
+
+    def _reclaim(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            assert block.host is not None
+            self._free_host(block.host)
+            block.host, block.host_valid = None, False
 
     def has_to_be_saved(self, block: Block) -> bool:
         """Return True if evicting the block would lose KV that the host could keep."""
@@ -132,10 +163,7 @@ class Saving(CachedBlocks):
         ), "host copies of device blocks are reclaimed first"
         needed = max(0, len(unsaved) - len(self.host_free))
         assert len(reclaimed) + evicted <= needed, "more host blocks were freed than needed"
-        for block in reclaimed:
-            assert block.host is not None
-            self._free_host(block.host)
-            block.host, block.host_valid = None, False
+        self._reclaim(reclaimed)
         for _ in range(evicted):
             assert self.evict_host()
         if len(reclaimed) + evicted < needed:

@@ -142,10 +142,7 @@ class StoringModel(PrefixCacheModel):
         candidates = self.reclaimable_copies()
         assert set(reclaimed) <= set(candidates)
         assert len(reclaimed) == min(short, len(candidates))
-        for block in reclaimed:
-            assert block.host is not None
-            self._free_host(block.host)
-            block.host, block.host_valid = None, False
+        self._reclaim(reclaimed)
         assert len(host) == len(set(host)) == min(len(fetch.keys), len(self.host_free))
         if not host:
             assert not transfer_id
@@ -185,12 +182,31 @@ class StoringModel(PrefixCacheModel):
 
     # --- saves --------------------------------------------------------------------------------
 
-    def _queue(self, block: Block) -> None:
-        due = self.store_policy == "at_commit" or (
+    def _is_due(self, block: Block) -> bool:
+        """Return True if the block should be saved as soon as it is on the host."""
+        wanted = self.store_policy == "at_commit" or (
             self.store_policy == "at_nth_use" and block.uses >= self.store_uses
         )
-        known = block.stored or block.save_queued or block.saving
-        if not block.host_valid or not due or known:
+        return wanted and not block.stored and not block.saving
+
+    def _fit_early_copies(
+        self, found: list[Block], reclaimed: Sequence[Block], evicted: int
+    ) -> list[Block]:
+        """Make room for the blocks that stores wait for, which come first."""
+        due = [block for block in found if self._is_due(block)]
+        short = max(0, len(due) - len(self.host_free))
+        copies = [b for b in self.reclaimable_copies() if not self._awaits_save(b)]
+        assert set(reclaimed) <= set(copies)
+        assert len(reclaimed) == min(short, len(copies))
+        self._reclaim(reclaimed)
+        before = len(self.host_free)
+        while len(self.host_free) < len(due) and self.evict_host():
+            pass
+        assert evicted == len(self.host_free) - before
+        return due + [block for block in found if block not in due]
+
+    def _queue(self, block: Block) -> None:
+        if not block.host_valid or not self._is_due(block) or block.save_queued:
             return
         if len(self.queue) >= self.queue_blocks:
             self.dropped += 1

@@ -157,20 +157,15 @@ class CacheSimulation(RuleBasedStateMachine):
     def flush_backups(self) -> None:
         """Begin the saves queued by uses, then those of the watermark."""
         evicted = self.core.statistics().evicted_host_blocks
-        known = len(self.model.idle("host"))
-        candidates, count = self.model.backup()
-        plans = self.manager.backup_plans()
-        if count:
-            plan = plans.pop(0)
-            by_id = {block.device: block for block in candidates}
-            blocks = [by_id[device_id] for device_id in plan.source_ids.tolist()]
-            assert len(blocks) == count
+        plan = self.manager.save_early()
+        evicted = self.core.statistics().evicted_host_blocks - evicted
+        device_ids = [] if plan is None else plan.source_ids.tolist()
+        blocks = self.model.adopt_early_copies(self.reclaimed(), evicted, device_ids)
+        if plan is not None:
             self.model.start_offload(plan.transfer_id, blocks, plan.target_ids.tolist())
             self.new_plan(plan)
-        evicted += known - len(self.model.idle("host"))  # by the model
-        assert len(plans) <= 1
-        if plans:
-            self.saved_ahead(0, plans[0], self.core.statistics().evicted_host_blocks - evicted)
+        if self.core.wants_write_backs():
+            self.save_ahead(0)
 
     @rule(wanted=st.integers(0, 6))
     def save_ahead(self, wanted: int) -> None:

@@ -36,6 +36,11 @@ class PlannedCore:
         self._plans.take_backups(begun)
         return [self._plans.offload(transfer, Priority.BACKUP) for transfer in begun if transfer]
 
+    def save_early(self) -> TransferPlan | None:
+        """Save the blocks that the write policy has queued, or return None."""
+        transfer_id = self.core.take_backups()
+        return self._plans.offload(transfer_id, Priority.BACKUP) if transfer_id else None
+
     def make_clean(self, num_blocks: int) -> TransferPlan | None:
         """Save the blocks that must be saved before ``num_blocks`` are evicted, or return None."""
         transfer_id = self.core.take_write_backs(num_blocks)

@@ -56,9 +56,16 @@ class Grants {
     // Would allocate() grant now? Evicts nothing. `saves`: the caller answers a refused grant with
     // take_write_backs(), and tries once more when there is nothing to save.
     bool can_allocate(Lease& lease, std::int64_t num_tokens, bool saves, Reserve reserve);
-    // The device blocks that extend() could take now, up to `limit`; `limit` itself exactly when it
-    // could take as many. `saves` as for can_allocate().
-    std::uint32_t extendable_blocks(std::uint32_t limit, bool saves);
+    // The device blocks that allocate() could take now for a lease without cached blocks, whatever
+    // the reserve, up to `limit`; `limit` itself exactly when it could take as many. `saves` as for
+    // can_allocate().
+    std::uint32_t allocatable_blocks(std::uint32_t limit, bool saves) {
+        return takeable_blocks(limit, saves, Residency::Unsaved::kKept);
+    }
+    // Likewise for extend().
+    std::uint32_t extendable_blocks(std::uint32_t limit, bool saves) {
+        return takeable_blocks(limit, saves, unsaved_of_running());
+    }
     // All leases get `num_tokens` more positions, or none does.
     bool extend(std::span<const LeaseId> ids, std::int64_t num_tokens);
     // A second lease on the same blocks. What is not indexed gets ids of its own, and what of that
@@ -79,6 +86,7 @@ class Grants {
         return config_.write_policy == WritePolicy::kWriteBack ? Residency::Unsaved::kKept
                                                                : Residency::Unsaved::kDropped;
     }
+    std::uint32_t takeable_blocks(std::uint32_t limit, bool saves, Residency::Unsaved unsaved);
     std::uint32_t pinned_blocks() const;
     void take_blocks(Lease& lease, std::uint32_t total_blocks);
     std::uint32_t take_resident(Lease& lease);

@@ -229,11 +229,12 @@ std::uint32_t Grants::pinned_blocks() const {
     return blocks;
 }
 
-std::uint32_t Grants::extendable_blocks(std::uint32_t limit, bool saves) {
+std::uint32_t Grants::takeable_blocks(std::uint32_t limit, bool saves,
+                                      Residency::Unsaved unsaved) {
     const bool is_possible = limit <= residency_.device_room();
     limit = std::min(limit, residency_.device_room());
     if (limit <= device_.free_blocks()) return limit;
-    if (config_.write_policy != WritePolicy::kWriteBack) {
+    if (unsaved == Residency::Unsaved::kDropped || config_.write_policy == WritePolicy::kNone) {
         return std::min(limit, residency_.device_room() - pinned_blocks());
     }
     Residency::Forecast forecast(residency_, {});

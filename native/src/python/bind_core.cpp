@@ -393,6 +393,9 @@ void bind_core(nb::module_& m) {
              "reserve_blocks"_a = nb::none(),
              "Return whether allocate would grant now; `saves`: after take_write_backs found "
              "nothing.")
+        .def("allocatable_blocks", &Core::allocatable_blocks, "limit"_a, "saves"_a = false,
+             "Device blocks that allocate could take now for a lease without cached blocks, "
+             "whatever the reserve, up to `limit`; `saves` as for can_allocate.")
         .def("extendable_blocks", &Core::extendable_blocks, "limit"_a, "saves"_a = false,
              "Device blocks that extend could take now, up to `limit`; `saves` as for "
              "can_allocate.")
