@@ -191,7 +191,8 @@ class Control:
         try:
             async with self.deadline("updating_weights", timeout):
                 await self._transfers.settle(but=PEER_ROUTES)
-            try:  # no await before the block: an entry that fails has changed nothing
+            self._lifetime.check_open()  # it may have been closed meanwhile
+            try:  # no await from here to the block: an entry that fails has changed nothing
                 self._exchange.change_weights(nonce)
                 self._exchange.end_all("the weights are being updated")
                 # Open leases may compute with other weights from now on: they publish no more.

@@ -55,11 +55,15 @@ class EvictionOrder {
     }
     void resize_device(std::uint32_t blocks) {
         if (device_dueling_) device_dueling_->resize(blocks);
+        if (host_dueling_) host_dueling_->resize(host_blocks_ + blocks);
     }
 
     // Deferred device blocks that are not saved: they are evicted right after their children.
     // In the order in which they were deferred.
-    const std::vector<NodeId>& unsaved_parked();
+    const std::vector<NodeId>& unsaved_parked() {
+        trim_unsaved_parked();
+        return unsaved_parked_;
+    }
     // Calls `visit` with the same blocks, some of them twice; changes nothing.
     template <class Visit>
     void visit_unsaved_parked(Visit visit) const {
@@ -77,8 +81,11 @@ class EvictionOrder {
     EvictionQueue<PrefixTree>& queue_of(NodeId node);
     void count_idle_host(const Node& n, int change);
     bool is_parked_unsaved(NodeId node) const;
+    void trim_unsaved_parked();
+    std::size_t most_unsaved_parked() const { return 2 * std::size_t{deferred_device_} + 64; }
 
     PrefixTree& tree_;
+    const std::uint32_t host_blocks_;
     std::optional<ReuseModel> model_;  // none: lru
     std::optional<SetDueling> device_dueling_;
     std::optional<SetDueling> host_dueling_;

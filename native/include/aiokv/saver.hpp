@@ -62,7 +62,7 @@ class Saver {
     bool must_look_further() const {
         return residency_.stopped_at_unsaved() && !transfers_.is_saving();
     }
-    // Saves as many of the nodes as the host has room for, and the tail of a lease that is swapped,
+    // Saves the nodes, for which the host has free blocks, and the tail of a lease that is swapped,
     // whose host ids the caller has taken. Returns 0 when there is nothing to copy.
     TransferId start_offload(std::vector<NodeId> nodes, const Tail& tail = {});
     void forget_queue() { queue_.clear(); }

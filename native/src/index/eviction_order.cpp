@@ -21,6 +21,7 @@ std::optional<ReuseModel> model_of(const CoreConfig& config) {
 
 EvictionOrder::EvictionOrder(const CoreConfig& config, PrefixTree& tree)
     : tree_(tree),
+      host_blocks_(config.host_blocks),
       model_(model_of(config)),
       device_(tree, model_ ? &*model_ : nullptr),
       host_(tree, model_ ? &*model_ : nullptr),
@@ -33,7 +34,8 @@ EvictionOrder::EvictionOrder(const CoreConfig& config, PrefixTree& tree)
 std::size_t EvictionOrder::bytes() const {
     return (model_ ? model_->bytes() : 0) + device_.bytes() + host_.bytes() +
            (device_dueling_ ? device_dueling_->bytes() : 0) +
-           (host_dueling_ ? host_dueling_->bytes() : 0);
+           (host_dueling_ ? host_dueling_->bytes() : 0) +
+           unsaved_parked_.capacity() * sizeof(NodeId);
 }
 
 EvictionQueue<PrefixTree>& EvictionOrder::queue_of(NodeId node) {
@@ -83,6 +85,7 @@ void EvictionOrder::defer(NodeId node) {
     if (is_saved(n) || n.has(kUnsavedParked)) return;
     n.set(kUnsavedParked);
     unsaved_parked_.push_back(node);
+    if (unsaved_parked_.size() > most_unsaved_parked()) trim_unsaved_parked();
 }
 
 bool EvictionOrder::is_parked_unsaved(NodeId node) const {
@@ -90,7 +93,7 @@ bool EvictionOrder::is_parked_unsaved(NodeId node) const {
     return n.has(kParked) && n.has(kDeviceValid) && !is_saved(n);
 }
 
-const std::vector<NodeId>& EvictionOrder::unsaved_parked() {
+void EvictionOrder::trim_unsaved_parked() {
     // The flag goes with the first entry of a node; another one is that of a node freed since then.
     std::erase_if(unsaved_parked_, [this](NodeId node) {
         Node& n = tree_[node];
@@ -99,7 +102,6 @@ const std::vector<NodeId>& EvictionOrder::unsaved_parked() {
         return !is_parked_unsaved(node);
     });
     for (const NodeId node : unsaved_parked_) tree_[node].set(kUnsavedParked);
-    return unsaved_parked_;
 }
 
 void EvictionOrder::requeue_if_free(NodeId node) {

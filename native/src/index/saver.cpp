@@ -1,8 +1,10 @@
 #include "aiokv/saver.hpp"
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
+#include "aiokv/error.hpp"
 #include "report.hpp"
 
 namespace aiokv {
@@ -56,6 +58,10 @@ TransferId Saver::take_write_backs(std::uint32_t wanted_blocks) {
 
 TransferId Saver::start_offload(std::vector<NodeId> nodes, const Tail& tail) {
     if (nodes.empty() && tail.device.empty()) return 0;
+    if (nodes.size() > host_.free_blocks()) {
+        throw InternalError("save of " + std::to_string(nodes.size()) + " blocks: the host has " +
+                            std::to_string(host_.free_blocks()) + " free blocks");
+    }
     Transfer transfer;
     transfer.direction = Direction::kOffload;
     transfer.tail_owner = tail.owner;
