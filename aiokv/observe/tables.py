@@ -176,7 +176,7 @@ STATISTICS: Final[Table] = (
     one(
         "skipped_backups_total",
         "skipped_backups",
-        "Blocks that were not copied to host memory, because it was full.",
+        "Blocks that were due for a copy to host memory and got none, because it was full.",
     ),
     by_tier(
         "capacity_state_slots",

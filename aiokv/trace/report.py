@@ -66,7 +66,7 @@ class TrafficReport(msgspec.Struct, frozen=True, kw_only=True):
         onloaded_bytes: bytes of these onloaded blocks.
         offloaded_bytes: bytes of these offloaded blocks.
         evicted_host_blocks: blocks evicted from host memory.
-        skipped_backups: blocks that were not saved because the host tier had no room.
+        skipped_backups: blocks that were due for a save while the host tier was full.
         reclaimed_twins: host copies that were evicted while the block was on the device, too.
         dropped_blocks: blocks whose last copy was evicted.
     """

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "aiokv/error.hpp"
+#include "aiokv/host_copy_list.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/look_ahead.hpp"
 #include "aiokv/transfer_ledger.hpp"
@@ -134,6 +135,35 @@ TEST(items_are_truncated_and_cleared_with_their_keys) {
 }
 
 // -- look-ahead ------------------------------------------------------------------------------
+
+TEST(host_copies_are_listed_in_the_order_in_which_they_give_way) {
+    HostCopyList copies(8);
+    const auto nodes = [&] {
+        std::vector<NodeId> found;
+        for (BlockId host = copies.first(); host != kNoBlock; host = copies.after(host)) {
+            found.push_back(copies.node_of(host));
+        }
+        CHECK_EQ(found.size(), copies.size());
+        return found;
+    };
+    CHECK(copies.empty() && nodes().empty());
+    copies.add_last(3, 30);
+    copies.add_last(5, 50);
+    copies.add_first(1, 10);
+    copies.add_first(5, 99);  // is listed
+    CHECK(nodes() == std::vector<NodeId>({10, 30, 50}));
+    copies.move_to_first(5);
+    copies.move_to_first(7);  // is not listed
+    CHECK(nodes() == std::vector<NodeId>({50, 10, 30}));
+    copies.remove(1);
+    copies.remove(7);
+    CHECK(nodes() == std::vector<NodeId>({50, 30}));
+    copies.remove(3);
+    copies.remove(5);
+    copies.add_first(3, 31);
+    copies.add_last(0, 1);
+    CHECK(nodes() == std::vector<NodeId>({31, 1}));
+}
 
 TEST(a_look_ahead_continues_after_the_last_node) {
     Queue q(4);

@@ -388,6 +388,33 @@ TEST(a_saved_block_is_known_after_its_host_copy_was_lost) {
     CHECK_EQ(cache.core.statistics().saved_blocks, 2u);
 }
 
+TEST(blocks_that_stores_wait_for_replace_host_copies_that_wait_for_no_save) {
+    Cache cache(8, 2);
+    cache.backed_up({1, 2, 3, 4});
+    cache.computed({5, 6, 7, 8});
+    CHECK_EQ(cache.core.take_backups(), 0u);
+    cache.complete(cache.save());
+    cache.computed({9, 9, 8, 8});
+    const TransferId backup = cache.core.take_backups();
+    CHECK_EQ(cache.core.transfer(backup).nodes.size(), 2u);
+    CHECK_EQ(cache.core.statistics().reclaimed_host_copies, 2u);
+    CHECK_EQ(cache.core.statistics().skipped_backups, 0u);
+    cache.complete(backup);
+}
+
+TEST(early_copies_that_stores_wait_for_come_first) {
+    CoreConfig config = config_of(8, 1);
+    config.stores.policy = StorePolicy::kAtNthUse;
+    config.stores.uses = 2;
+    Cache cache(config);
+    cache.computed({7, 8});
+    cache.computed({1, 2});
+    cache.computed({1, 2, 3});  // the second use
+    cache.complete(cache.core.take_backups());
+    CHECK_EQ(cache.core.save(cache.save()).nodes.size(), 1u);
+    CHECK_EQ(cache.core.statistics().offloaded_blocks, 1u);
+}
+
 TEST(refused_and_failed_blocks_are_saved_after_their_next_use) {
     Cache cache(8, 8);
     cache.backed_up({1, 2, 3, 4, 5, 6});

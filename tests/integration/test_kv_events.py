@@ -15,6 +15,7 @@ from aiokv.events.schema import BatchEncoder
 from aiokv.testing import TransitionLog, record, replay_transitions, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
+from tests.harness.closing import complete_during
 from tests.models.kv_events import View, decode, index_of
 from tests.models.prompt_digests import block_digests
 
@@ -170,11 +171,11 @@ async def test_a_new_subscriber_gets_the_content_and_then_the_changes():
                 "GPU": 3,
                 "CPU": 3,
             }
-            await cache.fill(prompt(2, 3), prompt(3, 3))
+            await complete_during(cache.fill(prompt(2, 3), prompt(3, 3)), cache.device)
             await cache.finish()
             assert "BlockRemoved" in names(take_all(events, view))
             assert view.contents() == index_of(engine.scheduler.read)
-            await engine.sleep(["device"])
+            await complete_during(engine.sleep(["device"]), cache.device)
             take_all(events, view)
             assert not view.media["GPU"]
             assert view.contents() == index_of(engine.scheduler.read)

@@ -13,6 +13,7 @@ from aiokv import AllocateTimeout, CacheConfig, CacheEngine, ClosedError, Reques
 from aiokv.observe.metrics import families
 from aiokv.testing import ScriptedStore, run_until_idle, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
+from tests.harness.closing import complete_during
 from tests.harness.memory import Memory
 from tests.harness.served import Served
 from tests.peers.engines import prompt, two_engines
@@ -231,12 +232,10 @@ async def test_evictions_by_cause():
         changes = Changes(served.engine)
         await served.to_host(PROMPT)
         await served.serve(OTHER)
-        await served.complete_offloads()
+        await complete_during(served.engine.evict(3), served.device)  # saves them first
         changed = changes.take()
         assert changed["evicted_blocks host capacity"] == 3
         assert changed["dropped_blocks capacity"] == 3
-        await served.engine.evict(3)
-        changes.take()
         await served.engine.sleep(["host"])
         assert changes.take() == {"evicted_blocks host sleep": 3, "dropped_blocks sleep": 3}
         await served.engine.wake_up(["host"])

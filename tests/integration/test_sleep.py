@@ -23,9 +23,11 @@ from aiokv import (
 from aiokv.testing import ScriptedStore, running_clock, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
+from tests.harness.closing import complete_during
 from tests.harness.memory import Memory
 
 if TYPE_CHECKING:
+    from aiokv.config import WritePolicy
     from aiokv.stores.base import StoreMemory
 
 A, B, C = (prompt(seed, 2) for seed in range(1, 4))
@@ -193,8 +195,9 @@ async def test_tiers_sleep_and_wake_one_by_one():
         (await cache.serve(B)).release()
 
 
-async def test_write_back_saves_device_blocks_before_sleep():
-    async with Cache(write_policy="write_back", device_blocks=8, host_blocks=3) as cache:
+@pytest.mark.parametrize("policy", ["write_back", "write_through_selective"])
+async def test_unsaved_device_blocks_are_saved_before_sleep(policy: WritePolicy):
+    async with Cache(write_policy=policy, device_blocks=8, host_blocks=3) as cache:
         await cache.fill(A, B)
         assert cache.statistics.host_cached == 0
         sleeping = asyncio.create_task(cache.engine.sleep(("device",)))
@@ -205,6 +208,19 @@ async def test_write_back_saves_device_blocks_before_sleep():
         assert cache.statistics.host_cached == 3, "as many as fit"
         await cache.engine.wake_up(regions=new_memory(cache))
         assert cache.hit(A)[1] + cache.hit(B)[1] == 3
+
+
+async def test_blocks_that_found_no_host_room_at_commit_are_saved_before_sleep():
+    async with Cache(write_policy="write_through", device_blocks=8, host_blocks=2) as cache:
+        await cache.fill(A)
+        await cache.finish()
+        await cache.fill(B)
+        await cache.finish()
+        assert await cache.engine.evict(2) == await cache.engine.evict(2, "host") == 2
+        assert (cache.hit(A), cache.hit(B)) == ((0, 0), (2, 0))
+        await complete_during(cache.engine.sleep(("device",)), cache.device)
+        await cache.engine.wake_up(regions=new_memory(cache))
+        assert cache.hit(B) == (0, 2)
 
 
 async def test_weight_update_while_asleep_clears_the_index():

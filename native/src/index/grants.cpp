@@ -229,8 +229,7 @@ std::uint32_t Grants::pinned_blocks() const {
     return blocks;
 }
 
-std::uint32_t Grants::takeable_blocks(std::uint32_t limit, bool saves,
-                                      Residency::Unsaved unsaved) {
+std::uint32_t Grants::takeable_blocks(std::uint32_t limit, bool saves, Residency::Unsaved unsaved) {
     const bool is_possible = limit <= residency_.device_room();
     limit = std::min(limit, residency_.device_room());
     if (limit <= device_.free_blocks()) return limit;
