@@ -56,7 +56,9 @@ class Chaos:
         if self.tasks and rng.random() < 0.05:
             rng.choice(list(self.tasks)).cancel()
         if rng.random() < 0.2:
-            await ranked.engine.evict(16)
+            evicting = asyncio.create_task(ranked.engine.evict(16))  # may wait for saves
+            self.tasks.add(evicting)
+            evicting.add_done_callback(self.tasks.discard)
         if rng.random() < 0.3:
             ranked.step()
         for shard in ranked.shards:
