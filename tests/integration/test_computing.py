@@ -329,7 +329,7 @@ async def resumed_behind_the_open_step(cache: Cache):
 
 
 async def test_wait_for_layers_behind_the_own_open_step_raises_and_names_it():
-    async with Cache(device=in_stream(), host_blocks=8, write_policy="none") as cache:
+    async with Cache(device=in_stream(), host_blocks=8) as cache:
         lease = await resumed_behind_the_open_step(cache)
         step = cache.engine.open_step
         with pytest.raises(UsageError, match=f"end of step {step}"):
@@ -352,7 +352,7 @@ async def test_wait_for_layers_behind_the_own_open_step_raises_and_names_it():
 
 
 async def test_task_that_closed_the_last_step_may_wait_for_a_step_of_another_task():
-    async with Cache(device=in_stream(), host_blocks=8, write_policy="none") as cache:
+    async with Cache(device=in_stream(), host_blocks=8) as cache:
         may_close = asyncio.Event()
 
         async def close_two() -> None:

@@ -96,9 +96,14 @@ class Saving(CachedBlocks):
             self._free_host(block.host)
             block.host, block.host_valid = None, False
 
+    def can_save(self, block: Block) -> bool:
+        """Return False if a save would wait for the end of the open step."""
+        assert block.device is not None
+        return self.policy == "write_back" or self.after_step(block.device) <= self.closed_step
+
     def has_to_be_saved(self, block: Block) -> bool:
         """Return True if evicting the block would lose KV that the host could keep."""
-        if self.policy == "none" or not block.unsaved:
+        if self.policy == "none" or not block.unsaved or not self.can_save(block):
             return False
         host = [b for b in self.idle("host") if not self.blocked(b)]
         return bool(self.host_free or host or self.reclaimable_copies())
@@ -153,6 +158,7 @@ class Saving(CachedBlocks):
             if b.attached and b.passed_over and b.device_valid and b.unsaved
         ]
         unsaved = [block for block in near if block.unsaved] + self.deferred_unsaved
+        unsaved = [block for block in unsaved if self.can_save(block)]
         copies = self.reclaimable_copies()
         reclaimable = [b for b in copies if b not in near and not b.passed_over]
         assert set(reclaimed) <= set(reclaimable)

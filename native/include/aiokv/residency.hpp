@@ -83,9 +83,13 @@ class Residency {
     // blocks that stores wait for replace others: first host copies of clean blocks that wait for
     // no save, so that few host blocks serve all of them.
     void fit_early_copies(std::vector<NodeId>& nodes);
-    // The blocks that will be evicted next and are not saved, oldest first. Looks on from where the
-    // last call stopped, until `target` blocks are free, clean or among those.
-    std::vector<NodeId> look_ahead(std::uint32_t target);
+    struct Ahead {
+        std::vector<NodeId> unsaved;    // will be evicted next and can be saved now, oldest first
+        bool passed_open_step = false;  // blocks of the open step are among those looked at
+    };
+    // Looks on from where the last call stopped, until `target` blocks are free, clean or among the
+    // unsaved. With kKept, it stops before blocks that cannot be saved until the step is closed.
+    Ahead look_ahead(std::uint32_t target, Unsaved unsaved);
     std::uint32_t clean_ahead() const { return order_.ahead().count(); }
     void restart_look_ahead() { order_.ahead().restart(); }
     // Evicts until `blocks` host ids are free, as far as possible: first host copies of clean
@@ -162,6 +166,7 @@ class Residency {
     void unhold_node(NodeId node);
 
     // eviction
+    bool can_save(NodeId node) const;
     bool must_save(NodeId node) const;
     bool evict_one_device(Unsaved unsaved);
     bool evict_one_host();

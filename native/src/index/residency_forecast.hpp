@@ -74,7 +74,7 @@ class Residency::Forecast {
         std::uint32_t ready = free_;
         const auto look_at = [&](NodeId node) {
             if (tree_[node].has(kHostValid)) clean.insert(node);
-            if (!is_saved(tree_[node])) dirty.push_back(node);
+            if (is_unsaved(node)) dirty.push_back(node);
             ++ready;
         };
         // A parent without a child on the device is at the front.
@@ -83,9 +83,11 @@ class Residency::Forecast {
              node = residency_.order_.after_on_device(node)) {
             if (!is_out_of_queue(node)) look_at(node);
         }
-        residency_.order_.visit_unsaved_parked([&](NodeId node) { dirty.push_back(node); });
+        residency_.order_.visit_unsaved_parked([&](NodeId node) {
+            if (is_unsaved(node)) dirty.push_back(node);
+        });
         for (const NodeId node : deferred_) {
-            if (!is_saved(tree_[node])) dirty.push_back(node);
+            if (is_unsaved(node)) dirty.push_back(node);
         }
         // The failed attempt has put the path at the end of the queue, its last block first.
         for (std::size_t i = lease_path_.size(); i-- > 0 && ready < target;) {
@@ -129,10 +131,15 @@ class Residency::Forecast {
         return tree_.children(node) > dropped;
     }
 
+    // look_ahead() would save the node.
+    bool is_unsaved(NodeId node) const {
+        return !is_saved(tree_[node]) && residency_.can_save(node);
+    }
+
     bool must_save(NodeId node) const {
         if (residency_.config_.write_policy == WritePolicy::kNone) return false;
-        const bool may_go =
-            tree_[node].has(kHostValid | kBackupFailed) || droppable_.contains(node);
+        const bool may_go = tree_[node].has(kHostValid | kBackupFailed) ||
+                            droppable_.contains(node) || !residency_.can_save(node);
         return !may_go && host_usable_;
     }
 

@@ -1,5 +1,6 @@
 // Room for host copies: which of them make room for others, and which blocks are saved next.
 #include <algorithm>
+#include <iterator>
 
 #include "aiokv/residency.hpp"
 
@@ -13,10 +14,18 @@ void Residency::list_host_copy(NodeId node) {
     }
 }
 
+// A save of a block of the open step begins when that step is closed, for which the caller may be
+// needed. So only write-back waits for it; the other policies evict the block unsaved.
+bool Residency::can_save(NodeId node) const {
+    return config_.write_policy == WritePolicy::kWriteBack ||
+           device_.is_writable(tree_[node].device);
+}
+
 // Evicting the node now would lose a block that the policy promised to keep.
 bool Residency::must_save(NodeId node) const {
     const Node& n = tree_[node];
-    if (config_.write_policy == WritePolicy::kNone || n.has(kHostValid | kBackupFailed)) {
+    if (config_.write_policy == WritePolicy::kNone || n.has(kHostValid | kBackupFailed) ||
+        !can_save(node)) {
         return false;
     }
     return host_.free_blocks() > 0 || !host_copies_.empty() || order_.queued_host() > 0;
@@ -34,17 +43,25 @@ void Residency::fit_early_copies(std::vector<NodeId>& nodes) {
     nodes.resize(std::min<std::size_t>(nodes.size(), host_.free_blocks()));
 }
 
-std::vector<NodeId> Residency::look_ahead(std::uint32_t target) {
-    std::vector<NodeId> dirty;
+Residency::Ahead Residency::look_ahead(std::uint32_t target, Unsaved unsaved) {
+    Ahead found;
     const std::uint32_t free = device_.free_blocks();
     for (NodeId node = order_.ahead().next();
          node != kNone && free + order_.ahead().count() < target; node = order_.ahead().next()) {
-        if (!is_saved(tree_[node])) dirty.push_back(node);
+        if (!is_saved(tree_[node])) {
+            if (can_save(node)) {
+                found.unsaved.push_back(node);
+            } else if (unsaved == Unsaved::kDropped) {
+                found.passed_open_step = true;
+            } else {
+                break;
+            }
+        }
         order_.ahead().add(node);
     }
-    const std::vector<NodeId>& parked = order_.unsaved_parked();
-    dirty.insert(dirty.end(), parked.begin(), parked.end());
-    return dirty;
+    std::ranges::copy_if(order_.unsaved_parked(), std::back_inserter(found.unsaved),
+                         [this](NodeId node) { return can_save(node); });
+    return found;
 }
 
 void Residency::make_host_room(std::size_t blocks, std::uint32_t near_blocks) {

@@ -1,6 +1,7 @@
 #include "aiokv/saver.hpp"
 
 #include <algorithm>
+#include <ranges>
 #include <string>
 #include <utility>
 
@@ -18,12 +19,14 @@ void Saver::queue(NodeId node) {
 
 TransferId Saver::take_backups() {
     std::vector<NodeId> nodes;
-    for (const NodeId node : queue_) {
+    // The last entry of a node counts: an earlier one is that of a block that was evicted unsaved.
+    for (const NodeId node : std::views::reverse(queue_)) {
         Node& n = tree_[node];
         if (!n.has(kBackupQueued)) continue;
         n.clear(kBackupQueued);
         if (n.has(kDeviceValid) && !n.has(kHostValid | kHostLoading)) nodes.push_back(node);
     }
+    std::ranges::reverse(nodes);
     queue_.clear();
     residency_.fit_early_copies(nodes);
     return start_offload(std::move(nodes));
@@ -39,8 +42,10 @@ TransferId Saver::take_write_backs(std::uint32_t wanted_blocks) {
     const std::uint32_t target = std::max(wanted_blocks, config_.low_watermark_blocks);
     if (wanted_blocks > 0) residency_.restart_look_ahead();
     const std::uint32_t free = device_.free_blocks();
-    std::vector<NodeId> dirty = residency_.look_ahead(target);
+    auto [dirty, passed_open_step] = residency_.look_ahead(
+        target, wanted_blocks > 0 ? Residency::Unsaved::kDropped : Residency::Unsaved::kKept);
     residency_.make_host_room(dirty.size(), target - std::min(target, free));
+    if (passed_open_step) residency_.restart_look_ahead();  // they can be saved later
     // No host room for all: the oldest, which lie below the others, are not saved. When a request
     // waits for device ids, they may be dropped, or the request would wait without end.
     const std::size_t room = host_.free_blocks();
