@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from aiokv.errors import AiokvError
+from aiokv.errors import AiokvError, StoreError
 from aiokv.observe.logs import Log
 from aiokv.stores.breaker import FIRST_PAUSE_SECONDS
 
@@ -25,12 +25,13 @@ class Opening:
         url: of the store, without user and password.
         attempt: opens the store; raises ``AiokvError`` only.
         on_open: called when the store is open, unless ``cancel`` was called before.
-        gives_up: returns True for an error of the first attempt after which none follows.
+        gives_up: returns True for an error of the first attempt after which none follows, unless
+            the limit of ``first`` has passed: the caller then goes on without the store.
         longest_pause_seconds: limit of the pause between two attempts.
 
     Attributes:
-        failure: reason why the store is not open; empty before the first attempt has failed, and
-            when the store is open.
+        failure: reason why the store is not open; empty until the first attempt has failed or the
+            limit of ``first`` has passed, and when the store is open.
         task: makes the attempts.
     """
 
@@ -79,7 +80,7 @@ class Opening:
         while (error := await self._error()) is not None:
             if not self._tried.done():
                 self._tried.set_result(error)
-                if self._gives_up(error):
+                if not self.failure and self._gives_up(error):
                     return
             self._note_failure(str(error))
             await asyncio.sleep(pause)
@@ -99,6 +100,10 @@ class Opening:
             await self._attempt()
         except AiokvError as error:
             return error
+        except asyncio.CancelledError:
+            if self._is_cancelled or self.task.cancelling():
+                raise
+            return StoreError(f"store {self._url} cancelled its own opening")
         return None
 
     def _note_failure(self, reason: str) -> None:

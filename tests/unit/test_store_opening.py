@@ -171,6 +171,42 @@ async def test_start_waits_for_a_hanging_store_up_to_its_deadline(caplog):
     assert logged(caplog) == ["store.not_opened", "store.available"]
 
 
+async def test_error_after_the_start_went_on_is_logged_and_followed_by_attempts(caplog):
+    store = ScriptedStore()
+    gate = store.hold("open", call=0)
+    store.fail("open", call=0, error=ConfigError("bad option"))
+    async with guarded(store, deadline_seconds=2.0) as rig:
+        start = asyncio.create_task(rig.open())
+        await running_clock().advance(2.1)
+        await start
+        gate.open()
+        await spin(5)
+        assert rig.guard.statistics().failure == "bad option"
+        await running_clock().advance(FIRST_PAUSE_SECONDS)
+        assert rig.guard.is_open
+    assert logged(caplog) == ["store.not_opened", "store.not_opened", "store.available"]
+
+
+class CancellingStore(ScriptedStore):
+    """A store whose first opening cancels a task of its own, and awaits it."""
+
+    async def open(self, memory: StoreMemory) -> None:
+        if not self.calls["open"]:
+            self.calls["open"] += 1
+            inner = asyncio.create_task(asyncio.sleep(1.0))
+            inner.cancel()
+            await inner
+        await super().open(memory)
+
+
+async def test_store_that_cancels_its_own_opening_is_opened_by_a_later_attempt():
+    async with guarded(CancellingStore()) as rig:
+        await rig.open()
+        assert "cancelled its own opening" in rig.guard.statistics().failure
+        await running_clock().advance(FIRST_PAUSE_SECONDS)
+        assert rig.guard.is_open
+
+
 async def test_start_waits_for_a_required_store_without_limit():
     store = ScriptedStore()
     gate = store.hold("open")
