@@ -51,6 +51,7 @@ class Opening:
         self._longest_pause_seconds = longest_pause_seconds
         self._is_cancelled = False
         loop = asyncio.get_running_loop()
+        self._began = loop.time()
         self._tried: asyncio.Future[AiokvError | None] = loop.create_future()
         self.task = loop.create_task(self._run())
 
@@ -58,12 +59,16 @@ class Opening:
         """Return the error of the first attempt; None if it has succeeded.
 
         Args:
-            limit: seconds to wait, after which None is returned; None for no limit.
+            limit: seconds since the beginning of the first attempt, after which None is returned;
+                None for no limit.
 
         Cancellation: the attempts go on.
         """
         ends: set[asyncio.Future[Any]] = {self._tried, self.task}
-        await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        seconds = limit
+        if limit is not None:
+            seconds = max(self._began + limit - asyncio.get_running_loop().time(), 0.0)
+        await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if self._tried.done():
             return self._tried.result()
         if not self.task.done():

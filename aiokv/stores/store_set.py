@@ -146,8 +146,7 @@ class StoreSet:
         Cancellation: call it again, or ``aclose``.
         """
         proof = self._begin(memory, fingerprint)
-        for guard in self._guards:
-            await guard.reopen(memory, proof)
+        await asyncio.gather(*(guard.reopen(memory, proof) for guard in self._guards))
 
     def _begin(self, memory: StoreMemory, fingerprint: bytes) -> Proof:
         self._fingerprint = fingerprint
