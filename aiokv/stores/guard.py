@@ -439,6 +439,8 @@ class StoreGuard:
             done = int(np.count_nonzero(moved == Result.DONE))
             if done:
                 batch.note(num_bytes, done * self._payload_bytes, _now())
+            else:
+                batch.skip(num_bytes, _now())
             num_counted = part.stop
         self._counts.note(way.operation, results[num_counted:])
         return overdue
