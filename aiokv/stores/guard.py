@@ -634,12 +634,13 @@ class StoreGuard:
         """Return the counters of the guard and of its store."""
         counts = self._counts
         failure = "" if self._opening is None else self._opening.failure
+        is_opening = self._opening is not None and not self.is_open
         return GuardStatistics(
             kind=self._store.kind,
             url=self._url,
             pool=self._pool,
-            reading="off" if not self.use.read else "open" if failure else self._reads.state,
-            saving="off" if not self.use.save else "open" if failure else self._saves.state,
+            reading="off" if not self.use.read else "open" if is_opening else self._reads.state,
+            saving="off" if not self.use.save else "open" if is_opening else self._saves.state,
             failure=failure,
             opened=self._reads.opened + self._saves.opened,
             loaded_bytes=counts.loaded_blocks * self._payload_bytes,

@@ -161,6 +161,7 @@ async def test_start_waits_for_a_hanging_store_up_to_its_deadline(caplog):
         start = asyncio.create_task(rig.open())
         await running_clock().advance(1.9)
         assert not start.done()
+        assert rig.states == ("open", "open")  # during the first attempt, too
         await running_clock().advance(0.2)
         await start
         assert rig.states == ("open", "open")
