@@ -186,6 +186,7 @@ class StoreGuard:
         self._background: set[asyncio.Task[Any]] = set()
         self._opening: Opening | None = None
         self._closing: asyncio.Task[None] | None = None
+        self._last_opening: asyncio.Task[None] | None = None
         self.is_open = False
         self._counts = GuardCounts()
         self._payload_bytes = 0
@@ -239,6 +240,7 @@ class StoreGuard:
             attempt = partial(self._open_store, memory, self._closing)
             on_open = partial(self._note_open, memory, proof)
             self._opening = Opening(self._url, attempt, on_open, gives_up, self.use.retry_seconds)
+            self._last_opening = self._opening.task
         return self._opening
 
     async def _open_store(self, memory: StoreMemory, closing: asyncio.Task[None] | None) -> None:
@@ -306,7 +308,8 @@ class StoreGuard:
     def close_without_loop(self) -> bool:
         """Stop after the loop was closed; return False when the store may still access memory."""
         self.is_open = False
-        is_used = bool(self._running) or not (self._opening is None or self._opening.task.done())
+        tasks = (*self._running, self._last_opening, self._closing)
+        is_used = any(task is not None and not task.done() for task in tasks)
         if is_used:
             _native.keep_forever(self._memory)
         return not is_used

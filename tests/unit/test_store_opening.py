@@ -255,6 +255,31 @@ async def test_store_that_ignores_the_cancellation_of_open_is_closed_afterwards(
         assert store.calls["aclose"] == 1
 
 
+@pytest.mark.parametrize(
+    ("operation", "ends_all"), [("open", False), ("open", True), ("aclose", False)]
+)
+async def test_store_that_opens_or_closes_after_the_close_was_cancelled_uses_the_memory(
+    operation, ends_all
+):
+    store = StubbornStore()
+    gate = store.hold(operation)
+    async with guarded(store, deadline_seconds=1.0) as rig:
+        start = asyncio.create_task(rig.open())
+        await running_clock().advance(1.1)
+        await start
+        closing = asyncio.create_task(rig.guard.aclose())
+        await spin(5)
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks if ends_all else (closing,):
+            task.cancel()
+        await asyncio.wait({closing})
+        await spin(5)
+        assert not rig.guard.close_without_loop()
+        gate.open()
+        await rig.guard.aclose()
+        assert rig.guard.close_without_loop()
+
+
 async def test_close_reports_that_an_opening_in_progress_may_access_the_memory():
     store = ScriptedStore()
     gate = store.hold("open")
