@@ -151,7 +151,8 @@ async def test_wake_up_with_a_short_timeout_succeeds_when_the_limit_of_the_openi
             await running_clock().advance(seconds)
             await spin(20)
             assert waking.done()
-            assert (waking.exception() is not None) == fails
+            error = str(waking.exception() or "")
+            assert ("these stores are unavailable: ['scripted:a', 'scripted:b']" in error) == fails
         assert len(c.engine.health().unavailable_stores) == 2
         for store in stores:
             store.end_script()
