@@ -148,7 +148,7 @@ class Sleep:
             log.info("engine.woke_up", tiers=sorted(waking), still_asleep=sorted(self.asleep))
 
     def _unavailable_stores(self) -> str:
-        """Return which stores are not open, for the error of a timeout; "" for none."""
+        """Return which stores are unavailable, for the error of a timeout; "" for none."""
         urls = unavailable_stores(self._worker.store_statistics())
         return f"these stores are unavailable: {urls}" if urls else ""
 
