@@ -138,7 +138,7 @@ class Control:
         verb: str,
         timeout: float | None,
         keepers: Callable[[], list[str]] | None = None,
-        changed: Callable[[], str] | None = None,
+        detail: Callable[[], str] | None = None,
     ) -> AsyncIterator[None]:
         """Limit the time of the ``async with`` block.
 
@@ -147,10 +147,11 @@ class Control:
             timeout: seconds; None for no limit.
             keepers: returns the owners of the leases that the block waits for; None for the owners
                 of all granted leases.
-            changed: returns what has changed already, for the error; "" if nothing has.
+            detail: returns what the error also says, such as what has changed already; "" for
+                nothing.
 
         Raises:
-            ControlTimeout: the time has passed; the error names ``keepers()`` and ``changed()``.
+            ControlTimeout: the time has passed; the error names ``keepers()`` and ``detail()``.
             UsageError: ``timeout`` is not a number.
         """
         timeout = checks.timeout(timeout)
@@ -162,8 +163,8 @@ class Control:
                 raise
             owners = (keepers or self._read.holders)()
             what = f"{verb} timed out after {timeout} s"
-            if changed is not None and (change := changed()):
-                what = f"{what}; {change}"
+            if detail is not None and (text := detail()):
+                what = f"{what}; {text}"
             raise self._timeout(what, owners) from None
 
     def _timeout(self, what: str, owners: list[str]) -> ControlTimeout:

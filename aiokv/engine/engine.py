@@ -880,8 +880,8 @@ class CacheEngine(Unique):
         Raises:
             LayoutError: the tensors are missing, or their layout differs. Still asleep.
             ConfigError: there is not enough memory for the host tier. Still asleep.
-            ControlTimeout: the time has passed; the error names ranks that did not answer. Still
-                asleep.
+            ControlTimeout: the time has passed; the error names ranks that did not answer and
+                stores that are unavailable. Still asleep.
             UsageError: ``tags`` has an unknown tier; or ``regions`` is not a ``Regions``, or has
                 other tensors than the engine uses, and the call does not wake the device tier.
                 Nothing changed.

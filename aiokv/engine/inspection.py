@@ -8,6 +8,7 @@ import msgspec
 
 from aiokv import checks
 from aiokv.engine.contexts import split_context
+from aiokv.stores.guard_statistics import unavailable_stores
 from aiokv.types import Health, HotPrefixes, LeaseInfo, PrefixInfo
 
 if TYPE_CHECKING:
@@ -70,13 +71,8 @@ class Inspection:
             asleep=sorted(self._sleep.asleep),
             is_paused=self._read.is_paused,
             unpinned_bytes=self._worker.unpinned_bytes,
-            unavailable_stores=self._unavailable_stores(),
+            unavailable_stores=unavailable_stores(self._worker.store_statistics()),
         )
-
-    def _unavailable_stores(self) -> list[str]:
-        """Return the URLs of stores whose breaker is not closed, or that are not open yet."""
-        stores = self._worker.store_statistics()
-        return sorted({s.url for s in stores if not {s.reading, s.saving} <= {"closed", "off"}})
 
     def dump(self) -> dict[str, object]:
         """See ``CacheEngine.dump``."""

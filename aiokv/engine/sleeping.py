@@ -9,6 +9,7 @@ from aiokv import checks
 from aiokv.engine.lifecycle import SAVE_SECONDS
 from aiokv.errors import LayoutError, UsageError
 from aiokv.observe.logs import Log
+from aiokv.stores.guard_statistics import unavailable_stores
 from aiokv.types import Tier
 from aiokv.worker.regions import Regions
 
@@ -127,7 +128,10 @@ class Sleep:
         """See ``CacheEngine.wake_up``."""
         tiers = _checked(tags)
         self._lifetime.check_open()
-        async with self._control.deadline("wake_up", timeout), self._turn:
+        async with (
+            self._control.deadline("wake_up", timeout, detail=self._unavailable_stores),
+            self._turn,
+        ):
             waking = tiers & self.asleep
             if regions is not None:
                 self._check_regions(regions, waking)
@@ -142,6 +146,11 @@ class Sleep:
                 self._dispatcher.apply(self._scheduler.wake_up())
                 self._control.let_go()
             log.info("engine.woke_up", tiers=sorted(waking), still_asleep=sorted(self.asleep))
+
+    def _unavailable_stores(self) -> str:
+        """Return which stores are unavailable, for the error of a timeout; "" for none."""
+        urls = unavailable_stores(self._worker.store_statistics())
+        return f"these stores are unavailable: {urls}" if urls else ""
 
     def _check_regions(self, regions: Regions, waking: frozenset[Tier]) -> None:
         """Check the tensors for a ``wake_up`` of the tiers ``waking``.

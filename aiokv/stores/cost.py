@@ -106,7 +106,11 @@ class Cost:
         self._transfer.note(num_bytes, max(share - self._latency.seconds, share / 2), now)
         if seconds < self._latency.seconds:
             self._latency.note(1, seconds, now)
-        batch.began, batch.share = now, self._share
+        self.advance(batch, now)
+
+    def advance(self, batch: Batch, now: float) -> None:
+        """Note that the next operation of a large batch begins."""
+        batch.began, batch.share = now, self._shared(now)
         self._progress_at = now
 
     def note_small(self, batch: Batch, moved_bytes: int, now: float) -> None:
@@ -166,6 +170,12 @@ class Batch:
         self.bytes_left = num_bytes
         self.began = now
         self.share = 0.0
+
+    def skip(self, num_bytes: int, now: float) -> None:
+        """Note the end of an operation of ``num_bytes`` that measures nothing."""
+        self.bytes_left -= num_bytes
+        if self._is_large:
+            self._cost.advance(self, now)
 
     def note(self, num_bytes: int, moved_bytes: int, now: float) -> None:
         """Note the end of an operation of ``num_bytes`` that has moved ``moved_bytes``; 0 for one

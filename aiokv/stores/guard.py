@@ -186,6 +186,7 @@ class StoreGuard:
         self._background: set[asyncio.Task[Any]] = set()
         self._opening: Opening | None = None
         self._closing: asyncio.Task[None] | None = None
+        self._last_opening: asyncio.Task[None] | None = None
         self.is_open = False
         self._counts = GuardCounts()
         self._payload_bytes = 0
@@ -239,6 +240,7 @@ class StoreGuard:
             attempt = partial(self._open_store, memory, self._closing)
             on_open = partial(self._note_open, memory, proof)
             self._opening = Opening(self._url, attempt, on_open, gives_up, self.use.retry_seconds)
+            self._last_opening = self._opening.task
         return self._opening
 
     async def _open_store(self, memory: StoreMemory, closing: asyncio.Task[None] | None) -> None:
@@ -306,7 +308,8 @@ class StoreGuard:
     def close_without_loop(self) -> bool:
         """Stop after the loop was closed; return False when the store may still access memory."""
         self.is_open = False
-        is_used = bool(self._running) or not (self._opening is None or self._opening.task.done())
+        tasks = (*self._running, self._last_opening, self._closing)
+        is_used = any(task is not None and not task.done() for task in tasks)
         if is_used:
             _native.keep_forever(self._memory)
         return not is_used
@@ -439,6 +442,8 @@ class StoreGuard:
             done = int(np.count_nonzero(moved == Result.DONE))
             if done:
                 batch.note(num_bytes, done * self._payload_bytes, _now())
+            else:
+                batch.skip(num_bytes, _now())
             num_counted = part.stop
         self._counts.note(way.operation, results[num_counted:])
         return overdue
@@ -632,12 +637,13 @@ class StoreGuard:
         """Return the counters of the guard and of its store."""
         counts = self._counts
         failure = "" if self._opening is None else self._opening.failure
+        is_opening = self._opening is not None and not self.is_open
         return GuardStatistics(
             kind=self._store.kind,
             url=self._url,
             pool=self._pool,
-            reading="off" if not self.use.read else "open" if failure else self._reads.state,
-            saving="off" if not self.use.save else "open" if failure else self._saves.state,
+            reading="off" if not self.use.read else "open" if is_opening else self._reads.state,
+            saving="off" if not self.use.save else "open" if is_opening else self._saves.state,
             failure=failure,
             opened=self._reads.opened + self._saves.opened,
             loaded_bytes=counts.loaded_blocks * self._payload_bytes,

@@ -10,6 +10,8 @@ import numpy as np
 from aiokv.stores.base import Result, StoreStatistics
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
 
 
@@ -116,3 +118,8 @@ class GuardCounts:
         self.wrong_blocks += int(np.count_nonzero(results == Result.WRONG))
         self.refused_blocks += int(np.count_nonzero(results == Result.REFUSED))
         self.failed_blocks += int(np.count_nonzero(results == Result.FAILED))
+
+
+def unavailable_stores(stores: Iterable[GuardStatistics]) -> list[str]:
+    """Return the URLs of stores whose breaker is not closed, or that are not open yet."""
+    return sorted({s.url for s in stores if not {s.reading, s.saving} <= {"closed", "off"}})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from aiokv.errors import AiokvError
+from aiokv.errors import AiokvError, StoreError
 from aiokv.observe.logs import Log
 from aiokv.stores.breaker import FIRST_PAUSE_SECONDS
 
@@ -25,12 +25,13 @@ class Opening:
         url: of the store, without user and password.
         attempt: opens the store; raises ``AiokvError`` only.
         on_open: called when the store is open, unless ``cancel`` was called before.
-        gives_up: returns True for an error of the first attempt after which none follows.
+        gives_up: returns True for an error of the first attempt after which none follows, unless
+            the limit of ``first`` has passed: the caller then goes on without the store.
         longest_pause_seconds: limit of the pause between two attempts.
 
     Attributes:
-        failure: reason why the store is not open; empty before the first attempt has failed, and
-            when the store is open.
+        failure: reason why the store is not open; empty until the first attempt has failed or the
+            limit of ``first`` has passed, and when the store is open.
         task: makes the attempts.
     """
 
@@ -50,6 +51,7 @@ class Opening:
         self._longest_pause_seconds = longest_pause_seconds
         self._is_cancelled = False
         loop = asyncio.get_running_loop()
+        self._began = loop.time()
         self._tried: asyncio.Future[AiokvError | None] = loop.create_future()
         self.task = loop.create_task(self._run())
 
@@ -57,12 +59,16 @@ class Opening:
         """Return the error of the first attempt; None if it has succeeded.
 
         Args:
-            limit: seconds to wait, after which None is returned; None for no limit.
+            limit: seconds since the beginning of the first attempt, after which None is returned;
+                None for no limit.
 
         Cancellation: the attempts go on.
         """
         ends: set[asyncio.Future[Any]] = {self._tried, self.task}
-        await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        seconds = limit
+        if limit is not None:
+            seconds = max(self._began + limit - asyncio.get_running_loop().time(), 0.0)
+        await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if self._tried.done():
             return self._tried.result()
         if not self.task.done():
@@ -79,7 +85,7 @@ class Opening:
         while (error := await self._error()) is not None:
             if not self._tried.done():
                 self._tried.set_result(error)
-                if self._gives_up(error):
+                if not self.failure and self._gives_up(error):
                     return
             self._note_failure(str(error))
             await asyncio.sleep(pause)
@@ -99,6 +105,10 @@ class Opening:
             await self._attempt()
         except AiokvError as error:
             return error
+        except asyncio.CancelledError:
+            if self._is_cancelled or self.task.cancelling():
+                raise
+            return StoreError(f"store {self._url} cancelled its own opening")
         return None
 
     def _note_failure(self, reason: str) -> None:

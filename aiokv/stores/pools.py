@@ -8,6 +8,7 @@ each store has a part of its own for each pool: the store that the user has made
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -82,8 +83,13 @@ class StorePools:
         self, memories: Mapping[StorePool, StoreMemory], fingerprint: Fingerprints
     ) -> None:
         """Open the closed stores on new memory; see ``StoreSet.reopen``."""
-        for pool, stores in self._sets.items():
-            await stores.reopen(memories[pool], fingerprint(pool))
+        fingerprints = {pool: fingerprint(pool) for pool in self._sets}
+        await asyncio.gather(
+            *(
+                stores.reopen(memories[pool], fingerprints[pool])
+                for pool, stores in self._sets.items()
+            )
+        )
 
     def change_fingerprints(self, fingerprint: Fingerprints) -> None:
         """Use other keys from now on. Fetches in flight bring nothing."""

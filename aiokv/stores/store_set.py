@@ -115,6 +115,7 @@ class StoreSet:
         uses = [store if isinstance(store, StoreUse) else StoreUse(store) for store in stores]
         self.costs = [Costs.new() for _ in uses] if costs is None else costs
         self._guards = list(map(StoreGuard, uses, self.costs))
+        self._reads = np.array([use.read for use in uses], np.bool_)
         self._fingerprint = b""
         self._payload_bytes = 0
         self._proof: Proof | None = None
@@ -146,8 +147,7 @@ class StoreSet:
         Cancellation: call it again, or ``aclose``.
         """
         proof = self._begin(memory, fingerprint)
-        for guard in self._guards:
-            await guard.reopen(memory, proof)
+        await asyncio.gather(*(guard.reopen(memory, proof) for guard in self._guards))
 
     def _begin(self, memory: StoreMemory, fingerprint: bytes) -> Proof:
         self._fingerprint = fingerprint
@@ -255,7 +255,7 @@ class StoreSet:
         in_rounds = [i for i in readable if widths[i]]
         if not in_rounds:
             return found
-        held = np.asarray(found[: in_rounds[0]].any(axis=0))
+        held = self._on_time(found[: in_rounds[0]])
         width = min(widths[i] for i in in_rounds)
         search: Search
         if is_prefix:
@@ -287,7 +287,8 @@ class StoreSet:
         """Ask stores for keys at the same time, and note in ``found`` which of them they have.
 
         Does not wait for the later stores when the first ones in order have all keys: the later
-        ones may have them, too.
+        ones may have them, too. Stores that are late do not count as the first ones: blocks come
+        from the later ones, if these have them.
 
         Returns:
             The lookups that were answered.
@@ -310,14 +311,20 @@ class StoreSet:
                     continue
                 found[i] = answer
                 answered[i] = lookups[i]
-                if found.any(axis=0).all():
-                    found[i + 1 :] = True
+                if self._on_time(found).all():
+                    found[[later for later in tasks if later > i]] = True
                     break
         except BaseException:
             for task in tasks.values():
                 task.cancel()
             raise
         return answered
+
+    def _on_time(self, found: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return which keys the first ``len(found)`` stores have, without those that are late."""
+        guards = self._guards[: len(found)]
+        on_time = [i for i, guard in enumerate(guards) if not guard.is_late()]
+        return np.asarray(found[on_time].any(axis=0))
 
     def _fetch_seconds(self, holders: NDArray[np.bool_]) -> NDArray[np.float64]:
         """Return the expected time per prefix; the stores work at the same time."""
@@ -348,7 +355,7 @@ class StoreSet:
             return Fetched(0, "the stores are closed")
         fingerprint = self._fingerprint
         keys = derive_keys(fingerprint, plan.digests)
-        holders = self._lookups.holders(keys, len(self._guards))
+        holders = self._lookups.holders(keys, self._reads)
         fetch = _Fetch(self._guards, plan, keys, holders, accesses)
         while batches := fetch.batches():
             replies = await _all_of([fetch.load(guard, indices) for guard, indices in batches])
@@ -469,9 +476,14 @@ class _Lookups:
         if len(self._answers) > REMEMBERED_LOOKUPS:
             self._answers.popitem(last=False)
 
-    def holders(self, keys: bytes, num_stores: int) -> NDArray[np.bool_]:
-        """Return the stores to be asked for keys, ``[stores, N]``: all, where nothing is known."""
-        holders = np.ones((num_stores, len(keys) // KEY_BYTES), np.bool_)
+    def holders(self, keys: bytes, reads: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return the stores to be asked for keys, ``[stores, N]``.
+
+        Args:
+            keys: keys of the objects.
+            reads: ``[stores]``, the stores to be asked where nothing is known.
+        """
+        holders = np.repeat(reads[:, None], len(keys) // KEY_BYTES, axis=1)
         known, found = self._find(keys[:KEY_BYTES])
         length = min(len(known), len(keys))
         if length and known[:length] == keys[:length]:

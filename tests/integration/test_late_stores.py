@@ -140,6 +140,24 @@ async def test_engine_starts_while_a_store_hangs_and_closes_it():
     assert not store.is_open
 
 
+async def test_wake_up_with_a_short_timeout_succeeds_when_the_limit_of_the_openings_has_passed():
+    stores = ScriptedStore("a"), ScriptedStore("b")
+    async with StoreCache(*(StoreUse(store, deadline_seconds=2.0) for store in stores)) as c:
+        await c.engine.sleep(["host"])
+        for store in stores:
+            store.hold("open", call=1)
+        for seconds, fails in ((1.5, True), (0.6, False)):
+            waking = asyncio.create_task(c.engine.wake_up(["host"], timeout=1.5))
+            await running_clock().advance(seconds)
+            await spin(20)
+            assert waking.done()
+            error = str(waking.exception() or "")
+            assert ("these stores are unavailable: ['scripted:a', 'scripted:b']" in error) == fails
+        assert len(c.engine.health().unavailable_stores) == 2
+        for store in stores:
+            store.end_script()
+
+
 @pytest.mark.parametrize("failing_pool", ["host", "host_state"])
 async def test_pool_whose_part_of_a_store_fails_is_used_later(failing_pool):
     store = ScriptedStore()

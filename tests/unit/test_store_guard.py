@@ -620,6 +620,27 @@ async def test_results_of_parts_before_a_deadline_are_counted(monkeypatch):
     assert (counts.loaded_blocks, counts.missing_blocks, counts.failed_blocks) == (1, 1, 2)
 
 
+async def test_load_whose_parts_end_without_blocks_is_not_late(monkeypatch):
+    monkeypatch.setattr(guard_module, "PART_BYTES", 2000)
+    monkeypatch.setattr(cost_module, "LATENCY_BYTES", 1)
+    async with Guarded() as g:
+        await g.save(1, 2)
+        g.store.delay("load", call=0, seconds=0.1)
+        call = asyncio.create_task(g.load(1, 2))
+        await running_clock().advance(0.11)
+        assert call.result() == [DONE, DONE]
+        bandwidth = g.counts.load_bytes_per_second
+        g.store.delay("load", seconds=0.155)  # less than LATE_FACTOR * 0.1 s + LATE_SECONDS
+        call = asyncio.create_task(g.load(3, 4, 5, 6, 7, 8, 9, 10))
+        was_late = []
+        while not call.done():
+            was_late.append(g.guard.is_late())
+            await running_clock().advance(0.005)
+        assert not any(was_late)
+        assert call.result() == [MISSING] * 8
+        assert g.counts.load_bytes_per_second == bandwidth
+
+
 class CountingStore(ScriptedStore):
     """A store that counts the calls of ``statistics``, and raises in the first ones."""
 

@@ -161,6 +161,7 @@ async def test_start_waits_for_a_hanging_store_up_to_its_deadline(caplog):
         start = asyncio.create_task(rig.open())
         await running_clock().advance(1.9)
         assert not start.done()
+        assert rig.states == ("open", "open")  # during the first attempt, too
         await running_clock().advance(0.2)
         await start
         assert rig.states == ("open", "open")
@@ -169,6 +170,42 @@ async def test_start_waits_for_a_hanging_store_up_to_its_deadline(caplog):
         assert rig.guard.is_open
         assert await rig.save(1) == Result.DONE
     assert logged(caplog) == ["store.not_opened", "store.available"]
+
+
+async def test_error_after_the_start_went_on_is_logged_and_followed_by_attempts(caplog):
+    store = ScriptedStore()
+    gate = store.hold("open", call=0)
+    store.fail("open", call=0, error=ConfigError("bad option"))
+    async with guarded(store, deadline_seconds=2.0) as rig:
+        start = asyncio.create_task(rig.open())
+        await running_clock().advance(2.1)
+        await start
+        gate.open()
+        await spin(5)
+        assert rig.guard.statistics().failure == "bad option"
+        await running_clock().advance(FIRST_PAUSE_SECONDS)
+        assert rig.guard.is_open
+    assert logged(caplog) == ["store.not_opened", "store.not_opened", "store.available"]
+
+
+class CancellingStore(ScriptedStore):
+    """A store whose first opening cancels a task of its own, and awaits it."""
+
+    async def open(self, memory: StoreMemory) -> None:
+        if not self.calls["open"]:
+            self.calls["open"] += 1
+            inner = asyncio.create_task(asyncio.sleep(1.0))
+            inner.cancel()
+            await inner
+        await super().open(memory)
+
+
+async def test_store_that_cancels_its_own_opening_is_opened_by_a_later_attempt():
+    async with guarded(CancellingStore()) as rig:
+        await rig.open()
+        assert "cancelled its own opening" in rig.guard.statistics().failure
+        await running_clock().advance(FIRST_PAUSE_SECONDS)
+        assert rig.guard.is_open
 
 
 async def test_start_waits_for_a_required_store_without_limit():
@@ -216,6 +253,31 @@ async def test_store_that_ignores_the_cancellation_of_open_is_closed_afterwards(
         assert not rig.guard.is_open
         assert await rig.save(1) == Result.FAILED
         assert store.calls["aclose"] == 1
+
+
+@pytest.mark.parametrize(
+    ("operation", "ends_all"), [("open", False), ("open", True), ("aclose", False)]
+)
+async def test_store_that_opens_or_closes_after_the_close_was_cancelled_uses_the_memory(
+    operation, ends_all
+):
+    store = StubbornStore()
+    gate = store.hold(operation)
+    async with guarded(store, deadline_seconds=1.0) as rig:
+        start = asyncio.create_task(rig.open())
+        await running_clock().advance(1.1)
+        await start
+        closing = asyncio.create_task(rig.guard.aclose())
+        await spin(5)
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks if ends_all else (closing,):
+            task.cancel()
+        await asyncio.wait({closing})
+        await spin(5)
+        assert not rig.guard.close_without_loop()
+        gate.open()
+        await rig.guard.aclose()
+        assert rig.guard.close_without_loop()
 
 
 async def test_close_reports_that_an_opening_in_progress_may_access_the_memory():

@@ -235,6 +235,48 @@ async def test_store_with_overdue_loads_is_asked_after_the_others():
         assert (first.calls["load"], second.calls["load"]) == (1, 1)
 
 
+async def test_blocks_of_a_late_store_come_from_other_stores_only_if_these_have_them():
+    first = await put(ScriptedStore("a"), [1, 2])
+    second, third = ScriptedStore("b"), await put(ScriptedStore("c"), [2])
+    async with Stores(first, second, StoreUse(third, read=False)) as s:
+        first.delay("load", call=0, seconds=1.0)
+        measured = asyncio.create_task(s.fetch(1))
+        await running_clock().advance(1.0)
+        assert measured.result().blocks == 1
+        stuck = first.hold("load", call=1)
+        late = asyncio.create_task(s.fetch(1))
+        await running_clock().advance(2.0)
+        answer = await s.set.lookup(digests([2]))
+        assert answer.blocks == 1
+        assert answer.seconds[0] >= 1.0
+        waiting = asyncio.create_task(s.fetch(2))
+        await spin(5)
+        assert (first.calls["load"], second.calls["load"], third.calls["load"]) == (3, 0, 0)
+        stuck.open()
+        await spin(20)
+        assert (late.result().blocks, waiting.result().blocks) == (1, 1)
+
+
+async def test_store_that_is_not_used_for_reads_is_never_chosen_for_a_fetch():
+    first, second = ScriptedStore("a"), await put(ScriptedStore("b"), [1])
+    async with Stores(first, StoreUse(second, read=False)) as s:
+        fetched = await s.fetch(1)  # without a lookup
+        assert (fetched.blocks, fetched.reason) == (0, "block 0: missing")
+
+
+async def test_keys_of_a_late_store_are_searched_in_the_stores_behind_it():
+    first = await put(ScriptedStore("a"), range(4))
+    second = listing("b", range(2), 1)
+    async with Stores(first, second) as s:
+        first.hold("load", call=0)
+        late = asyncio.create_task(s.fetch(0))
+        await running_clock().advance(LATE_SECONDS + 0.01)
+        assert await looked_up(s, 4, 0.1) == 4
+        assert asked(second)
+        first.end_script()
+        await late
+
+
 async def test_seconds_grow_with_the_blocks_and_stores_work_at_the_same_time():
     first = await put(ScriptedStore("a"), [1, 2])
     second = await put(ScriptedStore("b"), [1, 2, 3, 4])
