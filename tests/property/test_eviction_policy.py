@@ -11,6 +11,7 @@ import pytest
 from aiokv.config import CacheConfig
 from aiokv.errors import ConfigError
 from aiokv.plan import TransferReport
+from aiokv.scheduler.plans import new_core
 from aiokv.trace.families import FAMILIES, generate_family
 from aiokv.trace.min_oracle import min_hit_tokens
 from aiokv.trace.synthetic import generate_trace
@@ -182,3 +183,27 @@ def test_a_renamed_policy_is_refused_with_its_new_name():
 def test_unknown_policy_is_refused():
     with pytest.raises(ConfigError, match="eviction_policy"):
         CacheConfig(device_blocks=4, eviction_policy="random")
+
+
+def test_memory_of_the_index_does_not_grow_with_requests_that_nothing_saves():
+    """Eviction by score defers many unsaved parents of evicted blocks."""
+    blocks, choose, sizes = 1_500, Random(1), []
+    core = new_core(CacheConfig(block_tokens=16, device_blocks=blocks))
+    prompts = [np.full(16 * choose.randrange(3, 30), i, np.int32) for i in range(60)]
+
+    def serve(tokens: np.ndarray) -> None:
+        lease = core.match(tokens, "")[0]
+        assert core.allocate(lease, len(tokens))
+        core.commit(lease, len(tokens), 0)
+        core.release(lease, 0)
+
+    for request in range(6_000):
+        i = min(int(choose.expovariate(1 / 12)), 59)
+        if len(prompts[i]) > 16 * 120 or choose.random() < 0.02:
+            prompts[i] = np.full(16 * choose.randrange(3, 30), 100 + request, np.int32)
+        more = np.full(choose.randrange(30, 400), 10**6 + request, np.int32)
+        prompts[i] = np.append(prompts[i], more)
+        serve(prompts[i])
+        serve(np.full(16 * choose.randrange(2, 60), 10**7 + request, np.int32))
+        sizes.append(core.statistics().index_bytes)
+    assert sizes[-1] < 1.2 * sizes[1_000]
