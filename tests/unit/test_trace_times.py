@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -10,7 +11,8 @@ from aiokv.engine.trace_writer import TraceEntry, TraceFile
 
 
 def test_timestamps_are_milliseconds_since_the_file_was_made(tmp_path, monkeypatch):
-    monkeypatch.setattr("aiokv.engine.trace_writer.time.monotonic", lambda: 100.0)
+    clock = SimpleNamespace(monotonic=lambda: 100.0)  # not that of other threads
+    monkeypatch.setattr("aiokv.engine.trace_writer.time", clock)
     file = TraceFile(tmp_path / "trace.jsonl")
     for arrived_at in (99.0, 100.0, 105.5):  # the first arrived before recording began
         file.write(TraceEntry(arrived_at, np.arange(4, dtype=np.int32), 1, "", ()))
