@@ -6,9 +6,6 @@ import numpy as np
 import pytest
 
 from aiokv._native import Core, Outcome, WritePolicy
-from aiokv.trace.families import generate_family
-from bench import two_tiers
-from tests.harness.traces import trace_prompts
 
 BT = 2
 BLOCKS = 4
@@ -99,13 +96,3 @@ def test_extend_fails_for_an_unsaved_block_only_with_write_back(policy: WritePol
     assert core.allocate(lease, BT)
     extended = core.extend([lease], BLOCKS * BT)
     assert extended == (policy != WritePolicy.WRITE_BACK)
-
-
-@pytest.mark.parametrize("eviction", ["lru", "adaptive"])
-@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
-def test_blocks_are_saved_in_few_transfers(policy, eviction):
-    """Scores rank a parent before its children, so that most of a chain is deferred."""
-    prompts = trace_prompts(generate_family("chat", 400, seed=3))
-    row = two_tiers.serve(prompts, 1_500, 6_000, policy, eviction)
-    assert row["host_hit_tokens"] > 0
-    assert row["transfers_per_request"] <= 3
