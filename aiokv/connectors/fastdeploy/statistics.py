@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 def free_device_blocks(blocks: RequestBlocks) -> int:
     """Return the device blocks that hold nothing, those that requests have ahead included."""
-    return blocks.engine.statistics().device_free + blocks.spare_blocks
+    counts = blocks.engine.statistics()
+    # In another thread, a step between the two readings can count its blocks twice.
+    return min(counts.device_free + blocks.spare_blocks, counts.device_blocks)
 
 
 def stats(blocks: RequestBlocks) -> dict[str, Any]:
