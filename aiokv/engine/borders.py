@@ -115,7 +115,7 @@ class BorderSearch:
         return min(max(self._cached - self.hit - self.asked, 0), len(self.digests) // KEY_BYTES)
 
     def reachable(self, answer: StoreAnswer) -> bytes:
-        """Return those of ``digests`` whose blocks are in a tier or, by the answer, in a store."""
+        """Return the leading ``digests`` of blocks that a tier has, or a store by the answer."""
         return self.digests[: (self._num_cached() + answer.blocks) * KEY_BYTES]
 
     def note(self, answer: StoreAnswer, found: Sequence[Found]) -> bool:

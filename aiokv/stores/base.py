@@ -163,8 +163,8 @@ class Store(Protocol):
             ConfigError: the arguments of the store are wrong, a package is missing (the message
                 names it), or another process uses the path. The engine does not start. Nothing is
                 left behind.
-            StoreError: the medium or the server fails; so is every other exception understood that
-                is no ``AiokvError``. The guard calls ``open`` again later, unless the store is
+            StoreError: the medium or the server fails. The guard treats every exception that is no
+                ``AiokvError`` in the same way. It calls ``open`` again later, unless the store is
                 required. Nothing is left behind.
 
         Cancellation: nothing is left behind.

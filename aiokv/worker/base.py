@@ -324,14 +324,14 @@ class Worker(Protocol):
     def expect(self, ticket: bytes, seconds: float, open_seconds: float) -> None:
         """Let senders open a ticket of this engine for some seconds; ``expected`` follows.
 
-        Senders may open it until ``close_ticket``, or until the seconds have passed: then its plans
-        end, and nothing of it is left. So they do when no sender has opened it on a rank within
-        ``open_seconds``.
+        Senders may open the ticket until ``close_ticket``, or until ``seconds`` have passed. Then
+        its plans end, and the worker forgets the ticket. On a rank where no sender has opened it
+        within ``open_seconds``, its plans end after that time.
 
         Args:
             ticket: encoded.
-            seconds: from now on.
-            open_seconds: likewise.
+            seconds: time from now on, in seconds.
+            open_seconds: time from now on for the first sender to open the ticket, in seconds.
 
         Raises:
             UsageError: the ticket is malformed, or the worker has no endpoints.

@@ -71,8 +71,8 @@ class Fetches {
     // From block `hit + skip` on, at most kMostMissing blocks, cached or not.
     Borders borders(Lease& lease, std::size_t skip);
     // Begins to fetch the first `blocks` of them or fewer, or returns the fetch in flight that
-    // brings the first one. 0: there are none, or no host room can be made. Blocks of `replaced`, a
-    // fetch in flight that is late, are fetched again; the first proof of a block counts.
+    // brings the first one. 0: there are none, or no host room can be made. `replaced` is a fetch
+    // in flight that is late: its blocks are fetched again, and the copy that arrives first counts.
     TransferId begin(Lease& lease, std::size_t blocks, TransferId replaced);
     bool has(TransferId id) const { return fetches_.contains(id); }
     const Fetch& get(TransferId id) const { return fetches_.at(id); }

@@ -123,8 +123,8 @@ bool Residency::evict_one_device(Unsaved unsaved) {
             release_device_copy(node);
             return true;
         }
-        // It can go when its save has ended. Deferring it now would defer its unsaved ancestors
-        // too, out of sight of look_ahead(): they would be saved one by one.
+        // It can be evicted when its save has ended. With write-back, eviction waits for that
+        // instead of passing over the block.
         if (n.has(kHostLoading) && config_.write_policy == WritePolicy::kWriteBack) return false;
         order_.defer(node);
     }
