@@ -3,7 +3,21 @@
 ``CacheEngine`` is what a serving loop awaits; ``aiokv/README.md`` is the map of the rest.
 """
 
-from aiokv.config import CacheConfig, WindowGroup
+from aiokv.base.types import (
+    DurationHistogram,
+    Health,
+    Hit,
+    HotPrefixes,
+    Item,
+    LeaseInfo,
+    LeaseState,
+    PrefixInfo,
+    RequestStatistics,
+    Statistics,
+    WindowStatistics,
+)
+from aiokv.base.usage import Usage
+from aiokv.config.cache_config import CacheConfig, WindowGroup
 from aiokv.engine import CacheEngine, ComputeBatch
 from aiokv.engine.events import KVEvents
 from aiokv.engine.observation import Observation
@@ -36,30 +50,16 @@ from aiokv.errors import (
     UsageError,
     WouldBlock,
 )
+from aiokv.layout.regions import Regions, num_blocks_for
 from aiokv.lease import Lease
 from aiokv.peers.options import Peers
 from aiokv.peers.statistics import PeerStatistics, ReceivingStatistics
-from aiokv.types import (
-    DurationHistogram,
-    Health,
-    Hit,
-    HotPrefixes,
-    Item,
-    LeaseInfo,
-    LeaseState,
-    PrefixInfo,
-    RequestStatistics,
-    Statistics,
-    WindowStatistics,
-)
-from aiokv.usage import Usage
 from aiokv.worker.device.base import Device, Event, Stream
 from aiokv.worker.device.cpu import CpuDevice, CpuEvent, CpuStream
 from aiokv.worker.device.cuda import CudaDevice, CudaOptions
 from aiokv.worker.lanes import LaneStatistics, WorkerStatistics
 from aiokv.worker.layer_waits import LayerWaitStatistics
 from aiokv.worker.poller import PollerStatistics
-from aiokv.worker.regions import Regions, num_blocks_for
 from aiokv.worker.views import LayerView
 
 __version__ = "0.1.0"

@@ -7,12 +7,12 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Final, Self
 
-from aiokv import checks
-from aiokv.callers import outer_caller
-from aiokv.checks import MAX_INT32, Unique
+from aiokv.base import checks
+from aiokv.base.callers import outer_caller
+from aiokv.base.checks import MAX_INT32, Unique
+from aiokv.base.types import Hit, LeaseState, as_priority, lease_name
+from aiokv.base.usage import Usage, Waits
 from aiokv.errors import LeaseError, UnreleasedLeaseWarning
-from aiokv.types import Hit, LeaseState, as_priority, lease_name
-from aiokv.usage import Usage, Waits
 from aiokv.worker.device.base import as_event
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from aiokv.base.types import Item, TokenIds
     from aiokv.engine.leases import Leases
     from aiokv.engine.receiving import Receiving
-    from aiokv.types import Item, TokenIds
     from aiokv.worker.device.base import Event
     from aiokv.worker.views import LayerView
 

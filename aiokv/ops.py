@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 
 from aiokv import _native
-from aiokv.checks import choice, sequence, shown
+from aiokv.base.checks import choice, sequence, shown
 from aiokv.errors import ConfigError, LayoutError, UsageError
-from aiokv.worker.arrays import describe
+from aiokv.layout.arrays import describe
 from aiokv.worker.device.cpu import CpuStream
 from aiokv.worker.device.cuda_handles import stream_handle
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
-    from aiokv.worker.arrays import DescribedArray
+    from aiokv.layout.arrays import DescribedArray
 
 _cuda: Any = getattr(_native, "cuda", None)  # absent when aiokv was built without a CUDA compiler
 

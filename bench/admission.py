@@ -19,8 +19,8 @@ import numpy as np
 import uvloop
 
 from aiokv import CacheConfig, CacheEngine
+from aiokv.base.percentiles import percentile
 from aiokv.errors import InternalError
-from aiokv.observe.percentiles import percentile
 
 BLOCK_TOKENS = 16
 PROMPT_BLOCKS = 64

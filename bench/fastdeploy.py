@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiokv.base.percentiles import percentile
 from aiokv.connectors.fastdeploy import CacheManager
 from aiokv.errors import InternalError
-from aiokv.observe.percentiles import percentile
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from aiokv.plan import OFFLOAD, ONLOAD
+from aiokv.base.plan import OFFLOAD, ONLOAD
 from bench import gpu_wakeup, harness
 from bench.gpu_native import checked, library
 from bench.gpu_pools import GIB, HISTOGRAM, LAYERS, GpuPools

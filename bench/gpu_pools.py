@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiokv.layout.regions import Regions
 from aiokv.worker.arena import HostArena
 from aiokv.worker.device.cuda import CudaDevice, CudaOptions
-from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -17,7 +17,7 @@ import numpy as np
 import uvloop
 
 from aiokv import _native
-from aiokv.observe.percentiles import percentile
+from aiokv.base.percentiles import percentile
 from aiokv.worker.arena import HostArena
 from aiokv.worker.poller import EventPoller
 from bench.gpu_native import checked, library

@@ -20,7 +20,7 @@ from bench import harness
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiokv.plan import TransferPlan
+    from aiokv.base.plan import TransferPlan
     from aiokv.worker.layers import LayerDoneCounter
 
 HOST_BLOCKS, DEVICE_BLOCKS = 320_000, 32_000

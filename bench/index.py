@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aiokv.config import EvictionPolicy
+    from aiokv.config.cache_config import EvictionPolicy
     from aiokv.trace.replay import Workload
 
 BLOCK_TOKENS = 16

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator
 
     from aiokv import Lease
-    from aiokv.types import Tier
+    from aiokv.base.types import Tier
 
 T = TypeVar("T")
 BLOCK_TOKENS = 16

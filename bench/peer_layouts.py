@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiokv.peers.layout import BlockLayout, Mapping
-from aiokv.worker.regions import Regions
+from aiokv.layout.mapping import BlockLayout, Mapping
+from aiokv.layout.regions import Regions
 
 if TYPE_CHECKING:
     from collections.abc import Callable

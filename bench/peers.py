@@ -36,7 +36,7 @@ import numpy as np
 import uvloop
 
 from aiokv import CacheConfig, CacheEngine, Peers, Regions
-from aiokv.observe.percentiles import percentile
+from aiokv.base.percentiles import percentile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

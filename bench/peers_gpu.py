@@ -30,10 +30,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from aiokv.layout.regions import Regions
 from aiokv.peers.slots import device_slot_bytes
 from aiokv.worker.device.cuda import slice_layout
 from aiokv.worker.device.cuda_slots import CudaSlots, DeviceArena
-from aiokv.worker.regions import Regions
 from bench import harness
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import numpy as np
 import uvloop
 
 from aiokv import Regions
-from aiokv.observe.percentiles import percentile
-from aiokv.plan import ONLOAD, TransferPlan
+from aiokv.base.percentiles import percentile
+from aiokv.base.plan import ONLOAD, TransferPlan
 from aiokv.ranks import Rank, RankGroup
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.cpu import CpuDevice
@@ -25,7 +25,7 @@ from aiokv.worker.poller import EventPoller
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from aiokv.plan import TransferReport
+    from aiokv.base.plan import TransferReport
     from aiokv.worker.base import Worker
 
 LAYERS = 4

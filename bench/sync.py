@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiokv import CacheConfig
+from aiokv.base.percentiles import percentile
 from aiokv.errors import InternalError
-from aiokv.observe.percentiles import percentile
 from aiokv.sync import SyncEngine
 
 if TYPE_CHECKING:

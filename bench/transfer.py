@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiokv.plan import OFFLOAD, ONLOAD
+from aiokv.base.plan import OFFLOAD, ONLOAD
+from aiokv.layout.regions import Regions
 from aiokv.worker.arena import HostArena
 from aiokv.worker.device.cpu import CpuDevice
-from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from aiokv import CacheConfig
 from aiokv._native import Outcome
-from aiokv.config import EvictionPolicy, WritePolicy
+from aiokv.config.cache_config import EvictionPolicy, WritePolicy
 from aiokv.scheduler.plans import new_core
 from aiokv.trace.format import read_trace
 from tests.harness.traces import find_trace, trace_prompts

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import uvloop
 
-from aiokv.plan import ONLOAD
+from aiokv.base.plan import ONLOAD
+from aiokv.layout.regions import Regions
 from aiokv.worker.arena import HostArena
 from aiokv.worker.device.cpu import CpuDevice
 from aiokv.worker.poller import EventPoller
-from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiokv.config import WritePolicy
+    from aiokv.config.cache_config import WritePolicy
 
 # The policies that copy blocks to host memory, in the order in which they are compared.
 SAVING_POLICIES: Final[tuple[WritePolicy, ...]] = (

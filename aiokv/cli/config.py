@@ -11,7 +11,7 @@ from aiokv.cli.arguments import add_json, positive_size_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aiokv.settings import Setting, Settings
+    from aiokv.config.settings import Setting, Settings
 
 EPILOG = """\
 A setting comes from the first of these sources that has it: the variable AIOKV_ and its name in
@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
     import os
 
     from aiokv.cli.files import check_writable, print_json
-    from aiokv.config import CacheConfig
-    from aiokv.settings import Settings
+    from aiokv.config.cache_config import CacheConfig
+    from aiokv.config.settings import Settings
 
     check_writable(args.json)
     settings = Settings(args.file, os.environ if args.env else None)
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _settings(settings: Settings) -> Iterator[tuple[str, Setting]]:
     """Yield all settings: sizes in bytes only where they are set."""
-    from aiokv.settings import BLOCKS_OF, NAMES
+    from aiokv.config.settings import BLOCKS_OF, NAMES
 
     replaced = {blocks for size, blocks in BLOCKS_OF.items() if settings.get(size) is not None}
     for name in NAMES:
@@ -91,7 +91,7 @@ def _settings(settings: Settings) -> Iterator[tuple[str, Setting]]:
 
 def _lines(found: dict[str, Setting]) -> Iterator[str]:
     from aiokv.cli.toml import toml_lines
-    from aiokv.settings import WINDOWS
+    from aiokv.config.settings import WINDOWS
 
     if not {"device_blocks", "device_bytes"} & set(found):
         yield "# device_blocks is required and not set; aiokv size computes it"

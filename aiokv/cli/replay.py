@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from aiokv import CacheEngine, Observation
     from aiokv.cli.progress import Stages
     from aiokv.cli.sweep import Sweep
-    from aiokv.config import EvictionPolicy
+    from aiokv.config.cache_config import EvictionPolicy
     from aiokv.demo.router import RouterName
     from aiokv.trace.disk_tier import DiskAdmission, DiskOptions, DiskPolicy
     from aiokv.trace.replay import ReplayOptions, Workload

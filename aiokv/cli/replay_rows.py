@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aiokv.base.units import format_seconds
 from aiokv.cli.sweep import sweep_rows
-from aiokv.observe.units import format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from aiokv.base.units import format_bytes
 from aiokv.cli.arguments import (
     add_count,
     add_json,
@@ -13,13 +14,12 @@ from aiokv.cli.arguments import (
     size_bytes,
 )
 from aiokv.errors import UsageError
-from aiokv.observe.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aiokv.model_shape import ModelShape
-    from aiokv.sizing import CacheSizes, Memory
+    from aiokv.model.shape import ModelShape
+    from aiokv.model.sizing import CacheSizes, Memory
 
 EPILOG = """\
 --model takes the path of a config.json of Hugging Face, the path of its folder, or the name of a
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     from aiokv.cli.files import check_writable, print_json
     from aiokv.cli.rows import print_rows
     from aiokv.cli.toml import toml_lines
-    from aiokv.sizing import cache_sizes
+    from aiokv.model.sizing import cache_sizes
 
     check_writable(args.json)
     shape, memory = _inputs(args)
@@ -117,9 +117,9 @@ def _inputs(args: argparse.Namespace) -> tuple[ModelShape, Memory | None]:
         ConfigError: the model cannot be sized.
         UsageError: an option needs ``--gpu-memory``.
     """
-    from aiokv.model_config import config_path
-    from aiokv.model_shape import ModelShape
-    from aiokv.sizing import Memory, weight_bytes
+    from aiokv.model.config import config_path
+    from aiokv.model.shape import ModelShape
+    from aiokv.model.sizing import Memory, weight_bytes
 
     path = config_path(args.model)
     shape = ModelShape.from_config(path)

@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _listing_rows(listing: Listing) -> Iterator[tuple[str, str]]:
-    from aiokv.observe.units import format_bytes
+    from aiokv.base.units import format_bytes
 
     yield f"{listing.kind} store", listing.path
     if listing.used_by is not None:
@@ -143,7 +143,7 @@ def _listing_rows(listing: Listing) -> Iterator[tuple[str, str]]:
 
 
 def _verification_rows(result: Verification) -> Iterator[tuple[str, str]]:
-    from aiokv.observe.units import format_seconds
+    from aiokv.base.units import format_seconds
 
     yield f"{result.kind} store", result.path
     yield from _record_rows(result)
@@ -163,7 +163,7 @@ def _record_rows(result: Listing | Verification) -> Iterator[tuple[str, str]]:
 
 
 def _cleaning_rows(result: Cleaning, *, dry_run: bool) -> Iterator[tuple[str, str]]:
-    from aiokv.observe.units import format_bytes
+    from aiokv.base.units import format_bytes
 
     yield f"{result.kind} store", result.path
     counts = (
@@ -180,7 +180,7 @@ def _cleaning_rows(result: Cleaning, *, dry_run: bool) -> Iterator[tuple[str, st
 
 
 def _blocks(count: int, num_bytes: int) -> str:
-    from aiokv.observe.units import format_bytes
+    from aiokv.base.units import format_bytes
 
     return f"{count:,}, {format_bytes(num_bytes)}"
 

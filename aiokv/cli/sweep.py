@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from aiokv.base.units import format_bytes
 from aiokv.cli.arguments import add_count, at_least, size_bytes
 from aiokv.errors import UsageError
-from aiokv.observe.units import format_bytes
 
 if TYPE_CHECKING:
     import argparse
@@ -104,7 +104,7 @@ def block_bytes(args: argparse.Namespace) -> int:
         ConfigError: the model cannot be read.
     """
     if args.model is not None:
-        from aiokv.model_shape import ModelShape
+        from aiokv.model.shape import ModelShape
 
         shape = ModelShape.from_config(args.model)
         return shape.bytes_per_block(

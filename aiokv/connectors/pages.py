@@ -19,8 +19,8 @@ import numpy as np
 import uvloop
 
 from aiokv import _native
+from aiokv.base.plan import FETCH, SAVE, Priority, Route, TransferPlan, id_bytes
 from aiokv.errors import ClosedError, UsageError
-from aiokv.plan import FETCH, SAVE, Priority, Route, TransferPlan, id_bytes
 from aiokv.stores.accesses import Accesses
 from aiokv.stores.base import KEY_BYTES, Result, StoreMemory, store_pitch_bytes
 from aiokv.stores.store_set import StoreSet

@@ -9,8 +9,8 @@ import msgspec
 import rich.box
 from rich.table import Table
 
-from aiokv.observe.percentiles import percentile
-from aiokv.observe.units import format_seconds
+from aiokv.base.percentiles import percentile
+from aiokv.base.units import format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console

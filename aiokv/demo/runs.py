@@ -23,7 +23,7 @@ from aiokv.errors import ConfigError, InternalError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiokv.config import WritePolicy
+    from aiokv.config.cache_config import WritePolicy
     from aiokv.demo.ledger import Ledger
     from aiokv.demo.transformer import NumpyCache, NumpyTransformer
     from aiokv.demo.workload import Workload

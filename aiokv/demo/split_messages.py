@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aiokv.types import Item  # noqa: TC001  (msgspec)
+from aiokv.base.types import Item  # noqa: TC001  (msgspec)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

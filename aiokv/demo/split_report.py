@@ -8,6 +8,7 @@ import msgspec
 import rich.box
 from rich.table import Table
 
+from aiokv.base.units import format_seconds
 from aiokv.demo.ledger import Comparison  # noqa: TC001  (msgspec)
 from aiokv.demo.report import (
     Percentiles,
@@ -17,7 +18,6 @@ from aiokv.demo.report import (
     format_share,
     format_verdict,
 )
-from aiokv.observe.units import format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
+from aiokv.base.units import format_bytes
 from aiokv.doctor.findings import Finding, missing, ok, slow
 from aiokv.doctor.machine import GPU_PROBE, ProbeError
 from aiokv.doctor.software import format_cuda
 from aiokv.doctor.system import numa_nodes
-from aiokv.observe.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

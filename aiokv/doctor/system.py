@@ -6,8 +6,8 @@ import re
 import resource
 from typing import TYPE_CHECKING, Final
 
+from aiokv.base.units import format_bytes, format_seconds
 from aiokv.doctor.findings import Finding, missing, ok, slow
-from aiokv.observe.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aiokv import checks
+from aiokv.base import checks
 from aiokv.engine.computing import ComputeBatch
 from aiokv.errors import UsageError, WouldBlock
 from aiokv.lease import Lease
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from aiokv.base.types import TokenIds
     from aiokv.engine.computing import Computing
     from aiokv.engine.expiries import Expiries
     from aiokv.engine.leases import Leases
     from aiokv.engine.parts import Parts
-    from aiokv.types import TokenIds
 
 
 class Batches:

@@ -9,8 +9,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
+from aiokv.base.logs import Log
 from aiokv.errors import ClosedError, LeaseError, UsageError
-from aiokv.observe.logs import Log
 from aiokv.worker.device.base import as_event
 
 if TYPE_CHECKING:

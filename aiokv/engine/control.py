@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, get_args
 from uuid import uuid4
 
-from aiokv import checks
+from aiokv.base import checks
+from aiokv.base.logs import Log
+from aiokv.base.plan import PEER_ROUTES
+from aiokv.base.types import Tier
 from aiokv.errors import ControlTimeout, UsageError
-from aiokv.observe.logs import Log
-from aiokv.plan import PEER_ROUTES
-from aiokv.types import Tier
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

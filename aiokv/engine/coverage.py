@@ -6,14 +6,14 @@ import logging
 import warnings
 from typing import TYPE_CHECKING, Final
 
-from aiokv.callers import outer_caller
+from aiokv.base.callers import outer_caller
+from aiokv.base.logs import Log
 from aiokv.errors import UncoveredCommitWarning
-from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
     import asyncio
 
-    from aiokv.config import CacheConfig
+    from aiokv.config.cache_config import CacheConfig
     from aiokv.lease import Lease
     from aiokv.scheduler.reader import CacheReader
 

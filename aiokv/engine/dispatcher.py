@@ -6,9 +6,9 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from aiokv.base.plan import TransferReport
 from aiokv.engine.conditions import Conditions
 from aiokv.errors import BrokenEngineError
-from aiokv.plan import TransferReport
 from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.worker.interrupts import call_surely
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self, final
 
-from aiokv import checks
-from aiokv.checks import Unique, arguments
+from aiokv.base import checks
+from aiokv.base.checks import Unique, arguments
 from aiokv.engine.batches import Batches
 from aiokv.engine.computing import Computing
 from aiokv.engine.control import Control
@@ -32,8 +32,8 @@ from aiokv.engine.recording import TraceRecording, writer_for
 from aiokv.engine.recovery import Recovery
 from aiokv.engine.sleeping import TIERS, Sleep
 from aiokv.engine.steps import Steps
+from aiokv.layout.regions import Regions
 from aiokv.worker.device.base import as_event
-from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
     import asyncio
@@ -46,7 +46,18 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.config import CacheConfig
+    from aiokv.base.types import (
+        Health,
+        Hit,
+        HotPrefixes,
+        Item,
+        LeaseInfo,
+        RequestStatistics,
+        Statistics,
+        Tier,
+        TokenIds,
+    )
+    from aiokv.config.cache_config import CacheConfig
     from aiokv.engine.computing import ComputeBatch
     from aiokv.engine.events import KVEvents
     from aiokv.engine.observers import Observer, TransferSpan
@@ -61,17 +72,6 @@ if TYPE_CHECKING:
     from aiokv.stores.base import Store
     from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.use import StoreUse
-    from aiokv.types import (
-        Health,
-        Hit,
-        HotPrefixes,
-        Item,
-        LeaseInfo,
-        RequestStatistics,
-        Statistics,
-        Tier,
-        TokenIds,
-    )
     from aiokv.worker.base import RankStatistics, Worker
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.lanes import WorkerStatistics

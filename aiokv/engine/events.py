@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
-from aiokv import checks
+from aiokv.base import checks
+from aiokv.base.logs import Log
 from aiokv.engine.contexts import split_context
 from aiokv.errors import UsageError
 from aiokv.events.schema import (
@@ -21,7 +22,6 @@ from aiokv.events.schema import (
     BlockStored,
     KVEventBatch,
 )
-from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
     from types import TracebackType

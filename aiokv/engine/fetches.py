@@ -20,11 +20,11 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
+from aiokv.base.plan import Priority
 from aiokv.engine.borders import BorderSearch
 from aiokv.engine.comparison import PARTS, Comparison, Part, rest_of
 from aiokv.engine.fetch_line import AT_A_TIME, FetchLine
 from aiokv.errors import AiokvError
-from aiokv.plan import Priority
 from aiokv.stores.base import KEY_BYTES
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from aiokv import checks
+from aiokv.base import checks
 from aiokv.errors import AiokvError, UsageError
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from aiokv import checks
+from aiokv.base import checks
+from aiokv.base.types import Health, HotPrefixes, LeaseInfo, PrefixInfo
 from aiokv.engine.contexts import split_context
 from aiokv.stores.guard_statistics import unavailable_stores
-from aiokv.types import Health, HotPrefixes, LeaseInfo, PrefixInfo
 
 if TYPE_CHECKING:
     from aiokv.engine.parts import Parts

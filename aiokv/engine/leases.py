@@ -6,7 +6,10 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Final
 
-from aiokv import checks
+from aiokv.base import checks
+from aiokv.base.logs import DEBUG, Log
+from aiokv.base.plan import CLONE, STATE, Priority, clone_plan
+from aiokv.base.types import LeaseState, as_block_ids, as_items, as_tokens, lease_name
 from aiokv.engine.contexts import context_of
 from aiokv.engine.coverage import Coverage
 from aiokv.engine.lifetime import Phase
@@ -23,17 +26,15 @@ from aiokv.errors import (
     WouldBlock,
 )
 from aiokv.lease import Lease
-from aiokv.observe.logs import DEBUG, Log
 from aiokv.peers.ticket import MAX_TIMEOUT_SECONDS
-from aiokv.plan import CLONE, STATE, Priority, clone_plan
 from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.scheduler.granting import READY
-from aiokv.types import LeaseState, as_block_ids, as_items, as_tokens, lease_name
 from aiokv.worker.views import done_view
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from aiokv.base.types import Hit, Item, TokenIds
     from aiokv.engine.computing import Computing
     from aiokv.engine.expiries import Expiries
     from aiokv.engine.fetches import Fetches, StoreWait
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from aiokv.engine.peers import Exchange
     from aiokv.engine.steps import Steps
     from aiokv.scheduler.effects import Effects, Grant
-    from aiokv.types import Hit, Item, TokenIds
     from aiokv.worker.device.base import Event
     from aiokv.worker.views import LayerView
 

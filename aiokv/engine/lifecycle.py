@@ -8,9 +8,10 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Final
 
-from aiokv import _native, checks
+from aiokv import _native
+from aiokv.base import checks
+from aiokv.base.logs import INFO, Log
 from aiokv.engine.lifetime import Phase
-from aiokv.observe.logs import INFO, Log
 
 if TYPE_CHECKING:
     from aiokv.engine.computing import Computing

@@ -7,8 +7,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from aiokv import checks
-from aiokv.checks import Unique
+from aiokv.base import checks
+from aiokv.base.checks import Unique
 from aiokv.engine.observers import LeasePhase, TransferSpan
 from aiokv.engine.timeline import check_path, timeline_of, write_timeline
 from aiokv.errors import UsageError

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
+from aiokv.base.plan import Direction, Outcome  # noqa: TC001 - msgspec reads the annotations
+from aiokv.base.types import lease_name
 from aiokv.errors import ClosedError, UsageError
-from aiokv.plan import Direction, Outcome  # noqa: TC001 - msgspec reads the annotations
-from aiokv.types import lease_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from contextvars import Context
 
+    from aiokv.base.plan import TransferPlan
     from aiokv.lease import Lease
-    from aiokv.plan import TransferPlan
     from aiokv.scheduler.reader import CacheReader
     from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.poller import EventPoller

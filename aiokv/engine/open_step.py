@@ -6,8 +6,8 @@ import asyncio
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
+from aiokv.base.logs import Log
 from aiokv.errors import UsageError
-from aiokv.observe.logs import Log
 from aiokv.scheduler.reader import STEP_HINT
 
 if TYPE_CHECKING:

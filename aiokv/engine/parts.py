@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from aiokv.config import CacheConfig
+from aiokv.base.plan import STATE_OFFLOAD, STATE_ONLOAD, WINDOW_ROUTES
+from aiokv.config.cache_config import CacheConfig
 from aiokv.engine.compute_times import BatchTimes, ComputeTimes, StepTimes
 from aiokv.engine.dispatcher import Dispatcher
 from aiokv.engine.lifetime import Lifetime
@@ -15,8 +16,8 @@ from aiokv.engine.requests import RequestCounts
 from aiokv.engine.speed import PrefillSpeed
 from aiokv.engine.transfers import Transfers
 from aiokv.errors import ConfigError, UsageError
+from aiokv.layout.regions import Regions
 from aiokv.peers.options import Peers, check_peers
-from aiokv.plan import STATE_OFFLOAD, STATE_ONLOAD, WINDOW_ROUTES
 from aiokv.scheduler.scheduler import CacheScheduler
 from aiokv.stores.identity import StoreIdentity
 from aiokv.stores.pools import StorePools
@@ -24,12 +25,11 @@ from aiokv.stores.urls import stores_from
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.names import named_device
 from aiokv.worker.poller import EventPoller
-from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aiokv.plan import TransferReport
+    from aiokv.base.plan import TransferReport
     from aiokv.ranks.group import RankGroup
     from aiokv.stores.base import Store
     from aiokv.stores.use import StoreUse

@@ -25,28 +25,28 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aiokv import checks
+from aiokv.base import checks
+from aiokv.base.logs import Log
+from aiokv.base.types import LeaseState, lease_name
 from aiokv.engine.progress import SendProgress
 from aiokv.errors import LeaseError, PeerError, UsageError
-from aiokv.observe.logs import Log
 from aiokv.peers import ticket as tickets
 from aiokv.peers.options import CHUNK_BLOCKS
 from aiokv.peers.statistics import PeerCounts, PeerStatistics
 from aiokv.peers.ticket import Ticket
-from aiokv.types import LeaseState, lease_name
 from aiokv.worker.device.base import as_event
 from aiokv.worker.layer_marks import layer_mark
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aiokv.config import WindowGroup
+    from aiokv.base.plan import TransferReport
+    from aiokv.config.cache_config import WindowGroup
     from aiokv.engine.flow import Flow, Side
     from aiokv.engine.observers import End
     from aiokv.engine.parts import Parts
     from aiokv.engine.progress import SendPart
     from aiokv.lease import Lease
-    from aiokv.plan import TransferReport
     from aiokv.scheduler.effects import Effects, Moved
     from aiokv.worker.device.base import Event
 

@@ -6,21 +6,21 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING
 
-from aiokv import checks
-from aiokv.checks import Unique
+from aiokv.base import checks
+from aiokv.base.checks import Unique
+from aiokv.base.plan import Priority
+from aiokv.base.types import Hit
 from aiokv.errors import RequestTooLarge, UsageError, WouldBlock
-from aiokv.plan import Priority
-from aiokv.types import Hit
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Sequence
 
+    from aiokv.base.types import Item, TokenIds
     from aiokv.engine.fetches import Fetches
     from aiokv.engine.leases import Leases
     from aiokv.engine.parts import Parts
     from aiokv.lease import Lease
-    from aiokv.types import Item, TokenIds
 
 
 class Pin(Unique):

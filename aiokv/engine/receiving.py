@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
-from aiokv import checks
-from aiokv.checks import Unique
+from aiokv.base import checks
+from aiokv.base.checks import Unique
 from aiokv.engine.flow import Flow, check_not_entered, entered
 from aiokv.engine.observers import outcome_of
 from aiokv.peers.statistics import ReceivingStatistics

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
-from aiokv import checks
+from aiokv.base import checks
 from aiokv.engine.trace_writer import TraceEntry, TraceWriter
 from aiokv.errors import UsageError
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aiokv.base.logs import Log
 from aiokv.errors import ClosedError, RankLost, UsageError
-from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
+    from aiokv.base.plan import TransferReport
     from aiokv.engine.parts import Parts
     from aiokv.engine.peers import Exchange
     from aiokv.engine.steps import Steps
-    from aiokv.plan import TransferReport
 
 log = Log(__name__)
 

@@ -6,8 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from aiokv._native import Histogram
+from aiokv.base.types import DurationHistogram, RequestStatistics
 from aiokv.errors import RequestTooLarge
-from aiokv.types import DurationHistogram, RequestStatistics
 
 if TYPE_CHECKING:
     from aiokv.engine.speed import PrefillSpeed

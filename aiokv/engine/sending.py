@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
-from aiokv.checks import Unique
+from aiokv.base.checks import Unique
 from aiokv.engine.flow import Flow, check_not_entered, entered
 from aiokv.engine.progress import SendProgress
 

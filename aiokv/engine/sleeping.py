@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final, get_args
 
-from aiokv import checks
+from aiokv.base import checks
+from aiokv.base.logs import Log
+from aiokv.base.types import Tier
 from aiokv.engine.lifecycle import SAVE_SECONDS
 from aiokv.errors import LayoutError, UsageError
-from aiokv.observe.logs import Log
+from aiokv.layout.regions import Regions
 from aiokv.stores.guard_statistics import unavailable_stores
-from aiokv.types import Tier
-from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

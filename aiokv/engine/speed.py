@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from aiokv.rates import bounded_mean
+from aiokv.base.rates import bounded_mean
 
 WINDOW: Final = 32  # newest batches from which the speed is estimated
 LEAST_TOKENS: Final = 64  # batches of fewer prompt tokens do not keep the model busy
@@ -22,9 +22,9 @@ class PrefillSpeed:
     - A batch counts by its tokens and seconds: a prompt takes the sum of the times of its batches.
       A mean of the speeds of batches would be higher.
     - Fast and slow batches are treated alike, by their times per token: see
-      :func:`~aiokv.rates.bounded_mean`. So a pause of the serving loop has hardly an effect, nor
-      has a batch that seems short because the end of the batch before was noticed late; but if
-      each fifth batch is slow, all of its time counts.
+      :func:`~aiokv.base.rates.bounded_mean`. So a pause of the serving loop has hardly an effect,
+      nor has a batch that seems short because the end of the batch before was noticed late; but
+      if each fifth batch is slow, all of its time counts.
     - After a change of the load, the estimate follows in proportion to the share of new batches in
       the window.
     - Small batches are left out, because a long prompt is computed in large ones: batches of fewer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiokv.observe.logs import DEBUG, Log
+from aiokv.base.logs import DEBUG, Log
 
 if TYPE_CHECKING:
     from aiokv.engine.parts import Parts

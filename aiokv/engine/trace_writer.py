@@ -25,8 +25,8 @@ from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
+from aiokv.base.logs import Log
 from aiokv.errors import UsageError
-from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from aiokv.observe.logs import DEBUG, Log
-from aiokv.plan import FETCH_ROUTES, ONLOAD, PEER_ROUTES, Priority, TransferReport
+from aiokv.base.logs import DEBUG, Log
+from aiokv.base.plan import FETCH_ROUTES, ONLOAD, PEER_ROUTES, Priority, TransferReport
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.layer_waits import LayerWaits
 from aiokv.worker.layers import ALL, LayerDoneCounter
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Collection, Iterable
 
-    from aiokv.config import CacheConfig
+    from aiokv.base.plan import Route, TransferPlan
+    from aiokv.config.cache_config import CacheConfig
     from aiokv.engine.lifetime import Lifetime
     from aiokv.engine.observers import Observers
     from aiokv.engine.open_step import OpenStep
-    from aiokv.plan import Route, TransferPlan
     from aiokv.scheduler.reader import CacheReader
     from aiokv.worker.base import Cancelled, Worker
     from aiokv.worker.poller import EventPoller

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 
-from aiokv import checks
+from aiokv.base import checks
+from aiokv.base.logs import Log
 from aiokv.errors import ConfigError, UsageError
 from aiokv.events.schema import LAYOUTS, AllBlocksCleared, BatchEncoder, KVEventBatch
-from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

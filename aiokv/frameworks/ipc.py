@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, Self
 import msgspec
 
 from aiokv import _native
-from aiokv.checks import Unique
+from aiokv.base.checks import Unique
 from aiokv.errors import ClosedError, ConfigError, DeviceError, LayoutError, UsageError
+from aiokv.layout.arrays import dense_strides, dtype_name, interface_of, item_bytes_of
 from aiokv.peers.cuda_ipc import this_process
 from aiokv.peers.one_sided import this_machine
-from aiokv.worker.arrays import dense_strides, dtype_name, interface_of, item_bytes_of
 
 if TYPE_CHECKING:
     from types import TracebackType

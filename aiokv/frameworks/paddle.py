@@ -10,12 +10,12 @@ import warnings
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.errors import LayoutError, UsageError
-from aiokv.worker.arrays import dtype_name
+from aiokv.layout.arrays import dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiokv.worker.regions import Regions
+    from aiokv.layout.regions import Regions
 
 
 _INTEGERS: Final = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}

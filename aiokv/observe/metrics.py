@@ -18,19 +18,19 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 import aiokv
+from aiokv.base.types import DurationHistogram
 from aiokv.observe import tables
 from aiokv.observe.exposition import CONTENT_TYPE, Family, Sample, labelled, merged, text_of
-from aiokv.types import DurationHistogram
 from aiokv.worker.lanes import ROUTE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from aiokv.base.types import RequestStatistics, Statistics
     from aiokv.engine import CacheEngine
     from aiokv.observe.exposition import Kind
     from aiokv.observe.tables import Table
     from aiokv.stores.guard_statistics import GuardStatistics
-    from aiokv.types import RequestStatistics, Statistics
     from aiokv.worker.lanes import WorkerStatistics
 
 __all__ = ["CONTENT_TYPE", "DEFAULT_ENGINE", "MAX_SALTS", "exposition", "families", "named_engines"]

@@ -30,7 +30,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from aiokv import BatchSpan, TransferSpan
-from aiokv.checks import Unique, flag
+from aiokv.base.checks import Unique, flag
 from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from aiokv.worker.device.base import CopyError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from aiokv.plan import TransferPlan
+    from aiokv.base.plan import TransferPlan
 
 
 class Mapping(Protocol):
-    """Mapping of one sender rank's parcels to blocks of this rank; see ``aiokv.peers.layout``."""
+    """Mapping of one sender rank's parcels to blocks of this rank; see ``aiokv.layout.mapping``."""
 
     is_identity: bool
     parcel_bytes: int

@@ -9,9 +9,9 @@ from aiokv.peers.messages import block_key, bytes_with_trailer, split_key
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
+    from aiokv.base.plan import TransferPlan
     from aiokv.peers.messages import SlotCredit
     from aiokv.peers.send_queue import SendQueue
-    from aiokv.plan import TransferPlan
     from aiokv.worker.device.base import CopyError
 
 C = TypeVar("C", bound="Hashable")  # a connection
@@ -63,7 +63,7 @@ class Parcel(Generic[C]):
 
 
 class Mapping(Protocol):
-    """Mapping of this rank's blocks to parcels for one receiver; see ``aiokv.peers.layout``."""
+    """Mapping of this rank's blocks to parcels for one receiver; see ``aiokv.layout.mapping``."""
 
     parcel_is_block: bool
     parcel_bytes: int

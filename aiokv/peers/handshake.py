@@ -30,7 +30,7 @@ import hmac
 import secrets
 from typing import Final, Literal, NamedTuple
 
-from aiokv.checks import shown
+from aiokv.base.checks import shown
 from aiokv.errors import ConfigError
 
 Role = Literal["client", "server"]

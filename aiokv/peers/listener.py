@@ -8,9 +8,9 @@ import socket
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from aiokv.checks import Unique, integer, shown, text
+from aiokv.base.checks import Unique, integer, shown, text
+from aiokv.base.logs import Log
 from aiokv.errors import ConfigError
-from aiokv.observe.logs import Log
 from aiokv.peers.handshake import (
     GREETING_BYTES,
     PROOF_BYTES,

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from aiokv.errors import LayoutError, UsageError
+from aiokv.layout.block_layout import STATE, window_pool
+from aiokv.layout.mapping import BlockLayout, Mapping, covers, sources
 from aiokv.peers.arrivals import Source
-from aiokv.peers.block_layout import STATE, window_pool
-from aiokv.peers.layout import BlockLayout, Mapping, covers, sources
 from aiokv.worker.device.base import layers_group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from aiokv.base.plan import TransferPlan
     from aiokv.peers.messages import Open
     from aiokv.peers.ticket import Endpoint, Ticket
-    from aiokv.plan import TransferPlan
 
 MIN_CUT_SLOTS: Final = 2  # a block, and the parcel that is cut out of it
 MAX_MAPPINGS: Final = 256

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from aiokv.base.logs import Log
 from aiokv.errors import ConfigError, InternalError, PeerError
-from aiokv.observe.logs import Log
 from aiokv.peers.messages import Return
 
 if TYPE_CHECKING:

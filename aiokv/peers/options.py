@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
-from aiokv import checks
+from aiokv.base import checks
 from aiokv.errors import ConfigError
 from aiokv.stores.options import parse_bytes
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from aiokv.base.plan import STATE_SEND
 from aiokv.peers.departures import Parcel
 from aiokv.peers.messages import parcel_key, split_key
-from aiokv.plan import STATE_SEND
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator

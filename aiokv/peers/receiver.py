@@ -55,11 +55,11 @@ from aiokv.stores.base import TRAILER_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
 
+    from aiokv.base.plan import TransferPlan
     from aiokv.peers.arrivals import Source
     from aiokv.peers.messages import Message
     from aiokv.peers.ring import LandingRing
     from aiokv.peers.ticket import Ticket
-    from aiokv.plan import TransferPlan
     from aiokv.worker.device.base import CopyError
 
 C = TypeVar("C", bound="Hashable")  # a connection

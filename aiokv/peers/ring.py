@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
-from aiokv.checks import MAX_INT32, integer
+from aiokv.base.checks import MAX_INT32, integer
 from aiokv.errors import InternalError
 from aiokv.peers.messages import SlotCredit
 

@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
     from collections.abc import Mapping as Dictionary
 
+    from aiokv.base.plan import TransferPlan
     from aiokv.peers.departures import Parcel, Target
     from aiokv.peers.messages import Message, SlotCredit
     from aiokv.peers.ticket import Ticket
-    from aiokv.plan import TransferPlan
 
 C = TypeVar("C", bound="Hashable")  # a connection
 

@@ -18,8 +18,8 @@ from aiokv.errors import ConfigError
 from aiokv.stores.base import TRAILER_BYTES
 
 if TYPE_CHECKING:
+    from aiokv.layout.regions import Regions
     from aiokv.peers.options import Peers
-    from aiokv.worker.regions import Regions
 
 ASSEMBLY_SHARE: Final = 4  # 1 of as many blocks of the ring puts blocks of other layouts together
 PARCEL_TOKENS: Final = 64  # of the largest blocks that fit in a landing slot, if the ring is large

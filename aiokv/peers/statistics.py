@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from aiokv.worker.peer_transfers import RankPeerStatistics  # noqa: TC001  (msgspec)
+from aiokv.peers.peer_transfers import RankPeerStatistics  # noqa: TC001  (msgspec)
 
 
 class ReceivingStatistics(msgspec.Struct, frozen=True, kw_only=True):

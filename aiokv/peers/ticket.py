@@ -14,7 +14,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from aiokv import checks
+from aiokv.base import checks
 from aiokv.errors import PeerError, UsageError
 
 VERSION: Final = 1
@@ -42,7 +42,7 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         port: TCP port.
         rank: number of the rank; 0 without ranks.
         num_ranks: number of ranks; 1 without ranks.
-        layout: blocks of the rank, as ``aiokv.peers.layout`` encodes them.
+        layout: blocks of the rank, as ``aiokv.layout.mapping`` encodes them.
         transport: name of the transport, such as ``"tcp"``.
     """
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, Protocol, Self
 
 import msgspec
 
-from aiokv.checks import Unique, integer, positive
+from aiokv.base.checks import Unique, integer, positive
 from aiokv.errors import ConfigError, InternalError, PeerError
 from aiokv.peers.frames import READ_BYTES, FrameError, FrameReader
 from aiokv.peers.handshake import Handshake, HandshakeError

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aiokv.errors import UsageError
-from aiokv.observe.logs import Log
-from aiokv.plan import (
+from aiokv.base.logs import Log
+from aiokv.base.plan import (
     FETCH,
     OFFLOAD,
     ONLOAD,
@@ -20,6 +19,7 @@ from aiokv.plan import (
     WINDOW_SAVE,
     TransferReport,
 )
+from aiokv.errors import UsageError
 from aiokv.ranks.channel import MAX_FRAME_BYTES, frame_of
 from aiokv.ranks.messages import TransferBatch, encode
 from aiokv.ranks.reduce import GroupTransfer
@@ -33,8 +33,8 @@ from aiokv.worker.settling import ReportWaiters
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from aiokv.base.plan import TransferPlan
     from aiokv.errors import RankLost
-    from aiokv.plan import TransferPlan
     from aiokv.ranks.membership import Membership
     from aiokv.ranks.messages import Layout, Reports
     from aiokv.ranks.rank_state import RankState, RankTimeouts

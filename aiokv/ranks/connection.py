@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from aiokv.observe.logs import Log
+from aiokv.base.logs import Log
 from aiokv.ranks.channel import MAX_FRAME_BYTES, Channel, ChannelError, frame_of
 from aiokv.ranks.messages import Hello, Refuse, decode_from_rank, decode_hello, encode
 

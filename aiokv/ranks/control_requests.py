@@ -10,10 +10,10 @@ from aiokv.ranks.channel import frame_of
 from aiokv.ranks.messages import encode
 
 if TYPE_CHECKING:
+    from aiokv.base.types import Tier
     from aiokv.ranks.membership import Membership
     from aiokv.ranks.messages import ControlReply, Sleep, WakeUp
     from aiokv.ranks.rank_state import RankState, RankTimeouts
-    from aiokv.types import Tier
 
 
 class ControlRequests:

@@ -10,7 +10,7 @@ from aiokv.errors import ClosedError, UsageError
 from aiokv.worker.device.base import CopyError
 
 if TYPE_CHECKING:
-    from aiokv.plan import TransferPlan
+    from aiokv.base.plan import TransferPlan
     from aiokv.worker.layers import LayerDoneCounter
 
 KEPT_COUNTERS: Final = 4096  # of ended transfers, for a runner that waits late

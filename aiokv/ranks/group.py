@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from aiokv.checks import Unique, arguments, flag, integer
+from aiokv.base.checks import Unique, arguments, flag, integer
+from aiokv.base.logs import Log
+from aiokv.base.plan import PEER_ROUTES, WINDOW_PEER_ROUTES
 from aiokv.errors import ClosedError, ConfigError, PeerError, UsageError
-from aiokv.observe.logs import Log
-from aiokv.plan import PEER_ROUTES, WINDOW_PEER_ROUTES
 from aiokv.ranks.broadcast import ROUTES, STORE_ROUTES, TransferBroadcast
 from aiokv.ranks.channel import checked_path, frame_of
 from aiokv.ranks.control_requests import ControlRequests
@@ -42,23 +42,23 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.config import WindowGroup
+    from aiokv.base.plan import Pool, StorePool, TransferPlan, TransferReport
+    from aiokv.base.types import Tier
+    from aiokv.config.cache_config import WindowGroup
     from aiokv.errors import RankLost
+    from aiokv.layout.regions import Regions
+    from aiokv.peers.peer_transfers import RankPeerStatistics
     from aiokv.peers.ticket import Endpoint
-    from aiokv.plan import Pool, StorePool, TransferPlan, TransferReport
     from aiokv.ranks.messages import Layout, Reports
     from aiokv.ranks.rank_state import RankState
     from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.store_set import StoreAnswer
-    from aiokv.types import Tier
     from aiokv.worker.base import Cancelled
     from aiokv.worker.device.base import Event
     from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.layers import LayerDoneCounter
-    from aiokv.worker.peer_transfers import RankPeerStatistics
     from aiokv.worker.poller import EventPoller
-    from aiokv.worker.regions import Regions
 
 log = Log(__name__)
 

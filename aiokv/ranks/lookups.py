@@ -14,7 +14,7 @@ from aiokv.ranks.messages import Lookup, encode
 from aiokv.stores.store_set import NOTHING, Found, StoreAnswer
 
 if TYPE_CHECKING:
-    from aiokv.plan import StorePool
+    from aiokv.base.plan import StorePool
     from aiokv.ranks.membership import Membership
     from aiokv.ranks.messages import LookupReply
     from aiokv.ranks.rank_state import RankState, RankTimeouts

@@ -6,8 +6,8 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from aiokv.base.logs import Log
 from aiokv.errors import ClosedError, RankLost
-from aiokv.observe.logs import Log
 from aiokv.ranks.channel import ChannelError, frame_of
 from aiokv.ranks.connection import Connection
 from aiokv.ranks.messages import (
@@ -30,14 +30,14 @@ from aiokv.ranks.rank_state import RankState
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aiokv.config import WindowGroup
+    from aiokv.base.types import Tier
+    from aiokv.config.cache_config import WindowGroup
     from aiokv.ranks.channel import Channel
     from aiokv.ranks.listener import Listener
     from aiokv.ranks.messages import FromConnectedRank, Hello, Layout
     from aiokv.ranks.processes import RankProcesses
     from aiokv.ranks.rank_state import RankTimeouts
     from aiokv.stores.identity import StoreIdentity
-    from aiokv.types import Tier
 
 log = Log(__name__)
 

@@ -31,19 +31,19 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
-from aiokv.config import WindowGroup  # noqa: TC001  (msgspec needs it)
+from aiokv.base.plan import TransferPlan, TransferReport  # noqa: TC001
+from aiokv.base.types import Tier  # noqa: TC001
+from aiokv.config.cache_config import WindowGroup  # noqa: TC001  (msgspec needs it)
+from aiokv.peers.peer_transfers import RankPeerStatistics  # noqa: TC001
 from aiokv.peers.ticket import Endpoint  # noqa: TC001
-from aiokv.plan import TransferPlan, TransferReport  # noqa: TC001
 from aiokv.stores.guard_statistics import GuardStatistics  # noqa: TC001
 from aiokv.stores.identity import StoreIdentity  # noqa: TC001
-from aiokv.types import Tier  # noqa: TC001
 from aiokv.worker.device.cpu import device_blocks
 from aiokv.worker.lanes import WorkerStatistics  # noqa: TC001
-from aiokv.worker.peer_transfers import RankPeerStatistics  # noqa: TC001
 from aiokv.worker.poller import PollerStatistics  # noqa: TC001
 
 if TYPE_CHECKING:
-    from aiokv.worker.regions import Regions
+    from aiokv.layout.regions import Regions
 
 PROTOCOL_VERSION: Final = 8
 MAX_LAYERS: Final = 1 << 16  # the manager keeps a counter per layer and transfer

@@ -11,7 +11,7 @@ from aiokv.worker.interrupts import call_surely
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiokv.plan import TransferReport
+    from aiokv.base.plan import TransferReport
 
 
 class Outbox:

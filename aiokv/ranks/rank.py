@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 
-from aiokv.checks import Unique, arguments, integer, sequence
-from aiokv.checks import timeout as timeout_of
+from aiokv.base.checks import Unique, arguments, integer, sequence
+from aiokv.base.checks import timeout as timeout_of
+from aiokv.base.logs import Log
+from aiokv.base.plan import FETCH_ROUTES, TransferReport
 from aiokv.errors import (
     AiokvError,
     ClosedError,
@@ -25,10 +27,9 @@ from aiokv.errors import (
     RankLost,
     UsageError,
 )
-from aiokv.observe.logs import Log
+from aiokv.layout.regions import Regions
 from aiokv.peers.options import Peers, check_peers
 from aiokv.peers.ticket import decode as decode_ticket
-from aiokv.plan import FETCH_ROUTES, TransferReport
 from aiokv.ranks.channel import Channel, check_length, checked_path, frame_of
 from aiokv.ranks.counters import Counters
 from aiokv.ranks.messages import (
@@ -70,23 +71,22 @@ from aiokv.worker.layer_marks import split_layer_mark
 from aiokv.worker.layer_waits import LayerWaits
 from aiokv.worker.layers import ALL, LayerDoneCounter
 from aiokv.worker.poller import EventPoller
-from aiokv.worker.regions import Regions
 from aiokv.worker.views import LayerView, done_view
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Sequence
     from types import TracebackType
 
-    from aiokv.plan import TransferPlan
+    from aiokv.base.plan import TransferPlan
+    from aiokv.base.types import Tier
+    from aiokv.peers.peer_transfers import RankPeerStatistics
     from aiokv.ranks.messages import FromRank
     from aiokv.stores.base import Store
     from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.use import StoreUse
-    from aiokv.types import Tier
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.lanes import WorkerStatistics
-    from aiokv.worker.peer_transfers import RankPeerStatistics
 
 log = Log(__name__)
 

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Final, cast
 
-from aiokv.checks import arguments
+from aiokv.base.checks import arguments
 from aiokv.errors import ConfigError
 from aiokv.worker.lanes import IDLE as IDLE_WORKER
 from aiokv.worker.lanes import ROUTE_NAMES
 from aiokv.worker.poller import IDLE as IDLE_POLLER
 
 if TYPE_CHECKING:
+    from aiokv.peers.peer_transfers import RankPeerStatistics
     from aiokv.peers.ticket import Endpoint
     from aiokv.ranks.channel import Channel
     from aiokv.ranks.messages import Layout, Pong
     from aiokv.stores.guard_statistics import GuardStatistics
-    from aiokv.worker.peer_transfers import RankPeerStatistics
 
 MAX_RANKS: Final = 1024  # per group
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from aiokv.plan import FETCH_ROUTES, SAVE_ROUTES, TransferReport
+from aiokv.base.plan import FETCH_ROUTES, SAVE_ROUTES, TransferReport
 from aiokv.ranks.channel import ChannelError
 from aiokv.stores.base import Result
 from aiokv.worker.device.base import CopyError
@@ -12,7 +12,7 @@ from aiokv.worker.device.base import CopyError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiokv.plan import TransferPlan
+    from aiokv.base.plan import TransferPlan
     from aiokv.worker.layers import LayerDoneCounter
 
 CANCELLED: Final = CopyError(0, "cancelled before it was submitted")

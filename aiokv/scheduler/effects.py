@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from aiokv.base.plan import Priority, TransferPlan
     from aiokv.errors import AiokvError
-    from aiokv.plan import Priority, TransferPlan
 
 
 class Grant(NamedTuple):

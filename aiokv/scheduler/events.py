@@ -8,7 +8,7 @@ from aiokv._native import BlockEvent, EventStream, Medium
 
 if TYPE_CHECKING:
     from aiokv._native import Core
-    from aiokv.types import Tier
+    from aiokv.base.types import Tier
 
 Change: TypeAlias = Literal["stored", "removed", "cleared"]
 

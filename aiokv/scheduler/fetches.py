@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiokv._native import Core
-    from aiokv.config import CacheConfig
-    from aiokv.plan import Priority, StorePool
+    from aiokv.base.plan import Priority, StorePool
+    from aiokv.config.cache_config import CacheConfig
     from aiokv.scheduler.effects import Effects, Outbox
     from aiokv.scheduler.plans import Plans
     from aiokv.scheduler.store_saver import StoreSaver

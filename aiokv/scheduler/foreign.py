@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv._native import Core
-    from aiokv.plan import Priority
+    from aiokv.base.plan import Priority
     from aiokv.scheduler.effects import Grant, Outbox
     from aiokv.scheduler.granting import Granting
     from aiokv.scheduler.pending import PendingBlocks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from aiokv.plan import Priority
+from aiokv.base.plan import Priority
 from aiokv.scheduler.effects import Grant
 
 if TYPE_CHECKING:

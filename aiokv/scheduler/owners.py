@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aiokv.base.types import lease_name
 from aiokv.scheduler.sharded import Sharded
-from aiokv.types import lease_name
 
 if TYPE_CHECKING:
     from aiokv.errors import AiokvError

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiokv._native import Core
-    from aiokv.config import CacheConfig
+    from aiokv.config.cache_config import CacheConfig
     from aiokv.scheduler.clock import StepClock
     from aiokv.scheduler.effects import Done, Effects, Outbox
     from aiokv.scheduler.owners import Owners

@@ -10,7 +10,7 @@ import numpy as np
 from aiokv._native import Core, EvictionKind, MoveRoute, Outcome, PeerRoute, StoreConfig
 from aiokv._native import StorePolicy as NativeStorePolicy
 from aiokv._native import WritePolicy as NativePolicy
-from aiokv.plan import (
+from aiokv.base.plan import (
     FETCH,
     ID_DTYPE,
     OFFLOAD,
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Mapping, Sequence
 
-    from aiokv.config import CacheConfig, WindowGroup
-    from aiokv.plan import Route, TransferReport
+    from aiokv.base.plan import Route, TransferReport
+    from aiokv.config.cache_config import CacheConfig, WindowGroup
 
 KEPT_REPORTS: Final = 256  # newest report ids, to detect a report repeated after an interrupt
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from aiokv.plan import store_pool
+from aiokv.base.plan import store_pool
 
 if TYPE_CHECKING:
-    from aiokv.config import CacheConfig
-    from aiokv.plan import StorePool
+    from aiokv.base.plan import StorePool
+    from aiokv.config.cache_config import CacheConfig
 
 _STATE: Final = -1  # group of recurrent state in the core
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiokv.plan import Priority
+from aiokv.base.plan import Priority
 
 if TYPE_CHECKING:
     from aiokv._native import Core
-    from aiokv.config import CacheConfig
+    from aiokv.config.cache_config import CacheConfig
     from aiokv.scheduler.clock import StepClock
     from aiokv.scheduler.effects import Outbox
     from aiokv.scheduler.owners import Owners

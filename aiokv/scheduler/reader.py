@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from aiokv._native import LeaseState as NativeState
-from aiokv.errors import UsageError
-from aiokv.scheduler.events import BlockEvents
-from aiokv.scheduler.pools import auxiliary_pools, group_numbers
-from aiokv.types import (
+from aiokv.base.types import (
     DurationHistogram,
     Hit,
     LeaseInfo,
@@ -19,6 +16,9 @@ from aiokv.types import (
     Statistics,
     WindowStatistics,
 )
+from aiokv.errors import UsageError
+from aiokv.scheduler.events import BlockEvents
+from aiokv.scheduler.pools import auxiliary_pools, group_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv._native import Core
-    from aiokv.config import CacheConfig, WindowGroup
-    from aiokv.plan import StorePool
+    from aiokv.base.plan import StorePool
+    from aiokv.base.types import LeaseWait
+    from aiokv.config.cache_config import CacheConfig, WindowGroup
     from aiokv.scheduler.admission import Admission
     from aiokv.scheduler.clock import StepClock
     from aiokv.scheduler.gate import Gate
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from aiokv.scheduler.quota import SaltQuota
     from aiokv.scheduler.releases import Releases
     from aiokv.scheduler.waits import Entry
-    from aiokv.types import LeaseWait
 
 MAX_EXPLAINED_LEASES: Final = 1_000
 STEP_HINT: Final = "call engine.step(event) after the last submitted work"

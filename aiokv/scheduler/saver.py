@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
-from aiokv.plan import Priority
+from aiokv.base.plan import Priority
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiokv._native import Core
-    from aiokv.config import CacheConfig
+    from aiokv.config.cache_config import CacheConfig
     from aiokv.scheduler.effects import Outbox
     from aiokv.scheduler.plans import Plans
 

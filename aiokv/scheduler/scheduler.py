@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Concatenate, Final, Literal, ParamSpec, TypeVar
 
+from aiokv.base.plan import Priority
+from aiokv.base.types import LeaseState
 from aiokv.errors import (
     AiokvError,
     BrokenEngineError,
@@ -18,7 +20,6 @@ from aiokv.errors import (
     UsageError,
     WouldBlock,
 )
-from aiokv.plan import Priority
 from aiokv.scheduler.admission import Admission, Request, already_waits
 from aiokv.scheduler.clock import StepClock
 from aiokv.scheduler.effects import Fork, Grant, Outbox
@@ -39,7 +40,6 @@ from aiokv.scheduler.saver import Saver
 from aiokv.scheduler.sharded import SHARDS
 from aiokv.scheduler.store_saver import StoreSaver
 from aiokv.scheduler.waits import PER_CALL
-from aiokv.types import LeaseState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.config import CacheConfig
-    from aiokv.plan import TransferReport
+    from aiokv.base.plan import TransferReport
+    from aiokv.base.types import Tier
+    from aiokv.config.cache_config import CacheConfig
     from aiokv.scheduler.effects import Done, Effects
     from aiokv.scheduler.gate import GateChange
-    from aiokv.types import Tier
 
 TRANSITIONS: Final = (
     "advance",

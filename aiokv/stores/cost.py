@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from aiokv.rates import bounded_mean
+from aiokv.base.rates import bounded_mean
 
 WINDOW: Final = 16  # newest measurements from which a value is estimated
 HALF_LIFE_SECONDS: Final = 5.0  # a measurement has half the weight of one made so much later

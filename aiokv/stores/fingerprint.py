@@ -16,16 +16,16 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Final
 
-from aiokv import checks
+from aiokv.base import checks
 from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from aiokv.config import WindowGroup
-    from aiokv.plan import StorePool
-    from aiokv.worker.arrays import Piece
-    from aiokv.worker.regions import Regions
+    from aiokv.base.plan import StorePool
+    from aiokv.config.cache_config import WindowGroup
+    from aiokv.layout.arrays import Piece
+    from aiokv.layout.regions import Regions
 
 # Increase when the meaning of the bytes of a block changes: older blocks are then missing.
 FORMAT_VERSION: Final = 1

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from aiokv import _native
+from aiokv.base.logs import Log
+from aiokv.base.plan import Priority
 from aiokv.errors import AiokvError, ConfigError, StoreError
-from aiokv.observe.logs import Log
-from aiokv.plan import Priority
 from aiokv.stores.base import KEY_BYTES, Result, StoreStatistics
 from aiokv.stores.breaker import Breaker
 from aiokv.stores.cost import Cost

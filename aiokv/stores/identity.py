@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from aiokv.config import WindowGroup  # noqa: TC001  (msgspec needs it)
+from aiokv.config.cache_config import WindowGroup  # noqa: TC001  (msgspec needs it)
 from aiokv.stores.fingerprint import fingerprint
 
 if TYPE_CHECKING:
-    from aiokv.plan import StorePool
-    from aiokv.worker.regions import Regions
+    from aiokv.base.plan import StorePool
+    from aiokv.layout.regions import Regions
 
 
 class StoreIdentity(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from aiokv.base.logs import Log
 from aiokv.errors import AiokvError, StoreError
-from aiokv.observe.logs import Log
 from aiokv.stores.breaker import FIRST_PAUSE_SECONDS
 
 if TYPE_CHECKING:

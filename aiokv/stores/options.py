@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from aiokv import checks
+from aiokv.base import checks
 from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from aiokv.observe.logs import Log
+from aiokv.base.logs import Log
 from aiokv.stores.store_set import StoreSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from aiokv.plan import StorePool, TransferPlan
+    from aiokv.base.plan import StorePool, TransferPlan
     from aiokv.stores.accesses import Accesses
     from aiokv.stores.base import StoreMemory
     from aiokv.stores.guard_statistics import GuardStatistics

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aiokv.plan import TransferPlan
+    from aiokv.base.plan import TransferPlan
     from aiokv.stores.accesses import Accesses
     from aiokv.stores.base import Store, StoreMemory
     from aiokv.stores.guard import Lookup, Reply

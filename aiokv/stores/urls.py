@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from aiokv import checks
+from aiokv.base import checks
 from aiokv.errors import ConfigError
 from aiokv.stores.options import parse_flag
 from aiokv.stores.use import StoreUse

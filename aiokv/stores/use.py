@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from aiokv import checks
+from aiokv.base import checks
 from aiokv.errors import ConfigError
 from aiokv.stores.base import Store  # noqa: TC001  (get_type_hints needs it)
 

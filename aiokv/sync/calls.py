@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from aiokv import checks
-from aiokv.checks import Unique
+from aiokv.base import checks
+from aiokv.base.checks import Unique
 from aiokv.errors import UsageError
 from aiokv.sync import verbs
 from aiokv.sync.answers import Answer, ReturnAnswer, without_frames
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from aiokv.base.types import Hit, Item, TokenIds
     from aiokv.sync.layers import SyncLayers
     from aiokv.sync.port import Port
-    from aiokv.types import Hit, Item, TokenIds
     from aiokv.worker.device.base import Event
 
 T = TypeVar("T")

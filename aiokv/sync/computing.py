@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
-from aiokv.checks import Unique
+from aiokv.base.checks import Unique
 from aiokv.errors import UsageError
 from aiokv.sync.lease import inners_of
 

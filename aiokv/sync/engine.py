@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 import uvloop
 
-from aiokv import checks
-from aiokv.checks import Unique, arguments
+from aiokv.base import checks
+from aiokv.base.checks import Unique, arguments
 from aiokv.engine import CacheEngine
 from aiokv.errors import ClosedError
 from aiokv.sync.computing import SyncComputing
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.config import CacheConfig
+    from aiokv.base.types import Health, Hit, Item, Statistics, TokenIds
+    from aiokv.config.cache_config import CacheConfig
     from aiokv.errors import AiokvError
+    from aiokv.layout.regions import Regions
     from aiokv.peers.options import Peers
     from aiokv.ranks.group import RankGroup
     from aiokv.stores.base import Store
@@ -36,9 +38,7 @@ if TYPE_CHECKING:
     from aiokv.sync.futures import EngineFuture
     from aiokv.sync.layers import SyncLayers
     from aiokv.sync.lease import SyncLease
-    from aiokv.types import Health, Hit, Item, Statistics, TokenIds
     from aiokv.worker.device.base import Device, Event
-    from aiokv.worker.regions import Regions
 
 
 @final

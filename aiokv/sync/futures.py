@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from aiokv import checks
+from aiokv.base import checks
 from aiokv.errors import UsageError
 from aiokv.sync.answers import without_frames
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from aiokv import checks
-from aiokv.checks import Unique
+from aiokv.base import checks
+from aiokv.base.checks import Unique
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
 
-from aiokv import checks
-from aiokv.checks import Unique
+from aiokv.base import checks
+from aiokv.base.checks import Unique
 from aiokv.errors import LeaseError, UsageError
 from aiokv.sync.layers import SyncLayers
 from aiokv.sync.transfers import SyncReceiving
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from aiokv.base.types import Hit, Item, LeaseState, TokenIds
+    from aiokv.base.usage import Usage
     from aiokv.lease import Lease
     from aiokv.sync.answers import Answer
     from aiokv.sync.calls import Calls
     from aiokv.sync.futures import EngineFuture
     from aiokv.sync.port import Port
-    from aiokv.types import Hit, Item, LeaseState, TokenIds
-    from aiokv.usage import Usage
     from aiokv.worker.device.base import Event
 
 T = TypeVar("T")

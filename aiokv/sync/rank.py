@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self, final
 
 import uvloop
 
-from aiokv.checks import Unique, arguments, integer, sequence
+from aiokv.base.checks import Unique, arguments, integer, sequence
 from aiokv.errors import AiokvError, ClosedError, ControlTimeout, TransferTimeout, UsageError
 from aiokv.ranks.rank import Rank
 from aiokv.sync.crossing import cross
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from aiokv.layout.regions import Regions
     from aiokv.peers.options import Peers
+    from aiokv.peers.peer_transfers import RankPeerStatistics
     from aiokv.stores.base import Store
     from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.use import StoreUse
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.layer_waits import LayerWaitStatistics
-    from aiokv.worker.peer_transfers import RankPeerStatistics
-    from aiokv.worker.regions import Regions
     from aiokv.worker.views import LayerView
 
 

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 
-from aiokv.checks import Unique
+from aiokv.base.checks import Unique
 from aiokv.worker.thread_waits import Deadline
 from aiokv.worker.views import LayerView, done_view
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiokv.plan import TransferPlan
+    from aiokv.base.plan import TransferPlan
     from aiokv.worker.layer_waits import LayerWaits
     from aiokv.worker.layers import LayerDoneCounter
 

@@ -11,9 +11,10 @@ from contextlib import suppress
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from aiokv import _native, checks
+from aiokv import _native
+from aiokv.base import checks
+from aiokv.base.logs import Log
 from aiokv.errors import AiokvError, BrokenEngineError, ClosedError, UsageError
-from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Callable

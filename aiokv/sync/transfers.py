@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
-from aiokv.checks import Unique
+from aiokv.base.checks import Unique
 from aiokv.engine.receiving import Receiving
 from aiokv.engine.sending import Sending
 from aiokv.errors import UsageError

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from aiokv import checks
+from aiokv.base import checks
+from aiokv.base.types import as_priority
 from aiokv.errors import AiokvError, InternalError
 from aiokv.sync.answers import without_frames
 from aiokv.sync.layers import SyncLayers
 from aiokv.sync.lease import inner_of, inners_of
-from aiokv.types import as_priority
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from aiokv.base.types import Hit, Item, TokenIds
     from aiokv.engine import CacheEngine
     from aiokv.lease import Lease
     from aiokv.sync.futures import EngineFuture
     from aiokv.sync.lease import SyncLease
     from aiokv.sync.port import Port
-    from aiokv.types import Hit, Item, TokenIds
     from aiokv.worker.device.base import Event
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING, Self
 
-from aiokv.checks import Unique
+from aiokv.base.checks import Unique
 from aiokv.errors import UsageError
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from aiokv.base.plan import STATE
 from aiokv.errors import DeviceError
-from aiokv.plan import STATE
 from aiokv.testing.manual import ManualDevice, fill_with_garbage
 from aiokv.worker.device.base import CopyError, blocks_of, pool_key
 from aiokv.worker.device.cpu import CpuDevice
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.plan import Route
+    from aiokv.base.plan import Route
     from aiokv.testing.manual import ManualCopy
     from aiokv.worker.device.base import Event
     from aiokv.worker.device.cpu import CpuCopy

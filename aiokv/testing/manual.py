@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from aiokv.errors import DeviceError, UsageError
-from aiokv.plan import (
+from aiokv.base.plan import (
     OFFLOAD,
     ONLOAD,
     RECEIVE,
@@ -30,6 +29,7 @@ from aiokv.plan import (
     WINDOW_RECEIVE,
     WINDOW_SEND,
 )
+from aiokv.errors import DeviceError, UsageError
 from aiokv.worker.device.base import CopyError, blocks_of, check_event_type, pool_key
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aiokv.plan import Direction, Route
+    from aiokv.base.plan import Direction, Route
+    from aiokv.layout.arrays import Piece
+    from aiokv.layout.regions import Regions
     from aiokv.worker.arena import HostArena
-    from aiokv.worker.arrays import Piece
     from aiokv.worker.device.base import Event, PoolKey
-    from aiokv.worker.regions import Regions
 
 _ROUTES: Final = (
     ONLOAD,

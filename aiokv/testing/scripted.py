@@ -24,8 +24,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from aiokv.base.plan import Direction  # noqa: TC001  (get_type_hints needs it)
 from aiokv.errors import DeviceError
-from aiokv.plan import Direction  # noqa: TC001  (get_type_hints needs it)
 from aiokv.testing.manual import ManualCopy, ManualDevice
 from aiokv.testing.rules import Delay, Gate, Hold, Rule, Script
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.plan import Route
+    from aiokv.base.plan import Route
     from aiokv.worker.device.base import Event
 
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import msgspec
 import numpy as np
 
-from aiokv.checks import Unique
-from aiokv.config import CacheConfig, WindowGroup
+from aiokv.base.checks import Unique
+from aiokv.base.plan import TransferReport
+from aiokv.config.cache_config import CacheConfig, WindowGroup
 from aiokv.errors import AiokvError, UsageError
-from aiokv.plan import TransferReport
 from aiokv.scheduler.effects import Effects
 from aiokv.scheduler.scheduler import TRANSITIONS, CacheScheduler
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final
 import msgspec
 import numpy as np
 
+from aiokv.base.logs import Log
 from aiokv.engine.trace_writer import HASH_BLOCK_TOKENS as HASH_BLOCK_TOKENS
 from aiokv.errors import UsageError
-from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

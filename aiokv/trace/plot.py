@@ -6,8 +6,8 @@ import io
 import re
 from typing import TYPE_CHECKING, Any, Final
 
+from aiokv.base.units import format_bytes
 from aiokv.errors import UsageError
-from aiokv.observe.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

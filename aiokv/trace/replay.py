@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from aiokv import CacheConfig, CacheEngine
-from aiokv.config import (  # noqa: TC001 - msgspec reads the annotations
+from aiokv.config.cache_config import (  # noqa: TC001 - msgspec reads the annotations
     EvictionPolicy,
     WritePolicy,
 )

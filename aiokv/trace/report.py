@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from aiokv.observe.percentiles import percentile
+from aiokv.base.percentiles import percentile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

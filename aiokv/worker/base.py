@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import msgspec
 
-from aiokv.plan import FETCH, RECEIVE, STATE, Route
+from aiokv.base.plan import FETCH, RECEIVE, STATE, Route
 from aiokv.worker.poller import PollerStatistics  # noqa: TC001  (msgspec)
 
 if TYPE_CHECKING:
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.config import WindowGroup
+    from aiokv.base.plan import StorePool, TransferPlan, TransferReport
+    from aiokv.base.types import Tier
+    from aiokv.config.cache_config import WindowGroup
     from aiokv.errors import RankLost
+    from aiokv.layout.regions import Regions
+    from aiokv.peers.peer_transfers import RankPeerStatistics
     from aiokv.peers.ticket import Endpoint
-    from aiokv.plan import StorePool, TransferPlan, TransferReport
     from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.store_set import Found, StoreAnswer
-    from aiokv.types import Tier
     from aiokv.worker.device.base import Event
     from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.layers import LayerDoneCounter
-    from aiokv.worker.peer_transfers import RankPeerStatistics
     from aiokv.worker.poller import EventPoller
-    from aiokv.worker.regions import Regions
 
 Cancelled = Literal["at once", "asked", "too late"]
 

@@ -12,8 +12,8 @@ from aiokv.errors import UsageError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from aiokv.worker.arrays import Piece
-    from aiokv.worker.regions import Regions
+    from aiokv.layout.arrays import Piece
+    from aiokv.layout.regions import Regions
 
 
 def clone_rows(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiokv.observe.logs import Log
-from aiokv.plan import FETCH, OFFLOAD, ONLOAD, RECEIVE
+from aiokv.base.logs import Log
+from aiokv.base.plan import FETCH, OFFLOAD, ONLOAD, RECEIVE
 from aiokv.worker.blocks import checksum_blocks
 from aiokv.worker.device.base import CopyError
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.plan import TransferPlan
-    from aiokv.worker.regions import Regions
+    from aiokv.base.plan import TransferPlan
+    from aiokv.layout.regions import Regions
 
 log = Log(__name__)
 

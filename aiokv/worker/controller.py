@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from aiokv.base.plan import CLONE, PEER_ROUTES, STATE, TransferPlan, TransferReport
 from aiokv.errors import ClosedError, ConfigError, DeviceError, UsageError
-from aiokv.plan import CLONE, PEER_ROUTES, STATE, TransferPlan, TransferReport
+from aiokv.peers.peer_transfers import PeerTransfers
 from aiokv.stores.base import KEY_BYTES
 from aiokv.stores.store_set import NOTHING, Found
 from aiokv.worker.base import Capabilities
@@ -22,7 +23,6 @@ from aiokv.worker.checksums import Checksums
 from aiokv.worker.device_transfers import DeviceTransfers
 from aiokv.worker.lanes import worker_statistics
 from aiokv.worker.memory import WorkerMemory
-from aiokv.worker.peer_transfers import PeerTransfers
 from aiokv.worker.poller import EventPoller
 from aiokv.worker.settling import ReportWaiters
 from aiokv.worker.stores import WorkerStores
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aiokv.config import WindowGroup
+    from aiokv.base.plan import StorePool
+    from aiokv.base.types import Tier
+    from aiokv.config.cache_config import WindowGroup
     from aiokv.errors import RankLost
+    from aiokv.layout.regions import Regions
     from aiokv.peers.options import Peers
+    from aiokv.peers.peer_transfers import RankPeerStatistics
     from aiokv.peers.ticket import Endpoint
-    from aiokv.plan import StorePool
     from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.pools import StorePools
     from aiokv.stores.store_set import StoreAnswer
-    from aiokv.types import Tier
     from aiokv.worker.base import Cancelled, RankStatistics
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.layers import LayerDoneCounter
-    from aiokv.worker.peer_transfers import RankPeerStatistics
-    from aiokv.worker.regions import Regions
 
 _DEVICE: Final[frozenset[Tier]] = frozenset(("device",))
 

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
-from aiokv.plan import ONLOAD, TransferPlan, TransferReport, id_bytes
+from aiokv.base.plan import ONLOAD, TransferPlan, TransferReport, id_bytes
 from aiokv.worker.device.base import CopyError, blocks_of, pool_key
 from aiokv.worker.lanes import Lane
 from aiokv.worker.layers import LayerDoneCounter
@@ -27,7 +27,7 @@ from aiokv.worker.transfers import Transfer
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
 
-    from aiokv.plan import Outcome, Route
+    from aiokv.base.plan import Outcome, Route
     from aiokv.worker.base import Cancelled
     from aiokv.worker.checksums import Checksums
     from aiokv.worker.device.base import Copy, Device, Event

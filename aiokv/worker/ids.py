@@ -9,7 +9,7 @@ from aiokv import _native
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aiokv.plan import Pool, TransferPlan
+    from aiokv.base.plan import Pool, TransferPlan
 
 
 def check_ids(plan: TransferPlan, num_blocks: Mapping[Pool, int]) -> None:

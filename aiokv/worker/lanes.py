@@ -12,7 +12,7 @@ from aiokv.worker.transfers import TransferQueue
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aiokv.plan import Outcome, Route
+    from aiokv.base.plan import Outcome, Route
     from aiokv.worker.transfers import Transfer
 
 BANDWIDTH_WEIGHT: Final = 0.2  # of the newest transfer in the moving average

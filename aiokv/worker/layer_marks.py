@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from aiokv.checks import shown
+from aiokv.base.checks import shown
 from aiokv.errors import UsageError
 from aiokv.peers.messages import ID_BYTES
 

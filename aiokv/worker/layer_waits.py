@@ -7,7 +7,7 @@ import threading
 import msgspec
 
 from aiokv._native import Histogram
-from aiokv.types import DurationHistogram
+from aiokv.base.types import DurationHistogram
 
 
 class LayerWaitStatistics(msgspec.Struct, frozen=True, kw_only=True):

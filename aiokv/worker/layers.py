@@ -14,7 +14,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from aiokv.checks import timeout as checked_timeout
+from aiokv.base.checks import timeout as checked_timeout
 from aiokv.errors import DeviceError, TransferError, TransferTimeout, UsageError
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.thread_waits import NO_DEADLINE, Deadline, ThreadWaits
@@ -22,7 +22,7 @@ from aiokv.worker.thread_waits import NO_DEADLINE, Deadline, ThreadWaits
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from aiokv.plan import Direction
+    from aiokv.base.plan import Direction
     from aiokv.worker.device.base import Copy
     from aiokv.worker.views import LayerView
 

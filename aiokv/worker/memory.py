@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakValueDictionary
 
-from aiokv.errors import ClosedError, ConfigError, LayoutError, UsageError
-from aiokv.plan import (
+from aiokv.base.plan import (
     FETCH_ROUTES,
     PEER_ROUTES,
     SAVE_ROUTES,
@@ -14,6 +13,7 @@ from aiokv.plan import (
     WINDOW_ROUTES,
     store_pool,
 )
+from aiokv.errors import ClosedError, ConfigError, LayoutError, UsageError
 from aiokv.stores.base import KEY_BYTES, StoreMemory, store_pitch_bytes
 from aiokv.worker.arena import HostArena
 from aiokv.worker.base import UNLIMITED_BLOCKS
@@ -24,11 +24,11 @@ from aiokv.worker.ids import check_ids
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aiokv.plan import Pool, StorePool, TransferPlan
-    from aiokv.types import Tier
+    from aiokv.base.plan import Pool, StorePool, TransferPlan
+    from aiokv.base.types import Tier
+    from aiokv.layout.regions import Regions
     from aiokv.worker.checksums import Checksums
     from aiokv.worker.device.base import Device, DeviceSlots, PoolKey
-    from aiokv.worker.regions import Regions
 
 
 _BLOCKS: Final = ("device", "")  # key of the blocks of full attention

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from aiokv import _native
+from aiokv.base.percentiles import percentile
+from aiokv.base.types import DurationHistogram
 from aiokv.errors import ClosedError, DeviceError, UsageError
-from aiokv.observe.percentiles import percentile
-from aiokv.types import DurationHistogram
 from aiokv.worker.interrupts import call_surely
 from aiokv.worker.watches import Stream, Watch, next_query
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiokv.plan import TransferReport
+    from aiokv.base.plan import TransferReport
 
 
 def deliver(on_report: Callable[[TransferReport], None], report: TransferReport) -> None:

@@ -10,7 +10,7 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from aiokv.plan import FETCH, FETCH_ROUTES, SAVE, SAVE_ROUTES, TransferReport
+from aiokv.base.plan import FETCH, FETCH_ROUTES, SAVE, SAVE_ROUTES, TransferReport
 from aiokv.stores.accesses import Accesses
 from aiokv.stores.base import Result
 from aiokv.stores.guard import CLOSE_SECONDS
@@ -22,7 +22,7 @@ from aiokv.worker.reports import deliver
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from aiokv.plan import Route, TransferPlan
+    from aiokv.base.plan import Route, TransferPlan
     from aiokv.stores.pools import StorePools
     from aiokv.worker.base import Cancelled
     from aiokv.worker.poller import EventPoller

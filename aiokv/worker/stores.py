@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from aiokv.base.plan import STATE_FETCH, STATE_SAVE, WINDOW_FETCH, WINDOW_SAVE
 from aiokv.errors import UsageError
-from aiokv.plan import STATE_FETCH, STATE_SAVE, WINDOW_FETCH, WINDOW_SAVE
 from aiokv.stores.base import KEY_BYTES
 from aiokv.stores.pools import StorePools
 from aiokv.stores.store_set import Found
@@ -16,7 +16,7 @@ from aiokv.worker.store_transfers import STORE_ROUTES, StoreTransfers
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiokv.plan import Route, StorePool, TransferReport
+    from aiokv.base.plan import Route, StorePool, TransferReport
     from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.store_set import StoreAnswer

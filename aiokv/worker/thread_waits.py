@@ -6,7 +6,7 @@ import time
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final
 
-from aiokv.checks import timeout as checked_timeout
+from aiokv.base.checks import timeout as checked_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ from aiokv.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from aiokv.plan import Outcome, TransferPlan
+    from aiokv.base.plan import Outcome, TransferPlan
     from aiokv.worker.device.base import Copy, CopyError, Event
     from aiokv.worker.layers import LayerDoneCounter
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-from aiokv.checks import integer
-from aiokv.checks import timeout as checked_timeout
+from aiokv.base.checks import integer
+from aiokv.base.checks import timeout as checked_timeout
 from aiokv.errors import TransferError, UsageError
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.layer_waits import LayerWaits

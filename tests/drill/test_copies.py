@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from aiokv import UsageError
-from aiokv.plan import OFFLOAD, ONLOAD
+from aiokv.base.plan import OFFLOAD, ONLOAD
 from aiokv.testing import run_until_idle
 from aiokv.worker.arena import HostArena
 from aiokv.worker.device.cpu import CpuDevice, CpuEvent

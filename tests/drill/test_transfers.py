@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from aiokv import LayoutError, TransferError, UsageError
-from aiokv.plan import OFFLOAD, ONLOAD, TransferPlan
+from aiokv.base.plan import OFFLOAD, ONLOAD, TransferPlan
 from aiokv.testing import ManualDevice, ScriptedDevice, run_until_idle, running_clock, spin
 from aiokv.testing.flaky import ChaosDevice, FlakyDevice
 from aiokv.worker.device.base import Device

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from aiokv.layout.regions import Regions
 from aiokv.worker.arena import HostArena
 from aiokv.worker.device.cuda import CudaDevice, CudaOptions
-from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from aiokv import _native
+from aiokv.base.plan import ONLOAD
 from aiokv.errors import DeviceError, UsageError
-from aiokv.plan import ONLOAD
 from aiokv.worker.arena import HostArena
 
 from .pools import Pools, finish

@@ -8,12 +8,12 @@ import sys
 SCRIPT = r"""
 import threading
 import cupy, numpy as np
-from aiokv.plan import ONLOAD
+from aiokv.base.plan import ONLOAD
 from aiokv import _native
 from aiokv.errors import DeviceError
 from aiokv.worker.arena import HostArena
 from aiokv.worker.device.cuda import CudaDevice
-from aiokv.worker.regions import Regions
+from aiokv.layout.regions import Regions
 
 regions = Regions(num_layers=2)
 regions.add("k", layers=[cupy.zeros((8, 4096), cupy.uint8) for _ in range(2)])

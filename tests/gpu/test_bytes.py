@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from aiokv.base.plan import OFFLOAD, ONLOAD
 from aiokv.errors import LayoutError, UsageError
-from aiokv.plan import OFFLOAD, ONLOAD
+from aiokv.layout.regions import Regions
 from aiokv.worker.arena import HostArena
 from aiokv.worker.device.cuda import CudaDevice
-from aiokv.worker.regions import Regions
 
 from .pools import Pools, finish, id_list
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from aiokv import CacheConfig, CacheEngine, ConfigError
-from aiokv.cache_tensors import create_tensors
-from aiokv.model_shape import LayerShape
+from aiokv.model.shape import LayerShape
+from aiokv.model.tensors import create_tensors
 
 LAYER = LayerShape(kv_heads=2, key_elements=64, value_elements=64)
 

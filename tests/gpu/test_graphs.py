@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from aiokv.base.plan import OFFLOAD, ONLOAD
 from aiokv.errors import UsageError
-from aiokv.plan import OFFLOAD, ONLOAD
 
 from .pools import Pools, finish
 

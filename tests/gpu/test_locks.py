@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from aiokv.plan import OFFLOAD, ONLOAD
+from aiokv.base.plan import OFFLOAD, ONLOAD
 
 from .pools import Pools, finish
 

@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 
+from aiokv.base.plan import OFFLOAD, ONLOAD
 from aiokv.errors import DeviceError
-from aiokv.plan import OFFLOAD, ONLOAD
 
 from .pools import Pools, finish
 

@@ -9,10 +9,10 @@ import pytest
 
 from aiokv import _native
 from aiokv.errors import UsageError
+from aiokv.layout.regions import Regions
 from aiokv.stores.base import TRAILER_BYTES
 from aiokv.worker.device.cuda import slice_layout
 from aiokv.worker.device.cuda_slots import CudaSlots, DeviceArena
-from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

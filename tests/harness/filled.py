@@ -9,9 +9,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from aiokv import CacheConfig
+from aiokv.base.types import DurationHistogram, RequestStatistics, Statistics
 from aiokv.peers.statistics import PeerStatistics
 from aiokv.stores.guard_statistics import GuardStatistics
-from aiokv.types import DurationHistogram, RequestStatistics, Statistics
 from aiokv.worker.base import RankStatistics
 from aiokv.worker.lanes import WorkerStatistics
 from aiokv.worker.layer_waits import LayerWaitStatistics

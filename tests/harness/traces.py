@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.config import EvictionPolicy
+    from aiokv.config.cache_config import EvictionPolicy
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE_NAMES = ("conversation_trace.jsonl", "agent-a.jsonl.gz")

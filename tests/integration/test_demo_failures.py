@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 import aiokv
+from aiokv.base.plan import ONLOAD
 from aiokv.demo.runner import ModelRunner
 from aiokv.demo.serving import Server, ServingConfig
 from aiokv.demo.transformer import NumpyTransformer
 from aiokv.demo.weights import GroupedConfig, random_weights
 from aiokv.demo.workload import ChatSizes, chat_workload
-from aiokv.plan import ONLOAD
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.device.cpu import CpuDevice
 

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from aiokv import CacheConfig, CacheEngine, ConfigError, Regions
+from aiokv.base.plan import OFFLOAD, ONLOAD, STATE
 from aiokv.errors import LeaseError, TransferError
-from aiokv.plan import OFFLOAD, ONLOAD, STATE
 from aiokv.testing import ManualDevice, ManualEvent, spin
 from aiokv.testing.flaky import ChaosDevice
 from tests.harness.recurrence import Hybrid

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aiokv import CacheConfig, CacheEngine, ConfigError, Regions, UsageError, WindowGroup
+from aiokv.base.plan import OFFLOAD, ONLOAD, STATE
 from aiokv.errors import LeaseError, TransferError
-from aiokv.plan import OFFLOAD, ONLOAD, STATE
 from aiokv.testing import ManualDevice, ManualEvent, ScriptedDevice, spin
 from aiokv.testing.flaky import ChaosDevice
 from tests.harness.settling import settle

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from types import FrameType
 
-    from aiokv.plan import TransferReport
+    from aiokv.base.plan import TransferReport
     from aiokv.scheduler.effects import Effects
 
     LoopFactory = Callable[[], asyncio.AbstractEventLoop]

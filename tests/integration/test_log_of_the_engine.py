@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aiokv.observe.logs import log_fields
+from aiokv.base.logs import log_fields
 from aiokv.testing import ScriptedDevice, ScriptedStore, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.cache import Cache

@@ -27,7 +27,7 @@ from tests.harness.closing import complete_during
 from tests.harness.memory import Memory
 
 if TYPE_CHECKING:
-    from aiokv.config import WritePolicy
+    from aiokv.config.cache_config import WritePolicy
     from aiokv.stores.base import StoreMemory
 
 A, B, C = (prompt(seed, 2) for seed in range(1, 4))

@@ -18,8 +18,8 @@ from aiokv import (
     RequestTooLarge,
     UsageError,
 )
+from aiokv.base.plan import FETCH, TransferPlan, id_bytes
 from aiokv.engine.fetches import MOST_PROBE_PAUSE_SECONDS
-from aiokv.plan import FETCH, TransferPlan, id_bytes
 from aiokv.scheduler.reader import CacheReader
 from aiokv.stores import StoreUse
 from aiokv.stores.base import KEY_BYTES

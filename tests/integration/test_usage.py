@@ -7,9 +7,9 @@ import gc
 
 import pytest
 
+from aiokv.base.usage import Waits
 from aiokv.errors import LeaseError, TransferError
 from aiokv.testing import spin
-from aiokv.usage import Waits
 from tests.harness.served import BLOCK_TOKENS, Served
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7]  # 3 full blocks and a partial one

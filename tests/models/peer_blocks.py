@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from aiokv.peers.layout import BlockLayout
-from aiokv.worker.regions import Regions
+from aiokv.layout.mapping import BlockLayout
+from aiokv.layout.regions import Regions
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ PYTHON_FILES = (
     "aiokv/lease.py",
     "aiokv/scheduler/*.py",
     "aiokv/engine/*.py",
+    "aiokv/layout/*.py",
     "aiokv/worker/**/*.py",
     "aiokv/ranks/*.py",
     "aiokv/sync/*.py",
@@ -212,7 +213,12 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "aiokv/worker/layers.py": ("unit/test_layers.py", "unit/test_controller.py"),
     "aiokv/worker/poller.py": ("unit/test_poller.py", "unit/test_controller.py"),
     "aiokv/worker/watches.py": ("unit/test_poller.py", "unit/test_controller.py"),
-    "aiokv/worker/regions.py": ("unit/test_regions.py", "integration/test_cache_shapes.py"),
+    "aiokv/layout": (
+        "unit/test_regions.py",
+        "unit/test_block_layout.py",
+        "unit/test_peer_mapping.py",
+    ),
+    "aiokv/layout/regions.py": ("unit/test_regions.py", "integration/test_cache_shapes.py"),
     "aiokv/worker/checksums.py": ("integration/test_verify.py",),
     "aiokv/worker/device/cpu.py": ("unit/test_cpu_device.py", "unit/test_controller.py"),
     "aiokv/ranks": ("ranks",),
@@ -300,8 +306,8 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "peers/test_peer_transfers.py",
         "peers/test_engines.py",
     ),
-    "aiokv/peers/block_layout.py": ("unit/test_block_layout.py", "peers/test_peer_layouts.py"),
-    "aiokv/peers/layout.py": (
+    "aiokv/layout/block_layout.py": ("unit/test_block_layout.py", "peers/test_peer_layouts.py"),
+    "aiokv/layout/mapping.py": (
         "unit/test_peer_mapping.py",
         "property/test_peer_layouts.py",
         "peers/test_peer_layouts.py",

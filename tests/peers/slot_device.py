@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiokv import _native
-from aiokv.plan import PEER_ROUTES, SEND
+from aiokv.base.plan import PEER_ROUTES, SEND
 from aiokv.stores.base import Result
 from aiokv.worker.arena import HostArena
 from aiokv.worker.device.base import CopyError, peer_key
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from aiokv.layout.regions import Regions
     from aiokv.worker.device.base import Event, PoolKey
-    from aiokv.worker.regions import Regions
 
 
 class Ended:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from aiokv.base.plan import SEND, TransferPlan, id_bytes
 from aiokv.peers.departures import Target
 from aiokv.peers.messages import Cancel, Credit, Proven, SlotCredit
 from aiokv.peers.sender import Sender
 from aiokv.peers.ticket import Endpoint, Ticket
-from aiokv.plan import SEND, TransferPlan, id_bytes
 
 from .world import EQUAL
 

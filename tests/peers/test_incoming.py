@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from aiokv.base.plan import RECEIVE, TransferPlan, id_bytes
 from aiokv.peers.arrivals import Parcel, Receive, Source
 from aiokv.peers.assembly import AssemblySlots
 from aiokv.peers.deferred import DeferredParcels
 from aiokv.peers.incoming import Incoming, OpenSender
 from aiokv.peers.messages import block_key
 from aiokv.peers.unplanned import UnplannedParcels
-from aiokv.plan import RECEIVE, TransferPlan, id_bytes
 
 from .world import EQUAL, SPLIT, World
 

@@ -11,10 +11,10 @@ import pytest
 
 from aiokv.errors import DeviceError
 from aiokv.peers.arrivals import Parcel
+from aiokv.peers.device_parcels import DeviceParcelWork
+from aiokv.peers.parcel_work import INLINE_BYTES, ParcelWork
 from aiokv.peers.transport import PeerMemory
 from aiokv.testing import run_until_idle, spin
-from aiokv.worker.device_parcels import DeviceParcelWork
-from aiokv.worker.parcel_work import INLINE_BYTES, ParcelWork
 from aiokv.worker.poller import EventPoller
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ async def test_interrupted_verification_is_repeated(monkeypatch):
             raise result
         return result
 
-    monkeypatch.setattr("aiokv.worker.parcel_work._verify", verify)
+    monkeypatch.setattr("aiokv.peers.parcel_work._verify", verify)
     callbacks: Any = Callbacks()
     work = ParcelWork(callbacks)
     told: list[tuple[list[Parcel], list[bool]]] = []

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from aiokv.errors import LayoutError
+from aiokv.layout.regions import Regions
 from aiokv.peers.ticket import Ticket, encode
 from aiokv.stores.identity import StoreIdentity
 from aiokv.testing import run_until_idle
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.cpu import CpuDevice
-from aiokv.worker.regions import Regions
 
 from .workers import KEY, PeerWorker
 

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from aiokv.base.plan import RECEIVE
 from aiokv.peers.departures import Target
 from aiokv.peers.messages import Want
-from aiokv.plan import RECEIVE
 
 from .world import EQUAL, GROUPS, RANGES, SPLIT, World
 

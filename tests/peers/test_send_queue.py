@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from aiokv.base.plan import SEND, TransferPlan, id_bytes
 from aiokv.peers.departures import Parcel, Send, Target
 from aiokv.peers.messages import Return, SlotCredit
 from aiokv.peers.outgoing_slots import OutgoingSlots
 from aiokv.peers.send_queue import SendQueue
-from aiokv.plan import SEND, TransferPlan, id_bytes
 
 from .world import EQUAL, SPLIT
 

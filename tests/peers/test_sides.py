@@ -17,8 +17,8 @@ from aiokv import (
     Regions,
     WindowGroup,
 )
-from aiokv.plan import RECEIVE, STATE_RECEIVE, STATE_SEND, WINDOW_RECEIVE
-from aiokv.plan import STATE as STATE_ROUTE
+from aiokv.base.plan import RECEIVE, STATE_RECEIVE, STATE_SEND, WINDOW_RECEIVE
+from aiokv.base.plan import STATE as STATE_ROUTE
 from aiokv.testing import (
     ManualDevice,
     record,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from aiokv import Lease
-    from aiokv.plan import Route
+    from aiokv.base.plan import Route
     from aiokv.testing import ManualCopy
 
 pytestmark = pytest.mark.asyncio

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from aiokv.base.plan import RECEIVE, SEND, TransferPlan, TransferReport, id_bytes
+from aiokv.layout.regions import Regions
 from aiokv.peers.options import Peers
 from aiokv.peers.ticket import Ticket, encode, ticket_key
-from aiokv.plan import RECEIVE, SEND, TransferPlan, TransferReport, id_bytes
 from aiokv.stores.identity import StoreIdentity
 from aiokv.testing import ManualDevice, run_until_idle, spin
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.cpu import CpuDevice
 from aiokv.worker.poller import EventPoller
-from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

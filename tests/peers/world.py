@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from aiokv.base.plan import RECEIVE, SEND, TransferPlan, id_bytes
 from aiokv.peers.arrivals import Source
 from aiokv.peers.departures import Target
 from aiokv.peers.messages import (
@@ -33,7 +34,6 @@ from aiokv.peers.receiver import Receiver
 from aiokv.peers.ring import LandingRing
 from aiokv.peers.sender import Sender
 from aiokv.peers.ticket import Endpoint, Ticket
-from aiokv.plan import RECEIVE, SEND, TransferPlan, id_bytes
 from aiokv.stores.base import TRAILER_BYTES
 from aiokv.worker.device.base import CopyError
 

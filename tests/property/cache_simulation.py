@@ -13,15 +13,15 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aiokv.config import CacheConfig
+from aiokv.base.plan import ONLOAD, TransferPlan, TransferReport
+from aiokv.config.cache_config import CacheConfig
 from aiokv.errors import LeaseError, UsageError
-from aiokv.plan import ONLOAD, TransferPlan, TransferReport
 from tests.models.prefix_cache import PrefixCacheModel
 from tests.property.event_subscriber import Subscriber
 from tests.property.planned_core import PlannedCore
 
 if TYPE_CHECKING:
-    from aiokv.plan import Direction
+    from aiokv.base.plan import Direction
     from tests.models.cached_blocks import Block, Lease, Policy
 
 GARBAGE = ("garbage",)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from aiokv.plan import Priority, TransferPlan
+from aiokv.base.plan import Priority, TransferPlan
 from aiokv.scheduler.plans import Plans, new_core
 
 if TYPE_CHECKING:
-    from aiokv.config import CacheConfig
-    from aiokv.plan import TransferReport
+    from aiokv.base.plan import TransferReport
+    from aiokv.config.cache_config import CacheConfig
 
 
 class PlannedCore:

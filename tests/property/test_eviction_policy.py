@@ -8,9 +8,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from aiokv.config import CacheConfig
+from aiokv.base.plan import TransferReport
+from aiokv.config.cache_config import CacheConfig
 from aiokv.errors import ConfigError
-from aiokv.plan import TransferReport
 from aiokv.scheduler.plans import new_core
 from aiokv.trace.families import FAMILIES, generate_family
 from aiokv.trace.min_oracle import min_hit_tokens

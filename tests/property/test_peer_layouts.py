@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiokv.peers.layout import BlockLayout, Mapping, covers, sources
+from aiokv.layout.mapping import BlockLayout, Mapping, covers, sources
 from tests.models.peer_blocks import Region, Server, num_blocks, whole_tensors
 
 RANKS = [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (3, 6), (6, 3), (1, 4), (8, 2), (2, 8)]

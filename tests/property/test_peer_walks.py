@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 
 from aiokv import CacheConfig, LeaseState, WindowGroup
-from aiokv.errors import AiokvError, LeaseError
-from aiokv.plan import (
+from aiokv.base.plan import (
     PEER_ROUTES,
     RECEIVE,
     SEND,
@@ -32,6 +31,7 @@ from aiokv.plan import (
     ZEROS,
     TransferReport,
 )
+from aiokv.errors import AiokvError, LeaseError
 from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.scheduler.scheduler import CacheScheduler
 from aiokv.testing.transitions import Recording, replay_transitions
@@ -40,7 +40,7 @@ from tests.property.event_subscriber import MAX_EVENT_BLOCKS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiokv.plan import Route, TransferPlan
+    from aiokv.base.plan import Route, TransferPlan
     from aiokv.scheduler.effects import Effects, Moved
 
 BLOCK_TOKENS = 3

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from aiokv import CacheConfig, LeaseState
+from aiokv.base.plan import FETCH, SAVE_ROUTES, STATE_FETCH, Priority, TransferReport
 from aiokv.errors import AiokvError, LeaseError, RequestTooLarge, UsageError, WouldBlock
-from aiokv.plan import FETCH, SAVE_ROUTES, STATE_FETCH, Priority, TransferReport
 from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.scheduler.scheduler import CacheScheduler
 from aiokv.stores.base import Result
@@ -25,7 +25,7 @@ from aiokv.testing.transitions import Recording, replay_transitions
 from tests.property.event_subscriber import MAX_EVENT_BLOCKS
 
 if TYPE_CHECKING:
-    from aiokv.plan import TransferPlan
+    from aiokv.base.plan import TransferPlan
     from aiokv.scheduler.effects import Effects
 
 BLOCK_TOKENS = 2

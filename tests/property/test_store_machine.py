@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from aiokv.plan import FETCH, SAVE, TransferReport
+from aiokv.base.plan import FETCH, SAVE, TransferReport
 from tests.models.prompt_digests import digest_of
 from tests.models.storing import DONE, REFUSED, StoringModel
 from tests.property.cache_simulation import pick
@@ -24,7 +24,7 @@ from tests.property.test_core_walks import walk
 if TYPE_CHECKING:
     from random import Random
 
-    from aiokv.plan import TransferPlan
+    from aiokv.base.plan import TransferPlan
     from tests.property.test_core_walks import Rule
 
 FAILED = 4

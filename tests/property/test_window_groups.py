@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aiokv._native import Core, EventStream, MoveRoute, Outcome, WritePolicy
+from aiokv.base.plan import ID_DTYPE
 from aiokv.errors import ConfigError, LeaseError, RequestTooLarge, UsageError
-from aiokv.plan import ID_DTYPE
 from tests.property.event_subscriber import MAX_EVENT_BLOCKS
 
 MAX_LEASES = 4

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from aiokv import CacheConfig, CacheEngine, Hit, LeaseError, TransferError, UsageError
-from aiokv.plan import TransferReport
+from aiokv.base.plan import TransferReport
 from aiokv.testing import ManualEvent, run_until_idle, spin
 from tests.ranks.loopback import Ranked
 

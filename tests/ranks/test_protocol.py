@@ -21,7 +21,7 @@ from aiokv import (
     TransferError,
     UsageError,
 )
-from aiokv.plan import ONLOAD, TransferPlan, TransferReport
+from aiokv.base.plan import ONLOAD, TransferPlan, TransferReport
 from aiokv.ranks import Rank, RankGroup, RankTimeouts
 from aiokv.ranks import channel as channels
 from aiokv.ranks.channel import MAX_FRAME_BYTES, Channel, ChannelError, frame_of

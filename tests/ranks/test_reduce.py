@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from aiokv import TransferError
-from aiokv.plan import ONLOAD, SAVE, TransferPlan, TransferReport
+from aiokv.base.plan import ONLOAD, SAVE, TransferPlan, TransferReport
 from aiokv.ranks.channel import ChannelError
 from aiokv.ranks.messages import Reports
 from aiokv.ranks.reduce import GroupTransfer

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from aiokv import RankLost, Regions
-from aiokv.plan import FETCH, SAVE, TransferPlan, TransferReport, id_bytes
+from aiokv.base.plan import FETCH, SAVE, TransferPlan, TransferReport, id_bytes
 from aiokv.ranks import Rank, RankTimeouts
 from aiokv.ranks.channel import ChannelError, frame_of
 from aiokv.ranks.messages import (
@@ -34,7 +34,7 @@ from tests.ranks.loopback import PATIENT, Ranked
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from aiokv.plan import Route
+    from aiokv.base.plan import Route
 
 pytestmark = pytest.mark.asyncio
 

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import pytest
 
-from aiokv.plan import OFFLOAD, ONLOAD, Priority, TransferPlan, TransferReport, id_bytes
+from aiokv.base.plan import OFFLOAD, ONLOAD, Priority, TransferPlan, TransferReport, id_bytes
+from aiokv.layout.regions import Regions
 from aiokv.testing import ManualDevice, spin
 from aiokv.worker.controller import CacheController
 from aiokv.worker.poller import EventPoller
-from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aiokv.plan import Direction
+    from aiokv.base.plan import Direction
     from aiokv.worker.device.base import Device
     from aiokv.worker.layers import LayerDoneCounter
 

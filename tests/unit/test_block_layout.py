@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from aiokv.errors import ConfigError, LayoutError, UsageError
-from aiokv.peers.block_layout import MAX_ENCODED_BYTES, BlockLayout, PieceLayout
-from aiokv.worker.regions import Regions
+from aiokv.layout.block_layout import MAX_ENCODED_BYTES, BlockLayout, PieceLayout
+from aiokv.layout.regions import Regions
 
 AXES = ("tokens", "heads", "dim")
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from aiokv import CacheConfig, CacheEngine, ConfigError
-from aiokv.cache_tensors import create_tensors, tensor_layouts
-from aiokv.model_shape import LayerShape, ModelShape, StateShape
+from aiokv.model.shape import LayerShape, ModelShape, StateShape
+from aiokv.model.tensors import create_tensors, tensor_layouts
 from tests.unit import model_configs as configs
 
 T = 8  # tokens per block

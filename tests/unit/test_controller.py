@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from aiokv.base.plan import Priority, TransferReport
 from aiokv.errors import ClosedError, DeviceError, TransferError, UsageError
-from aiokv.plan import Priority, TransferReport
 from aiokv.testing import ManualDevice, ManualEvent, spin
 from aiokv.testing.manual import ManualStream
 from aiokv.worker import lanes

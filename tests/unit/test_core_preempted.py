@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from aiokv._native import Core, Outcome, WritePolicy
+from aiokv.base.plan import id_bytes
 from aiokv.errors import LeaseError
-from aiokv.plan import id_bytes
 
 NO_ROOM, READY, LOADING = range(3)
 DONE = Outcome.DONE

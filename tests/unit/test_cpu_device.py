@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from aiokv import _native
+from aiokv.base.plan import OFFLOAD, ONLOAD
 from aiokv.errors import LayoutError, UsageError
-from aiokv.plan import OFFLOAD, ONLOAD
+from aiokv.layout.regions import Regions
 from aiokv.testing import ManualEvent, run_until_idle
 from aiokv.worker.arena import HostArena
 from aiokv.worker.device.cpu import CpuDevice, CpuEvent, CpuStream
-from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aiokv.plan import Direction
+    from aiokv.base.plan import Direction
     from tests.unit.conftest import Worker
 
 RANDOM = np.random.default_rng(3)

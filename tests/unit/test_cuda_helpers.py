@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from aiokv.errors import UsageError
+from aiokv.layout.regions import Regions
 from aiokv.worker.device.cuda import CudaDevice
 from aiokv.worker.device.cuda_handles import event_handle, stream_handle
 from aiokv.worker.device.cuda_numa import Placement, placement
 from aiokv.worker.device.cuda_state import Rows, merge_rows
-from aiokv.worker.regions import Regions
 
 if TYPE_CHECKING:
     from pathlib import Path

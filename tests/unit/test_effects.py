@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from aiokv import CacheConfig
+from aiokv.base.plan import OFFLOAD, ONLOAD, Priority, TransferReport
 from aiokv.errors import LeaseError
-from aiokv.plan import OFFLOAD, ONLOAD, Priority, TransferReport
 from aiokv.scheduler.effects import NO_EFFECTS, Effects, Grant, Outbox
 from aiokv.scheduler.scheduler import CacheScheduler
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from aiokv import CacheConfig, CacheEngine, Lease
-from aiokv.checks import Unique
+from aiokv.base.checks import Unique
 from aiokv.engine import engine as module
 from aiokv.scheduler.scheduler import CacheScheduler
 

@@ -13,8 +13,8 @@ import pytest
 
 from aiokv import WindowGroup, _native
 from aiokv.errors import ConfigError, LayoutError, UsageError
+from aiokv.layout.regions import Regions
 from aiokv.stores.fingerprint import describe, fingerprint
-from aiokv.worker.regions import Regions
 
 TOKENS = np.arange(160, dtype=np.int32)
 

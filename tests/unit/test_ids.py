@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from aiokv.base.plan import CLONE, OFFLOAD, ONLOAD, STATE, Route, TransferPlan, id_bytes
 from aiokv.errors import UsageError
-from aiokv.plan import CLONE, OFFLOAD, ONLOAD, STATE, Route, TransferPlan, id_bytes
 from aiokv.worker.ids import check_ids
 
 POOLS = {"device": 4, "host": 8, "state": 3}

@@ -8,20 +8,47 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "aiokv"
-DECIDES = ("aiokv.types", "aiokv.errors", "aiokv.config", "aiokv.plan", "aiokv._native")
-LEAVES = ("aiokv.cli", "aiokv.trace", "aiokv.testing", "aiokv.demo", "aiokv.doctor")
-ABOVE_THE_ENGINE = (*LEAVES, "aiokv.connectors", "aiokv.observe", "aiokv.sync")
-ANYWHERE = ("logs", "units", "percentiles")  # modules of observe/ that any module may import
+
+# A module imports from its own row and from the rows above it, the leaves first.
+LAYERS = (
+    ("_native",),
+    ("errors",),
+    ("base",),
+    ("layout",),
+    ("stores", "config"),
+    ("worker", "peers"),  # the controller of a worker owns its transfers with peers
+    ("frameworks", "ops"),
+    ("model",),
+    ("ranks",),
+    ("scheduler",),
+    ("engine", "lease", "events"),  # a KV event is read from the engine
+    ("observe",),
+    ("sync",),
+    ("connectors",),
+    ("cli", "demo", "doctor", "testing", "trace", "__main__"),
+)
+LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+# Narrower than the order of the layers: what the modules of a folder may import.
+ONLY = {
+    "scheduler": ("_native", "base.checks", "base.plan", "base.types", "config", "errors"),
+    "connectors.fastdeploy": (
+        *("base.checks", "base.logs", "base.types", "frameworks.paddle", "ranks", "sync"),
+    ),
+}
 
 
 def modules(folder: str = "") -> list[Path]:
     found = sorted((PACKAGE / folder).rglob("*.py"))
     assert found
     return found
+
+
+def name_of(path: Path) -> str:
+    """Return the name of a module, without ``aiokv.``."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imported(path: Path, package: str = "aiokv") -> set[str]:
@@ -42,27 +69,41 @@ def all_imported(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", modules("scheduler"), ids=lambda p: p.stem)
-def test_the_scheduler_imports_neither_worker_nor_asyncio(path: Path) -> None:
-    assert {n for n in imported(path) if not n.startswith((*DECIDES, "aiokv.scheduler"))} == set()
-    assert "asyncio" not in path.read_text()
+def rooms_imported(path: Path) -> set[str]:
+    """Return the modules and folders directly in ``aiokv`` that a file imports from."""
+    rooms = {name.split(".")[1] for name in imported(path) if name.count(".")}
+    return rooms & LAYER_OF.keys()
 
 
-@pytest.mark.parametrize("path", modules("worker"), ids=lambda p: p.stem)
-def test_the_worker_does_not_import_the_scheduler(path: Path) -> None:
-    assert {n for n in imported(path) if n.startswith(("aiokv.scheduler", "aiokv.engine"))} == set()
+def test_each_module_has_a_layer() -> None:
+    assert {name_of(path).split(".")[0] for path in modules()} - {"__init__"} < LAYER_OF.keys()
 
 
-@pytest.mark.parametrize("path", modules("stores"), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_stores_import_neither_scheduler_nor_engine(path: Path) -> None:
-    above = ("aiokv.scheduler", "aiokv.engine", "aiokv.ranks", "aiokv.lease")
-    assert {n for n in imported(path) if n.startswith(above)} == set()
+def test_imports_go_down_the_layers() -> None:
+    upward = {}
+    for path in modules():
+        level = LAYER_OF.get(name_of(path).split(".")[0], len(LAYERS))
+        above = {room for room in rooms_imported(path) if LAYER_OF[room] > level}
+        if above:
+            upward[name_of(path)] = above
+    assert upward == {}
 
 
-@pytest.mark.parametrize("path", modules("peers"), ids=lambda p: p.stem)
-def test_peers_import_neither_scheduler_nor_engine(path: Path) -> None:
-    above = ("aiokv.scheduler", "aiokv.engine", "aiokv.ranks", "aiokv.lease")
-    assert {n for n in imported(path) if n.startswith(above)} == set()
+def test_imports_of_the_scheduler_and_of_a_connector_are_few() -> None:
+    found = {}
+    for folder, allowed in ONLY.items():
+        names = tuple(f"aiokv.{name}" for name in (*allowed, folder))
+        for path in modules(folder.replace(".", "/")):
+            loaded = {n for n in imported(path, "aiokv") if n.rpartition(".")[2].islower()}
+            loaded -= {"aiokv", "aiokv.base"}
+            other = {name for name in loaded if not name.startswith(names)}
+            if other:
+                found[name_of(path)] = other
+    assert found == {}
+
+
+def test_the_scheduler_knows_no_event_loop() -> None:
+    assert [p.name for p in modules("scheduler") if "asyncio" in p.read_text()] == []
 
 
 def uses_of_the_core(path: Path) -> list[str]:
@@ -78,10 +119,10 @@ def uses_of_the_core(path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_only_the_scheduler_uses_the_core(path: Path) -> None:
-    if path.parent.name != "scheduler":
-        assert uses_of_the_core(path) == []
+def test_only_the_scheduler_uses_the_core() -> None:
+    found = {name_of(path): uses_of_the_core(path) for path in modules()}
+    outside = {name: uses for name, uses in found.items() if not name.startswith("scheduler.")}
+    assert {name: uses for name, uses in outside.items() if uses} == {}
 
 
 def test_uses_of_the_core_are_found(tmp_path: Path) -> None:
@@ -95,61 +136,26 @@ def test_uses_of_the_core_are_found(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", modules("ranks"), ids=lambda p: p.stem)
-def test_ranks_do_not_import_the_scheduler(path: Path) -> None:
-    assert {n for n in imported(path) if n.startswith(("aiokv.scheduler", "aiokv.engine"))} == set()
+def test_the_worker_side_does_not_import_the_decisions() -> None:
+    decisions = ("aiokv.scheduler", "aiokv.engine")
+    below = [path for folder in ("worker", "peers", "stores", "ranks") for path in modules(folder)]
+    found = {name_of(p): {n for n in imported(p) if n.startswith(decisions)} for p in below}
+    assert {name: names for name, names in found.items() if names} == {}
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
-def test_leaves_are_imported_by_leaves_only(leaf: str) -> None:
-    for path in modules():
-        name = ".".join(("aiokv", *path.relative_to(PACKAGE).with_suffix("").parts))
-        if not name.startswith(LEAVES) and name != "aiokv.__main__":
-            assert not any(n.startswith(leaf) for n in imported(path)), name
-
-
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_observers_are_imported_above_the_engine_only(path: Path) -> None:
-    """Only three leaves of ``observe/`` may be used below it, and these import errors only."""
-    name = ".".join(("aiokv", *path.relative_to(PACKAGE).with_suffix("").parts))
-    leaves = {f"aiokv.observe.{leaf}" for leaf in ANYWHERE}
-    if name in leaves:
-        assert {n for n in imported(path) if not n.startswith("aiokv.errors")} == set()
-    elif not name.startswith(ABOVE_THE_ENGINE) and name != "aiokv.__main__":
-        observers = {n for n in imported(path) if n.startswith("aiokv.observe.")}
-        allowed = {n for n in observers if n in leaves or n.rpartition(".")[0] in leaves}
-        assert observers - allowed == set()
-
-
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_connectors_are_above_everything(path: Path) -> None:
-    """Nothing imports a connector; connectors import neither internals nor one another."""
-    name = ".".join(("aiokv", *path.relative_to(PACKAGE).with_suffix("").parts))
-    found = {n for n in imported(path) if n.startswith("aiokv.connectors.")}
-    if not name.startswith("aiokv.connectors."):
-        assert found == set()
-        return
-    own = ".".join(name.split(".")[:3])
+def test_connectors_use_public_modules_and_not_one_another() -> None:
     packages = {f"aiokv.connectors.{p.name}" for p in PACKAGE.glob("connectors/*/")}
-    assert {n for n in found if not n.startswith(own) and n.startswith(tuple(packages))} == set()
-    internals = ("aiokv.scheduler", "aiokv.engine")
-    assert {n for n in imported(path) if n.startswith(internals)} == set()
-    private = {n for n in imported(path) if n.rpartition(".")[2].startswith("_")}
-    assert private - {"aiokv._native"} == set()
-
-
-@pytest.mark.parametrize("path", modules("connectors/fastdeploy"), ids=lambda p: p.stem)
-def test_the_fastdeploy_connector_imports_public_modules_only(path: Path) -> None:
-    public = {
-        *("aiokv", "aiokv.sync", "aiokv.ranks", "aiokv.types", "aiokv.observe.logs"),
-        "aiokv.frameworks.paddle",
-    }
-    loaded = {n for n in imported(path) if n.rpartition(".")[2].islower()} - public
-    assert {
-        n
-        for n in loaded
-        if not n.startswith("aiokv.connectors.fastdeploy") and n.rpartition(".")[0] not in public
-    } == set()
+    found = {}
+    for path in modules("connectors"):
+        own = ".".join(f"aiokv.{name_of(path)}".split(".")[:3])
+        others = tuple(packages - {own})
+        forbidden = ("aiokv.scheduler", "aiokv.engine", *others)
+        names = imported(path)
+        private = {n for n in names if n.rpartition(".")[2].startswith("_")} - {"aiokv._native"}
+        refused = private | {n for n in names if n.startswith(forbidden)}
+        if refused:
+            found[name_of(path)] = refused
+    assert found == {}
 
 
 def test_import_of_the_fastdeploy_connector_loads_no_framework() -> None:
@@ -182,14 +188,11 @@ def test_import_loads_no_framework() -> None:
     assert (heavy | kinds).isdisjoint(loaded.stdout.split())
 
 
-@pytest.mark.parametrize("folder", ["stores", "ranks", "worker"])
-def test_bytes_from_other_processes_are_not_unpickled(folder: str) -> None:
+def test_bytes_from_other_processes_are_not_unpickled() -> None:
     """Loading a pickle runs code that its writer has chosen."""
     loaders = ("pickle", "marshal", "shelve", "dill", "cloudpickle")
-    names = {
-        name for path in modules(folder) for loader in loaders for name in imported(path, loader)
-    }
-    assert names == set()
+    paths = [p for folder in ("stores", "ranks", "peers", "worker") for p in modules(folder)]
+    assert {n for p in paths for loader in loaders for n in imported(p, loader)} == set()
 
 
 def test_tests_import_nothing_from_the_benches() -> None:

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
+from aiokv.base.logs import log_fields
 from aiokv.errors import UsageError
-from aiokv.observe.logs import log_fields
 
 EMIT = """
-from aiokv.observe.logs import Log
+from aiokv.base.logs import Log
 Log("aiokv.engine.transfers").warning("transfer.failed", transfer_id=7, reason="disk is full")
 try:
     raise OSError("broken pipe")
@@ -114,7 +114,7 @@ logging.getLogger("server").setLevel("WARNING")
 logging.getLogger("server").propagate = False
 """
 JOIN = """
-from aiokv.observe.logs import Log, join_log
+from aiokv.base.logs import Log, join_log
 join_log("server")
 join_log("server")
 Log("aiokv.engine").info("engine.opened")
@@ -157,7 +157,7 @@ def test_an_import_of_structlog_alone_configures_nothing():
 # --- levels ---------------------------------------------------------------------------------------
 
 LEVELS = """
-from aiokv.observe.logs import Log
+from aiokv.base.logs import Log
 log = Log("aiokv.engine")
 for level in ("debug", "info", "warning", "error"):
     getattr(log, level)(f"a.{level}", n=1)
@@ -227,7 +227,7 @@ def test_uvicorn_prints_fields():
 def test_levels_that_are_off_are_found_without_an_import():
     program = """
 import sys
-from aiokv.observe.logs import DEBUG, Log
+from aiokv.base.logs import DEBUG, Log
 log = Log("aiokv.engine")
 assert not log.is_on(DEBUG)
 import logging
@@ -250,7 +250,7 @@ assert not log.is_on(DEBUG)
 
 IN_CONTEXT = """
 import asyncio
-from aiokv.observe.logs import Log, log_fields
+from aiokv.base.logs import Log, log_fields
 log = Log("aiokv.engine")
 
 async def request(name):
@@ -282,7 +282,7 @@ def test_fields_of_the_context_are_in_each_line(set_up):
 
 def test_a_field_of_the_event_wins_over_one_of_the_context():
     program = """
-from aiokv.observe.logs import Log, log_fields
+from aiokv.base.logs import Log, log_fields
 with log_fields(request_id="outer", owner="context"):
     with log_fields(request_id="inner"):
         Log("aiokv").warning("a.b", owner="event")
@@ -314,7 +314,7 @@ import structlog
 def broken(logger, name, event_dict):
     raise ValueError("a bug of the processor")
 structlog.configure(processors=[broken])
-from aiokv.observe.logs import Log
+from aiokv.base.logs import Log
 Log("aiokv").warning("a.b")
 print("goes on")
 """

@@ -15,11 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from aiokv import CacheConfig, CacheEngine, ConfigError, UsageError
 from aiokv._native import Histogram
+from aiokv.base.types import DurationHistogram
 from aiokv.observe import prometheus
 from aiokv.observe.exposition import Family, Sample, labelled, merged, text_of
 from aiokv.observe.metrics import exposition, families
 from aiokv.observe.prometheus import EngineCollector
-from aiokv.types import DurationHistogram
 from tests.harness.filled import engine_with, filled_records
 
 if TYPE_CHECKING:

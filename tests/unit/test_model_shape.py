@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from aiokv import ConfigError, Regions
-from aiokv.model_shape import KV_DTYPES, ModelShape
+from aiokv.model.shape import KV_DTYPES, ModelShape
 from tests.unit import model_configs as configs
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from aiokv.errors import LayoutError, UsageError
-from aiokv.peers.layout import BlockLayout, Mapping, covers, sources
-from aiokv.worker.regions import Regions
+from aiokv.layout.mapping import BlockLayout, Mapping, covers, sources
+from aiokv.layout.regions import Regions
 
 AXES = ("tokens", "heads", "dim")
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from aiokv import CacheConfig, LeaseError, LeaseState, UsageError, WindowGroup
-from aiokv.errors import CapacityError
-from aiokv.plan import (
+from aiokv.base.plan import (
     RECEIVE,
     SEND,
     STATE_RECEIVE,
@@ -21,6 +20,7 @@ from aiokv.plan import (
     WINDOW_SEND,
     TransferReport,
 )
+from aiokv.errors import CapacityError
 from aiokv.scheduler.effects import NO_EFFECTS, Moved
 from aiokv.scheduler.scheduler import CacheScheduler
 

@@ -14,9 +14,9 @@ import pytest
 
 import aiokv
 import aiokv.events
-import aiokv.model_shape
+import aiokv.model.shape
+import aiokv.model.sizing
 import aiokv.ranks
-import aiokv.sizing
 import aiokv.stores
 import aiokv.testing
 from aiokv import (
@@ -38,9 +38,9 @@ from aiokv import (
     WindowGroup,
 )
 from aiokv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from aiokv.model_shape import ModelShape
+from aiokv.model.shape import ModelShape
+from aiokv.model.sizing import CacheSizes, Memory, cache_sizes
 from aiokv.ranks import RankGroup, RankTimeouts
-from aiokv.sizing import CacheSizes, Memory, cache_sizes
 from aiokv.testing import ManualDevice
 from aiokv.worker.device.names import named_device
 from tests.unit import model_configs
@@ -73,7 +73,7 @@ MORE_RECORDS = [
     if is_record(value)
 ] + [
     value
-    for module in (aiokv.model_shape, aiokv.sizing)
+    for module in (aiokv.model.shape, aiokv.model.sizing)
     for value in vars(module).values()
     if is_record(value) and value.__module__ == module.__name__
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiokv.rates import EXTREME_FACTOR, bounded_mean
+from aiokv.base.rates import EXTREME_FACTOR, bounded_mean
 
 
 def test_mean_is_weighted():

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from aiokv.errors import ClosedError, ConfigError, LayoutError, UsageError
+from aiokv.layout.regions import Regions, num_blocks_for
 from aiokv.worker.arena import HUGE_PAGE_BYTES, HostArena
-from aiokv.worker.regions import Regions, num_blocks_for
 
 
 def zeros(*shape: int, dtype: str = "u1") -> np.ndarray:

@@ -15,7 +15,7 @@ import pytest
 import aiokv
 from aiokv import CacheConfig, ConfigError, Regions, WindowGroup, cli
 from aiokv.cli.toml import toml_lines
-from aiokv.settings import FIELDS, OTHER_VARIABLES, Settings
+from aiokv.config.settings import FIELDS, OTHER_VARIABLES, Settings
 
 ROOT = Path(aiokv.__file__).parents[1]
 

@@ -8,9 +8,9 @@ import tomllib
 import pytest
 
 from aiokv import CacheConfig, ConfigError, WindowGroup, cli
-from aiokv.model_shape import ModelShape
+from aiokv.model.shape import ModelShape
+from aiokv.model.sizing import Memory, cache_sizes, weight_bytes
 from aiokv.scheduler.plans import new_core
-from aiokv.sizing import Memory, cache_sizes, weight_bytes
 from tests.unit import model_configs as configs
 
 GIB = 2**30

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aiokv import ConfigError, StoreError
-from aiokv.plan import FETCH, SAVE, TransferPlan, id_bytes
+from aiokv.base.plan import FETCH, SAVE, TransferPlan, id_bytes
 from aiokv.stores import StoreUse
 from aiokv.stores.base import Result, split_keys
 from aiokv.stores.cost import LATE_SECONDS

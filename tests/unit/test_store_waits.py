@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from aiokv import CacheConfig, ClosedError, LeaseError, RequestTooLarge
-from aiokv.plan import FETCH, SAVE, Priority, TransferReport
+from aiokv.base.plan import FETCH, SAVE, Priority, TransferReport
+from aiokv.base.types import LeaseState
 from aiokv.scheduler.scheduler import CacheScheduler
-from aiokv.types import LeaseState
 
 BLOCK_TOKENS = 4
 

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
+from aiokv.base.plan import ONLOAD, Priority, TransferPlan
 from aiokv.errors import UsageError
-from aiokv.plan import ONLOAD, Priority, TransferPlan
 from aiokv.testing import ManualEvent
 from aiokv.worker.transfers import StepGate, Transfer, TransferQueue
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from aiokv import Hit, UsageError
-from aiokv.types import as_tokens
+from aiokv.base.types import as_tokens
 
 
 def test_an_int32_array_is_not_copied():

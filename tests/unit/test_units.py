@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from aiokv.observe.percentiles import percentile
-from aiokv.observe.units import format_bytes, format_seconds
+from aiokv.base.percentiles import percentile
+from aiokv.base.units import format_bytes, format_seconds
 
 
 @pytest.mark.parametrize(

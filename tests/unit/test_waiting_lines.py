@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from aiokv import CacheConfig, ClosedError, LeaseError, RequestTooLarge
+from aiokv.base.plan import TransferReport
 from aiokv.errors import BrokenEngineError
-from aiokv.plan import TransferReport
 from aiokv.scheduler.admission import Request
 from aiokv.scheduler.effects import NO_EFFECTS, Outbox
 from aiokv.scheduler.pins import Pins

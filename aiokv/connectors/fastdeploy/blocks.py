@@ -17,15 +17,15 @@ from aiokv import (
     TransferError,
     UsageError,
     WouldBlock,
-    checks,
 )
+from aiokv.base import checks
+from aiokv.base.logs import Log
 from aiokv.connectors.fastdeploy.requests import (
     UnknownRequest,
     items_of,
     prompt_length,
     tokens_of,
 )
-from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -6,8 +6,8 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from aiokv import ClosedError, ControlTimeout
+from aiokv.base.logs import join_log
 from aiokv.connectors.fastdeploy.blocks import RequestBlocks
-from aiokv.observe.logs import join_log
 from aiokv.sync import SyncEngine
 
 if TYPE_CHECKING:

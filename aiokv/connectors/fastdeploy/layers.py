@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from aiokv import checks
+from aiokv.base import checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

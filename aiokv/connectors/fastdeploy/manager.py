@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from aiokv import Device, Hit, Regions
+    from aiokv.base.types import Tier
     from aiokv.connectors.fastdeploy.blocks import Holding, RequestBlocks
     from aiokv.connectors.fastdeploy.metadata import CacheSwapMetadata
     from aiokv.connectors.fastdeploy.requests import Request
     from aiokv.ranks import RankGroup
     from aiokv.sync import EngineFuture, SyncEngine, SyncLayers, SyncWeightsUpdate
-    from aiokv.types import Tier
 
 CONTROL_SECONDS: Final = 30.0  # for transfers and workers
 TIERS: Final[tuple[Tier, ...]] = ("device", "host")

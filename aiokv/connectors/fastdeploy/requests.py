@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 
 from aiokv import Item, UsageError
-from aiokv.types import as_tokens
+from aiokv.base.types import as_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,7 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from aiokv import CacheConfig, ConfigError, checks
+from aiokv import CacheConfig, ConfigError
+from aiokv.base import checks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

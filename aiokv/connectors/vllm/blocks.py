@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aiokv.observe.logs import Log
+from aiokv.base.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

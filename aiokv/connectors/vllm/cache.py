@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from aiokv.base.logs import Log
 from aiokv.errors import AiokvError, BrokenEngineError, ClosedError, DeviceError
-from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     from vllm.distributed.kv_events import KVCacheEvent
 
+    from aiokv.base.types import RequestStatistics, Statistics
     from aiokv.connectors.vllm.events import EventCollector
     from aiokv.connectors.vllm.tensors_here import Tensors
     from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.sync import Answer, Calls, SyncEngine, SyncLayers, SyncLease
-    from aiokv.types import RequestStatistics, Statistics
     from aiokv.worker.device.base import Event
 
 log = Log(__name__)

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from aiokv.base.logs import join_log
 from aiokv.connectors.vllm import opening
 from aiokv.connectors.vllm.blocks import VllmBlocks
 from aiokv.connectors.vllm.link import Link
@@ -21,7 +22,6 @@ from aiokv.connectors.vllm.options import Options
 from aiokv.connectors.vllm.scheduler import SchedulerHalf
 from aiokv.connectors.vllm.statistics import ConnectorStatistics, EngineCounts, PromMetrics
 from aiokv.errors import ConfigError
-from aiokv.observe.logs import join_log
 
 if TYPE_CHECKING:
     import torch

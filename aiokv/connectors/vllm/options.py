@@ -11,13 +11,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
-from aiokv import checks
+from aiokv.base import checks
 from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aiokv.config import EvictionPolicy, StoreAdmission, StorePolicy, Verify
+    from aiokv.config.cache_config import EvictionPolicy, StoreAdmission, StorePolicy, Verify
 
 Load = Literal["async", "layerwise"]
 SavePolicy = Literal["write_through", "write_through_selective", "none"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiokv.types import Item
+from aiokv.base.types import Item
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from aiokv.base.logs import Log
 from aiokv.connectors.vllm.blocks import FreedBlocks
 from aiokv.connectors.vllm.messages import Load, StepMetadata
 from aiokv.connectors.vllm.prefills import PrefillClock
@@ -34,7 +35,6 @@ from aiokv.connectors.vllm.requests import (
     prompt_of,
 )
 from aiokv.errors import BrokenEngineError
-from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
 
+    from aiokv.base.types import RequestStatistics, Statistics
     from aiokv.stores.guard_statistics import GuardStatistics
-    from aiokv.types import RequestStatistics, Statistics
 
 COUNTERS: Final = {
     "loaded_blocks": "Blocks that were loaded into the KV cache, summed over ranks",

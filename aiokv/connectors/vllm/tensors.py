@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aiokv.errors import ConfigError
-from aiokv.worker.regions import Regions
+from aiokv.layout.regions import Regions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
+from aiokv.base.logs import Log
 from aiokv.errors import ClosedError, TransferError
-from aiokv.observe.logs import Log
 from aiokv.worker.device.base import as_event
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aiokv import _native
-from aiokv.observe.units import format_bytes
+from aiokv.base.units import format_bytes
 from aiokv.stores.base import KEY_BYTES, TRAILER_BYTES
 from aiokv.stores.directory.files import IDENTITY, INCOMING
 from aiokv.stores.inspection import (

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
+from aiokv.base.logs import Log
 from aiokv.errors import ConfigError, StoreError
-from aiokv.observe.logs import Log
 from aiokv.stores.base import Result, Store, StoreMemory, StoreStatistics, split_keys
 from aiokv.stores.directory.files import NoRoom, ObjectFiles
 from aiokv.stores.directory.quota import DirectoryQuota

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from aiokv import _native
+from aiokv.base.logs import Log
 from aiokv.errors import StoreError
-from aiokv.observe.logs import Log
 from aiokv.stores.disk.journal import Journal
 from aiokv.stores.disk.layout import segment_name
 

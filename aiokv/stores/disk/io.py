@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 
 from aiokv import _native
+from aiokv.base.logs import Log
 from aiokv.errors import UsageError
-from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

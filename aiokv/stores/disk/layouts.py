@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Literal
 
+from aiokv.base.logs import Log
 from aiokv.errors import LayoutError
-from aiokv.observe.logs import Log
 from aiokv.stores.disk.layout import (
     FORMAT_VERSION,
     HEADER_BYTES,

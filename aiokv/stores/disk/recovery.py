@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from aiokv import _native
+from aiokv.base.logs import Log
 from aiokv.errors import ConfigError
-from aiokv.observe.logs import Log
 from aiokv.stores.disk.journal import Journal
 from aiokv.stores.disk.layout import (
     HEADER_BYTES,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from aiokv.base.logs import Log
 from aiokv.errors import StoreError
-from aiokv.observe.logs import Log
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

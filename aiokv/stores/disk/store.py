@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from aiokv import checks
+from aiokv.base import checks
 from aiokv.errors import ConfigError, StoreError
 from aiokv.stores.base import KEY_BYTES, Result, Store, StoreStatistics
 from aiokv.stores.disk.opened import OpenStore

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
+from aiokv.base.plan import PEER_ROUTES
 from aiokv.errors import UsageError
-from aiokv.plan import PEER_ROUTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.plan import Pool, Route
+    from aiokv.base.plan import Pool, Route
+    from aiokv.layout.regions import Regions
     from aiokv.worker.arena import HostArena
-    from aiokv.worker.regions import Regions
 
 
 PoolKey: TypeAlias = "tuple[Pool, str]"

@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from aiokv import _native
-from aiokv.checks import Unique
-from aiokv.errors import LayoutError, UsageError
-from aiokv.plan import (
+from aiokv.base.checks import Unique
+from aiokv.base.plan import (
     OFFLOAD,
     ONLOAD,
     PEER_ROUTES,
@@ -23,6 +22,7 @@ from aiokv.plan import (
     WINDOW_OFFLOAD,
     WINDOW_ONLOAD,
 )
+from aiokv.errors import LayoutError, UsageError
 from aiokv.worker.base import UNLIMITED_BLOCKS
 from aiokv.worker.device.base import CopyError, blocks_of, peer_key, pool_key
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.plan import Route
+    from aiokv.base.plan import Route
+    from aiokv.layout.regions import Regions
     from aiokv.worker.arena import HostArena
     from aiokv.worker.device.base import Event, PoolKey
-    from aiokv.worker.regions import Regions
 
 CpuEvent = _native.Event
 CpuStream = _native.Stream

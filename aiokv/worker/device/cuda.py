@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 import numpy as np
 
 from aiokv import _native
-from aiokv.checks import Unique, arguments, choice, flag, integer
-from aiokv.errors import ConfigError, DeviceError, LayoutError, UsageError
-from aiokv.plan import (
+from aiokv.base.checks import Unique, arguments, choice, flag, integer
+from aiokv.base.plan import (
     OFFLOAD,
     ONLOAD,
     PEER_ROUTES,
@@ -32,6 +31,7 @@ from aiokv.plan import (
     WINDOW_OFFLOAD,
     WINDOW_ONLOAD,
 )
+from aiokv.errors import ConfigError, DeviceError, LayoutError, UsageError
 from aiokv.worker.device.base import (
     CopyError,
     blocks_of,
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aiokv.plan import Route
+    from aiokv.base.plan import Route
+    from aiokv.layout.regions import Regions
     from aiokv.worker.arena import HostArena
     from aiokv.worker.device.base import Event, PoolKey
-    from aiokv.worker.regions import Regions
 
 _cuda: Any = getattr(_native, "cuda", None)  # absent when aiokv was built without a CUDA compiler
 

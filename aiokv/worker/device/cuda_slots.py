@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from aiokv.layout.regions import Regions
     from aiokv.worker.device.base import Event
-    from aiokv.worker.regions import Regions
 
 HIGHEST_PRIORITY: Final = -5  # clamped by CUDA: a short pass runs before the model's next CTAs
 _WRONG: Final = bytes([Result.WRONG])

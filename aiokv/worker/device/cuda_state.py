@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.worker.arrays import Piece
+    from aiokv.layout.arrays import Piece
+    from aiokv.layout.regions import Regions
     from aiokv.worker.device.base import CopyError, Event
-    from aiokv.worker.regions import Regions
 
 MAX_PITCH_BYTES: Final = 2**31 - 1  # of a 2D copy
 

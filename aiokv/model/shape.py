@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from aiokv import checks
+from aiokv.base import checks
 from aiokv.errors import ConfigError
 from aiokv.stores.base import store_pitch_bytes
 
@@ -47,7 +47,7 @@ _BYTES: Final = "uint8"
 
 _SCALE_ELEMENTS: Final = 128
 _SCALE_BYTES: Final = 4
-_HOST_ALIGNMENT_BYTES: Final = 64  # of a piece in a host block, as aiokv.worker.regions has it
+_HOST_ALIGNMENT_BYTES: Final = 64  # of a piece in a host block, as aiokv.layout.regions has it
 
 
 class TensorShape(NamedTuple):
@@ -197,7 +197,7 @@ class ModelShape:
             ConfigError: there is no such file, it is not JSON, a field is missing or out of range,
                 or the model stores something that this function does not know.
         """
-        from aiokv.model_config import read_config, shape_of
+        from aiokv.model.config import read_config, shape_of
 
         return shape_of(read_config(config))
 

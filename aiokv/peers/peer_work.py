@@ -11,31 +11,31 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from aiokv.errors import PeerError
+from aiokv.peers.accepted import abort_for
 from aiokv.peers.messages import Landed, split_key
 from aiokv.peers.transport import Outgoing
-from aiokv.worker.accepted import abort_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from aiokv.base.plan import Route, TransferPlan
     from aiokv.peers.arrivals import Parcel as Received
     from aiokv.peers.arrivals import Receive, SlotCopy
+    from aiokv.peers.call_guard import CallGuard
     from aiokv.peers.departures import Parcel as Sent
     from aiokv.peers.departures import Send, SlotFill
     from aiokv.peers.mappings import Mappings
     from aiokv.peers.messages import Message
+    from aiokv.peers.peer_plans import PeerPlans
     from aiokv.peers.receiver import Receiver
     from aiokv.peers.sender import Sender
+    from aiokv.peers.slot_access import SlotAccess
     from aiokv.peers.slots import ArenaSlots
     from aiokv.peers.transport import Link, PeerMemory
     from aiokv.peers.wire import Connection
-    from aiokv.plan import Route, TransferPlan
     from aiokv.worker.base import Cancelled
-    from aiokv.worker.call_guard import CallGuard
     from aiokv.worker.device.base import CopyError, Event
     from aiokv.worker.layer_marks import LayerMarks
-    from aiokv.worker.peer_plans import PeerPlans
-    from aiokv.worker.slot_access import SlotAccess
 
 
 class DeviceCopies(Protocol):

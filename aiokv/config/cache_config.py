@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
-from aiokv import checks
+from aiokv.base import checks
 from aiokv.errors import ConfigError
 from aiokv.stores.base import store_pitch_bytes
 
 if TYPE_CHECKING:
-    from aiokv.worker.regions import Regions
+    from aiokv.layout.regions import Regions
 
 Verify = Literal["off", "checksum"]
 ItemHits = Literal["whole", "partial"]
@@ -339,7 +339,7 @@ class CacheConfig:
                 in bytes is set without ``block``, or is less than one block; or ``device_blocks``
                 is missing.
         """
-        from aiokv.settings import Settings
+        from aiokv.config.settings import Settings
 
         environ = os.environ if checks.flag("env", env, ConfigError) else None
         settings = Settings(file, environ, overrides)
@@ -384,7 +384,7 @@ def _check_windows(windows: object, host_blocks: int) -> None:
 
 
 def _fitting_blocks(field: str, total_bytes: int, block_bytes: int) -> int:
-    from aiokv.worker.regions import num_blocks_for
+    from aiokv.layout.regions import num_blocks_for
 
     total_bytes = checks.integer(field, total_bytes, error=ConfigError)
     num_blocks = num_blocks_for(total_bytes, block_bytes)

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from aiokv import checks
 from aiokv._native import Repack
+from aiokv.base import checks
 from aiokv.errors import LayoutError, UsageError
-from aiokv.peers.block_layout import BLOCKS, STATE, PieceLayout, aligned
-from aiokv.peers.block_layout import BlockLayout as BlockLayout
-from aiokv.worker.axes import HEADS, TOKENS
+from aiokv.layout.axes import HEADS, TOKENS
+from aiokv.layout.block_layout import BLOCKS, STATE, PieceLayout, aligned
+from aiokv.layout.block_layout import BlockLayout as BlockLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -21,13 +21,13 @@ from aiokv.peers.messages import PROTOCOL_VERSION, Accepted, Cancel, Open, Refus
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiokv.peers.layout import Mapping
+    from aiokv.layout.mapping import Mapping
+    from aiokv.peers.call_guard import CallGuard
     from aiokv.peers.messages import Landed, Message
     from aiokv.peers.sender import Sender
     from aiokv.peers.ticket import Endpoint, Ticket
     from aiokv.peers.transport import Link, Transport
     from aiokv.peers.wire import Connection
-    from aiokv.worker.call_guard import CallGuard
 
 CONNECT_SECONDS: Final = 10.0  # for the replies to Open; less if the ticket has less
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.errors import LayoutError
-from aiokv.worker.arrays import Piece, describe
-from aiokv.worker.axes import TOKENS, check_axes, check_heads, with_axes
+from aiokv.layout.arrays import Piece, describe
+from aiokv.layout.axes import TOKENS, check_axes, check_heads, with_axes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import msgspec
 
-from aiokv import checks
+from aiokv.base import checks
 from aiokv.errors import ConfigError
-from aiokv.model_shape import ELEMENT_BYTES, LayerShape, ModelShape, StateShape
+from aiokv.model.shape import ELEMENT_BYTES, LayerShape, ModelShape, StateShape
 
 CONFIG_FILE: Final = "config.json"
 

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiokv.errors import InternalError
+from aiokv.peers.slot_access import SlotAccess, report_error
 from aiokv.stores.base import Result
-from aiokv.worker.slot_access import SlotAccess, report_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aiokv.peers.arrivals import Parcel as Received
     from aiokv.peers.departures import Parcel as Sent
+    from aiokv.peers.slot_access import Sealed, Verified
     from aiokv.peers.transport import PeerMemory
     from aiokv.worker.device.base import DeviceSlots, Verification
     from aiokv.worker.poller import EventPoller
-    from aiokv.worker.slot_access import Sealed, Verified
 
 
 class DeviceParcelWork(SlotAccess):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from aiokv import checks
+from aiokv.base import checks
 from aiokv.errors import LayoutError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiokv.worker.arrays import Piece
+    from aiokv.layout.arrays import Piece
 
 TOKENS: Final = "tokens"
 HEADS: Final = "heads"

@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
-from aiokv import checks
+from aiokv.base import checks
 from aiokv.errors import ConfigError
-from aiokv.model_shape import ELEMENT_BYTES, KV_DTYPES, LayerShape, ModelShape, TensorShape
-from aiokv.worker.regions import Regions
+from aiokv.layout.regions import Regions
+from aiokv.model.shape import ELEMENT_BYTES, KV_DTYPES, LayerShape, ModelShape, TensorShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -98,7 +98,7 @@ def tensor_layouts(
         model: shape of a model, whose layers count in the order of ``ModelShape.layers``; or its
             layers in order, with those of a speculative (MTP) head behind them.
         block_tokens: token positions per block.
-        kv_dtype: one of ``aiokv.model_shape.KV_DTYPES``.
+        kv_dtype: one of ``aiokv.model.shape.KV_DTYPES``.
         model_dtype: dtype of the model, for scales and where ``kv_dtype`` is ``"auto"``; ignored
             with a ``ModelShape``, which has one.
         tensor_parallel: number of ranks that divide the KV heads.

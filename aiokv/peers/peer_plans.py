@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from aiokv.plan import STATE_RECEIVE, TransferReport
+from aiokv.base.plan import STATE_RECEIVE, TransferReport
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.lanes import RunningCounts
 from aiokv.worker.layers import LayerDoneCounter
@@ -14,8 +14,8 @@ from aiokv.worker.reports import deliver
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from aiokv.plan import Outcome, Route, TransferPlan
-    from aiokv.worker.call_guard import CallGuard
+    from aiokv.base.plan import Outcome, Route, TransferPlan
+    from aiokv.peers.call_guard import CallGuard
     from aiokv.worker.lanes import LaneStatistics
 
 

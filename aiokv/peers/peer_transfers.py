@@ -19,48 +19,48 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from aiokv.base.plan import PEER_ROUTES, RECEIVE_ROUTES, TransferReport
 from aiokv.errors import ClosedError, PeerError, UsageError
-from aiokv.peers.block_layout import split_layers
-from aiokv.peers.layout import BlockLayout
+from aiokv.layout.block_layout import split_layers
+from aiokv.layout.mapping import BlockLayout
+from aiokv.peers.accepted import AcceptedConnections
+from aiokv.peers.call_guard import CallGuard
+from aiokv.peers.device_parcels import DeviceParcelWork
 from aiokv.peers.listener import listen
 from aiokv.peers.mappings import Mappings
 from aiokv.peers.messages import MAX_REASON_CHARACTERS
+from aiokv.peers.parcel_work import ParcelWork
+from aiokv.peers.peer_plans import PeerPlans
+from aiokv.peers.peer_work import ReceiverWork, SenderWork, SlotWork
 from aiokv.peers.receiver import Receiver, ReceiverCounts
 from aiokv.peers.ring import LandingRing
 from aiokv.peers.sender import Sender, SenderCounts
 from aiokv.peers.slots import ArenaSlots
 from aiokv.peers.ticket import Endpoint, decode, ticket_key
+from aiokv.peers.ticket_opener import TicketOpener
 from aiokv.peers.transport import PeerMemory
 from aiokv.peers.transports import make_transport
-from aiokv.plan import PEER_ROUTES, RECEIVE_ROUTES, TransferReport
-from aiokv.worker.accepted import AcceptedConnections
-from aiokv.worker.call_guard import CallGuard
 from aiokv.worker.device.base import CopyError
-from aiokv.worker.device_parcels import DeviceParcelWork
 from aiokv.worker.layer_marks import LayerMarks
-from aiokv.worker.parcel_work import ParcelWork
-from aiokv.worker.peer_plans import PeerPlans
-from aiokv.worker.peer_work import ReceiverWork, SenderWork, SlotWork
-from aiokv.worker.ticket_opener import TicketOpener
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from aiokv.base.plan import Route, TransferPlan
+    from aiokv.layout.regions import Regions
     from aiokv.peers.listener import Listener
     from aiokv.peers.options import Peers
+    from aiokv.peers.peer_work import DeviceCopies
+    from aiokv.peers.slot_access import SlotAccess
     from aiokv.peers.transport import Link, Transport
     from aiokv.peers.wire import Connection
-    from aiokv.plan import Route, TransferPlan
     from aiokv.stores.identity import StoreIdentity
     from aiokv.worker.base import Cancelled
     from aiokv.worker.device.base import Event
     from aiokv.worker.lanes import LaneStatistics
     from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.memory import WorkerMemory
-    from aiokv.worker.peer_work import DeviceCopies
     from aiokv.worker.poller import EventPoller
-    from aiokv.worker.regions import Regions
-    from aiokv.worker.slot_access import SlotAccess
 
 SPARE_SECONDS: Final = 1.0
 LAST_MESSAGES_SECONDS: Final = 0.5  # for the last messages to be sent, when the worker closes

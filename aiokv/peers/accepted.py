@@ -15,16 +15,16 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeGuard
 
+from aiokv.base.logs import Log
 from aiokv.errors import PeerError
-from aiokv.observe.logs import Log
 from aiokv.peers.messages import MAX_REASON_CHARACTERS, Landed, Open, Refused
 
 if TYPE_CHECKING:
+    from aiokv.peers.call_guard import CallGuard
     from aiokv.peers.messages import Message
     from aiokv.peers.receiver import Receiver
     from aiokv.peers.transport import PeerMemory, Transport
     from aiokv.peers.wire import Connection
-    from aiokv.worker.call_guard import CallGuard
 
 log = Log(__name__)
 

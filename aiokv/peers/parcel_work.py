@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from aiokv import _native
+from aiokv.peers.slot_access import SlotAccess, report_error
 from aiokv.stores.base import TRAILER_BYTES, Result
-from aiokv.worker.slot_access import SlotAccess, report_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aiokv.peers.arrivals import Parcel as Received
     from aiokv.peers.departures import Parcel as Sent
+    from aiokv.peers.slot_access import Sealed, Verified
     from aiokv.peers.transport import PeerMemory
     from aiokv.worker.poller import EventPoller
-    from aiokv.worker.slot_access import Sealed, Verified
 
 INLINE_BYTES: Final = 256 << 10  # fewer bytes are read on the loop, which is faster than a thread
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import msgspec
 
-from aiokv import checks
-from aiokv.config import CacheConfig, WindowGroup
+from aiokv.base import checks
+from aiokv.config.cache_config import CacheConfig, WindowGroup
 from aiokv.errors import ConfigError
+from aiokv.layout.regions import Regions, num_blocks_for
 from aiokv.stores.base import store_pitch_bytes
 from aiokv.stores.options import parse_bytes
-from aiokv.worker.regions import Regions, num_blocks_for
 
 if TYPE_CHECKING:
     import os

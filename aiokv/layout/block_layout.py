@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from aiokv import checks
+from aiokv.base import checks
 from aiokv.errors import AiokvError, ConfigError, LayoutError, UsageError
-from aiokv.worker.axes import HEADS, MAX_AXES, TOKENS, check_axes
-from aiokv.worker.regions import HOST_ALIGNMENT_BYTES
+from aiokv.layout.axes import HEADS, MAX_AXES, TOKENS, check_axes
+from aiokv.layout.regions import HOST_ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from aiokv.worker.arrays import Piece
-    from aiokv.worker.regions import Regions
+    from aiokv.layout.arrays import Piece
+    from aiokv.layout.regions import Regions
 
 FORMAT_VERSION: Final = 1
 # Several layouts, one per rank, fit in a ticket of 64 KiB.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 import msgspec
 import numpy as np
 
-from aiokv.checks import integer, sequence
+from aiokv.base.checks import integer, sequence
 from aiokv.errors import UsageError
 
 if TYPE_CHECKING:

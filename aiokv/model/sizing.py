@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from aiokv import checks
-from aiokv.config import CacheConfig, WindowGroup
+from aiokv.base import checks
+from aiokv.base.units import format_bytes
+from aiokv.config.cache_config import CacheConfig, WindowGroup
 from aiokv.errors import ConfigError
-from aiokv.observe.units import format_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from aiokv.model_shape import ModelShape
+    from aiokv.model.shape import ModelShape
 
 # State slots per conversation on the device: its own, and one snapshot for later hits.
 SLOTS_PER_CONVERSATION: Final = 2
@@ -32,7 +32,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         weight_bytes: bytes of the weights of all ranks together.
         host_bytes: host memory for KV of all ranks together; 0 for no host tier.
         tensor_parallel: ranks, each with one GPU.
-        kv_dtype: one of ``aiokv.model_shape.KV_DTYPES``.
+        kv_dtype: one of ``aiokv.model.shape.KV_DTYPES``.
         block_tokens: token positions per block.
         conversation_tokens: tokens of one conversation.
         step_tokens: maximum number of tokens that one step computes of a sequence; only models

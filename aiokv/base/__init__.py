@@ -1,0 +1,1 @@
+"""Leaves that any module may import."""

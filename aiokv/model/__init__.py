@@ -1,0 +1,1 @@
+"""Bytes of a model's KV, and tensors for it."""
