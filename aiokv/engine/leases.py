@@ -675,13 +675,13 @@ class Leases:
 
     def release(self, lease: Lease, after: Event | None) -> None:
         """See ``Lease.release``."""
-        if not self._lifetime.is_running:
-            lease.id = 0  # closing the engine has ended the lease
+        if not self._lifetime.is_usable:
+            lease.id = 0  # the end of the engine has ended the lease
             return
         self._lifetime.check_loop()
         used_in = 0 if after is None else self._steps.close(after)
         if self.recordings.active or self._coverage.active:
-            self._note_releasing(lease.id)  # while it has its id: an interrupt loses no blocks
+            self._note_releasing(lease.id)
         lease_id, lease.id = lease.id, 0
         self._apply(self._scheduler.release(lease_id, used_in))
         self._note_released(lease_id, "the lease was released")
@@ -711,7 +711,7 @@ class Leases:
         return held
 
     def _release_collected(self, lease_id: int) -> None:
-        if self._lifetime.is_running:
+        if self._lifetime.is_usable:
             self._note_releasing(lease_id)
             self._apply(self._scheduler.release(lease_id))
             if self._timers:

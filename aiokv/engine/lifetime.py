@@ -8,6 +8,7 @@ from threading import get_ident
 from typing import Final, Literal
 
 from aiokv.errors import BrokenEngineError, ClosedError, UsageError
+from aiokv.scheduler.guarded import broken
 
 _running_loop = asyncio._get_running_loop
 
@@ -39,14 +40,27 @@ class Lifetime:
         phase: current phase of the engine.
         failure: error that broke the engine; None while the engine can serve.
         is_running: True from ``async with`` until the engine is closed.
+        is_unknown: True if the failure has left the state of the engine unknown.
+        is_usable: True while the engine is running and its state is known: leases can be used.
     """
 
-    __slots__ = ("_loop", "_serves", "_thread", "failure", "is_running", "phase")
+    __slots__ = (
+        "_loop",
+        "_serves",
+        "_thread",
+        "failure",
+        "is_running",
+        "is_unknown",
+        "is_usable",
+        "phase",
+    )
 
     def __init__(self) -> None:
         self.phase = Phase.NEW
         self.failure: BaseException | None = None
+        self.is_unknown = False
         self.is_running = False
+        self.is_usable = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0  # of the loop, while the engine is open or closing
         self._serves = False  # open and not broken
@@ -93,7 +107,7 @@ class Lifetime:
     def open(self) -> None:
         """Accept calls."""
         self._thread = get_ident()
-        self.is_running = True
+        self.is_running = self.is_usable = True
         self.phase = Phase.OPEN
         self._serves = True
 
@@ -103,12 +117,18 @@ class Lifetime:
         self._serves = False
         if phase is not Phase.CLOSING:
             self._thread = 0
-            self.is_running = False
+            self.is_running = self.is_usable = False
 
     def fail(self, error: BaseException) -> None:
         """Refuse new work: the device or a rank has failed."""
         self.failure = error
         self._serves = False
+
+    def give_up(self, error: BaseException) -> None:
+        """Refuse all calls: ``error`` has left the state of the engine unknown."""
+        self.is_usable = False
+        self.is_unknown = True
+        self.fail(error)
 
     def repair(self) -> None:
         """Accept calls again after ``fail``."""
@@ -135,6 +155,23 @@ class Lifetime:
 
     def check_loop(self) -> None:
         """Check a call that open leases may make until the engine is closed.
+
+        Raises:
+            ClosedError: the engine is closed.
+            BrokenEngineError: a failure has left the state of the engine unknown.
+            UsageError: the call is made outside the engine's loop.
+        """
+        if self.is_usable and _running_loop() is self._loop:
+            return
+        self.check_running()
+        raise self.new_error()
+
+    def new_error(self) -> BrokenEngineError:
+        """Return the error of calls after ``give_up``."""
+        return broken(self.failure)
+
+    def check_running(self) -> None:
+        """Check a call that a broken engine makes, too.
 
         Raises:
             ClosedError: the engine is closed.

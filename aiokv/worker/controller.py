@@ -84,6 +84,7 @@ class CacheController:
         self._on_step: Callable[[int, BaseException | None], None] = _ignore_step
         self._gate = StepGate()
         self._report_waiters = ReportWaiters()
+        self._gave_up = False
         self._closing = False
         self._closed = False
         self._turn = (
@@ -300,10 +301,6 @@ class CacheController:
         self._gate.check(step)
         self._record_computed(event)
         self._gate.close(step, event)
-        self._poller.surely(partial(self._follow_step, step, event))
-
-    def _follow_step(self, step: int, event: Event | None) -> None:
-        """Queue the transfers that the step held, and watch its event."""
         self._transfers.step_closed()
         self._peers.step_closed()
         if event is None:
@@ -495,7 +492,7 @@ class CacheController:
 
         Cancellation: stops waiting; the transfers go on.
         """
-        while in_flight := self._in_flight():
+        while not self._gave_up and (in_flight := self._in_flight()):
             await self._report_waiters.wait(in_flight)
 
     def _in_flight(self) -> list[int]:
@@ -511,9 +508,10 @@ class CacheController:
 
         Cancellation: waiting plans are cancelled; the transfers go on.
         """
-        self._peers.give_up("the worker gives up its plans")
-        self._transfers.give_up()
-        await self.drain()
+        if not self._gave_up:
+            self._peers.give_up("the worker gives up its plans")
+            self._transfers.give_up()
+            await self.drain()
 
     async def aclose(self) -> None:
         """Cancel waiting plans, wait for moving ones, join the device's threads, free the arena.
@@ -531,6 +529,11 @@ class CacheController:
             if not self._closed:
                 self.memory.close()
                 self._closed = True
+
+    def give_up(self) -> None:
+        """Wait for no more reports; see :meth:`Worker.give_up`."""
+        self._gave_up = True
+        self._report_waiters.end_all()
 
     def close_without_loop(self) -> None:
         """As aclose(), after the loop was closed: the device finishes its transfers, and nothing

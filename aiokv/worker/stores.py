@@ -79,7 +79,7 @@ class WorkerStores:
             return
         self._identity = identity
         await self._stores.open(self._memory.store_memories, self._fingerprint)
-        self.transfers.open(poller, on_report)
+        self.transfers.open(on_report)
 
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Ask the stores for blocks; see :meth:`StoreSet.lookup`."""

@@ -32,9 +32,8 @@ class PlannedCore:
 
     def backup_plans(self) -> list[TransferPlan]:
         """Begin the saves that the write policy wants now, and return the plans."""
-        begun: deque[int] = deque()
-        self._plans.take_backups(begun)
-        return [self._plans.offload(transfer, Priority.BACKUP) for transfer in begun if transfer]
+        begun = self._plans.take_backups()
+        return [self._plans.offload(transfer, Priority.BACKUP) for transfer in begun]
 
     def save_early(self) -> TransferPlan | None:
         """Save the blocks that the write policy has queued, or return None."""
@@ -57,4 +56,4 @@ class PlannedCore:
 
     def complete(self, report: TransferReport) -> None:
         """Account for the end of a transfer."""
-        self._plans.complete(report, deque())
+        self._plans.complete(report)
