@@ -99,7 +99,12 @@ class Lifecycle:
         except BaseException:
             self._poller.close()
             raise
-        self._dispatcher.apply(self._scheduler.track_steps(self._worker.computes_in_stream))
+        try:
+            self._dispatcher.apply(self._scheduler.track_steps(self._worker.computes_in_stream))
+        except BaseException:
+            await self._worker.aclose()
+            self._poller.close()
+            raise
         self._leases.open()
         self._lifetime.open()
         _opened.add(self)

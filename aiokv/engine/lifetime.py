@@ -10,6 +10,7 @@ from typing import Final, Literal
 from aiokv.errors import BrokenEngineError, ClosedError, UsageError
 from aiokv.scheduler.guarded import broken
 
+_NO_THREAD: Final = -1
 _running_loop = asyncio._get_running_loop
 
 
@@ -127,6 +128,7 @@ class Lifetime:
     def give_up(self, error: BaseException) -> None:
         """Refuse all calls: ``error`` has left the state of the engine unknown."""
         self.is_usable = False
+        self._thread = _NO_THREAD
         self.is_unknown = True
         self.fail(error)
 
@@ -193,8 +195,11 @@ class Lifetime:
 
         Raises:
             UsageError: the calling thread is not the thread of the loop.
+            BrokenEngineError: a failure has left the state of the engine unknown.
         """
         if get_ident() != self._thread and self._thread:
+            if self.is_unknown:
+                raise self.new_error()
             raise UsageError(
                 "the engine was called in a thread other than the thread of its event loop",
                 hint="read the values on the loop and pass them on; any thread may use block_table "

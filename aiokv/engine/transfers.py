@@ -89,6 +89,8 @@ class Transfers:
         """Submit a plan to the worker. A plan that the worker refuses is reported as failed."""
         try:
             counter = self._worker.submit(plan)
+        except MemoryError:  # anywhere in the worker, which may have begun the transfer
+            raise
         except Exception as error:  # a repeated call would raise it in every later transition
             counter = self._refused(plan, CopyError(0, str(error) or type(error).__name__))
         else:

@@ -14,39 +14,6 @@ from tests.ranks.loopback import Ranked
 pytestmark = pytest.mark.asyncio
 
 
-async def test_interrupted_outbox_sends_the_rest_in_the_next_pass() -> None:
-    sent: list[Any] = []
-
-    def interrupt(message: object) -> None:
-        outbox._send = sent.append
-        raise KeyboardInterrupt
-
-    outbox = Outbox(interrupt)
-    outbox.begin(1)
-    outbox.note_end(TransferReport(transfer_id=7, outcome="done"))
-    with pytest.raises(KeyboardInterrupt):
-        outbox.flush()
-    await spin(2)
-    assert [report.transfer_id for report in sent[0].ended] == [7]
-
-
-async def test_plans_of_an_interrupted_flush_leave_in_the_next_pass(tmp_path: Any) -> None:
-    async with Ranked(tmp_path) as ranked:
-        broadcast = ranked.engine.worker._transfers
-        flush = broadcast._flush
-
-        def interrupt() -> None:
-            broadcast._flush = flush
-            raise KeyboardInterrupt
-
-        broadcast._flush = interrupt
-        with pytest.raises(KeyboardInterrupt):
-            broadcast.flush()
-        assert broadcast._flush_scheduled
-        await spin(2)
-        assert not broadcast._flush_scheduled
-
-
 async def test_a_raised_priority_reaches_the_ranks(tmp_path: Any) -> None:
     async with Ranked(tmp_path) as ranked:
         raised: list[tuple[int, int]] = []
