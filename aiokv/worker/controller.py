@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from aiokv.base.plan import CLONE, PEER_ROUTES, STATE, TransferPlan, TransferReport
+from aiokv.base.groups import ATTENTION, STATE, retention_of
+from aiokv.base.plan import CLONE, PEER_ROUTES, TransferPlan, TransferReport, group_routes
 from aiokv.errors import ClosedError, ConfigError, DeviceError, UsageError
 from aiokv.peers.peer_transfers import PeerTransfers
 from aiokv.stores.base import KEY_BYTES
@@ -112,8 +113,10 @@ class CacheController:
             has_states=host_state_slots > 0,
         )
         self.capabilities = Capabilities(
-            routes=(device.routes - PEER_ROUTES) | self._stores.routes | self._peers.routes,
-            clone_routes=frozenset((CLONE, STATE)),
+            routes=(device.routes - group_routes(*PEER_ROUTES))
+            | self._stores.routes
+            | self._peers.routes,
+            clones=frozenset(("all", "last")),
             checksums=True,
             step_events=True,
             owns_tensors=True,
@@ -249,11 +252,11 @@ class CacheController:
         if self.counter(plan.transfer_id) is not None:
             raise UsageError(f"transfer {plan.transfer_id} is in flight already")
         num_bytes = self.memory.check(plan)
-        if plan.route in self._stores.routes:
+        if plan.group_route in self._stores.routes:
             if self._checksums is not None:
                 self._checksums.begin(plan)
             return self._stores.transfers.submit(plan, num_bytes)
-        if plan.route in self._peers.routes:
+        if plan.group_route in self._peers.routes:
             return self._peers.submit(plan, num_bytes)
         return self._transfers.submit(plan, num_bytes)
 
@@ -320,13 +323,13 @@ class CacheController:
     def clone(self, plan: TransferPlan, stream: Any = None) -> None:
         """Copy blocks or state slots within the device; see :meth:`Worker.clone`."""
         regions = self.memory.regions
-        if plan.route == CLONE:
-            pieces = list(regions.pieces())
-        elif plan.route == STATE:
-            pieces = list(regions.state_pieces)
-        else:
-            raise UsageError(f"clone: the route is {plan.route}; it must be {CLONE} or {STATE}")
-        clone_rows(pieces, plan.source_ids, plan.target_ids, stream)
+        if plan.route != CLONE or retention_of(plan.group) not in self.capabilities.clones:
+            raise UsageError(
+                f"clone: the route is {plan.route}, the group is {plan.group!r}; the route must be "
+                f"{CLONE}, the group {ATTENTION!r} or {STATE!r}"
+            )
+        pieces = regions.state_pieces if plan.group == STATE else regions.pieces()
+        clone_rows(list(pieces), plan.source_ids, plan.target_ids, stream)
 
     def record_checksums(self, block_ids: NDArray[np.int32], step: int) -> None:
         """Record the bytes of computed blocks; see :meth:`Worker.record_checksums`."""
