@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from aiokv.peers import peer_transfers
 from aiokv.peers.one_sided import OneSidedTransport
 from aiokv.peers.ticket import encode
 from aiokv.testing import ManualDevice, ManualEvent, run_until_idle, spin
-from aiokv.worker import peer_transfers
 
 from .one_sided_fakes import FakeBackend
 from .workers import KEY, PeerWorker

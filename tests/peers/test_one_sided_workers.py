@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from aiokv.errors import ConfigError, PeerError
+from aiokv.peers import accepted, peer_transfers
 from aiokv.peers.messages import Want
 from aiokv.peers.one_sided import EndpointError, OneSidedTransport
 from aiokv.peers.ticket import encode
 from aiokv.testing import run_until_idle, spin
-from aiokv.worker import accepted, peer_transfers
 
 from .one_sided_fakes import MISSING, FakeBackend
 from .workers import KEY, PeerWorker

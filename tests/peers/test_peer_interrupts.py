@@ -60,7 +60,7 @@ class EndInterrupter(Interrupter):
     """As Interrupter, in the methods only that end a plan of peers."""
 
     def _on_call(self, frame: FrameType, event: str, arg: object) -> Any:
-        inside = frame.f_code.co_filename.endswith("worker/peer_plans.py")
+        inside = frame.f_code.co_filename.endswith("peers/peer_plans.py")
         if not inside or frame.f_code.co_name not in ("end", "_finish"):
             return None
         return super()._on_call(frame, event, arg)
