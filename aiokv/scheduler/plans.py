@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from aiokv._native import Core, EvictionKind, MoveRoute, Outcome, PeerRoute, StoreConfig
+from aiokv._native import Core, MoveRoute, Outcome, PeerRoute, StoreConfig
 from aiokv._native import StorePolicy as NativeStorePolicy
 from aiokv._native import WritePolicy as NativePolicy
 from aiokv.base.plan import (
@@ -51,7 +51,6 @@ _POLICIES = {
     "write_through_selective": NativePolicy.WRITE_THROUGH_SELECTIVE,
     "write_back": NativePolicy.WRITE_BACK,
 }
-_EVICTION = {"lru": EvictionKind.LRU, "adaptive": EvictionKind.ADAPTIVE}
 _STORE_POLICIES = {
     "at_commit": NativeStorePolicy.AT_COMMIT,
     "at_nth_use": NativeStorePolicy.AT_NTH_USE,
@@ -93,7 +92,7 @@ def new_core(config: CacheConfig, has_stores: bool = False) -> Core:
         write_through_threshold=config.write_through_threshold,
         low_watermark_blocks=config.watermark_blocks,
         min_onload_blocks=config.min_onload_blocks,
-        eviction=_EVICTION[config.eviction_policy],
+        eviction=config.eviction_policy,
         state_slots=config.state_slots,
         host_state_slots=config.host_state_slots,
         foreign_device=config.foreign_device,

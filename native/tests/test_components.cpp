@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "aiokv/error.hpp"
+#include "aiokv/eviction_queue.hpp"
 #include "aiokv/host_copy_list.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/look_ahead.hpp"

@@ -15,15 +15,14 @@
 #include <utility>
 #include <vector>
 
+#include "aiokv/eviction_order.hpp"
 #include "aiokv/reuse_model.hpp"
 
 namespace aiokv {
 
-enum class EvictionKind : std::uint8_t { kLru, kAdaptive };
-
 // `Nodes`: node = nodes[id] has the links `prev` and `next`, and a `reuse_class`.
 template <class Nodes>
-class EvictionQueue {
+class EvictionQueue final : public TierQueue {
   public:
     using Id = std::uint32_t;
     static constexpr Id kNil = 0xffffffff;
@@ -31,18 +30,17 @@ class EvictionQueue {
     // Without a model the order is that of push_back.
     EvictionQueue(Nodes& nodes, const ReuseModel* model);
 
-    Id front();
-    // The node whose turn is after `node`'s, or kNil; for looking ahead.
-    Id after(Id node) const;
+    Id front() override;
+    Id after(Id node) const override;
     // The node whose turn is before `node`'s, in the same run, or kNil.
-    Id before(Id node) const {
+    Id before(Id node) const override {
         const Id prev = nodes_[node].prev;
         return (prev & kEnd) != 0 ? kNil : prev;
     }
-    std::uint32_t size() const { return size_; }
+    std::uint32_t size() const override { return size_; }
     std::size_t bytes() const { return runs_.capacity() * sizeof(Run); }
 
-    void push_back(Id node) {  // used now
+    void push_back(Id node) override {  // used now
         const std::uint64_t kind = now_ << kClassBits | nodes_[node].reuse_class;
         if (runs_[newest_].kind != kind) open_run(kind);
         Run& run = runs_[newest_];
@@ -58,8 +56,8 @@ class EvictionQueue {
         run.tail = node;
         ++size_;
     }
-    void push_front(Id node);
-    void remove(Id node);
+    void push_front(Id node) override;
+    void remove(Id node) override;
 
     // Take the model's clock and scores. Returns true when the order of nodes has changed.
     bool choose(bool by_score);
