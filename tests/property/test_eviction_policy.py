@@ -181,8 +181,8 @@ def test_policies_of_the_config_are_those_of_the_core():
 
 
 def test_core_refuses_an_unknown_policy():
-    with pytest.raises(ConfigError, match="eviction is 'fifo'"):
-        Core(block_tokens=2, device_blocks=4, eviction="fifo")
+    with pytest.raises(ConfigError, match="eviction is 'random'"):
+        Core(block_tokens=2, device_blocks=4, eviction="random")
 
 
 def test_a_renamed_policy_is_refused_with_its_new_name():
