@@ -4,10 +4,10 @@
 #include <vector>
 
 #include "aiokv/error.hpp"
-#include "aiokv/eviction_queue.hpp"
 #include "aiokv/host_copy_list.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/look_ahead.hpp"
+#include "aiokv/ranked_queue.hpp"
 #include "aiokv/transfer_ledger.hpp"
 #include "check.hpp"
 
@@ -41,7 +41,7 @@ struct Queue {
     }
 
     PrefixTree tree;
-    EvictionQueue<PrefixTree> queue;
+    RankedQueue queue;
     LookAhead ahead{tree, queue};
     std::vector<NodeId> nodes;
 };

@@ -52,7 +52,7 @@ class EvictableBlocks {
     }
     // A lease has computed the block.
     void on_computed(const Lease& lease, std::uint32_t block, NodeId node) {
-        order_->on_computed(lease, block, node);
+        tree_[node].reuse_class = lease.class_of(block);
     }
     void on_device_resized(std::uint32_t blocks) { order_->on_device_resized(blocks); }
 

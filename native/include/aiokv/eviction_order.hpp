@@ -44,10 +44,9 @@ class EvictionOrder {
 
     // -- events from which a policy may learn
     // A lease is granted, so the blocks that it hits are not queued; `seed` is that of its context.
-    // Returns true when the order of the device nodes has changed.
+    // May set Lease::classes, from which the blocks that it computes get their class. Returns true
+    // when the order of the device nodes has changed.
     virtual bool on_grant(Lease& /*lease*/, std::uint64_t /*seed*/) { return false; }
-    // A lease has computed the block of the node.
-    virtual void on_computed(const Lease& /*lease*/, std::uint32_t /*block*/, NodeId /*node*/) {}
     virtual void on_device_resized(std::uint32_t /*blocks*/) {}
 };
 

@@ -15,14 +15,13 @@
 #include <utility>
 #include <vector>
 
-#include "aiokv/eviction_order.hpp"
 #include "aiokv/reuse_model.hpp"
 
 namespace aiokv {
 
 // `Nodes`: node = nodes[id] has the links `prev` and `next`, and a `reuse_class`.
 template <class Nodes>
-class EvictionQueue final : public TierQueue {
+class EvictionQueue {
   public:
     using Id = std::uint32_t;
     static constexpr Id kNil = 0xffffffff;
@@ -30,17 +29,17 @@ class EvictionQueue final : public TierQueue {
     // Without a model the order is that of push_back.
     EvictionQueue(Nodes& nodes, const ReuseModel* model);
 
-    Id front() override;
-    Id after(Id node) const override;
+    Id front();
+    Id after(Id node) const;
     // The node whose turn is before `node`'s, in the same run, or kNil.
-    Id before(Id node) const override {
+    Id before(Id node) const {
         const Id prev = nodes_[node].prev;
         return (prev & kEnd) != 0 ? kNil : prev;
     }
-    std::uint32_t size() const override { return size_; }
+    std::uint32_t size() const { return size_; }
     std::size_t bytes() const { return runs_.capacity() * sizeof(Run); }
 
-    void push_back(Id node) override {  // used now
+    void push_back(Id node) {  // used now
         const std::uint64_t kind = now_ << kClassBits | nodes_[node].reuse_class;
         if (runs_[newest_].kind != kind) open_run(kind);
         Run& run = runs_[newest_];
@@ -56,8 +55,8 @@ class EvictionQueue final : public TierQueue {
         run.tail = node;
         ++size_;
     }
-    void push_front(Id node) override;
-    void remove(Id node) override;
+    void push_front(Id node);
+    void remove(Id node);
 
     // Take the model's clock and scores. Returns true when the order of nodes has changed.
     bool choose(bool by_score);

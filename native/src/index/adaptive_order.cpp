@@ -3,8 +3,8 @@
 
 #include "aiokv/core_types.hpp"
 #include "aiokv/eviction_order.hpp"
-#include "aiokv/eviction_queue.hpp"
 #include "aiokv/prefix_tree.hpp"
+#include "aiokv/ranked_queue.hpp"
 #include "aiokv/reuse_model.hpp"
 #include "aiokv/set_dueling.hpp"
 
@@ -40,6 +40,7 @@ class AdaptiveOrder final : public EvictionOrder {
         bool device_changed = false;
         if (lease.classes.empty()) {
             model_.observe(lease.tokens, seed, lease.classes);
+            lease.stretch_shift = model_.stretch_shift();
             device_dueling_.observe(lease.classes);
             device_changed = device_.choose(device_dueling_.prefers_score());
             if (host_dueling_) {
@@ -48,12 +49,9 @@ class AdaptiveOrder final : public EvictionOrder {
             }
         }
         for (std::size_t i = 0; i < lease.path.size(); ++i) {
-            tree_[lease.path[i]].reuse_class = model_.class_at(lease.classes, i);
+            tree_[lease.path[i]].reuse_class = lease.class_of(i);
         }
         return device_changed;
-    }
-    void on_computed(const Lease& lease, std::uint32_t block, NodeId node) override {
-        tree_[node].reuse_class = model_.class_at(lease.classes, block);
     }
     void on_device_resized(std::uint32_t blocks) override {
         device_dueling_.resize(blocks);
@@ -66,8 +64,8 @@ class AdaptiveOrder final : public EvictionOrder {
     ReuseModel model_;
     SetDueling device_dueling_;
     std::optional<SetDueling> host_dueling_;
-    EvictionQueue<PrefixTree> device_;
-    EvictionQueue<PrefixTree> host_;
+    RankedQueue device_;
+    RankedQueue host_;
 };
 
 }  // namespace

@@ -1,7 +1,7 @@
 // The policy "lru": the least recently used block is evicted first.
 #include "aiokv/eviction_order.hpp"
-#include "aiokv/eviction_queue.hpp"
 #include "aiokv/prefix_tree.hpp"
+#include "aiokv/ranked_queue.hpp"
 
 namespace aiokv {
 namespace {
@@ -15,8 +15,8 @@ class LruOrder final : public EvictionOrder {
     std::size_t bytes() const override { return device_.bytes() + host_.bytes(); }
 
   private:
-    EvictionQueue<PrefixTree> device_;
-    EvictionQueue<PrefixTree> host_;
+    RankedQueue device_;
+    RankedQueue host_;
 };
 
 }  // namespace
