@@ -14,8 +14,8 @@ import uvloop
 
 import tests.harness.searches  # noqa: F401  (loads the profile of Hypothesis for all tests)
 from aiokv.testing import clocked_loop
-from aiokv.testing.leftovers import open_descriptors, running_threads
 from aiokv.testing.loops import PATIENCE_SECONDS
+from tests.harness.leftovers import open_descriptors, running_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator

@@ -13,12 +13,12 @@ import pytest
 from aiokv import LayoutError, TransferError, UsageError
 from aiokv.base.plan import OFFLOAD, ONLOAD, TransferPlan
 from aiokv.testing import ManualDevice, ScriptedDevice, run_until_idle, running_clock, spin
-from aiokv.testing.flaky import ChaosDevice, FlakyDevice
 from aiokv.worker.device.base import Device
 from aiokv.worker.device.cpu import CpuDevice, CpuEvent, CpuStream
 from aiokv.worker.device.cuda import CudaDevice
 from aiokv.worker.device.cuda_numa import placement
 from tests.drill.drill import Drill, Shaped, prompt, regions_of
+from tests.harness.flaky import ChaosDevice, FlakyDevice
 
 A, B, C, D = (prompt(seed, 2) for seed in range(1, 5))
 TOKENS = np.arange(7, dtype=np.int32)  # of a Shaped: six of its blocks can be hit

@@ -13,7 +13,7 @@ import uvloop
 
 from aiokv import CacheConfig, CacheEngine, ClosedError, Regions
 from aiokv.testing import spin
-from aiokv.testing.leftovers import running_threads
+from tests.harness.leftovers import running_threads
 
 if TYPE_CHECKING:
     from aiokv import Lease

@@ -11,7 +11,7 @@ from aiokv import CacheConfig, CacheEngine, ConfigError, Regions
 from aiokv.base.plan import OFFLOAD, ONLOAD, STATE
 from aiokv.errors import LeaseError, TransferError
 from aiokv.testing import ManualDevice, ManualEvent, spin
-from aiokv.testing.flaky import ChaosDevice
+from tests.harness.flaky import ChaosDevice
 from tests.harness.recurrence import Hybrid
 from tests.harness.settling import settle
 

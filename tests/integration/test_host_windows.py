@@ -12,7 +12,7 @@ from aiokv import CacheConfig, CacheEngine, ConfigError, Regions, UsageError, Wi
 from aiokv.base.plan import OFFLOAD, ONLOAD, STATE
 from aiokv.errors import LeaseError, TransferError
 from aiokv.testing import ManualDevice, ManualEvent, ScriptedDevice, spin
-from aiokv.testing.flaky import ChaosDevice
+from tests.harness.flaky import ChaosDevice
 from tests.harness.settling import settle
 from tests.harness.windows import WINDOWS, Windowed
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Self
 import uvloop
 
 from aiokv import AiokvError
-from aiokv.testing.leftovers import open_descriptors, running_threads
 from aiokv.testing.loops import PATIENCE_SECONDS
+from tests.harness.leftovers import open_descriptors, running_threads
 from tests.peers.engines import Side, prompt
 from tests.peers.ranked import RankedSide, run_rank
 

@@ -17,8 +17,8 @@ from aiokv.peers.one_sided import EndpointError, OneSidedTransport
 from aiokv.peers.tcp import TcpTransport
 from aiokv.peers.transport import Outgoing, PeerMemory
 from aiokv.testing import spin
-from aiokv.testing.leftovers import running_threads
 from aiokv.testing.loops import PATIENCE_SECONDS, run_until_idle
+from tests.harness.leftovers import running_threads
 from tests.peers.one_sided_fakes import MISSING, FakeBackend
 from tests.peers.wires import connected, landed
 

@@ -528,9 +528,11 @@ class Request:
             self.tokens = np.concatenate([self.tokens, named])
 
     def truncate(self, done: int) -> None:
-        """Truncate draft positions."""
+        """Truncate draft positions, none of which is in a block of a failed onload: leases that
+        joined the onload share its blocks.
+        """
         lease = self.lease
-        if self.preempting is not None or lease.num_tokens <= done or not done:
+        if self.preempting is not None or lease.num_tokens <= done or done < max(self.cached, 1):
             return
         to = self.rng.randint(done, lease.num_tokens)
         self.note("truncate", to)

@@ -31,8 +31,8 @@ from aiokv import (
 )
 from aiokv.errors import WouldBlock
 from aiokv.testing import running_clock, spin
-from aiokv.testing.flaky import ChaosDevice
 from aiokv.testing.loops import PATIENCE_SECONDS
+from tests.harness.flaky import ChaosDevice
 from tests.peers.engines import BLOCK_TOKENS, Side
 from tests.peers.proxy import FAULTS, Proxy, Unit
 

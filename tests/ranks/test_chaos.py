@@ -9,7 +9,7 @@ import pytest
 
 from aiokv import BrokenEngineError, LeaseError, TransferError
 from aiokv.testing import spin
-from aiokv.testing.flaky import ChaosDevice
+from tests.harness.flaky import ChaosDevice
 from tests.ranks.loopback import PATIENT, Ranked
 
 pytestmark = pytest.mark.asyncio

@@ -35,9 +35,9 @@ import uvloop
 from aiokv import CacheConfig, CacheEngine
 from aiokv.cli.progress import show_progress
 from aiokv.testing import record
-from aiokv.testing.flaky import ChaosDevice, FlakyDevice
-from aiokv.testing.leftovers import open_descriptors, running_threads
 from aiokv.testing.loops import PATIENCE_SECONDS
+from tests.harness.flaky import ChaosDevice, FlakyDevice
+from tests.harness.leftovers import open_descriptors, running_threads
 from tests.harness.memory import Memory, WrongBytes
 from tests.soak.events import RoundEvents
 from tests.soak.load import LATE_PASSES, Load, Violation

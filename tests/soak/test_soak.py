@@ -14,8 +14,8 @@ from aiokv import CacheConfig, CacheEngine, LeasePhase, TransferSpan
 from aiokv.scheduler.events import BlockEvents
 from aiokv.stores import proof
 from aiokv.testing import TransitionLog, replay_transitions
-from aiokv.testing.flaky import ChaosDevice
 from aiokv.worker.checksums import Checksums
+from tests.harness.flaky import ChaosDevice
 from tests.soak import __main__ as soak
 from tests.soak.load import Load, Violation
 from tests.soak.peers import Prefill

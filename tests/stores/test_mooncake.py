@@ -15,8 +15,8 @@ from aiokv.stores import MooncakeStore
 from aiokv.stores.mooncake import link
 from aiokv.stores.mooncake import store as store_module
 from aiokv.stores.mooncake.client import MooncakeClient, import_library
-from aiokv.testing.leftovers import open_descriptors, running_threads
 from aiokv.testing.loops import PATIENCE_SECONDS
+from tests.harness.leftovers import open_descriptors, running_threads
 from tests.stores.conformance import (
     DONE,
     Blocks,

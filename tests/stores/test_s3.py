@@ -13,8 +13,8 @@ import pytest
 from aiokv.errors import ConfigError, StoreError
 from aiokv.stores import S3Store, s3
 from aiokv.testing import spin
-from aiokv.testing.leftovers import open_descriptors
 from aiokv.testing.loops import PATIENCE_SECONDS
+from tests.harness.leftovers import open_descriptors
 from tests.stores.conformance import (
     DONE,
     MISSING,

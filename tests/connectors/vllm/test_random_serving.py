@@ -15,10 +15,10 @@ from aiokv.connectors.vllm import link, opening
 from aiokv.connectors.vllm.cache import HostCache
 from aiokv.connectors.vllm.sources import EngineTransfers
 from aiokv.sync import SyncEngine
-from aiokv.testing.flaky import ChaosDevice, FlakyDevice
 from tests.connectors.vllm.model import VOCABULARY, generate
 from tests.connectors.vllm.runner import LAYOUTS
 from tests.connectors.vllm.server import Server, vllm_config
+from tests.harness.flaky import ChaosDevice, FlakyDevice
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -39,11 +39,11 @@ from aiokv.connectors.vllm.connector import check_config
 from aiokv.connectors.vllm.options import Options
 from aiokv.connectors.vllm.worker import WorkerHalf
 from aiokv.sync import SyncEngine, SyncLayers
-from aiokv.testing.flaky import FlakyDevice
 from aiokv.testing.manual import ManualEvent
 from tests.connectors.vllm.model import VOCABULARY, generate
 from tests.connectors.vllm.runner import LAYER_NAMES, LAYOUTS
 from tests.connectors.vllm.server import BLOCK_TOKENS, Server, kv_cache_config, vllm_config
+from tests.harness.flaky import FlakyDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
