@@ -141,7 +141,7 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         transfer_id: chosen by the scheduler, unique for the lifetime of the engine; 0 for a copy
-            that the worker finishes within the call, without a report (``Worker.clone``).
+            that the worker finishes within the call, without a report (``Steps.clone``).
         route: tiers of the source ids and the target ids.
         group: name of the group of blocks; see :mod:`aiokv.base.groups`.
         source_blocks: int32 ids as bytes, in path order. In a clone of recurrent state, ``ZEROS``
@@ -156,7 +156,7 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
         end_range: end of the ranges; 0 when each block moves as a whole.
         mark: of layers that are being computed, the point in the work behind which they are there
             on each device, at the latest when ``after_step`` is closed there; see
-            ``Worker.layers_done``. 0 for computed blocks.
+            ``Tickets.layers_done``. 0 for computed blocks.
     """
 
     transfer_id: int
@@ -223,7 +223,7 @@ def id_bytes(ids: ArrayLike) -> bytes:
 
 
 def clone_plan(group: str, source_ids: ArrayLike, target_ids: ArrayLike) -> TransferPlan:
-    """Return the plan of a copy within the device that ``Worker.clone`` takes."""
+    """Return the plan of a copy within the device that ``Steps.clone`` takes."""
     return TransferPlan(
         transfer_id=0,
         route=CLONE,

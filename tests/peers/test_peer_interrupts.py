@@ -29,7 +29,7 @@ async def move(p: PeerWorker, d: PeerWorker, *, must_succeed: bool) -> None:
     ticket = d.expect(6, seconds=PATIENCE_SECONDS if must_succeed else SECONDS)
     first, second = d.receive(ticket, [0, 1, 2], [5, 9, 2]), d.receive(ticket, [3, 4, 5], [1, 0, 7])
     try:
-        await p.controller.open_ticket(encode(ticket, KEY))
+        await p.controller.tickets.open_ticket(encode(ticket, KEY))
     except PeerError:
         assert not must_succeed
     sent = p.send(ticket, range(6), [11, 12, 13, 14, 15, 16])
@@ -43,7 +43,7 @@ async def move(p: PeerWorker, d: PeerWorker, *, must_succeed: bool) -> None:
         good = 3 if outcome == "done" else bad
         assert d.blocks(here[:good]) == p.blocks(there[:good])
     for worker in (p, d):
-        worker.controller.close_ticket(ticket.ticket_id, "closed")
+        worker.controller.tickets.close_ticket(ticket.ticket_id, "closed")
 
 
 async def exchange(interrupter: Interrupter, at: int) -> None:
