@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, cast
 import msgspec
 import numpy as np
 
-from aiokv.base.groups import ATTENTION, RETENTIONS, STATE, Retention, retention_of
+from aiokv.base.groups import ATTENTION, RETENTIONS, Retention, retention_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,7 +47,6 @@ Direction = Literal[
     "window_receive",
     "window_send",
 ]
-StorePool: TypeAlias = str  # "host", "host_state" or "host_window:" and the name of the group
 Outcome = Literal["done", "failed", "cancelled"]
 
 _PREFIXES: Final[dict[Retention, str]] = {"all": "", "last": "state_", "window": "window_"}
@@ -183,11 +182,6 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
         return direction(*self.group_route)
 
     @property
-    def store_pool(self) -> StorePool:
-        """Name of the group's host memory in stores."""
-        return store_pool(self.group)
-
-    @property
     def num_blocks(self) -> int:
         """Number of blocks (or slots) that move."""
         return len(self.target_blocks) // ID_DTYPE.itemsize
@@ -208,13 +202,6 @@ def direction(retention: Retention, route: Route) -> Direction:
     if (retention, route) == STATE_CLONE:
         return "state"
     return cast("Direction", _PREFIXES[retention] + route.name)
-
-
-def store_pool(group: str) -> StorePool:
-    """Return the name of a group's host memory in stores."""
-    if group == ATTENTION:
-        return "host"
-    return "host_state" if group == STATE else f"host_window:{group}"
 
 
 def id_bytes(ids: ArrayLike) -> bytes:
