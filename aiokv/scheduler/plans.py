@@ -117,9 +117,9 @@ class Plans:
         windows: Mapping[str, WindowGroup] | None = None,
     ) -> None:
         self._core = core
-        self._saves_states = saves_states
         self._groups = list(windows or ())
-        self._saves_windows = any(group.host_blocks for group in (windows or {}).values())
+        windows_on_host = any(group.host_blocks for group in (windows or {}).values())
+        self._saves_groups = saves_states or windows_on_host
         self._reported: dict[int, None] = {}  # transfers of the newest reports, oldest first
 
     def onload(self, transfer_id: int, priority: Priority) -> TransferPlan:
@@ -224,10 +224,8 @@ class Plans:
         transfer_ids.extend(starmap(self._core.take_backups, ((),)))
         if self._core.wants_write_backs():
             transfer_ids.extend(starmap(self._core.take_write_backs, ((),)))
-        if self._saves_states:
-            transfer_ids.extend(iter(self._core.take_state_save, 0))
-        if self._saves_windows:
-            transfer_ids.extend(iter(self._core.take_window_save, 0))
+        if self._saves_groups:
+            transfer_ids.extend(iter(self._core.take_group_save, 0))
 
     def complete(self, report: TransferReport, released: deque[int]) -> None:
         """Commit the verified blocks of a transfer, and roll back its other blocks.
