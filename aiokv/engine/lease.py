@@ -452,7 +452,7 @@ class Lease(Unique):
         owner = owner or record.owner
         fork = leases.apply(leases.scheduler.fork(record.live_id(), owner))
         leases.used(record.id)
-        child = leases.fork_of(record, fork.lease_id, owner)
+        child = leases.forked(fork.lease_id, owner, record.salt)
         worker = leases.worker
         try:
             worker.clone(clone_plan(CLONE, fork.source_blocks, fork.target_blocks), stream)

@@ -136,14 +136,11 @@ class Leases:
         array = as_tokens(tokens)
         context = context_of(salt, adapter) if salt or adapter else ""
         triples = as_items(items) if items else ()
-        lease_id = self.apply(
-            self.scheduler.match(array, context, triples, read, write, owner, salt)
-        )
-        if self.observers.active:
-            self.observers.matched(lease_id)
+        result = self.scheduler.match(array, context, triples, read, write, owner, salt)
+        record = self._opened(self.apply(result), owner, salt)
         if self.recordings.active:
-            self.recordings.matched(lease_id, array, context, triples)
-        return Lease(LeaseRecord(self, lease_id, lease_id, owner, salt, self.done))
+            self.recordings.matched(record.id, array, context, triples)
+        return Lease(record)
 
     def would_hit(self, tokens: TokenIds, *, salt: str, adapter: str, items: Sequence[Item]) -> Hit:
         """See ``CacheEngine.would_hit``."""
@@ -182,17 +179,19 @@ class Leases:
                 holds="whole prompt" if whole else "prompt",
             )
         )
+        return self._opened(lease_id, owner, salt)
+
+    def forked(self, lease_id: int, owner: str, salt: str) -> Lease:
+        """Return the lease of a fork, which the scheduler has granted."""
+        record = self._opened(lease_id, owner, salt)
+        if self.observers.active:
+            self.observers.granted(record)
+        return Lease(record)
+
+    def _opened(self, lease_id: int, owner: str, salt: str) -> LeaseRecord:
         if self.observers.active:
             self.observers.matched(lease_id)
         return LeaseRecord(self, lease_id, lease_id, owner, salt, self.done)
-
-    def fork_of(self, parent: LeaseRecord, lease_id: int, owner: str) -> Lease:
-        """Return the lease of a fork, which the scheduler has granted."""
-        child = LeaseRecord(self, lease_id, lease_id, owner, parent.salt, self.done)
-        if self.observers.active:
-            self.observers.matched(lease_id)
-            self.observers.granted(child)
-        return Lease(child)
 
     # --- other engines --------------------------------------------------------------------------
 
