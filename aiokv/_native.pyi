@@ -354,6 +354,10 @@ class CoreStatistics:
     @property
     def token_bytes(self) -> int: ...
 
+ATTENTION_GROUP: int = -2
+
+STATE_GROUP: int = -1
+
 class Outcome(enum.Enum):
     DONE = 0
 
@@ -388,19 +392,6 @@ class MoveRoute(enum.Enum):
     FROM_HOST = 1
 
     TO_HOST = 2
-
-class PeerRoute(enum.Enum):
-    RECEIVE = 0
-
-    SEND = 1
-
-    RECEIVE_STATE = 2
-
-    SEND_STATE = 3
-
-    RECEIVE_WINDOW = 4
-
-    SEND_WINDOW = 5
 
 class EvictionKind(enum.Enum):
     LRU = 0
@@ -676,22 +667,14 @@ class Core:
         Begin to send ranges of layers of blocks that the lease computes; return the transfer.
         """
 
-    def receive_state(self, lease: int, ticket_id: bytes, num_tokens: int) -> int:
+    def receive_group(self, lease: int, ticket_id: bytes, group: int, num_tokens: int, step: int = 0) -> int:
         """
-        Begin to receive the state after received positions, which its end commits.
-        """
-
-    def send_state(self, lease: int, ticket_id: bytes, num_tokens: int) -> int:
-        """Begin to send the state after the computed positions."""
-
-    def receive_window(self, lease: int, ticket_id: bytes, group: int, num_tokens: int, step: int = 0) -> int:
-        """
-        Begin to receive the blocks of a window group behind received positions.
+        Begin to receive the blocks of a group that are needed behind received positions; of group -1: the recurrent state, the end of which commits these positions.
         """
 
-    def send_window(self, lease: int, ticket_id: bytes, group: int, num_tokens: int) -> int:
+    def send_group(self, lease: int, ticket_id: bytes, group: int, num_tokens: int) -> int:
         """
-        Begin to send the blocks of a window group behind the computed positions.
+        Begin to send the blocks of a group that are needed behind the computed positions.
         """
 
     def end_ticket(self, lease: int, ticket_id: bytes) -> None:
@@ -705,11 +688,9 @@ class Core:
     def prompt_digest(self, lease: int, num_tokens: int) -> bytes:
         """Digest of the first positions, for any block_tokens."""
 
-    def is_peer_transfer(self, transfer: int) -> bool: ...
-
-    def peer_transfer(self, transfer: int) -> tuple[PeerRoute, bytes, int, bytes, bytes, int, tuple[int, int], int]:
+    def peer_transfer(self, transfer: int) -> tuple[bool, bytes, int, bytes, bytes, int, tuple[int, int], int]:
         """
-        (route, ticket_id, window group, blocks of the prompt, own blocks or the state slot, after_step, (first range of layers, end range), mark).
+        (receives, ticket_id, group, blocks of the prompt, own blocks or the state slot, after_step, (first range of layers, end range), mark); group -1: recurrent state, -2: all other layers without a window.
         """
 
     def peer_transfers(self, lease: int) -> list[int]:

@@ -21,8 +21,8 @@ from aiokv import CacheConfig, CacheEngine
 from aiokv.scheduler.plans import new_core
 from aiokv.trace.loops import plain_loop
 from aiokv.trace.replay import ReplayOptions, load_workload, replay, workload_of
-from aiokv.trace.synthetic import generate_trace
 from bench.harness import find_trace
+from tests.harness.synthetic_trace import generate_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -287,9 +287,9 @@ def _trace_path(trace: str) -> str:
     """Return the path of a trace; a file ``example`` takes precedence over that of the package."""
     if trace != EXAMPLE or Path(trace).exists():
         return trace
-    from aiokv.trace.example import EXAMPLE as example
+    from aiokv.trace.format import EXAMPLE as path
 
-    return str(example)
+    return str(path)
 
 
 async def _replay_once(

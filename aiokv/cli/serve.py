@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from aiokv.cli.running import Terminated
 from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
+    import argparse
     import socket
 
     from starlette.applications import Starlette
@@ -38,7 +38,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="serve the demo's model over HTTP, like OpenAI's completions",
         description="Serve the demo's model on the cpu device at POST /v1/completions.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to bind (default: %(default)s)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import TYPE_CHECKING
 
 from aiokv.base.units import format_bytes
@@ -16,6 +15,7 @@ from aiokv.cli.arguments import (
 from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator
 
     from aiokv.model.shape import ModelShape
@@ -39,7 +39,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="compute the blocks and conversations that fit in memory",
         description="Compute the bytes per token and per block, and the blocks that fit in memory.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--model", required=True, metavar="PATH", help="config.json, its folder, or ORG/NAME")

@@ -6,6 +6,7 @@ from collections import deque
 from itertools import starmap
 from typing import TYPE_CHECKING
 
+from aiokv._native import STATE_GROUP
 from aiokv.errors import AiokvError, UsageError
 from aiokv.scheduler.effects import Moved
 
@@ -189,7 +190,8 @@ class Peers:
             LeaseError: the lease is not in the state above, or the cache was reset after the grant.
             UsageError: the model has no recurrent state, or ``ticket_id`` is not 16 bytes.
         """
-        return self._begin(self._core.receive_state, lease_id, ticket_id, num_tokens)
+        group, step = STATE_GROUP, self._clock.open
+        return self._begin(self._core.receive_group, lease_id, ticket_id, group, num_tokens, step)
 
     def send_state(self, lease_id: int, ticket_id: bytes, num_tokens: int) -> tuple[int, Effects]:
         """Begin to send the recurrent state after ``num_tokens`` positions to a peer.
@@ -208,7 +210,7 @@ class Peers:
             LeaseError: the lease is not in the state above, or the cache was reset after the grant.
             UsageError: the model has no recurrent state, or ``ticket_id`` is not 16 bytes.
         """
-        return self._begin(self._core.send_state, lease_id, ticket_id, num_tokens)
+        return self._begin(self._core.send_group, lease_id, ticket_id, STATE_GROUP, num_tokens)
 
     def receive_window(
         self, lease_id: int, ticket_id: bytes, group: str, num_tokens: int
@@ -236,7 +238,7 @@ class Peers:
             UsageError: the group is unknown, or ``ticket_id`` is not 16 bytes.
         """
         number, step = self._number(group), self._clock.open
-        return self._begin(self._core.receive_window, lease_id, ticket_id, number, num_tokens, step)
+        return self._begin(self._core.receive_group, lease_id, ticket_id, number, num_tokens, step)
 
     def send_window(
         self, lease_id: int, ticket_id: bytes, group: str, num_tokens: int
@@ -259,7 +261,7 @@ class Peers:
             UsageError: the group is unknown, or ``ticket_id`` is not 16 bytes.
         """
         number = self._number(group)
-        return self._begin(self._core.send_window, lease_id, ticket_id, number, num_tokens)
+        return self._begin(self._core.send_group, lease_id, ticket_id, number, num_tokens)
 
     def end(self, lease_id: int, ticket_id: bytes) -> Done:
         """Cancel the transfers of a ticket that are in flight. Idempotent.
@@ -344,6 +346,6 @@ class Peers:
             raise
         transfer_id = self._begun[-1]
         while self._begun:
-            self._outbox.effects.submit.append(self._plans.peer(self._begun[0], self._groups))
+            self._outbox.effects.submit.append(self._plans.peer(self._begun[0]))
             self._begun.popleft()
         return transfer_id, self._outbox.pending

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from aiokv._native import Core, EvictionKind, MoveRoute, Outcome, PeerRoute, StoreConfig
+from aiokv._native import (
+    ATTENTION_GROUP,
+    STATE_GROUP,
+    Core,
+    EvictionKind,
+    MoveRoute,
+    Outcome,
+    StoreConfig,
+)
 from aiokv._native import StorePolicy as NativeStorePolicy
 from aiokv._native import WritePolicy as NativePolicy
 from aiokv.base.plan import (
@@ -38,7 +46,7 @@ from aiokv.base.plan import (
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from aiokv.base.plan import Route, TransferReport
     from aiokv.config.cache_config import CacheConfig, WindowGroup
@@ -64,16 +72,6 @@ _STATE_ROUTES = {
     MoveRoute.TO_HOST: STATE_OFFLOAD,
 }
 _WINDOW_ROUTES = {MoveRoute.FROM_HOST: WINDOW_ONLOAD, MoveRoute.TO_HOST: WINDOW_OFFLOAD}
-_NO_GROUP: Final = -1  # of moves of recurrent state
-_PEER_ROUTES = {
-    PeerRoute.RECEIVE: RECEIVE,
-    PeerRoute.SEND: SEND,
-    PeerRoute.RECEIVE_STATE: STATE_RECEIVE,
-    PeerRoute.SEND_STATE: STATE_SEND,
-    PeerRoute.RECEIVE_WINDOW: WINDOW_RECEIVE,
-    PeerRoute.SEND_WINDOW: WINDOW_SEND,
-}
-_BLOCKS: Final = -2  # of fetches and saves of blocks of full attention
 _OUTCOMES = {
     "done": Outcome.DONE,
     "failed": Outcome.FAILED,
@@ -169,11 +167,12 @@ class Plans:
     def fetch(self, transfer_id: int, priority: Priority) -> TransferPlan:
         """Return the plan of a fetch; its source ids are the indices of the digests."""
         host_blocks, digests = self._core.store_transfer(transfer_id)
-        route, group = self._store_route(transfer_id, FETCH, STATE_FETCH, WINDOW_FETCH)
+        group = self._core.auxiliary_group(transfer_id)
+        route, name = self._route(group, FETCH, STATE_FETCH, WINDOW_FETCH)
         return TransferPlan(
             transfer_id=transfer_id,
             route=route,
-            group=group,
+            group=name,
             source_blocks=_indices(host_blocks),
             target_blocks=host_blocks,
             priority=priority,
@@ -183,55 +182,52 @@ class Plans:
     def save(self, transfer_id: int) -> TransferPlan:
         """Return the plan of a save; its target ids are the indices of the digests."""
         host_blocks, digests = self._core.store_transfer(transfer_id)
-        route, group = self._store_route(transfer_id, SAVE, STATE_SAVE, WINDOW_SAVE)
+        group = self._core.auxiliary_group(transfer_id)
+        route, name = self._route(group, SAVE, STATE_SAVE, WINDOW_SAVE)
         return TransferPlan(
             transfer_id=transfer_id,
             route=route,
-            group=group,
+            group=name,
             source_blocks=host_blocks,
             target_blocks=_indices(host_blocks),
             priority=Priority.BACKUP,
             digests=digests,
         )
 
-    def peer(self, transfer_id: int, groups: Sequence[str]) -> TransferPlan:
-        """Return the plan of a transfer from or to a peer, whose ids are indices in the prompt.
-
-        Args:
-            transfer_id: the transfer.
-            groups: names of all window groups.
-        """
-        kind, ticket_id, group, in_prompt, own_ids, after_step, ranges, mark = (
+    def peer(self, transfer_id: int) -> TransferPlan:
+        """Return the plan of a transfer from or to a peer, whose ids are indices in the prompt."""
+        receives, ticket_id, group, in_prompt, own_ids, after_step, ranges, mark = (
             self._core.peer_transfer(transfer_id)
         )
-        route = _PEER_ROUTES[kind]
-        receives = route.source == "peer"
+        routes = (
+            (RECEIVE, STATE_RECEIVE, WINDOW_RECEIVE)
+            if receives
+            else (SEND, STATE_SEND, WINDOW_SEND)
+        )
+        route, name = self._route(group, *routes)
         return TransferPlan(
             transfer_id=transfer_id,
             route=route,
             source_blocks=in_prompt if receives else own_ids,
             target_blocks=own_ids if receives else in_prompt,
             after_step=after_step,
-            group=groups[group] if "window" in (route.source, route.target) else "",
+            group=name,
             peer=ticket_id,
             first_range=ranges[0],
             end_range=ranges[1],
             mark=mark,
         )
 
-    def _store_route(
-        self, transfer_id: int, blocks: Route, state: Route, window: Route
-    ) -> tuple[Route, str]:
-        """Return the one of three routes that a fetch or a save has, and its window group."""
-        group = self._core.auxiliary_group(transfer_id)
-        if group == _BLOCKS:
+    def _route(self, group: int, blocks: Route, state: Route, window: Route) -> tuple[Route, str]:
+        """Return the one of three routes that a group has, and the name of a window group."""
+        if group == ATTENTION_GROUP:
             return blocks, ""
-        return (state, "") if group == _NO_GROUP else (window, self._groups[group])
+        return (state, "") if group == STATE_GROUP else (window, self._groups[group])
 
     def _move(self, transfer_id: int, priority: Priority) -> TransferPlan:
         """Return the plan of a move of a state slot, or of blocks of a window group."""
         move_route, group, sources, targets, after_step = self._core.move(transfer_id)
-        is_state = group == _NO_GROUP
+        is_state = group == STATE_GROUP
         return TransferPlan(
             transfer_id=transfer_id,
             route=(_STATE_ROUTES if is_state else _WINDOW_ROUTES)[move_route],

@@ -12,9 +12,9 @@ from aiokv.base.plan import TransferReport
 from aiokv.config.cache_config import CacheConfig
 from aiokv.errors import ConfigError
 from aiokv.scheduler.plans import new_core
-from aiokv.trace.families import FAMILIES, generate_family
 from aiokv.trace.min_oracle import min_hit_tokens
-from aiokv.trace.synthetic import generate_trace
+from tests.harness.synthetic_trace import generate_trace
+from tests.harness.trace_families import FAMILIES, generate_family
 from tests.harness.traces import hit_tokens, trace_prompts
 from tests.property.planned_core import PlannedCore
 
@@ -119,7 +119,7 @@ def test_chats_with_pauses_lose_at_most_one_percent_of_lru_hits():
     assert hit_tokens(prompts, 300, "adaptive", block_tokens=64) > 0.99 * least_recent > 0
 
 
-# Seeds that served no choice of a constant; see aiokv.trace.families.
+# Seeds that served no choice of a constant; see tests.harness.trace_families.
 @pytest.mark.parametrize("seed", [200, 201])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adaptive_keeps_99_percent_of_the_hits_of_lru_at_every_capacity(family, seed):

@@ -217,7 +217,6 @@ class Core {
     }
     // Fetches and saves of auxiliary pools.
     const AuxiliaryStores& auxiliary_stores() const { return auxiliary_stores_; }
-    bool is_fetch(TransferId id) const { return fetches_.has(id); }
     bool is_save(TransferId id) const { return store_saver_.has(id); }
     const Fetch& fetch(TransferId id) const;  // these two throw UsageError
     const Save& save(TransferId id) const;
@@ -238,31 +237,24 @@ class Core {
         return peers_.send_early(leases_.at(id), ticket, first_block, num_blocks, layers, mark,
                                  step);
     }
-    TransferId receive_state(LeaseId id, const TicketId& ticket, std::int64_t num_tokens) {
-        return peers_.receive_state(leases_.at(id), ticket, num_tokens);
-    }
-    TransferId send_state(LeaseId id, const TicketId& ticket, std::int64_t num_tokens) {
-        return peers_.send_state(leases_.at(id), ticket, num_tokens);
-    }
     // `step`: the open one. It may use the window blocks that the lease gives back.
-    TransferId receive_window(LeaseId id, const TicketId& ticket, std::size_t group,
-                              std::int64_t num_tokens, Step step) {
-        return peers_.receive_window(leases_.at(id), ticket, group, num_tokens, step);
+    TransferId receive_group(LeaseId id, const TicketId& ticket, GroupId group,
+                             std::int64_t num_tokens, Step step) {
+        return peers_.receive_group(leases_.at(id), ticket, group, num_tokens, step);
     }
-    TransferId send_window(LeaseId id, const TicketId& ticket, std::size_t group,
-                           std::int64_t num_tokens) {
-        return peers_.send_window(leases_.at(id), ticket, group, num_tokens);
+    TransferId send_group(LeaseId id, const TicketId& ticket, GroupId group,
+                          std::int64_t num_tokens) {
+        return peers_.send_group(leases_.at(id), ticket, group, num_tokens);
     }
     // A lease that has windows of the ticket behind positions that are not committed fails.
     void end_ticket(LeaseId id, const TicketId& ticket) {
         Lease& lease = leases_.at(id);
         if (peers_.end_ticket(lease, ticket)) completions_.lose_sides(lease);
     }
-    // With recurrent state, the end of receive_state() commits. All windows have arrived.
+    // With recurrent state, the end of receive_group() commits. All windows have arrived.
     std::uint32_t commit_received(LeaseId id, std::int64_t num_tokens);
     // Throws LeaseError: these positions have no tokens.
     Digest prompt_digest(LeaseId id, std::int64_t num_tokens) const;
-    bool is_peer_transfer(TransferId id) const { return peers_.has(id); }
     const PeerTransfer& peer_transfer(TransferId id) const { return peers_.get(id); }
     std::vector<PeerEnd> take_peer_ends() { return peers_.take_ends(); }
     std::vector<TransferId> take_abandoned_peer_transfers() { return peers_.take_abandoned(); }

@@ -18,6 +18,9 @@
 namespace aiokv {
 
 using BatchId = std::uint32_t;
+using GroupId = std::int32_t;  // a block group: one of these two, or the index of a window group
+constexpr GroupId kAttention = -2;
+constexpr GroupId kRecurrentState = -1;
 using Tokens = std::span<const std::int32_t>;
 
 enum class WritePolicy : std::uint8_t {
@@ -138,8 +141,6 @@ enum class MoveRoute : std::uint8_t {
     kToHost,    // the targets are in host memory: indexed ids are saved
 };
 
-constexpr std::int32_t kRecurrentState = -1;
-
 // A copy of ids of one auxiliary pool. It makes ids of a lease ready, with copies or with zeros, or
 // saves indexed ids.
 struct Move {
@@ -148,7 +149,7 @@ struct Move {
     std::vector<BlockId> targets;
     Step after_step = 0;
     MoveRoute route = MoveRoute::kOnDevice;
-    std::int32_t group = kRecurrentState;  // or the index of a window group
+    GroupId group = kRecurrentState;  // or a window group
 };
 
 struct Fork {

@@ -218,7 +218,7 @@ std::uint32_t Core::commit_received(LeaseId id, std::int64_t num_tokens) {
         throw LeaseError("commit: the recurrent state after " + std::to_string(num_tokens) +
                          " positions was not received")
             .of(id)
-            .hint("call receive_state instead, which commits the positions");
+            .hint("receive the state instead, which commits the positions");
     }
     peers_.check_windows(lease, "commit", num_tokens);
     return publication_.commit_received(lease, num_tokens);
