@@ -10,6 +10,7 @@ from aiokv.cli.arguments import SAVING_POLICIES, add_count, at_least, positive_f
 from aiokv.cli.replay_rows import fleet_rows, rows
 from aiokv.cli.rows import print_rows
 from aiokv.cli.sweep import add_arguments, add_plot, block_bytes, check_plot, sweep_of, write_plot
+from aiokv.config.cache_config import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
 from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,13 +19,11 @@ if TYPE_CHECKING:
     from aiokv import CacheEngine, Observation
     from aiokv.cli.progress import Stages
     from aiokv.cli.sweep import Sweep
-    from aiokv.config.cache_config import EvictionPolicy
     from aiokv.demo.router import RouterName
     from aiokv.trace.disk_tier import DiskAdmission, DiskOptions, DiskPolicy
     from aiokv.trace.replay import ReplayOptions, Workload
     from aiokv.trace.report import FleetReport, ReplayReport
 
-EVICTION_POLICIES: tuple[EvictionPolicy, ...] = ("adaptive", "lru")
 DISK_POLICIES: tuple[DiskPolicy, ...] = ("at_commit", "at_nth_use")
 DISK_ADMISSIONS: tuple[DiskAdmission, ...] = ("all", "reused")
 ROUTERS: tuple[RouterName, ...] = ("prefix", "round-robin")
@@ -79,7 +78,7 @@ def _add_cache(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--eviction-policy",
         choices=(*EVICTION_POLICIES, "all"),
-        default=EVICTION_POLICIES[0],
+        default=DEFAULT_EVICTION_POLICY,
         help="which blocks to evict first; all: compare the policies with each other and with MIN "
         "(default: %(default)s)",
     )
@@ -321,7 +320,7 @@ def _make_options(args: argparse.Namespace) -> ReplayOptions:
         host_blocks=args.host_blocks,
         write_policy=SAVING_POLICIES[0] if args.write_policy == "all" else args.write_policy,
         eviction_policy=(
-            EVICTION_POLICIES[0] if args.eviction_policy == "all" else args.eviction_policy
+            DEFAULT_EVICTION_POLICY if args.eviction_policy == "all" else args.eviction_policy
         ),
         block_bytes=block_bytes(args),
         concurrency=args.concurrency,

@@ -453,7 +453,7 @@ class Lease(Unique):
         fork = leases.apply(leases.scheduler.fork(record.live_id(), owner))
         leases.used(record.id)
         child = leases.forked(fork.lease_id, owner, record.salt)
-        worker = leases.worker
+        worker = leases.worker.steps
         try:
             worker.clone(clone_plan(CLONE, fork.source_blocks, fork.target_blocks), stream)
             if fork.state_slots is not None:
@@ -776,7 +776,7 @@ class Lease(Unique):
             if leases.timers:
                 leases.used(lease_id)
         else:
-            leases.worker.check_event(ready)
+            leases.worker.steps.check_event(ready)
             result = leases.scheduler.commit(lease_id, num_tokens, closes_step=True)
             published = leases.apply(result)
             if leases.timers:
@@ -826,7 +826,7 @@ class Lease(Unique):
         return True
 
     def _copy_state(self, source: int, target: int, stream: object) -> None:
-        self.record.leases.worker.clone(clone_plan(STATE, [source], [target]), stream)
+        self.record.leases.worker.steps.clone(clone_plan(STATE, [source], [target]), stream)
 
     def append(self, tokens: TokenIds, *, items: Sequence[Item] = ()) -> None:
         """Set the tokens of the next positions, so that their blocks can be shared.

@@ -100,12 +100,12 @@ class Leases:
         self.expiries = expiries
         self.timers = expiries.timers
         self.used = expiries.stop
-        self.done = done_view(parts.worker.num_layers)
+        self.done = done_view(parts.worker.facts.num_layers)
         expiries.tell_expired(self._expire)
 
     def open(self) -> None:
         """Note that the worker is open: from now on it knows the number of layers."""
-        self.done = done_view(self.worker.num_layers)
+        self.done = done_view(self.worker.facts.num_layers)
         self.coverage.open(self.lifetime.loop)
 
     # --- prompts --------------------------------------------------------------------------------
