@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Final, Self
 from aiokv.base import checks
 from aiokv.base.callers import outer_caller
 from aiokv.base.checks import MAX_INT32, Unique
+from aiokv.base.groups import ATTENTION, STATE
 from aiokv.base.logs import Log
-from aiokv.base.plan import CLONE, STATE, clone_plan
+from aiokv.base.plan import clone_plan
 from aiokv.base.types import LeaseState, as_block_ids, as_items, as_priority, as_tokens
 from aiokv.base.usage import Usage
 from aiokv.engine.receiving import Receiving
@@ -455,7 +456,7 @@ class Lease(Unique):
         child = leases.forked(fork.lease_id, owner, record.salt)
         worker = leases.worker.steps
         try:
-            worker.clone(clone_plan(CLONE, fork.source_blocks, fork.target_blocks), stream)
+            worker.clone(clone_plan(ATTENTION, fork.source_blocks, fork.target_blocks), stream)
             if fork.state_slots is not None:
                 self._copy_state(*fork.state_slots, stream)
         except BaseException:
