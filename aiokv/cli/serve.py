@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from aiokv.cli.arguments import add_count
+from aiokv.cli.arguments import add_count, add_option, from_arguments
 from aiokv.cli.listening import listen
 from aiokv.cli.running import Terminated
 from aiokv.errors import ConfigError
@@ -39,9 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Serve the demo's model on the cpu device at POST /v1/completions.",
         epilog=EPILOG,
     )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to bind (default: %(default)s)"
-    )
+    add_option(parser, "--host", str, "127.0.0.1", "address to bind", "HOST")
     add_count(parser, "--port", 8000, "port to bind; 0 for any free port", minimum=0)
     add_count(parser, "--block-tokens", 16, "tokens per block")
     add_count(parser, "--device-blocks", 1024, "blocks of the device tier")
@@ -90,11 +88,7 @@ def _make_app(args: argparse.Namespace) -> Starlette:
     from aiokv.demo.transformer import NumpyTransformer
     from aiokv.demo.weights import GroupedConfig, random_weights
 
-    config = CacheConfig(
-        block_tokens=args.block_tokens,
-        device_blocks=args.device_blocks,
-        host_blocks=args.host_blocks,
-    )
+    config = from_arguments(CacheConfig, args)
     sizes = GroupedConfig(vocab=256)
     max_context_tokens = args.device_blocks * args.block_tokens
     model = NumpyTransformer(sizes, random_weights(sizes), max_context_tokens=max_context_tokens)
