@@ -393,10 +393,8 @@ class MoveRoute(enum.Enum):
 
     TO_HOST = 2
 
-class EvictionKind(enum.Enum):
-    LRU = 0
-
-    ADAPTIVE = 1
+def eviction_policies() -> list[str]:
+    """Names of all eviction policies."""
 
 class LeaseState(enum.Enum):
     MATCHED = 1
@@ -422,7 +420,7 @@ class LeaseState(enum.Enum):
 class Core:
     """Prefix index, block pools, leases and eviction; not thread-safe."""
 
-    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU, state_slots: int = 0, windows: Sequence[tuple[int, int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None, host_state_slots: int = 0, foreign_device: bool = False, splits_items: bool = False) -> None: ...
+    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: str = 'lru', state_slots: int = 0, windows: Sequence[tuple[int, int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None, host_state_slots: int = 0, foreign_device: bool = False, splits_items: bool = False) -> None: ...
 
     def match(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str = '', reads: bool = True, writes: bool = True) -> tuple[int, int, int]:
         """

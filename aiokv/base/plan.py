@@ -152,7 +152,7 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         transfer_id: chosen by the scheduler, unique for the lifetime of the engine; 0 for a copy
-            that the worker finishes within the call, without a report (``Worker.clone``).
+            that the worker finishes within the call, without a report (``Steps.clone``).
         route: the pools that the ids belong to.
         source_blocks: int32 ids as bytes, in path order; ``ZEROS`` fills a state slot with zeros.
         target_blocks: int32 ids as bytes, as many, distinct; within one pool none is a source.
@@ -167,7 +167,7 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
         end_range: end of the ranges; 0 when each block moves as a whole.
         mark: of layers that are being computed, the point in the work behind which they are there
             on each device, at the latest when ``after_step`` is closed there; see
-            ``Worker.layers_done``. 0 for computed blocks.
+            ``Tickets.layers_done``. 0 for computed blocks.
     """
 
     transfer_id: int
@@ -221,7 +221,7 @@ def id_bytes(ids: ArrayLike) -> bytes:
 
 
 def clone_plan(route: Route, source_ids: ArrayLike, target_ids: ArrayLike) -> TransferPlan:
-    """Return the plan of a copy within one pool that ``Worker.clone`` takes."""
+    """Return the plan of a copy within one pool that ``Steps.clone`` takes."""
     return TransferPlan(
         transfer_id=0,
         route=route,

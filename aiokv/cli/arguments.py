@@ -142,11 +142,15 @@ def add_count(
 
 
 def add_choice(
-    group: argparse._ActionsContainer, flag: str, choices: Sequence[str], text: str
+    group: argparse._ActionsContainer,
+    flag: str,
+    choices: Sequence[str],
+    text: str,
+    default: str | None = None,
 ) -> None:
-    """Add a flag with one of a few values, the first of which is the default."""
+    """Add a flag with one of a few values; without a default, it is the first one."""
     text = f"{text} (default: %(default)s)"
-    group.add_argument(flag, choices=choices, default=choices[0], help=text)
+    group.add_argument(flag, choices=choices, default=default or choices[0], help=text)
 
 
 def from_arguments(kind: type[T], args: argparse.Namespace, **others: Any) -> T:

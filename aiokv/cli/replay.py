@@ -18,6 +18,7 @@ from aiokv.cli.arguments import (
 from aiokv.cli.replay_rows import fleet_rows, rows
 from aiokv.cli.rows import print_rows
 from aiokv.cli.sweep import add_arguments, add_plot, block_bytes, check_plot, sweep_of, write_plot
+from aiokv.config.cache_config import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
 from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,13 +27,11 @@ if TYPE_CHECKING:
     from aiokv import CacheEngine, Observation
     from aiokv.cli.progress import Stages
     from aiokv.cli.sweep import Sweep
-    from aiokv.config.cache_config import EvictionPolicy
     from aiokv.demo.router import RouterName
     from aiokv.trace.disk_tier import DiskAdmission, DiskOptions, DiskPolicy
     from aiokv.trace.replay import ReplayOptions, Workload
     from aiokv.trace.report import FleetReport, ReplayReport
 
-EVICTION_POLICIES: tuple[EvictionPolicy, ...] = ("adaptive", "lru")
 DISK_POLICIES: tuple[DiskPolicy, ...] = ("at_commit", "at_nth_use")
 DISK_ADMISSIONS: tuple[DiskAdmission, ...] = ("all", "reused")
 ROUTERS: tuple[RouterName, ...] = ("prefix", "round-robin")
@@ -80,7 +79,9 @@ def _add_cache(group: argparse._ArgumentGroup) -> None:
     text = "when to copy blocks to host memory; all: compare the three copying policies"
     add_choice(group, "--write-policy", (*SAVING_POLICIES, "none", "all"), text)
     text = "which blocks to evict first; all: compare the policies with each other and with MIN"
-    add_choice(group, "--eviction-policy", (*EVICTION_POLICIES, "all"), text)
+    add_choice(
+        group, "--eviction-policy", (*EVICTION_POLICIES, "all"), text, DEFAULT_EVICTION_POLICY
+    )
 
 
 def _add_disk(group: argparse._ArgumentGroup) -> None:
@@ -285,10 +286,10 @@ def _make_options(args: argparse.Namespace) -> ReplayOptions:
     from aiokv.trace.replay import ReplayOptions
 
     chosen = {
-        name: policies[0]
-        for name, policies in (
-            ("write_policy", SAVING_POLICIES),
-            ("eviction_policy", EVICTION_POLICIES),
+        name: policy
+        for name, policy in (
+            ("write_policy", SAVING_POLICIES[0]),
+            ("eviction_policy", DEFAULT_EVICTION_POLICY),
         )
         if getattr(args, name) == "all"
     }

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 Verify = Literal["off", "checksum"]
 ItemHits = Literal["whole", "partial"]
 WritePolicy = Literal["none", "write_through", "write_through_selective", "write_back"]
-EvictionPolicy = Literal["lru", "adaptive"]
+EvictionPolicy = Literal["lru", "adaptive"]  # the rows of native/src/index/eviction_policies.cpp
+EVICTION_POLICIES: Final[tuple[EvictionPolicy, ...]] = get_args(EvictionPolicy)
+DEFAULT_EVICTION_POLICY: Final[EvictionPolicy] = "adaptive"
 StorePolicy = Literal["at_commit", "at_nth_use", "on_eviction"]
 StoreAdmission = Literal["all", "reused"]
 _RENAMED_POLICIES = {"s3fifo": "adaptive"}
@@ -156,7 +158,7 @@ class CacheConfig:
     write_policy: WritePolicy = "write_through"
     write_through_threshold: int = 2
     low_watermark_blocks: int | None = None
-    eviction_policy: EvictionPolicy = "adaptive"
+    eviction_policy: EvictionPolicy = DEFAULT_EVICTION_POLICY
     min_onload_tokens: int = 0
     item_hits: ItemHits = "whole"
     leave_tokens: int = 1
@@ -219,9 +221,7 @@ class CacheConfig:
                 f"eviction_policy is {self.eviction_policy!r}, which is unknown",
                 hint=f"use {new_name!r}, its new name",
             )
-        checks.choice(
-            "eviction_policy", self.eviction_policy, get_args(EvictionPolicy), ConfigError
-        )
+        checks.choice("eviction_policy", self.eviction_policy, EVICTION_POLICIES, ConfigError)
         if self.salt_quota_blocks is not None:
             _require_int("salt_quota_blocks", self.salt_quota_blocks, 1)
         checks.seconds(

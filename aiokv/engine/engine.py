@@ -969,7 +969,7 @@ class CacheEngine(Unique):
             UsageError: the call is made in another thread.
         """
         self._lifetime.check_thread()
-        return self._worker.store_statistics()
+        return self._worker.inspect().stores
 
     def rank_statistics(self) -> list[RankStatistics]:
         """Return the state of each rank; empty without ranks, and before ``async with``.
@@ -978,7 +978,7 @@ class CacheEngine(Unique):
             UsageError: the call is made in another thread.
         """
         self._lifetime.check_thread()
-        return self._worker.rank_statistics()
+        return self._worker.inspect().ranks
 
     def peer_statistics(self) -> PeerStatistics:
         """Return counts of the blocks received from other engines, and sent to them.

@@ -86,11 +86,11 @@ class Parts:
         """
         lifetime, poller = Lifetime(), EventPoller()
         worker = _worker_of(config, regions, device, ranks, stores, peers)
-        can = worker.capabilities
+        can = worker.facts.capabilities
         scheduler = _new_scheduler(config, has_stores=can.stores)
         open_step = OpenStep(lifetime, scheduler.read, worker)
         speed = PrefillSpeed(config.prefill_tokens_per_second)
-        times_of = StepTimes if worker.computes_in_stream else BatchTimes
+        times_of = StepTimes if worker.facts.computes_in_stream else BatchTimes
         requests = RequestCounts(scheduler.read, speed)
         observers = Observers(scheduler.read, poller)
         transfers = Transfers(
@@ -194,7 +194,7 @@ def _worker_of(
             host_state_slots=config.host_state_slots,
             peers=peers,
         )
-    can = worker.capabilities
+    can = worker.facts.capabilities
     if can.stores:
         _check_stores(config)
     if can.peers:

@@ -100,7 +100,7 @@ class Transfers:
 
     def _refused(self, plan: TransferPlan, failure: CopyError) -> LayerDoneCounter:
         counter = LayerDoneCounter(
-            self._worker.num_layers, transfer_id=plan.transfer_id, direction=plan.direction
+            self._worker.facts.num_layers, transfer_id=plan.transfer_id, direction=plan.direction
         )
         counter.refuse(failure)
 

@@ -279,7 +279,7 @@ class Lookup(_Message, frozen=True, tag="lookup"):
 
 
 class Expect(_Message, frozen=True, tag="expect"):
-    """Let senders open a ticket, see ``Worker.expect``; a ``TicketReply`` follows.
+    """Let senders open a ticket, see ``Tickets.expect``; a ``TicketReply`` follows.
 
     Attributes:
         ticket: encoded.

@@ -11,7 +11,6 @@ from aiokv._native import (
     ATTENTION_GROUP,
     STATE_GROUP,
     Core,
-    EvictionKind,
     MoveRoute,
     Outcome,
     StoreConfig,
@@ -59,7 +58,6 @@ _POLICIES = {
     "write_through_selective": NativePolicy.WRITE_THROUGH_SELECTIVE,
     "write_back": NativePolicy.WRITE_BACK,
 }
-_EVICTION = {"lru": EvictionKind.LRU, "adaptive": EvictionKind.ADAPTIVE}
 _STORE_POLICIES = {
     "at_commit": NativeStorePolicy.AT_COMMIT,
     "at_nth_use": NativeStorePolicy.AT_NTH_USE,
@@ -91,7 +89,7 @@ def new_core(config: CacheConfig, has_stores: bool = False) -> Core:
         write_through_threshold=config.write_through_threshold,
         low_watermark_blocks=config.watermark_blocks,
         min_onload_blocks=config.min_onload_blocks,
-        eviction=_EVICTION[config.eviction_policy],
+        eviction=config.eviction_policy,
         state_slots=config.state_slots,
         host_state_slots=config.host_state_slots,
         foreign_device=config.foreign_device,

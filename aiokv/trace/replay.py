@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from aiokv import CacheConfig, CacheEngine
-from aiokv.config.cache_config import (  # noqa: TC001 - msgspec reads the annotations
+from aiokv.config.cache_config import (  # msgspec reads the annotations
+    DEFAULT_EVICTION_POLICY,
+    EVICTION_POLICIES,
     EvictionPolicy,
     WritePolicy,
 )
@@ -62,7 +64,6 @@ COMPARED_POLICIES: Final[tuple[WritePolicy, ...]] = (
     "write_through_selective",
     "write_back",
 )
-EVICTION_POLICIES: Final[tuple[EvictionPolicy, ...]] = ("lru", "adaptive")
 
 
 class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +91,7 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     device_blocks: int = 32_000
     host_blocks: int = 0
     write_policy: WritePolicy = "write_through"
-    eviction_policy: EvictionPolicy = "adaptive"
+    eviction_policy: EvictionPolicy = DEFAULT_EVICTION_POLICY
     block_bytes: int = 2 << 20  # 16 tokens of an 8B model: 32 layers, 8 KV heads of 128, 2 bytes
     concurrency: int = 1
     speed: float | None = None

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from aiokv.worker.device.base import Copy, Device, Event
     from aiokv.worker.lanes import LaneStatistics
     from aiokv.worker.memory import WorkerMemory
+    from aiokv.worker.steps import StepEvents
     from aiokv.worker.transfers import StepGate
 
 _CANCELLED: Final = CopyError(0, "cancelled before it was submitted")
@@ -46,7 +47,8 @@ class DeviceTransfers:
     Args:
         device: executes the copies.
         memory: has the tensors.
-        gate: knows the open step; the caller closes steps.
+        gate: transfers whose step is open; the caller closes steps.
+        events: of closed steps.
         checksums: verifies each onload after its last byte; None without.
         on_end: called with the id of each plan after its report.
 
@@ -59,6 +61,7 @@ class DeviceTransfers:
         device: Device,
         memory: WorkerMemory,
         gate: StepGate,
+        events: StepEvents,
         checksums: Checksums | None,
         on_end: Callable[[int], None],
     ) -> None:
@@ -66,6 +69,7 @@ class DeviceTransfers:
         self._device = device
         self._memory = memory
         self._gate = gate
+        self._events = events
         self._checksums = checksums
         self._on_end = on_end
         self._poller = EventPoller()  # until open() gives the loop's
@@ -190,10 +194,6 @@ class DeviceTransfers:
         num_bytes = regions.block_bytes * plan.num_blocks
         self._begin(Transfer(plan, counter, num_bytes, on_end, event))
 
-    def is_open(self, step: int) -> bool:
-        """Return True while work of the step may not have been submitted yet."""
-        return self._gate.is_open(step)
-
     # --- states of a transfer; every method may be called again ---------------------------
 
     def _begin(self, transfer: Transfer) -> None:
@@ -268,7 +268,7 @@ class DeviceTransfers:
         plan = transfer.plan
         after = transfer.after
         if after is None:
-            after = self._gate.event_for(plan.after_step)
+            after = self._events.event_for(plan.after_step)
         if self._checksums is not None:
             self._checksums.begin(plan)
         ids = plan.source_ids, plan.target_ids

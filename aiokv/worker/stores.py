@@ -10,7 +10,7 @@ from aiokv.base.plan import STATE_FETCH, STATE_SAVE, WINDOW_FETCH, WINDOW_SAVE
 from aiokv.errors import UsageError
 from aiokv.stores.base import KEY_BYTES
 from aiokv.stores.pools import StorePools
-from aiokv.stores.store_set import Found
+from aiokv.stores.store_set import NOTHING, Found
 from aiokv.worker.store_transfers import STORE_ROUTES, StoreTransfers
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class WorkerStores:
         self._memory = memory
         self._identity: StoreIdentity | None = None
         self._is_asleep = False
+        self._answers = False  # from the end of open() to end_lookups()
         self.transfers = StoreTransfers(self._stores, on_end)
 
     async def open(
@@ -80,16 +81,21 @@ class WorkerStores:
         self._identity = identity
         await self._stores.open(self._memory.store_memories, self._fingerprint)
         self.transfers.open(poller, on_report)
+        self._answers = True
 
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Ask the stores for blocks; see :meth:`StoreSet.lookup`."""
-        return await self._stores.lookup(digests)
+        return await self._stores.lookup(digests) if self._answers else NOTHING
 
     async def find(self, pool: StorePool, digests: bytes) -> Found:
         """Ask the stores for objects of a pool; see :meth:`StoreSet.find`."""
-        if not self.exist:
+        if not self._answers:
             return Found.nothing(len(digests) // KEY_BYTES)
         return await self._stores.find(pool, digests)
+
+    def end_lookups(self) -> None:
+        """Find nothing from now on: the worker closes. Idempotent."""
+        self._answers = False
 
     def change_weights(self, version: str) -> None:
         """Use other keys from now on; see :meth:`Worker.change_weights`."""

@@ -1,4 +1,4 @@
-"""Both eviction policies keep the invariants; lru is exact; adaptive never loses to it."""
+"""All eviction policies keep the invariants; lru is exact; adaptive never loses to it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from random import Random
 import numpy as np
 import pytest
 
+from aiokv._native import Core, eviction_policies
 from aiokv.base.plan import TransferReport
-from aiokv.config.cache_config import CacheConfig
+from aiokv.config.cache_config import EVICTION_POLICIES, CacheConfig
 from aiokv.errors import ConfigError
 from aiokv.scheduler.plans import new_core
 from aiokv.trace.min_oracle import min_hit_tokens
@@ -24,7 +25,7 @@ def random_path(rng: Random) -> np.ndarray:
     return np.array([rng.choice((1, 1, 1, 2, 3)) for _ in range(rng.randint(1, 40))], np.int32)
 
 
-@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
 @pytest.mark.parametrize("write_policy", ["none", "write_through", "write_back"])
 def test_random_calls_keep_the_invariants(policy, write_policy):
     rng = Random(f"{policy} {write_policy}")
@@ -173,6 +174,15 @@ def test_adaptive_falls_back_to_lru_where_the_scores_mislead(seed):
     prompts = trace_prompts(generate_family("mixture", 3_000, seed=seed))
     least_recent = hit_tokens(prompts, 150, "lru", block_tokens=64)
     assert hit_tokens(prompts, 150, "adaptive", block_tokens=64) >= 0.99 * least_recent
+
+
+def test_policies_of_the_config_are_those_of_the_core():
+    assert sorted(EVICTION_POLICIES) == sorted(eviction_policies())
+
+
+def test_core_refuses_an_unknown_policy():
+    with pytest.raises(ConfigError, match="eviction is 'random'"):
+        Core(block_tokens=2, device_blocks=4, eviction="random")
 
 
 def test_a_renamed_policy_is_refused_with_its_new_name():

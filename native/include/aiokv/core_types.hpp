@@ -4,13 +4,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
 #include "aiokv/device_pool.hpp"
 #include "aiokv/direction.hpp"
 #include "aiokv/eviction_cause.hpp"
-#include "aiokv/eviction_queue.hpp"
 #include "aiokv/item_keys.hpp"
 #include "aiokv/lease.hpp"
 #include "aiokv/node.hpp"
@@ -66,8 +66,8 @@ struct CoreConfig {
     std::uint32_t write_through_threshold = 2;
     std::uint32_t low_watermark_blocks = 0;  // free or clean; eviction runs ahead of this
     std::uint32_t min_onload_blocks = 0;     // fewer host blocks than this are computed instead
-    EvictionKind eviction = EvictionKind::kLru;
-    std::uint32_t state_slots = 0;  // of recurrent state; 0: the model has none
+    std::string eviction = "lru";            // name of a policy; see EvictionOrder
+    std::uint32_t state_slots = 0;           // of recurrent state; 0: the model has none
     std::vector<WindowConfig> windows = {};
     std::uint32_t max_leases = kMaxLeases;  // open at a time
     StoreConfig stores = {};

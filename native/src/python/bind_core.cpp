@@ -373,9 +373,10 @@ void bind_core(nb::module_& m) {
         .value("ON_DEVICE", MoveRoute::kOnDevice)
         .value("FROM_HOST", MoveRoute::kFromHost)
         .value("TO_HOST", MoveRoute::kToHost);
-    nb::enum_<EvictionKind>(m, "EvictionKind")
-        .value("LRU", EvictionKind::kLru)
-        .value("ADAPTIVE", EvictionKind::kAdaptive);
+    m.def(
+        "eviction_policies",
+        [] { return std::vector(eviction_policies().begin(), eviction_policies().end()); },
+        "Names of all eviction policies.");
     nb::enum_<LeaseState>(m, "LeaseState")
         .value("MATCHED", LeaseState::kMatched, "Holds nothing.")
         .value("GRANTED", LeaseState::kGranted, "Has refs on its hit, and device blocks.")
@@ -393,7 +394,7 @@ void bind_core(nb::module_& m) {
                std::uint32_t host_blocks, std::uint32_t leave_tokens, std::uint32_t reserve_blocks,
                WritePolicy write_policy, std::uint32_t write_through_threshold,
                std::uint32_t low_watermark_blocks, std::uint32_t min_onload_blocks,
-               EvictionKind eviction, std::uint32_t state_slots,
+               std::string eviction, std::uint32_t state_slots,
                const std::vector<WindowTuple>& windows, std::uint32_t max_leases,
                const StoreConfig* stores, std::uint32_t host_state_slots, bool foreign_device,
                bool splits_items) {
@@ -402,15 +403,15 @@ void bind_core(nb::module_& m) {
                     groups.push_back({blocks, window, step, sink, host});
                 new (self) Core(CoreConfig{block_tokens, device_blocks, host_blocks, leave_tokens,
                                            reserve_blocks, write_policy, write_through_threshold,
-                                           low_watermark_blocks, min_onload_blocks, eviction,
-                                           state_slots, std::move(groups), max_leases,
-                                           stores != nullptr ? *stores : StoreConfig{},
+                                           low_watermark_blocks, min_onload_blocks,
+                                           std::move(eviction), state_slots, std::move(groups),
+                                           max_leases, stores != nullptr ? *stores : StoreConfig{},
                                            host_state_slots, foreign_device, splits_items});
             },
             nb::kw_only(), "block_tokens"_a, "device_blocks"_a, "host_blocks"_a = 0,
             "leave_tokens"_a = 1, "reserve_blocks"_a = 0, "write_policy"_a = WritePolicy::kNone,
             "write_through_threshold"_a = 2, "low_watermark_blocks"_a = 0,
-            "min_onload_blocks"_a = 0, "eviction"_a = EvictionKind::kLru, "state_slots"_a = 0,
+            "min_onload_blocks"_a = 0, "eviction"_a = "lru", "state_slots"_a = 0,
             "windows"_a = std::vector<WindowTuple>(), "max_leases"_a = kMaxLeases,
             "stores"_a.none() = nb::none(), "host_state_slots"_a = 0, "foreign_device"_a = false,
             "splits_items"_a = false)
