@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import socket
 
     from starlette.applications import Starlette
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 EPILOG = """\
 The model has random weights, so its text has no meaning; a token is a byte. The source to copy is
@@ -64,7 +66,10 @@ def run(args: argparse.Namespace) -> int:
         ) from None
     level = "info" if args.log_level == "warning" else args.log_level
     config = uvicorn.Config(
-        app, loop="uvloop", log_level=level, timeout_graceful_shutdown=args.grace
+        _refusing_at_the_end(app),
+        loop="uvloop",
+        log_level=level,
+        timeout_graceful_shutdown=args.grace,
     )
 
     class Server(uvicorn.Server):
@@ -80,6 +85,36 @@ def run(args: argparse.Namespace) -> int:
         with suppress(Terminated):  # uvicorn raises the signal again when it has shut down
             server.run(sockets=[listener])
     return 0 if server.started else 1  # uvicorn has logged why the engine could not be opened
+
+
+def _refusing_at_the_end(app: ASGIApp) -> ASGIApp:
+    """Let answers that the server cancels end with an error for the client, not with a traceback.
+
+    Args:
+        app: answers with JSON, or with a stream of events.
+    """
+    from starlette.responses import JSONResponse
+
+    error = JSONResponse({"error": {"message": "the server has shut down", "code": 503}}, 503)
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
+
+        async def noted(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            await app(scope, receive, noted)
+        except asyncio.CancelledError:  # --grace has passed
+            if has_started:
+                event = b"data: %b\n\n" % error.body
+                await send({"type": "http.response.body", "body": event, "more_body": False})
+            else:
+                await error(scope, receive, send)
+
+    return answer
 
 
 def _make_app(args: argparse.Namespace) -> Starlette:
