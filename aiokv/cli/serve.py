@@ -109,7 +109,7 @@ def _refusing_at_the_end(app: ASGIApp) -> ASGIApp:
             await app(scope, receive, noted)
         except asyncio.CancelledError:  # --grace has passed
             if has_started:
-                event = b"data: %b\n\n" % error.body
+                event = b"data: %b\n\n" % bytes(error.body)
                 await send({"type": "http.response.body", "body": event, "more_body": False})
             else:
                 await error(scope, receive, send)
