@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from aiokv.base import checks
+from aiokv.base.groups import STATE
 from aiokv.base.logs import Log
 from aiokv.base.types import LeaseState, lease_name
 from aiokv.engine.progress import SendProgress
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
     from aiokv.base.plan import TransferReport
     from aiokv.config.cache_config import WindowGroup
-    from aiokv.engine.flow import Flow, Side
+    from aiokv.engine.flow import Flow
     from aiokv.engine.observers import End
     from aiokv.engine.parts import Parts
     from aiokv.engine.progress import SendPart
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-_STATE: Final[Side] = ("state", "")
 _COMPLETE: Final = "all positions have arrived"
 _NO_PEERS: Final = "pass peers=Peers(...) to CacheEngine, or has_peers=True to the RankGroup"
 
@@ -62,7 +62,7 @@ class Exchange:
 
     Attributes:
         block_tokens: positions per block.
-        sides: windows and state of the model, which a receive needs behind its last position.
+        groups: groups other than ``"attention"``; a receive needs their blocks at its end.
         counts: of all receives and sends.
         flows: by lease, those that have not ended or have transfers in flight.
     """
@@ -89,9 +89,7 @@ class Exchange:
         self._computing: set[Flow] = set()  # wait for the batches that compute with their leases
         self._windows = window_sizes(parts.config.windows)
         self.block_tokens = parts.config.block_tokens
-        self.sides: list[Side] = [("window", group) for group in self._windows]
-        if parts.config.state_slots:
-            self.sides.append(_STATE)
+        self.groups = [*self._windows, *([STATE] if parts.config.state_slots else ())]
         self.counts = PeerCounts()
         self.flows: dict[int, list[Flow]] = {}
         parts.dispatcher.tell_moved(self._note_moved)
@@ -271,32 +269,22 @@ class Exchange:
         Raises:
             AiokvError: the lease cannot commit them, or the scheduler refuses a transfer.
         """
-        if self.sides and (num_tokens < flow.ticket.num_tokens or flow.is_broken):
+        if self.groups and (num_tokens < flow.ticket.num_tokens or flow.is_broken):
             return False
         for group in self._windows:
-            flow.begin_side(("window", group), partial(self._receive_window, group, num_tokens))
-        if any(("window", group) not in flow.moved_sides for group in self._windows):
+            flow.begin_group(self._transitions.receive_group, group, num_tokens)
+        if not flow.moved_groups.issuperset(self._windows):
             return False
-        if _STATE not in self.sides:
+        if STATE not in self.groups:
             self._apply(self._transitions.commit_received(flow.lease_id, num_tokens))
             return True
         # The end of the transfer commits the positions.
-        flow.begin_side(_STATE, partial(self._receive_state, num_tokens))
+        flow.begin_group(self._transitions.receive_group, STATE, num_tokens)
         return self.is_committed(flow)
 
     def is_committed(self, flow: Flow) -> bool:
         """Return True when the end of the receive of a state has committed all positions."""
-        return _STATE in flow.moved_sides
-
-    def _receive_window(
-        self, group: str, num_tokens: int, lease_id: int, ticket_id: bytes
-    ) -> tuple[int, Effects]:
-        return self._transitions.receive_window(lease_id, ticket_id, group, num_tokens)
-
-    def _receive_state(
-        self, num_tokens: int, lease_id: int, ticket_id: bytes
-    ) -> tuple[int, Effects]:
-        return self._transitions.receive_state(lease_id, ticket_id, num_tokens)
+        return STATE in flow.moved_groups
 
     def note_received(self, lease: Lease, tokens: int) -> None:
         """Count positions that have arrived."""
@@ -433,7 +421,7 @@ class Exchange:
             )
             progress.begin(part)
         if computed >= flow.ticket.num_tokens:
-            self._begin_sides(flow, computed)
+            self._begin_groups(flow, computed)
 
     def _send_part(
         self, part: SendPart, lease_id: int, ticket_id: bytes, first_block: int, num_blocks: int
@@ -443,10 +431,10 @@ class Exchange:
             return self._transitions.send_early(*args, part.mark)
         return self._transitions.send(*args)
 
-    def _begin_sides(self, flow: Flow, computed: int) -> None:
+    def _begin_groups(self, flow: Flow, computed: int) -> None:
         """Send the state and the windows behind the computed positions."""
-        sides = [side for side in self.sides if not flow.has_begun(side)]
-        if not sides:
+        groups = [group for group in self.groups if not flow.has_begun(group)]
+        if not groups:
             return
         limit = flow.ticket.num_tokens
         if computed > limit:
@@ -460,15 +448,8 @@ class Exchange:
             self._computing.add(flow)
             flow.is_computing = True
             return
-        for side in sides:
-            flow.begin_side(side, partial(self._send_side, side, limit))
-
-    def _send_side(
-        self, side: Side, num_tokens: int, lease_id: int, ticket_id: bytes
-    ) -> tuple[int, Effects]:
-        if side == _STATE:
-            return self._transitions.send_state(lease_id, ticket_id, num_tokens)
-        return self._transitions.send_window(lease_id, ticket_id, side[1], num_tokens)
+        for group in groups:
+            flow.begin_group(self._transitions.send_group, group, limit)
 
     # --- flows ----------------------------------------------------------------------------------
 

@@ -185,7 +185,7 @@ class Sending(Unique):
             exchange.counts.delivered_tokens += self.delivered_tokens - self._counted_tokens
             self._counted_tokens = self.delivered_tokens
         is_last = flow.moved_block * exchange.block_tokens >= flow.ticket.num_tokens
-        return is_last and flow.moved_sides.issuperset(exchange.sides)
+        return is_last and flow.moved_groups.issuperset(exchange.groups)
 
     def __repr__(self) -> str:
         if self._flow is None:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.base.groups import Retention
     from aiokv.base.plan import StorePool, TransferPlan, TransferReport
     from aiokv.base.types import Tier
     from aiokv.config.cache_config import WindowGroup
@@ -52,7 +51,6 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         routes: of plans that ``submit`` takes, by retention of their group.
-        clones: retentions of the groups whose blocks ``clone`` copies.
         checksums: ``record_checksums`` may be called, and onloads are verified with them.
         step_events: ``close_step`` takes events; otherwise it takes None only.
         owns_tensors: the device tensors are in this process, and ``wake_up`` takes new ones.
@@ -60,7 +58,6 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     routes: frozenset[GroupRoute]
-    clones: frozenset[Retention]
     checksums: bool
     step_events: bool
     owns_tensors: bool
@@ -211,7 +208,7 @@ class Steps(Protocol):
         """Execute a plan within the device, in the order of a compute stream; no report follows.
 
         Args:
-            plan: a clone of a group in ``capabilities.clones``; nothing to do without blocks.
+            plan: a clone of the group ``"attention"`` or ``"state"``; nothing to do without blocks.
             stream: the compute stream (cupy, PyTorch or Paddle). On the cpu the copy is done on
                 return.
 
