@@ -249,18 +249,6 @@ class CoreStatistics:
     def reclaimed_twins(self) -> int: ...
 
     @property
-    def state_free(self) -> int: ...
-
-    @property
-    def state_snapshots(self) -> int: ...
-
-    @property
-    def restored_states(self) -> int: ...
-
-    @property
-    def evicted_snapshots(self) -> int: ...
-
-    @property
     def hit_store_tokens(self) -> int: ...
 
     @property
@@ -288,31 +276,10 @@ class CoreStatistics:
     def failed_saves(self) -> int: ...
 
     @property
-    def host_state_free(self) -> int: ...
-
-    @property
-    def host_state_snapshots(self) -> int: ...
-
-    @property
-    def saved_snapshots(self) -> int: ...
-
-    @property
-    def onloaded_states(self) -> int: ...
-
-    @property
-    def evicted_host_snapshots(self) -> int: ...
-
-    @property
     def receives(self) -> int: ...
 
     @property
     def received_blocks(self) -> int: ...
-
-    @property
-    def received_states(self) -> int: ...
-
-    @property
-    def received_window_blocks(self) -> int: ...
 
     @property
     def failed_receives(self) -> int: ...
@@ -324,31 +291,70 @@ class CoreStatistics:
     def sent_blocks(self) -> int: ...
 
     @property
-    def sent_states(self) -> int: ...
-
-    @property
-    def sent_window_blocks(self) -> int: ...
-
-    @property
     def failed_sends(self) -> int: ...
-
-    @property
-    def stored_snapshots(self) -> int: ...
-
-    @property
-    def unstored_snapshots(self) -> int: ...
-
-    @property
-    def fetched_snapshots(self) -> int: ...
-
-    @property
-    def unfetched_snapshots(self) -> int: ...
 
     @property
     def index_bytes(self) -> int: ...
 
     @property
     def token_bytes(self) -> int: ...
+
+class GroupStatistics:
+    """Blocks, or states, of a block group besides attention."""
+
+    @property
+    def device_free(self) -> int: ...
+
+    @property
+    def device_cached(self) -> int: ...
+
+    @property
+    def device_set_aside(self) -> int: ...
+
+    @property
+    def host_free(self) -> int: ...
+
+    @property
+    def host_cached(self) -> int: ...
+
+    @property
+    def evicted_device(self) -> int: ...
+
+    @property
+    def evicted_host(self) -> int: ...
+
+    @property
+    def cloned(self) -> int:
+        """Copies on the device that leases began with."""
+
+    @property
+    def onloaded(self) -> int: ...
+
+    @property
+    def saved(self) -> int:
+        """Copies to host memory."""
+
+    @property
+    def stored(self) -> int: ...
+
+    @property
+    def unstored(self) -> int: ...
+
+    @property
+    def fetched(self) -> int: ...
+
+    @property
+    def unfetched(self) -> int: ...
+
+    @property
+    def received(self) -> int: ...
+
+    @property
+    def sent(self) -> int: ...
+
+ATTENTION_GROUP: int = -2
+
+STATE_GROUP: int = -1
 
 class Outcome(enum.Enum):
     DONE = 0
@@ -385,23 +391,8 @@ class MoveRoute(enum.Enum):
 
     TO_HOST = 2
 
-class PeerRoute(enum.Enum):
-    RECEIVE = 0
-
-    SEND = 1
-
-    RECEIVE_STATE = 2
-
-    SEND_STATE = 3
-
-    RECEIVE_WINDOW = 4
-
-    SEND_WINDOW = 5
-
-class EvictionKind(enum.Enum):
-    LRU = 0
-
-    ADAPTIVE = 1
+def eviction_policies() -> list[str]:
+    """Names of all eviction policies."""
 
 class LeaseState(enum.Enum):
     MATCHED = 1
@@ -427,7 +418,7 @@ class LeaseState(enum.Enum):
 class Core:
     """Prefix index, block pools, leases and eviction; not thread-safe."""
 
-    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: EvictionKind = EvictionKind.LRU, state_slots: int = 0, windows: Sequence[tuple[int, int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None, host_state_slots: int = 0, foreign_device: bool = False, splits_items: bool = False) -> None: ...
+    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: str = 'lru', state_slots: int = 0, windows: Sequence[tuple[int, int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None, host_state_slots: int = 0, foreign_device: bool = False, splits_items: bool = False) -> None: ...
 
     def match(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str = '', reads: bool = True, writes: bool = True) -> tuple[int, int, int]:
         """
@@ -571,12 +562,6 @@ class Core:
     def reach_tokens(self, lease: int) -> int:
         """Positions that have blocks in every window group."""
 
-    def window_statistics(self, group: int) -> tuple[int, int, int]:
-        """(free, cached, set aside) blocks."""
-
-    def host_window_statistics(self, group: int) -> tuple[int, int, int, int, int]:
-        """(free, cached, saved, onloaded, evicted) blocks in host memory."""
-
     @property
     def hold_times(self) -> Histogram:
         """Times for which leases that compute had blocks; those that ended."""
@@ -648,9 +633,6 @@ class Core:
         The group of a fetch or a save in flight; -1: recurrent state, -2: it moves blocks.
         """
 
-    def stored_copies(self, group: int) -> tuple[int, int, int, int]:
-        """(saved, unsaved, fetched, unfetched) copies of a group."""
-
     def wants_saves(self) -> bool: ...
 
     def take_saves(self) -> int:
@@ -672,22 +654,14 @@ class Core:
         Begin to send ranges of layers of blocks that the lease computes; return the transfer.
         """
 
-    def receive_state(self, lease: int, ticket_id: bytes, num_tokens: int) -> int:
+    def receive_group(self, lease: int, ticket_id: bytes, group: int, num_tokens: int, step: int = 0) -> int:
         """
-        Begin to receive the state after received positions, which its end commits.
-        """
-
-    def send_state(self, lease: int, ticket_id: bytes, num_tokens: int) -> int:
-        """Begin to send the state after the computed positions."""
-
-    def receive_window(self, lease: int, ticket_id: bytes, group: int, num_tokens: int, step: int = 0) -> int:
-        """
-        Begin to receive the blocks of a window group behind received positions.
+        Begin to receive the blocks of a group that are needed behind received positions; of group -1: the recurrent state, the end of which commits these positions.
         """
 
-    def send_window(self, lease: int, ticket_id: bytes, group: int, num_tokens: int) -> int:
+    def send_group(self, lease: int, ticket_id: bytes, group: int, num_tokens: int) -> int:
         """
-        Begin to send the blocks of a window group behind the computed positions.
+        Begin to send the blocks of a group that are needed behind the computed positions.
         """
 
     def end_ticket(self, lease: int, ticket_id: bytes) -> None:
@@ -701,11 +675,9 @@ class Core:
     def prompt_digest(self, lease: int, num_tokens: int) -> bytes:
         """Digest of the first positions, for any block_tokens."""
 
-    def is_peer_transfer(self, transfer: int) -> bool: ...
-
-    def peer_transfer(self, transfer: int) -> tuple[PeerRoute, bytes, int, bytes, bytes, int, tuple[int, int], int]:
+    def peer_transfer(self, transfer: int) -> tuple[bool, bytes, int, bytes, bytes, int, tuple[int, int], int]:
         """
-        (route, ticket_id, window group, blocks of the prompt, own blocks or the state slot, after_step, (first range of layers, end range), mark).
+        (receives, ticket_id, group, blocks of the prompt, own blocks or the state slot, after_step, (first range of layers, end range), mark); group -1: recurrent state, -2: all other layers without a window.
         """
 
     def peer_transfers(self, lease: int) -> list[int]:
@@ -776,14 +748,9 @@ class Core:
         (route, window group, source ids, target ids, after_step); group -1: state slots, of which source -1 is zeros.
         """
 
-    def take_state_save(self) -> int:
+    def take_group_save(self) -> int:
         """
-        Begin to copy one snapshot to host memory; 0: there is nothing to copy.
-        """
-
-    def take_window_save(self) -> int:
-        """
-        Begin to copy blocks of one window group to host memory; 0: there is nothing to copy.
+        Begin to copy blocks of one group besides attention to host memory; 0: there is nothing to copy.
         """
 
     def take_backups(self) -> int: ...
@@ -852,6 +819,8 @@ class Core:
     def reset(self) -> None: ...
 
     def statistics(self) -> CoreStatistics: ...
+
+    def group_statistics(self, group: int) -> GroupStatistics: ...
 
     def violations(self) -> list[str]: ...
 

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiokv import CacheConfig, CacheEngine
+from aiokv.config.cache_config import EVICTION_POLICIES
 from aiokv.scheduler.plans import new_core
 from aiokv.trace.loops import plain_loop
 from aiokv.trace.replay import ReplayOptions, load_workload, replay, workload_of
-from aiokv.trace.synthetic import generate_trace
 from bench.harness import find_trace
+from tests.harness.synthetic_trace import generate_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 16
 CAPACITIES = (32_000, 320_000, 1_600_000)
-POLICIES: tuple[EvictionPolicy, ...] = ("lru", "adaptive")
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def run(quick: bool) -> dict[str, Any]:
         "generated" if find_trace() is None else "trace": {
             f"{blocks}_blocks.{policy}": asyncio.run(_trace(workload, blocks, policy))
             for blocks in CAPACITIES
-            for policy in POLICIES
+            for policy in EVICTION_POLICIES
         },
         "deep": asyncio.run(_deep(2_000 if quick else 10_000)),
         "wide": asyncio.run(_wide(2_000 if quick else 20_000)),

@@ -2,19 +2,19 @@
 
 For each family of generated traces, for the public trace when it is here, and for each capacity:
 hit tokens of ``lru`` and ``adaptive`` as shares of MIN's, and ``adaptive`` as a ratio of ``lru``.
-Capacities are in blocks of 512 tokens. Seeds are those on which no constant was chosen; which
-families served the choice is said in ``aiokv.trace.families``. ``bench.policy_sweep`` adds more
-capacities.
+Capacities are in blocks of 512 tokens. Seeds are those on which no constant was chosen:
+``tests.harness.trace_families`` names the families and seeds that served the choice.
+``bench.policy_sweep`` adds more capacities.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from aiokv.trace.families import FAMILIES, generate_family
 from aiokv.trace.format import read_trace
 from aiokv.trace.min_oracle import min_hit_tokens
 from bench import policy_sweep
+from tests.harness.trace_families import FAMILIES, generate_family
 from tests.harness.traces import find_trace, find_traces, hit_tokens, trace_prompts
 
 if TYPE_CHECKING:

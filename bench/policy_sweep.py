@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from aiokv.trace.families import FAMILIES, generate_family
 from aiokv.trace.format import expand_tokens, read_trace
 from bench import harness
+from tests.harness.trace_families import FAMILIES, generate_family
 from tests.harness.traces import find_traces, hit_tokens, trace_prompts
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ Transfers end at once, as the index sees them between two requests.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from aiokv import CacheConfig
 from aiokv._native import Outcome
-from aiokv.config.cache_config import EvictionPolicy, WritePolicy
+from aiokv.config.cache_config import EVICTION_POLICIES, EvictionPolicy, WritePolicy
 from aiokv.scheduler.plans import new_core
 from aiokv.trace.format import read_trace
 from tests.harness.traces import find_trace, trace_prompts
@@ -42,7 +42,7 @@ def run(quick: bool) -> dict[str, Any]:
         return {}
     prompts = trace_prompts(list(read_trace(path, 500 if quick else None)))
     results: dict[str, Any] = {}
-    for eviction in get_args(EvictionPolicy):
+    for eviction in EVICTION_POLICIES:
         one_tier = serve(prompts, TOTAL_BLOCKS, 0, "none", eviction)
         results[f"{eviction}_one_tier"] = one_tier
         for device in DEVICE_BLOCKS[:1] if quick else DEVICE_BLOCKS:

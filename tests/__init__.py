@@ -1,1 +1,1 @@
-"""Tests of aiokv; `tests/models/demo` also serves `aiokv demo` in a checkout."""
+"""Tests of aiokv; `python -m tests.models.demo` is the demo with more models."""

@@ -7,13 +7,13 @@ import importlib
 import importlib.util
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiokv.cli.running import Terminated, open_standard_streams, sigterm_raises
 from aiokv.errors import AiokvError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import ModuleType
 
 # Each command is a module of this package with add_parser(subparsers) and run(args) -> int.
@@ -34,11 +34,22 @@ EXIT_BROKEN_PIPE = 128 + 13
 EXIT_TERMINATED = 128 + 15
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+class Parser(argparse.ArgumentParser):
+    """Parser of the command and of each subcommand: options have to be written in full."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        if options.get("epilog"):  # its lines stay as they are
+            options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*args, **options | {"allow_abbrev": False})
+
+
+def main(argv: Sequence[str] | None = None, make_parser: Callable[[], Parser] | None = None) -> int:
     """Run the command line and return the exit status.
 
     Args:
         argv: arguments after the name of the command; None for those of the process.
+        make_parser: returns a parser made by :func:`new_parser`, whose ``run`` takes the parsed
+            arguments and returns the exit status; None for the parser of ``aiokv``.
 
     Raises:
         SystemExit: raised by argparse for ``--help``, ``--version`` and bad flags (status 2).
@@ -46,14 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_standard_streams()
     try:
         with sigterm_raises():
-            return _run(argv)
+            return _run(argv, (make_parser or _make_parser)())
     except Terminated:
         print("aiokv: terminated", file=sys.stderr)
         return EXIT_TERMINATED
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    parser = _make_parser()
+def _run(argv: Sequence[str] | None, parser: Parser) -> int:
     try:
         args = parser.parse_args(argv)
         if args.run is None:
@@ -95,11 +105,9 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="aiokv", description="Asyncio event-driven KV-cache engine for LLM serving."
-    )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+def new_parser(prog: str, description: str, epilog: str | None = None) -> Parser:
+    """Return a parser with the option of all programs."""
+    parser = Parser(prog=prog, description=description, epilog=epilog)
     parser.add_argument(
         "--log-level",
         default="warning",
@@ -107,6 +115,12 @@ def _make_parser() -> argparse.ArgumentParser:
         help="least severe log line to print on stderr (default: %(default)s)",
     )
     parser.set_defaults(run=None)
+    return parser
+
+
+def _make_parser() -> Parser:
+    parser = new_parser("aiokv", "Asyncio event-driven KV-cache engine for LLM serving.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command, module in _command_modules():
         module.add_parser(subparsers)

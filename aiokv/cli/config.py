@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiokv.cli.arguments import add_json, positive_size_bytes
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator
 
     from aiokv.config.settings import Setting, Settings
@@ -29,7 +29,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="print the settings of a cache and their sources",
         description="Print the settings that CacheConfig.load finds, and the source of each.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--file", type=Path, metavar="FILE.toml", help="file to read")

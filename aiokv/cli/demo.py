@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from aiokv.cli.arguments import SAVING_POLICIES, add_count, share
-from aiokv.cli.repository import from_repository
+from aiokv.cli.arguments import (
+    SAVING_POLICIES,
+    add_choice,
+    add_count,
+    add_option,
+    from_arguments,
+    share,
+)
 
 if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
     from rich.console import Console
 
     from aiokv.demo.ledger import Comparison
     from aiokv.demo.report import DemoResult, RunResult
     from aiokv.demo.runs import DemoConfig, Scenario
     from aiokv.demo.split_report import SplitResult
-    from aiokv.demo.transformer import NumpyTransformer
     from aiokv.demo.weights import ModelConfig, Weights
-    from aiokv.demo.workload import Workload
+    from aiokv.demo.workload import ChatSizes, Workload
 
 # Width of the table in a file or a pipe, in columns.
 PLAIN_COLUMNS = 110
@@ -30,23 +37,20 @@ EXIT_DIFFERENT = 1
 EXIT_CONTROL_FAILED = 3
 EXIT_INCONCLUSIVE = 4
 
-DEVICES = ("cpu", "cuda")
-FRAMEWORKS = ("numpy", "paddle")
-ATTENTIONS = ("gqa", "mla")
-KV_FORMATS = ("float32", "bfloat16", "int8", "fp8")
-
 LIVE_PORT = 8765
 LIVE_CONVERSATIONS = 4  # to choose from, per client
 
 TRANSPORTS = ("tcp", "nixl", "mooncake")
 KILLS = ("prefill", "decode")
 
-USUAL = (FRAMEWORKS[0], DEVICES[0], KV_FORMATS[0])
-
 NOTHING_TO_KILL = "no blocks arrived after half of the requests, so no process was killed"
 NOTHING_TO_CORRUPT = "nothing was reused from the device, so nothing could be corrupted"
 
-EPILOG = """\
+MORE = """
+A checkout has more models and workloads: python -m tests.models.demo --help
+"""
+
+EPILOG = f"""\
 The same workload runs three times: without reuse, with a device tier, and with a small device tier
 and a host tier. Every row of logits and every token of the later runs must equal those of the first
 run, and every cached block that a request reads must hold the bytes that were computed for it.
@@ -57,10 +61,7 @@ prompts and sends their blocks, a decode process receives them and computes the 
 With --live, one server serves random conversations until Ctrl-C, and shows its cache in a browser.
 
 With --store, the later two runs are two processes, one after the other, which share only the store.
-
---trace, --images, --checkpoint, --attention mla, --framework paddle, --device cuda and --kv-format
-need modules that only the repository has: use them in a checkout.
-
+{MORE}
 exit status: 0 all runs are equal, 1 the cache served wrong bytes (with --corrupt: the corruption
 was detected), 2 bad usage, 3 the corruption of --corrupt was not detected, 4 inconclusive: the
 logits are not finite, or they differ although every cached block held the right bytes
@@ -74,8 +75,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="serve a small transformer from the cache and check every bit",
         description="Serve a real (small) transformer from the cache and check every bit of it.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_arguments(parser)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the demo."""
     work = parser.add_argument_group("workload")
     add_count(work, "--conversations", 24, "number of conversations; all begin at the start")
     add_count(work, "--turns", 4, "turns per conversation")
@@ -83,35 +88,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_count(work, "--system-tokens", 128, "tokens per system prompt")
     add_count(work, "--user-tokens", 48, "mean tokens per user turn")
     add_count(work, "--answer-tokens", 16, "generated tokens per turn")
-    add_count(
-        work,
-        "--images",
-        0,
-        "number of different images; each conversation begins with one of them",
-        minimum=0,
-    )
-    work.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="serve this Mooncake trace, scaled down, instead of conversations",
-    )
-    add_count(work, "--requests", 96, "with --trace: number of requests")
-    add_count(
-        work, "--context-tokens", 512, "with --trace: longest request in tokens, after scaling"
-    )
     add_count(work, "--seed", 0, "seed of the workload", minimum=0)
     cache = parser.add_argument_group("cache")
     add_count(cache, "--block-tokens", 16, "tokens per block")
     add_count(cache, "--device-blocks", 1024, "device blocks of the first two runs")
     add_count(cache, "--pressure-blocks", 128, "device blocks of the run with a host tier")
     add_count(cache, "--host-blocks", 1024, "host blocks of the run with a host tier")
-    cache.add_argument(
-        "--write-policy",
-        choices=SAVING_POLICIES,
-        default=SAVING_POLICIES[0],
-        help="when the run with a host tier copies blocks to host memory (default: %(default)s)",
-    )
+    text = "when the run with a host tier copies blocks to host memory"
+    add_choice(cache, "--write-policy", SAVING_POLICIES, text)
     cache.add_argument(
         "--store",
         default="",
@@ -123,64 +107,28 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     serving = parser.add_argument_group("serving")
     add_count(serving, "--max-running", 8, "maximum number of requests per batch")
     add_count(serving, "--chunk-tokens", 32, "maximum number of prompt tokens per step")
-    serving.add_argument(
+    add_option(
+        serving,
         "--disconnect",
-        type=share,
-        default=0.0,
-        metavar="SHARE",
-        help="in the later runs, cancel this share of the requests at a random time during their "
-        "computation, and send them again (default: %(default)s)",
+        share,
+        0.0,
+        "in the later runs, cancel this share of the requests at a random time during their "
+        "computation, and send them again",
+        "SHARE",
     )
     model = parser.add_argument_group("model")
     add_count(model, "--layers", 4, "number of transformer layers")
     add_count(model, "--hidden", 128, "hidden size")
     add_count(model, "--heads", 4, "number of attention heads")
-    add_count(model, "--kv-heads", 2, "number of key and value heads, with --attention gqa")
-    model.add_argument(
-        "--attention",
-        choices=ATTENTIONS,
-        default="gqa",
-        help="gqa: grouped-query attention; mla: multi-head latent attention, which caches one "
-        "latent per token and needs --framework paddle (default: %(default)s)",
-    )
-    model.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="DIR",
-        help="folder of a Llama or Qwen checkpoint (config.json, *.safetensors), which replaces "
-        "these sizes",
-    )
-    model.add_argument(
-        "--framework",
-        choices=FRAMEWORKS,
-        default="numpy",
-        help="library that computes the model (default: %(default)s)",
-    )
-    model.add_argument(
-        "--device",
-        choices=DEVICES,
-        default="cpu",
-        help="device of the model and its cache; with cuda, numpy uses CuPy (default: %(default)s)",
-    )
-    model.add_argument(
-        "--kv-format",
-        choices=KV_FORMATS,
-        default="float32",
-        help="data type of the cached keys and values, or latents; int8 and fp8 add regions of "
-        "scales, and all types but float32 need --framework paddle (default: %(default)s)",
-    )
+    add_count(model, "--kv-heads", 2, "number of key and value heads")
     split = parser.add_argument_group("prefill and decode")
     split.add_argument(
         "--split",
         action="store_true",
         help="serve with a prefill process and a decode process, and compare with one server",
     )
-    split.add_argument(
-        "--transport",
-        choices=TRANSPORTS,
-        default=TRANSPORTS[0],
-        help="with --split: moves the blocks between the processes (default: %(default)s)",
-    )
+    text = "with --split: moves the blocks between the processes"
+    add_choice(split, "--transport", TRANSPORTS, text)
     add_count(
         split,
         "--servers",
@@ -211,11 +159,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo and return the exit status.
+    """Run the demo and return the exit status; arguments and errors of :func:`run_scenario`."""
+    return run_scenario(args, make_scenario)
+
+
+def run_scenario(
+    args: argparse.Namespace, scenario_of: Callable[[argparse.Namespace], Scenario]
+) -> int:
+    """Run the demo with a model and a workload, and return the exit status.
+
+    Args:
+        args: options of :func:`add_arguments`.
+        scenario_of: function of a module that returns the model and the workload of the options;
+            called in each process of the demo.
 
     Raises:
-        UsageError: sizes contradict each other, a file cannot be read or written, or an option
-            needs the repository and the package is not installed from there.
+        UsageError: sizes contradict each other, or a file cannot be read or written.
     """
     from rich.console import Console
 
@@ -229,17 +188,17 @@ def run(args: argparse.Namespace) -> int:
 
     _check_split(args)
     if args.live is not None:
-        return _run_live(args)
+        return _run_live(args, scenario_of)
     check_writable(args.json)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = PLAIN_COLUMNS
-    scenario, config = partial(_scenario, args), _config(args)
+    scenario, config = partial(scenario_of, args), _config(args)
     with show_progress("requests", sys.stdout, prefix="") as stages:
         if args.split:
-            split = SplitConfig(transport=args.transport, kill=args.kill, servers=args.servers)
+            options = from_arguments(SplitConfig, args)
             result: DemoResult | SplitResult = run_async(
-                run_split_demo(scenario, config, split, stages)
+                run_split_demo(scenario, config, options, stages)
             )
         else:
             result = run_async(run_demo(scenario, config, stages))
@@ -252,7 +211,9 @@ def run(args: argparse.Namespace) -> int:
     return _verdict(console, result, control=args.corrupt)
 
 
-def _run_live(args: argparse.Namespace) -> int:
+def _run_live(
+    args: argparse.Namespace, scenario_of: Callable[[argparse.Namespace], Scenario]
+) -> int:
     """Serve with the live page until a signal arrives.
 
     Raises:
@@ -274,9 +235,8 @@ def _run_live(args: argparse.Namespace) -> int:
         ) from None
 
     clients = args.conversations
-    if args.trace is None:
-        args.conversations *= LIVE_CONVERSATIONS
-    scenario = _scenario(args)
+    args.conversations *= LIVE_CONVERSATIONS
+    scenario = scenario_of(args)
     with listen("--live", "127.0.0.1", args.live) as listener:
         port = listener.getsockname()[1]
         print(f"the live page is http://127.0.0.1:{port}/; press Ctrl-C to stop", flush=True)
@@ -388,90 +348,55 @@ def _check_split(args: argparse.Namespace) -> None:
         raise UsageError(f"{option} is given without --split", hint="add --split")
 
 
-def _scenario(args: argparse.Namespace) -> Scenario:
-    """Return the model, its weights' version and the workload."""
+def make_scenario(args: argparse.Namespace) -> Scenario:
+    """Return a random numpy model and conversations of the sizes of the options."""
+    from aiokv.demo.transformer import NumpyTransformer
+    from aiokv.demo.weights import GroupedConfig, random_weights
+    from aiokv.demo.workload import chat_workload
+
+    config = GroupedConfig(**layer_sizes(args), kv_heads=args.kv_heads)
+    weights = random_weights(config)
+    workload = chat_workload(chat_sizes(args), vocab=config.vocab, seed=args.seed)
+    return scenario_with(args, NumpyTransformer, config, weights, workload)
+
+
+def scenario_with(
+    args: argparse.Namespace,
+    model: Callable[..., Any],
+    config: ModelConfig,
+    weights: Weights,
+    workload: Workload,
+) -> Scenario:
+    """Return a scenario whose model has the positions that the workload needs.
+
+    Args:
+        args: options of the demo.
+        model: class of the model.
+        config: sizes of the model.
+        weights: weights of the model.
+        workload: the requests.
+
+    Raises:
+        ConfigError: a conversation does not fit into the device blocks.
+    """
     from aiokv.demo.runs import Scenario
 
-    model_config, weights = _weights(args)
-    workload = _workload(args, model_config.vocab)
     _config(args).check_fits(workload)
-    model = _model(args, model_config, weights, workload.max_context_tokens)
-    return Scenario(model, workload, weights.version)
+    made = model(config, weights, max_context_tokens=workload.max_context_tokens)
+    return Scenario(made, workload, weights.version)
 
 
-def _workload(args: argparse.Namespace, vocab: int) -> Workload:
-    from aiokv.demo.workload import ChatSizes, chat_workload
-
-    if args.trace is not None:
-        scaled: Workload = from_repository("trace", "--trace").trace_workload(
-            args.trace,
-            requests=args.requests,
-            block_tokens=args.block_tokens,
-            max_context_tokens=args.context_tokens,
-            vocab=vocab,
-            seed=args.seed,
-        )
-        return scaled
-    sizes = ChatSizes(
-        conversations=args.conversations,
-        turns=args.turns,
-        system_prompts=args.system_prompts,
-        system_tokens=args.system_tokens,
-        user_tokens=args.user_tokens,
-        answer_tokens=args.answer_tokens,
-    )
-    workload = chat_workload(sizes, vocab=vocab, seed=args.seed)
-    if args.images:
-        images = from_repository("images", "--images")
-        workload = images.with_images(workload, args.images, sizes)
-    return workload
+def layer_sizes(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the sizes of a model with any attention."""
+    ffn = args.hidden * 11 // 4
+    return {"layers": args.layers, "hidden": args.hidden, "heads": args.heads, "ffn": ffn}
 
 
-def _weights(args: argparse.Namespace) -> tuple[ModelConfig, Weights]:
-    from aiokv.demo import weights
-    from aiokv.errors import UsageError
+def chat_sizes(args: argparse.Namespace) -> ChatSizes:
+    """Return the sizes of the conversations."""
+    from aiokv.demo.workload import ChatSizes
 
-    found: tuple[ModelConfig, Weights]
-    if args.checkpoint is not None:
-        if args.attention != "gqa":
-            raise UsageError(
-                f"checkpoints have grouped-query attention, not {args.attention}",
-                hint="leave out --checkpoint or --attention",
-            )
-        found = from_repository("checkpoint", "--checkpoint").read_checkpoint(args.checkpoint)
-        return found
-    sizes = {"layers": args.layers, "hidden": args.hidden, "heads": args.heads}
-    sizes["ffn"] = args.hidden * 11 // 4
-    if args.attention != "gqa":
-        latent = from_repository("latent", f"--attention {args.attention}")
-        config = latent.LatentConfig(**sizes)
-        found = config, latent.random_weights(config)
-        return found
-    grouped = weights.GroupedConfig(**sizes, kv_heads=args.kv_heads)
-    return grouped, weights.random_weights(grouped)
-
-
-def _model(
-    args: argparse.Namespace, config: ModelConfig, weights: Weights, max_context_tokens: int
-) -> NumpyTransformer:
-    from aiokv.demo.transformer import NumpyTransformer
-    from aiokv.demo.weights import GroupedConfig
-
-    chosen = {name: getattr(args, name) for name in ("framework", "device", "kv_format")}
-    flags = [
-        f"--{name.replace('_', '-')} {value}"
-        for name, value in chosen.items()
-        if value not in USUAL
-    ]
-    if args.images:
-        flags.append("--images")
-    if not flags and isinstance(config, GroupedConfig):
-        return NumpyTransformer(config, weights, max_context_tokens=max_context_tokens)
-    loading = from_repository("loading", " ".join(flags))
-    model: NumpyTransformer = loading.load_model(
-        config=config, weights=weights, max_context_tokens=max_context_tokens, **chosen
-    )
-    return model
+    return from_arguments(ChatSizes, args)
 
 
 def _checked_url(store: str) -> str:
@@ -499,18 +424,5 @@ def _config(args: argparse.Namespace) -> DemoConfig:
     from aiokv.demo.runs import DemoConfig
     from aiokv.demo.serving import ServingConfig
 
-    return DemoConfig(
-        block_tokens=args.block_tokens,
-        device_blocks=args.device_blocks,
-        pressure_blocks=args.pressure_blocks,
-        host_blocks=args.host_blocks,
-        write_policy=args.write_policy,
-        store=_checked_url(args.store),
-        corrupt=args.corrupt,
-        serving=ServingConfig(
-            max_running=args.max_running,
-            chunk_tokens=args.chunk_tokens,
-            disconnect=args.disconnect,
-            seed=args.seed,
-        ),
-    )
+    serving = from_arguments(ServingConfig, args)
+    return from_arguments(DemoConfig, args, store=_checked_url(args.store), serving=serving)

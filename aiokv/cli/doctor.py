@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import TYPE_CHECKING, Final
 
 from aiokv.cli.arguments import add_json
 
 if TYPE_CHECKING:
+    import argparse
+
     from rich.console import Console
 
     from aiokv.doctor.findings import Finding, Report
@@ -34,7 +35,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="check this machine: GPU, PCIe link, limits, kernel, build",
         description="Check what aiokv needs on this machine, and what makes aiokv slow.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--gpu", action="store_true", help="require a GPU and its software")
     parser.add_argument(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from aiokv.cli.arguments import add_count, age
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator
 
     from aiokv.stores.inspection import Cleaning, Listing, Verification
@@ -47,7 +47,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="list, verify or clean up the files of a store",
         description="List, verify or clean up the files of a DiskStore or a DirectoryStore.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
     listing = actions.add_parser("ls", help="list blocks and bytes, by file", description=_LS)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
 from aiokv.base import checks
+from aiokv.base.groups import ATTENTION, STATE, is_reserved
 from aiokv.errors import ConfigError
 from aiokv.stores.base import store_pitch_bytes
 
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 Verify = Literal["off", "checksum"]
 ItemHits = Literal["whole", "partial"]
 WritePolicy = Literal["none", "write_through", "write_through_selective", "write_back"]
-EvictionPolicy = Literal["lru", "adaptive"]
+EvictionPolicy = Literal["lru", "adaptive"]  # the rows of native/src/index/eviction_policies.cpp
+EVICTION_POLICIES: Final[tuple[EvictionPolicy, ...]] = get_args(EvictionPolicy)
+DEFAULT_EVICTION_POLICY: Final[EvictionPolicy] = "adaptive"
 StorePolicy = Literal["at_commit", "at_nth_use", "on_eviction"]
 StoreAdmission = Literal["all", "reused"]
 _RENAMED_POLICIES = {"s3fifo": "adaptive"}
@@ -156,7 +159,7 @@ class CacheConfig:
     write_policy: WritePolicy = "write_through"
     write_through_threshold: int = 2
     low_watermark_blocks: int | None = None
-    eviction_policy: EvictionPolicy = "adaptive"
+    eviction_policy: EvictionPolicy = DEFAULT_EVICTION_POLICY
     min_onload_tokens: int = 0
     item_hits: ItemHits = "whole"
     leave_tokens: int = 1
@@ -219,9 +222,7 @@ class CacheConfig:
                 f"eviction_policy is {self.eviction_policy!r}, which is unknown",
                 hint=f"use {new_name!r}, its new name",
             )
-        checks.choice(
-            "eviction_policy", self.eviction_policy, get_args(EvictionPolicy), ConfigError
-        )
+        checks.choice("eviction_policy", self.eviction_policy, EVICTION_POLICIES, ConfigError)
         if self.salt_quota_blocks is not None:
             _require_int("salt_quota_blocks", self.salt_quota_blocks, 1)
         checks.seconds(
@@ -371,6 +372,12 @@ def _check_windows(windows: object, host_blocks: int) -> None:
     for name, group in windows.items():
         if not isinstance(name, str):
             raise ConfigError(f"windows has the key {name!r}; it must be a str", hint=hint)
+        if is_reserved(name):
+            raise ConfigError(
+                f"windows has the key {name!r}; {ATTENTION!r}, {STATE!r} and names that begin with "
+                f"'{ATTENTION} ' are those of other groups",
+                hint=hint,
+            )
         if not isinstance(group, WindowGroup):
             raise ConfigError(
                 f"windows[{name!r}] is {group!r}; it must be a WindowGroup", hint=hint

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-import aiokv
 from aiokv.demo.runner import ModelRunner
+from aiokv.demo.runs import open_engine
 from aiokv.demo.serving import Server
 from aiokv.observe.asgi import asgi
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator
 
+    import aiokv
     from aiokv.demo.runs import DemoConfig, Scenario
 
 PAUSE_SECONDS = 1.0  # mean time of a client between two conversations
@@ -48,22 +49,17 @@ async def run_live(
     Cancellation: the server and the engine are closed.
     """
     cache = scenario.model.new_cache(config.pressure_blocks, config.block_tokens)
-    cache_config = aiokv.CacheConfig(
-        block_tokens=config.block_tokens,
-        device_blocks=config.pressure_blocks,
-        host_blocks=config.host_blocks,
-        write_policy=config.write_policy,
-        model=f"aiokv demo, {scenario.model.description}" if config.store else "",
-        weights_version=scenario.weights_version if config.store else "",
-    )
     serving = replace(
         config.serving, max_running=clients, wait_store=math.inf if config.store else 0.0
     )
-    stores = [config.store] if config.store else []
-    engine = aiokv.CacheEngine(
-        cache_config, cache.regions(), scenario.model.new_device(), stores=stores
-    )
-    async with engine:
+    async with open_engine(
+        scenario,
+        config,
+        cache,
+        device_blocks=config.pressure_blocks,
+        host_blocks=config.host_blocks,
+        store=config.store,
+    ) as engine:
         with ModelRunner(scenario.model, cache) as runner:
             server = Server(engine, runner, serving)
             async with server.computing() as group:

@@ -158,14 +158,17 @@ ROWS: tuple[tuple[str, Cell], ...] = (
     ("runner waited for layers", lambda run: format_seconds(run.layer_wait_ms * 1e-3)),
     ("wake-up latency, p50 / p99", lambda run: format_pair(run.wakeup_us, 1e-6)),
     ("run time", lambda run: format_seconds(run.seconds)),
-    ("tokens equal", lambda run: _verdict(run, "tokens_different", "tokens_compared", "")),
+)
+
+COMPARISONS: tuple[tuple[str, Callable[[Comparison], str]], ...] = (
+    ("tokens equal", lambda found: _verdict(found.tokens_different, found.tokens_compared)),
     (
         "logits equal, bit for bit",
-        lambda run: _verdict(run, "rows_different", "rows_compared", " rows"),
+        lambda found: _verdict(found.rows_different, found.rows_compared, " rows"),
     ),
     (
         "cached blocks hold what was computed",
-        lambda run: _verdict(run, "blocks_wrong", "blocks_read", " read"),
+        lambda found: _verdict(found.blocks_wrong, found.blocks_read, " read"),
     ),
 )
 
@@ -178,6 +181,9 @@ def print_table(console: Console, result: DemoResult) -> None:
         table.add_column(run.label, justify="right")
     for title, cell in ROWS:
         table.add_row(title, *(cell(run) for run in result.runs))
+    for title, verdict in COMPARISONS:
+        found = [run.compared for run in result.runs]
+        table.add_row(title, *("reference" if one is None else verdict(one) for one in found))
     console.print(table)
 
 
@@ -193,17 +199,11 @@ def format_pair(values: Percentiles, unit_seconds: float) -> str:
     return " / ".join(format_seconds(value * unit_seconds) for value in (values.p50, values.p99))
 
 
-def format_verdict(wrong: int, total: int, unit: str) -> str:
-    """Return "yes" with the number compared, or "NO" with the number of differences."""
-    return f"NO: {wrong:,} of {total:,}{unit}" if wrong else f"yes, {total:,}{unit}"
-
-
 def _traffic(traffic: Traffic) -> str:
     speed = traffic.gigabytes_per_second
     return "-" if speed is None else f"{traffic.bytes / 1e6:,.1f} MB at {speed:.1f} GB/s"
 
 
-def _verdict(run: RunResult, different: str, compared: str, unit: str) -> str:
-    if run.compared is None:
-        return "reference"
-    return format_verdict(getattr(run.compared, different), getattr(run.compared, compared), unit)
+def _verdict(wrong: int, total: int, unit: str = "") -> str:
+    """Return "yes" with the number compared, or "NO" with the number of differences."""
+    return f"NO: {wrong:,} of {total:,}{unit}" if wrong else f"yes, {total:,}{unit}"

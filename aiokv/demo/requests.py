@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING
 from aiokv.demo.ledger import digest
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     import aiokv
+    from aiokv.demo.workload import Conversation
 
 
 @dataclass(slots=True)
@@ -71,6 +74,23 @@ class Request:
             self.received_tokens = usage.received_tokens
         self.capacity_wait_seconds += usage.capacity_wait_seconds or 0.0
         self.attempts += 1
+
+
+async def converse(conversation: Conversation, serve: Callable[[Request], Awaitable[None]]) -> None:
+    """Serve the turns of a conversation, one after the other.
+
+    Args:
+        conversation: the turns.
+        serve: appends the output tokens to the tokens of a request.
+    """
+    tokens: list[int] = []
+    items: tuple[aiokv.Item, ...] = ()
+    for number, turn in enumerate(conversation.turns):
+        items += tuple(item._replace(offset=len(tokens) + item.offset) for item in turn.items)
+        tokens.extend(turn.added.tolist())
+        length = len(tokens)
+        name, stop_length = f"{conversation.name}/{number}", length + turn.output_tokens
+        await serve(Request(name, tokens, length, stop_length, items))
 
 
 class Sequence:

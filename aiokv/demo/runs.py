@@ -211,33 +211,26 @@ async def _run_once(
     advance: Callable[[int], None],
     computed_blocks: dict[bytes, set[bytes]],
 ) -> tuple[RunResult, Ledger]:
-    model = scenario.model
-    cache = model.new_cache(run.device_blocks, config.block_tokens)
-    cache_config = aiokv.CacheConfig(
-        block_tokens=config.block_tokens,
-        device_blocks=run.device_blocks,
-        host_blocks=run.host_blocks,
-        write_policy=config.write_policy,
-        model=f"aiokv demo, {model.description}" if run.store else "",
-        weights_version=scenario.weights_version if run.store else "",
-    )
-    stores = [run.store] if run.store else []
+    cache = scenario.model.new_cache(run.device_blocks, config.block_tokens)
     serving = replace(config.serving, wait_store=math.inf if run.store else 0.0)
     if not run.reuse:
         serving = replace(serving, reuse=False, disconnect=0.0)
     corruptor = _Corruptor(cache, config.block_tokens) if run.corrupt else None
-    async with aiokv.CacheEngine(
-        cache_config, cache.regions(), model.new_device(), stores=stores
+    async with open_engine(
+        scenario,
+        config,
+        cache,
+        device_blocks=run.device_blocks,
+        host_blocks=run.host_blocks,
+        store=run.store,
     ) as engine:
-        with ModelRunner(model, cache) as runner:
+        with ModelRunner(scenario.model, cache) as runner:
             server = Server(engine, runner, serving, on_hit=corruptor, on_done=lambda: advance(1))
             server.ledger.computed_blocks.update(computed_blocks)
             start = time.perf_counter()
             await server.serve(scenario.workload)
             seconds = time.perf_counter() - start
-        await engine.drain()
-        if violations := engine.check_invariants():
-            raise InternalError(f"after {run.label}: {'; '.join(violations)}")
+        await check_idle(engine, run.label)
         worker, poller = engine.worker_statistics(), engine.poller_statistics()
     ledger = server.ledger
     wakeups = [poller.latency_p50_seconds, poller.latency_p99_seconds] if poller.events else []
@@ -261,6 +254,56 @@ async def _run_once(
         compared=ledger.compare(reference) if reference is not None else None,
     )
     return result, ledger
+
+
+def open_engine(
+    scenario: Scenario,
+    config: DemoConfig,
+    cache: NumpyCache,
+    *,
+    device_blocks: int | None = None,
+    host_blocks: int = 0,
+    store: str = "",
+    peers: aiokv.Peers | None = None,
+) -> aiokv.CacheEngine:
+    """Return an engine for the model of a scenario.
+
+    Args:
+        scenario: the model.
+        config: sizes of the cache.
+        cache: tensors of the model.
+        device_blocks: blocks of the device tier; None for those of ``config``.
+        host_blocks: blocks of the host tier.
+        store: URL of a store below the host tier; ``""`` for none.
+        peers: how blocks travel from and to other engines; None for not at all.
+    """
+    is_shared = bool(store) or peers is not None
+    cache_config = aiokv.CacheConfig(
+        block_tokens=config.block_tokens,
+        device_blocks=config.device_blocks if device_blocks is None else device_blocks,
+        host_blocks=host_blocks,
+        write_policy=config.write_policy,
+        model=f"aiokv demo, {scenario.model.description}" if is_shared else "",
+        weights_version=scenario.weights_version if is_shared else "",
+    )
+    return aiokv.CacheEngine(
+        cache_config,
+        cache.regions(),
+        scenario.model.new_device(),
+        stores=[store] if store else [],
+        peers=peers,
+    )
+
+
+async def check_idle(engine: aiokv.CacheEngine, label: str) -> None:
+    """Wait until an engine is idle, and check its invariants.
+
+    Raises:
+        InternalError: an invariant does not hold.
+    """
+    await engine.drain()
+    if violations := engine.check_invariants():
+        raise InternalError(f"after {label}: {'; '.join(violations)}")
 
 
 def _traffic(lane: LaneStatistics) -> Traffic:

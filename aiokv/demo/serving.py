@@ -24,7 +24,7 @@ import numpy as np
 from aiokv.demo.batch import Batch, Part
 from aiokv.demo.ledger import Ledger
 from aiokv.demo.report import ServingStatistics
-from aiokv.demo.requests import Request, Sequence
+from aiokv.demo.requests import Sequence, converse
 from aiokv.errors import TransferError, WouldBlock
 
 if TYPE_CHECKING:
@@ -32,15 +32,18 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     import aiokv
-    from aiokv import Item
     from aiokv.demo.batch import Span
-    from aiokv.demo.runner import ModelRunner, OnLayers, StepOutput
+    from aiokv.demo.requests import Request
+    from aiokv.demo.runner import ModelRunner, StepOutput
+    from aiokv.demo.runner import OnLayers as OnLayersOfStep
     from aiokv.demo.workload import Conversation, Workload
     from aiokv.worker.device.base import Event
 
     # Of a request and its lease: entered when the lease is granted, left when the attempt has
     # ended. The value is the first position to compute.
     Handover = Callable[[Request, aiokv.Lease], AbstractAsyncContextManager[int]]
+    # A request, the end of its positions, the layers that are computed for them, and their event.
+    OnLayers = Callable[[Request, int, int, Event | None], None]
 
 
 @asynccontextmanager
@@ -92,7 +95,7 @@ class Server:
         on_hit: Callable[[aiokv.Lease], None] | None = None,
         on_done: Callable[[], None] | None = None,
         handover: Handover = no_handover,
-        on_layers: Callable[[Request, int, int, Event | None], None] | None = None,
+        on_layers: OnLayers | None = None,
     ) -> None:
         self.statistics = ServingStatistics()
         self.ledger = Ledger()
@@ -142,15 +145,7 @@ class Server:
 
     async def converse(self, conversation: Conversation) -> None:
         """Serve the turns of a conversation, one after the other, inside ``computing``."""
-        tokens: list[int] = []
-        items: tuple[Item, ...] = ()
-        for number, turn in enumerate(conversation.turns):
-            items += tuple(item._replace(offset=len(tokens) + item.offset) for item in turn.items)
-            tokens.extend(turn.added.tolist())
-            length = len(tokens)
-            name = f"{conversation.name}/{number}"
-            stop_length = length + turn.output_tokens
-            await self.serve_request(Request(name, tokens, length, stop_length, items))
+        await converse(conversation, self.serve_request)
 
     async def serve_request(self, request: Request) -> None:
         """Serve a request to its end, inside ``computing``."""
@@ -283,7 +278,7 @@ class Server:
         finally:
             self._engine.step(self._runner.record())
 
-    def _layer_callback(self, chosen: list[tuple[Sequence, int]]) -> OnLayers | None:
+    def _layer_callback(self, chosen: list[tuple[Sequence, int]]) -> OnLayersOfStep | None:
         """Return what the runner calls for each layer of a step."""
         on_layers, loop = self._on_layers, asyncio.get_running_loop()
         if on_layers is None:

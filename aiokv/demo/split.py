@@ -8,51 +8,40 @@ import tempfile
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 import aiokv
+from aiokv.demo.channel import Channel, ServerLostError
 from aiokv.demo.ledger import Ledger
 from aiokv.demo.processes import start_in_new_process
 from aiokv.demo.report import Percentiles
+from aiokv.demo.requests import converse
 from aiokv.demo.router import new_router
 from aiokv.demo.runs import run_on_one_server
 from aiokv.demo.serving import first_error
-from aiokv.demo.split_messages import (
-    Arrived,
-    Channel,
-    FirstToken,
-    Held,
-    NeedsPrefill,
-    NotPrefilled,
-    Serve,
-    Served,
-    WouldHit,
-)
 from aiokv.demo.split_report import Killed, ServerResult, SplitResult
-from aiokv.demo.split_servers import ServerArguments, run_decode, run_prefill
+from aiokv.demo.split_servers import ServerArguments, run_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiokv import Item
+    from aiokv.demo.channel import Handlers
     from aiokv.demo.processes import Child
     from aiokv.demo.report import RunResult
+    from aiokv.demo.requests import Request
     from aiokv.demo.router import Router, RouterName
     from aiokv.demo.runs import DemoConfig, MakeScenario, Scenario, Stages
-    from aiokv.demo.split_messages import Message
-    from aiokv.demo.split_report import KillName
-    from aiokv.demo.workload import Conversation, Workload
+    from aiokv.demo.split_report import ServerName
+    from aiokv.demo.workload import Workload
     from aiokv.peers.options import TransportName
 
-    ServerMain = Callable[[ServerArguments], tuple[ServerResult, Ledger]]
     ServerEnd = tuple[ServerResult, Ledger]
     # of the prefill server, None if it was killed, and of the decode servers
     Servers = tuple[ServerEnd | None, list[ServerEnd]]
-
-A = TypeVar("A", FirstToken, Served, Held)  # answers of a server
 
 # Blocks of one transfer: small, because the prompts of the demo are short.
 CHUNK_BLOCKS = 4
@@ -71,7 +60,7 @@ class SplitConfig:
     """
 
     transport: TransportName = "tcp"
-    kill: KillName | None = None
+    kill: ServerName | None = None
     servers: int = 1
 
 
@@ -144,71 +133,11 @@ def _result(
     )
 
 
-class ServerLostError(Exception):
-    """A server has ended before it answered."""
+class ServerHandle(NamedTuple):
+    """A server process, and the channel of the front to it."""
 
-
-class Answers(Generic[A]):
-    """Answers of a server that are expected, by request."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._expected: dict[str, asyncio.Future[A]] = {}
-        self.lost = False
-
-    async def ask(self, message: Serve | WouldHit) -> A:
-        """Send a message and return its answer.
-
-        Raises:
-            ServerLostError: the server has ended.
-        """
-        while message.name in self._expected:  # sent for a decode server that was killed
-            await asyncio.wait([self._expected[message.name]])
-            await asyncio.sleep(0)
-        if self.lost:
-            raise ServerLostError
-        answer: asyncio.Future[A] = asyncio.get_running_loop().create_future()
-        self._expected[message.name] = answer
-        self._channel.send(message)
-        try:
-            return await answer
-        finally:
-            del self._expected[message.name]
-
-    def answer(self, message: A) -> None:
-        """Note an answer."""
-        answer = self._expected.get(message.name)
-        if answer is not None and not answer.done():
-            answer.set_result(message)
-
-    def lose(self) -> None:
-        """Fail what is not answered, and what is asked from now on."""
-        self.lost = True
-        for answer in self._expected.values():
-            if not answer.done():
-                answer.set_exception(ServerLostError())
-
-
-class ServerHandle(Generic[A]):
-    """Connection of the front to one server process.
-
-    Attributes:
-        child: the process.
-        channel: messages.
-        requests: answers to requests.
-        held: answers of a decode server to the router.
-    """
-
-    def __init__(self, child: Child[ServerEnd], channel: Channel) -> None:
-        self.child = child
-        self.channel = channel
-        self.requests: Answers[A] = Answers(channel)
-        self.held: Answers[Held] = Answers(channel)
-
-    def lose(self) -> None:
-        """Note that the process has ended."""
-        self.requests.lose()
-        self.held.lose()
+    child: Child[ServerEnd]
+    channel: Channel
 
 
 class Front:
@@ -236,11 +165,10 @@ class Front:
         self._router = router
         self._advance = advance
         self._secret = secrets.token_bytes(32)
-        self._decodes: list[ServerHandle[Served]] = []
-        self._requests: dict[str, Serve] = {}
+        self._decodes: list[ServerHandle] = []
+        self._requests: dict[str, Request] = {}
         self._prefilled: dict[str, float] = {}  # seconds to the first token of the prefill server
-        self._receivers: dict[str, ServerHandle[Served]] = {}  # decode servers, by request
-        self._restarted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._restarted = asyncio.Event()
         self._answered = 0
         self._half = 0  # of the requests
         self._stopping = False
@@ -259,72 +187,53 @@ class Front:
         Cancellation: the servers are killed.
         """
         self._half = max(1, workload.requests // 2)
-        with tempfile.TemporaryDirectory(prefix="aiokv-") as folder:
+        async with AsyncExitStack() as self._stack:
+            folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="aiokv-"))
             self._folder = Path(folder)
-            async with AsyncExitStack() as stack:
-                self._stack = stack
-                return await self._run(workload)
-
-    async def _run(self, workload: Workload) -> Servers:
-        decodes = [self._start("decode", run_decode) for _ in range(self._split.servers)]
-        self._prefill, *self._decodes = await asyncio.gather(
-            self._start("prefill", run_prefill), *decodes
-        )
-        try:
-            async with asyncio.TaskGroup() as group:
-                self._group = group
-                for server in (self._prefill, *self._decodes):
-                    group.create_task(self._watch(server))
-                began = time.perf_counter()
-                async with asyncio.TaskGroup() as users:
-                    for conversation in workload.conversations:
-                        users.create_task(self._converse(conversation))
-                self.seconds = time.perf_counter() - began
-                return await self._stop()
-        except ExceptionGroup as errors:
-            raise first_error(errors) from errors
+            self._prefill, *self._decodes = await asyncio.gather(
+                self._start("prefill"),
+                *(self._start("decode") for _ in range(self._split.servers)),
+            )
+            try:
+                async with asyncio.TaskGroup() as self._group:
+                    for server in (self._prefill, *self._decodes):
+                        self._group.create_task(self._watch(server))
+                    began = time.perf_counter()
+                    async with asyncio.TaskGroup() as users:
+                        for conversation in workload.conversations:
+                            users.create_task(converse(conversation, self._ask))
+                    self.seconds = time.perf_counter() - began
+                    return await self._stop()
+            except ExceptionGroup as errors:
+                raise first_error(errors) from errors
 
     # --- users ----------------------------------------------------------------------------------
 
-    async def _converse(self, conversation: Conversation) -> None:
-        tokens: list[int] = []
-        items: tuple[Item, ...] = ()
-        for number, turn in enumerate(conversation.turns):
-            items += tuple(item._replace(offset=len(tokens) + item.offset) for item in turn.items)
-            tokens += turn.added.tolist()
-            request = Serve(
-                name=f"{conversation.name}/{number}",
-                tokens=tokens,
-                stop_length=len(tokens) + turn.output_tokens,
-                items=items,
-                arrived_seconds=time.perf_counter(),
-            )
-            tokens = tokens + await self._ask(request)
-
-    async def _ask(self, request: Serve) -> list[int]:
+    async def _ask(self, request: Request) -> None:
+        """Append the answer of a decode server to the tokens of a request."""
         self._requests[request.name] = request
-        answer = await self._decode_request(request)
-        decoded = answer.first_token_seconds
+        tokens, decoded = await self._decode(request)
         self.first_decoded_seconds.append(decoded)
         self.first_token_seconds.append(min(decoded, self._prefilled.get(request.name, decoded)))
-        self.ledger.record_tokens(request.name, answer.tokens)
+        self.ledger.record_tokens(request.name, tokens)
+        request.tokens += tokens
         self._answered += 1
         self._advance(1)
-        return answer.tokens
 
-    async def _decode_request(self, request: Serve) -> Served:
+    async def _decode(self, request: Request) -> tuple[list[int], float]:
+        """Return the output tokens, and the seconds until the first one was computed."""
         while True:
             try:
                 decode = await self._choose(request)
-                return await decode.requests.ask(
-                    msgspec.structs.replace(request, has_prefill=not self._prefill.requests.lost)
-                )
+                answer: tuple[list[int], float] = await decode.channel.call("serve", request)
             except ServerLostError:
                 if self.killed is not None:
                     self.killed.sent_again += 1
-                await asyncio.shield(self._restarted)
+                await self._restarted.wait()
+            else:
+                return answer
 
-    async def _choose(self, request: Serve) -> ServerHandle[Served]:
+    async def _choose(self, request: Request) -> ServerHandle:
         """Return the decode server that the router chooses.
 
         Raises:
@@ -332,15 +241,15 @@ class Front:
         """
         if len(self._decodes) == 1:
             return self._decodes[0]
-        question = WouldHit(request.name, request.tokens, request.items)
-        asked = [decode.held.ask(question) for decode in self._decodes]
-        held = [answer.tokens for answer in await asyncio.gather(*asked)]
+        question = request.tokens, request.items
+        asked = [decode.channel.call("held", *question) for decode in self._decodes]
+        held = await asyncio.gather(*asked)
         now = time.perf_counter()
         return self._decodes[self._router.choose(held, len(request.tokens), now)]
 
     # --- servers --------------------------------------------------------------------------------
 
-    async def _start(self, name: KillName, main: ServerMain) -> ServerHandle[Any]:
+    async def _start(self, name: ServerName) -> ServerHandle:
         """Start a server process; return when it has connected."""
         connected: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
         path = self._folder / f"{name}-{secrets.token_hex(4)}"
@@ -355,8 +264,8 @@ class Front:
             # The transport 'cuda_ipc' moves whole blocks.
             layer_ranges=1 if self._split.transport == "cuda_ipc" else LAYER_RANGES,
         )
-        arguments = ServerArguments(self._make_scenario, self._config, peers, str(path))
-        child = await self._stack.enter_async_context(start_in_new_process(main, arguments))
+        arguments = ServerArguments(name, self._make_scenario, self._config, peers, str(path))
+        child = await self._stack.enter_async_context(start_in_new_process(run_server, arguments))
         ended = asyncio.ensure_future(child.ended())
         ended.add_done_callback(lambda _: connected.cancel())
         try:
@@ -370,59 +279,42 @@ class Front:
         self._stack.push_async_callback(channel.aclose)
         return ServerHandle(child, channel)
 
-    async def _watch(self, server: ServerHandle[Any]) -> None:
-        """Handle the messages of a server, and its end."""
-        async for message in server.channel:
-            self._on_message(server, message)
+    async def _watch(self, server: ServerHandle) -> None:
+        """Answer the calls of a server, and start a new decode server when one was killed."""
+        handlers: Handlers = {
+            "prefill": self._compute_prompt,
+            "arrived": partial(self._kill, server),
+        }
+        await server.channel.run(self._group, handlers)
         if self._stopping:
             return
+        self._restarted.clear()
         if self.killed is None:
             await server.child.result()  # raises
         if server is self._prefill:
-            server.lose()
             return
-        self._restarted = asyncio.get_running_loop().create_future()
-        server.lose()
-        started = await self._start("decode", run_decode)
+        started = await self._start("decode")
         self._decodes[self._decodes.index(server)] = started
         self._group.create_task(self._watch(started))
-        self._restarted.set_result(None)
+        self._restarted.set()
 
-    def _on_message(self, server: ServerHandle[Any], message: Message) -> None:
-        if isinstance(message, NeedsPrefill):
-            self._group.create_task(self._compute_prompt(server, message))
-        elif isinstance(message, Arrived):
-            self._kill_in_the_middle(server, message)
-        elif isinstance(message, NotPrefilled):
-            self._receivers[message.name].channel.send(message)
-        elif isinstance(message, FirstToken | Served):
-            server.requests.answer(message)
-        elif isinstance(message, Held):
-            server.held.answer(message)
-
-    async def _compute_prompt(self, decode: ServerHandle[Served], needs: NeedsPrefill) -> None:
-        request = self._requests[needs.name]
-        self._receivers[needs.name] = decode
-        stop_length = len(request.tokens) + 1
-        request = msgspec.structs.replace(request, ticket=needs.ticket, stop_length=stop_length)
+    async def _compute_prompt(self, name: str, ticket: bytes) -> bool:
+        """Have the prefill server compute a prompt; return False when it sends no block."""
+        request = self._requests[name]
         try:
-            await self._prefill.requests.ask(request)
+            is_sent: bool = await self._prefill.channel.call("serve", request, ticket)
         except ServerLostError:
-            decode.channel.send(NotPrefilled(request.name))
-            return
-        seconds = time.perf_counter() - request.arrived_seconds
-        self._prefilled.setdefault(request.name, seconds)
+            return False
+        self._prefilled.setdefault(name, time.perf_counter() - request.arrived_seconds)
+        return is_sent
 
-    def _kill_in_the_middle(self, decode: ServerHandle[Served], arrived: Arrived) -> None:
+    async def _kill(self, decode: ServerHandle, request: str, tokens: int) -> None:
         """Kill the process of ``--kill`` while blocks arrive, after half of the requests."""
         name = self._split.kill
         if name is None or self.killed is not None or self._answered < self._half:
             return
         self.killed = Killed(
-            name=name,
-            request=arrived.name,
-            arrived_tokens=arrived.tokens,
-            answered_requests=self._answered,
+            name=name, request=request, arrived_tokens=tokens, answered_requests=self._answered
         )
         (self._prefill if name == "prefill" else decode).child.kill()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import rich.box
@@ -11,12 +11,12 @@ from rich.table import Table
 from aiokv.base.units import format_seconds
 from aiokv.demo.ledger import Comparison  # noqa: TC001  (msgspec)
 from aiokv.demo.report import (
+    COMPARISONS,
     Percentiles,
     RunResult,
     ServingStatistics,
     format_pair,
     format_share,
-    format_verdict,
 )
 
 if TYPE_CHECKING:
@@ -27,7 +27,22 @@ if TYPE_CHECKING:
     from aiokv import PeerStatistics
     from aiokv.demo.serving import Server
 
-KillName = Literal["prefill", "decode"]
+ServerName = Literal["prefill", "decode"]
+
+
+class SentBlocks(msgspec.Struct):
+    """Blocks of prompts that a prefill server has sent.
+
+    Attributes:
+        tokens: positions that the decode server has acknowledged.
+        blocks: blocks that it has acknowledged; some layers of a block are a part of it.
+        early_blocks: those of them that it had acknowledged before the last position of their
+            prompt was computed.
+    """
+
+    tokens: int = 0
+    blocks: float = 0.0
+    early_blocks: float = 0.0
 
 
 class ServerResult(ServingStatistics, kw_only=True):
@@ -36,10 +51,7 @@ class ServerResult(ServingStatistics, kw_only=True):
     Attributes:
         sent_bytes: of blocks that the other server has acknowledged.
         received_bytes: of blocks that were verified.
-        sent_tokens: positions that the decode server has acknowledged.
-        sent_blocks: blocks that it has acknowledged; some layers of a block are a part of it.
-        sent_early_blocks: those of them that it had acknowledged before the last position of their
-            prompt was computed.
+        sent_tokens: see :class:`SentBlocks`, likewise the fields behind it.
     """
 
     rows_not_finite: int
@@ -50,37 +62,29 @@ class ServerResult(ServingStatistics, kw_only=True):
     sent_early_blocks: float
 
     @classmethod
-    def of(
-        cls,
-        server: Server,
-        statistics: PeerStatistics,
-        sent_tokens: int,
-        sent_blocks: tuple[float, float],
-    ) -> ServerResult:
+    def of(cls, server: Server, statistics: PeerStatistics, sent: SentBlocks) -> ServerResult:
         """Return the result of a server that has ended."""
         return cls(
             **msgspec.structs.asdict(server.statistics),
             rows_not_finite=server.ledger.rows_not_finite,
             sent_bytes=sum(rank.sent.sent_bytes for rank in statistics.ranks),
             received_bytes=sum(rank.received.received_bytes for rank in statistics.ranks),
-            sent_tokens=sent_tokens,
-            sent_early_blocks=sent_blocks[0],
-            sent_blocks=sent_blocks[1],
+            sent_tokens=sent.tokens,
+            sent_blocks=sent.blocks,
+            sent_early_blocks=sent.early_blocks,
         )
 
     @classmethod
     def total(cls, results: list[ServerResult]) -> ServerResult:
         """Return the sums over servers."""
-        first, *others = results
-        for other in others:
-            for name in cls.__struct_fields__:
-                if name == "reused_tokens":
-                    reused, more = first.reused_tokens, other.reused_tokens
-                    for tier in reused.__struct_fields__:
-                        setattr(reused, tier, getattr(reused, tier) + getattr(more, tier))
-                else:
-                    setattr(first, name, getattr(first, name) + getattr(other, name))
-        return first
+        return msgspec.convert(_sums([msgspec.to_builtins(result) for result in results]), cls)
+
+
+def _sums(counts: list[Any]) -> Any:
+    """Return the sums of numbers, or of the entries of dictionaries of numbers."""
+    if isinstance(counts[0], dict):
+        return {name: _sums([each[name] for each in counts]) for name in counts[0]}
+    return sum(counts)
 
 
 class Killed(msgspec.Struct, kw_only=True):
@@ -94,7 +98,7 @@ class Killed(msgspec.Struct, kw_only=True):
         sent_again: requests that users sent again, to another decode process.
     """
 
-    name: KillName
+    name: ServerName
     request: str
     arrived_tokens: int
     answered_requests: int
@@ -216,21 +220,7 @@ def _rows_of_runs(result: SplitResult) -> list[tuple[str, ...]]:
         (f"bytes moved, {result.transport}", "-", "-", sent, received),
         ("  before the prefill ended", "-", "-", early),
         ("run time", format_seconds(one.seconds), format_seconds(result.seconds)),
-        (
-            "tokens equal",
-            "reference",
-            format_verdict(compared.tokens_different, compared.tokens_compared, ""),
-        ),
-        (
-            "logits equal, bit for bit",
-            "reference",
-            format_verdict(compared.rows_different, compared.rows_compared, " rows"),
-        ),
-        (
-            "cached blocks hold what was computed",
-            "reference",
-            format_verdict(compared.blocks_wrong, compared.blocks_read, " read"),
-        ),
+        *((title, "reference", cell(compared)) for title, cell in COMPARISONS),
     ]
 
 

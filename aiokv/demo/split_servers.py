@@ -2,45 +2,41 @@
 
 ::
 
-    front     Serve ──► decode: allocate, lease.receive ──► NeedsPrefill(ticket) ──► front
-    front     Serve(ticket) ──► prefill: engine.send, compute the prompt ──► FirstToken ──► front
-    prefill   blocks, while it computes ──► decode: receiving.wait, compute the rest ──► Served
+    front     serve(request) ──► decode: allocate, lease.receive ──► prefill(ticket) ──► front
+    front     serve(request, ticket) ──► prefill: engine.send, compute the prompt
+    prefill   blocks, while it computes ──► decode: receiving.wait, compute the rest ──► answer
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import uvloop
 
-import aiokv
+from aiokv.demo.channel import Channel
 from aiokv.demo.requests import Request
 from aiokv.demo.runner import ModelRunner
+from aiokv.demo.runs import check_idle, open_engine
 from aiokv.demo.serving import Server
-from aiokv.demo.split_messages import (
-    Arrived,
-    Channel,
-    FirstToken,
-    Held,
-    NeedsPrefill,
-    NotPrefilled,
-    Serve,
-    Served,
-    WouldHit,
-)
-from aiokv.demo.split_report import ServerResult
-from aiokv.errors import InternalError, LayoutError, PeerError
+from aiokv.demo.split_report import SentBlocks, ServerResult
+from aiokv.errors import LayoutError, PeerError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from contextlib import AbstractAsyncContextManager
 
+    import aiokv
+    from aiokv.demo.channel import Handlers
     from aiokv.demo.ledger import Ledger
     from aiokv.demo.runs import DemoConfig, MakeScenario
-    from aiokv.demo.split_messages import Message
+    from aiokv.demo.serving import OnLayers
+    from aiokv.demo.split_report import ServerName
     from aiokv.worker.device.base import Event
 
 # Seconds after which the decode server computes what has not arrived.
@@ -48,182 +44,182 @@ RECEIVE_TIMEOUT = 30.0
 
 
 class ServerArguments(NamedTuple):
-    """Arguments of both servers.
+    """Arguments of a server.
 
     Attributes:
+        name: the role of the server.
         make_scenario: returns the model; it is pickled.
         config: sizes.
         peers: how blocks travel.
         socket_path: of the front.
     """
 
+    name: ServerName
     make_scenario: MakeScenario
     config: DemoConfig
     peers: aiokv.Peers
     socket_path: str
 
 
-def run_prefill(arguments: ServerArguments) -> tuple[ServerResult, Ledger]:
-    """Compute prompts and send their blocks, until the front closes the channel."""
-    return uvloop.run(_serve(arguments, Prefill, "prefill"))
+def run_server(arguments: ServerArguments) -> tuple[ServerResult, Ledger]:
+    """Serve until the front closes the channel."""
+    return uvloop.run(_serve(arguments))
 
 
-def run_decode(arguments: ServerArguments) -> tuple[ServerResult, Ledger]:
-    """Receive blocks of prompts and compute output tokens, until the front closes the channel."""
-    return uvloop.run(_serve(arguments, Decode, "decode"))
+async def _serve(arguments: ServerArguments) -> tuple[ServerResult, Ledger]:
+    name, config, scenario = arguments.name, arguments.config, arguments.make_scenario()
+    logging.basicConfig(format=f"{name} process: %(levelname)s %(name)s: %(message)s")
+    cache = scenario.model.new_cache(config.device_blocks, config.block_tokens)
+    async with open_engine(scenario, config, cache, peers=arguments.peers) as engine:
+        channel = Channel(*await asyncio.open_unix_connection(arguments.socket_path))
+        with ModelRunner(scenario.model, cache) as runner:
+            role = (Prefill if name == "prefill" else Decode)(engine, channel)
+            server = role.server = Server(
+                engine, runner, config.serving, handover=role.handover, on_layers=role.on_layers
+            )
+            async with server.computing() as role.clients:
+                await channel.run(role.clients, role.handlers())
+        await channel.aclose()
+        await check_idle(engine, name)
+        return ServerResult.of(server, engine.peer_statistics(), role.sent), server.ledger
 
 
-class Prefill:
-    """Sends the blocks of each prompt while it computes the prompt.
+class Role(ABC):
+    """What a server does besides computing.
 
     Attributes:
-        sent_tokens: positions that the decode server has acknowledged.
-        sent_blocks: blocks that it has acknowledged; some layers of a block are a part of it.
-        sent_early_blocks: those of them that it had acknowledged when the prompt was computed.
+        server: computes.
+        clients: tasks of the requests.
+        sent: blocks that other servers have acknowledged.
+        on_layers: notes the layers that are computed; see :class:`Server`.
     """
+
+    server: Server
+    clients: asyncio.TaskGroup
+    on_layers: OnLayers | None = None
 
     def __init__(self, engine: aiokv.CacheEngine, channel: Channel) -> None:
         self._engine = engine
         self._channel = channel
-        self._tickets: dict[str, bytes] = {}
-        self._sendings: dict[str, aiokv.Sending] = {}
-        self.sent_tokens = 0
-        self.sent_blocks = 0.0
-        self.sent_early_blocks = 0.0
+        self.sent = SentBlocks()
+
+    @abstractmethod
+    def handlers(self) -> Handlers:
+        """Return what the front may call."""
+
+    @abstractmethod
+    def handover(self, request: Request, lease: aiokv.Lease) -> AbstractAsyncContextManager[int]:
+        """Exchange the blocks of a request with the other server."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Prompt(Request):
+    """A request of a decode server, whose blocks are sent while its prompt is computed.
+
+    Attributes:
+        ticket: of the decode server; empty once it was used.
+        sending: the blocks of the attempt.
+        is_sent: the result tells the decode server if blocks come.
+    """
+
+    ticket: bytes
+    sending: aiokv.Sending | None = None
+    is_sent: asyncio.Future[bool] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+    def answer(self, *, is_sent: bool) -> None:
+        """Set the result; the first one counts."""
+        if not self.is_sent.done():
+            self.is_sent.set_result(is_sent)
+
+
+class Prefill(Role):
+    """Sends the blocks of each prompt while it computes the prompt."""
+
+    def __init__(self, engine: aiokv.CacheEngine, channel: Channel) -> None:
+        super().__init__(engine, channel)
+        self.on_layers = self._send_layers
+
+    def handlers(self) -> Handlers:
+        """See :class:`Role`."""
+        return {"serve": self._serve}
+
+    async def _serve(self, request: Request, ticket: bytes) -> bool:
+        """Compute one output token; return False at once when no block can be sent."""
+        prompt = Prompt(
+            request.name,
+            request.tokens,
+            request.prompt_length,
+            request.prompt_length + 1,
+            request.items,
+            request.arrived_seconds,
+            ticket=ticket,
+        )
+        self.clients.create_task(self.server.serve_request(prompt))
+        return await prompt.is_sent
 
     @asynccontextmanager
     async def handover(self, request: Request, lease: aiokv.Lease) -> AsyncIterator[int]:
         """Send the blocks of a request; its first attempt only, as a ticket is sent once."""
+        assert isinstance(request, Prompt)
         async with AsyncExitStack() as stack:
-            sending: aiokv.Sending | None = None
-            if ticket := self._tickets.pop(request.name, b""):
+            ticket, request.ticket = request.ticket, b""
+            if ticket:
                 try:
-                    sending = await stack.enter_async_context(self._engine.send(lease, ticket))
-                    self._sendings[request.name] = sending
+                    request.sending = await stack.enter_async_context(
+                        self._engine.send(lease, ticket)
+                    )
                 except (PeerError, LayoutError):
-                    self._channel.send(NotPrefilled(request.name))
+                    request.answer(is_sent=False)
             yield lease.cached_tokens
+            sending, request.sending = request.sending, None
             if sending is not None:
-                self.sent_early_blocks += sending.delivered_blocks
-                del self._sendings[request.name]
+                self.sent.early_blocks += sending.delivered_blocks
             if request.generated:
-                self._channel.send(FirstToken(request.name, request.generated[0]))
+                request.answer(is_sent=True)
         if sending is not None:
-            self.sent_tokens += sending.delivered_tokens
-            self.sent_blocks += sending.delivered_blocks
+            self.sent.tokens += sending.delivered_tokens
+            self.sent.blocks += sending.delivered_blocks
 
-    def on_layers(
+    def _send_layers(
         self, request: Request, num_tokens: int, num_layers: int, event: Event | None
     ) -> None:
         """Send the layers that are computed."""
-        if (sending := self._sendings.get(request.name)) is not None:
-            sending.layers_done(num_tokens, num_layers, event)
-
-    async def serve(self, server: Server, message: Serve) -> None:
-        """Compute one output token."""
-        self._tickets[message.name] = message.ticket
-        await server.serve_request(_request(message))
-
-    def on_message(self, message: Message) -> None:
-        """Ignore a message."""
+        assert isinstance(request, Prompt)
+        if request.sending is not None:
+            request.sending.layers_done(num_tokens, num_layers, event)
 
 
-class Decode:
+class Decode(Role):
     """Receives the blocks of each prompt, and computes what has not arrived."""
 
-    sent_tokens = 0
-    sent_blocks = sent_early_blocks = 0.0
-    on_layers = None
+    def handlers(self) -> Handlers:
+        """See :class:`Role`."""
+        return {"serve": self._serve, "held": self._held}
 
-    def __init__(self, engine: aiokv.CacheEngine, channel: Channel) -> None:
-        self._engine = engine
-        self._channel = channel
-        self._prefilled: set[str] = set()  # requests whose first attempt receives
-        self._receiving: dict[str, aiokv.Receiving] = {}
+    async def _serve(self, request: Request) -> tuple[list[int], float]:
+        """Return all output tokens, and the seconds until the first one was computed."""
+        await self.server.serve_request(request)
+        return request.generated, request.ttft_seconds or 0.0
+
+    async def _held(self, tokens: list[int], items: tuple[aiokv.Item, ...]) -> int:
+        """Return the number of leading tokens of a prompt on the device."""
+        return self._engine.would_hit(np.array(tokens, np.int32), items=items).device_tokens
 
     @asynccontextmanager
     async def handover(self, request: Request, lease: aiokv.Lease) -> AsyncIterator[int]:
         """Receive all positions but the last one, whose logits give the first output token."""
-        first, name = lease.cached_tokens, request.name
-        needed = request.prompt_length - 1
-        receives = name in self._prefilled
-        self._prefilled.discard(name)
-        if receives and first < needed:
+        first, needed = lease.cached_tokens, request.prompt_length - 1
+        if not request.attempts and first < needed:
             async with lease.receive(needed, timeout=RECEIVE_TIMEOUT) as receiving:
-                self._receiving[name] = receiving
-                self._channel.send(NeedsPrefill(name, receiving.ticket))
+                self.clients.create_task(self._have_computed(request, receiving))
                 if (arrived := await receiving.wait(first + 1)) > first:
-                    self._channel.send(Arrived(name, arrived - first))
+                    await self._channel.call("arrived", request.name, arrived - first)
                 first = await receiving.wait()
-            del self._receiving[name]
         yield first
 
-    async def serve(self, server: Server, message: Serve) -> None:
-        """Compute all output tokens."""
-        request = _request(message)
-        if message.has_prefill:
-            self._prefilled.add(request.name)
-        await server.serve_request(request)
-        self._channel.send(Served(request.name, request.generated, request.ttft_seconds or 0.0))
-
-    def on_message(self, message: Message) -> None:
-        """Answer the router; wait no more for a prompt that no server computes."""
-        if isinstance(message, WouldHit):
-            tokens = np.array(message.tokens, np.int32)
-            held = self._engine.would_hit(tokens, items=message.items).device_tokens
-            self._channel.send(Held(message.name, held))
-        elif isinstance(message, NotPrefilled) and message.name in self._receiving:
-            self._receiving[message.name].cancel()
-
-
-def _request(message: Serve) -> Request:
-    return Request(
-        message.name,
-        list(message.tokens),
-        len(message.tokens),
-        message.stop_length,
-        message.items,
-        arrived_seconds=message.arrived_seconds,
-    )
-
-
-async def _serve(
-    arguments: ServerArguments, role_type: type[Prefill | Decode], name: str
-) -> tuple[ServerResult, Ledger]:
-    logging.basicConfig(format=f"{name} process: %(levelname)s %(name)s: %(message)s")
-    config, scenario = arguments.config, arguments.make_scenario()
-    model = scenario.model
-    cache = model.new_cache(config.device_blocks, config.block_tokens)
-    cache_config = aiokv.CacheConfig(
-        block_tokens=config.block_tokens,
-        device_blocks=config.device_blocks,
-        model=f"aiokv demo, {model.description}",
-        weights_version=scenario.weights_version,
-    )
-    async with aiokv.CacheEngine(
-        cache_config, cache.regions(), model.new_device(), peers=arguments.peers
-    ) as engine:
-        channel = Channel(*await asyncio.open_unix_connection(arguments.socket_path))
-        role = role_type(engine, channel)
-        with ModelRunner(model, cache) as runner:
-            server = Server(
-                engine,
-                runner,
-                config.serving,
-                handover=role.handover,
-                on_layers=role.on_layers,
-            )
-            async with server.computing() as clients:
-                async for message in channel:
-                    if isinstance(message, Serve):
-                        clients.create_task(role.serve(server, message))
-                    else:
-                        role.on_message(message)
-        await channel.aclose()
-        await engine.drain()
-        if violations := engine.check_invariants():
-            raise InternalError(f"after {name}: {'; '.join(violations)}")
-        statistics = engine.peer_statistics()
-    sent_blocks = (role.sent_early_blocks, role.sent_blocks)
-    result = ServerResult.of(server, statistics, role.sent_tokens, sent_blocks)
-    return result, server.ledger
+    async def _have_computed(self, request: Request, receiving: aiokv.Receiving) -> None:
+        """Have the prompt computed; wait for no block when no server does it."""
+        if not await self._channel.call("prefill", request.name, receiving.ticket):
+            receiving.cancel()

@@ -131,7 +131,7 @@ class Dispatcher:
     def _apply_entries(self, effects: Effects) -> None:
         while effects.computed:
             step = self._scheduler.read.open_step
-            self._worker.record_checksums(effects.computed.popleft(), step)
+            self._worker.steps.record_checksums(effects.computed.popleft(), step)
         while effects.submit:
             self._transfers.submit(effects.submit.popleft())
         while effects.urge:

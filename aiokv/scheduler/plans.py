@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aiokv._native import Core, EvictionKind, MoveRoute, Outcome, PeerRoute, StoreConfig
+from aiokv._native import (
+    ATTENTION_GROUP,
+    STATE_GROUP,
+    Core,
+    MoveRoute,
+    Outcome,
+    StoreConfig,
+)
 from aiokv._native import StorePolicy as NativeStorePolicy
 from aiokv._native import WritePolicy as NativePolicy
+from aiokv.base.groups import ATTENTION, STATE
 from aiokv.base.plan import (
+    CLONE,
     FETCH,
     ID_DTYPE,
     OFFLOAD,
@@ -17,28 +26,15 @@ from aiokv.base.plan import (
     RECEIVE,
     SAVE,
     SEND,
-    STATE,
-    STATE_FETCH,
-    STATE_OFFLOAD,
-    STATE_ONLOAD,
-    STATE_RECEIVE,
-    STATE_SAVE,
-    STATE_SEND,
-    WINDOW_FETCH,
-    WINDOW_OFFLOAD,
-    WINDOW_ONLOAD,
-    WINDOW_RECEIVE,
-    WINDOW_SAVE,
-    WINDOW_SEND,
     Priority,
     TransferPlan,
     id_bytes,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from aiokv.base.plan import Route, TransferReport
+    from aiokv.base.plan import TransferReport
     from aiokv.config.cache_config import CacheConfig, WindowGroup
 
 _POLICIES = {
@@ -47,29 +43,17 @@ _POLICIES = {
     "write_through_selective": NativePolicy.WRITE_THROUGH_SELECTIVE,
     "write_back": NativePolicy.WRITE_BACK,
 }
-_EVICTION = {"lru": EvictionKind.LRU, "adaptive": EvictionKind.ADAPTIVE}
 _STORE_POLICIES = {
     "at_commit": NativeStorePolicy.AT_COMMIT,
     "at_nth_use": NativeStorePolicy.AT_NTH_USE,
     "on_eviction": NativeStorePolicy.ON_EVICTION,
 }
 _MAX_AHEAD_BLOCKS = 1024  # host blocks that on_eviction saves ahead: one scan takes 10 us
-_STATE_ROUTES = {
-    MoveRoute.ON_DEVICE: STATE,
-    MoveRoute.FROM_HOST: STATE_ONLOAD,
-    MoveRoute.TO_HOST: STATE_OFFLOAD,
+_MOVE_ROUTES = {
+    MoveRoute.ON_DEVICE: CLONE,
+    MoveRoute.FROM_HOST: ONLOAD,
+    MoveRoute.TO_HOST: OFFLOAD,
 }
-_WINDOW_ROUTES = {MoveRoute.FROM_HOST: WINDOW_ONLOAD, MoveRoute.TO_HOST: WINDOW_OFFLOAD}
-_NO_GROUP: Final = -1  # of moves of recurrent state
-_PEER_ROUTES = {
-    PeerRoute.RECEIVE: RECEIVE,
-    PeerRoute.SEND: SEND,
-    PeerRoute.RECEIVE_STATE: STATE_RECEIVE,
-    PeerRoute.SEND_STATE: STATE_SEND,
-    PeerRoute.RECEIVE_WINDOW: WINDOW_RECEIVE,
-    PeerRoute.SEND_WINDOW: WINDOW_SEND,
-}
-_BLOCKS: Final = -2  # of fetches and saves of blocks of full attention
 _OUTCOMES = {
     "done": Outcome.DONE,
     "failed": Outcome.FAILED,
@@ -89,7 +73,7 @@ def new_core(config: CacheConfig, has_stores: bool = False) -> Core:
         write_through_threshold=config.write_through_threshold,
         low_watermark_blocks=config.watermark_blocks,
         min_onload_blocks=config.min_onload_blocks,
-        eviction=_EVICTION[config.eviction_policy],
+        eviction=config.eviction_policy,
         state_slots=config.state_slots,
         host_state_slots=config.host_state_slots,
         foreign_device=config.foreign_device,
@@ -129,9 +113,9 @@ class Plans:
         windows: Mapping[str, WindowGroup] | None = None,
     ) -> None:
         self._core = core
-        self._saves_states = saves_states
         self._groups = list(windows or ())
-        self._saves_windows = any(group.host_blocks for group in (windows or {}).values())
+        windows_on_host = any(group.host_blocks for group in (windows or {}).values())
+        self._saves_groups = saves_states or windows_on_host
 
     def onload(self, transfer_id: int, priority: Priority) -> TransferPlan:
         """Return the plan of an onload or a move that a grant has begun."""
@@ -164,11 +148,10 @@ class Plans:
     def fetch(self, transfer_id: int, priority: Priority) -> TransferPlan:
         """Return the plan of a fetch; its source ids are the indices of the digests."""
         host_blocks, digests = self._core.store_transfer(transfer_id)
-        route, group = self._store_route(transfer_id, FETCH, STATE_FETCH, WINDOW_FETCH)
         return TransferPlan(
             transfer_id=transfer_id,
-            route=route,
-            group=group,
+            route=FETCH,
+            group=self._group(self._core.auxiliary_group(transfer_id)),
             source_blocks=_indices(host_blocks),
             target_blocks=host_blocks,
             priority=priority,
@@ -178,64 +161,52 @@ class Plans:
     def save(self, transfer_id: int) -> TransferPlan:
         """Return the plan of a save; its target ids are the indices of the digests."""
         host_blocks, digests = self._core.store_transfer(transfer_id)
-        route, group = self._store_route(transfer_id, SAVE, STATE_SAVE, WINDOW_SAVE)
         return TransferPlan(
             transfer_id=transfer_id,
-            route=route,
-            group=group,
+            route=SAVE,
+            group=self._group(self._core.auxiliary_group(transfer_id)),
             source_blocks=host_blocks,
             target_blocks=_indices(host_blocks),
             priority=Priority.BACKUP,
             digests=digests,
         )
 
-    def peer(self, transfer_id: int, groups: Sequence[str]) -> TransferPlan:
-        """Return the plan of a transfer from or to a peer, whose ids are indices in the prompt.
-
-        Args:
-            transfer_id: the transfer.
-            groups: names of all window groups.
-        """
-        kind, ticket_id, group, in_prompt, own_ids, after_step, ranges, mark = (
+    def peer(self, transfer_id: int) -> TransferPlan:
+        """Return the plan of a transfer from or to a peer, whose ids are indices in the prompt."""
+        receives, ticket_id, group, in_prompt, own_ids, after_step, ranges, mark = (
             self._core.peer_transfer(transfer_id)
         )
-        route = _PEER_ROUTES[kind]
-        receives = route.source == "peer"
         return TransferPlan(
             transfer_id=transfer_id,
-            route=route,
+            route=RECEIVE if receives else SEND,
             source_blocks=in_prompt if receives else own_ids,
             target_blocks=own_ids if receives else in_prompt,
             after_step=after_step,
-            group=groups[group] if "window" in (route.source, route.target) else "",
+            group=self._group(group),
             peer=ticket_id,
             first_range=ranges[0],
             end_range=ranges[1],
             mark=mark,
         )
 
-    def _store_route(
-        self, transfer_id: int, blocks: Route, state: Route, window: Route
-    ) -> tuple[Route, str]:
-        """Return the one of three routes that a fetch or a save has, and its window group."""
-        group = self._core.auxiliary_group(transfer_id)
-        if group == _BLOCKS:
-            return blocks, ""
-        return (state, "") if group == _NO_GROUP else (window, self._groups[group])
-
     def _move(self, transfer_id: int, priority: Priority) -> TransferPlan:
         """Return the plan of a move of a state slot, or of blocks of a window group."""
         move_route, group, sources, targets, after_step = self._core.move(transfer_id)
-        is_state = group == _NO_GROUP
         return TransferPlan(
             transfer_id=transfer_id,
-            route=(_STATE_ROUTES if is_state else _WINDOW_ROUTES)[move_route],
+            route=_MOVE_ROUTES[move_route],
+            group=self._group(group),
             source_blocks=sources,
             target_blocks=targets,
             priority=priority,
             after_step=after_step,
-            group="" if is_state else self._groups[group],
         )
+
+    def _group(self, number: int) -> str:
+        """Return the name of a group that has this number in the core."""
+        if number == ATTENTION_GROUP:
+            return ATTENTION
+        return STATE if number == STATE_GROUP else self._groups[number]
 
     def take_backups(self) -> list[int]:
         """Begin the backups that the write policy wants now, and return their ids.
@@ -247,10 +218,8 @@ class Plans:
         begun = [self._core.take_backups()]
         if self._core.wants_write_backs():
             begun.append(self._core.take_write_backs())
-        if self._saves_states:
-            begun.extend(iter(self._core.take_state_save, 0))
-        if self._saves_windows:
-            begun.extend(iter(self._core.take_window_save, 0))
+        if self._saves_groups:
+            begun.extend(iter(self._core.take_group_save, 0))
         return [transfer_id for transfer_id in begun if transfer_id]
 
     def complete(self, report: TransferReport) -> list[int]:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 STDIN: Final = "-"
+# The trace that comes with the package; tests/harness/synthetic_trace.py generates it.
+EXAMPLE: Final = Path(__file__).with_name("example.jsonl.gz")
 TOKEN_BYTES = 4  # bytes per expanded token (int32)
 # id * 512 + offset must stay an int32, so that two ids never share a token.
 MAX_HASH_ID = 2**31 // HASH_BLOCK_TOKENS - 1
@@ -138,13 +140,6 @@ def _decode_lines(
             )
         count += 1
         yield request
-
-
-def write_trace(path: str | os.PathLike[str], requests: Iterable[TraceRequest]) -> None:
-    """Write ``requests`` as one JSON object per line."""
-    encode = msgspec.json.Encoder().encode
-    with Path(path).open("wb") as file:
-        file.writelines(encode(request) + b"\n" for request in requests)
 
 
 def expand_tokens(request: TraceRequest) -> NDArray[np.int32]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import itertools
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from aiokv import CacheConfig, CacheEngine
-from aiokv.config.cache_config import (  # noqa: TC001 - msgspec reads the annotations
+from aiokv.config.cache_config import (  # msgspec reads the annotations
+    DEFAULT_EVICTION_POLICY,
+    EVICTION_POLICIES,
     EvictionPolicy,
     WritePolicy,
 )
@@ -62,7 +65,6 @@ COMPARED_POLICIES: Final[tuple[WritePolicy, ...]] = (
     "write_through_selective",
     "write_back",
 )
-EVICTION_POLICIES: Final[tuple[EvictionPolicy, ...]] = ("lru", "adaptive")
 
 
 class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +92,7 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     device_blocks: int = 32_000
     host_blocks: int = 0
     write_policy: WritePolicy = "write_through"
-    eviction_policy: EvictionPolicy = "adaptive"
+    eviction_policy: EvictionPolicy = DEFAULT_EVICTION_POLICY
     block_bytes: int = 2 << 20  # 16 tokens of an 8B model: 32 layers, 8 KV heads of 128, 2 bytes
     concurrency: int = 1
     speed: float | None = None
@@ -484,10 +486,7 @@ async def compare_policies(
     Returns:
         The full report for ``options.write_policy``, and one point per policy.
     """
-    reports = {}
-    for policy in COMPARED_POLICIES:
-        changed = msgspec.structs.replace(options, write_policy=policy)
-        reports[policy] = await replay(workload, changed, _named_stages(policy, stages))
+    reports = await _compare("write_policy", COMPARED_POLICIES, workload, options, stages)
     points = [
         PolicyPoint(
             write_policy=policy,
@@ -512,10 +511,7 @@ async def compare_evictions(
     Returns:
         The full report for ``options.eviction_policy``, and one point per policy.
     """
-    reports = {}
-    for policy in EVICTION_POLICIES:
-        changed = msgspec.structs.replace(options, eviction_policy=policy)
-        reports[policy] = await replay(workload, changed, _named_stages(policy, stages))
+    reports = await _compare("eviction_policy", EVICTION_POLICIES, workload, options, stages)
     capacity_tokens = options.device_blocks * options.block_tokens
     fitting = workload.fitting(capacity_tokens)
     best = min_hit_tokens(fitting.requests, capacity_tokens // HASH_BLOCK_TOKENS)
@@ -533,8 +529,20 @@ async def compare_evictions(
     return reports[options.eviction_policy], points
 
 
-def _named_stages(name: str, stages: Stages) -> Stages:
-    return lambda stage, total: stages(f"{name}: {stage}", total)
+async def _compare(
+    field: str, policies: Sequence[str], workload: Workload, options: ReplayOptions, stages: Stages
+) -> dict[str, ReplayReport]:
+    """Replay with each value of a field of the options; return the reports by value."""
+    reports = {}
+    for policy in policies:
+        changed = msgspec.structs.replace(options, **{field: policy})
+        named = partial(_named_stage, stages, policy)
+        reports[policy] = await replay(workload, changed, named)
+    return reports
+
+
+def _named_stage(stages: Stages, name: str, stage: str, total: int) -> Progress:
+    return stages(f"{name}: {stage}", total)
 
 
 def _stage(name: str, options: ReplayOptions) -> str:

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from aiokv.base.plan import STATE_CLONE
 from aiokv.worker.transfers import TransferQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aiokv.base.plan import Outcome, Route
+    from aiokv.base.groups import Retention
+    from aiokv.base.plan import GroupRoute, Outcome, Route
     from aiokv.worker.transfers import Transfer
 
 BANDWIDTH_WEIGHT: Final = 0.2  # of the newest transfer in the moving average
@@ -112,12 +114,21 @@ _IDLE_LANE: Final = LaneStatistics(
 )
 
 
+_PREFIXES: Final[dict[Retention, str]] = {"all": "", "last": "state_", "window": "window_"}
+
+
+def _name(retention: Retention, route: Route) -> str:
+    """Return the field of a route of the groups of a retention."""
+    is_state = (retention, route) == STATE_CLONE
+    return "state" if is_state else _PREFIXES[retention] + route.name
+
+
 def worker_statistics(
-    held: int, routes: Mapping[Route, LaneStatistics], corrupt: int = 0
+    held: int, routes: Mapping[GroupRoute, LaneStatistics], corrupt: int = 0
 ) -> WorkerStatistics:
     """Return the statistics of a worker; a route that it lacks has moved nothing."""
     by_name: dict[str, LaneStatistics] = {
-        route.direction: statistics for route, statistics in routes.items()
+        _name(*route): statistics for route, statistics in routes.items()
     }
     return WorkerStatistics(
         held=held,
@@ -132,7 +143,7 @@ IDLE: Final = worker_statistics(0, {})
 class Lane:
     """Queue, submitted transfers and counts of one route."""
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: GroupRoute) -> None:
         self.route = route
         self.queue = TransferQueue()
         self.submitted: dict[int, Transfer] = {}  # by transfer id

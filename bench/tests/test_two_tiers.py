@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from aiokv.trace.families import generate_family
 from bench import two_tiers
+from tests.harness.trace_families import generate_family
 from tests.harness.traces import trace_prompts
 
 

@@ -7,6 +7,7 @@
 #include "aiokv/host_copy_list.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/look_ahead.hpp"
+#include "aiokv/ranked_queue.hpp"
 #include "aiokv/transfer_ledger.hpp"
 #include "check.hpp"
 
@@ -40,7 +41,7 @@ struct Queue {
     }
 
     PrefixTree tree;
-    EvictionQueue<PrefixTree> queue;
+    RankedQueue queue;
     LookAhead ahead{tree, queue};
     std::vector<NodeId> nodes;
 };

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from aiokv.cli import main
 from aiokv.errors import ConfigError, UsageError
+from tests.models.demo.command import main
 from tests.models.demo.latent import LatentConfig, random_weights
 from tests.models.demo.loading import load_model
 from tests.models.latent_transformer import naive_latent_logits
@@ -95,7 +95,7 @@ def test_corrupted_block_changes_the_output():
 def test_the_demo_computes_equal_bits(kv_format, tmp_path):
     path = tmp_path / "demo.json"
     flags = [*PADDLE, *MODEL, *WORK, *CACHE, "--kv-format", kv_format, "--json", str(path)]
-    assert main(["demo", *flags]) == 0
+    assert main([*flags]) == 0
     found = json.loads(path.read_text())
     assert found["logits_equal"] is True
     assert found["tokens_equal"] is True
@@ -105,19 +105,19 @@ def test_the_demo_computes_equal_bits(kv_format, tmp_path):
     assert both["reused_tokens"]["host"] > 0
     for run_result in (device, both):
         assert run_result["compared"]["rows_compared"] >= run_result["generated_tokens"]
-    assert main(["demo", *flags, "--corrupt"]) == 1
+    assert main([*flags, "--corrupt"]) == 1
     assert json.loads(path.read_text())["runs"][2]["corrupted"]
 
 
 def test_latent_attention_on_numpy_is_refused(capsys):
     with pytest.raises(UsageError, match="grouped-query attention only"):
         load_model("numpy", CONFIG, random_weights(CONFIG), max_context_tokens=64)
-    assert main(["demo", *MODEL]) == 2
+    assert main([*MODEL]) == 2
     assert "--framework paddle" in capsys.readouterr().err
 
 
 def test_attention_option_with_a_checkpoint_is_refused(tmp_path, capsys):
-    assert main(["demo", *PADDLE, *MODEL, "--checkpoint", str(tmp_path)]) == 2
+    assert main([*PADDLE, *MODEL, "--checkpoint", str(tmp_path)]) == 2
     assert "not mla" in capsys.readouterr().err
 
 

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from aiokv.cli import main
 from aiokv.demo.weights import GroupedConfig, random_weights
+from tests.models.demo.command import main
 from tests.models.demo.loading import load_model
 from tests.models.transformer import (
     assert_a_corrupted_block_shows,
@@ -77,7 +77,7 @@ def test_computing_does_not_move_the_cache(paddle):
 def test_the_demo_computes_equal_bits(paddle, kv_format, tmp_path):
     path = tmp_path / "demo.json"
     flags = [*MODEL, *WORK, *CACHE, "--kv-format", kv_format, "--json", str(path)]
-    assert main(["demo", *flags]) == 0
+    assert main([*flags]) == 0
     found = json.loads(path.read_text())
     assert found["logits_equal"] is True
     assert found["tokens_equal"] is True
@@ -85,8 +85,8 @@ def test_the_demo_computes_equal_bits(paddle, kv_format, tmp_path):
     both = found["runs"][2]
     assert both["reused_tokens"]["host"] > 0
     assert both["compared"]["rows_compared"] >= both["generated_tokens"]
-    assert main(["demo", *flags, "--corrupt"]) == 1
+    assert main([*flags, "--corrupt"]) == 1
 
 
 def test_the_demo_serves_images(paddle):
-    assert main(["demo", *MODEL, *WORK, *CACHE, "--images", "3"]) == 0
+    assert main([*MODEL, *WORK, *CACHE, "--images", "3"]) == 0

@@ -8,8 +8,8 @@ import json
 import numpy as np
 import pytest
 
-from aiokv.cli import main
 from aiokv.demo.weights import GroupedConfig, random_weights
+from tests.models.demo.command import main
 from tests.models.transformer import (
     assert_bits_do_not_depend_on_the_batch,
     naive_logits,
@@ -57,9 +57,9 @@ def test_read_blocks_equal_the_bytes_of_the_regions():
 def test_demo_outputs_are_equal_and_the_negative_control_differs(tmp_path):
     out = tmp_path / "demo.json"
     sizes = ["--conversations", "8", "--turns", "3", "--pressure-blocks", "48"]
-    assert main(["demo", "--device", "cuda", *sizes, "--json", str(out)]) == 0
+    assert main(["--device", "cuda", *sizes, "--json", str(out)]) == 0
     result = json.loads(out.read_text())
     assert result["tokens_equal"]
     assert result["logits_equal"]
     assert result["runs"][2]["onload"]["bytes"] > 0
-    assert main(["demo", "--device", "cuda", "--corrupt"]) == 1
+    assert main(["--device", "cuda", "--corrupt"]) == 1

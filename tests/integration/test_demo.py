@@ -6,6 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from aiokv.demo.row_tiles import RowTiles
 from aiokv.demo.weights import random_weights
 from aiokv.demo.workload import ChatSizes, chat_workload
 from tests.harness.patience import PROGRAM_SECONDS
+from tests.models.demo import command as repository
 from tests.models.demo.trace import trace_workload
 
 SMALL_MODEL = ["--layers", "2", "--hidden", "32", "--heads", "2", "--kv-heads", "1"]
@@ -38,13 +41,18 @@ TRACE = [
 @pytest.fixture
 def demo(tmp_path):
     """Return a function that runs the command and returns its status and ``--json``."""
+    return partial(run_demo, tmp_path / "demo.json", lambda flags: main(["demo", *flags]))
 
-    def run(*flags):
-        path = tmp_path / "demo.json"
-        status = main(["demo", *SMALL, "--json", str(path), *flags])
-        return status, json.loads(path.read_text())
 
-    return run
+@pytest.fixture
+def more_demo(tmp_path):
+    """Return the same function of the program with the models of the repository."""
+    return partial(run_demo, tmp_path / "demo.json", repository.main)
+
+
+def run_demo(path, program, *flags):
+    status = program([*SMALL, "--json", str(path), *flags])
+    return status, json.loads(path.read_text())
 
 
 @pytest.fixture
@@ -92,9 +100,9 @@ def test_each_write_policy_computes_equal_bits(demo, capsys, policy):
     assert policy in capsys.readouterr().out
 
 
-def test_prompts_with_different_images_are_not_confused(demo, monkeypatch):
+def test_prompts_with_different_images_are_not_confused(more_demo, monkeypatch):
     """Equal placeholder tokens with different KV: a match without items would serve wrong bytes."""
-    status, found = demo("--images", "2")
+    status, found = more_demo("--images", "2")
     assert status == 0
     assert "2 images" in found["workload"]
     assert found["runs"][2]["reused_tokens"]["host"] > 0
@@ -104,7 +112,7 @@ def test_prompts_with_different_images_are_not_confused(demo, monkeypatch):
         return told(engine, tokens, **more)
 
     monkeypatch.setattr(aiokv.CacheEngine, "match", without_items)
-    status, found = demo("--images", "2")
+    status, found = more_demo("--images", "2")
     assert status == 1
     assert found["logits_equal"] is False
     assert found["blocks_equal"] is False
@@ -180,8 +188,8 @@ def test_negative_control_without_a_block_to_corrupt_fails(demo, capsys):
     assert "control FAILED" in capsys.readouterr().out
 
 
-def test_a_trace_is_served(demo, trace_file):
-    status, found = demo("--trace", str(trace_file), "--block-tokens", "16")
+def test_a_trace_is_served(more_demo, trace_file):
+    status, found = more_demo("--trace", str(trace_file), "--block-tokens", "16")
     assert status == 0
     no_cache, device, _ = found["runs"]
     # 1000 and 1500 tokens divided by 512 / 16; 9000 / 32 = 281 fits into 512 as it is
@@ -203,7 +211,6 @@ def test_terminal_output_has_a_progress_bar(demo, capsys, monkeypatch):
         (["--pressure-blocks", "10"], r"pressure_blocks is 10\n(.|\n)*--pressure-blocks"),
         (["--hidden", "33"], r"hidden \(33\)"),
         (["--kv-heads", "3"], r"kv_heads \(3\)"),
-        (["--trace", "no-such-file.jsonl"], r"no-such-file\.jsonl: No such file"),
         (["--json", "no/such/folder.json"], r"cannot write no/such/folder\.json"),
     ],
 )
@@ -221,43 +228,33 @@ def test_flags_out_of_range_are_refused_by_the_parser(flags, capsys):
     assert f"argument {flags[0]}" in capsys.readouterr().err
 
 
-ONLY_IN_A_CHECKOUT = {
-    "--framework paddle": "loading.py",
-    "--device cuda": "loading.py",
-    "--kv-format int8": "loading.py",
-    "--attention mla": "latent.py",
-    "--checkpoint weights": "checkpoint.py",
-    "--trace trace.jsonl": "trace.py",
-    "--images 2": "images.py",
-}
+def test_trace_that_does_not_exist_is_refused(capsys):
+    assert repository.main([*SMALL, "--trace", "no-such-file.jsonl"]) == 2
+    assert "no-such-file.jsonl: No such file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ONLY_IN_A_CHECKOUT)
-def test_options_of_a_checkout_are_explained_where_there_is_none(
-    option, capsys, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(aiokv, "__file__", str(tmp_path / "site-packages/aiokv/__init__.py"))
-    assert main(["demo", *SMALL, *option.split()]) == 2
-    message = capsys.readouterr().err
-    assert option.split()[0] in message
-    assert f"tests/models/demo/{ONLY_IN_A_CHECKOUT[option]}" in message
-    assert "make demo ARGS=" in message
-
-
-def test_foreign_package_named_tests_does_not_hide_the_tests_of_the_repository(
-    tmp_path, trace_file
-):
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "__init__.py").touch()
-    flags = [*SMALL, "--trace", str(trace_file), "--requests", "1"]
-    command = [sys.executable, "-m", "aiokv", "demo", *flags]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+def test_program_of_the_repository_serves_a_trace(tmp_path, trace_file):
+    path = tmp_path / "demo.json"
+    flags = [*SMALL, "--trace", str(trace_file), "--requests", "1", "--json", str(path)]
+    command = [sys.executable, "-m", "tests.models.demo", *flags]
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+    assert json.loads(path.read_text())["runs"][0]["requests"] == 1
 
 
-def test_a_wheel_serves_without_the_repository(demo, monkeypatch, tmp_path):
-    monkeypatch.setattr(aiokv, "__file__", str(tmp_path / "site-packages/aiokv/__init__.py"))
-    assert demo("--disconnect", "0.2")[0] == 0
+@pytest.mark.parametrize("flag", ["--pressure", "--corr", "--trace"])
+def test_abbreviated_and_unknown_options_are_refused(flag, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["demo", *SMALL, f"{flag}=1"])
+    assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
+
+
+def test_demo_of_the_package_imports_no_module_of_the_repository():
+    program = "import sys; from aiokv.cli import main; main(['demo', *sys.argv[1:]]); "
+    program += "sys.exit(any(name.partition('.')[0] == 'tests' for name in sys.modules))"
+    command = [sys.executable, "-c", program, *SMALL, "--conversations", "1"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 # A process that was started in the background of a shell script ignores SIGINT, and so does what it
@@ -323,9 +320,9 @@ def test_the_demo_works_with_closed_standard_streams(streams, tmp_path):
 
 def test_error_with_closed_standard_streams_sets_the_exit_status(tmp_path):
     for streams in ((1,), (2,), (0, 1, 2)):
-        ended = run_with_closed(streams, "--trace", str(tmp_path / "absent"))
+        ended = run_with_closed(streams, "--json", str(tmp_path / "absent" / "demo.json"))
         assert ended.returncode == 2
-        assert ("No such file" in ended.stderr) == (2 not in streams)
+        assert ("is not a folder" in ended.stderr) == (2 not in streams)
 
 
 def test_importing_aiokv_does_not_import_the_demo():

@@ -11,8 +11,8 @@ import pytest
 import uvloop
 
 from aiokv.cli import main
+from aiokv.demo.channel import Channel, ServerLostError
 from aiokv.demo.ledger import Ledger
-from aiokv.demo.split_messages import Channel, NotPrefilled
 from tests.integration.test_demo import SMALL
 
 if TYPE_CHECKING:
@@ -133,14 +133,22 @@ def test_blocks_of_another_server_are_right_once_its_ledger_is_added() -> None:
     assert decode.unequal_twins == [("a", 3)]
 
 
-def test_message_to_a_process_that_has_ended_is_dropped():
-    async def send_late() -> None:
+def test_call_of_a_process_that_has_ended_fails() -> None:
+    async def call_late() -> None:
         ours, theirs = socket.socketpair()
         channel = Channel(*await asyncio.open_unix_connection(sock=ours))
-        theirs.close()
-        async for message in channel:
-            pytest.fail(f"unexpected {message}")
+        async with asyncio.TaskGroup() as group:
+            early = group.create_task(_refused(channel))
+            await asyncio.sleep(0)
+            theirs.close()
+            await channel.run(group, {})
+            await early
         await channel.aclose()
-        channel.send(NotPrefilled("request"))
+        await _refused(channel)
 
-    uvloop.run(send_late())
+    uvloop.run(call_late())
+
+
+async def _refused(channel: Channel) -> None:
+    with pytest.raises(ServerLostError):
+        await channel.call("serve", "request")

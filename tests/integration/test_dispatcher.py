@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aiokv import LeaseState
 from aiokv.engine.transfers import Transfers
 from aiokv.errors import AllocateTimeout, TransferError
 from aiokv.scheduler.effects import NO_EFFECTS
-from aiokv.scheduler.scheduler import CacheScheduler
-from aiokv.testing import ManualDevice, ManualEvent, run_until_idle, spin
+from aiokv.testing import spin
 from tests.harness.cache import Cache, prompt
 from tests.harness.foreign import ForeignCache
 

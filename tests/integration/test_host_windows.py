@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aiokv import CacheConfig, CacheEngine, ConfigError, Regions, UsageError, WindowGroup
-from aiokv.base.plan import OFFLOAD, ONLOAD, STATE
+from aiokv.base.plan import OFFLOAD, ONLOAD, STATE_CLONE, group_routes
 from aiokv.errors import LeaseError, TransferError
 from aiokv.testing import ManualDevice, ManualEvent, ScriptedDevice, spin
 from tests.harness.flaky import ChaosDevice
@@ -218,7 +218,8 @@ async def test_a_failed_onload_drops_the_host_blocks_and_computes(refused: bool)
 
 async def test_a_failed_save_leaves_no_host_block():
     device = ScriptedDevice()
-    device.fail("window_offload", block=0)
+    for group in ("near", "far"):
+        device.fail(f"{group} offload", block=0)
     async with windowed(device=device) as model:
         await serve_and_save(model)
         assert saved(model) == {"near": 0, "far": 0}
@@ -439,7 +440,7 @@ async def test_settings_that_cannot_save_are_refused():
         WindowGroup(window_tokens=3, device_blocks=6, host_blocks=-1)
     config = CacheConfig(**sizes, host_blocks=8, windows={"near": group})
     device = ManualDevice()
-    device.routes = frozenset((ONLOAD, OFFLOAD, STATE))
+    device.routes = group_routes(ONLOAD, OFFLOAD, retentions=["all"]) | {STATE_CLONE}
     with pytest.raises(ConfigError, match=r"\['near'\] of CacheConfig.windows"):
         CacheEngine(config, Regions(num_layers=0), device)
     model = Windowed(host_windows=4, host_blocks=8, window_blocks=8)

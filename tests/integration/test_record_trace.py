@@ -18,7 +18,7 @@ from aiokv.engine.trace_writer import HASH_BLOCK_TOKENS, TraceFile, TraceWriter
 from aiokv.testing import spin
 from aiokv.trace.format import expand_tokens, read_trace
 from aiokv.trace.replay import ReplayOptions, replay, workload_of
-from aiokv.trace.synthetic import generate_trace
+from tests.harness.synthetic_trace import generate_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable

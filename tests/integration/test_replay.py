@@ -16,7 +16,7 @@ import uvloop
 from aiokv import cli
 from aiokv.errors import InternalError, UsageError
 from aiokv.trace.disk_tier import DiskOptions
-from aiokv.trace.example import EXAMPLE, example_lines
+from aiokv.trace.format import EXAMPLE
 from aiokv.trace.payload import Payload
 from aiokv.trace.replay import (
     ReplayOptions,
@@ -27,6 +27,7 @@ from aiokv.trace.replay import (
     workload_of,
 )
 from tests.harness.plotting import load_fonts
+from tests.harness.synthetic_trace import example_lines
 from tests.harness.traces import find_trace
 from tests.models.demo.trace import trace_workload
 

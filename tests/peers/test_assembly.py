@@ -37,4 +37,3 @@ def test_violations_name_slots_that_are_lost_or_free_twice():
     slots.free(slot)
     slots.free(slot)
     assert slots.violations(0) == ["0 assembly slots are used and 4 free, of 3: [0, 1, 2, 2]"]
-

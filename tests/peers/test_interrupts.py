@@ -1,4 +1,4 @@
-"""KeyboardInterrupt in an engine that exchanges blocks with another one breaks that engine alone."""
+"""KeyboardInterrupt in one of two engines that exchange blocks breaks that engine only."""
 
 from __future__ import annotations
 

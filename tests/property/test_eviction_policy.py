@@ -1,4 +1,4 @@
-"""Both eviction policies keep the invariants; lru is exact; adaptive never loses to it."""
+"""All eviction policies keep the invariants; lru is exact; adaptive never loses to it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from random import Random
 import numpy as np
 import pytest
 
+from aiokv._native import Core, eviction_policies
 from aiokv.base.plan import TransferReport
-from aiokv.config.cache_config import CacheConfig
+from aiokv.config.cache_config import EVICTION_POLICIES, CacheConfig
 from aiokv.errors import ConfigError
 from aiokv.scheduler.plans import new_core
-from aiokv.trace.families import FAMILIES, generate_family
 from aiokv.trace.min_oracle import min_hit_tokens
-from aiokv.trace.synthetic import generate_trace
+from tests.harness.synthetic_trace import generate_trace
+from tests.harness.trace_families import FAMILIES, generate_family
 from tests.harness.traces import hit_tokens, trace_prompts
 from tests.property.planned_core import PlannedCore
 
@@ -24,7 +25,7 @@ def random_path(rng: Random) -> np.ndarray:
     return np.array([rng.choice((1, 1, 1, 2, 3)) for _ in range(rng.randint(1, 40))], np.int32)
 
 
-@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
 @pytest.mark.parametrize("write_policy", ["none", "write_through", "write_back"])
 def test_random_calls_keep_the_invariants(policy, write_policy):
     rng = Random(f"{policy} {write_policy}")
@@ -119,7 +120,7 @@ def test_chats_with_pauses_lose_at_most_one_percent_of_lru_hits():
     assert hit_tokens(prompts, 300, "adaptive", block_tokens=64) > 0.99 * least_recent > 0
 
 
-# Seeds that served no choice of a constant; see aiokv.trace.families.
+# Seeds that served no choice of a constant; see tests.harness.trace_families.
 @pytest.mark.parametrize("seed", [200, 201])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adaptive_keeps_99_percent_of_the_hits_of_lru_at_every_capacity(family, seed):
@@ -173,6 +174,15 @@ def test_adaptive_falls_back_to_lru_where_the_scores_mislead(seed):
     prompts = trace_prompts(generate_family("mixture", 3_000, seed=seed))
     least_recent = hit_tokens(prompts, 150, "lru", block_tokens=64)
     assert hit_tokens(prompts, 150, "adaptive", block_tokens=64) >= 0.99 * least_recent
+
+
+def test_policies_of_the_config_are_those_of_the_core():
+    assert sorted(EVICTION_POLICIES) == sorted(eviction_policies())
+
+
+def test_core_refuses_an_unknown_policy():
+    with pytest.raises(ConfigError, match="eviction is 'random'"):
+        Core(block_tokens=2, device_blocks=4, eviction="random")
 
 
 def test_a_renamed_policy_is_refused_with_its_new_name():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from aiokv._native import Core, EvictionKind, Outcome, WritePolicy
+from aiokv._native import Core, Outcome, WritePolicy
 from aiokv.errors import LeaseError, RequestTooLarge, UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Walk:
             write_through_threshold=choice([1, 2]),
             low_watermark_blocks=choice([0, 0, 2]),
             min_onload_blocks=choice([0, 0, 2]),
-            eviction=choice([EvictionKind.LRU, EvictionKind.LRU, EvictionKind.ADAPTIVE]),
+            eviction=choice(["lru", "lru", "adaptive"]),
             state_slots=2 if sides == "state" else 0,
             windows=[(6, 4, 2, 0, 0)] if sides == "window" else [],
         )

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from aiokv.base.plan import TransferReport
-from aiokv.ranks.outbox import Outbox
-from aiokv.testing import run_until_idle, spin
+from aiokv.testing import run_until_idle
 from tests.ranks.loopback import Ranked
 
 pytestmark = pytest.mark.asyncio

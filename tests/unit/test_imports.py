@@ -23,7 +23,7 @@ LAYERS = (
     ("model",),
     ("ranks",),
     ("scheduler",),
-    ("engine", "lease", "events"),  # a KV event is read from the engine
+    ("engine", "events"),  # a KV event is read from the engine
     ("observe",),
     ("sync",),
     ("connectors",),
@@ -34,7 +34,7 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Narrower than the order of the layers: what the modules of a folder may import.
 ONLY = {
     "scheduler": (
-        *("_native", "base.checks", "base.plan", "base.state_guard", "base.types"),
+        *("_native", "base.checks", "base.groups", "base.plan", "base.state_guard", "base.types"),
         *("config", "errors"),
     ),
     "connectors.fastdeploy": (

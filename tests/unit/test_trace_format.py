@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,9 +19,8 @@ from aiokv.trace.format import (
     TraceRequest,
     expand_tokens,
     read_trace,
-    write_trace,
 )
-from aiokv.trace.synthetic import generate_trace
+from tests.harness.synthetic_trace import generate_trace
 
 SMALL = Path(__file__).parents[1] / "data" / "small.jsonl"
 GOOD = {"timestamp": 5, "input_length": 600, "output_length": 7, "hash_ids": [3, 9]}
@@ -134,7 +134,8 @@ def test_different_ids_share_no_token():
 
 def test_write_and_read_back(tmp_path):
     requests = generate_trace(20, seed=3)
-    write_trace(tmp_path / "t.jsonl", requests)
+    lines = [msgspec.json.encode(request) for request in requests]
+    (tmp_path / "t.jsonl").write_bytes(b"\n".join(lines))
     assert read_trace(tmp_path / "t.jsonl") == requests
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
 from aiokv.base import checks
+from aiokv.config.cache_config import DEFAULT_EVICTION_POLICY
 from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Options:
     step_wait_seconds: float = 0.05
     write_policy: SavePolicy = "write_through"
     write_through_threshold: int = 2
-    eviction_policy: EvictionPolicy = "adaptive"
+    eviction_policy: EvictionPolicy = DEFAULT_EVICTION_POLICY
     min_load_tokens: int = 0
     verify: Verify = "off"
     stores: tuple[str, ...] = ()

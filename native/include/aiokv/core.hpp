@@ -29,7 +29,7 @@
 #include <string_view>
 #include <vector>
 
-#include "aiokv/auxiliary_pools.hpp"
+#include "aiokv/auxiliary_groups.hpp"
 #include "aiokv/auxiliary_stores.hpp"
 #include "aiokv/batches.hpp"
 #include "aiokv/block_events.hpp"
@@ -185,10 +185,8 @@ class Core {
         state_.discard_snapshot(leases_.at(id), slot);
     }
     std::vector<std::uint32_t> snapshot_points(LeaseId id) const;
-    // A save of one snapshot to host memory; 0: there is nothing to copy.
-    TransferId take_state_save() { return state_.take_save(); }
-    // A save of blocks of one window group to host memory; 0: there is nothing to copy.
-    TransferId take_window_save() { return windows_.take_save(); }
+    // A save of blocks of one group to host memory; 0: there is nothing to copy.
+    TransferId take_group_save() { return auxiliary_.take_save(); }
     bool is_move(TransferId id) const { return transfers_.is_move(id); }
     const Move& move(TransferId id) const { return transfers_.move(id); }
     std::uint32_t reach_tokens(LeaseId id) const { return windows_.reach_tokens(leases_.at(id)); }
@@ -200,12 +198,12 @@ class Core {
         return fetches_.begin(leases_.at(id), blocks, replaced);
     }
     Borders borders(LeaseId id, std::size_t skip) { return fetches_.borders(leases_.at(id), skip); }
-    // Auxiliary pools; `group`: a window group, or kRecurrentState. See AuxiliaryStores.
-    std::vector<std::uint8_t> has_copies(LeaseId id, std::int32_t group, std::size_t first,
+    // Of groups besides attention. See AuxiliaryStores.
+    std::vector<std::uint8_t> has_copies(LeaseId id, GroupId group, std::size_t first,
                                          std::size_t end) {
         return auxiliary_stores_.has_copies(leases_.at(id), group, first, end);
     }
-    TransferId begin_auxiliary_fetch(LeaseId id, std::int32_t group, std::size_t blocks) {
+    TransferId begin_auxiliary_fetch(LeaseId id, GroupId group, std::size_t blocks) {
         return auxiliary_stores_.begin_fetch(leases_.at(id), group, blocks);
     }
     bool wants_saves() const {
@@ -217,7 +215,6 @@ class Core {
     }
     // Fetches and saves of auxiliary pools.
     const AuxiliaryStores& auxiliary_stores() const { return auxiliary_stores_; }
-    bool is_fetch(TransferId id) const { return fetches_.has(id); }
     bool is_save(TransferId id) const { return store_saver_.has(id); }
     const Fetch& fetch(TransferId id) const;  // these two throw UsageError
     const Save& save(TransferId id) const;
@@ -238,31 +235,24 @@ class Core {
         return peers_.send_early(leases_.at(id), ticket, first_block, num_blocks, layers, mark,
                                  step);
     }
-    TransferId receive_state(LeaseId id, const TicketId& ticket, std::int64_t num_tokens) {
-        return peers_.receive_state(leases_.at(id), ticket, num_tokens);
-    }
-    TransferId send_state(LeaseId id, const TicketId& ticket, std::int64_t num_tokens) {
-        return peers_.send_state(leases_.at(id), ticket, num_tokens);
-    }
     // `step`: the open one. It may use the window blocks that the lease gives back.
-    TransferId receive_window(LeaseId id, const TicketId& ticket, std::size_t group,
-                              std::int64_t num_tokens, Step step) {
-        return peers_.receive_window(leases_.at(id), ticket, group, num_tokens, step);
+    TransferId receive_group(LeaseId id, const TicketId& ticket, GroupId group,
+                             std::int64_t num_tokens, Step step) {
+        return peers_.receive_group(leases_.at(id), ticket, group, num_tokens, step);
     }
-    TransferId send_window(LeaseId id, const TicketId& ticket, std::size_t group,
-                           std::int64_t num_tokens) {
-        return peers_.send_window(leases_.at(id), ticket, group, num_tokens);
+    TransferId send_group(LeaseId id, const TicketId& ticket, GroupId group,
+                          std::int64_t num_tokens) {
+        return peers_.send_group(leases_.at(id), ticket, group, num_tokens);
     }
     // A lease that has windows of the ticket behind positions that are not committed fails.
     void end_ticket(LeaseId id, const TicketId& ticket) {
         Lease& lease = leases_.at(id);
         if (peers_.end_ticket(lease, ticket)) completions_.lose_sides(lease);
     }
-    // With recurrent state, the end of receive_state() commits. All windows have arrived.
+    // With recurrent state, the end of receive_group() commits. All windows have arrived.
     std::uint32_t commit_received(LeaseId id, std::int64_t num_tokens);
     // Throws LeaseError: these positions have no tokens.
     Digest prompt_digest(LeaseId id, std::int64_t num_tokens) const;
-    bool is_peer_transfer(TransferId id) const { return peers_.has(id); }
     const PeerTransfer& peer_transfer(TransferId id) const { return peers_.get(id); }
     std::vector<PeerEnd> take_peer_ends() { return peers_.take_ends(); }
     std::vector<TransferId> take_abandoned_peer_transfers() { return peers_.take_abandoned(); }
@@ -329,6 +319,9 @@ class Core {
 
     const Histogram& hold_times() const { return leases_.hold_times(); }
     CoreStatistics statistics() const;
+    // Of a group besides attention; zeros of recurrent state that the model does not have. Throws
+    // UsageError: the cache has no such group.
+    GroupStatistics group_statistics(GroupId group) const;
     std::vector<std::string> violations() const;
     std::vector<BlockView> blocks() const { return index_.blocks(); }
     HotPrefixes hottest_prefixes(std::size_t limit) const {
@@ -353,7 +346,7 @@ class Core {
     BlockEvents events_;
     RecurrentState state_;
     SlidingWindows windows_;
-    AuxiliaryPools auxiliary_;
+    AuxiliaryGroups auxiliary_;
     Residency residency_;
     Saver saver_;
     StoreSaver store_saver_;

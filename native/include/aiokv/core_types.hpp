@@ -4,13 +4,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
 #include "aiokv/device_pool.hpp"
 #include "aiokv/direction.hpp"
 #include "aiokv/eviction_cause.hpp"
-#include "aiokv/eviction_queue.hpp"
 #include "aiokv/item_keys.hpp"
 #include "aiokv/lease.hpp"
 #include "aiokv/node.hpp"
@@ -18,6 +18,9 @@
 namespace aiokv {
 
 using BatchId = std::uint32_t;
+using GroupId = std::int32_t;  // a block group: one of these two, or the index of a window group
+constexpr GroupId kAttention = -2;
+constexpr GroupId kRecurrentState = -1;
 using Tokens = std::span<const std::int32_t>;
 
 enum class WritePolicy : std::uint8_t {
@@ -63,8 +66,8 @@ struct CoreConfig {
     std::uint32_t write_through_threshold = 2;
     std::uint32_t low_watermark_blocks = 0;  // free or clean; eviction runs ahead of this
     std::uint32_t min_onload_blocks = 0;     // fewer host blocks than this are computed instead
-    EvictionKind eviction = EvictionKind::kLru;
-    std::uint32_t state_slots = 0;  // of recurrent state; 0: the model has none
+    std::string eviction = "lru";            // name of a policy; see EvictionOrder
+    std::uint32_t state_slots = 0;           // of recurrent state; 0: the model has none
     std::vector<WindowConfig> windows = {};
     std::uint32_t max_leases = kMaxLeases;  // open at a time
     StoreConfig stores = {};
@@ -138,8 +141,6 @@ enum class MoveRoute : std::uint8_t {
     kToHost,    // the targets are in host memory: indexed ids are saved
 };
 
-constexpr std::int32_t kRecurrentState = -1;
-
 // A copy of ids of one auxiliary pool. It makes ids of a lease ready, with copies or with zeros, or
 // saves indexed ids.
 struct Move {
@@ -148,7 +149,7 @@ struct Move {
     std::vector<BlockId> targets;
     Step after_step = 0;
     MoveRoute route = MoveRoute::kOnDevice;
-    std::int32_t group = kRecurrentState;  // or the index of a window group
+    GroupId group = kRecurrentState;  // or a window group
 };
 
 struct Fork {
@@ -167,17 +168,20 @@ struct CoreStatistics {
     std::uint64_t published_blocks, evicted_device_blocks, dropped_blocks, evicted_host_blocks;
     std::uint64_t onloaded_blocks, offloaded_blocks, failed_blocks, skipped_backups,
         reclaimed_host_copies;
-    std::uint32_t state_free, state_snapshots;
-    std::uint64_t restored_states, evicted_snapshots;
     std::uint64_t hit_store_tokens, fetches, fetched_blocks, unfetched_blocks;
     std::uint64_t saved_blocks, dropped_saves, rejected_saves, refused_saves, failed_saves;
-    std::uint32_t host_state_free, host_state_snapshots;
-    std::uint64_t saved_snapshots, onloaded_states, evicted_host_snapshots;
-    std::uint64_t receives, received_blocks, received_states, received_window_blocks;
-    std::uint64_t sends, sent_blocks, sent_states, sent_window_blocks;
-    std::uint64_t failed_receives, failed_sends;
-    std::uint64_t stored_snapshots, unstored_snapshots, fetched_snapshots, unfetched_snapshots;
+    std::uint64_t receives, received_blocks, failed_receives;
+    std::uint64_t sends, sent_blocks, failed_sends;
     std::size_t index_bytes, token_bytes;
+};
+
+// Of a block group besides attention. Counts of what is no state are blocks.
+struct GroupStatistics {
+    std::uint32_t device_free, device_cached, device_set_aside, host_free, host_cached;
+    std::uint64_t evicted_device, evicted_host;
+    std::uint64_t cloned, onloaded, saved;  // copies on the device, to it, and to host memory
+    std::uint64_t stored, unstored, fetched, unfetched;
+    std::uint64_t received, sent;
 };
 
 // One indexed block, for dumps and tests.

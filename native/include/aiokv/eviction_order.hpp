@@ -1,105 +1,58 @@
-// The order in which blocks without refs are evicted, per tier.
+// The interface of an eviction policy: in which order do blocks without refs leave the tiers?
 //
-// A queue holds the nodes without refs, the next victim first. A node that reaches the front while
-// a transfer pins it, or while a child still needs it, is deferred: it leaves the queue. It returns
-// to the front as soon as it can be evicted, because all nodes left in the queue rank behind it.
+// A policy is a file of its own in src/index, and a row of the table in eviction_policies.cpp.
+// EvictableBlocks decides which nodes are queued; a policy decides only about their order.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
-#include <optional>
+#include <memory>
 #include <span>
-#include <vector>
+#include <string>
+#include <string_view>
 
-#include "aiokv/core_types.hpp"
-#include "aiokv/eviction_queue.hpp"
-#include "aiokv/look_ahead.hpp"
-#include "aiokv/prefix_tree.hpp"
-#include "aiokv/reuse_model.hpp"
-#include "aiokv/set_dueling.hpp"
+#include "aiokv/node.hpp"
 
 namespace aiokv {
 
-class Report;
+class PrefixTree;
+struct CoreConfig;
+struct Lease;
+
+// The queued nodes of one tier, in the order in which they should be evicted.
+class TierQueue {
+  public:
+    virtual ~TierQueue() = default;
+    // The next victim, or kNone.
+    virtual NodeId front() = 0;
+    // The node whose turn is after `node`'s, or kNone; for looking ahead.
+    virtual NodeId after(NodeId node) const = 0;
+    // A node whose turn is before `node`'s, or kNone: looking ahead then starts at the front again.
+    virtual NodeId before(NodeId node) const = 0;
+    virtual std::uint32_t size() const = 0;
+    virtual void push_back(NodeId node) = 0;   // used now
+    virtual void push_front(NodeId node) = 0;  // its turn had come, and it was blocked
+    virtual void remove(NodeId node) = 0;
+};
 
 class EvictionOrder {
   public:
-    EvictionOrder(const CoreConfig& config, PrefixTree& tree);
+    virtual ~EvictionOrder() = default;
+    virtual TierQueue& device() = 0;  // nodes with a device copy
+    virtual TierQueue& host() = 0;    // nodes with a host copy only
+    virtual std::size_t bytes() const = 0;
 
-    // -- nodes without refs, in the queue of their fastest tier
-    void enqueue(NodeId node);  // used now
-    void dequeue(NodeId node);
-    void defer(NodeId node);
-    // Puts a deferred node back to the front of its queue, if it can be evicted now.
-    void requeue_if_free(NodeId node);
-    // Used now: the deepest block is the least recently used one of a path.
-    void touch(std::span<const NodeId> path);
-    // The first swapped lease is going to hold the node, or the last one holds it no more.
-    void begin_hold(NodeId node);
-    void end_hold(NodeId node);
-
-    NodeId device_front() { return device_.front(); }
-    NodeId after_on_device(NodeId node) const { return device_.after(node); }
-    NodeId host_front() { return host_.front(); }
-    NodeId after_on_host(NodeId node) const { return host_.after(node); }
-    std::uint32_t evictable_device() const { return device_.size() + deferred_device_; }
-    std::uint32_t queued_host() const { return host_.size(); }
-    // Blocks on the host only that no swapped lease holds, deferred ones too.
-    std::uint32_t idle_host() const { return idle_host_; }
-
-    // -- what decides the order
-    // A lease is granted: the model sees its prompt once, and classifies the blocks that it hits.
-    void classify(Lease& lease, std::uint64_t seed);
-    // A lease has computed the block.
-    void classify_block(const Lease& lease, std::uint32_t block, NodeId node) {
-        if (model_) tree_[node].reuse_class = model_->class_at(lease.classes, block);
-    }
-    void resize_device(std::uint32_t blocks) {
-        if (device_dueling_) device_dueling_->resize(blocks);
-        if (host_dueling_) host_dueling_->resize(host_blocks_ + blocks);
-    }
-
-    // Deferred device blocks that are not saved: they are evicted right after their children.
-    // In the order in which they were deferred.
-    const std::vector<NodeId>& unsaved_parked() {
-        trim_unsaved_parked();
-        return unsaved_parked_;
-    }
-    // Calls `visit` with the same blocks, some of them twice; changes nothing.
-    template <class Visit>
-    void visit_unsaved_parked(Visit visit) const {
-        for (const NodeId node : unsaved_parked_) {
-            if (is_parked_unsaved(node)) visit(node);
-        }
-    }
-    LookAhead& ahead() { return ahead_; }
-    const LookAhead& ahead() const { return ahead_; }
-
-    std::size_t bytes() const;
-    void check(Report& report) const;
-
-  private:
-    EvictionQueue<PrefixTree>& queue_of(NodeId node);
-    void count_idle_host(const Node& n, int change);
-    bool is_parked_unsaved(NodeId node) const;
-    void trim_unsaved_parked();
-    std::size_t most_unsaved_parked() const { return 2 * std::size_t{deferred_device_} + 64; }
-
-    PrefixTree& tree_;
-    const std::uint32_t host_blocks_;
-    std::optional<ReuseModel> model_;  // none: lru
-    std::optional<SetDueling> device_dueling_;
-    std::optional<SetDueling> host_dueling_;
-    EvictionQueue<PrefixTree> device_;  // ref 0 and device VALID, the next victim first
-    EvictionQueue<PrefixTree> host_;    // ref 0 and host VALID only
-    LookAhead ahead_;
-    std::vector<NodeId> unsaved_parked_;  // some are saved by now, or queued again
-    std::uint32_t deferred_device_ = 0;
-    std::uint32_t idle_host_ = 0;
+    // -- events from which a policy may learn
+    // A lease is granted, so the blocks that it hits are not queued; `seed` is that of its context.
+    // May set Lease::classes, from which the blocks that it computes get their class. Returns true
+    // when the order of the device nodes has changed.
+    virtual bool on_grant(Lease& /*lease*/, std::uint64_t /*seed*/) { return false; }
+    virtual void on_device_resized(std::uint32_t /*blocks*/) {}
 };
 
-// The block can leave the device without another copy.
-inline bool is_saved(const Node& n) {
-    return n.has(kHostValid | kHostLoading | kBackupFailed);
-}
+// Names of all policies.
+std::span<const std::string_view> eviction_policies();
+// The order of the policy `config.eviction`. Throws ConfigError for an unknown name.
+std::unique_ptr<EvictionOrder> make_eviction_order(const CoreConfig& config, PrefixTree& tree);
 
 }  // namespace aiokv

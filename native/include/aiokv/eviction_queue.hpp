@@ -19,8 +19,6 @@
 
 namespace aiokv {
 
-enum class EvictionKind : std::uint8_t { kLru, kAdaptive };
-
 // `Nodes`: node = nodes[id] has the links `prev` and `next`, and a `reuse_class`.
 template <class Nodes>
 class EvictionQueue {
@@ -32,7 +30,6 @@ class EvictionQueue {
     EvictionQueue(Nodes& nodes, const ReuseModel* model);
 
     Id front();
-    // The node whose turn is after `node`'s, or kNil; for looking ahead.
     Id after(Id node) const;
     // The node whose turn is before `node`'s, in the same run, or kNil.
     Id before(Id node) const {

@@ -70,7 +70,6 @@ class ForeignBlocks {
 
     // Onloads and saves.
     bool has(TransferId id) const { return onloads_.contains(id) || saves_.has(id); }
-    bool has_onload(TransferId id) const { return onloads_.contains(id); }
     const Transfer& get(TransferId id) const;
     // The first `good` blocks have arrived. `cancelled`: the others are as good as before.
     ForeignEnd complete(TransferId id, std::uint32_t good, bool cancelled);

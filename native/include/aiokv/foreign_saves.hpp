@@ -123,10 +123,8 @@ class ForeignSaves {
     std::size_t before_written(const Lease& lease, std::size_t blocks);
     SaveId find(Place above, Tokens tokens, ItemKey items) const;
     SaveId queue(Lease& lease, std::size_t block, Place above);
-    void join(Lease& lease, SaveId id);
     void link(SaveId id, Place above);
     void unlink(SaveId id);
-    void keep(const Block& block);
     void let_go(Place above, std::uint32_t context);
     bool is_current(const Block& block) const;
     void lose(SaveId top);

@@ -85,7 +85,8 @@ struct Lease {
     std::vector<ItemKey> item_keys;    // of blocks up to the last with items; refs each but 0
     std::vector<ItemSpan> items;       // multimodal items of the prompt, in order
     std::vector<BlockId> table;        // block i is the index's iff path[i] has this device id
-    std::vector<ReuseClass> classes;   // of the prompt, once granted; empty with lru
+    std::vector<ReuseClass> classes;   // of stretches of the prompt, once granted; empty with lru
+    std::uint32_t stretch_shift = 0;   // log2 of the blocks in a stretch
     std::vector<Digest> digests;       // with stores, while matched: of blocks from first_digest on
     std::vector<TransferId> onloads;   // unfinished ones that write blocks of the table
     std::vector<BlockId> tail_host;    // while swapped: what follows the path, computed, in host
@@ -139,6 +140,11 @@ struct Lease {
     std::uint32_t end_of_received() const {
         const bool is_next = !received.empty() && received.front().first <= computed_tokens;
         return is_next ? received.front().end : computed_tokens;
+    }
+    // The class of a block of the prompt; 0 without classes.
+    ReuseClass class_of(std::size_t block) const {
+        if (classes.empty()) return 0;
+        return classes[std::min(block >> stretch_shift, classes.size() - 1)];
     }
     // How many of the first `count` positions are neither computed, received nor covered by a
     // batch; 0 if the lease does not have so many positions.

@@ -7,14 +7,14 @@
 
 #include <cstdint>
 
-#include "aiokv/eviction_queue.hpp"
+#include "aiokv/eviction_order.hpp"
 #include "aiokv/prefix_tree.hpp"
 
 namespace aiokv {
 
 class LookAhead {
   public:
-    LookAhead(PrefixTree& tree, EvictionQueue<PrefixTree>& queue) : tree_(tree), queue_(queue) {}
+    LookAhead(PrefixTree& tree, TierQueue& queue) : tree_(tree), queue_(queue) {}
 
     std::uint32_t count() const { return count_; }
     bool is_begun() const { return last_ != kNone; }
@@ -47,7 +47,7 @@ class LookAhead {
 
   private:
     PrefixTree& tree_;
-    EvictionQueue<PrefixTree>& queue_;
+    TierQueue& queue_;
     NodeId last_ = kNone;  // kNone: nothing was looked at
     std::uint32_t count_ = 0;
 };

@@ -1,20 +1,17 @@
-// Transfers of blocks and of recurrent state between a lease and other engines (peers).
+// Transfers of blocks of a group between a lease and other engines (peers).
 //
-//   receive         writes blocks of the lease behind its computed positions; commit_received
-//                   publishes the proven ones
-//   send            reads blocks that the lease has computed, the partial last one included; or
-//   some
-//                   of their ranges of layers
-//   send_early      reads ranges of layers of blocks that the lease is computing: never all ranges,
-//                   so that the receiver completes no block before it is committed here
-//   receive_state   writes the recurrent state after received positions, which its end commits: the
-//                   state and the positions that count as computed never differ
-//   send_state      reads the recurrent state after the computed positions
-//   receive_window  writes the blocks of a window group that are needed behind received positions;
-//                   the tables of all groups go there when the first one begins, so that the lease
-//                   cannot compute before these positions are committed
-//   send_window     reads the blocks of a window group that are needed behind the computed
-//   positions
+//   receive        writes blocks of the lease behind its computed positions; commit_received
+//                  publishes the proven ones
+//   send           reads blocks that the lease has computed, the partial last one included; or
+//                  some of their ranges of layers
+//   send_early     reads ranges of layers of blocks that the lease is computing: never all ranges,
+//                  so that the receiver completes no block before it is committed here
+//   receive_group  writes the blocks of a group that are needed behind received positions. Of
+//                  recurrent state: its end commits these positions, so the state and the positions
+//                  that count as computed never differ. Of a window group: the tables of all groups
+//                  go there when the first one begins, so that the lease cannot compute before
+//                  these positions are committed
+//   send_group     reads the blocks of a group that are needed behind the computed positions
 //
 // A transfer in flight keeps its blocks as a batch of compute does: blocks that the lease gives
 // back before the report stay out of the pools until then (I3, I11); see Releases. The holders of a
@@ -22,30 +19,22 @@
 // whose handle is told of the end; it has none when the handle gave its blocks back.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <span>
 #include <unordered_map>
 #include <vector>
 
+#include "aiokv/auxiliary_groups.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
-#include "aiokv/recurrent_state.hpp"
 #include "aiokv/sliding_windows.hpp"
 #include "aiokv/transfer_ledger.hpp"
 
 namespace aiokv {
-
-enum class PeerRoute : std::uint8_t {
-    kReceive,
-    kSend,
-    kReceiveState,
-    kSendState,
-    kReceiveWindow,
-    kSendWindow,
-};
 
 // Ranges of layers of each block, as the workers number them. 0, 0: the block is not divided.
 struct LayerRanges {
@@ -54,17 +43,14 @@ struct LayerRanges {
 };
 
 struct PeerTransfer {
-    PeerRoute route = PeerRoute::kReceive;
+    bool receives = false;
+    GroupId group = kAttention;
     TicketId ticket{};
-    LeaseId lease = 0;              // 0: no handle has the blocks any more
-    std::uint32_t first_block = 0;  // of the lease's table, and of the prompt
+    LeaseId lease = 0;            // 0: no handle has the blocks any more
     std::uint32_t end_token = 0;  // positions behind it have no bytes; of a state: those before it
-    // Of a state: its slot, and 0. Of a window: ids of its group, and the blocks of the prompt.
-    std::vector<BlockId> side_ids;
-    std::vector<std::uint32_t> side_blocks;
-    std::size_t group = 0;          // of a window
-    std::uint32_t kept_blocks = 0;  // that truncate() has not cut off the lease's table
-    std::vector<BlockId> blocks;    // on the device
+    std::vector<BlockId> ids;     // on the device, of the group
+    std::vector<std::uint32_t> blocks;  // of the prompt, one per id; 0 of a state
+    std::uint32_t kept_blocks = 0;      // of attention, that truncate() has not cut off the table
     LayerRanges layers;
     bool is_early = false;  // the lease may compute the blocks
     std::uint64_t mark =
@@ -73,20 +59,15 @@ struct PeerTransfer {
     Step after_step = 0;
     bool cancelling = false;  // nothing waits for it; a worker was, or will be, asked
 
-    bool receives() const {
-        return route == PeerRoute::kReceive || route == PeerRoute::kReceiveState ||
-               route == PeerRoute::kReceiveWindow;
-    }
-    bool moves_blocks() const { return route == PeerRoute::kReceive || route == PeerRoute::kSend; }
-    std::uint32_t size() const {
-        return static_cast<std::uint32_t>(moves_blocks() ? blocks.size() : side_ids.size());
-    }
-    std::uint32_t end_block() const {
-        return first_block + static_cast<std::uint32_t>(blocks.size());
-    }
+    bool moves_attention() const { return group == kAttention; }
+    std::uint32_t size() const { return static_cast<std::uint32_t>(ids.size()); }
+    // Blocks of attention, which follow each other; 0 of other groups.
+    std::uint32_t first_block() const { return moves_attention() ? blocks.front() : 0; }
+    std::uint32_t end_block() const { return moves_attention() ? blocks.back() + 1 : 0; }
+    std::uint32_t end_kept() const { return first_block() + kept_blocks; }
     bool overlaps(std::int64_t first, std::int64_t count) const {
         return static_cast<std::int64_t>(end_block()) > first &&
-               static_cast<std::int64_t>(first_block) < first + count;
+               static_cast<std::int64_t>(first_block()) < first + count;
     }
 };
 
@@ -108,15 +89,19 @@ struct PeerRelease {
 class PeerTransfers {
   public:
     PeerTransfers(const CoreConfig& config, const DevicePool& device, LeaseTable& leases,
-                  const Index& index, const RecurrentState& state, SlidingWindows& windows,
+                  const Index& index, const AuxiliaryGroups& groups, SlidingWindows& windows,
                   TransferLedger& transfers)
         : config_(config),
           device_(device),
           leases_(leases),
           index_(index),
-          state_(state),
+          groups_(groups),
           windows_(windows),
-          transfers_(transfers) {}
+          transfers_(transfers) {
+        for (std::vector<Counts>& counts : counts_) {
+            counts.resize(index_of(0) + config.windows.size());
+        }
+    }
 
     // Throw LeaseError or UsageError, changing nothing.
     TransferId receive(Lease& lease, const TicketId& ticket, std::int64_t first_block,
@@ -127,16 +112,13 @@ class PeerTransfers {
     TransferId send_early(Lease& lease, const TicketId& ticket, std::int64_t first_block,
                           std::int64_t num_blocks, LayerRanges layers, std::uint64_t mark,
                           Step step);
-    // The blocks of a window group that are needed behind `num_tokens` positions, of which those
-    // that the lease has not computed have been received; or behind those that it has computed.
-    TransferId receive_window(Lease& lease, const TicketId& ticket, std::size_t group,
-                              std::int64_t num_tokens, Step step);
-    TransferId send_window(Lease& lease, const TicketId& ticket, std::size_t group,
-                           std::int64_t num_tokens);
-    // The state after exactly `num_tokens` positions: all that the lease has not computed have been
-    // received; or those that it has computed.
-    TransferId receive_state(Lease& lease, const TicketId& ticket, std::int64_t num_tokens);
-    TransferId send_state(Lease& lease, const TicketId& ticket, std::int64_t num_tokens);
+    // The blocks of a group, not of attention, that are needed behind `num_tokens` positions, of
+    // which those that the lease has not computed have been received.
+    TransferId receive_group(Lease& lease, const TicketId& ticket, GroupId group,
+                             std::int64_t num_tokens, Step step);
+    // Behind exactly the positions that the lease has computed.
+    TransferId send_group(Lease& lease, const TicketId& ticket, GroupId group,
+                          std::int64_t num_tokens);
     // No caller waits for the transfers of this ticket: those in flight are abandoned. Returns
     // true when the lease has windows of the ticket behind positions that will not be committed.
     bool end_ticket(const Lease& lease, const TicketId& ticket);
@@ -182,6 +164,7 @@ class PeerTransfers {
     void cut(Lease& lease, std::size_t blocks, Lease& keeper);
 
     void add_to(CoreStatistics& statistics) const;
+    void add_to(GroupStatistics& statistics, GroupId group) const;
     void check(Report& report) const;
 
   private:
@@ -194,23 +177,17 @@ class PeerTransfers {
     void check_ready(const Lease& lease, const char* verb) const;
     void check_blocks(const Lease& lease, const char* verb, std::int64_t first_block,
                       std::int64_t num_blocks) const;
-    void check_side_ready(const Lease& lease, const char* verb) const;
-    void check_state_ready(const Lease& lease, const char* verb) const;
+    void check_group(const Lease& lease, const char* verb, GroupId group) const;
     void check_no_side(const Lease& lease, const char* verb) const;
-    void check_received(const Lease& lease, const char* verb, std::int64_t num_tokens) const;
-    void check_computed_side(const Lease& lease, const char* verb, std::int64_t num_tokens) const;
-    void check_group(const Lease& lease, const char* verb, std::size_t group) const;
+    void check_received(const Lease& lease, std::int64_t num_tokens) const;
     // The first block that a receive in flight writes.
     std::optional<std::uint32_t> first_receiving(const Lease& lease) const;
     TransferId begin(Lease& lease, PeerTransfer transfer);
-    TransferId begin_blocks(Lease& lease, PeerRoute route, const TicketId& ticket,
-                            std::uint32_t first_block, std::uint32_t num_blocks);
-    PeerTransfer of_blocks(const Lease& lease, PeerRoute route, const TicketId& ticket,
-                           std::uint32_t first_block, std::uint32_t num_blocks) const;
-    TransferId begin_state(Lease& lease, PeerRoute route, const TicketId& ticket,
-                           std::uint32_t num_tokens);
-    TransferId begin_window(Lease& lease, PeerRoute route, const TicketId& ticket,
-                            std::size_t group, std::vector<std::uint32_t> blocks);
+    PeerTransfer of_blocks(const Lease& lease, const TicketId& ticket, std::int64_t first_block,
+                           std::int64_t num_blocks, bool receives) const;
+    TransferId begin_group(Lease& lease, const TicketId& ticket, GroupId group,
+                           std::vector<std::uint32_t> blocks, std::uint32_t num_tokens,
+                           bool receives);
     bool is_waiting_for_windows(const Lease& lease) const;
     // All positions that an early send reads are computed now.
     bool is_computed(const Lease& lease, const PeerTransfer& transfer) const;
@@ -219,20 +196,24 @@ class PeerTransfers {
     void give_up(TransferId id, PeerTransfer& transfer);
     bool has_sides(const Lease& lease, const PeerTransfer& transfer) const;
     void check_transfer(Report& report, TransferId id, const PeerTransfer& transfer) const;
-    Counts& counts(PeerRoute route) { return counts_[static_cast<std::size_t>(route)]; }
-    const Counts& counts(PeerRoute route) const { return counts_[static_cast<std::size_t>(route)]; }
+    Counts& counts(const PeerTransfer& transfer) {
+        return counts_[transfer.receives][index_of(transfer.group)];
+    }
+    static std::size_t index_of(GroupId group) {
+        return static_cast<std::size_t>(group - kAttention);
+    }
 
     const CoreConfig& config_;
     const DevicePool& device_;
     LeaseTable& leases_;
     const Index& index_;
-    const RecurrentState& state_;
+    const AuxiliaryGroups& groups_;
     SlidingWindows& windows_;
     TransferLedger& transfers_;
     std::unordered_map<TransferId, PeerTransfer> in_flight_;
     std::vector<PeerEnd> ends_;
     std::vector<TransferId> abandoned_;
-    std::array<Counts, 6> counts_;  // by route
+    std::array<std::vector<Counts>, 2> counts_;  // of sends and of receives, by group
 };
 
 }  // namespace aiokv

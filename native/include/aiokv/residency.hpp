@@ -15,12 +15,12 @@
 #include <unordered_map>
 #include <vector>
 
-#include "aiokv/auxiliary_pools.hpp"
+#include "aiokv/auxiliary_groups.hpp"
 #include "aiokv/block_events.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
+#include "aiokv/evictable_blocks.hpp"
 #include "aiokv/eviction_cause.hpp"
-#include "aiokv/eviction_order.hpp"
 #include "aiokv/host_copy_list.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/run_pool.hpp"
@@ -35,7 +35,7 @@ class Residency {
     enum class Unsaved : std::uint8_t { kKept, kDropped };
 
     Residency(const CoreConfig& config, Index& index, StoredBlocks& stored,
-              AuxiliaryPools& auxiliary, DevicePool& device, RunPool& host, BlockEvents& events);
+              AuxiliaryGroups& auxiliary, DevicePool& device, RunPool& host, BlockEvents& events);
 
     // -- refs and holds, a path at a time
     // Returns the number of blocks that are on the device, or on the way there.
@@ -45,9 +45,9 @@ class Residency {
     void hold(std::span<const NodeId> path);
     void unhold(std::span<const NodeId> path);
     // Used now: blocks that wait for eviction move to the end of their queue.
-    void touch(std::span<const NodeId> path) { order_.touch(path); }
+    void touch(std::span<const NodeId> path) { evictable_.touch(path); }
     // The prompt of a lease that is granted for the first time, and the blocks that it hits.
-    void classify(Lease& lease) { order_.classify(lease, index_.seed_of(lease)); }
+    void on_grant(Lease& lease) { evictable_.on_grant(lease, index_.seed_of(lease)); }
 
     // -- the blocks of a lease
     // The lease has computed the block of this node, and gets a ref on it. Returns true when the
@@ -55,7 +55,7 @@ class Residency {
     bool publish(const Lease& lease, std::uint32_t block, PrefixTree::Found found);
     // The lease uses the block of this node, which it has computed.
     void note_use(const Lease& lease, std::uint32_t block, NodeId node) {
-        order_.classify_block(lease, block, node);
+        evictable_.on_computed(lease, block, node);
         if (tree_[node].uses < 255) ++tree_[node].uses;
     }
     // The lease's blocks of nodes that were dropped become its own again. Returns false, changing
@@ -66,7 +66,7 @@ class Residency {
     void free_host(std::span<const BlockId> ids);
 
     // -- device room; see residency.cpp
-    std::uint32_t evictable() const { return order_.evictable_device(); }
+    std::uint32_t evictable() const { return evictable_.evictable_device(); }
     // Free or evictable blocks: an upper bound of the room that can be made now.
     std::uint32_t device_room() const { return device_.free_blocks() + evictable(); }
     bool make_room(std::uint32_t blocks, Unsaved unsaved = Unsaved::kKept);
@@ -90,8 +90,8 @@ class Residency {
     // Looks on from where the last call stopped, until `target` blocks are free, clean or among the
     // unsaved. With kKept, it stops before blocks that cannot be saved until the step is closed.
     Ahead look_ahead(std::uint32_t target, Unsaved unsaved);
-    std::uint32_t clean_ahead() const { return order_.ahead().count(); }
-    void restart_look_ahead() { order_.ahead().restart(); }
+    std::uint32_t clean_ahead() const { return evictable_.ahead().count(); }
+    void restart_look_ahead() { evictable_.ahead().restart(); }
     // Evicts until `blocks` host ids are free, as far as possible: first host copies of clean
     // blocks down to the low watermark, those first that the device evicts last; then blocks on the
     // host alone; then the other host copies of clean blocks. Those of the next `near_blocks` of
@@ -194,12 +194,12 @@ class Residency {
     Index& index_;
     StoredBlocks& stored_;
     PrefixTree& tree_;
-    AuxiliaryPools& auxiliary_;
+    AuxiliaryGroups& auxiliary_;
     DevicePool& device_;
     RunPool& host_;
     BlockEvents& events_;
     HostCopyList host_copies_;  // of clean blocks that no swapped lease holds
-    EvictionOrder order_;
+    EvictableBlocks evictable_;
     std::uint32_t device_nodes_ = 0;  // nodes with a device id
     bool stopped_at_unsaved_ = false;
     std::unordered_map<NodeId, std::uint32_t> more_holds_;  // of nodes with kMaxHolds

@@ -29,11 +29,7 @@ class ReuseModel {
     std::uint64_t epoch() const { return epoch_; }
     // Blocks asked for, in units of a 64th of the capacity.
     std::uint64_t now() const { return now_; }
-    // Of block `index` of the prompt that `classes` was observed for, if it was.
-    ReuseClass class_at(const std::vector<ReuseClass>& classes, std::size_t index) const {
-        if (classes.empty()) return 0;
-        return classes[std::min(index >> stretch_shift_, classes.size() - 1)];
-    }
+    std::uint32_t stretch_shift() const { return stretch_shift_; }
 
     // Fingerprints of the stretches of the prompt that was observed last. Tokens behind the last
     // full stretch count as a stretch with the probability of the share that they fill.

@@ -135,7 +135,7 @@ void Grants::take_blocks(Lease& lease, std::uint32_t total_blocks) {
     lease.covered_tokens = 0;
     lease.epoch = index_.epoch();
     leases_.move(lease, LeaseState::kGranted);
-    residency_.classify(lease);
+    residency_.on_grant(lease);
     uses_.note(lease);
     hit_device_tokens_ += std::uint64_t{lease.device_hit} * config_.block_tokens;
     hit_host_tokens_ += std::uint64_t{lease.host_hit} * config_.block_tokens;

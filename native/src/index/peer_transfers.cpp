@@ -1,6 +1,7 @@
 #include "aiokv/peer_transfers.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -33,6 +34,21 @@ void remove_range(std::vector<TokenRange>& ranges, TokenRange removed) {
         if (behind.first < behind.end) left.push_back(behind);
     }
     ranges = std::move(left);
+}
+
+LeaseError in_flight(const Lease& lease, const char* verb, bool receives) {
+    LeaseError error(std::string(verb) + ": the recurrent state or a window of a lease is being " +
+                     (receives ? "received" : "sent"));
+    return error.of(lease.id()).hint("wait for the end of the transfer first");
+}
+
+// The id of the lease for a block of the prompt; of a state, its slot. kNoBlock: it has none.
+BlockId id_of(const Lease& lease, GroupId group, std::size_t block) {
+    if (group == kRecurrentState) return lease.recurrent.slot;
+    const auto number = static_cast<std::size_t>(group);
+    const std::vector<BlockId>* table = group == kAttention ? &lease.table : nullptr;
+    if (group >= 0 && number < lease.windows.size()) table = &lease.windows[number].table;
+    return table != nullptr && block < table->size() ? (*table)[block] : kNoBlock;
 }
 
 }  // namespace
@@ -101,16 +117,16 @@ TransferId PeerTransfers::receive(Lease& lease, const TicketId& ticket, std::int
     }
     for (const TransferId id : lease.peer_transfers) {
         const PeerTransfer& other = in_flight_.at(id);
-        if (!other.moves_blocks() || !other.overlaps(first_block, num_blocks)) continue;
-        if (!other.receives() && !other.is_early) continue;
-        throw LeaseError("receive: blocks " + str(other.first_block) + " to " +
+        if (!other.overlaps(first_block, num_blocks)) continue;
+        if (!other.receives && !other.is_early) continue;
+        throw LeaseError("receive: blocks " + str(other.first_block()) + " to " +
                          str(other.end_block() - 1) +
                          (other.is_early ? " are being sent" : " are being received already"))
             .of(lease.id());
     }
     remove_range(lease.received,
                  {first * config_.block_tokens, (first + blocks) * config_.block_tokens});
-    return begin_blocks(lease, PeerRoute::kReceive, ticket, first, blocks);
+    return begin(lease, of_blocks(lease, ticket, first_block, num_blocks, true));
 }
 
 TransferId PeerTransfers::send(Lease& lease, const TicketId& ticket, std::int64_t first_block,
@@ -124,9 +140,7 @@ TransferId PeerTransfers::send(Lease& lease, const TicketId& ticket, std::int64_
             .of(lease.id())
             .hint("commit the positions first");
     }
-    PeerTransfer transfer =
-        of_blocks(lease, PeerRoute::kSend, ticket, static_cast<std::uint32_t>(first_block),
-                  static_cast<std::uint32_t>(num_blocks));
+    PeerTransfer transfer = of_blocks(lease, ticket, first_block, num_blocks, false);
     transfer.layers = layers;
     return begin(lease, std::move(transfer));
 }
@@ -142,15 +156,13 @@ TransferId PeerTransfers::send_early(Lease& lease, const TicketId& ticket, std::
     }
     for (const TransferId id : lease.peer_transfers) {
         const PeerTransfer& other = in_flight_.at(id);
-        if (other.route != PeerRoute::kReceive || other.kept_blocks == 0) continue;
+        if (!other.receives || other.kept_blocks == 0) continue;
         if (!other.overlaps(first_block, num_blocks)) continue;
-        throw LeaseError("send_early: blocks " + str(other.first_block) + " to " +
+        throw LeaseError("send_early: blocks " + str(other.first_block()) + " to " +
                          str(other.end_block() - 1) + " are being received")
             .of(lease.id());
     }
-    PeerTransfer transfer =
-        of_blocks(lease, PeerRoute::kSend, ticket, static_cast<std::uint32_t>(first_block),
-                  static_cast<std::uint32_t>(num_blocks));
+    PeerTransfer transfer = of_blocks(lease, ticket, first_block, num_blocks, false);
     transfer.layers = layers;
     transfer.is_early = true;
     transfer.mark = mark;
@@ -158,25 +170,23 @@ TransferId PeerTransfers::send_early(Lease& lease, const TicketId& ticket, std::
     return begin(lease, std::move(transfer));
 }
 
-TransferId PeerTransfers::begin_blocks(Lease& lease, PeerRoute route, const TicketId& ticket,
-                                       std::uint32_t first_block, std::uint32_t num_blocks) {
-    return begin(lease, of_blocks(lease, route, ticket, first_block, num_blocks));
-}
-
-PeerTransfer PeerTransfers::of_blocks(const Lease& lease, PeerRoute route, const TicketId& ticket,
-                                      std::uint32_t first_block, std::uint32_t num_blocks) const {
+PeerTransfer PeerTransfers::of_blocks(const Lease& lease, const TicketId& ticket,
+                                      std::int64_t first_block, std::int64_t num_blocks,
+                                      bool receives) const {
     const auto from = lease.table.begin() + static_cast<std::ptrdiff_t>(first_block);
     PeerTransfer transfer;
-    transfer.route = route;
+    transfer.receives = receives;
     transfer.ticket = ticket;
-    transfer.first_block = first_block;
-    transfer.kept_blocks = num_blocks;
+    transfer.kept_blocks = static_cast<std::uint32_t>(num_blocks);
     transfer.end_token = static_cast<std::uint32_t>(lease.tokens.size());
-    transfer.blocks.assign(from, from + static_cast<std::ptrdiff_t>(num_blocks));
-    for (const BlockId block : transfer.blocks) {
-        transfer.after_step = std::max(transfer.after_step, device_.after_step(block));
+    transfer.ids.assign(from, from + static_cast<std::ptrdiff_t>(num_blocks));
+    transfer.blocks.resize(transfer.ids.size());
+    std::iota(transfer.blocks.begin(), transfer.blocks.end(),
+              static_cast<std::uint32_t>(first_block));
+    for (const BlockId id : transfer.ids) {
+        transfer.after_step = std::max(transfer.after_step, device_.after_step(id));
     }
-    if (transfer.receives()) transfer.after_step = after_use(lease, transfer.after_step);
+    if (receives) transfer.after_step = after_use(lease, transfer.after_step);
     return transfer;
 }
 
@@ -188,150 +198,116 @@ Step PeerTransfers::after_use(const Lease& lease, Step step) const {
 TransferId PeerTransfers::begin(Lease& lease, PeerTransfer transfer) {
     transfer.lease = lease.id();
     transfer.holders.push_back(lease.id());
-    ++counts(transfer.route).begun;
+    ++counts(transfer).begun;
     const TransferId id = transfers_.begin_peer_transfer();
     in_flight_.emplace(id, std::move(transfer));
     lease.peer_transfers.push_back(id);
     return id;
 }
 
-// -- recurrent state -------------------------------------------------------------------------
+// -- groups whose blocks are needed behind one position only --------------------------------------
 
 // State and windows are those of one position: they are moved while it does not change.
-void PeerTransfers::check_side_ready(const Lease& lease, const char* verb) const {
+void PeerTransfers::check_group(const Lease& lease, const char* verb, GroupId group) const {
+    if (group == kRecurrentState && config_.state_slots == 0) {
+        throw UsageError(std::string(verb) + ": the model has no recurrent state; state_slots is 0")
+            .of(lease.id())
+            .field("state_slots");
+    }
     check_ready(lease, verb);
-    if (lease.batches == 0) return;
-    throw LeaseError(std::string(verb) + ": a batch computes with the lease")
-        .of(lease.id())
-        .hint("let the batch end first");
+    if (lease.batches > 0) {
+        throw LeaseError(std::string(verb) + ": a batch computes with the lease")
+            .of(lease.id())
+            .hint("let the batch end first");
+    }
+    if (group == kRecurrentState && lease.recurrent.slot == kNoBlock) {
+        throw LeaseError(std::string(verb) + ": the lease computes nothing, and has no state slot")
+            .of(lease.id());
+    }
+    if (group >= static_cast<GroupId>(lease.windows.size()) || group < kRecurrentState) {
+        throw UsageError(std::string(verb) + ": there is no window group " + std::to_string(group) +
+                         "; the lease has " + str(lease.windows.size()))
+            .of(lease.id())
+            .field("windows");
+    }
 }
 
-void PeerTransfers::check_received(const Lease& lease, const char* verb,
-                                   std::int64_t num_tokens) const {
+void PeerTransfers::check_received(const Lease& lease, std::int64_t num_tokens) const {
     const std::uint32_t end = lease.end_of_received();
     if (num_tokens > static_cast<std::int64_t>(lease.computed_tokens) &&
         num_tokens <= static_cast<std::int64_t>(end)) {
         return;
     }
-    throw LeaseError(std::string(verb) + ": num_tokens is " + std::to_string(num_tokens) +
+    throw LeaseError("receive: num_tokens is " + std::to_string(num_tokens) +
                      ", but the lease has computed " + str(lease.computed_tokens) +
                      " positions, and received those before " + str(end))
         .of(lease.id())
         .hint("receive the blocks first");
 }
 
-void PeerTransfers::check_computed_side(const Lease& lease, const char* verb,
-                                        std::int64_t num_tokens) const {
-    if (num_tokens == static_cast<std::int64_t>(lease.computed_tokens) && num_tokens > 0) return;
-    throw LeaseError(std::string(verb) + ": num_tokens is " + std::to_string(num_tokens) +
-                     "; the lease has computed " + str(lease.computed_tokens) + " positions")
-        .of(lease.id())
-        .hint("commit exactly these positions first");
-}
-
-void PeerTransfers::check_state_ready(const Lease& lease, const char* verb) const {
-    if (!state_.exists()) {
-        throw UsageError(std::string(verb) + ": the model has no recurrent state; state_slots is 0")
-            .of(lease.id())
-            .field("state_slots");
-    }
-    check_side_ready(lease, verb);
-    if (lease.recurrent.slot == kNoBlock) {
-        throw LeaseError(std::string(verb) + ": the lease computes nothing, and has no state slot")
-            .of(lease.id());
-    }
-}
-
-TransferId PeerTransfers::receive_state(Lease& lease, const TicketId& ticket,
-                                        std::int64_t num_tokens) {
-    check_state_ready(lease, "receive_state");
-    check_no_side(lease, "receive_state");
-    check_received(lease, "receive_state", num_tokens);
-    check_windows(lease, "receive_state", num_tokens);
-    return begin_state(lease, PeerRoute::kReceiveState, ticket,
-                       static_cast<std::uint32_t>(num_tokens));
-}
-
-TransferId PeerTransfers::send_state(Lease& lease, const TicketId& ticket,
-                                     std::int64_t num_tokens) {
-    check_state_ready(lease, "send_state");
-    check_state_copy(lease, "send_state");
-    check_computed_side(lease, "send_state", num_tokens);
-    return begin_state(lease, PeerRoute::kSendState, ticket, lease.computed_tokens);
-}
-
-TransferId PeerTransfers::begin_state(Lease& lease, PeerRoute route, const TicketId& ticket,
-                                      std::uint32_t num_tokens) {
-    PeerTransfer transfer;
-    transfer.route = route;
-    transfer.ticket = ticket;
-    transfer.end_token = num_tokens;
-    transfer.side_ids = {lease.recurrent.slot};
-    transfer.side_blocks = {0};
-    transfer.after_step = after_use(lease, state_.after_step(lease));
-    return begin(lease, std::move(transfer));
-}
-
-// -- sliding windows -------------------------------------------------------------------------
-
-void PeerTransfers::check_group(const Lease& lease, const char* verb, std::size_t group) const {
-    if (group < lease.windows.size()) return;
-    throw UsageError(std::string(verb) + ": there is no window group " + str(group) +
-                     "; the lease has " + str(lease.windows.size()))
-        .of(lease.id())
-        .field("windows");
-}
-
-TransferId PeerTransfers::receive_window(Lease& lease, const TicketId& ticket, std::size_t group,
-                                         std::int64_t num_tokens, Step step) {
-    check_side_ready(lease, "receive_window");
-    check_group(lease, "receive_window", group);
-    check_received(lease, "receive_window", num_tokens);
-    const WindowTable& window = lease.windows[group];
+TransferId PeerTransfers::receive_group(Lease& lease, const TicketId& ticket, GroupId group,
+                                        std::int64_t num_tokens, Step step) {
+    check_group(lease, "receive", group);
+    check_received(lease, num_tokens);
     const auto tokens = static_cast<std::uint32_t>(num_tokens);
-    if (window.received_tokens != 0 && window.received_tokens != tokens) {
-        throw LeaseError("receive_window: num_tokens is " + str(tokens) +
-                         ", but windows behind position " + str(window.received_tokens) +
+    if (group == kRecurrentState) {
+        check_no_side(lease, "receive");
+        check_windows(lease, "receive", num_tokens);
+        return begin_group(lease, ticket, group, {0}, tokens, true);
+    }
+    const std::uint32_t behind = lease.windows.front().received_tokens;
+    if (behind != 0 && behind != tokens) {
+        throw LeaseError("receive: num_tokens is " + str(tokens) +
+                         ", but windows behind position " + str(behind) +
                          " are being received already")
             .of(lease.id());
     }
     for (const TransferId id : lease.peer_transfers) {
         const PeerTransfer& other = in_flight_.at(id);
-        if (other.moves_blocks()) continue;
-        if (other.route == PeerRoute::kReceiveWindow && other.group != group) continue;
-        throw LeaseError(
-            "receive_window: another transfer of the window, or of the state, is in "
-            "flight")
-            .of(lease.id());
+        const bool is_beside = other.moves_attention() || (other.receives && other.group >= 0);
+        if (!is_beside || other.group == group) throw in_flight(lease, "receive", other.receives);
     }
-    if (window.received_tokens == 0) windows_.move_to(lease, tokens, lease.last_use(step));
+    if (behind == 0) windows_.move_to(lease, tokens, lease.last_use(step));
     for (WindowTable& table : lease.windows) table.received_ticket = ticket;
-    return begin_window(lease, PeerRoute::kReceiveWindow, ticket, group,
-                        windows_.missing_blocks(lease, group, tokens));
+    return begin_group(lease, ticket, group,
+                       windows_.missing_blocks(lease, static_cast<std::size_t>(group), tokens),
+                       tokens, true);
 }
 
-TransferId PeerTransfers::send_window(Lease& lease, const TicketId& ticket, std::size_t group,
-                                      std::int64_t num_tokens) {
-    check_side_ready(lease, "send_window");
-    check_group(lease, "send_window", group);
-    check_windows(lease, "send_window", lease.computed_tokens);
-    check_computed_side(lease, "send_window", num_tokens);
-    return begin_window(lease, PeerRoute::kSendWindow, ticket, group,
-                        windows_.needed_blocks(lease, group));
-}
-
-TransferId PeerTransfers::begin_window(Lease& lease, PeerRoute route, const TicketId& ticket,
-                                       std::size_t group, std::vector<std::uint32_t> blocks) {
-    PeerTransfer transfer;
-    transfer.route = route;
-    transfer.ticket = ticket;
-    transfer.group = group;
-    for (const std::uint32_t block : blocks) {
-        const BlockId id = lease.windows[group].table[block];
-        transfer.side_ids.push_back(id);
-        transfer.after_step = std::max(transfer.after_step, windows_.after_step(group, id));
+TransferId PeerTransfers::send_group(Lease& lease, const TicketId& ticket, GroupId group,
+                                     std::int64_t num_tokens) {
+    check_group(lease, "send", group);
+    if (group == kRecurrentState) {
+        check_state_copy(lease, "send");
+    } else {
+        check_windows(lease, "send", lease.computed_tokens);
     }
-    transfer.side_blocks = std::move(blocks);
+    if (num_tokens != static_cast<std::int64_t>(lease.computed_tokens) || num_tokens == 0) {
+        throw LeaseError("send: num_tokens is " + std::to_string(num_tokens) +
+                         "; the lease has computed " + str(lease.computed_tokens) + " positions")
+            .of(lease.id())
+            .hint("commit exactly these positions first");
+    }
+    std::vector<std::uint32_t> blocks = {0};
+    if (group >= 0) blocks = windows_.needed_blocks(lease, static_cast<std::size_t>(group));
+    return begin_group(lease, ticket, group, std::move(blocks), lease.computed_tokens, false);
+}
+
+TransferId PeerTransfers::begin_group(Lease& lease, const TicketId& ticket, GroupId group,
+                                      std::vector<std::uint32_t> blocks, std::uint32_t num_tokens,
+                                      bool receives) {
+    PeerTransfer transfer;
+    transfer.receives = receives;
+    transfer.group = group;
+    transfer.ticket = ticket;
+    transfer.end_token = num_tokens;
+    for (const std::uint32_t block : blocks) {
+        const BlockId id = id_of(lease, group, block);
+        transfer.ids.push_back(id);
+        transfer.after_step =
+            std::max(transfer.after_step, groups_.group(group).pool.after_step(id));
+    }
+    transfer.blocks = std::move(blocks);
     transfer.after_step = after_use(lease, transfer.after_step);
     return begin(lease, std::move(transfer));
 }
@@ -377,7 +353,7 @@ bool PeerTransfers::end_ticket(const Lease& lease, const TicketId& ticket) {
     for (const TransferId id : lease.peer_transfers) {
         PeerTransfer& transfer = in_flight_.at(id);
         if (transfer.ticket == ticket) give_up(id, transfer);
-        is_receiving = is_receiving || (transfer.receives() && !transfer.moves_blocks());
+        is_receiving = is_receiving || (transfer.receives && !transfer.moves_attention());
     }
     return !is_receiving && is_waiting_for_windows(lease) &&
            lease.windows.front().received_ticket == ticket;
@@ -396,8 +372,8 @@ PeerRelease PeerTransfers::complete(TransferId id, Outcome outcome, std::uint32_
     std::uint32_t good = outcome == Outcome::kDone     ? transfer.size()
                          : outcome == Outcome::kFailed ? std::min(first_bad_block, transfer.size())
                                                        : 0;
-    counts(transfer.route).blocks += good;
-    counts(transfer.route).failed += outcome == Outcome::kFailed;
+    counts(transfer).blocks += good;
+    counts(transfer).failed += outcome == Outcome::kFailed;
     PeerRelease released;
     for (const LeaseId holder : transfer.holders) {
         Lease& lease = leases_.at(holder);
@@ -407,20 +383,20 @@ PeerRelease PeerTransfers::complete(TransferId id, Outcome outcome, std::uint32_
         }
     }
     if (transfer.lease == 0) return released;
-    if (transfer.route == PeerRoute::kReceive) {
+    Lease& lease = leases_.at(transfer.lease);
+    if (transfer.receives && transfer.moves_attention()) {
         good = std::min(good, transfer.kept_blocks);
-        note_received(leases_.at(transfer.lease), transfer, good);
-    }
-    // A state that was cancelled is still the one before, but windows are those behind it.
-    if (transfer.route == PeerRoute::kReceiveState &&
-        (outcome != Outcome::kCancelled || is_waiting_for_windows(leases_.at(transfer.lease)))) {
-        released.lease = transfer.lease;
-        released.state_tokens = good > 0 ? transfer.end_token : 0;
-    }
-    if (transfer.route == PeerRoute::kReceiveWindow) {
-        const bool has_arrived = good == transfer.size() && !transfer.cancelling;
-        leases_.at(transfer.lease).windows[transfer.group].has_arrived = has_arrived;
-        if (!has_arrived) released.lease = transfer.lease;
+        note_received(lease, transfer, good);
+    } else if (transfer.receives && transfer.group == kRecurrentState) {
+        // A state that was cancelled is still the one before, but windows are those behind it.
+        if (outcome != Outcome::kCancelled || is_waiting_for_windows(lease)) {
+            released.lease = transfer.lease;
+            released.state_tokens = good > 0 ? transfer.end_token : 0;
+        }
+    } else if (transfer.receives) {
+        WindowTable& window = lease.windows[static_cast<std::size_t>(transfer.group)];
+        window.has_arrived = good == transfer.size() && !transfer.cancelling;
+        if (!window.has_arrived) released.lease = transfer.lease;
     }
     ends_.push_back({id, transfer.lease, good, released.state_tokens > 0});
     return released;
@@ -429,7 +405,7 @@ PeerRelease PeerTransfers::complete(TransferId id, Outcome outcome, std::uint32_
 void PeerTransfers::note_received(Lease& lease, const PeerTransfer& transfer,
                                   std::uint32_t blocks) const {
     if (blocks == 0) return;
-    const std::uint32_t first = transfer.first_block * config_.block_tokens;
+    const std::uint32_t first = transfer.first_block() * config_.block_tokens;
     const std::uint32_t end = first + blocks * config_.block_tokens;
     add_range(lease.received, {first, std::min({end, transfer.end_token, lease.num_tokens})});
 }
@@ -450,8 +426,8 @@ std::optional<std::uint32_t> PeerTransfers::first_receiving(const Lease& lease) 
     std::optional<std::uint32_t> first;
     for (const TransferId id : lease.peer_transfers) {
         const PeerTransfer& transfer = in_flight_.at(id);
-        if (!transfer.receives() || transfer.kept_blocks == 0) continue;
-        first = std::min(first.value_or(transfer.first_block), transfer.first_block);
+        if (!transfer.receives || transfer.kept_blocks == 0) continue;
+        first = std::min(first.value_or(transfer.first_block()), transfer.first_block());
     }
     return first;
 }
@@ -461,18 +437,14 @@ std::optional<std::uint32_t> PeerTransfers::first_receiving(const Lease& lease) 
 void PeerTransfers::check_no_side(const Lease& lease, const char* verb) const {
     for (const TransferId id : lease.peer_transfers) {
         const PeerTransfer& transfer = in_flight_.at(id);
-        if (transfer.moves_blocks()) continue;
-        throw LeaseError(std::string(verb) +
-                         ": the recurrent state or a window of a lease is being " +
-                         (transfer.receives() ? "received" : "sent"))
-            .of(lease.id())
-            .hint("wait for the end of the transfer first");
+        if (!transfer.moves_attention()) throw in_flight(lease, verb, transfer.receives);
     }
 }
 
 void PeerTransfers::check_state_copy(const Lease& lease, const char* verb) const {
     for (const TransferId id : lease.peer_transfers) {
-        if (in_flight_.at(id).route == PeerRoute::kReceiveState) check_no_side(lease, verb);
+        const PeerTransfer& transfer = in_flight_.at(id);
+        if (transfer.receives && transfer.group == kRecurrentState) check_no_side(lease, verb);
     }
 }
 
@@ -522,10 +494,8 @@ void PeerTransfers::check_truncate(const Lease& lease, std::int64_t num_tokens) 
     const std::uint32_t cut = length / config_.block_tokens;
     for (const TransferId id : lease.peer_transfers) {
         const PeerTransfer& transfer = in_flight_.at(id);
-        if (cut < transfer.first_block || cut >= transfer.first_block + transfer.kept_blocks) {
-            continue;
-        }
-        if (!transfer.receives() && length >= lease.computed_tokens &&
+        if (cut < transfer.first_block() || cut >= transfer.end_kept()) continue;
+        if (!transfer.receives && length >= lease.computed_tokens &&
             (!transfer.is_early || is_computed(lease, transfer))) {
             continue;
         }
@@ -540,7 +510,7 @@ bool PeerTransfers::use_behind(const Lease& lease, std::size_t blocks) const {
     return std::any_of(lease.peer_transfers.begin(), lease.peer_transfers.end(),
                        [&](TransferId id) {
                            const PeerTransfer& transfer = in_flight_.at(id);
-                           return transfer.first_block + transfer.kept_blocks > blocks;
+                           return transfer.end_kept() > blocks;
                        });
 }
 
@@ -564,47 +534,34 @@ void PeerTransfers::hand_over(Lease& lease, Lease& keeper) {
 void PeerTransfers::cut(Lease& lease, std::size_t blocks, Lease& keeper) {
     for (const TransferId id : lease.peer_transfers) {
         PeerTransfer& transfer = in_flight_.at(id);
-        if (transfer.first_block + transfer.kept_blocks <= blocks) continue;
+        if (transfer.end_kept() <= blocks) continue;
         transfer.kept_blocks = static_cast<std::uint32_t>(blocks) -
-                               std::min(transfer.first_block, static_cast<std::uint32_t>(blocks));
+                               std::min(transfer.first_block(), static_cast<std::uint32_t>(blocks));
         transfer.holders.push_back(keeper.id());
         keeper.peer_transfers.push_back(id);
-        if (transfer.receives() && transfer.kept_blocks == 0) give_up(id, transfer);
+        if (transfer.receives && transfer.kept_blocks == 0) give_up(id, transfer);
     }
 }
 
 // -- statistics and checks ---------------------------------------------------------------------
 
 void PeerTransfers::add_to(CoreStatistics& statistics) const {
-    const auto add = [this](PeerRoute route, std::uint64_t& begun, std::uint64_t& failed) {
-        begun += counts(route).begun;
-        failed += counts(route).failed;
-        return counts(route).blocks;
+    const auto add = [](const std::vector<Counts>& by_group, std::uint64_t& begun,
+                        std::uint64_t& failed, std::uint64_t& blocks) {
+        for (const Counts& counts : by_group) {
+            begun += counts.begun;
+            failed += counts.failed;
+        }
+        blocks = by_group[index_of(kAttention)].blocks;
     };
-    std::uint64_t& receives = statistics.receives;
-    std::uint64_t& failed_receives = statistics.failed_receives;
-    statistics.received_blocks = add(PeerRoute::kReceive, receives, failed_receives);
-    statistics.received_states = add(PeerRoute::kReceiveState, receives, failed_receives);
-    statistics.received_window_blocks = add(PeerRoute::kReceiveWindow, receives, failed_receives);
-    std::uint64_t& sends = statistics.sends;
-    std::uint64_t& failed_sends = statistics.failed_sends;
-    statistics.sent_blocks = add(PeerRoute::kSend, sends, failed_sends);
-    statistics.sent_states = add(PeerRoute::kSendState, sends, failed_sends);
-    statistics.sent_window_blocks = add(PeerRoute::kSendWindow, sends, failed_sends);
+    CoreStatistics& s = statistics;
+    add(counts_[true], s.receives, s.failed_receives, s.received_blocks);
+    add(counts_[false], s.sends, s.failed_sends, s.sent_blocks);
 }
 
-// The state slot, or the window blocks, of the transfer are those of the lease.
-bool PeerTransfers::has_sides(const Lease& lease, const PeerTransfer& transfer) const {
-    if (transfer.route == PeerRoute::kReceiveState || transfer.route == PeerRoute::kSendState) {
-        return lease.recurrent.slot == transfer.side_ids.front();
-    }
-    if (transfer.group >= lease.windows.size()) return false;
-    const std::vector<BlockId>& table = lease.windows[transfer.group].table;
-    for (std::size_t i = 0; i < transfer.side_ids.size(); ++i) {
-        const std::size_t block = transfer.side_blocks[i];
-        if (block >= table.size() || table[block] != transfer.side_ids[i]) return false;
-    }
-    return true;
+void PeerTransfers::add_to(GroupStatistics& statistics, GroupId group) const {
+    statistics.received = counts_[true][index_of(group)].blocks;
+    statistics.sent = counts_[false][index_of(group)].blocks;
 }
 
 void PeerTransfers::check_transfer(Report& report, TransferId id,
@@ -619,18 +576,22 @@ void PeerTransfers::check_transfer(Report& report, TransferId id,
         report.require(std::count(listed.begin(), listed.end(), id) == 1,
                        "I3: a holder of transfer ", id, " of a peer does not list it");
     }
-    if (!transfer.moves_blocks()) {
-        const auto has_sides = [&](LeaseId holder) {
-            return is_open(holder) && this->has_sides(leases_.at(holder), transfer);
-        };
-        report.require(std::any_of(transfer.holders.begin(), transfer.holders.end(), has_sides),
-                       "I3: no holder of transfer ", id,
-                       " of a peer has its state slot or window blocks");
-    }
-    for (const BlockId side : transfer.side_ids) {
-        report.require(transfer.route != PeerRoute::kReceiveWindow ||
-                           windows_.is_private(transfer.group, side),
-                       "I11: window block ", side, " is indexed, and is being received");
+    const auto has_ids = [&](LeaseId holder) {
+        if (!is_open(holder)) return false;
+        for (std::size_t i = 0; i < transfer.ids.size(); ++i) {
+            const Lease& lease = leases_.at(holder);
+            if (id_of(lease, transfer.group, transfer.blocks[i]) != transfer.ids[i]) return false;
+        }
+        return true;
+    };
+    report.require(transfer.moves_attention() ||
+                       std::any_of(transfer.holders.begin(), transfer.holders.end(), has_ids),
+                   "I3: no holder of transfer ", id,
+                   " of a peer has its state slot or window blocks");
+    for (const BlockId window : transfer.ids) {
+        report.require(!transfer.receives || transfer.group < 0 ||
+                           groups_.group(transfer.group).pool.is_private(window),
+                       "I11: window block ", window, " is indexed, and is being received");
     }
     if (transfer.lease == 0) return;
     report.require(transfer.holders.front() == transfer.lease && is_open(transfer.lease) &&
@@ -640,15 +601,13 @@ void PeerTransfers::check_transfer(Report& report, TransferId id,
     if (!is_open(transfer.lease)) return;
     const Lease& lease = leases_.at(transfer.lease);
     for (std::uint32_t i = 0; i < transfer.kept_blocks; ++i) {
-        const std::size_t block = transfer.first_block + i;
-        report.require(block < lease.table.size() && lease.table[block] == transfer.blocks[i],
+        report.require(id_of(lease, kAttention, transfer.blocks[i]) == transfer.ids[i],
                        "I3: block ", i, " of transfer ", id, " of a peer changed under way");
     }
-    const std::uint64_t start = std::uint64_t{transfer.first_block} * config_.block_tokens;
-    report.require(
-        !transfer.receives() || transfer.kept_blocks == 0 || lease.computed_tokens <= start,
-        "I11: ", lease.computed_tokens, " positions are computed, but those from ", start,
-        " on are being received");
+    if (!transfer.receives || transfer.kept_blocks == 0) return;
+    const std::uint64_t start = std::uint64_t{transfer.first_block()} * config_.block_tokens;
+    report.require(lease.computed_tokens <= start, "I11: ", lease.computed_tokens,
+                   " positions are computed, but those from ", start, " on are being received");
 }
 
 // I11 from scratch: a block that is being received is in no node of the index, not free, and in the
@@ -683,7 +642,8 @@ void PeerTransfers::check(Report& report) const {
     for (const auto& [id, transfer] : in_flight_) {
         holders += transfer.holders.size();
         check_transfer(report, id, transfer);
-        for (const BlockId block : transfer.blocks) {
+        if (!transfer.moves_attention()) continue;
+        for (const BlockId block : transfer.ids) {
             const std::vector<LeaseId>& having = tables[block];
             const auto is_holder = [&](LeaseId lease) {
                 const std::vector<LeaseId>& all = transfer.holders;
@@ -692,8 +652,8 @@ void PeerTransfers::check(Report& report) const {
             report.require(!device_.is_free(block), "I3: block ", block, " of transfer ", id,
                            " of a peer is free");
             report.require(std::any_of(having.begin(), having.end(), is_holder),
-                           "I3: no holder of ", "transfer ", id, " of a peer has block ", block);
-            if (!transfer.receives()) continue;
+                           "I3: no holder of transfer ", id, " of a peer has block ", block);
+            if (!transfer.receives) continue;
             report.require(having.size() == 1, "I11: ", having.size(), " leases have block ", block,
                            ", which is being received");
             report.require(indexed[static_cast<std::size_t>(block)] == 0, "I11: block ", block,

@@ -13,7 +13,7 @@ const char* name_of(EvictionCause cause) {
 }
 
 Residency::Residency(const CoreConfig& config, Index& index, StoredBlocks& stored,
-                     AuxiliaryPools& auxiliary, DevicePool& device, RunPool& host,
+                     AuxiliaryGroups& auxiliary, DevicePool& device, RunPool& host,
                      BlockEvents& events)
     : config_(config),
       index_(index),
@@ -24,7 +24,7 @@ Residency::Residency(const CoreConfig& config, Index& index, StoredBlocks& store
       host_(host),
       events_(events),
       host_copies_(config.host_blocks),
-      order_(config, tree_) {}
+      evictable_(config, tree_) {}
 
 // Of a detached node: its leases use the device copy alone, and no swapped lease can be resumed
 // with it. Without device copies, those who hold it may read the host copy.
@@ -50,7 +50,7 @@ void Residency::free_if_unowned(NodeId node) {
 // Makes the node unmatchable; copies that no lease and no transfer owns are freed at once.
 void Residency::detach(NodeId node) {
     Node& n = tree_[node];
-    if (n.has(kQueued | kParked)) order_.dequeue(node);
+    if (n.has(kQueued | kParked)) evictable_.dequeue(node);
     n.parent = kNone;
     n.set(kDetached);
     events_.changed(node);
@@ -85,13 +85,13 @@ void Residency::drop(NodeId node) {
     if (tree_[parent].has(kRoot)) {
         index_.close_context_if_unused(parent);
     } else {
-        order_.requeue_if_free(parent);
+        evictable_.requeue_if_free(parent);
     }
 }
 
 void Residency::release_device_copy(NodeId node) {
     Node& n = tree_[node];
-    order_.dequeue(node);
+    evictable_.dequeue(node);
     device_.give_back(n.device);
     n.device = kNoBlock;
     --device_nodes_;
@@ -101,8 +101,8 @@ void Residency::release_device_copy(NodeId node) {
     if (!n.has(kHostValid)) return drop(node);
     host_copies_.remove(n.host);
     index_.change();
-    order_.enqueue(node);
-    order_.requeue_if_free(n.parent);
+    evictable_.enqueue(node);
+    evictable_.requeue_if_free(n.parent);
 }
 
 void Residency::count_as(EvictionCause cause) {
@@ -113,7 +113,7 @@ void Residency::count_as(EvictionCause cause) {
 }
 
 bool Residency::evict_one_device(Unsaved unsaved) {
-    for (NodeId node; (node = order_.device_front()) != kNone;) {
+    for (NodeId node; (node = evictable_.device_front()) != kNone;) {
         const Node& n = tree_[node];
         if (n.pins == 0 && !tree_.has_device_child(node)) {
             if (unsaved == Unsaved::kKept && must_save(node)) {
@@ -126,13 +126,13 @@ bool Residency::evict_one_device(Unsaved unsaved) {
         // It can be evicted when its save has ended. With write-back, eviction waits for that
         // instead of passing over the block.
         if (n.has(kHostLoading) && config_.write_policy == WritePolicy::kWriteBack) return false;
-        order_.defer(node);
+        evictable_.defer(node);
     }
     return false;
 }
 
 bool Residency::evict_one_host() {
-    for (NodeId node; (node = order_.host_front()) != kNone;) {
+    for (NodeId node; (node = evictable_.host_front()) != kNone;) {
         const Node& n = tree_[node];
         if (n.pins == 0 && n.holds == 0 && n.child == kNone) {
             ++uncounted_.evicted_host;
@@ -140,7 +140,7 @@ bool Residency::evict_one_host() {
             drop(node);
             return true;
         }
-        order_.defer(node);
+        evictable_.defer(node);
     }
     return false;
 }

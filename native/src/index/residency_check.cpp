@@ -19,7 +19,7 @@ void Residency::add_to(CoreStatistics& statistics) const {
     statistics.offloaded_blocks = offloaded_;
     statistics.failed_blocks = failed_;
     statistics.reclaimed_host_copies = reclaimed_host_copies_;
-    statistics.index_bytes += device_.bytes() + host_.bytes() + order_.bytes();
+    statistics.index_bytes += device_.bytes() + host_.bytes() + evictable_.bytes();
 }
 
 void Residency::check(Report& report) const {
@@ -63,7 +63,7 @@ void Residency::check(Report& report) const {
                    " nodes have a device id, not ", device_nodes_);
     report.require(uncounted_.evicted_device + uncounted_.evicted_host + uncounted_.dropped == 0,
                    "residency: evicted or dropped blocks have not been counted");
-    order_.check(report);
+    evictable_.check(report);
     report.device.check([this](BlockId id) { return device_.is_free(id); });
     report.host.check([this](BlockId id) { return host_.is_free(id); });
 }

@@ -35,7 +35,7 @@ class Residency::Forecast {
         });
         host_usable_ = residency.host_.free_blocks() > 0 || !residency.host_copies_.empty() ||
                        !unheld_.empty() || host_freed ||
-                       residency.order_.queued_host() > static_cast<std::uint32_t>(on_host);
+                       residency.evictable_.queued_host() > static_cast<std::uint32_t>(on_host);
     }
 
     // Device blocks of the path that count as evictable, until the lease has its refs.
@@ -51,8 +51,9 @@ class Residency::Forecast {
 
     // The result of make_room(), if it were called now.
     bool can_make_room(std::uint32_t blocks) {
-        NodeId node = residency_.order_.device_front();
-        for (; node != kNone && free_ < blocks; node = residency_.order_.after_on_device(node)) {
+        NodeId node = residency_.evictable_.device_front();
+        for (; node != kNone && free_ < blocks;
+             node = residency_.evictable_.after_on_device(node)) {
             if (is_out_of_queue(node)) continue;
             for (NodeId next = node; next != kNone && free_ < blocks;) {
                 blocked_ = attempt(next);
@@ -79,11 +80,11 @@ class Residency::Forecast {
         };
         // A parent without a child on the device is at the front.
         if (tree_[blocked_].has(kParked) || deferred_.contains(blocked_)) look_at(blocked_);
-        for (NodeId node = residency_.order_.device_front(); node != kNone && ready < target;
-             node = residency_.order_.after_on_device(node)) {
+        for (NodeId node = residency_.evictable_.device_front(); node != kNone && ready < target;
+             node = residency_.evictable_.after_on_device(node)) {
             if (!is_out_of_queue(node)) look_at(node);
         }
-        residency_.order_.visit_unsaved_parked([&](NodeId node) {
+        residency_.evictable_.visit_unsaved_parked([&](NodeId node) {
             if (is_unsaved(node)) dirty.push_back(node);
         });
         for (const NodeId node : deferred_) {
@@ -184,8 +185,8 @@ class Residency::Forecast {
         const auto is_leaf = [this](NodeId node) {
             return tree_[node].pins == 0 && tree_[node].holds == 0 && !has_child(node);
         };
-        for (NodeId node = residency_.order_.host_front(); node != kNone;
-             node = residency_.order_.after_on_host(node)) {
+        for (NodeId node = residency_.evictable_.host_front(); node != kNone;
+             node = residency_.evictable_.after_on_host(node)) {
             if (is_leaf(node)) return true;
         }
         return std::any_of(gone_.begin(), gone_.end(), [&](NodeId node) {

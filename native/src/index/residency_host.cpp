@@ -28,7 +28,7 @@ bool Residency::must_save(NodeId node) const {
         !can_save(node)) {
         return false;
     }
-    return host_.free_blocks() > 0 || !host_copies_.empty() || order_.queued_host() > 0;
+    return host_.free_blocks() > 0 || !host_copies_.empty() || evictable_.queued_host() > 0;
 }
 
 void Residency::fit_early_copies(std::vector<NodeId>& nodes) {
@@ -46,8 +46,9 @@ void Residency::fit_early_copies(std::vector<NodeId>& nodes) {
 Residency::Ahead Residency::look_ahead(std::uint32_t target, Unsaved unsaved) {
     Ahead found;
     const std::uint32_t free = device_.free_blocks();
-    for (NodeId node = order_.ahead().next();
-         node != kNone && free + order_.ahead().count() < target; node = order_.ahead().next()) {
+    for (NodeId node = evictable_.ahead().next();
+         node != kNone && free + evictable_.ahead().count() < target;
+         node = evictable_.ahead().next()) {
         if (!is_saved(tree_[node])) {
             if (can_save(node)) {
                 found.unsaved.push_back(node);
@@ -57,9 +58,9 @@ Residency::Ahead Residency::look_ahead(std::uint32_t target, Unsaved unsaved) {
                 break;
             }
         }
-        order_.ahead().add(node);
+        evictable_.ahead().add(node);
     }
-    std::ranges::copy_if(order_.unsaved_parked(), std::back_inserter(found.unsaved),
+    std::ranges::copy_if(evictable_.unsaved_parked(), std::back_inserter(found.unsaved),
                          [this](NodeId node) { return can_save(node); });
     return found;
 }
@@ -73,8 +74,8 @@ void Residency::make_host_room(std::size_t blocks, std::uint32_t near_blocks) {
     evict_host_until_free(blocks);
     if (host_.free_blocks() >= blocks || host_copies_.empty()) return;
     std::vector<NodeId> near;
-    for (NodeId node = order_.device_front(); node != kNone && near.size() < near_blocks;
-         node = order_.after_on_device(node)) {
+    for (NodeId node = evictable_.device_front(); node != kNone && near.size() < near_blocks;
+         node = evictable_.after_on_device(node)) {
         near.push_back(node);
     }
     std::sort(near.begin(), near.end());
@@ -102,13 +103,14 @@ void Residency::reclaim_host_copy(BlockId host) {
     host_.give_back(host);
     n.host = kNoBlock;
     lose(node, kHostValid);
-    if (n.has(kAhead)) order_.ahead().restart();
+    if (n.has(kAhead)) evictable_.ahead().restart();
     ++reclaimed_host_copies_;
 }
 
 // Asked first, so that an attempt without success evicts nothing.
 bool Residency::could_make_host_room(std::size_t blocks) const {
-    return std::size_t{host_.free_blocks()} + host_copies_.size() + order_.idle_host() >= blocks;
+    return std::size_t{host_.free_blocks()} + host_copies_.size() + evictable_.idle_host() >=
+           blocks;
 }
 
 void Residency::evict_host_until_free(std::size_t blocks) {

@@ -11,7 +11,7 @@ std::uint32_t Residency::ref(std::span<const NodeId> path) {
         Node& n = tree_[node];
         resident += n.has(kDeviceResident);
         if (n.refs++ > 0) continue;
-        order_.dequeue(node);
+        evictable_.dequeue(node);
         if (n.has(kHostValid)) host_copies_.move_to_first(n.host);
     }
     return resident;
@@ -27,7 +27,7 @@ void Residency::unref_node(NodeId node) {
     if (n.has(kDetached)) {
         free_if_unowned(node);
     } else {
-        order_.enqueue(node);
+        evictable_.enqueue(node);
     }
 }
 
@@ -38,7 +38,7 @@ void Residency::hold(std::span<const NodeId> path) {
 void Residency::hold_node(NodeId node) {
     Node& n = tree_[node];
     if (n.holds == 0) {
-        order_.begin_hold(node);
+        evictable_.begin_hold(node);
         if (n.has(kHostValid)) host_copies_.remove(n.host);
     }
     if (n.holds == kMaxHolds) {
@@ -62,20 +62,20 @@ void Residency::unhold_node(NodeId node) {
     }
     --n.holds;
     if (n.holds == 0) {
-        order_.end_hold(node);
+        evictable_.end_hold(node);
         list_host_copy(node);
     }
     if (n.has(kDetached)) {
         free_if_unowned(node);
     } else {
-        order_.requeue_if_free(node);
+        evictable_.requeue_if_free(node);
     }
 }
 
 bool Residency::publish(const Lease& lease, std::uint32_t block, PrefixTree::Found found) {
     Node& n = tree_[found.node];
-    if (n.refs++ == 0 && !found.is_new) order_.dequeue(found.node);
-    order_.classify_block(lease, block, found.node);
+    if (n.refs++ == 0 && !found.is_new) evictable_.dequeue(found.node);
+    evictable_.on_computed(lease, block, found.node);
     if (n.has(kDeviceResident)) return false;
     n.device = lease.table[block];
     ++device_nodes_;

@@ -24,7 +24,7 @@ bool Residency::give_host_copy(PrefixTree::Found found, BlockId host) {
 }
 
 void Residency::enqueue_fetched(std::span<const NodeId> nodes) {
-    for (std::size_t i = nodes.size(); i-- > 0;) order_.enqueue(nodes[i]);
+    for (std::size_t i = nodes.size(); i-- > 0;) evictable_.enqueue(nodes[i]);
 }
 
 void Residency::begin_save(std::span<const NodeId> nodes) {
@@ -39,8 +39,8 @@ void Residency::finish_save(std::span<const NodeId> nodes) {
 
 std::vector<NodeId> Residency::next_on_host(std::size_t blocks) {
     std::vector<NodeId> nodes;
-    for (NodeId node = order_.host_front(); node != kNone && nodes.size() < blocks;
-         node = order_.after_on_host(node)) {
+    for (NodeId node = evictable_.host_front(); node != kNone && nodes.size() < blocks;
+         node = evictable_.after_on_host(node)) {
         nodes.push_back(node);
     }
     return nodes;

@@ -10,7 +10,8 @@ namespace aiokv {
 std::vector<NodeId> Residency::beyond_device(std::int64_t blocks) {
     const auto by_id = [this](NodeId a, NodeId b) { return tree_[a].device < tree_[b].device; };
     std::vector<NodeId> tops;
-    for (NodeId node = order_.device_front(); node != kNone; node = order_.after_on_device(node)) {
+    for (NodeId node = evictable_.device_front(); node != kNone;
+         node = evictable_.after_on_device(node)) {
         if (tree_[node].device >= blocks) tops.push_back(node);
     }
     const auto queued = static_cast<std::ptrdiff_t>(tops.size());
@@ -69,7 +70,7 @@ void Residency::forget_host() {
         n.host = kNoBlock;
         lose(node, kHostValid);
     }
-    order_.ahead().restart();
+    evictable_.ahead().restart();
     index_.change();
 }
 
@@ -110,7 +111,7 @@ void Residency::resize_device(std::uint32_t blocks) {
     }
     evict(leaving, EvictionCause::kResize);
     device_.resize(blocks);
-    order_.resize_device(blocks);
+    evictable_.on_device_resized(blocks);
 }
 
 }  // namespace aiokv

@@ -48,7 +48,7 @@ void Residency::finish_onload(const Transfer& transfer, std::uint32_t good) {
         if (n.has(kDetached)) {
             free_if_unowned(nodes[i]);
         } else if (n.refs == 0) {
-            order_.enqueue(nodes[i]);
+            evictable_.enqueue(nodes[i]);
         }
     }
 }
@@ -75,8 +75,8 @@ void Residency::cancel_onload(const Transfer& transfer) {
         --device_nodes_;
         n.clear(kDeviceLoading);
         tree_.count_device_child(node, -1);
-        order_.enqueue(node);
-        order_.requeue_if_free(n.parent);
+        evictable_.enqueue(node);
+        evictable_.requeue_if_free(n.parent);
     }
     count_as(EvictionCause::kFailure);
 }
@@ -107,7 +107,7 @@ void Residency::finish_offload(const Transfer& transfer, std::uint32_t good) {
         if (n.has(kDetached)) {
             free_if_unowned(node);
         } else {
-            order_.requeue_if_free(node);
+            evictable_.requeue_if_free(node);
         }
     }
     offloaded_ += good;

@@ -7,7 +7,7 @@
 namespace aiokv {
 namespace {
 
-// Chosen like those of LeadTest on the families of aiokv/trace/families.py, seeds below 200.
+// Chosen like those of LeadTest on tests/harness/trace_families.py, seeds below 200.
 constexpr double kSwitchCost = 0.125;         // hits that a change costs, a share of the room
 constexpr std::uint32_t kSampledRoom = 1024;  // stretches that fit a shadow cache, at least
 

@@ -7,7 +7,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <numeric>
+#include <span>
+#include <vector>
 
 #include "aiokv/core.hpp"
 #include "aiokv/error.hpp"
@@ -20,12 +21,90 @@ namespace aiokv {
 namespace {
 
 using TokenArray = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ItemTuple = std::tuple<nb::bytes, std::int64_t, std::int64_t>;
+
+}  // namespace
+}  // namespace aiokv
+
+namespace nanobind::detail {
+
+// An argument that is a view of a Python object, or of its conversion: valid in the call.
+template <class View, class Held>
+struct ViewOf {
+    NB_TYPE_CASTER(View, make_caster<Held>::Name)
+    bool from_python(handle src, std::uint32_t flags, cleanup_list* cleanup) noexcept {
+        if (!held_.from_python(src, flags, cleanup)) return false;
+        value = {static_cast<typename View::pointer>(held_.value.data()), held_.value.size()};
+        return true;
+    }
+
+  private:
+    make_caster<Held> held_;
+};
+
+template <>
+struct type_caster<aiokv::Tokens> : ViewOf<aiokv::Tokens, aiokv::TokenArray> {};
+template <>
+struct type_caster<std::span<const aiokv::LeaseId>>
+    : ViewOf<std::span<const aiokv::LeaseId>, std::vector<aiokv::LeaseId>> {};
+template <>
+struct type_caster<std::span<const std::uint8_t>> : ViewOf<std::span<const std::uint8_t>, bytes> {};
+
+template <>
+struct type_caster<std::span<const aiokv::Item>> {
+    NB_TYPE_CASTER(std::span<const aiokv::Item>, make_caster<std::vector<aiokv::ItemTuple>>::Name)
+    bool from_python(handle src, std::uint32_t flags, cleanup_list* cleanup) noexcept {
+        if (!tuples_.from_python(src, flags, cleanup)) return false;
+        for (const auto& [hash, offset, length] : tuples_.value) {
+            items_.push_back({{hash.c_str(), hash.size()}, offset, length});
+        }
+        value = items_;
+        return true;
+    }
+
+  private:
+    make_caster<std::vector<aiokv::ItemTuple>> tuples_;
+    std::vector<aiokv::Item> items_;
+};
+
+// A result that Python gets as a tuple of these fields.
+template <class Struct, auto... Fields>
+struct TupleOf {
+    using Tuple =
+        std::tuple<std::remove_cvref_t<decltype(std::declval<const Struct&>().*Fields)>...>;
+    NB_TYPE_CASTER(Struct, make_caster<Tuple>::Name)
+    static handle from_cpp(const Struct& result, rv_policy policy, cleanup_list* list) noexcept {
+        return make_caster<Tuple>::from_cpp(Tuple(result.*Fields...), policy, list);
+    }
+};
+
+template <>
+struct type_caster<aiokv::Hit> : TupleOf<aiokv::Hit, &aiokv::Hit::lease, &aiokv::Hit::device_blocks,
+                                         &aiokv::Hit::host_blocks> {};
+template <>
+struct type_caster<aiokv::Pending>
+    : TupleOf<aiokv::Pending, &aiokv::Pending::owner, &aiokv::Pending::blocks> {};
+template <>
+struct type_caster<aiokv::Room> : TupleOf<aiokv::Room, &aiokv::Room::device_free,
+                                          &aiokv::Room::evictable, &aiokv::Room::state_slots> {};
+template <>
+struct type_caster<aiokv::Usage>
+    : TupleOf<aiokv::Usage, &aiokv::Usage::prompt_tokens, &aiokv::Usage::cached_device_tokens,
+              &aiokv::Usage::cached_host_tokens, &aiokv::Usage::computed_blocks> {};
+template <>
+struct type_caster<aiokv::StateCopy>
+    : TupleOf<aiokv::StateCopy, &aiokv::StateCopy::source, &aiokv::StateCopy::target> {};
+template <>
+struct type_caster<aiokv::PeerEnd>
+    : TupleOf<aiokv::PeerEnd, &aiokv::PeerEnd::transfer, &aiokv::PeerEnd::lease,
+              &aiokv::PeerEnd::blocks, &aiokv::PeerEnd::commits> {};
+}  // namespace nanobind::detail
+
+namespace aiokv {
+namespace {
+
 using TableArray = nb::ndarray<std::int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using IdArray = nb::ndarray<nb::numpy, const std::int32_t, nb::ndim<1>>;
-
-Tokens view(const TokenArray& tokens) {
-    return {tokens.data(), tokens.size()};
-}
 
 IdArray copy_ids(const std::vector<BlockId>& ids) {
     auto* data = new BlockId[ids.size() + 1];
@@ -38,15 +117,7 @@ nb::bytes id_bytes(const std::vector<BlockId>& ids) {
     return nb::bytes(ids.data(), ids.size() * sizeof(BlockId));
 }
 
-using MatchTuple = nb::typed<nb::tuple, LeaseId, std::uint32_t, std::uint32_t>;
-using RoomTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32_t>;
 using HitTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t>;
-using PendingTuple = nb::typed<nb::tuple, LeaseId, std::uint32_t>;
-using UsageTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
-constexpr std::int32_t kFullAttention = -2;  // in place of a group
-
-using StoredCopiesTuple =
-    nb::typed<nb::tuple, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>;
 using MissingTuple = nb::typed<nb::tuple, std::size_t, nb::bytes>;
 using BordersTuple =
     nb::typed<nb::tuple, std::size_t, std::size_t, std::size_t, nb::bytes, nb::bytes>;
@@ -54,42 +125,15 @@ using StoreTransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes>;
 // (device_blocks, window_tokens, step_tokens, sink_tokens, host_blocks)
 using WindowTuple =
     std::tuple<std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
-using WindowStatisticsTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32_t>;
-using HostWindowStatisticsTuple =
-    nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t, std::uint64_t>;
 using ForkTuple = nb::typed<nb::tuple, LeaseId, IdArray, IdArray>;
-using StateCopyTuple = nb::typed<nb::tuple, BlockId, BlockId>;
-using MoveTuple = nb::typed<nb::tuple, MoveRoute, std::int32_t, nb::bytes, nb::bytes, Step>;
+using MoveTuple = nb::typed<nb::tuple, MoveRoute, GroupId, nb::bytes, nb::bytes, Step>;
 using TransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes, Step>;
-using PeerTransferTuple =
-    nb::typed<nb::tuple, PeerRoute, nb::bytes, std::size_t, nb::bytes, nb::bytes, Step,
-              std::tuple<std::uint32_t, std::uint32_t>, std::uint64_t>;
-using PeerEndTuple = nb::typed<nb::tuple, TransferId, LeaseId, std::uint32_t, bool>;
+using PeerTransferTuple = nb::typed<nb::tuple, bool, nb::bytes, GroupId, nb::bytes, nb::bytes, Step,
+                                    std::tuple<std::uint32_t, std::uint32_t>, std::uint64_t>;
 
-MatchTuple match(Core& core, TokenArray tokens, std::string_view context, bool reads, bool writes) {
-    const Hit hit = core.match(view(tokens), context, reads, writes);
-    return nb::make_tuple(hit.lease, hit.device_blocks, hit.host_blocks);
-}
-
-using ItemTuple = std::tuple<nb::bytes, std::int64_t, std::int64_t>;
-
-std::vector<Item> views_of(const std::vector<ItemTuple>& items) {
-    std::vector<Item> views;
-    for (const auto& [hash, offset, length] : items) {
-        views.push_back({{hash.c_str(), hash.size()}, offset, length});
-    }
-    return views;
-}
-
-MatchTuple match_items(Core& core, TokenArray tokens, const std::vector<ItemTuple>& items,
-                       std::string_view context, bool reads, bool writes) {
-    const Hit hit = core.match(view(tokens), context, reads, writes, views_of(items));
-    return nb::make_tuple(hit.lease, hit.device_blocks, hit.host_blocks);
-}
-
-HitTuple would_hit(const Core& core, TokenArray tokens, const std::vector<ItemTuple>& items,
+HitTuple would_hit(const Core& core, Tokens tokens, std::span<const Item> items,
                    std::string_view context) {
-    const Hit hit = core.would_hit(view(tokens), context, views_of(items));
+    const Hit hit = core.would_hit(tokens, context, items);
     return nb::make_tuple(hit.device_blocks, hit.host_blocks);
 }
 
@@ -144,22 +188,23 @@ TicketId ticket_id(const nb::bytes& bytes) {
 
 PeerTransferTuple peer_transfer(const Core& core, TransferId id) {
     const PeerTransfer& t = core.peer_transfer(id);
-    std::vector<BlockId> in_prompt(t.side_blocks.begin(), t.side_blocks.end());
-    if (t.moves_blocks()) {
-        in_prompt.resize(t.blocks.size());
-        std::iota(in_prompt.begin(), in_prompt.end(), static_cast<BlockId>(t.first_block));
-    }
-    return nb::make_tuple(t.route, nb::bytes(t.ticket.data(), t.ticket.size()), t.group,
-                          id_bytes(in_prompt), id_bytes(t.moves_blocks() ? t.blocks : t.side_ids),
+    return nb::make_tuple(t.receives, nb::bytes(t.ticket.data(), t.ticket.size()), t.group,
+                          id_bytes({t.blocks.begin(), t.blocks.end()}), id_bytes(t.ids),
                           t.after_step, nb::make_tuple(t.layers.first, t.layers.end), t.mark);
 }
 
-std::vector<PeerEndTuple> take_peer_ends(Core& core) {
-    std::vector<PeerEndTuple> ends;
-    for (const PeerEnd& end : core.take_peer_ends()) {
-        ends.push_back(nb::make_tuple(end.transfer, end.lease, end.blocks, end.commits));
-    }
-    return ends;
+// A method of Core whose second argument is a ticket.
+template <class Result, class... Args>
+auto with_ticket(Result (Core::*method)(LeaseId, const TicketId&, Args...)) {
+    return [method](Core& core, LeaseId id, const nb::bytes& ticket, Args... args) {
+        return (core.*method)(id, ticket_id(ticket), args...);
+    };
+}
+
+// A field of an open lease.
+template <class Field>
+auto of_lease(Field Lease::* field) {
+    return [field](const Core& core, LeaseId id) -> Field { return core.lease(id).*field; };
 }
 
 HitTuple hit(const Core& core, LeaseId id) {
@@ -252,10 +297,6 @@ void bind_statistics(nb::module_& m) {
         .def_ro("failed_blocks", &S::failed_blocks)
         .def_ro("skipped_backups", &S::skipped_backups)
         .def_ro("reclaimed_twins", &S::reclaimed_host_copies)
-        .def_ro("state_free", &S::state_free)
-        .def_ro("state_snapshots", &S::state_snapshots)
-        .def_ro("restored_states", &S::restored_states)
-        .def_ro("evicted_snapshots", &S::evicted_snapshots)
         .def_ro("hit_store_tokens", &S::hit_store_tokens)
         .def_ro("fetches", &S::fetches)
         .def_ro("fetched_blocks", &S::fetched_blocks)
@@ -265,33 +306,40 @@ void bind_statistics(nb::module_& m) {
         .def_ro("rejected_saves", &S::rejected_saves)
         .def_ro("refused_saves", &S::refused_saves)
         .def_ro("failed_saves", &S::failed_saves)
-        .def_ro("host_state_free", &S::host_state_free)
-        .def_ro("host_state_snapshots", &S::host_state_snapshots)
-        .def_ro("saved_snapshots", &S::saved_snapshots)
-        .def_ro("onloaded_states", &S::onloaded_states)
-        .def_ro("evicted_host_snapshots", &S::evicted_host_snapshots)
         .def_ro("receives", &S::receives)
         .def_ro("received_blocks", &S::received_blocks)
-        .def_ro("received_states", &S::received_states)
-        .def_ro("received_window_blocks", &S::received_window_blocks)
         .def_ro("failed_receives", &S::failed_receives)
         .def_ro("sends", &S::sends)
         .def_ro("sent_blocks", &S::sent_blocks)
-        .def_ro("sent_states", &S::sent_states)
-        .def_ro("sent_window_blocks", &S::sent_window_blocks)
         .def_ro("failed_sends", &S::failed_sends)
-        .def_ro("stored_snapshots", &S::stored_snapshots)
-        .def_ro("unstored_snapshots", &S::unstored_snapshots)
-        .def_ro("fetched_snapshots", &S::fetched_snapshots)
-        .def_ro("unfetched_snapshots", &S::unfetched_snapshots)
         .def_ro("index_bytes", &S::index_bytes)
         .def_ro("token_bytes", &S::token_bytes);
+    using G = GroupStatistics;
+    nb::class_<G>(m, "GroupStatistics", "Blocks, or states, of a block group besides attention.")
+        .def_ro("device_free", &G::device_free)
+        .def_ro("device_cached", &G::device_cached)
+        .def_ro("device_set_aside", &G::device_set_aside)
+        .def_ro("host_free", &G::host_free)
+        .def_ro("host_cached", &G::host_cached)
+        .def_ro("evicted_device", &G::evicted_device)
+        .def_ro("evicted_host", &G::evicted_host)
+        .def_ro("cloned", &G::cloned, "Copies on the device that leases began with.")
+        .def_ro("onloaded", &G::onloaded)
+        .def_ro("saved", &G::saved, "Copies to host memory.")
+        .def_ro("stored", &G::stored)
+        .def_ro("unstored", &G::unstored)
+        .def_ro("fetched", &G::fetched)
+        .def_ro("unfetched", &G::unfetched)
+        .def_ro("received", &G::received)
+        .def_ro("sent", &G::sent);
 }
 
 }  // namespace
 
 void bind_core(nb::module_& m) {
     bind_statistics(m);
+    m.attr("ATTENTION_GROUP") = kAttention;
+    m.attr("STATE_GROUP") = kRecurrentState;
     nb::enum_<Outcome>(m, "Outcome")
         .value("DONE", Outcome::kDone)
         .value("FAILED", Outcome::kFailed)
@@ -318,16 +366,10 @@ void bind_core(nb::module_& m) {
         .value("ON_DEVICE", MoveRoute::kOnDevice)
         .value("FROM_HOST", MoveRoute::kFromHost)
         .value("TO_HOST", MoveRoute::kToHost);
-    nb::enum_<PeerRoute>(m, "PeerRoute")
-        .value("RECEIVE", PeerRoute::kReceive)
-        .value("SEND", PeerRoute::kSend)
-        .value("RECEIVE_STATE", PeerRoute::kReceiveState)
-        .value("SEND_STATE", PeerRoute::kSendState)
-        .value("RECEIVE_WINDOW", PeerRoute::kReceiveWindow)
-        .value("SEND_WINDOW", PeerRoute::kSendWindow);
-    nb::enum_<EvictionKind>(m, "EvictionKind")
-        .value("LRU", EvictionKind::kLru)
-        .value("ADAPTIVE", EvictionKind::kAdaptive);
+    m.def(
+        "eviction_policies",
+        [] { return std::vector(eviction_policies().begin(), eviction_policies().end()); },
+        "Names of all eviction policies.");
     nb::enum_<LeaseState>(m, "LeaseState")
         .value("MATCHED", LeaseState::kMatched, "Holds nothing.")
         .value("GRANTED", LeaseState::kGranted, "Has refs on its hit, and device blocks.")
@@ -345,7 +387,7 @@ void bind_core(nb::module_& m) {
                std::uint32_t host_blocks, std::uint32_t leave_tokens, std::uint32_t reserve_blocks,
                WritePolicy write_policy, std::uint32_t write_through_threshold,
                std::uint32_t low_watermark_blocks, std::uint32_t min_onload_blocks,
-               EvictionKind eviction, std::uint32_t state_slots,
+               std::string eviction, std::uint32_t state_slots,
                const std::vector<WindowTuple>& windows, std::uint32_t max_leases,
                const StoreConfig* stores, std::uint32_t host_state_slots, bool foreign_device,
                bool splits_items) {
@@ -354,22 +396,32 @@ void bind_core(nb::module_& m) {
                     groups.push_back({blocks, window, step, sink, host});
                 new (self) Core(CoreConfig{block_tokens, device_blocks, host_blocks, leave_tokens,
                                            reserve_blocks, write_policy, write_through_threshold,
-                                           low_watermark_blocks, min_onload_blocks, eviction,
-                                           state_slots, std::move(groups), max_leases,
-                                           stores != nullptr ? *stores : StoreConfig{},
+                                           low_watermark_blocks, min_onload_blocks,
+                                           std::move(eviction), state_slots, std::move(groups),
+                                           max_leases, stores != nullptr ? *stores : StoreConfig{},
                                            host_state_slots, foreign_device, splits_items});
             },
             nb::kw_only(), "block_tokens"_a, "device_blocks"_a, "host_blocks"_a = 0,
             "leave_tokens"_a = 1, "reserve_blocks"_a = 0, "write_policy"_a = WritePolicy::kNone,
             "write_through_threshold"_a = 2, "low_watermark_blocks"_a = 0,
-            "min_onload_blocks"_a = 0, "eviction"_a = EvictionKind::kLru, "state_slots"_a = 0,
+            "min_onload_blocks"_a = 0, "eviction"_a = "lru", "state_slots"_a = 0,
             "windows"_a = std::vector<WindowTuple>(), "max_leases"_a = kMaxLeases,
             "stores"_a.none() = nb::none(), "host_state_slots"_a = 0, "foreign_device"_a = false,
             "splits_items"_a = false)
-        .def("match", &match, "tokens"_a, "context"_a = "", "reads"_a = true, "writes"_a = true,
-             "Open a lease: (lease, device_blocks, host_blocks) of the longest cached prefix.")
-        .def("match_items", &match_items, "tokens"_a, "items"_a, "context"_a = "", "reads"_a = true,
-             "writes"_a = true, "match() of a prompt with items: (content hash, offset, length).")
+        .def(
+            "match",
+            [](Core& core, Tokens tokens, std::string_view context, bool reads, bool writes) {
+                return core.match(tokens, context, reads, writes);
+            },
+            "tokens"_a, "context"_a = "", "reads"_a = true, "writes"_a = true,
+            "Open a lease: (lease, device_blocks, host_blocks) of the longest cached prefix.")
+        .def(
+            "match_items",
+            [](Core& core, Tokens tokens, std::span<const Item> items, std::string_view context,
+               bool reads,
+               bool writes) { return core.match(tokens, context, reads, writes, items); },
+            "tokens"_a, "items"_a, "context"_a = "", "reads"_a = true, "writes"_a = true,
+            "match() of a prompt with items: (content hash, offset, length).")
         .def("would_hit", &would_hit, "tokens"_a, "items"_a, "context"_a = "",
              "(device_blocks, host_blocks) that match would find; opens no lease, and refreshes no "
              "recency.")
@@ -381,14 +433,8 @@ void bind_core(nb::module_& m) {
             "lease"_a, "num_tokens"_a, "reserve_blocks"_a = nb::none(),
             "Take refs and all blocks. 0: no room, nothing taken; 1: all there; 2: some load. "
             "`reserve_blocks`: None for the configured number.")
-        .def(
-            "pending",
-            [](Core& core, LeaseId id) -> PendingTuple {
-                const Pending pending = core.pending(id);
-                return nb::make_tuple(pending.owner, pending.blocks);
-            },
-            "lease"_a,
-            "(lease, blocks): the lease that will compute what follows the match; (0, 0): none.")
+        .def("pending", &Core::pending, "lease"_a,
+             "(lease, blocks): the lease that will compute what follows the match; (0, 0): none.")
         .def("can_allocate", &Core::can_allocate, "lease"_a, "num_tokens"_a, "saves"_a = false,
              "reserve_blocks"_a = nb::none(),
              "Return whether allocate would grant now; `saves`: after take_write_backs found "
@@ -409,44 +455,26 @@ void bind_core(nb::module_& m) {
         .def("retract", &Core::retract, "lease"_a, "step"_a = 0,
              "Undo allocate; the lease stays matched. Return the lease that keeps the blocks for "
              "the batches in flight, or 0.")
-        .def(
-            "lease_state", [](const Core& core, LeaseId id) { return core.lease(id).state; },
-            "lease"_a, "Return the state of the lease; a lease that has ended raises LeaseError.")
+        .def("lease_state", of_lease(&Lease::state), "lease"_a,
+             "Return the state of the lease; a lease that has ended raises LeaseError.")
         .def("hit", &hit, "lease"_a, "(device_blocks, host_blocks) as matched, or as granted.")
         .def(
             "hit_blocks", [](Core& core, LeaseId id) { return copy_ids(core.hit_blocks(id)); },
             "lease"_a, "Device ids of the hit: of a match made now, or of the grant.")
+        .def("onloads", of_lease(&Lease::onloads), "lease"_a,
+             "Unfinished transfers that write blocks of the lease.")
         .def(
-            "onloads", [](const Core& core, LeaseId id) { return core.lease(id).onloads; },
-            "lease"_a, "Unfinished transfers that write blocks of the lease.")
-        .def(
-            "append",
-            [](Core& core, LeaseId id, TokenArray tokens) { core.append(id, view(tokens)); },
+            "append", [](Core& core, LeaseId id, Tokens tokens) { core.append(id, tokens); },
             "lease"_a, "tokens"_a)
-        .def(
-            "append_items",
-            [](Core& core, LeaseId id, TokenArray tokens, const std::vector<ItemTuple>& items) {
-                core.append(id, view(tokens), views_of(items));
-            },
-            "lease"_a, "tokens"_a, "items"_a,
-            "append() with items; offsets count from the first position of the prompt.")
+        .def("append_items", &Core::append, "lease"_a, "tokens"_a, "items"_a,
+             "append() with items; offsets count from the first position of the prompt.")
         .def("commit", &Core::commit, "lease"_a, "num_tokens"_a, "step"_a = 0,
              "Index computed blocks; returns how many became shareable.")
         .def("truncate", &Core::truncate, "lease"_a, "num_tokens"_a, "step"_a = 0,
              "Return what retract() returns.")
-        .def(
-            "extend",
-            [](Core& core, const std::vector<LeaseId>& ids, std::int64_t num_tokens) {
-                return core.extend(ids, num_tokens);
-            },
-            "leases"_a, "num_tokens"_a)
-        .def(
-            "assign",
-            [](Core& core, LeaseId id, TokenArray ids, std::int64_t computed_tokens) {
-                core.assign(id, view(ids), computed_tokens);
-            },
-            "lease"_a, "ids"_a, "computed_tokens"_a = 0,
-            "Append device ids of a server to the table of a lease.")
+        .def("extend", &Core::extend, "leases"_a, "num_tokens"_a)
+        .def("assign", &Core::assign, "lease"_a, "ids"_a, "computed_tokens"_a = 0,
+             "Append device ids of a server to the table of a lease.")
         .def("is_idle", &Core::is_idle, "lease"_a,
              "Return whether no transfer uses ids that the lease, which may have ended, has named.")
         .def("idle_after_step", &Core::idle_after_step, "lease"_a,
@@ -464,14 +492,10 @@ void bind_core(nb::module_& m) {
         .def("release", &Core::release, "lease"_a, "step"_a = 0, "used_in"_a = 0,
              "Return False when batches or transfers of peers in flight keep the blocks until they "
              "have ended.")
-        .def(
-            "begin_batch",
-            [](Core& core, const std::vector<LeaseId>& ids) { return core.begin_batch(ids); },
-            "leases"_a, "Begin a batch that computes with these leases; return its number.")
-        .def(
-            "has_onloads",
-            [](const Core& core, const std::vector<LeaseId>& ids) { return core.has_onloads(ids); },
-            "leases"_a, "Return True while a lease has onloads in flight.")
+        .def("begin_batch", &Core::begin_batch, "leases"_a,
+             "Begin a batch that computes with these leases; return its number.")
+        .def("has_onloads", &Core::has_onloads, "leases"_a,
+             "Return True while a lease has onloads in flight.")
         .def("end_batch", &Core::end_batch, "batch"_a, "step"_a = 0,
              "End a batch, or let its work belong to `step`; return the leases that this releases.")
         .def("batches", &Core::batches, "lease"_a,
@@ -484,36 +508,18 @@ void bind_core(nb::module_& m) {
         .def("recompute_from", &Core::recompute_from, "lease"_a)
         .def(
             "block_table",
-            [](Core& core, LeaseId id, std::int32_t group) {
+            [](Core& core, LeaseId id, GroupId group) {
                 return copy_ids(core.table_of(id, group));
             },
             "lease"_a, "group"_a = -1, "Of all layers but those of window groups, or of one group.")
         .def("reach_tokens", &Core::reach_tokens, "lease"_a,
              "Positions that have blocks in every window group.")
-        .def(
-            "window_statistics",
-            [](const Core& core, std::size_t group) -> WindowStatisticsTuple {
-                const WindowGroup& window = core.window_group(group);
-                return nb::make_tuple(window.pool.free_ids(), window.pool.attached(),
-                                      window.reserved);
-            },
-            "group"_a, "(free, cached, set aside) blocks.")
-        .def(
-            "host_window_statistics",
-            [](const Core& core, std::size_t group) -> HostWindowStatisticsTuple {
-                const WindowGroup& window = core.window_group(group);
-                if (!window.host) return nb::make_tuple(0, 0, 0, 0, 0);
-                return nb::make_tuple(window.host->pool().free_ids(),
-                                      window.host->pool().attached(), window.host->saved(),
-                                      window.onloaded, window.host->evicted());
-            },
-            "group"_a, "(free, cached, saved, onloaded, evicted) blocks in host memory.")
         .def_prop_ro("hold_times", &Core::hold_times, nb::rv_policy::reference_internal,
                      "Times for which leases that compute had blocks; those that ended.")
         .def(
             "block_tables",
-            [](Core& core, const std::vector<LeaseId>& ids, TableArray out, std::int32_t fill,
-               std::int32_t group) {
+            [](Core& core, std::span<const LeaseId> ids, TableArray out, std::int32_t fill,
+               GroupId group) {
                 core.block_tables(ids, {out.data(), out.size()}, out.shape(0), fill, group);
             },
             "leases"_a, "out"_a.noconvert(), "fill"_a, "group"_a = -1,
@@ -529,21 +535,10 @@ void bind_core(nb::module_& m) {
         .def(
             "is_granted", [](Core& core, LeaseId id) { return core.lease(id).has_blocks(); },
             "lease"_a)
-        .def(
-            "num_tokens", [](Core& core, LeaseId id) { return core.lease(id).num_tokens; },
-            "lease"_a)
-        .def(
-            "cached_tokens", [](Core& core, LeaseId id) { return core.lease(id).cached_tokens; },
-            "lease"_a)
-        .def(
-            "usage",
-            [](const Core& core, LeaseId id) -> UsageTuple {
-                const Usage usage = core.usage(id);
-                return nb::make_tuple(usage.prompt_tokens, usage.cached_device_tokens,
-                                      usage.cached_host_tokens, usage.computed_blocks);
-            },
-            "lease"_a,
-            "(prompt_tokens, cached_device_tokens, cached_host_tokens, computed_blocks).")
+        .def("num_tokens", of_lease(&Lease::num_tokens), "lease"_a)
+        .def("cached_tokens", of_lease(&Lease::cached_tokens), "lease"_a)
+        .def("usage", &Core::usage, "lease"_a,
+             "(prompt_tokens, cached_device_tokens, cached_host_tokens, computed_blocks).")
         .def(
             "cached_store_tokens",
             [](const Core& core, LeaseId id) { return core.usage(id).cached_store_tokens; },
@@ -559,7 +554,7 @@ void bind_core(nb::module_& m) {
             "hit + skip on; may_end: one byte per block, 0 where a hit would cut an item.")
         .def(
             "has_copies",
-            [](Core& core, LeaseId id, std::int32_t group, std::size_t first, std::size_t end) {
+            [](Core& core, LeaseId id, GroupId group, std::size_t first, std::size_t end) {
                 return byte_flags(core.has_copies(id, group, first, end));
             },
             "lease"_a, "group"_a, "first_block"_a, "end_block"_a,
@@ -572,30 +567,17 @@ void bind_core(nb::module_& m) {
             "auxiliary_group",
             [](const Core& core, TransferId id) {
                 const AuxiliaryStores& stores = core.auxiliary_stores();
-                return stores.has(id) ? stores.group_of(id) : kFullAttention;
+                return stores.has(id) ? stores.group_of(id) : kAttention;
             },
             "transfer"_a,
             "The group of a fetch or a save in flight; -1: recurrent state, -2: it moves blocks.")
-        .def(
-            "stored_copies",
-            [](const Core& core, std::int32_t group) -> StoredCopiesTuple {
-                const StoredCopies counts = core.auxiliary_stores().counts(group);
-                return nb::make_tuple(counts.saved, counts.unsaved, counts.fetched,
-                                      counts.unfetched);
-            },
-            "group"_a, "(saved, unsaved, fetched, unfetched) copies of a group.")
         .def("wants_saves", &Core::wants_saves)
         .def("take_saves", &Core::take_saves, "Begin a save; 0: there is nothing to save.")
         .def("store_transfer", &store_transfer, "transfer"_a,
              "(host_blocks, digests) of a fetch or a save in flight.")
-        .def(
-            "receive",
-            [](Core& core, LeaseId id, const nb::bytes& ticket, std::int64_t first_block,
-               std::int64_t num_blocks) {
-                return core.receive(id, ticket_id(ticket), first_block, num_blocks);
-            },
-            "lease"_a, "ticket_id"_a, "first_block"_a, "num_blocks"_a,
-            "Begin to receive blocks of the lease from a peer; return the transfer.")
+        .def("receive", with_ticket(&Core::receive), "lease"_a, "ticket_id"_a, "first_block"_a,
+             "num_blocks"_a,
+             "Begin to receive blocks of the lease from a peer; return the transfer.")
         .def(
             "send",
             [](Core& core, LeaseId id, const nb::bytes& ticket, std::int64_t first_block,
@@ -619,43 +601,15 @@ void bind_core(nb::module_& m) {
             "end_range"_a, "mark"_a, "step"_a = 0,
             "Begin to send ranges of layers of blocks that the lease computes; return the "
             "transfer.")
-        .def(
-            "receive_state",
-            [](Core& core, LeaseId id, const nb::bytes& ticket, std::int64_t num_tokens) {
-                return core.receive_state(id, ticket_id(ticket), num_tokens);
-            },
-            "lease"_a, "ticket_id"_a, "num_tokens"_a,
-            "Begin to receive the state after received positions, which its end commits.")
-        .def(
-            "send_state",
-            [](Core& core, LeaseId id, const nb::bytes& ticket, std::int64_t num_tokens) {
-                return core.send_state(id, ticket_id(ticket), num_tokens);
-            },
-            "lease"_a, "ticket_id"_a, "num_tokens"_a,
-            "Begin to send the state after the computed positions.")
-        .def(
-            "receive_window",
-            [](Core& core, LeaseId id, const nb::bytes& ticket, std::size_t group,
-               std::int64_t num_tokens, Step step) {
-                return core.receive_window(id, ticket_id(ticket), group, num_tokens, step);
-            },
-            "lease"_a, "ticket_id"_a, "group"_a, "num_tokens"_a, "step"_a = 0,
-            "Begin to receive the blocks of a window group behind received positions.")
-        .def(
-            "send_window",
-            [](Core& core, LeaseId id, const nb::bytes& ticket, std::size_t group,
-               std::int64_t num_tokens) {
-                return core.send_window(id, ticket_id(ticket), group, num_tokens);
-            },
-            "lease"_a, "ticket_id"_a, "group"_a, "num_tokens"_a,
-            "Begin to send the blocks of a window group behind the computed positions.")
-        .def(
-            "end_ticket",
-            [](Core& core, LeaseId id, const nb::bytes& ticket) {
-                core.end_ticket(id, ticket_id(ticket));
-            },
-            "lease"_a, "ticket_id"_a,
-            "No caller waits for the transfers of the ticket: those in flight are abandoned.")
+        .def("receive_group", with_ticket(&Core::receive_group), "lease"_a, "ticket_id"_a,
+             "group"_a, "num_tokens"_a, "step"_a = 0,
+             "Begin to receive the blocks of a group that are needed behind received positions; of "
+             "group -1: the recurrent state, the end of which commits these positions.")
+        .def("send_group", with_ticket(&Core::send_group), "lease"_a, "ticket_id"_a, "group"_a,
+             "num_tokens"_a,
+             "Begin to send the blocks of a group that are needed behind the computed positions.")
+        .def("end_ticket", with_ticket(&Core::end_ticket), "lease"_a, "ticket_id"_a,
+             "No caller waits for the transfers of the ticket: those in flight are abandoned.")
         .def("commit_received", &Core::commit_received, "lease"_a, "num_tokens"_a,
              "Index received blocks; returns how many became shareable.")
         .def(
@@ -665,15 +619,14 @@ void bind_core(nb::module_& m) {
                 return nb::bytes(digest.data(), digest.size());
             },
             "lease"_a, "num_tokens"_a, "Digest of the first positions, for any block_tokens.")
-        .def("is_peer_transfer", &Core::is_peer_transfer, "transfer"_a)
-        .def("peer_transfer", &peer_transfer, "transfer"_a,
-             "(route, ticket_id, window group, blocks of the prompt, own blocks or the state slot, "
-             "after_step, (first range of layers, end range), mark).")
         .def(
-            "peer_transfers",
-            [](const Core& core, LeaseId id) { return core.lease(id).peer_transfers; }, "lease"_a,
-            "Transfers in flight that receive or send blocks of the lease.")
-        .def("take_peer_ends", &take_peer_ends,
+            "peer_transfer", &peer_transfer, "transfer"_a,
+            "(receives, ticket_id, group, blocks of the prompt, own blocks or the state slot, "
+            "after_step, (first range of layers, end range), mark); group -1: recurrent state, -2: "
+            "all other layers without a window.")
+        .def("peer_transfers", of_lease(&Lease::peer_transfers), "lease"_a,
+             "Transfers in flight that receive or send blocks of the lease.")
+        .def("take_peer_ends", &Core::take_peer_ends,
              "Return (transfer, lease, blocks, commits) of those that have ended since the last "
              "call, and "
              "whose lease has a handle.")
@@ -685,16 +638,13 @@ void bind_core(nb::module_& m) {
              "none.")
         .def("swap_out", &Core::swap_out, "lease"_a, "step"_a = 0,
              "Begin to move the whole table to host memory; False, and nothing changed: no room.")
-        .def(
-            "swap_transfer", [](Core& core, LeaseId id) { return core.lease(id).swap_transfer; },
-            "lease"_a, "The transfer of a swap that is under way, or 0.")
+        .def("swap_transfer", of_lease(&Lease::swap_transfer), "lease"_a,
+             "The transfer of a swap that is under way, or 0.")
         .def(
             "is_swapped",
             [](Core& core, LeaseId id) { return core.lease(id).is(LeaseState::kSwapped); },
             "lease"_a)
-        .def(
-            "computed_tokens",
-            [](Core& core, LeaseId id) { return core.lease(id).computed_tokens; }, "lease"_a)
+        .def("computed_tokens", of_lease(&Lease::computed_tokens), "lease"_a)
         .def(
             "uncovered_tokens",
             [](const Core& core, LeaseId id, std::int64_t num_tokens) {
@@ -716,14 +666,8 @@ void bind_core(nb::module_& m) {
         .def("hold_only", &Core::compute_nothing, "lease"_a, "whole"_a = false,
              "The lease will compute nothing: it gets no state slot. With `whole` it may hit the "
              "last block of its prompt.")
-        .def(
-            "snapshot",
-            [](Core& core, LeaseId id, std::int64_t num_tokens, Step step) -> StateCopyTuple {
-                const StateCopy copy = core.snapshot(id, num_tokens, step);
-                return nb::make_tuple(copy.source, copy.target);
-            },
-            "lease"_a, "num_tokens"_a, "step"_a = 0,
-            "(source, target): the state slot to copy on the device now; target -1: none.")
+        .def("snapshot", &Core::snapshot, "lease"_a, "num_tokens"_a, "step"_a = 0,
+             "(source, target): the state slot to copy on the device now; target -1: none.")
         .def("discard_snapshot", &Core::discard_snapshot, "lease"_a, "slot"_a,
              "The copy that snapshot() asked for was not made.")
         .def("snapshot_points", &Core::snapshot_points, "lease"_a)
@@ -743,11 +687,9 @@ void bind_core(nb::module_& m) {
             "transfer"_a,
             "(route, window group, source ids, target ids, after_step); group -1: state slots, of "
             "which source -1 is zeros.")
-        .def("take_state_save", &Core::take_state_save,
-             "Begin to copy one snapshot to host memory; 0: there is nothing to copy.")
-        .def("take_window_save", &Core::take_window_save,
-             "Begin to copy blocks of one window group to host memory; 0: there is nothing to "
-             "copy.")
+        .def("take_group_save", &Core::take_group_save,
+             "Begin to copy blocks of one group besides attention to host memory; 0: there is "
+             "nothing to copy.")
         .def("take_backups", &Core::take_backups)
         .def("take_write_backs", &Core::take_write_backs, "wanted_blocks"_a = 0)
         .def("wants_write_backs", &Core::wants_write_backs)
@@ -755,18 +697,11 @@ void bind_core(nb::module_& m) {
         .def("must_look_further", &Core::must_look_further,
              "Return whether eviction stopped at a block that take_write_backs(more) has not seen.")
         .def("transfer", &transfer, "transfer"_a, "(device_blocks, host_blocks, after_step).")
-        .def(
-            "complete",
-            [](Core& core, TransferId id, Outcome outcome, std::uint32_t first_bad_block,
-               const nb::bytes& results) {
-                return core.complete(
-                    id, outcome, first_bad_block,
-                    {static_cast<const std::uint8_t*>(results.data()), results.size()});
-            },
-            "transfer"_a, "outcome"_a, "first_bad_block"_a = 0, "results"_a = nb::bytes("", 0),
-            "`results`: of a save, one byte per block, or none. Return the leases that waited for "
-            "a "
-            "transfer of a peer and are released now.")
+        .def("complete", &Core::complete, "transfer"_a, "outcome"_a, "first_bad_block"_a = 0,
+             "results"_a = nb::bytes("", 0),
+             "`results`: of a save, one byte per block, or none. Return the leases that waited for "
+             "a "
+             "transfer of a peer and are released now.")
         .def("take_abandoned", &Core::take_abandoned)
         .def("mark_cancelling", &Core::mark_cancelling, "transfer"_a,
              "Note that a worker was asked to cancel a transfer: no other lease joins it.")
@@ -782,17 +717,13 @@ void bind_core(nb::module_& m) {
         .def_prop_ro("swapped_leases", &Core::swapped_leases)
         .def_prop_ro("computed_prompt_tokens", &Core::computed_prompt_tokens,
                      "As in the statistics.")
-        .def(
-            "room",
-            [](const Core& core) -> RoomTuple {
-                const Room room = core.room();
-                return nb::make_tuple(room.device_free, room.evictable, room.state_slots);
-            },
-            "(device_free, evictable, state_slots) that no lease holds; statistics() in O(1).")
+        .def("room", &Core::room,
+             "(device_free, evictable, state_slots) that no lease holds; statistics() in O(1).")
         .def("forget_device", &Core::forget_device)
         .def("forget_host", &Core::forget_host)
         .def("reset", &Core::reset)
         .def("statistics", &Core::statistics)
+        .def("group_statistics", &Core::group_statistics, "group"_a)
         .def("violations", &Core::violations)
         .def(
             "oldest_leases",

@@ -1,1 +1,1 @@
-"""Parts of `aiokv demo` that need a checkout: other models, their weights, and traces."""
+"""`python -m tests.models.demo`: `aiokv demo` with other models, their weights, and traces."""

@@ -1,10 +1,17 @@
-"""Small generated traces of chat traffic, with shared system prompts and several turns."""
+"""Small generated traces of chat traffic, with shared system prompts and several turns.
+
+``python -m tests.harness.synthetic_trace`` writes the trace of ``aiokv replay example`` again: 60
+interleaved conversations of up to eight turns behind four shared system prompts.
+"""
 
 from __future__ import annotations
 
+import gzip
 import random
 
-from aiokv.trace.format import HASH_BLOCK_TOKENS, TraceRequest
+import msgspec
+
+from aiokv.trace.format import EXAMPLE, HASH_BLOCK_TOKENS, TraceRequest
 
 
 class _Conversation:
@@ -71,3 +78,16 @@ def generate_trace(
         )
         clock_ms += rng.expovariate(1 / mean_interval_ms)
     return requests
+
+
+def example_lines() -> bytes:
+    """Return the lines of the trace that comes with the package."""
+    requests = generate_trace(
+        1_500, live_conversations=60, turn_tokens=1_500, max_turns=8, system_prompts=4
+    )
+    encode = msgspec.json.Encoder().encode
+    return b"".join(encode(request) + b"\n" for request in requests)
+
+
+if __name__ == "__main__":
+    EXAMPLE.write_bytes(gzip.compress(example_lines(), mtime=0))

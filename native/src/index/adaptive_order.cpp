@@ -1,0 +1,77 @@
+// The policy "adaptive": by recency, or by the scores of a reuse model, per tier.
+#include <optional>
+
+#include "aiokv/core_types.hpp"
+#include "aiokv/eviction_order.hpp"
+#include "aiokv/prefix_tree.hpp"
+#include "aiokv/ranked_queue.hpp"
+#include "aiokv/reuse_model.hpp"
+#include "aiokv/set_dueling.hpp"
+
+namespace aiokv {
+namespace {
+
+// The host evicts what leaves both tiers, so it decides like one tier of their sum.
+std::uint32_t capacity_of_host_order(const CoreConfig& config) {
+    return config.host_blocks + (config.foreign_device ? 0 : config.device_blocks);
+}
+
+class AdaptiveOrder final : public EvictionOrder {
+  public:
+    AdaptiveOrder(const CoreConfig& config, PrefixTree& tree)
+        : tree_(tree),
+          host_blocks_(config.host_blocks),
+          model_(config.block_tokens, capacity_of_host_order(config)),
+          device_dueling_(model_, config.device_blocks),
+          device_(tree, &model_),
+          host_(tree, &model_) {
+        if (config.host_blocks > 0) host_dueling_.emplace(model_, capacity_of_host_order(config));
+    }
+
+    TierQueue& device() override { return device_; }
+    TierQueue& host() override { return host_; }
+    std::size_t bytes() const override {
+        return model_.bytes() + device_.bytes() + host_.bytes() + device_dueling_.bytes() +
+               (host_dueling_ ? host_dueling_->bytes() : 0);
+    }
+
+    // The model sees the prompt of a lease once, and classifies the blocks that it hits.
+    bool on_grant(Lease& lease, std::uint64_t seed) override {
+        bool device_changed = false;
+        if (lease.classes.empty()) {
+            model_.observe(lease.tokens, seed, lease.classes);
+            lease.stretch_shift = model_.stretch_shift();
+            device_dueling_.observe(lease.classes);
+            device_changed = device_.choose(device_dueling_.prefers_score());
+            if (host_dueling_) {
+                host_dueling_->observe(lease.classes);
+                host_.choose(host_dueling_->prefers_score());
+            }
+        }
+        for (std::size_t i = 0; i < lease.path.size(); ++i) {
+            tree_[lease.path[i]].reuse_class = lease.class_of(i);
+        }
+        return device_changed;
+    }
+    void on_device_resized(std::uint32_t blocks) override {
+        device_dueling_.resize(blocks);
+        if (host_dueling_) host_dueling_->resize(host_blocks_ + blocks);
+    }
+
+  private:
+    PrefixTree& tree_;
+    const std::uint32_t host_blocks_;
+    ReuseModel model_;
+    SetDueling device_dueling_;
+    std::optional<SetDueling> host_dueling_;
+    RankedQueue device_;
+    RankedQueue host_;
+};
+
+}  // namespace
+
+std::unique_ptr<EvictionOrder> make_adaptive_order(const CoreConfig& config, PrefixTree& tree) {
+    return std::make_unique<AdaptiveOrder>(config, tree);
+}
+
+}  // namespace aiokv
