@@ -155,12 +155,12 @@ async def test_plan_that_the_worker_cannot_take_fails_and_blocks_no_later_call(m
         await cache.engine.evict(8)
 
         def broken(plan):
-            raise MemoryError("no memory for the plan")
+            raise RuntimeError("no room for the plan")
 
         with monkeypatch.context() as patch:
             patch.setattr(cache.engine.worker, "submit", broken)
             lease = await cache.engine.match(A).allocate(len(A))
-        with pytest.raises(TransferError, match="no memory for the plan"):
+        with pytest.raises(TransferError, match="no room for the plan"):
             await lease.layers.wait_all()
         assert lease.recompute_from() == 0
         lease.release()

@@ -1,4 +1,4 @@
-"""An interrupt in a callback that sends messages: the rest is sent in the next pass."""
+"""Priorities of transfers that were raised reach the ranks."""
 
 from __future__ import annotations
 
