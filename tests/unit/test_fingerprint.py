@@ -14,7 +14,7 @@ import pytest
 from aiokv import WindowGroup, _native
 from aiokv.errors import ConfigError, LayoutError, UsageError
 from aiokv.layout.regions import Regions
-from aiokv.stores.fingerprint import describe, fingerprint
+from aiokv.stores.identity import StoreIdentity
 
 TOKENS = np.arange(160, dtype=np.int32)
 
@@ -47,6 +47,14 @@ def options(**changes):
         "rank": 0,
         "num_ranks": 2,
     } | changes
+
+
+def describe(regions, *, pool="host", **options) -> str:
+    return StoreIdentity(**options).describe(regions, pool)
+
+
+def fingerprint(regions, *, pool="host", **options) -> bytes:
+    return StoreIdentity(**options).fingerprint(regions, pool)
 
 
 def keys_of(regions=None, context="", **changes) -> set[bytes]:
