@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
+    from aiokv.engine.lease_record import LeaseRecord
     from aiokv.engine.peers import Exchange
-    from aiokv.lease import Lease
     from aiokv.peers.ticket import Ticket
     from aiokv.scheduler.effects import Effects
 
@@ -52,7 +52,7 @@ class Flow:
 
     Args:
         exchange: all flows of the engine.
-        lease: the lease.
+        record: the lease.
         ticket: the ticket.
         first_block: of the lease, to move.
         advance: begins the transfers that can begin, and takes those that have ended; returns True
@@ -60,7 +60,7 @@ class Flow:
         receives: True on the side that receives.
 
     Attributes:
-        lease: as given.
+        record: as given.
         lease_id: its id, also after its release.
         ticket: as given.
         receives: as given.
@@ -82,7 +82,7 @@ class Flow:
     def __init__(
         self,
         exchange: Exchange,
-        lease: Lease,
+        record: LeaseRecord,
         ticket: Ticket,
         first_block: int,
         advance: Callable[[], bool],
@@ -99,8 +99,8 @@ class Flow:
         self._advance = advance
         self._is_entered = False
         self._ticket_end = ""  # why the worker has ended the ticket
-        self.lease = lease
-        self.lease_id = lease.id
+        self.record = record
+        self.lease_id = record.id
         self.ticket = ticket
         self.receives = receives
         self.moved_block = first_block

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from aiokv.base import checks
+from aiokv.base.groups import ATTENTION, STATE
 from aiokv.config.cache_config import WindowGroup  # noqa: TC001  (msgspec needs it)
 from aiokv.errors import ConfigError
+from aiokv.stores.base import medium_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aiokv.base.plan import StorePool
     from aiokv.layout.arrays import Piece
     from aiokv.layout.regions import Regions
 
@@ -52,8 +53,8 @@ class StoreIdentity(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     num_ranks: int = 1
 
-    def fingerprint(self, regions: Regions, pool: StorePool = "host") -> bytes:
-        """Return the fingerprint of the objects of a pool of these tensors, 32 bytes.
+    def fingerprint(self, regions: Regions, group: str = ATTENTION) -> bytes:
+        """Return the fingerprint of the objects of a group of these tensors, 32 bytes.
 
         Args:
             regions: the rank's tensors. Layers, names, element types, the shape of a block, and
@@ -63,17 +64,15 @@ class StoreIdentity(msgspec.Struct, frozen=True, kw_only=True):
                 given (``Regions.add(axes=, heads=)``), since one shape can have two orders of axes;
                 a region without them has the fingerprint that it always had. So a cache whose
                 regions get axes does not find the blocks that it stored before.
-            pool: pool of host memory that the objects belong to: ``"host"`` for blocks,
-                ``"host_state"`` for snapshots of recurrent state, or ``"host_window:"`` and the
-                name of a window group for its blocks.
+            group: group of the objects. Its line names the group by its ``medium_name``.
 
         Raises:
             ConfigError: ``model`` is empty, or a number is out of range.
             UsageError: a name is not valid Unicode.
         """
-        return hashlib.sha256(self.describe(regions, pool).encode()).digest()
+        return hashlib.sha256(self.describe(regions, group).encode()).digest()
 
-    def describe(self, regions: Regions, pool: StorePool = "host") -> str:
+    def describe(self, regions: Regions, group: str = ATTENTION) -> str:
         """Return the text whose hash is the fingerprint; arguments and errors as there."""
         if not checks.text("model", self.model):
             raise ConfigError(
@@ -94,12 +93,12 @@ class StoreIdentity(msgspec.Struct, frozen=True, kw_only=True):
             f"layers {regions.num_layers}",
             *_region_lines(regions),
         ]
-        for name, group in sorted(self.windows.items()):
+        for name, window in sorted(self.windows.items()):
             quoted = _quoted("the name of a window", name)
-            lines.append(f"window {quoted} {group.window_tokens} sink {group.sink_tokens}")
-        if pool != "host":
-            lines.append(f"pool {_quoted('pool', pool)}")
-            lines += _pool_lines(regions, pool)
+            lines.append(f"window {quoted} {window.window_tokens} sink {window.sink_tokens}")
+        if group != ATTENTION:
+            lines.append(f"pool {_quoted('group', medium_name(group))}")
+            lines += _group_lines(regions, group)
         return "".join(f"{line}\n" for line in lines)
 
 
@@ -110,10 +109,9 @@ def _region_lines(regions: Regions) -> Iterator[str]:
         yield f"layer {piece.layer} state {_array(piece)}"
 
 
-def _pool_lines(regions: Regions, pool: StorePool) -> Iterator[str]:
-    """Yield the places of the tensors of an auxiliary pool in one of its blocks."""
-    _, _, group = pool.partition(":")
-    blocks = regions.window_blocks(group) if group else regions.state_blocks()
+def _group_lines(regions: Regions, group: str) -> Iterator[str]:
+    """Yield the places of the tensors of a group in one of its blocks."""
+    blocks = regions.state_blocks() if group == STATE else regions.window_blocks(group)
     for piece in blocks.pieces():
         yield f"layer {piece.layer} slot {_array(piece)} at {piece.host_offset_bytes}"
 
