@@ -85,7 +85,7 @@ def new_core(config: CacheConfig, has_stores: bool = False) -> Core:
         host_blocks=config.host_blocks,
         leave_tokens=config.leave_tokens,
         reserve_blocks=config.reserve_blocks,
-        write_policy=_POLICIES[config.write_policy if config.host_blocks else "none"],
+        write_policy=_POLICIES[config.write_policy],
         write_through_threshold=config.write_through_threshold,
         low_watermark_blocks=config.watermark_blocks,
         min_onload_blocks=config.min_onload_blocks,
@@ -164,8 +164,7 @@ class Plans:
 
     def fetch(self, transfer_id: int, priority: Priority) -> TransferPlan:
         """Return the plan of a fetch; its source ids are the indices of the digests."""
-        host_blocks, digests = self._core.store_transfer(transfer_id)
-        group = self._core.auxiliary_group(transfer_id)
+        group, host_blocks, digests = self._core.store_transfer(transfer_id)
         route, name = self._route(group, FETCH, STATE_FETCH, WINDOW_FETCH)
         return TransferPlan(
             transfer_id=transfer_id,
@@ -179,8 +178,7 @@ class Plans:
 
     def save(self, transfer_id: int) -> TransferPlan:
         """Return the plan of a save; its target ids are the indices of the digests."""
-        host_blocks, digests = self._core.store_transfer(transfer_id)
-        group = self._core.auxiliary_group(transfer_id)
+        group, host_blocks, digests = self._core.store_transfer(transfer_id)
         route, name = self._route(group, SAVE, STATE_SAVE, WINDOW_SAVE)
         return TransferPlan(
             transfer_id=transfer_id,
