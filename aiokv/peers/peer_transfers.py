@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aiokv.base.plan import PEER_ROUTES, RECEIVE_ROUTES, TransferReport
+from aiokv.base.plan import PEER_ROUTES, RECEIVE, TransferReport, group_routes
 from aiokv.errors import ClosedError, PeerError, UsageError
 from aiokv.layout.block_layout import split_layers
 from aiokv.layout.mapping import BlockLayout
@@ -46,7 +46,7 @@ from aiokv.worker.layer_marks import LayerMarks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from aiokv.base.plan import Route, TransferPlan
+    from aiokv.base.plan import GroupRoute, TransferPlan
     from aiokv.layout.regions import Regions
     from aiokv.peers.listener import Listener
     from aiokv.peers.options import Peers
@@ -117,7 +117,9 @@ class PeerTransfers:
     ) -> None:
         self.exist = peers is not None
         self.ticket_key = b"" if peers is None else ticket_key(peers.key)
-        self.routes: frozenset[Route] = PEER_ROUTES if self.exist else frozenset()
+        self.routes: frozenset[GroupRoute] = (
+            group_routes(*PEER_ROUTES) if self.exist else frozenset()
+        )
         self._options = peers
         self._memory = memory
         self._copies = copies
@@ -526,7 +528,7 @@ class PeerTransfers:
     def submit(self, plan: TransferPlan, num_bytes: int) -> LayerDoneCounter:
         """Take a plan that was checked."""
         counter = self._plans.begin(plan, num_bytes)
-        end = self._receiver if plan.route in RECEIVE_ROUTES else self._sender
+        end = self._receiver if plan.route == RECEIVE else self._sender
         reason = f"the engine has no route {plan.route} now" if end is None else ""
         if end is not None:
             try:
@@ -555,7 +557,7 @@ class PeerTransfers:
         if self._sender is not None:
             self._guard.surely(self._sender.release_held)
 
-    def lane_statistics(self) -> dict[Route, LaneStatistics]:
+    def lane_statistics(self) -> dict[GroupRoute, LaneStatistics]:
         """Return the counts of each route. Any thread."""
         return self._plans.lane_statistics()
 

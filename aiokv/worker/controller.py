@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from aiokv.base.plan import CLONE, PEER_ROUTES, STATE, TransferPlan, TransferReport
+from aiokv.base.plan import PEER_ROUTES, TransferPlan, TransferReport, group_routes
 from aiokv.errors import ClosedError, ConfigError, UsageError
 from aiokv.peers.peer_transfers import PeerTransfers
 from aiokv.worker.base import Capabilities, WorkerFacts, WorkerState
@@ -113,8 +113,9 @@ class CacheController:
             has_states=host_state_slots > 0,
         )
         self._capabilities = Capabilities(
-            routes=(device.routes - PEER_ROUTES) | self.stores.routes | self.tickets.routes,
-            clone_routes=frozenset((CLONE, STATE)),
+            routes=(device.routes - group_routes(*PEER_ROUTES))
+            | self.stores.routes
+            | self.tickets.routes,
             checksums=True,
             step_events=True,
             owns_tensors=True,
@@ -218,11 +219,11 @@ class CacheController:
         if self.counter(plan.transfer_id) is not None:
             raise UsageError(f"transfer {plan.transfer_id} is in flight already")
         num_bytes = self.memory.check(plan)
-        if plan.route in self.stores.routes:
+        if plan.group_route in self.stores.routes:
             if self._checksums is not None:
                 self._checksums.begin(plan)
             return self.stores.transfers.submit(plan, num_bytes)
-        if plan.route in self.tickets.routes:
+        if plan.group_route in self.tickets.routes:
             return self.tickets.submit(plan, num_bytes)
         return self._transfers.submit(plan, num_bytes)
 
