@@ -50,8 +50,8 @@ class Interrupts:
 async def test_plan_whose_submission_is_interrupted_is_submitted_once(monkeypatch, after):
     async with Cache(write_policy="write_through") as cache:
         lease = await cache.serve(A)
-        submit = Interrupts(cache.engine.worker.submit, after=after)
-        monkeypatch.setattr(cache.engine.worker, "submit", submit)
+        submit = Interrupts(cache.engine.worker.plans.submit, after=after)
+        monkeypatch.setattr(cache.engine.worker.plans, "submit", submit)
         with pytest.raises(KeyboardInterrupt):
             await cache.engine.drain()
         assert submit.left == 0
@@ -71,8 +71,8 @@ async def test_lease_whose_assign_is_interrupted_is_not_granted(monkeypatch, aft
         await cache.store(A, range(3))
         lease = cache.engine.match(A)
         await lease.allocate(9)
-        submit = Interrupts(cache.engine.worker.submit, after=after)
-        monkeypatch.setattr(cache.engine.worker, "submit", submit)
+        submit = Interrupts(cache.engine.worker.plans.submit, after=after)
+        monkeypatch.setattr(cache.engine.worker.plans, "submit", submit)
         with pytest.raises(KeyboardInterrupt):
             lease.assign([4, 5, 6])
         assert submit.left == 0
@@ -130,9 +130,9 @@ async def test_interrupt_between_two_grants_grants_both():
         tasks = [asyncio.create_task(lease.allocate(len(A))) for lease in leases]
         await spin(2)
         assert cache.statistics.waiting == 2
-        submit = Interrupts(cache.engine.worker.submit)
+        submit = Interrupts(cache.engine.worker.plans.submit)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cache.engine.worker, "submit", submit)
+            patch.setattr(cache.engine.worker.plans, "submit", submit)
             with pytest.raises(KeyboardInterrupt):
                 holder.release()
         assert submit.left == 0
@@ -315,7 +315,7 @@ async def test_plan_that_the_worker_cannot_take_fails_and_blocks_no_later_call(m
             raise MemoryError("no memory for the plan")
 
         with monkeypatch.context() as patch:
-            patch.setattr(cache.engine.worker, "submit", broken)
+            patch.setattr(cache.engine.worker.plans, "submit", broken)
             lease = await cache.engine.match(A).allocate(len(A))
         with pytest.raises(TransferError, match="no memory for the plan"):
             await lease.layers.wait_all()

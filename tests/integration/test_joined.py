@@ -122,7 +122,7 @@ async def test_every_wait_for_a_cancelled_transfer_raises() -> None:
         layers = lease.layers
         (counter,) = layers.counters
         assert counter.pending_layers == [0, 1]
-        served.engine.worker.cancel(counter.transfer_id)
+        served.engine.worker.plans.cancel(counter.transfer_id)
         for reported in (False, True):
             assert counter.is_done is reported
             for waiter in (layers, counter):

@@ -439,7 +439,7 @@ async def test_grant_whose_layers_are_not_known_takes_nothing(verb, place, monke
             raise KeyboardInterrupt
 
         if place == "submit":
-            monkeypatch.setattr(cache.engine.worker, "submit", interrupt)
+            monkeypatch.setattr(cache.engine.worker.plans, "submit", interrupt)
         else:
             monkeypatch.setattr(cache.engine.scheduler.read, "block_table", interrupt)
         with pytest.raises(KeyboardInterrupt):

@@ -107,7 +107,7 @@ async def test_cancelled_plan_with_some_layers_leaves_its_blocks_alone(backends)
     async with workers(backends) as (p, d, ticket):
         received = d.receive(ticket, PROMPT, TARGETS)
         assert await p.ended(p.send(ticket, PROMPT, SOURCES, ranges=(0, 2))) == [("done", 0)]
-        d.controller.cancel(received)
+        d.controller.plans.cancel(received)
         assert await d.ended(received) == [("cancelled", 0)]
         before = d.blocks(TARGETS)
         p.send(ticket, PROMPT, SOURCES, ranges=(2, 3))

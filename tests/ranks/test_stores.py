@@ -303,23 +303,23 @@ async def test_overdue_fetch_releases_waiters_and_ends_with_the_reports():
     group = transfer(FETCH)
     assert group.may_give_up
     group.release(1, overdue(1))
-    assert group.counter.given_up
-    assert group.counter.failure.reason == "rank 1: too late"
+    assert group.plans.counter.given_up
+    assert group.plans.counter.failure.reason == "rank 1: too late"
     assert not group.may_give_up  # no time limit follows: the rank is not slow
     assert group.owing == {0, 1}
     group.end(0, TransferReport(transfer_id=1, outcome="done", first_bad_block=3))
-    assert not group.counter.at_rest
+    assert not group.plans.counter.at_rest
     assert group.end(1, overdue(1))
     report = group.report()
     assert (report.outcome, report.first_bad_block) == ("failed", 1)
-    assert group.counter.at_rest
+    assert group.plans.counter.at_rest
 
 
 async def test_only_a_fetch_may_be_overdue():
     group = transfer(SAVE)
     with pytest.raises(ChannelError, match="rank 1 reports that transfer 1 is overdue"):
         group.release(1, overdue(0))
-    assert not group.counter.given_up
+    assert not group.plans.counter.given_up
 
 
 async def test_fetch_is_proven_up_to_the_first_block_that_a_rank_lacks():
