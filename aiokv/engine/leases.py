@@ -7,8 +7,9 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from aiokv.base import checks
+from aiokv.base.groups import ATTENTION, STATE
 from aiokv.base.logs import DEBUG, Log
-from aiokv.base.plan import CLONE, STATE, Priority, clone_plan
+from aiokv.base.plan import Priority, clone_plan
 from aiokv.base.types import LeaseState, as_block_ids, as_items, as_tokens, lease_name
 from aiokv.engine.contexts import context_of
 from aiokv.engine.coverage import Coverage
@@ -567,7 +568,7 @@ class Leases:
             self._observers.matched(child.id)
             self._observers.granted(child)
         try:
-            clone = clone_plan(CLONE, fork.source_blocks, fork.target_blocks)
+            clone = clone_plan(ATTENTION, fork.source_blocks, fork.target_blocks)
             self._worker.steps.clone(clone, stream)
             if fork.state_slots is not None:
                 self._copy_state(*fork.state_slots, stream)

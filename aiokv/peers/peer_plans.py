@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from aiokv.base.plan import RECEIVE_ROUTES, STATE_RECEIVE
+from aiokv.base.plan import RECEIVE
 from aiokv.errors import UsageError
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.lanes import RouteCounts
@@ -13,7 +13,7 @@ from aiokv.worker.plan_table import Executor, PlanEntry
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from aiokv.base.plan import Route
+    from aiokv.base.plan import GroupRoute
     from aiokv.peers.receiver import Receiver
     from aiokv.peers.sender import Sender
     from aiokv.worker.base import Cancelled
@@ -41,7 +41,7 @@ class PeerPlans(Executor[_Work]):
 
     def __init__(
         self,
-        routes: Iterable[Route],
+        routes: Iterable[GroupRoute],
         plans: PlanTable,
         receiver: Callable[[], Receiver[Any] | None],
         sender: Callable[[], Sender[Any] | None],
@@ -52,7 +52,7 @@ class PeerPlans(Executor[_Work]):
         self._counts = {route: RouteCounts() for route in routes}
 
     @property
-    def counts(self) -> Mapping[Route, RouteCounts]:
+    def counts(self) -> Mapping[GroupRoute, RouteCounts]:
         """Counts of each route."""
         return self._counts
 
@@ -60,7 +60,7 @@ class PeerPlans(Executor[_Work]):
         """Give a plan to the receiver or the sender; their refusal is its failure."""
         entry.work = _Work()
         plan = entry.plan
-        end = self._receiver() if plan.route in RECEIVE_ROUTES else self._sender()
+        end = self._receiver() if plan.route == RECEIVE else self._sender()
         try:
             if end is None:
                 raise UsageError(f"the engine has no route {plan.route} now")
@@ -104,7 +104,7 @@ class PeerPlans(Executor[_Work]):
         if failure is not None:
             failure = CopyError(leading_blocks, failure.reason)
         # The state of a lease is the one before, unless it was written.
-        is_state = entry.plan.route == STATE_RECEIVE
+        is_state = entry.plan.group_route == ("last", RECEIVE)
         cancelled = not is_touched if is_state else entry.work.is_cancelled and not leading_blocks
         self._plans.end(entry, failure, cancelled=cancelled, moved_blocks=leading_blocks)
         self._plans.report_soon(entry)

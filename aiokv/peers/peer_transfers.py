@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aiokv.base.plan import PEER_ROUTES
+from aiokv.base.plan import PEER_ROUTES, group_routes
 from aiokv.errors import ClosedError, PeerError, UsageError
 from aiokv.layout.block_layout import split_layers
 from aiokv.layout.mapping import BlockLayout
@@ -44,7 +44,7 @@ from aiokv.worker.layer_marks import LayerMarks
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aiokv.base.plan import Route
+    from aiokv.base.plan import GroupRoute
     from aiokv.layout.regions import Regions
     from aiokv.peers.listener import Listener
     from aiokv.peers.options import Peers
@@ -114,7 +114,9 @@ class PeerTransfers:
     ) -> None:
         self.exist = peers is not None
         self.ticket_key = b"" if peers is None else ticket_key(peers.key)
-        self.routes: frozenset[Route] = PEER_ROUTES if self.exist else frozenset()
+        self.routes: frozenset[GroupRoute] = (
+            group_routes(*PEER_ROUTES) if self.exist else frozenset()
+        )
         self._options = peers
         self._memory = memory
         self._copies = copies

@@ -9,15 +9,12 @@ import msgspec
 
 from aiokv.base.logs import Log
 from aiokv.base.plan import (
-    FETCH,
     OFFLOAD,
     ONLOAD,
     PEER_ROUTES,
-    SAVE,
-    WINDOW_FETCH,
-    WINDOW_ROUTES,
-    WINDOW_SAVE,
+    STORE_ROUTES,
     TransferReport,
+    group_routes,
 )
 from aiokv.errors import ClosedError, UsageError
 from aiokv.ranks.channel import MAX_FRAME_BYTES, frame_of
@@ -31,7 +28,8 @@ from aiokv.worker.plan_table import CANCELLED, Executor, PlanEntry
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aiokv.base.plan import Route, TransferPlan
+    from aiokv.base.groups import Retention
+    from aiokv.base.plan import GroupRoute, TransferPlan
     from aiokv.errors import RankLost
     from aiokv.ranks.membership import Membership
     from aiokv.ranks.messages import Reports
@@ -42,9 +40,11 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-ROUTES: Final = frozenset((ONLOAD, OFFLOAD)) | WINDOW_ROUTES
-STORE_ROUTES: Final = frozenset((FETCH, SAVE, WINDOW_FETCH, WINDOW_SAVE))
-_ALL_ROUTES: Final = ROUTES | STORE_ROUTES | PEER_ROUTES
+_RETENTIONS: Final[tuple[Retention, ...]] = ("all", "window")
+TIER_ROUTES: Final = group_routes(ONLOAD, OFFLOAD, retentions=_RETENTIONS)
+SAVED_ROUTES: Final = group_routes(*STORE_ROUTES, retentions=_RETENTIONS)
+SENT_ROUTES: Final = group_routes(*PEER_ROUTES)
+_ALL_ROUTES: Final = TIER_ROUTES | SAVED_ROUTES | SENT_ROUTES
 
 BATCH_BYTES: Final = MAX_FRAME_BYTES // 4  # of block ids in one batch
 
@@ -91,7 +91,7 @@ class TransferBroadcast(Executor[GroupTransfer]):
         self.batches = self.plans = self.batch_bytes = self.given_up = 0
 
     @property
-    def counts(self) -> Mapping[Route, RouteCounts]:
+    def counts(self) -> Mapping[GroupRoute, RouteCounts]:
         """Counts of each route; a transfer counts once, not once per rank."""
         return self._counts
 

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from aiokv.base.checks import Unique, arguments, flag, integer
+from aiokv.base.groups import ATTENTION, retention_of
 from aiokv.base.logs import Log
-from aiokv.base.plan import PEER_ROUTES, WINDOW_PEER_ROUTES
+from aiokv.base.plan import PEER_ROUTES
 from aiokv.errors import ClosedError, ConfigError, UsageError
-from aiokv.ranks.broadcast import ROUTES, STORE_ROUTES, TransferBroadcast
+from aiokv.ranks.broadcast import SAVED_ROUTES, SENT_ROUTES, TIER_ROUTES, TransferBroadcast
 from aiokv.ranks.channel import checked_path, frame_of
 from aiokv.ranks.control_requests import ControlRequests
 from aiokv.ranks.listener import Listener
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from aiokv.base.plan import Pool, TransferPlan, TransferReport
+    from aiokv.base.plan import AnyTier, TransferPlan, TransferReport
     from aiokv.base.types import Tier
     from aiokv.config.cache_config import WindowGroup
     from aiokv.errors import RankLost
@@ -134,12 +135,12 @@ class RankGroup(Unique):
         flag("has_peers", has_peers, ConfigError)
         if not callable(clock):
             raise ConfigError(f"clock is {clock!r}; it must be a function that returns seconds")
-        routes = ROUTES | STORE_ROUTES if has_stores else ROUTES
+        routes = TIER_ROUTES | SAVED_ROUTES if has_stores else TIER_ROUTES
         self.num_ranks = num_ranks
         self.timeouts = timeouts or RankTimeouts()
         self._capabilities = Capabilities(
-            routes=routes | PEER_ROUTES if has_peers else routes,
-            clone_routes=frozenset(),
+            routes=routes | SENT_ROUTES if has_peers else routes,
+            clones=frozenset(),
             checksums=False,
             step_events=False,
             owns_tensors=False,
@@ -156,7 +157,7 @@ class RankGroup(Unique):
         self._restarting = False
         self._asleep: frozenset[Tier] = frozenset()
         self._on_lost: Callable[[RankLost], None] = lambda lost: None
-        self._num_blocks: dict[Pool, int] = {}
+        self._num_blocks: dict[AnyTier, int] = {}
         self._control = ControlRequests(self.timeouts)
         self._listener = Listener(None if path is None else checked_path(path))
         self._processes = (
@@ -353,18 +354,22 @@ class RankGroup(Unique):
         if self._closing or not self._opened:
             state = "closing" if self._closing else "not open"
             raise ClosedError(f"transfer {plan.transfer_id}: the group of ranks is {state}")
-        if plan.route not in self._capabilities.routes:
-            raise UsageError(f"transfer {plan.transfer_id}: ranks have no route {plan.route}")
+        if plan.group_route not in self._capabilities.routes:
+            raise UsageError(
+                f"transfer {plan.transfer_id}: ranks have no route {plan.route} for the group "
+                f"{plan.group!r}"
+            )
         num_blocks = self._num_blocks
-        if plan.group:
+        if plan.group != ATTENTION:
             group = self._windows.get(plan.group)
             num_blocks = {
                 "store": UNLIMITED_BLOCKS,
                 "peer": UNLIMITED_BLOCKS,
-                "window": 0 if group is None else group.device_blocks,
-                "host_window": 0 if group is None else group.host_blocks,
+                "device": 0 if group is None else group.device_blocks,
+                "host": 0 if group is None else group.host_blocks,
             }
-        if plan.num_blocks or plan.route not in WINDOW_PEER_ROUTES:
+        may_be_empty = retention_of(plan.group) == "window" and plan.route in PEER_ROUTES
+        if plan.num_blocks or not may_be_empty:
             check_ids(plan, num_blocks)
         return self._transfers, self._transfers.check(plan)
 

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
+from aiokv.base.groups import ATTENTION
 from aiokv.base.plan import TransferPlan, TransferReport  # noqa: TC001
 from aiokv.base.types import Tier  # noqa: TC001
 from aiokv.config.cache_config import WindowGroup  # noqa: TC001  (msgspec needs it)
@@ -45,7 +46,7 @@ from aiokv.worker.poller import PollerStatistics  # noqa: TC001
 if TYPE_CHECKING:
     from aiokv.layout.regions import Regions
 
-PROTOCOL_VERSION: Final = 8
+PROTOCOL_VERSION: Final = 9
 MAX_LAYERS: Final = 1 << 16  # the manager keeps a counter per layer and transfer
 
 
@@ -79,7 +80,7 @@ class Layout(_Message, frozen=True):
 
     def bytes_per_block(self, plan: TransferPlan) -> int:
         """Return the bytes of one block of a plan on one rank."""
-        if plan.group:
+        if plan.group != ATTENTION:
             return self.window_block_bytes.get(plan.group, 0)
         return self.block_bytes
 

@@ -18,7 +18,7 @@ import msgspec
 from aiokv.base.checks import Unique, arguments, integer, sequence
 from aiokv.base.checks import timeout as timeout_of
 from aiokv.base.logs import Log
-from aiokv.base.plan import FETCH_ROUTES, TransferReport
+from aiokv.base.plan import FETCH, TransferReport
 from aiokv.errors import (
     AiokvError,
     ClosedError,
@@ -616,7 +616,7 @@ class Rank(Unique):
             return
         counter.add_callback(lambda layer: self._outbox.note_layer(transfer_id, layer))
         self._counters.add(plan, counter)
-        if plan.route in FETCH_ROUTES:
+        if plan.route == FETCH:
             self._spawn(self._report_if_overdue(counter))
 
     async def _report_if_overdue(self, counter: LayerDoneCounter) -> None:

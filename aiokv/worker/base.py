@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import msgspec
 
-from aiokv.base.plan import FETCH, RECEIVE, STATE, Route
+from aiokv.base.plan import FETCH, RECEIVE, STATE_CLONE, GroupRoute
 from aiokv.worker.poller import PollerStatistics  # noqa: TC001  (msgspec)
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from aiokv.base.groups import Retention
     from aiokv.base.plan import StorePool, TransferPlan, TransferReport
     from aiokv.base.types import Tier
     from aiokv.config.cache_config import WindowGroup
@@ -50,16 +51,16 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     of a worker.
 
     Attributes:
-        routes: of plans that ``submit`` takes.
-        clone_routes: of plans that ``clone`` takes.
+        routes: of plans that ``submit`` takes, by retention of their group.
+        clones: retentions of the groups whose blocks ``clone`` copies.
         checksums: ``record_checksums`` may be called, and onloads are verified with them.
         step_events: ``close_step`` takes events; otherwise it takes None only.
         owns_tensors: the device tensors are in this process, and ``wake_up`` takes new ones.
         restart: ``restart`` repairs the worker after ``on_lost``.
     """
 
-    routes: frozenset[Route]
-    clone_routes: frozenset[Route]
+    routes: frozenset[GroupRoute]
+    clones: frozenset[Retention]
     checksums: bool
     step_events: bool
     owns_tensors: bool
@@ -68,17 +69,17 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def recurrent_state(self) -> bool:
         """The worker moves slots of recurrent state."""
-        return STATE in self.routes
+        return STATE_CLONE in self.routes
 
     @property
     def stores(self) -> bool:
         """The worker has stores: it looks up, fetches and saves blocks."""
-        return FETCH in self.routes
+        return ("all", FETCH) in self.routes
 
     @property
     def peers(self) -> bool:
         """The worker has peers: it receives blocks from other engines, or sends them."""
-        return RECEIVE in self.routes
+        return ("all", RECEIVE) in self.routes
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,7 +211,7 @@ class Steps(Protocol):
         """Execute a plan within the device, in the order of a compute stream; no report follows.
 
         Args:
-            plan: of a route in ``capabilities.clone_routes``; nothing to do without blocks.
+            plan: a clone of a group in ``capabilities.clones``; nothing to do without blocks.
             stream: the compute stream (cupy, PyTorch or Paddle). On the cpu the copy is done on
                 return.
 

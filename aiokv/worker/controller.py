@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
-from aiokv.base.plan import CLONE, PEER_ROUTES, STATE, TransferPlan, TransferReport
+from aiokv.base.plan import PEER_ROUTES, TransferPlan, TransferReport, group_routes
 from aiokv.errors import ClosedError, ConfigError, UsageError
 from aiokv.peers.peer_transfers import PeerTransfers
 from aiokv.worker.base import Capabilities, WorkerFacts, WorkerState
@@ -105,8 +105,10 @@ class CacheController:
             has_states=host_state_slots > 0,
         )
         self._capabilities = Capabilities(
-            routes=(device.routes - PEER_ROUTES) | self.stores.routes | self.tickets.routes,
-            clone_routes=frozenset((CLONE, STATE)),
+            routes=(device.routes - group_routes(*PEER_ROUTES))
+            | self.stores.routes
+            | self.tickets.routes,
+            clones=frozenset(("all", "last")),
             checksums=True,
             step_events=True,
             owns_tensors=True,
@@ -209,9 +211,9 @@ class CacheController:
                 hint="await engine.wake_up() first",
             )
         num_bytes = self.memory.check(plan)
-        if plan.route in self.stores.routes:
+        if plan.group_route in self.stores.routes:
             return self.stores.transfers, num_bytes
-        if plan.route in self.tickets.routes:
+        if plan.group_route in self.tickets.routes:
             return self.tickets.plans, num_bytes
         return self._transfers, num_bytes
 

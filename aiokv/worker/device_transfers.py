@@ -13,7 +13,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from aiokv.base.plan import ONLOAD, TransferPlan, id_bytes
-from aiokv.worker.device.base import CopyError, blocks_of, pool_key
+from aiokv.worker.device.base import CopyError, blocks_of
 from aiokv.worker.lanes import Lane
 from aiokv.worker.plan_table import Executor, PlanEntry
 from aiokv.worker.poller import EventPoller
@@ -21,7 +21,7 @@ from aiokv.worker.poller import EventPoller
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
-    from aiokv.base.plan import Route
+    from aiokv.base.plan import GroupRoute, Route
     from aiokv.worker.base import Cancelled
     from aiokv.worker.checksums import Checksums
     from aiokv.worker.device.base import Copy, Device, Event
@@ -37,15 +37,17 @@ class _Work:
     """What the device does for a plan.
 
     Attributes:
+        lane: of its route.
         after: event that the first byte waits for, in place of that of the plan's step; None for
             none.
         copy: of the device; None before the device has accepted the plan.
         unproven: layer -> time of its arrival, of layers whose checksums are not verified yet.
     """
 
-    __slots__ = ("after", "copy", "unproven")
+    __slots__ = ("after", "copy", "lane", "unproven")
 
-    def __init__(self, after: Event | None) -> None:
+    def __init__(self, lane: Lane, after: Event | None) -> None:
+        self.lane = lane
         self.after = after
         self.copy: Copy | None = None
         self.unproven: dict[int, float | None] = {}
@@ -94,7 +96,7 @@ class DeviceTransfers(Executor[_Work]):
         self._poller = poller
 
     @property
-    def counts(self) -> Mapping[Route, Lane]:
+    def counts(self) -> Mapping[GroupRoute, Lane]:
         """Lane of each route."""
         return self._lanes
 
@@ -114,16 +116,16 @@ class DeviceTransfers(Executor[_Work]):
         if entry.state != "waiting":
             return "too late"
         self._gate.remove(entry)
-        self._lane_of(entry).queue.remove(entry)
+        entry.work.lane.queue.remove(entry)
         return "at once"
 
     def raise_priority(self, entry: _Entry) -> None:
         """Reorder a queued plan; one that is held is queued with its new priority."""
-        self._lane_of(entry).queue.raise_priority(entry)
+        entry.work.lane.queue.raise_priority(entry)
 
     def expedite(self, entry: _Entry) -> bool:
         """Give a queued plan to the device; return False if its step is open."""
-        lane = self._lane_of(entry)
+        lane = entry.work.lane
         if entry in lane.queue:
             self._start(lane, entry)
         return entry.state != "waiting"
@@ -132,7 +134,7 @@ class DeviceTransfers(Executor[_Work]):
         """Queue the plans that a step held."""
         freed = self._gate.free()
         for entry in freed:
-            self._lane_of(entry).queue.push(entry)
+            entry.work.lane.queue.push(entry)
         for lane in self._lanes.values():
             self._pump(lane)
 
@@ -152,7 +154,7 @@ class DeviceTransfers(Executor[_Work]):
 
         Args:
             route: from or to a peer.
-            group: window group of the blocks, for the routes of window blocks only.
+            group: group of the blocks, or a range of layers.
             source_ids: device blocks or slots.
             target_ids: likewise, as many.
             after: the step or the event that the copy waits for; None for neither.
@@ -172,7 +174,7 @@ class DeviceTransfers(Executor[_Work]):
             group=group,
             digests=keys,
         )
-        regions = blocks_of(self._memory.regions, pool_key(route, group))
+        regions = blocks_of(self._memory.regions, group)
         num_bytes = regions.block_bytes * plan.num_blocks
         entry = self._plans.add(plan, self, regions.num_layers, num_bytes, on_end)
         self._take(entry, None if isinstance(after, int) else after)
@@ -184,13 +186,10 @@ class DeviceTransfers(Executor[_Work]):
 
     # --- one plan ---------------------------------------------------------------------------
 
-    def _lane_of(self, entry: _Entry) -> Lane:
-        return self._lanes[entry.plan.route]
-
     def _take(self, entry: _Entry, after: Event | None) -> None:
-        entry.work = _Work(after)
+        lane = self._lanes[entry.plan.group_route]
+        entry.work = _Work(lane, after)
         if not self._gate.hold(entry):
-            lane = self._lane_of(entry)
             lane.queue.push(entry)
             self._pump(lane)
 
@@ -228,9 +227,7 @@ class DeviceTransfers(Executor[_Work]):
             device: Any = self._device  # one with slots in its memory
             copy: Copy = device.copy(plan.route, *ids, after, plan.group, keys=plan.digests)
             return copy
-        if plan.group:
-            return self._device.copy(plan.route, *ids, after, plan.group)
-        return self._device.copy(plan.route, *ids, after)
+        return self._device.copy(plan.route, *ids, after, plan.group)
 
     def _watch(self, lane: Lane, entry: _Entry, events: Sequence[Event]) -> None:
         """Watch each distinct event of a copy; layers that share one arrive together."""
@@ -288,7 +285,7 @@ class DeviceTransfers(Executor[_Work]):
         self, entry: _Entry, failure: CopyError | None, finished_seconds: float | None = None
     ) -> None:
         """End a plan within this callback; the next one starts before the report is sent."""
-        lane = self._lane_of(entry)
+        lane = entry.work.lane
         lane.submitted -= 1
         started = entry.counter.started_seconds
         if failure is None and started is not None:

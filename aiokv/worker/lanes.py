@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from aiokv.base.plan import direction
 from aiokv.worker.transfers import TransferQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aiokv.base.plan import Outcome, Route
+    from aiokv.base.plan import GroupRoute, Outcome
 
 BANDWIDTH_WEIGHT: Final = 0.2  # of the newest transfer in the moving average
 LEARN_BYTES: Final = 1 << 20  # smaller transfers are mostly latency: no measure of bandwidth
@@ -112,11 +113,11 @@ _IDLE_LANE: Final = LaneStatistics(
 
 
 def worker_statistics(
-    held: int, routes: Mapping[Route, LaneStatistics], corrupt: int = 0
+    held: int, routes: Mapping[GroupRoute, LaneStatistics], corrupt: int = 0
 ) -> WorkerStatistics:
     """Return the statistics of a worker; a route that it lacks has moved nothing."""
     by_name: dict[str, LaneStatistics] = {
-        route.direction: statistics for route, statistics in routes.items()
+        direction(*route): statistics for route, statistics in routes.items()
     }
     return WorkerStatistics(
         held=held,
@@ -197,7 +198,7 @@ class Lane(RouteCounts):
         submitted: number of transfers that the device has; the owner counts them.
     """
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: GroupRoute) -> None:
         super().__init__()
         self.route = route
         self.queue = TransferQueue()

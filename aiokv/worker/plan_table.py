@@ -26,7 +26,7 @@ from aiokv.worker.layers import LayerDoneCounter
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from aiokv.base.plan import Route, TransferPlan
+    from aiokv.base.plan import GroupRoute, TransferPlan
     from aiokv.worker.base import Cancelled
     from aiokv.worker.lanes import RouteCounts
     from aiokv.worker.poller import EventPoller
@@ -82,7 +82,7 @@ class PlanEntry(Generic[W]):
         self.plan = plan
         self.num_bytes = counter.num_bytes
         self.executor = executor
-        self.counts = executor.counts[plan.route]
+        self.counts = executor.counts[plan.group_route]
         self.on_end = on_end
         self.counter = counter
         self.priority = plan.priority
@@ -101,7 +101,7 @@ class Executor(ABC, Generic[W]):
 
     @property
     @abstractmethod
-    def counts(self) -> Mapping[Route, RouteCounts]:
+    def counts(self) -> Mapping[GroupRoute, RouteCounts]:
         """Counts of each route."""
 
     @property

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiokv.base.plan import CLONE, STATE
+from aiokv.base.groups import ATTENTION, STATE
+from aiokv.base.plan import CLONE
 from aiokv.errors import ClosedError, DeviceError, UsageError
 from aiokv.worker.blocks import clone_rows
 
@@ -195,13 +196,13 @@ class WorkerSteps:
     def clone(self, plan: TransferPlan, stream: Any = None) -> None:
         """Copy blocks or state slots within the device; see :meth:`Steps.clone`."""
         regions = self._memory().regions
-        if plan.route == CLONE:
-            pieces = list(regions.pieces())
-        elif plan.route == STATE:
-            pieces = list(regions.state_pieces)
-        else:
-            raise UsageError(f"clone: the route is {plan.route}; it must be {CLONE} or {STATE}")
-        clone_rows(pieces, plan.source_ids, plan.target_ids, stream)
+        if plan.route != CLONE or plan.group not in (ATTENTION, STATE):
+            raise UsageError(
+                f"clone: the route is {plan.route}, the group is {plan.group!r}; the route must be "
+                f"{CLONE}, the group {ATTENTION!r} or {STATE!r}"
+            )
+        pieces = regions.state_pieces if plan.group == STATE else regions.pieces()
+        clone_rows(list(pieces), plan.source_ids, plan.target_ids, stream)
 
     def record_checksums(self, block_ids: NDArray[np.int32], step: int) -> None:
         """Record the bytes of computed blocks; see :meth:`Steps.record_checksums`."""

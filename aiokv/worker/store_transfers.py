@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from aiokv.base.plan import FETCH, FETCH_ROUTES, SAVE, SAVE_ROUTES
+from aiokv.base.plan import FETCH, SAVE, STORE_ROUTES, group_routes
 from aiokv.stores.accesses import Accesses
 from aiokv.stores.base import Result
 from aiokv.stores.guard import CLOSE_SECONDS
@@ -21,13 +21,11 @@ from aiokv.worker.plan_table import Executor, PlanEntry
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aiokv.base.plan import Route, TransferPlan
+    from aiokv.base.plan import GroupRoute, TransferPlan
     from aiokv.stores.pools import StorePools
     from aiokv.worker.base import Cancelled
     from aiokv.worker.checksums import Checksums
     from aiokv.worker.plan_table import PlanTable
-
-STORE_ROUTES: Final = frozenset((FETCH, SAVE))
 
 
 class _Work:
@@ -46,7 +44,7 @@ class _Work:
         self.accesses = Accesses()
         self.failure: CopyError | None = CopyError(0, "the operation was interrupted")
         self.moved_blocks = 0
-        is_save = plan.route in SAVE_ROUTES
+        is_save = plan.route == SAVE
         self.results = bytes([Result.FAILED]) * plan.num_blocks if is_save else b""
 
     @property
@@ -73,10 +71,10 @@ class StoreTransfers(Executor[_Work]):
         self._plans = plans
         self._checksums = checksums
         self._is_closed = False
-        self._counts = {route: RouteCounts() for route in FETCH_ROUTES | SAVE_ROUTES}
+        self._counts = {route: RouteCounts() for route in group_routes(*STORE_ROUTES)}
 
     @property
-    def counts(self) -> Mapping[Route, RouteCounts]:
+    def counts(self) -> Mapping[GroupRoute, RouteCounts]:
         """Counts of each route."""
         return self._counts
 
@@ -128,7 +126,7 @@ class StoreTransfers(Executor[_Work]):
 
     async def _execute(self, entry: _Entry) -> None:
         self._plans.begin(entry)
-        is_fetch = entry.plan.route in FETCH_ROUTES
+        is_fetch = entry.plan.route == FETCH
         overdue = await (self._fetch(entry) if is_fetch else self._save(entry))
         if overdue:
             await asyncio.wait(overdue)

@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from aiokv.base.plan import STATE_FETCH, STATE_SAVE, WINDOW_FETCH, WINDOW_SAVE
+from aiokv.base.plan import STORE_ROUTES, group_routes
 from aiokv.errors import UsageError
 from aiokv.stores.base import KEY_BYTES
 from aiokv.stores.pools import StorePools
 from aiokv.stores.store_set import NOTHING, Found
-from aiokv.worker.store_transfers import STORE_ROUTES, StoreTransfers
+from aiokv.worker.store_transfers import StoreTransfers
 
 if TYPE_CHECKING:
-    from aiokv.base.plan import Route, StorePool
+    from aiokv.base.groups import Retention
+    from aiokv.base.plan import GroupRoute, StorePool
     from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.store_set import StoreAnswer
@@ -51,10 +52,11 @@ class WorkerStores:
         has_states: bool = False,
     ) -> None:
         self.exist = stores is not None
-        self.routes: frozenset[Route] = frozenset()
+        self.routes: frozenset[GroupRoute] = frozenset()
         if self.exist:
-            states = (STATE_FETCH, STATE_SAVE) if has_states else ()
-            self.routes = STORE_ROUTES.union(states, (WINDOW_FETCH, WINDOW_SAVE))
+            retentions: tuple[Retention, ...] = ("all", "window")
+            retentions += ("last",) if has_states else ()
+            self.routes = group_routes(*STORE_ROUTES, retentions=retentions)
         self._stores = StorePools(()) if stores is None else stores
         self._memory = memory
         self._identity: StoreIdentity | None = None

@@ -11,13 +11,10 @@ import numpy as np
 import pytest
 
 from aiokv import CacheConfig, LeaseError, LeaseState, UsageError, WindowGroup
+from aiokv.base.groups import STATE
 from aiokv.base.plan import (
     RECEIVE,
     SEND,
-    STATE_RECEIVE,
-    STATE_SEND,
-    WINDOW_RECEIVE,
-    WINDOW_SEND,
     TransferReport,
 )
 from aiokv.errors import CapacityError
@@ -747,7 +744,7 @@ def test_received_state_commits_the_positions_before_it():
 
     transfer_id = receive_state(cache, lease_id, 18)
     plan = cache.plans[transfer_id]
-    assert (plan.route, plan.peer) == (STATE_RECEIVE, TICKET)
+    assert (plan.route, plan.group, plan.peer) == (RECEIVE, STATE, TICKET)
     assert plan.source_ids.tolist() == [0]
     assert plan.target_ids.tolist() == [cache.read.state_slot(lease_id)]
     cache.end(transfer_id)
@@ -848,7 +845,7 @@ def test_sent_state_is_the_one_after_the_computed_positions():
     transfer_id = send_state(cache, lease_id, 17)
 
     plan = cache.plans[transfer_id]
-    assert (plan.route, plan.peer, plan.after_step) == (STATE_SEND, TICKET, 1)
+    assert (plan.route, plan.group, plan.peer, plan.after_step) == (SEND, STATE, TICKET, 1)
     assert plan.source_ids.tolist() == [cache.read.state_slot(lease_id)]
     assert plan.target_ids.tolist() == [0]
     cache.end(transfer_id)
@@ -904,7 +901,7 @@ def test_received_windows_are_the_sink_and_the_window_behind_the_positions():
     for transfer_id, group, blocks in ((near, "near", [5, 6]), (far, "far", [0, 4, 5, 6])):
         plan = cache.plans[transfer_id]
         table = entries(cache, lease_id, group)
-        assert (plan.route, plan.peer, plan.group) == (WINDOW_RECEIVE, TICKET, group)
+        assert (plan.route, plan.peer, plan.group) == (RECEIVE, TICKET, group)
         assert plan.source_ids.tolist() == blocks
         assert plan.target_ids.tolist() == [table[block] for block in blocks]
         assert sorted(table) == blocks
@@ -1037,7 +1034,7 @@ def test_sent_windows_are_those_behind_the_computed_positions():
 
     for transfer_id, group, blocks in ((near, "near", [5, 6]), (far, "far", [0, 4, 5, 6])):
         plan = cache.plans[transfer_id]
-        assert (plan.route, plan.group, plan.after_step) == (WINDOW_SEND, group, 1)
+        assert (plan.route, plan.group, plan.after_step) == (SEND, group, 1)
         assert plan.target_ids.tolist() == blocks
         table = entries(cache, lease_id, group)
         assert plan.source_ids.tolist() == [table[block] for block in blocks]

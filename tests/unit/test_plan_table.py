@@ -20,7 +20,7 @@ from aiokv.worker.poller import EventPoller
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aiokv.base.plan import Route
+    from aiokv.base.plan import GroupRoute, Route
     from aiokv.worker.base import Cancelled
 
 pytestmark = pytest.mark.asyncio
@@ -41,11 +41,11 @@ class Scripted(Executor[None]):
         self._plans = plans
         self._answer = answer
         self._ends = ends
-        self._counts = {route: RouteCounts() for route in (ONLOAD, OFFLOAD, RECEIVE)}
+        self._counts = {("all", route): RouteCounts() for route in (ONLOAD, OFFLOAD, RECEIVE)}
         self.raised: list[tuple[int, int]] = []
 
     @property
-    def counts(self) -> Mapping[Route, RouteCounts]:
+    def counts(self) -> Mapping[GroupRoute, RouteCounts]:
         return self._counts
 
     def submit(self, entry: PlanEntry[None]) -> None:
@@ -207,7 +207,7 @@ class Walk:
         for entry in self.table:
             assert entry.state == self.plans[entry.plan.transfer_id][1]
         for route, executor in self.executors.items():
-            counts = executor.counts[route].statistics()
+            counts = executor.counts["all", route].statistics()
             in_flight = sum(plan[0] == route for plan in self.plans.values())
             expected = [
                 self.counts[route, name] for name in ("done", "failed", "cancelled", "bytes")
