@@ -163,7 +163,7 @@ async def test_without_tensors_waiters_resume_after_the_report() -> None:
 async def test_a_plan_that_the_worker_refuses_is_reported_as_failed() -> None:
     async with Served() as served:
         await served.to_host(A)
-        controller = served.engine.worker
+        controller = served.engine.worker.plans
         submit = controller.submit
 
         def refuse(plan):

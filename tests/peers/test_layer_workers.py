@@ -134,7 +134,7 @@ async def test_early_plan_waits_for_its_mark_or_for_its_step(backends, opens):
             p.controller.steps.close(1, event)
         await run_until_idle(lambda: len(device.sends) == 2)
         assert {copy.after for copy in device.sends} == {event}
-        assert {copy.group for copy in device.sends} == {"0:1", "1:3"}
+        assert {copy.group for copy in device.sends} == {"attention 0:1", "attention 1:3"}
         event.complete()
         device.complete_all()
 

@@ -33,7 +33,7 @@ class Scripted(Executor[None]):
     """An executor that the test moves.
 
     Args:
-        answer: to a cancellation of a plan that has not begun.
+        answer: to the cancellation of a plan that has not begun; the table does not ask for others.
         ends: ends each plan within ``submit``.
     """
 
@@ -54,7 +54,7 @@ class Scripted(Executor[None]):
             self._plans.report_soon(entry)
 
     def cancel(self, entry: PlanEntry[None]) -> Cancelled:
-        return self._answer if entry.state == "waiting" else "too late"
+        return "too late" if entry.state == "begun" else self._answer
 
     def raise_priority(self, entry: PlanEntry[None]) -> None:
         self.raised.append((entry.plan.transfer_id, entry.priority))
