@@ -13,7 +13,6 @@ tickets to them, and keeps the deadlines of tickets. A :class:`PeerPlans` gives 
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -23,7 +22,6 @@ from aiokv.errors import ClosedError, PeerError, UsageError
 from aiokv.layout.block_layout import split_layers
 from aiokv.layout.mapping import BlockLayout
 from aiokv.peers.accepted import AcceptedConnections
-from aiokv.peers.call_guard import CallGuard
 from aiokv.peers.device_parcels import DeviceParcelWork
 from aiokv.peers.listener import listen
 from aiokv.peers.mappings import Mappings
@@ -59,7 +57,6 @@ if TYPE_CHECKING:
     from aiokv.worker.poller import EventPoller
     from aiokv.worker.steps import WorkerSteps
 
-SPARE_SECONDS: Final = 1.0
 LAST_MESSAGES_SECONDS: Final = 0.5  # for the last messages to be sent, when the worker closes
 LAST_WRITES_SECONDS: Final = 5.0  # for threads and writes to end, when the worker closes
 
@@ -124,9 +121,8 @@ class PeerTransfers:
         self._poller: EventPoller | None = None
         self._identity: StoreIdentity | None = None
         self._transport: Transport = make_transport(peers)
-        self._guard = CallGuard(self._all_connections)
         self._listener: Listener | None = None
-        self._accepted = AcceptedConnections(self._transport, self._guard)
+        self._accepted = AcceptedConnections(self._transport)
         self._opener: TicketOpener | None = None
         self._receiver: Receiver[Connection] | None = None
         self._sender: Sender[Connection] | None = None
@@ -138,7 +134,7 @@ class PeerTransfers:
         self._on_ticket_end: Callable[[bytes, str], None] = lambda ticket_id, reason: None
         self._work: SlotAccess | None = None
         self._writes: set[asyncio.Task[None]] = set()
-        self._timers: list[asyncio.TimerHandle] = []
+        self._timer: asyncio.TimerHandle | None = None
         self._closing = False
 
     # --- memory -----------------------------------------------------------------------------------
@@ -188,7 +184,6 @@ class PeerTransfers:
         options = self._checked()
         self._identity = identity
         self._poller = poller
-        self._guard.open(poller)
         self._on_ticket_end = on_ticket_end
         try:
             await self._open_slots()
@@ -248,7 +243,6 @@ class PeerTransfers:
             self._copies,
             self._steps.clock,
             self.plans,
-            self._guard,
         )
         if num_landing:
             self._open_receiver(parts, landing, identity)
@@ -293,7 +287,6 @@ class PeerTransfers:
             self._sender,
             self._transport,
             self._checked().key,
-            self._guard,
             rank=identity.rank,
             block_tokens=identity.block_tokens,
             layout=self.layout,
@@ -364,7 +357,7 @@ class PeerTransfers:
             self._opener.stop()
         if self._listener is not None:
             await self._listener.aclose()
-        self._cancel_timers()
+        self._cancel_timer()
         await self._end_connections("the engine closed")
         await self._transport.aclose()
         if self._work is not None:
@@ -379,7 +372,7 @@ class PeerTransfers:
     def _end_tickets(self, reason: str) -> None:
         for end in (self._receiver, self._sender):
             if end is not None:
-                self._guard.surely(partial(end.close, reason))
+                end.close(reason)
 
     async def _end_connections(self, reason: str) -> None:
         connections = self._all_connections()
@@ -494,11 +487,10 @@ class PeerTransfers:
         reason = reason[:MAX_REASON_CHARACTERS]
         for end in (self._receiver, self._sender):
             if end is not None:
-                self._guard.surely(partial(end.close_ticket, ticket_id, reason))
+                end.close_ticket(ticket_id, reason)
         if self._opener is not None:
             self._opener.close_ticket(ticket_id)
         self._marks.forget(ticket_id)
-        self._guard.surely(self._reclaim)
 
     @property
     def layer_ends(self) -> list[int]:
@@ -511,14 +503,14 @@ class PeerTransfers:
         self._steps.check_event(event)
         if self._sender is not None and ticket_id in self._sender.ticket_ids:
             self._marks.note(ticket_id, mark, event)
-            self._guard.surely(self._sender.release_held)
+            self._sender.release_held()
 
     # --- plans ------------------------------------------------------------------------------------
 
     def step_closed(self) -> None:
         """Send the plans that waited for a step."""
         if self._sender is not None:
-            self._guard.surely(self._sender.release_held)
+            self._sender.release_held()
 
     def statistics(self) -> list[RankPeerStatistics]:
         """Return the use of peers; empty without peers."""
@@ -546,21 +538,14 @@ class PeerTransfers:
         """Wait for the next deadline of a ticket."""
         ends = [end.next_deadline for end in (self._receiver, self._sender) if end is not None]
         deadlines = [deadline for deadline in ends if deadline is not None]
-        self._cancel_timers()
+        self._cancel_timer()
         if deadlines and not self._closing:
             loop = asyncio.get_running_loop()
-            # The second one is for an interrupt that hits the first one.
-            self._timers = [
-                loop.call_at(min(deadlines) + delay, self._on_timer)
-                for delay in (0.0, SPARE_SECONDS)
-            ]
+            self._timer = loop.call_at(min(deadlines), self._expire)
 
-    def _cancel_timers(self) -> None:
-        for timer in self._timers:
-            timer.cancel()
-
-    def _on_timer(self) -> None:
-        self._guard.surely(self._expire)
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _expire(self) -> None:
         now = self._now()
@@ -569,17 +554,7 @@ class PeerTransfers:
                 end.expire(now)
         if self._opener is not None:
             self._opener.release_ended()
-        self._reclaim()
         self._arm()
-
-    def _reclaim(self) -> None:
-        """Free what an interrupt has lost, when nothing is in progress. Idempotent."""
-        work = self._work
-        if self._writes or not self._accepted.is_idle or work is None or not work.is_idle:
-            return
-        for end in (self._receiver, self._sender):
-            if end is not None:
-                end.reclaim()
 
     # --- helpers ----------------------------------------------------------------------------------
 

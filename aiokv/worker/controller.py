@@ -280,9 +280,10 @@ class CacheController:
 
         Cancellation: waiting plans are cancelled; the transfers go on.
         """
-        self.tickets.give_up("the worker gives up its plans")
-        self.plans.cancel_waiting(self._transfers)
-        await self.plans.drain()
+        if not self.plans.is_given_up:
+            self.tickets.give_up("the worker gives up its plans")
+            self.plans.cancel_waiting(self._transfers)
+            await self.plans.drain()
 
     async def aclose(self) -> None:
         """Cancel waiting plans, wait for moving ones, join the device's threads, free the arena.
@@ -301,6 +302,10 @@ class CacheController:
             if not self._closed:
                 self.memory.close()
                 self._closed = True
+
+    def give_up(self) -> None:
+        """Wait for no more reports; see :meth:`Worker.give_up`."""
+        self.plans.give_up()
 
     def close_without_loop(self) -> None:
         """As aclose(), after the loop was closed: the device finishes its transfers, and nothing

@@ -134,6 +134,9 @@ class PlanTable:
     Args:
         check: returns the executor of a plan, and the bytes that the plan moves. Raises for a plan
             that the worker cannot take.
+
+    Attributes:
+        is_given_up: ``give_up`` was called.
     """
 
     def __init__(self, check: Callable[[TransferPlan], tuple[Executor[Any], int]]) -> None:
@@ -142,6 +145,7 @@ class PlanTable:
         self._poller: EventPoller | None = None
         self._on_report: Callable[[TransferReport], None] = lambda report: None
         self._drained: list[asyncio.Future[None]] = []
+        self.is_given_up = False
 
     def open(self, poller: EventPoller, on_report: Callable[[TransferReport], None]) -> None:
         """Take plans from now on.
@@ -205,13 +209,23 @@ class PlanTable:
 
         Cancellation: stops waiting; the transfers go on.
         """
-        while self._entries:
+        while self._entries and not self.is_given_up:
             drained = asyncio.get_running_loop().create_future()
             self._drained.append(drained)
             try:
                 await drained
             finally:
                 self._drained.remove(drained)
+
+    def give_up(self) -> None:
+        """Wait for no more reports: an exception has left the state of the engine unknown."""
+        self.is_given_up = True
+        self._wake_drained()
+
+    def _wake_drained(self) -> None:
+        for drained in self._drained:
+            if not drained.done():
+                drained.set_result(None)
 
     # --- for executors --------------------------------------------------------------------------
 
@@ -313,9 +327,8 @@ class PlanTable:
             started = counter.started_seconds or counter.created_seconds
             queued = started - counter.created_seconds
             entry.counts.end(report.outcome, entry.moved_bytes, queued)
-            for drained in [] if self._entries else self._drained:
-                if not drained.done():
-                    drained.set_result(None)
+            if not self._entries:
+                self._wake_drained()
 
     def cancel_waiting(self, executor: Executor[Any]) -> None:
         """Cancel, and report, the plans of an executor that have not begun."""
