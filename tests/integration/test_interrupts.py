@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
+import subprocess
+import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +23,7 @@ from aiokv import BrokenEngineError, CacheConfig, CacheEngine, ClosedError, Tran
 from aiokv.testing import ManualEvent, ScriptedStore, run_until_idle, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.interrupting import Interrupter, first_of_each
+from tests.harness.patience import PROGRAM_SECONDS
 from tests.harness.served import Served
 
 if TYPE_CHECKING:
@@ -307,3 +312,23 @@ async def test_memory_error_breaks_the_engine(
     await served.engine.__aenter__()
     await check_broken(served, [await fail(served, monkeypatch)])
     loop_errors.clear()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("runner", ["asyncio", "uvloop"])
+def test_program_that_ctrl_c_interrupts_closes_its_engine(runner: str, times: int) -> None:
+    """The second Ctrl-C ends the wait for a lease that is held."""
+    program = Path(__file__).with_name("interrupted_program.py")
+    held = ["held"] if times == 2 else []
+    with subprocess.Popen(
+        [sys.executable, str(program), runner, *held], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        said = [process.stdout.readline()]
+        for _ in range(times):
+            process.send_signal(signal.SIGINT)
+            said.append(process.stdout.readline())
+        said += process.stdout.readlines()
+        assert process.wait(PROGRAM_SECONDS) == 0
+    expected = ["serving\n", "closing\n", "interrupted\n", "closed, 0 threads left\n"]
+    assert said == expected
