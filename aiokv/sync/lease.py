@@ -34,16 +34,17 @@ class SyncLease(LeaseVerbs, Unique):
         hit: cached prefix in tokens by tier that the match has found; raises as ``inner`` does.
         cached_tokens: number of leading positions of the grant that need no computing; 0 before the
             grant. ``recompute_from`` decreases it after a failed onload.
+        match_error: error of the match; None without one.
     """
 
-    __slots__ = ("__weakref__", "_error", "_port", "cached_tokens", "hit", "inner")
+    __slots__ = ("__weakref__", "_port", "cached_tokens", "hit", "inner", "match_error")
 
     inner: Lease
     hit: Hit
 
     def __init__(self, port: Port) -> None:
         self._port = port
-        self._error: BaseException | None = None  # of the match
+        self.match_error: BaseException | None = None
         self.cached_tokens = 0
 
     # --- without a crossing -----------------------------------------------------------------------
@@ -54,9 +55,11 @@ class SyncLease(LeaseVerbs, Unique):
             """Raise the error of ``inner`` and ``hit`` before the match, which sets them."""
             if name not in ("inner", "hit"):
                 raise AttributeError(f"SyncLease has no attribute {name!r}")
-            if self._error is None:
+            if self.match_error is None:
                 raise UsageError("this lease is not matched yet", hint="call run() first")
-            raise LeaseError(f"this lease was not matched: {self._error}") from self._error
+            raise LeaseError(
+                f"this lease was not matched: {self.match_error}"
+            ) from self.match_error
 
     @property
     def layers(self) -> SyncLayers:
@@ -74,24 +77,8 @@ class SyncLease(LeaseVerbs, Unique):
     ) -> None:
         self.release()
 
-    # --- for the engine's thread --------------------------------------------------------------
-
-    @property
-    def is_unmatched(self) -> bool:
-        """True when the match has failed."""
-        return self._error is not None
-
-    def note_match(self, lease: Lease) -> None:
-        """Note that the lease was matched."""
-        self.hit = lease.hit
-        self.inner = lease
-
-    def note_no_match(self, error: BaseException) -> None:
-        """Note why the lease could not be matched."""
-        self._error = error
-
     def __repr__(self) -> str:
         try:
             return f"<Sync{repr(self.inner)[1:]}"
         except UsageError:
-            return f"<SyncLease, not matched{'' if self._error else ' yet'}>"
+            return f"<SyncLease, not matched{'' if self.match_error else ' yet'}>"

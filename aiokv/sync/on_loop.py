@@ -46,9 +46,10 @@ def match(lease: SyncLease, port: Port, arguments: dict[str, Any]) -> None:
     try:
         found = port.cache.match(**arguments)
     except BaseException as error:
-        lease.note_no_match(error)
+        lease.match_error = error
         raise
-    lease.note_match(found)
+    lease.hit = found.hit
+    lease.inner = found
 
 
 def allocate(future: EngineFuture[SyncLease], lease: SyncLease, arguments: dict[str, Any]) -> None:
@@ -91,7 +92,7 @@ def give_back(lease: Lease) -> None:
 def forked(port: Port, lease: Lease) -> SyncLease:
     """Return the handle of a fork, which is granted."""
     handle = port.new_lease()
-    handle.note_match(lease)
+    handle.inner, handle.hit = lease, lease.hit
     handle.cached_tokens = lease.cached_tokens
     return handle
 
@@ -114,7 +115,7 @@ def idle(future: EngineFuture[None], lease: SyncLease, arguments: dict[str, Any]
 
 def release(lease: SyncLease, arguments: dict[str, Any]) -> None:
     """Release a lease; one that could not be matched has nothing to release."""
-    if not getattr(lease, "is_unmatched", False):
+    if getattr(lease, "match_error", None) is None:
         inner_of(lease).release(**arguments)
 
 

@@ -303,6 +303,26 @@ def test_futures_of_a_lease_that_was_not_matched_have_the_error(engine):
         assert isinstance(future.exception(timeout=PATIENCE_SECONDS), LeaseError)
 
 
+def test_handles_have_the_cached_tokens_of_their_last_grant(engine):
+    with engine.match(PROMPT) as lease:
+        assert lease.try_allocate(17)
+        lease.commit(17)
+        assert lease.cached_tokens == 0
+        lease.preempt()
+        engine.call(engine.cache.pause)
+        assert not lease.try_allocate(17)
+        assert lease.cached_tokens == 0
+        engine.call(engine.cache.resume)
+        assert lease.try_allocate(17)
+        assert lease.cached_tokens == 12
+    calls = engine.calls()
+    lease = calls.match(PROMPT)
+    calls.try_allocate(lease, 17)
+    calls.run()
+    assert lease.cached_tokens == 12
+    lease.release()
+
+
 def test_swap_out_keeps_the_table(config):
     config = type(config)(block_tokens=4, device_blocks=8, host_blocks=8)
     with SyncEngine(config) as engine, engine.match(PROMPT) as lease:
@@ -333,9 +353,13 @@ def parameters(method):
     ]
 
 
-@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name or repr(verb.method))
+def method_of(verb):
+    return verb.method.fget if isinstance(verb.method, property) else verb.method
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name or method_of(verb).__name__)
 def test_methods_have_the_parameters_and_the_text_of_their_verb(verb):
-    method = verb.method.fget if isinstance(verb.method, property) else verb.method
+    method = method_of(verb)
     of_lease, name = method.__qualname__.startswith("Lease."), verb.name or method.__name__
     assert getattr(Lease if of_lease else CacheEngine, method.__name__) is verb.method
     wanted = [entry for entry in parameters(method) if entry[0] not in verb.fixed]
