@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 import re
 from inspect import Parameter
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
@@ -14,6 +15,7 @@ from aiokv.sync.answers import Answer, ReturnAnswer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+_FILE: Final = "<verbs of aiokv.sync>"  # in tracebacks, with the lines of the text
 # Text after the docstring of the async verb.
 _DIFFERENCES: Final = {
     "future": """
@@ -25,8 +27,6 @@ of a cancellation.""",
 For threads, the object is entered with ``with``, and what is awaited returns an
 :class:`EngineFuture`. Nothing crosses before it is entered.""",
 }
-
-
 _FIND_ENGINE: Final = "    inner = port.cache\n"
 _FIND_LEASE: Final = """\
     try:
@@ -79,6 +79,7 @@ def add_methods(verbs: Iterable[Verb], calls: type, lease: type, engine: type) -
     """
     made = [_Methods(verb) for verb in verbs]
     names: dict[str, Any] = {
+        "__name__": __name__,
         "Answer": Answer,
         "ReturnAnswer": ReturnAnswer,
         "at_once": on_loop.at_once,
@@ -90,7 +91,9 @@ def add_methods(verbs: Iterable[Verb], calls: type, lease: type, engine: type) -
     for methods in made:
         names[f"run_{methods.name}"] = methods.verb.run
         names[f"wrap_{methods.name}"] = methods.verb.wraps
-    exec(compile("\n".join(methods.source() for methods in made), __file__, "exec"), names)
+    text = "".join(methods.source() for methods in made)
+    linecache.cache[_FILE] = (len(text), None, text.splitlines(keepends=True), _FILE)
+    exec(compile(text, _FILE, "exec"), names)
     for methods in made:
         if methods.is_recorded:
             names[f"run_{methods.name}"].__name__ = methods.name  # for messages
