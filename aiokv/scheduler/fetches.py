@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
-from itertools import starmap
 from typing import TYPE_CHECKING
 
-from aiokv.scheduler.pools import group_numbers
+from aiokv.scheduler.groups import block_groups
+from aiokv.scheduler.guarded import guarded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiokv._native import Core
-    from aiokv.base.plan import Priority, StorePool
+    from aiokv.base.plan import Priority
     from aiokv.config.cache_config import CacheConfig
     from aiokv.scheduler.effects import Effects, Outbox
+    from aiokv.scheduler.guarded import TransitionErrors
     from aiokv.scheduler.plans import Plans
     from aiokv.scheduler.store_saver import StoreSaver
 
@@ -28,18 +28,20 @@ class Fetches:
         core: Core,
         plans: Plans,
         outbox: Outbox,
+        errors: TransitionErrors,
         store_saver: StoreSaver,
     ) -> None:
+        self.errors = errors
         self._core = core
         self._plans = plans
         self._outbox = outbox
         self._store_saver = store_saver
-        self._groups = group_numbers(config)
-        self._begun: deque[int] = deque()  # begun in the core, not submitted yet
+        self._groups = block_groups(config)
         self._priorities: dict[int, Priority] = {}  # of the fetches in flight
 
     # --- transitions ----------------------------------------------------------------------------
 
+    @guarded
     def begin(
         self, lease_id: int, num_blocks: int, priority: Priority, replaced: int = 0
     ) -> tuple[int, Effects]:
@@ -63,10 +65,11 @@ class Fetches:
         """
         return self._begin(self._core.begin_fetch, (lease_id, num_blocks, replaced), priority)
 
-    def begin_auxiliary(
-        self, lease_id: int, num_blocks: int, pool: StorePool, priority: Priority
+    @guarded
+    def begin_group(
+        self, lease_id: int, num_blocks: int, group: str, priority: Priority
     ) -> tuple[int, Effects]:
-        """Begin to fetch what a hit of ``num_blocks`` cached blocks lacks in an auxiliary pool.
+        """Begin to fetch what a hit of ``num_blocks`` cached blocks lacks in a group.
 
         A lease joins the fetch in flight that brings the first missing copy. Copies that have
         arrived are cached on the host, even if the lease has ended. Copies are evicted to make
@@ -75,14 +78,14 @@ class Fetches:
         Args:
             lease_id: a matched lease.
             num_blocks: number of blocks of its prompt; all are cached.
-            pool: name of the pool, from ``read.pools``.
+            group: name of the group, from ``read.groups``.
             priority: as for ``begin``.
 
         Returns:
             The transfer; 0 when the tiers have all that the hit needs, the blocks are not cached,
             no host room can be made, admission is paused, or a tier is asleep.
         """
-        arguments = lease_id, self._groups[pool], num_blocks
+        arguments = lease_id, self._groups[group].number, num_blocks
         return self._begin(self._core.begin_auxiliary_fetch, arguments, priority)
 
     # --- parts of transitions -------------------------------------------------------------------
@@ -92,13 +95,8 @@ class Fetches:
     ) -> tuple[int, Effects]:
         if not self._store_saver.is_active:
             return 0, self._outbox.pending
-        # `extend` calls the core without Python code in between, where a signal handler could
-        # raise and lose the id of a fetch that has begun.
-        self._begun.extend(starmap(begin, (arguments,)))
-        transfer_id = self._begun[-1]
-        while self._begun:
-            self._submit(self._begun[0], priority)
-            self._begun.popleft()
+        transfer_id = begin(*arguments)
+        self._submit(transfer_id, priority)
         return transfer_id, self._outbox.pending
 
     def _submit(self, transfer_id: int, priority: Priority) -> None:

@@ -218,7 +218,8 @@ async def test_a_failed_onload_drops_the_host_blocks_and_computes(refused: bool)
 
 async def test_a_failed_save_leaves_no_host_block():
     device = ScriptedDevice()
-    device.fail("window_offload", block=0)
+    for group in ("near", "far"):
+        device.fail(f"{group} offload", block=0)
     async with windowed(device=device) as model:
         await serve_and_save(model)
         assert saved(model) == {"near": 0, "far": 0}
@@ -392,9 +393,17 @@ async def test_conversations_under_pressure_equal_recomputation_bit_for_bit(
         host_blocks=40,
         write_policy=policies[seed],
     ) as model:
-        found = await model.converse_together(
-            rng, conversations=4, turns=24, longest=26, shortened=lambda rng: rng.randrange(3, 12)
-        )
+        found = 0
+        for _ in range(8):  # a device that copies fast may find nothing to onload in one round
+            found += await model.converse_together(
+                rng,
+                conversations=4,
+                turns=24,
+                longest=26,
+                shortened=lambda rng: rng.randrange(3, 12),
+            )
+            if sum(onloaded(model).values()) > 0:
+                break
         assert found > 0
         assert min(saved(model).values()) > 0
         assert sum(onloaded(model).values()) > 0

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from aiokv import WindowGroup, _native
+from aiokv.base.groups import ATTENTION
 from aiokv.errors import ConfigError, LayoutError, UsageError
 from aiokv.layout.regions import Regions
-from aiokv.stores.fingerprint import describe, fingerprint
+from aiokv.stores.identity import StoreIdentity
 
 TOKENS = np.arange(160, dtype=np.int32)
 
@@ -47,6 +48,14 @@ def options(**changes):
         "rank": 0,
         "num_ranks": 2,
     } | changes
+
+
+def describe(regions, *, group=ATTENTION, **options) -> str:
+    return StoreIdentity(**options).describe(regions, group)
+
+
+def fingerprint(regions, *, group=ATTENTION, **options) -> bytes:
+    return StoreIdentity(**options).fingerprint(regions, group)
 
 
 def keys_of(regions=None, context="", **changes) -> set[bytes]:
@@ -181,10 +190,10 @@ def test_pool_and_layout_of_its_slots_change_every_key():
 
     blocks = keys_of(state((4,)))
     snapshots = [
-        keys_of(state(*shapes), pool="host_state") for shapes in ([(4,)], [(5,)], [(4,), (4,)])
+        keys_of(state(*shapes), group="state") for shapes in ([(4,)], [(5,)], [(4,), (4,)])
     ]
     assert len(blocks.union(*snapshots)) == 10 * (1 + len(snapshots))
-    text = describe(state((4,), (20,)), **options(pool="host_state"))
+    text = describe(state((4,), (20,)), **options(group="state"))
     assert text.endswith(
         'pool 10 "host_state"\n'
         'layer 0 slot 2 "s0" dtype 7 "float32" shape 4 bytes 16 at 0\n'

@@ -70,7 +70,6 @@ class Cache:
         del self.plans[transfer_id]
         report = TransferReport(transfer_id=transfer_id, outcome=outcome, first_bad_block=first_bad)
         self.apply(self.scheduler.complete(report))
-        self.apply(self.scheduler.complete(report))  # as after an interrupt
 
     def commit(self, lease_id: int, num_tokens: int) -> int:
         return self.apply(self.scheduler.commit(lease_id, num_tokens))
@@ -858,7 +857,7 @@ def test_state_transfers_refuse_models_without_state_and_leases_that_compute_not
     cache = Cache()
     lease_id = cache.granted(8)
     for call in (receive_group, send_group):
-        with pytest.raises(UsageError, match="the model has no recurrent state"):
+        with pytest.raises(UsageError, match="group is 'state'; it must be one of"):
             call(cache, lease_id, STATE, 8)
 
 

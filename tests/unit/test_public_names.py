@@ -95,6 +95,7 @@ SAMPLES: dict[type, dict[str, Any]] = {
     TransferSpan: {
         "transfer_id": 1,
         "route": "onload",
+        "group": "attention",
         "blocks": 1,
         "num_bytes": 1,
         "queued_at": 1.0,
@@ -287,7 +288,7 @@ def test_missing_gpu_is_a_config_error(monkeypatch, count, ordinal, message):
 
 
 def test_a_cache_too_large_for_memory_is_a_config_error(monkeypatch):
-    def fail(config: CacheConfig, has_stores: bool) -> None:
+    def fail(*_: object) -> None:
         raise MemoryError("std::bad_alloc")
 
     monkeypatch.setattr("aiokv.engine.parts.CacheScheduler", fail)
