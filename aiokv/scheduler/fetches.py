@@ -6,6 +6,7 @@ from collections import deque
 from itertools import starmap
 from typing import TYPE_CHECKING
 
+from aiokv.base.plan import FETCH
 from aiokv.scheduler.groups import block_groups
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Fetches:
             return
         effects = self._outbox.effects
         if known is None:
-            effects.submit.append(self._plans.fetch(transfer_id, priority))
+            effects.submit.append(self._plans.store(transfer_id, FETCH, priority))
         else:
             effects.urge.append((transfer_id, priority))
         self._priorities[transfer_id] = priority

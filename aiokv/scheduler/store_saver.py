@@ -6,6 +6,8 @@ from collections import deque
 from itertools import starmap
 from typing import TYPE_CHECKING
 
+from aiokv.base.plan import SAVE, Priority
+
 if TYPE_CHECKING:
     from aiokv._native import Core
     from aiokv.scheduler.effects import Effects, Outbox
@@ -70,7 +72,9 @@ class StoreSaver:
         submitted = False
         while self._begun:
             if transfer_id := self._begun[0]:
-                self._outbox.effects.submit.append(self._plans.save(transfer_id))
+                self._outbox.effects.submit.append(
+                    self._plans.store(transfer_id, SAVE, Priority.BACKUP)
+                )
                 submitted = True
             self._begun.popleft()
         return submitted
