@@ -115,12 +115,8 @@ class TimerFd:
 
     def fileno(self) -> int: ...
 
-    def arm(self, delay_seconds: float, repeat_seconds: float = 0.0) -> None:
-        """
-        Expire after delay_seconds, then every repeat_seconds (0: once); replaces an earlier arming.
-        """
-
-    def disarm(self) -> None: ...
+    def arm(self, delay_seconds: float) -> None:
+        """Expire once, after delay_seconds; replaces an earlier arming."""
 
     def drain(self) -> None:
         """Read the expiry, so that select() waits again."""
@@ -632,18 +628,13 @@ class Core:
         Begin to fetch what a hit of the first blocks lacks in the group, or join a fetch; 0: none.
         """
 
-    def auxiliary_group(self, transfer: int) -> int:
-        """
-        The group of a fetch or a save in flight; -1: recurrent state, -2: it moves blocks.
-        """
-
     def wants_saves(self) -> bool: ...
 
     def take_saves(self) -> int:
         """Begin a save; 0: there is nothing to save."""
 
-    def store_transfer(self, transfer: int) -> tuple[bytes, bytes]:
-        """(host_blocks, digests) of a fetch or a save in flight."""
+    def store_transfer(self, transfer: int) -> tuple[int, bytes, bytes]:
+        """(group, host_blocks, digests) of a fetch or a save in flight."""
 
     def receive(self, lease: int, ticket_id: bytes, first_block: int, num_blocks: int) -> int:
         """Begin to receive blocks of the lease from a peer; return the transfer."""
