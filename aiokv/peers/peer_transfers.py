@@ -26,7 +26,6 @@ from aiokv.layout.mapping import BlockLayout
 from aiokv.peers.accepted import AcceptedConnections
 from aiokv.peers.call_guard import CallGuard
 from aiokv.peers.device_parcels import DeviceParcelWork
-from aiokv.peers.listener import listen
 from aiokv.peers.mappings import Mappings
 from aiokv.peers.messages import MAX_REASON_CHARACTERS
 from aiokv.peers.parcel_work import ParcelWork
@@ -40,6 +39,7 @@ from aiokv.peers.ticket import Endpoint, decode, ticket_key
 from aiokv.peers.ticket_opener import TicketOpener
 from aiokv.peers.transport import PeerMemory
 from aiokv.peers.transports import make_transport
+from aiokv.peers.wire import listen
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.layer_marks import LayerMarks
 
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 
     from aiokv.base.plan import Route, TransferPlan
     from aiokv.layout.regions import Regions
-    from aiokv.peers.listener import Listener
     from aiokv.peers.options import Peers
     from aiokv.peers.peer_work import DeviceCopies
     from aiokv.peers.slot_access import SlotAccess
     from aiokv.peers.transport import Link, Transport
     from aiokv.peers.wire import Connection
     from aiokv.stores.identity import StoreIdentity
+    from aiokv.wire.listener import Listener
     from aiokv.worker.base import Cancelled
     from aiokv.worker.device.base import Event
     from aiokv.worker.lanes import LaneStatistics
@@ -123,7 +123,7 @@ class PeerTransfers:
         self._transport: Transport = make_transport(peers)
         self._guard = CallGuard(self._all_connections)
         self._plans = PeerPlans(self.routes, self._guard, on_end, self._reclaim)
-        self._listener: Listener | None = None
+        self._listener: Listener[Connection] | None = None
         self._accepted = AcceptedConnections(self._transport, self._guard)
         self._opener: TicketOpener | None = None
         self._receiver: Receiver[Connection] | None = None
@@ -404,7 +404,7 @@ class PeerTransfers:
         """Address at which this rank listens; empty when it only sends."""
         if self._listener is None or self._identity is None:
             return []
-        host, port = self._checked().advertised(self._listener.port)
+        host, port = self._checked().advertised(self._listener.address[1])
         return [
             Endpoint(
                 host=host,

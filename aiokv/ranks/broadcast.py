@@ -20,8 +20,7 @@ from aiokv.base.plan import (
     TransferReport,
 )
 from aiokv.errors import UsageError
-from aiokv.ranks.channel import MAX_FRAME_BYTES, frame_of
-from aiokv.ranks.messages import TransferBatch, encode
+from aiokv.ranks.messages import MAX_MESSAGE_BYTES, TransferBatch
 from aiokv.ranks.reduce import GroupTransfer
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.interrupts import call_surely
@@ -46,7 +45,7 @@ ROUTES: Final = frozenset((ONLOAD, OFFLOAD)) | WINDOW_ROUTES
 STORE_ROUTES: Final = frozenset((FETCH, SAVE, WINDOW_FETCH, WINDOW_SAVE))
 _ALL_ROUTES: Final = ROUTES | STORE_ROUTES | PEER_ROUTES
 
-BATCH_BYTES: Final = MAX_FRAME_BYTES // 4  # of block ids in one batch
+BATCH_BYTES: Final = MAX_MESSAGE_BYTES // 4  # of block ids in one batch
 
 
 class TransferBroadcast:
@@ -133,10 +132,10 @@ class TransferBroadcast:
         if plan.transfer_id in self._transfers:
             raise UsageError(f"transfer {plan.transfer_id} is in flight already")
         id_bytes = len(plan.source_blocks) + len(plan.target_blocks) + len(plan.digests)
-        if id_bytes > MAX_FRAME_BYTES // 2:
+        if id_bytes > MAX_MESSAGE_BYTES // 2:
             raise UsageError(
                 f"transfer {plan.transfer_id} has {plan.num_blocks} blocks; a message holds the "
-                f"ids of at most {MAX_FRAME_BYTES // 16}"
+                f"ids of at most {MAX_MESSAGE_BYTES // 16}"
             )
         num_ranks = len(self._membership.ranks)
         num_bytes = layout.bytes_per_block(plan) * plan.num_blocks
@@ -198,13 +197,11 @@ class TransferBroadcast:
             cancels=self._new_cancels,
             priorities=list(self._new_priorities.items()),
         )
-        frame = frame_of(encode(batch))
         self.batches += 1
         self.plans += len(self._new_plans)
-        self.batch_bytes += len(frame)
         self._new_plans, self._new_cancels, self._new_id_bytes = [], [], 0
         self._new_priorities = {}
-        self._membership.send(frame)
+        self.batch_bytes += self._membership.send(batch)
         for plan in batch.plans:
             if (transfer := self._transfers.get(plan.transfer_id)) is not None:
                 transfer.counter.note_start()
@@ -215,7 +212,7 @@ class TransferBroadcast:
         """Process the reports of a rank, which belong to the current generation.
 
         Raises:
-            ChannelError: a layer does not exist, or a transfer other than a fetch is overdue.
+            ProtocolError: a layer does not exist, or a transfer other than a fetch is overdue.
         """
         for report in reports.overdue:
             transfer = self._transfers.get(report.transfer_id)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aiokv.ranks.channel import frame_of
-from aiokv.ranks.messages import Lookup, encode
+from aiokv.ranks.messages import Lookup
 from aiokv.stores.store_set import NOTHING, Found, StoreAnswer
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ class GroupLookups:
         lookup = self._lookups[number] = _GroupLookup(len(membership.ranks), num_seconds)
         try:
             message = Lookup(number=number, digests=digests, pool=pool)
-            membership.send(frame_of(encode(message)))
+            membership.send(message)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._timeouts.lookup):
                     await lookup.ended
