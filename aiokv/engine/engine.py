@@ -60,11 +60,11 @@ if TYPE_CHECKING:
     from aiokv.config.cache_config import CacheConfig
     from aiokv.engine.computing import ComputeBatch
     from aiokv.engine.events import KVEvents
+    from aiokv.engine.lease import Lease
     from aiokv.engine.observers import Observer, TransferSpan
     from aiokv.engine.pins import Pin
     from aiokv.engine.sending import Sending
     from aiokv.events.schema import HashKind
-    from aiokv.lease import Lease
     from aiokv.peers.options import Peers
     from aiokv.peers.statistics import PeerStatistics
     from aiokv.ranks.group import RankGroup
@@ -416,7 +416,7 @@ class CacheEngine(Unique):
             ClosedError: the engine is closed or closing.
             BrokenEngineError: the device failed, or a rank was lost.
         """
-        return self._leases.allocatable_blocks(salt, reserve_blocks, limit)
+        return self._leases.granting.allocatable_blocks(salt, reserve_blocks, limit)
 
     def extendable_blocks(self, *, limit: int | None = None) -> int:
         """Return the number of device blocks that ``extend`` could take now.
@@ -434,7 +434,7 @@ class CacheEngine(Unique):
             UsageError: ``limit`` is not an integer or is negative.
             ClosedError: the engine is closed.
         """
-        return self._leases.extendable_blocks(limit)
+        return self._leases.granting.extendable_blocks(limit)
 
     def commit_many(self, leases: Sequence[Lease], num_tokens: Sequence[int]) -> int:
         """Call ``commit`` for each lease.
@@ -969,7 +969,7 @@ class CacheEngine(Unique):
             UsageError: the call is made in another thread.
         """
         self._lifetime.check_thread()
-        return self._worker.store_statistics()
+        return self._worker.inspect().stores
 
     def rank_statistics(self) -> list[RankStatistics]:
         """Return the state of each rank; empty without ranks, and before ``async with``.
@@ -978,7 +978,7 @@ class CacheEngine(Unique):
             UsageError: the call is made in another thread.
         """
         self._lifetime.check_thread()
-        return self._worker.rank_statistics()
+        return self._worker.inspect().ranks
 
     def peer_statistics(self) -> PeerStatistics:
         """Return counts of the blocks received from other engines, and sent to them.

@@ -64,19 +64,20 @@ class Inspection:
     def health(self) -> Health:
         """See ``CacheEngine.health``."""
         self._lifetime.check_thread()
-        failure = self._lifetime.failure
+        failure, state = self._lifetime.failure, self._worker.inspect()
         return Health(
             phase=self._lifetime.phase_name,
             failure="" if failure is None else str(failure) or type(failure).__name__,
             asleep=sorted(self._sleep.asleep),
             is_paused=self._read.is_paused,
-            unpinned_bytes=self._worker.unpinned_bytes,
-            unavailable_stores=unavailable_stores(self._worker.store_statistics()),
+            unpinned_bytes=state.unpinned_bytes,
+            unavailable_stores=unavailable_stores(state.stores),
         )
 
     def dump(self) -> dict[str, object]:
         """See ``CacheEngine.dump``."""
         self._lifetime.check_thread()
+        state = self._worker.inspect()
         return {
             **self._read.describe(),
             "open_step": self._read.open_step,
@@ -85,6 +86,6 @@ class Inspection:
             "requests": msgspec.to_builtins(self._requests.statistics()),
             "worker": msgspec.to_builtins(self._worker.statistics()),
             "peers": msgspec.to_builtins(self._exchange.statistics()),
-            "stores": msgspec.to_builtins(self._worker.store_statistics()),
-            "ranks": self._worker.describe(),
+            "stores": msgspec.to_builtins(state.stores),
+            "ranks": msgspec.to_builtins(state.ranks),
         }

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from contextvars import Context
 
     from aiokv.base.plan import TransferPlan
-    from aiokv.lease import Lease
+    from aiokv.engine.lease_record import LeaseRecord
     from aiokv.scheduler.reader import CacheReader
     from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.poller import EventPoller
@@ -327,15 +327,15 @@ class Observers:
         phase = _wait(lease_id, owner, name, began_at, ended_at, outcome)
         self._post(phase, self._contexts.get(lease_id))
 
-    def granted(self, lease: Lease) -> None:
+    def granted(self, record: LeaseRecord) -> None:
         """Note that a lease holds device blocks, and waits for the transfers of its layers."""
-        grant = _Grant(lease.owner, time.monotonic())
-        prompt_tokens, on_device, on_host, _ = self._read.usage(lease.id)
+        grant = _Grant(record.owner, time.monotonic())
+        prompt_tokens, on_device, on_host, _ = self._read.usage(record.id)
         grant.prompt_tokens, grant.cached_tokens = prompt_tokens, on_device + on_host
-        self._grants[lease.id] = grant
-        for transfer_id in lease.layers.transfer_ids:
-            self.caused(lease.id, transfer_id)
-            self._joined.setdefault(transfer_id, []).append(lease.id)
+        self._grants[record.id] = grant
+        for transfer_id in record.layers.transfer_ids:
+            self.caused(record.id, transfer_id)
+            self._joined.setdefault(transfer_id, []).append(record.id)
             grant.onloads.add(transfer_id)
 
     def caused(self, lease_id: int, transfer_id: int) -> None:

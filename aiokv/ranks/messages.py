@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
+from aiokv.base.groups import ATTENTION
 from aiokv.base.plan import TransferPlan, TransferReport  # noqa: TC001
 from aiokv.base.types import Tier  # noqa: TC001
 from aiokv.config.cache_config import WindowGroup  # noqa: TC001  (msgspec needs it)
@@ -47,7 +48,7 @@ from aiokv.worker.poller import PollerStatistics  # noqa: TC001
 if TYPE_CHECKING:
     from aiokv.layout.regions import Regions
 
-PROTOCOL_VERSION: Final = 9
+PROTOCOL_VERSION: Final = 10
 MAX_MESSAGE_BYTES: Final = 64 << 20
 MAX_HELLO_BYTES: Final = 1024
 MAX_LAYERS: Final = 1 << 16  # the manager keeps a counter per layer and transfer
@@ -83,7 +84,7 @@ class Layout(_Message, frozen=True):
 
     def bytes_per_block(self, plan: TransferPlan) -> int:
         """Return the bytes of one block of a plan on one rank."""
-        if plan.group:
+        if plan.group != ATTENTION:
             return self.window_block_bytes.get(plan.group, 0)
         return self.block_bytes
 
@@ -283,7 +284,7 @@ class Lookup(_Message, frozen=True, tag="lookup"):
 
 
 class Expect(_Message, frozen=True, tag="expect"):
-    """Let senders open a ticket, see ``Worker.expect``; a ``TicketReply`` follows.
+    """Let senders open a ticket, see ``Tickets.expect``; a ``TicketReply`` follows.
 
     Attributes:
         ticket: encoded.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
+from aiokv._native import STATE_GROUP
 from aiokv._native import LeaseState as NativeState
 from aiokv.base.types import (
     DurationHistogram,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aiokv._native import Core
+    from aiokv._native import Core, GroupStatistics
     from aiokv.base.plan import StorePool
     from aiokv.base.types import LeaseWait
     from aiokv.config.cache_config import CacheConfig, WindowGroup
@@ -476,6 +477,9 @@ class CacheReader:
         """Return counters and the current state of the pools. Any thread."""
         core = self._core.statistics()
         fields = {name: getattr(core, name) for name in _CORE_FIELDS}
+        state = self._core.group_statistics(STATE_GROUP)
+        fields |= {name: getattr(state, field) for name, field in _STATE_FIELDS.items()}
+        windows = [self._core.group_statistics(index) for index in range(len(self._config.windows))]
         return Statistics(
             device_blocks=self._core.device_blocks,
             host_blocks=self._config.host_blocks,
@@ -489,32 +493,14 @@ class CacheReader:
             swaps=self._preemption.swaps,
             lost_leases=self._preemption.lost_leases,
             expired_leases=self._releases.expired_leases,
+            restored_states=state.cloned + state.onloaded,
+            received_window_blocks=sum(window.received for window in windows),
+            sent_window_blocks=sum(window.sent for window in windows),
             windows={
-                name: self._window_statistics(index, group)
-                for index, (name, group) in enumerate(self._config.windows.items())
+                name: _window_statistics(group, window)
+                for (name, group), window in zip(self._config.windows.items(), windows, strict=True)
             },
             **fields,
-        )
-
-    def _window_statistics(self, index: int, group: WindowGroup) -> WindowStatistics:
-        device_free, device_cached, set_aside = self._core.window_statistics(index)
-        host_free, host_cached, saved, onloaded, evicted = self._core.host_window_statistics(index)
-        stored, unstored, fetched, unfetched = self._core.stored_copies(index)
-        return WindowStatistics(
-            device_blocks=group.device_blocks,
-            device_free=device_free,
-            device_cached=device_cached,
-            device_set_aside=set_aside,
-            host_blocks=group.host_blocks,
-            host_free=host_free,
-            host_cached=host_cached,
-            saved_blocks=saved,
-            onloaded_blocks=onloaded,
-            evicted_host_blocks=evicted,
-            stored_blocks=stored,
-            unstored_blocks=unstored,
-            fetched_blocks=fetched,
-            unfetched_blocks=unfetched,
         )
 
     def leases(self, limit: int) -> list[LeaseInfo]:
@@ -652,6 +638,48 @@ _OTHER_FIELDS = (
     "swaps",
     "lost_leases",
     "expired_leases",
+    "restored_states",
+    "received_window_blocks",
+    "sent_window_blocks",
     "windows",
 )
-_CORE_FIELDS = tuple(name for name in Statistics.__struct_fields__ if name not in _OTHER_FIELDS)
+_STATE_FIELDS = {  # of Statistics: the field in the statistics of the group of recurrent state
+    "state_free": "device_free",
+    "state_snapshots": "device_cached",
+    "evicted_snapshots": "evicted_device",
+    "received_states": "received",
+    "sent_states": "sent",
+    "host_state_free": "host_free",
+    "host_state_snapshots": "host_cached",
+    "saved_snapshots": "saved",
+    "onloaded_states": "onloaded",
+    "evicted_host_snapshots": "evicted_host",
+    "stored_snapshots": "stored",
+    "unstored_snapshots": "unstored",
+    "fetched_snapshots": "fetched",
+    "unfetched_snapshots": "unfetched",
+}
+_CORE_FIELDS = tuple(
+    name
+    for name in Statistics.__struct_fields__
+    if name not in _OTHER_FIELDS and name not in _STATE_FIELDS
+)
+
+
+def _window_statistics(group: WindowGroup, blocks: GroupStatistics) -> WindowStatistics:
+    return WindowStatistics(
+        device_blocks=group.device_blocks,
+        device_free=blocks.device_free,
+        device_cached=blocks.device_cached,
+        device_set_aside=blocks.device_set_aside,
+        host_blocks=group.host_blocks,
+        host_free=blocks.host_free,
+        host_cached=blocks.host_cached,
+        saved_blocks=blocks.saved,
+        onloaded_blocks=blocks.onloaded,
+        evicted_host_blocks=blocks.evicted_host,
+        stored_blocks=blocks.stored,
+        unstored_blocks=blocks.unstored,
+        fetched_blocks=blocks.fetched,
+        unfetched_blocks=blocks.unfetched,
+    )

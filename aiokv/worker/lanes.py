@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from aiokv.base.plan import direction
 from aiokv.worker.transfers import TransferQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aiokv.base.plan import Outcome, Route
+    from aiokv.base.plan import GroupRoute, Outcome
     from aiokv.worker.transfers import Transfer
 
 BANDWIDTH_WEIGHT: Final = 0.2  # of the newest transfer in the moving average
@@ -113,11 +114,11 @@ _IDLE_LANE: Final = LaneStatistics(
 
 
 def worker_statistics(
-    held: int, routes: Mapping[Route, LaneStatistics], corrupt: int = 0
+    held: int, routes: Mapping[GroupRoute, LaneStatistics], corrupt: int = 0
 ) -> WorkerStatistics:
     """Return the statistics of a worker; a route that it lacks has moved nothing."""
     by_name: dict[str, LaneStatistics] = {
-        route.direction: statistics for route, statistics in routes.items()
+        direction(*route): statistics for route, statistics in routes.items()
     }
     return WorkerStatistics(
         held=held,
@@ -132,7 +133,7 @@ IDLE: Final = worker_statistics(0, {})
 class Lane:
     """Queue, submitted transfers and counts of one route."""
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: GroupRoute) -> None:
         self.route = route
         self.queue = TransferQueue()
         self.submitted: dict[int, Transfer] = {}  # by transfer id

@@ -119,7 +119,7 @@ async def test_loss_of_a_rank_clears_the_index(tmp_path):
         first, _ = await ranked.copies()
         await ranked.lose(1)
         with pytest.raises(
-            TransferError, match="rank 1 is lost: the (other side closed the )?connection"
+            TransferError, match=r"rank 1 is lost: the (other side closed the )?connection"
         ):
             await onload
         with pytest.raises(BrokenEngineError, match="rank 1 is lost"):

@@ -129,7 +129,7 @@ async def test_process_killed_during_an_onload_can_be_restarted(tmp_path, monkey
         await run_until_idle(lambda: [t.owing for t in transfers.values()] == [{1}], 10_000_000)
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(
-            TransferError, match="rank 1 is lost: the (other side closed the )?connection"
+            TransferError, match=r"rank 1 is lost: the (other side closed the )?connection"
         ) as caught:
             await waiting
         assert caught.value.rank == 1

@@ -23,7 +23,7 @@ LAYERS = (
     ("model",),
     ("ranks",),
     ("scheduler",),
-    ("engine", "lease", "events"),  # a KV event is read from the engine
+    ("engine", "events"),  # a KV event is read from the engine
     ("observe",),
     ("sync",),
     ("connectors",),
@@ -33,7 +33,15 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # Narrower than the order of the layers: what the modules of a folder may import.
 ONLY = {
-    "scheduler": ("_native", "base.checks", "base.plan", "base.types", "config", "errors"),
+    "scheduler": (
+        "_native",
+        "base.checks",
+        "base.groups",
+        "base.plan",
+        "base.types",
+        "config",
+        "errors",
+    ),
     "connectors.fastdeploy": (
         *("base.checks", "base.logs", "base.types", "frameworks.paddle", "ranks", "sync"),
     ),

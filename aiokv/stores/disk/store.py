@@ -17,6 +17,7 @@ from aiokv.stores.disk.room import NO_ROOM
 from aiokv.stores.disk.transfers import SHORT, error_text
 from aiokv.stores.disk.volume import Volume
 from aiokv.stores.options import parse_bytes, store_path, url_options, url_path
+from aiokv.stores.waiting import all_ended
 
 if TYPE_CHECKING:
     import os
@@ -274,14 +275,9 @@ class DiskStore(Store):
         if self._open is not None:
             opened, self._open = self._open, None
             self._closing = asyncio.ensure_future(opened.aclose())
-        cancelled: asyncio.CancelledError | None = None
-        while self._closing is not None and not self._closing.done():
-            try:
-                await asyncio.wait([self._closing])
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
+        if self._closing is not None:
+            await all_ended([self._closing])
+            self._closing.result()  # raises what the close has raised
 
     def _opened(self) -> OpenStore:
         if self._open is None:
