@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
-from aiokv.base.plan import Direction, Outcome  # noqa: TC001 - msgspec reads the annotations
+from aiokv.base.plan import Outcome, RouteName  # noqa: TC001 - msgspec reads the annotations
 from aiokv.base.types import lease_name
 from aiokv.errors import ClosedError, UsageError
 
@@ -54,7 +54,10 @@ class TransferSpan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         transfer_id: number of the transfer in its engine.
-        route: direction of the transfer, such as ``"onload"``, ``"offload"`` or ``"fetch"``.
+        route: ``"onload"``, ``"offload"``, ``"clone"``, ``"fetch"``, ``"save"``, ``"receive"`` or
+            ``"send"``.
+        group: group of the blocks: ``"attention"``, ``"state"``, or a name in
+            ``CacheConfig.windows``.
         blocks: number of blocks (or state slots) of the plan.
         num_bytes: bytes of the plan, over all ranks; 0 without tensors.
         queued_at: when the engine submitted the plan to the worker.
@@ -68,7 +71,8 @@ class TransferSpan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     transfer_id: int
-    route: Direction
+    route: RouteName
+    group: str
     blocks: int
     num_bytes: int
     queued_at: float
@@ -394,7 +398,8 @@ class Observers:
         lease_id, _ = self._causes.get(plan.transfer_id, (0, None))
         return TransferSpan(
             transfer_id=plan.transfer_id,
-            route=plan.direction,
+            route=plan.route.name,
+            group=plan.group,
             blocks=plan.num_blocks,
             num_bytes=counter.num_bytes,
             queued_at=queued_at,

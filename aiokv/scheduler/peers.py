@@ -6,10 +6,9 @@ from collections import deque
 from itertools import starmap
 from typing import TYPE_CHECKING
 
-from aiokv._native import STATE_GROUP
-from aiokv.base.groups import STATE
 from aiokv.errors import AiokvError, UsageError
 from aiokv.scheduler.effects import Moved
+from aiokv.scheduler.groups import block_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +61,7 @@ class Peers:
         self._pending = pending
         self._saver = saver
         self._settle = settle
-        self._windows = tuple(config.windows)
+        self._groups = block_groups(config)
         self._records_checksums = config.verify == "checksum"
         self._block_tokens = config.block_tokens
         self._begun: deque[int] = deque()  # begun in the core, not submitted yet
@@ -292,14 +291,9 @@ class Peers:
 
     def _number(self, group: str) -> int:
         """Return the number of a group in the core."""
-        if group == STATE:
-            return STATE_GROUP
-        if group not in self._windows:
-            raise UsageError(
-                f"group is {group!r}; it must be {STATE!r}, or a name in CacheConfig.windows, "
-                f"which has {list(self._windows)}"
-            )
-        return self._windows.index(group)
+        if group not in self._groups:
+            raise UsageError(f"group is {group!r}; it must be one of {list(self._groups)}")
+        return self._groups[group].number
 
     def _begin(self, begin: Callable[..., int], *args: int | bytes) -> tuple[int, Effects]:
         try:

@@ -83,7 +83,7 @@ TRANSITIONS: Final = (
     "finish_step",
     "collect_backups",
     "fetches.begin",
-    "fetches.begin_auxiliary",
+    "fetches.begin_group",
     "store_saver.collect",
     "save",
     "peers.commit_received",

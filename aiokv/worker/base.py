@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.base.plan import StorePool, TransferPlan, TransferReport
+    from aiokv.base.plan import TransferPlan, TransferReport
     from aiokv.base.types import Tier
     from aiokv.config.cache_config import WindowGroup
     from aiokv.errors import RankLost
@@ -244,13 +244,13 @@ class StoreLookups(Protocol):
         Cancellation: nothing changed.
         """
 
-    async def find(self, pool: StorePool, digests: bytes) -> Found:
-        """Return which objects of a pool the stores have, and how long fetching each takes.
+    async def find(self, group: str, digests: bytes) -> Found:
+        """Return which objects of a group the stores have, and how long fetching each takes.
 
         Returns at the latest when the lookup deadline of each store has passed.
 
         Args:
-            pool: auxiliary pool of host memory.
+            group: name of the group.
             digests: digests of any blocks, 32 bytes each.
 
         Cancellation: nothing changed.

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aiokv.base.plan import direction
+from aiokv.base.plan import STATE_CLONE
 from aiokv.worker.transfers import TransferQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aiokv.base.plan import GroupRoute, Outcome
+    from aiokv.base.groups import Retention
+    from aiokv.base.plan import GroupRoute, Outcome, Route
     from aiokv.worker.transfers import Transfer
 
 BANDWIDTH_WEIGHT: Final = 0.2  # of the newest transfer in the moving average
@@ -113,12 +114,21 @@ _IDLE_LANE: Final = LaneStatistics(
 )
 
 
+_PREFIXES: Final[dict[Retention, str]] = {"all": "", "last": "state_", "window": "window_"}
+
+
+def _name(retention: Retention, route: Route) -> str:
+    """Return the field of a route of the groups of a retention."""
+    is_state = (retention, route) == STATE_CLONE
+    return "state" if is_state else _PREFIXES[retention] + route.name
+
+
 def worker_statistics(
     held: int, routes: Mapping[GroupRoute, LaneStatistics], corrupt: int = 0
 ) -> WorkerStatistics:
     """Return the statistics of a worker; a route that it lacks has moved nothing."""
     by_name: dict[str, LaneStatistics] = {
-        direction(*route): statistics for route, statistics in routes.items()
+        _name(*route): statistics for route, statistics in routes.items()
     }
     return WorkerStatistics(
         held=held,

@@ -858,7 +858,7 @@ def test_state_transfers_refuse_models_without_state_and_leases_that_compute_not
     cache = Cache()
     lease_id = cache.granted(8)
     for call in (receive_group, send_group):
-        with pytest.raises(UsageError, match="the model has no recurrent state"):
+        with pytest.raises(UsageError, match="group is 'state'; it must be one of"):
             call(cache, lease_id, STATE, 8)
 
 

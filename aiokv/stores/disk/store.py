@@ -11,7 +11,7 @@ import numpy as np
 
 from aiokv.base import checks
 from aiokv.errors import ConfigError, StoreError
-from aiokv.stores.base import KEY_BYTES, Result, Store, StoreStatistics
+from aiokv.stores.base import KEY_BYTES, Result, Store, StoreStatistics, medium_name
 from aiokv.stores.disk.opened import OpenStore
 from aiokv.stores.disk.room import NO_ROOM
 from aiokv.stores.disk.transfers import SHORT, error_text
@@ -117,15 +117,16 @@ class DiskStore(Store):
             )
         return cls(path, **options)
 
-    def for_pool(self, pool: str) -> DiskStore:
-        """Return the store of the directory ``pool`` below this one; see :class:`Store`."""
+    def for_group(self, group: str) -> DiskStore:
+        """Return the store of a directory below this one; see :class:`Store`."""
+        name = medium_name(group)
         return DiskStore(
-            self._volume.path / pool,
+            self._volume.path / name,
             bytes=self._capacity_bytes,
             min_free_bytes=self._min_free_bytes,
             fsync_seconds=self._fsync_seconds,
             ttl_seconds=None if math.isinf(self._ttl_seconds) else self._ttl_seconds,
-            volume=self._volume.below(pool),
+            volume=self._volume.below(name),
         )
 
     async def open(self, memory: StoreMemory) -> None:
@@ -138,7 +139,7 @@ class DiskStore(Store):
         capacity_bytes = int(self._capacity_bytes * memory.quota_share)
         if memory.quota_share < 1.0 and capacity_bytes < memory.pitch_bytes:
             raise ConfigError(
-                f"bytes is {self._capacity_bytes}, of which the pool {memory.pool!r} gets "
+                f"bytes is {self._capacity_bytes}, of which the group {memory.group!r} gets "
                 f"{capacity_bytes}; one block takes {memory.pitch_bytes} bytes",
                 hint="give the disk store room for as many blocks as it should keep",
             )

@@ -112,7 +112,7 @@ class MooncakeStore(Store):
         }
         return cls(urlsplit(url).netloc, **url_options(url, options))
 
-    def for_pool(self, pool: str) -> MooncakeStore:
+    def for_group(self, group: str) -> MooncakeStore:
         """Return a store of the same cluster; see :class:`Store`. It has a client of its own, which
         contributes no memory to the cluster."""
         options = self._options

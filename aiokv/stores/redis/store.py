@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
+from aiokv.base.groups import ATTENTION
 from aiokv.errors import ConfigError, StoreError
 from aiokv.stores.base import Result, Store, StoreMemory, StoreStatistics, split_keys
 from aiokv.stores.options import parted_url, url_options, url_text
@@ -154,7 +155,7 @@ class RedisStore(Store):
 
     # --- Store ------------------------------------------------------------------------------------
 
-    def for_pool(self, pool: str) -> RedisStore:
+    def for_group(self, group: str) -> RedisStore:
         """Return a store on the same servers, with connections of its own; see :class:`Store`."""
         return RedisStore(self._secret_url, **self._options)
 
@@ -170,7 +171,7 @@ class RedisStore(Store):
                 f"an object has {memory.object_bytes} bytes; a value of Redis has at most "
                 f"{MAX_VALUE_BYTES} bytes",
                 hint="lower block_tokens"
-                if memory.pool == "host"
+                if memory.group == ATTENTION
                 else "a snapshot of recurrent state is too large for Redis; use another store",
             )
         executor = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="aiokv-redis")
