@@ -188,7 +188,8 @@ class FrameReader:
             return False
         (word,) = _WORD.unpack_from(self._buffer, self._begin)
         length = word & ~_PARCEL
-        check_length(length, self._codec)
+        if length > self._codec.max_message_bytes:
+            raise too_long(length, self._codec)
         if available < self._header_bytes + length:
             self._make_room(self._header_bytes + length)
             return False
@@ -248,16 +249,11 @@ class FrameReader:
             self._parcels.on_parcel(head)
 
 
-def check_length(length: int, codec: Codec[Any, Any]) -> None:
-    """Check the length of a message.
-
-    Raises:
-        ProtocolError: it is above the limit of the codec.
-    """
-    if length > codec.max_message_bytes:
-        raise ProtocolError(
-            f"a message of {length} bytes; the limit is {codec.max_message_bytes} bytes"
-        )
+def too_long(length: int, codec: Codec[Any, Any]) -> ProtocolError:
+    """Return the error of a message that is longer than its codec allows."""
+    return ProtocolError(
+        f"a message of {length} bytes; the limit is {codec.max_message_bytes} bytes"
+    )
 
 
 def decoded(codec: Codec[Any, R], body: memoryview) -> R:

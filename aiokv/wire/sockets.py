@@ -10,7 +10,7 @@ import struct
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
-from aiokv.wire.frames import LENGTH_BYTES, check_length, decoded
+from aiokv.wire.frames import LENGTH_BYTES, decoded, too_long
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -161,5 +161,6 @@ async def first_message(connected: socket.socket, codec: Codec[Any, R]) -> R:
         ConnectionResetError: the other side closed the connection before.
     """
     length = int.from_bytes(await received(connected, LENGTH_BYTES), "little")
-    check_length(length, codec)
+    if length > codec.max_message_bytes:
+        raise too_long(length, codec)
     return decoded(codec, memoryview(await received(connected, length)))
