@@ -138,6 +138,7 @@ class Connection(Unique, Generic[S, R]):
         self._loop = asyncio.get_running_loop()
         self._socket = connected
         self._codec = codec
+        self._encoded = codec.encoded
         self._receiving_key = None if keys is None else keys.receiving
         self._limits: WireLimits | None = None
         self._handler: Handler[R] | None = None
@@ -199,7 +200,10 @@ class Connection(Unique, Generic[S, R]):
         Raises:
             InternalError: the message is longer than the other side accepts.
         """
-        self.send_encoded(self._codec.encoded(message))
+        if self.reason or self._closing:
+            return
+        self._queue.add(self._encoded(message))
+        self._queue_changed()
 
     def send_encoded(self, message: bytes) -> None:
         """Queue a message that ``Codec.encoded`` has returned; see ``send``."""
@@ -223,9 +227,7 @@ class Connection(Unique, Generic[S, R]):
         if self.reason or self._closing:
             writes.fail(self.reason or "the connection is being closed")
             return writes
-        self._queue.add_parcels(
-            [(self._codec.encoded(head), parcel) for head, parcel in batch], writes
-        )
+        self._queue.add_parcels([(self._encoded(head), parcel) for head, parcel in batch], writes)
         self._queue_changed()
         return writes
 

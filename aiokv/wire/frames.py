@@ -122,6 +122,7 @@ class FrameReader:
         parcels: ParcelHandler[Any] | None = None,
     ) -> None:
         self._codec = codec
+        self._max_bytes = codec.max_message_bytes
         self._macs = None if key is None else _Macs(key)
         self._header_bytes = LENGTH_BYTES if key is None else HEADER_BYTES
         self._on_message = on_message
@@ -188,7 +189,7 @@ class FrameReader:
             return False
         (word,) = _WORD.unpack_from(self._buffer, self._begin)
         length = word & ~_PARCEL
-        if length > self._codec.max_message_bytes:
+        if length > self._max_bytes:
             raise too_long(length, self._codec)
         if available < self._header_bytes + length:
             self._make_room(self._header_bytes + length)
