@@ -76,7 +76,7 @@ class Connections:
             timeout: seconds for this caller; an attempt has ``connect_seconds``, too.
 
         Raises:
-            PeerError: see ``Connection.open``; or ``timeout`` passed.
+            PeerError: see ``connect``; or ``timeout`` passed.
             ClosedError: ``aclose`` was called.
 
         Cancellation: nothing is acquired; the attempt goes on while another caller waits for it.

@@ -7,24 +7,21 @@
 
 The :class:`Receiver` and the :class:`Sender` decide what to do next; a :class:`ReceiverWork` and a
 :class:`SenderWork` do it. This object opens and closes them with the memory of the worker, gives
-tickets and plans to them, and keeps the deadlines of tickets. A plan is reported exactly once, in a
-callback of the loop, when nothing accesses its device blocks any more.
+tickets to them, and keeps the deadlines of tickets. A :class:`PeerPlans` gives them the plans.
 """
 
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aiokv.base.plan import PEER_ROUTES, RECEIVE, TransferReport, group_routes
+from aiokv.base.plan import PEER_ROUTES, group_routes
 from aiokv.errors import ClosedError, PeerError, UsageError
 from aiokv.layout.block_layout import split_layers
 from aiokv.layout.mapping import BlockLayout
 from aiokv.peers.accepted import AcceptedConnections
-from aiokv.peers.call_guard import CallGuard
 from aiokv.peers.device_parcels import DeviceParcelWork
 from aiokv.peers.mappings import Mappings
 from aiokv.peers.messages import MAX_REASON_CHARACTERS
@@ -40,13 +37,12 @@ from aiokv.peers.ticket_opener import TicketOpener
 from aiokv.peers.transport import PeerMemory
 from aiokv.peers.transports import make_transport
 from aiokv.peers.wire import listen
-from aiokv.worker.device.base import CopyError
 from aiokv.worker.layer_marks import LayerMarks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
-    from aiokv.base.plan import GroupRoute, TransferPlan
+    from aiokv.base.plan import GroupRoute
     from aiokv.layout.regions import Regions
     from aiokv.peers.options import Peers
     from aiokv.peers.peer_work import DeviceCopies
@@ -55,15 +51,12 @@ if TYPE_CHECKING:
     from aiokv.peers.wire import Connection
     from aiokv.stores.identity import StoreIdentity
     from aiokv.wire.listener import Listener
-    from aiokv.worker.base import Cancelled
     from aiokv.worker.device.base import Event
-    from aiokv.worker.lanes import LaneStatistics
-    from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.memory import WorkerMemory
+    from aiokv.worker.plan_table import PlanTable
     from aiokv.worker.poller import EventPoller
     from aiokv.worker.steps import WorkerSteps
 
-SPARE_SECONDS: Final = 1.0
 LAST_MESSAGES_SECONDS: Final = 0.5  # for the last messages to be sent, when the worker closes
 LAST_WRITES_SECONDS: Final = 5.0  # for threads and writes to end, when the worker closes
 
@@ -98,11 +91,12 @@ class PeerTransfers:
         memory: has the peer arena while it is allocated.
         copies: copies between device blocks and slots.
         steps: steps of the model on the device.
-        on_end: called with the id of each plan after its report.
+        plans: plans of the worker.
 
     Attributes:
         exist: False without peers.
         routes: routes from and to peers; empty without peers.
+        plans: executor of the plans of the routes.
         layout: of the blocks of this rank, encoded; empty without peers and before ``open``.
         ticket_key: key of tickets; empty without peers.
     """
@@ -113,7 +107,7 @@ class PeerTransfers:
         memory: Callable[[], WorkerMemory],
         copies: DeviceCopies,
         steps: WorkerSteps,
-        on_end: Callable[[int], None],
+        plans: PlanTable,
     ) -> None:
         self.exist = peers is not None
         self.ticket_key = b"" if peers is None else ticket_key(peers.key)
@@ -127,13 +121,12 @@ class PeerTransfers:
         self._poller: EventPoller | None = None
         self._identity: StoreIdentity | None = None
         self._transport: Transport = make_transport(peers)
-        self._guard = CallGuard(self._all_connections)
-        self._plans = PeerPlans(self.routes, self._guard, on_end, self._reclaim)
         self._listener: Listener[Connection] | None = None
-        self._accepted = AcceptedConnections(self._transport, self._guard)
+        self._accepted = AcceptedConnections(self._transport)
         self._opener: TicketOpener | None = None
         self._receiver: Receiver[Connection] | None = None
         self._sender: Sender[Connection] | None = None
+        self.plans = PeerPlans(self.routes, plans, lambda: self._receiver, lambda: self._sender)
         self._ring: LandingRing[Connection] | None = None
         self.layout = b""
         self._mappings: Mappings | None = None
@@ -141,7 +134,7 @@ class PeerTransfers:
         self._on_ticket_end: Callable[[bytes, str], None] = lambda ticket_id, reason: None
         self._work: SlotAccess | None = None
         self._writes: set[asyncio.Task[None]] = set()
-        self._timers: list[asyncio.TimerHandle] = []
+        self._timer: asyncio.TimerHandle | None = None
         self._closing = False
 
     # --- memory -----------------------------------------------------------------------------------
@@ -174,7 +167,6 @@ class PeerTransfers:
         self,
         identity: StoreIdentity | None,
         poller: EventPoller,
-        on_report: Callable[[TransferReport], None],
         on_ticket_end: Callable[[bytes, str], None],
     ) -> None:
         """Listen, and prepare the slots; the host memory was allocated before.
@@ -192,8 +184,6 @@ class PeerTransfers:
         options = self._checked()
         self._identity = identity
         self._poller = poller
-        self._guard.open(poller)
-        self._plans.open(on_report)
         self._on_ticket_end = on_ticket_end
         try:
             await self._open_slots()
@@ -252,8 +242,7 @@ class PeerTransfers:
             mappings,
             self._copies,
             self._steps.clock,
-            self._plans,
-            self._guard,
+            self.plans,
         )
         if num_landing:
             self._open_receiver(parts, landing, identity)
@@ -298,7 +287,6 @@ class PeerTransfers:
             self._sender,
             self._transport,
             self._checked().key,
-            self._guard,
             rank=identity.rank,
             block_tokens=identity.block_tokens,
             layout=self.layout,
@@ -369,7 +357,7 @@ class PeerTransfers:
             self._opener.stop()
         if self._listener is not None:
             await self._listener.aclose()
-        self._cancel_timers()
+        self._cancel_timer()
         await self._end_connections("the engine closed")
         await self._transport.aclose()
         if self._work is not None:
@@ -384,7 +372,7 @@ class PeerTransfers:
     def _end_tickets(self, reason: str) -> None:
         for end in (self._receiver, self._sender):
             if end is not None:
-                self._guard.surely(partial(end.close, reason))
+                end.close(reason)
 
     async def _end_connections(self, reason: str) -> None:
         connections = self._all_connections()
@@ -499,11 +487,10 @@ class PeerTransfers:
         reason = reason[:MAX_REASON_CHARACTERS]
         for end in (self._receiver, self._sender):
             if end is not None:
-                self._guard.surely(partial(end.close_ticket, ticket_id, reason))
+                end.close_ticket(ticket_id, reason)
         if self._opener is not None:
             self._opener.close_ticket(ticket_id)
         self._marks.forget(ticket_id)
-        self._guard.surely(self._reclaim)
 
     @property
     def layer_ends(self) -> list[int]:
@@ -516,50 +503,14 @@ class PeerTransfers:
         self._steps.check_event(event)
         if self._sender is not None and ticket_id in self._sender.ticket_ids:
             self._marks.note(ticket_id, mark, event)
-            self._guard.surely(self._sender.release_held)
+            self._sender.release_held()
 
     # --- plans ------------------------------------------------------------------------------------
-
-    @property
-    def in_flight(self) -> Iterable[int]:
-        """Ids of the plans that were not reported yet."""
-        return self._plans.in_flight
-
-    def submit(self, plan: TransferPlan, num_bytes: int) -> LayerDoneCounter:
-        """Take a plan that was checked."""
-        counter = self._plans.begin(plan, num_bytes)
-        end = self._receiver if plan.route == RECEIVE else self._sender
-        reason = f"the engine has no route {plan.route} now" if end is None else ""
-        if end is not None:
-            try:
-                end.submit(plan)
-            except UsageError as error:  # the report tells it, like any other failure
-                reason = str(error)
-        if reason:
-            self._plans.end(plan.transfer_id, 0, CopyError(0, reason))
-        return counter
-
-    def counter(self, transfer_id: int) -> LayerDoneCounter | None:
-        """Return the counter of a plan in flight; None for an unknown id."""
-        return self._plans.counter(transfer_id)
-
-    def cancel(self, transfer_id: int) -> Cancelled:
-        """Give up a plan: no further byte of it moves, and its report follows."""
-        if not self._plans.cancel(transfer_id):
-            return "too late"
-        for end in (self._receiver, self._sender):
-            if end is not None:
-                self._guard.surely(partial(end.cancel, transfer_id, "cancelled"))
-        return "asked"
 
     def step_closed(self) -> None:
         """Send the plans that waited for a step."""
         if self._sender is not None:
-            self._guard.surely(self._sender.release_held)
-
-    def lane_statistics(self) -> dict[GroupRoute, LaneStatistics]:
-        """Return the counts of each route. Any thread."""
-        return self._plans.lane_statistics()
+            self._sender.release_held()
 
     def statistics(self) -> list[RankPeerStatistics]:
         """Return the use of peers; empty without peers."""
@@ -587,21 +538,14 @@ class PeerTransfers:
         """Wait for the next deadline of a ticket."""
         ends = [end.next_deadline for end in (self._receiver, self._sender) if end is not None]
         deadlines = [deadline for deadline in ends if deadline is not None]
-        self._cancel_timers()
+        self._cancel_timer()
         if deadlines and not self._closing:
             loop = asyncio.get_running_loop()
-            # The second one is for an interrupt that hits the first one.
-            self._timers = [
-                loop.call_at(min(deadlines) + delay, self._on_timer)
-                for delay in (0.0, SPARE_SECONDS)
-            ]
+            self._timer = loop.call_at(min(deadlines), self._expire)
 
-    def _cancel_timers(self) -> None:
-        for timer in self._timers:
-            timer.cancel()
-
-    def _on_timer(self) -> None:
-        self._guard.surely(self._expire)
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _expire(self) -> None:
         now = self._now()
@@ -610,17 +554,7 @@ class PeerTransfers:
                 end.expire(now)
         if self._opener is not None:
             self._opener.release_ended()
-        self._reclaim()
         self._arm()
-
-    def _reclaim(self) -> None:
-        """Free what an interrupt has lost, when nothing is in progress. Idempotent."""
-        work = self._work
-        if self._writes or not self._accepted.is_idle or work is None or not work.is_idle:
-            return
-        for end in (self._receiver, self._sender):
-            if end is not None:
-                end.reclaim()
 
     # --- helpers ----------------------------------------------------------------------------------
 

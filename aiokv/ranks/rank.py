@@ -21,8 +21,10 @@ from aiokv.base.checks import timeout as timeout_of
 from aiokv.base.groups import ATTENTION
 from aiokv.base.logs import Log
 from aiokv.base.plan import FETCH, TransferReport
+from aiokv.base.state_guard import StateGuard
 from aiokv.errors import (
     AiokvError,
+    BrokenEngineError,
     ClosedError,
     ConfigError,
     LayoutError,
@@ -43,6 +45,7 @@ from aiokv.ranks.messages import (
     CloseTicket,
     ControlReply,
     Expect,
+    FromManager,
     Hello,
     Left,
     Lookup,
@@ -156,7 +159,9 @@ class Rank(Unique):
         self._peers = peers
         self._openings = Openings()
         self._controller = self._new_controller()
-        self._poller = EventPoller()
+        self._guard = StateGuard()
+        self._guard.open(self._give_up)
+        self._poller = EventPoller(self._guard)
         self._outbox = Outbox(self._send, lambda: self._controller.steps.clock.finished)
         self._counters = Counters()
         self.layer_waits = LayerWaits()
@@ -405,6 +410,12 @@ class Rank(Unique):
     def _entered_controller(self) -> CacheController:
         if not self._opened:
             raise UsageError(_NOT_ENTERED)
+        if self._guard.failure is not None:
+            raise BrokenEngineError(
+                f"rank {self.rank} is broken: {type(self._guard.failure).__name__} has ended a "
+                "change of its state",
+                hint="close the rank, and start its process again",
+            ) from self._guard.failure
         return self._controller
 
     def _check_entered(self) -> None:
@@ -414,6 +425,13 @@ class Rank(Unique):
     # --- from the manager -----------------------------------------------------------------------
 
     def _on_message(self, message: FromManager) -> None:
+        try:
+            self._take(message)
+        except BaseException as error:
+            self._guard.note(error)
+            raise
+
+    def _take(self, message: FromManager) -> None:
         if isinstance(message, TransferBatch):
             self._on_batch(message)
         elif isinstance(message, AskStatistics):
@@ -504,6 +522,15 @@ class Rank(Unique):
 
     def _on_closed(self, reason: str) -> None:
         self._disconnected.set_result(None)
+        self._end(reason)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Leave the group: ``error`` has left the state of the rank unknown."""
+        reason = f"rank {self.rank} is broken by {error!r}"
+        log.error("rank.broken", rank=self.rank, reason=repr(error))
+        self._controller.give_up()
+        if self._connection is not None:
+            self._connection.abort(reason)
         self._end(reason)
 
     def _end(self, reason: str) -> None:
@@ -608,15 +635,15 @@ class Rank(Unique):
         for plan in batch.plans:
             self._submit(plan)
         for transfer_id, priority in batch.priorities:
-            self._controller.raise_priority(transfer_id, priority)
+            self._controller.plans.raise_priority(transfer_id, priority)
         for transfer_id in batch.cancels:
-            if self._controller.cancel(transfer_id) == "at once":
+            if self._controller.plans.cancel(transfer_id) == "at once":
                 self._on_report(TransferReport(transfer_id=transfer_id, outcome="cancelled"))
 
     def _submit(self, plan: TransferPlan) -> None:
         transfer_id = plan.transfer_id
         try:
-            counter = self._controller.submit(plan)
+            counter = self._controller.plans.submit(plan)
         except AiokvError as error:  # the report tells it, like any other failure
             refused = LayerDoneCounter(
                 self.regions.num_layers, transfer_id=transfer_id, direction=plan.direction

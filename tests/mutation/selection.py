@@ -214,6 +214,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "integration/test_sleep.py",
     ),
     "aiokv/worker/layers.py": ("unit/test_layers.py", "unit/test_controller.py"),
+    "aiokv/worker/plan_table.py": ("unit/test_plan_table.py", "unit/test_controller.py"),
     "aiokv/worker/poller.py": ("unit/test_poller.py", "unit/test_controller.py"),
     "aiokv/worker/watches.py": ("unit/test_poller.py", "unit/test_controller.py"),
     "aiokv/layout": (
@@ -294,7 +295,6 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "peers/test_incoming.py",
         "peers/test_assembly.py",
         "peers/test_acceptance.py",
-        "peers/test_accepted.py",
         "peers/test_tcp.py",
         "peers/test_parcel_work.py",
         "peers/test_peer_states.py",
