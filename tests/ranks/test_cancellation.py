@@ -104,7 +104,7 @@ async def test_closing_cancelled_at_any_await_can_be_called_again(tmp_path):
             await ranked.engine.aclose()
             await asyncio.gather(*leaving)
             assert not ranked.group.path.exists()
-            assert not ranked.group._transfers
+            assert not ranked.group.plans
         if not was_cancelled:
             break
         cancelled += 1
@@ -307,7 +307,7 @@ VERBS: dict[str, Callable[[Ranked], Coroutine[Any, Any, Any]]] = {
     "drain": lambda ranked: ranked.engine.drain(),
     "resize": lambda ranked: ranked.engine.resize(4),
     "update_weights": update_weights,
-    "group_drain": lambda ranked: ranked.group.drain(),
+    "group_drain": lambda ranked: ranked.group.plans.drain(),
 }
 
 
@@ -337,7 +337,7 @@ async def test_a_rank_cancelled_at_any_await_of_its_entry_leaves_nothing(tmp_pat
                 await asyncio.wait((restarting,))
                 membership = ranked.group._membership
                 await run_until_idle(
-                    lambda r=membership: not r._unauthenticated and not r.ranks[1].channel
+                    lambda r=membership: not r._socket.handshakes and not r.ranks[1].connection
                 )
                 ranked.shards[1].fresh()
                 await ranked.restart(1)

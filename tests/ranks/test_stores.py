@@ -13,7 +13,6 @@ import pytest
 from aiokv import RankLost, Regions
 from aiokv.base.plan import FETCH, SAVE, TransferPlan, TransferReport, id_bytes
 from aiokv.ranks import Rank, RankTimeouts
-from aiokv.ranks.channel import ChannelError, frame_of
 from aiokv.ranks.messages import (
     Begin,
     ChangeWeights,
@@ -28,8 +27,11 @@ from aiokv.stores.breaker import FIRST_PAUSE_SECONDS
 from aiokv.stores.identity import StoreIdentity
 from aiokv.stores.proof import derive_keys
 from aiokv.testing import ScriptedStore, run_until_idle, running_clock, spin
+from aiokv.wire.frames import ProtocolError
+from aiokv.worker.device.base import CopyError
 from aiokv.worker.layers import LayerDoneCounter
 from tests.ranks.loopback import PATIENT, Ranked
+from tests.ranks.raw import frame_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -274,8 +276,7 @@ async def test_save_is_stored_where_all_ranks_have_stored_it():
     group = transfer(SAVE)
     group.end(1, TransferReport(transfer_id=1, outcome="done", results=bytes([0, 3, 0])))
     assert group.end(0, TransferReport(transfer_id=1, outcome="done", results=bytes([0, 0, 4])))
-    report = group.report()
-    assert (report.outcome, report.results) == ("done", bytes([0, 3, 4]))
+    assert (group.reduced(), group.results) == (None, bytes([0, 3, 4]))
 
 
 @pytest.mark.parametrize(
@@ -289,8 +290,7 @@ async def test_save_without_results_of_a_rank_is_not_stored(bad):
     group = transfer(SAVE)
     group.end(0, TransferReport(transfer_id=1, outcome="done", results=bytes(3)))
     group.end(1, bad)
-    report = group.report()
-    assert report.outcome != "done" or report.results == bytes([4, 4, 4])
+    assert group.reduced() is not None or group.results == bytes([4, 4, 4])
 
 
 def overdue(first_bad_block: int) -> TransferReport:
@@ -310,14 +310,12 @@ async def test_overdue_fetch_releases_waiters_and_ends_with_the_reports():
     group.end(0, TransferReport(transfer_id=1, outcome="done", first_bad_block=3))
     assert not group.counter.at_rest
     assert group.end(1, overdue(1))
-    report = group.report()
-    assert (report.outcome, report.first_bad_block) == ("failed", 1)
-    assert group.counter.at_rest
+    assert group.reduced() == CopyError(1, "rank 1: too late", 1)
 
 
 async def test_only_a_fetch_may_be_overdue():
     group = transfer(SAVE)
-    with pytest.raises(ChannelError, match="rank 1 reports that transfer 1 is overdue"):
+    with pytest.raises(ProtocolError, match="rank 1 reports that transfer 1 is overdue"):
         group.release(1, overdue(0))
     assert not group.counter.given_up
 
@@ -326,8 +324,9 @@ async def test_fetch_is_proven_up_to_the_first_block_that_a_rank_lacks():
     group = transfer(FETCH)
     group.end(0, TransferReport(transfer_id=1, outcome="done", first_bad_block=3))
     group.end(1, TransferReport(transfer_id=1, outcome="failed", first_bad_block=2))
-    report = group.report()
-    assert (report.outcome, report.first_bad_block) == ("failed", 2)
+    failure = group.reduced()
+    assert failure is not None
+    assert failure.first_bad_block == 2
 
 
 @pytest.mark.clock
