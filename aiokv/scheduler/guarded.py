@@ -53,25 +53,23 @@ class TransitionErrors:
     Args:
         owners: names of the leases.
         guard: breaks the engine.
+
+    Attributes:
+        guard: as given.
     """
 
-    __slots__ = ("_guard", "_owners")
+    __slots__ = ("_owners", "guard")
 
     def __init__(self, owners: Owners, guard: StateGuard) -> None:
         self._owners = owners
-        self._guard = guard
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Exception that has left the state of the scheduler unknown; None before."""
-        return self._guard.failure
+        self.guard = guard
 
     def note(self, error: BaseException) -> None:
         """Note an exception that ends a transition; the caller raises it again."""
         if isinstance(error, AiokvError):
             self._owners.add_to(error)
         else:
-            self._guard.note(error)
+            self.guard.note(error)
 
     def refuse(self, name: str) -> tuple[Any, Effects]:
         """Make a transition of a broken engine: return nothing, with no effects.
@@ -81,7 +79,7 @@ class TransitionErrors:
         """
         if name in ENDINGS:
             return None, NO_EFFECTS
-        raise broken(self.failure)
+        raise broken(self.guard.failure)
 
 
 class _Part(Protocol):
@@ -95,15 +93,15 @@ S = TypeVar("S", bound=_Part)
 def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Let ``self.errors`` note what a transition raises; refuse it once the engine is broken.
 
-    ``match``, ``try_allocate``, ``append``, ``commit``, ``extend`` and ``release`` note what they
-    raise themselves: they are called most often, and save the call of this wrapper. Of these, only
-    ``release`` is called without a check of the engine before, and refuses itself.
+    ``match``, ``try_allocate``, ``append``, ``commit``, ``extend``, ``release``, ``close_step`` and
+    ``finish_step`` do so themselves: they are called most often, and save the call of this wrapper.
+    Those that are called only after a check of the engine refuse nothing.
     """
     name = method.__name__
 
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         errors = self.errors
-        if errors.failure is not None:
+        if errors.guard.failure is not None:
             refused: Any = errors.refuse(name)
             return refused  # type: ignore[no-any-return]
         try:

@@ -148,7 +148,8 @@ class CacheScheduler:
         self._saves_states = config.host_state_slots > 0
         self._saves_windows = any(group.host_blocks for group in config.windows.values())
         self._owners = Owners()
-        self.errors = errors = TransitionErrors(self._owners, guard or StateGuard())
+        self._guard = guard or StateGuard()
+        self.errors = errors = TransitionErrors(self._owners, self._guard)
         self._salts: dict[int, str] | None = None if config.salt_quota_blocks is None else {}
         self._outbox = Outbox()
         self._clock = StepClock()
@@ -552,7 +553,7 @@ class CacheScheduler:
             lease_id: a lease without a handle.
             used_in: closed step that used the blocks, in addition to batches; 0 for none.
         """
-        if self.errors.failure is not None:
+        if self._guard.failure is not None:
             return self.errors.refuse("release")
         try:
             if self._requests or self._waiters:
@@ -846,20 +847,30 @@ class CacheScheduler:
         self._clock.track(tracked)
         return None, self._outbox.pending
 
-    @guarded
     def close_step(self) -> tuple[int, Effects]:
         """Close the open step and return its number; its committed blocks can be saved now."""
-        step = self._clock.close()
-        self._core.close_step(step)
-        self._collect_backups()
-        return step, self._outbox.pending
+        if self._guard.failure is not None:
+            return self.errors.refuse("close_step")
+        try:
+            step = self._clock.close()
+            self._core.close_step(step)
+            self._collect_backups()
+            return step, self._outbox.pending
+        except BaseException as error:
+            self.errors.note(error)
+            raise
 
-    @guarded
     def finish_step(self, step: int) -> Done:
         """Note that the device has finished ``step`` and all steps before it. Idempotent."""
-        self._clock.finish(step)
-        self._core.finish_step(step)
-        return None, self._settle()
+        if self._guard.failure is not None:
+            return self.errors.refuse("finish_step")
+        try:
+            self._clock.finish(step)
+            self._core.finish_step(step)
+            return None, self._settle()
+        except BaseException as error:
+            self.errors.note(error)
+            raise
 
     # --- transfers ------------------------------------------------------------------------------
 
