@@ -3,19 +3,20 @@
 ``CacheEngine`` is what a serving loop awaits; ``aiokv/README.md`` is the map of the rest.
 """
 
-from aiokv.base.types import (
+from aiokv.base.statistics import (
+    BlockGroupStatistics,
+    CacheStatistics,
     DurationHistogram,
-    Health,
-    Hit,
-    HotPrefixes,
-    Item,
-    LeaseInfo,
-    LeaseState,
-    PrefixInfo,
+    LayerWaitStatistics,
+    PeerStatistics,
+    PollerStatistics,
     RequestStatistics,
+    RouteStatistics,
     Statistics,
-    WindowStatistics,
+    TierStatistics,
+    WorkerStatistics,
 )
+from aiokv.base.types import Health, Hit, HotPrefixes, Item, LeaseInfo, LeaseState, PrefixInfo
 from aiokv.base.usage import Usage
 from aiokv.config.cache_config import CacheConfig, WindowGroup
 from aiokv.engine import CacheEngine, ComputeBatch
@@ -53,13 +54,10 @@ from aiokv.errors import (
 from aiokv.layout.regions import Regions, num_blocks_for
 from aiokv.lease import Lease
 from aiokv.peers.options import Peers
-from aiokv.peers.statistics import PeerStatistics, ReceivingStatistics
+from aiokv.peers.statistics import ReceivingStatistics
 from aiokv.worker.device.base import Device, Event, Stream
 from aiokv.worker.device.cpu import CpuDevice, CpuEvent, CpuStream
 from aiokv.worker.device.cuda import CudaDevice, CudaOptions
-from aiokv.worker.lanes import LaneStatistics, WorkerStatistics
-from aiokv.worker.layer_waits import LayerWaitStatistics
-from aiokv.worker.poller import PollerStatistics
 from aiokv.worker.views import LayerView
 
 __version__ = "0.1.0"
@@ -68,9 +66,11 @@ __all__ = [
     "AiokvError",
     "AllocateTimeout",
     "BatchSpan",
+    "BlockGroupStatistics",
     "BrokenEngineError",
     "CacheConfig",
     "CacheEngine",
+    "CacheStatistics",
     "CapacityError",
     "ClosedError",
     "ComputeBatch",
@@ -91,7 +91,6 @@ __all__ = [
     "InternalError",
     "Item",
     "KVEvents",
-    "LaneStatistics",
     "LayerView",
     "LayerWaitStatistics",
     "LayoutError",
@@ -114,10 +113,12 @@ __all__ = [
     "Regions",
     "RequestStatistics",
     "RequestTooLarge",
+    "RouteStatistics",
     "Sending",
     "Statistics",
     "StoreError",
     "Stream",
+    "TierStatistics",
     "TraceRecording",
     "TransferError",
     "TransferSpan",
@@ -127,7 +128,6 @@ __all__ = [
     "Usage",
     "UsageError",
     "WindowGroup",
-    "WindowStatistics",
     "WorkerStatistics",
     "WouldBlock",
     "num_blocks_for",

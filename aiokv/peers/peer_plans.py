@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from aiokv.base.plan import Outcome, Route, TransferPlan
+    from aiokv.base.statistics import RouteStatistics
     from aiokv.peers.call_guard import CallGuard
-    from aiokv.worker.lanes import LaneStatistics
 
 
 class _Transfer:
@@ -157,6 +157,6 @@ class PeerPlans:
         self._counts[plan.route].end(plan.transfer_id, outcome, moved_bytes)
         self._then()
 
-    def lane_statistics(self) -> dict[Route, LaneStatistics]:
+    def lane_statistics(self) -> dict[Route, RouteStatistics]:
         """Return the counts of each route. Any thread."""
         return {route: counts.statistics() for route, counts in self._counts.items()}

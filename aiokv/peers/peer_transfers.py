@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from aiokv.base.plan import PEER_ROUTES, RECEIVE_ROUTES, TransferReport
+from aiokv.base.statistics import RankPeerStatistics, ReceiverCounts, SenderCounts
 from aiokv.errors import ClosedError, PeerError, UsageError
 from aiokv.layout.block_layout import split_layers
 from aiokv.layout.mapping import BlockLayout
@@ -32,9 +33,9 @@ from aiokv.peers.messages import MAX_REASON_CHARACTERS
 from aiokv.peers.parcel_work import ParcelWork
 from aiokv.peers.peer_plans import PeerPlans
 from aiokv.peers.peer_work import ReceiverWork, SenderWork, SlotWork
-from aiokv.peers.receiver import Receiver, ReceiverCounts
+from aiokv.peers.receiver import Receiver
 from aiokv.peers.ring import LandingRing
-from aiokv.peers.sender import Sender, SenderCounts
+from aiokv.peers.sender import Sender
 from aiokv.peers.slots import ArenaSlots
 from aiokv.peers.ticket import Endpoint, decode, ticket_key
 from aiokv.peers.ticket_opener import TicketOpener
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from aiokv.base.plan import Route, TransferPlan
+    from aiokv.base.statistics import RouteStatistics
     from aiokv.layout.regions import Regions
     from aiokv.peers.listener import Listener
     from aiokv.peers.options import Peers
@@ -57,7 +59,6 @@ if TYPE_CHECKING:
     from aiokv.stores.identity import StoreIdentity
     from aiokv.worker.base import Cancelled
     from aiokv.worker.device.base import Event
-    from aiokv.worker.lanes import LaneStatistics
     from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.memory import WorkerMemory
     from aiokv.worker.poller import EventPoller
@@ -65,26 +66,6 @@ if TYPE_CHECKING:
 SPARE_SECONDS: Final = 1.0
 LAST_MESSAGES_SECONDS: Final = 0.5  # for the last messages to be sent, when the worker closes
 LAST_WRITES_SECONDS: Final = 5.0  # for threads and writes to end, when the worker closes
-
-
-class RankPeerStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Use of the connections to peers since the engine was made.
-
-    Attributes:
-        rank: number of the rank; None without ranks.
-        received: tickets and parcels that this rank receives.
-        sent: tickets and parcels that this rank sends.
-        landing_slots: slots of the landing ring, and ``free_slots`` those without an owner.
-        free_slots: see ``landing_slots``.
-        connections: connections to receivers that are open.
-    """
-
-    rank: int | None = None
-    received: ReceiverCounts
-    sent: SenderCounts
-    landing_slots: int
-    free_slots: int
-    connections: int
 
 
 class PeerTransfers:
@@ -537,7 +518,7 @@ class PeerTransfers:
         if self._sender is not None:
             self._guard.surely(self._sender.release_held)
 
-    def lane_statistics(self) -> dict[Route, LaneStatistics]:
+    def lane_statistics(self) -> dict[Route, RouteStatistics]:
         """Return the counts of each route. Any thread."""
         return self._plans.lane_statistics()
 

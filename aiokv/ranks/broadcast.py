@@ -25,7 +25,7 @@ from aiokv.ranks.messages import TransferBatch, encode
 from aiokv.ranks.reduce import GroupTransfer
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.interrupts import call_surely
-from aiokv.worker.lanes import ROUTE_NAMES, RunningCounts, worker_statistics
+from aiokv.worker.lanes import RunningCounts, worker_statistics
 from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.reports import deliver
 from aiokv.worker.settling import ReportWaiters
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiokv.base.plan import TransferPlan
+    from aiokv.base.statistics import WorkerStatistics
     from aiokv.errors import RankLost
     from aiokv.ranks.membership import Membership
     from aiokv.ranks.messages import Layout, Reports
     from aiokv.ranks.rank_state import RankState, RankTimeouts
-    from aiokv.worker.lanes import WorkerStatistics
 
 log = Log(__name__)
 
@@ -101,14 +101,13 @@ class TransferBroadcast:
         counts = worker_statistics(
             self._num_held(), {route: counts.statistics() for route, counts in self._counts.items()}
         )
-        lanes = {
+        routes = {
             name: msgspec.structs.replace(
-                getattr(counts, name),
-                queue_seconds=sum(state.queue_seconds[name] for state in ranks) / len(ranks),
+                route, queue_seconds=sum(state.queue_seconds[name] for state in ranks) / len(ranks)
             )
-            for name in ROUTE_NAMES
+            for name, route in counts.routes.items()
         }
-        return msgspec.structs.replace(counts, **lanes)
+        return msgspec.structs.replace(counts, routes=routes)
 
     # --- to the ranks ---------------------------------------------------------------------------
 

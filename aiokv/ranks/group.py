@@ -18,6 +18,7 @@ import msgspec
 from aiokv.base.checks import Unique, arguments, flag, integer
 from aiokv.base.logs import Log
 from aiokv.base.plan import PEER_ROUTES, WINDOW_PEER_ROUTES
+from aiokv.base.statistics import RankStatistics
 from aiokv.errors import ClosedError, ConfigError, PeerError, UsageError
 from aiokv.ranks.broadcast import ROUTES, STORE_ROUTES, TransferBroadcast
 from aiokv.ranks.channel import checked_path, frame_of
@@ -31,7 +32,7 @@ from aiokv.ranks.rank_state import MAX_RANKS, RankTimeouts
 from aiokv.ranks.tickets import GroupTickets
 from aiokv.stores.base import KEY_BYTES
 from aiokv.stores.store_set import NOTHING, Found
-from aiokv.worker.base import UNLIMITED_BLOCKS, Capabilities, RankStatistics
+from aiokv.worker.base import UNLIMITED_BLOCKS, Capabilities
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.ids import check_ids
 
@@ -43,20 +44,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.base.plan import Pool, StorePool, TransferPlan, TransferReport
+    from aiokv.base.statistics import GuardStatistics, RankPeerStatistics, WorkerStatistics
     from aiokv.base.types import Tier
     from aiokv.config.cache_config import WindowGroup
     from aiokv.errors import RankLost
     from aiokv.layout.regions import Regions
-    from aiokv.peers.peer_transfers import RankPeerStatistics
     from aiokv.peers.ticket import Endpoint
     from aiokv.ranks.messages import Layout, Reports
     from aiokv.ranks.rank_state import RankState
-    from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.store_set import StoreAnswer
     from aiokv.worker.base import Cancelled
     from aiokv.worker.device.base import Event
-    from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.poller import EventPoller
 

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
+from aiokv._native import CoreStatistics
 from aiokv._native import LeaseState as NativeState
-from aiokv.base.types import (
+from aiokv.base.statistics import (
+    ATTENTION,
+    STATE,
+    BlockGroupStatistics,
+    CacheStatistics,
     DurationHistogram,
-    Hit,
-    LeaseInfo,
-    LeaseState,
-    Statistics,
-    WindowStatistics,
+    TierStatistics,
 )
+from aiokv.base.types import Hit, LeaseInfo, LeaseState
 from aiokv.errors import UsageError
 from aiokv.scheduler.events import BlockEvents
 from aiokv.scheduler.pools import auxiliary_pools, group_numbers
@@ -472,15 +474,17 @@ class CacheReader:
         """Return for how long leases that compute had blocks, of those that gave them back."""
         return DurationHistogram.of(self._core.hold_times)
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> CacheStatistics:
         """Return counters and the current state of the pools. Any thread."""
         core = self._core.statistics()
         fields = {name: getattr(core, name) for name in _CORE_FIELDS}
-        return Statistics(
-            device_blocks=self._core.device_blocks,
-            host_blocks=self._config.host_blocks,
-            state_slots=self._config.state_slots,
-            host_state_slots=self._config.host_state_slots,
+        groups = {ATTENTION: self._attention(core)}
+        if self._config.state_slots:
+            groups[STATE] = self._state(core)
+        for index, (name, group) in enumerate(self._config.windows.items()):
+            groups[name] = self._window_group(index, group)
+        return CacheStatistics(
+            groups=groups,
             waiting=len(self._admission),
             waiting_for_quota=self._admission.waiting_for_quota,
             waiting_for_store=self._admission.waiting_for_store,
@@ -489,32 +493,67 @@ class CacheReader:
             swaps=self._preemption.swaps,
             lost_leases=self._preemption.lost_leases,
             expired_leases=self._releases.expired_leases,
-            windows={
-                name: self._window_statistics(index, group)
-                for index, (name, group) in enumerate(self._config.windows.items())
-            },
+            reclaimed_host_copies=core.reclaimed_twins,
             **fields,
         )
 
-    def _window_statistics(self, index: int, group: WindowGroup) -> WindowStatistics:
+    def _attention(self, core: CoreStatistics) -> BlockGroupStatistics:
+        return BlockGroupStatistics(
+            device=TierStatistics(
+                blocks=self._core.device_blocks,
+                free=core.device_free,
+                cached=core.device_cached,
+                leased=core.device_leased,
+                in_flight=core.device_in_flight,
+                evicted_by_cause=core.evicted_device_by_cause,
+            ),
+            host=TierStatistics(
+                blocks=self._config.host_blocks,
+                free=core.host_free,
+                cached=core.host_cached,
+                leased=0,
+                in_flight=core.host_in_flight,
+                evicted_by_cause=core.evicted_host_by_cause,
+            ),
+            set_aside_blocks=0,
+            onloaded_blocks=core.onloaded_blocks,
+            offloaded_blocks=core.offloaded_blocks,
+            fetched_blocks=core.fetched_blocks,
+            unfetched_blocks=core.unfetched_blocks,
+            saved_blocks=core.saved_blocks,
+            unsaved_by_cause={
+                "dropped": core.dropped_saves,
+                "rejected": core.rejected_saves,
+                "refused": core.refused_saves,
+                "failed": core.failed_saves,
+            },
+        )
+
+    def _state(self, core: CoreStatistics) -> BlockGroupStatistics:
+        return _auxiliary(
+            device=(self._config.state_slots, core.state_free, core.state_snapshots),
+            host=(self._config.host_state_slots, core.host_state_free, core.host_state_snapshots),
+            evicted=(core.evicted_snapshots, core.evicted_host_snapshots),
+            set_aside_blocks=0,
+            copied=(core.onloaded_states, core.saved_snapshots),
+            stored=(
+                core.stored_snapshots,
+                core.unstored_snapshots,
+                core.fetched_snapshots,
+                core.unfetched_snapshots,
+            ),
+        )
+
+    def _window_group(self, index: int, group: WindowGroup) -> BlockGroupStatistics:
         device_free, device_cached, set_aside = self._core.window_statistics(index)
         host_free, host_cached, saved, onloaded, evicted = self._core.host_window_statistics(index)
-        stored, unstored, fetched, unfetched = self._core.stored_copies(index)
-        return WindowStatistics(
-            device_blocks=group.device_blocks,
-            device_free=device_free,
-            device_cached=device_cached,
-            device_set_aside=set_aside,
-            host_blocks=group.host_blocks,
-            host_free=host_free,
-            host_cached=host_cached,
-            saved_blocks=saved,
-            onloaded_blocks=onloaded,
-            evicted_host_blocks=evicted,
-            stored_blocks=stored,
-            unstored_blocks=unstored,
-            fetched_blocks=fetched,
-            unfetched_blocks=unfetched,
+        return _auxiliary(
+            device=(group.device_blocks, device_free, device_cached),
+            host=(group.host_blocks, host_free, host_cached),
+            evicted=(0, evicted),
+            set_aside_blocks=set_aside,
+            copied=(onloaded, saved),
+            stored=self._core.stored_copies(index),
         )
 
     def leases(self, limit: int) -> list[LeaseInfo]:
@@ -639,19 +678,55 @@ _STATES = {
     NativeState.SWAPPED: LeaseState.SWAPPED,
     NativeState.RELEASING: LeaseState.RELEASED,
 }
-_OTHER_FIELDS = (
-    "device_blocks",
-    "host_blocks",
-    "state_slots",
-    "host_state_slots",
-    "waiting",
-    "waiting_for_quota",
-    "waiting_for_store",
-    "waiting_for_pending",
-    "preemptions",
-    "swaps",
-    "lost_leases",
-    "expired_leases",
-    "windows",
+_CORE_FIELDS = tuple(
+    name for name in CacheStatistics.__struct_fields__ if hasattr(CoreStatistics, name)
 )
-_CORE_FIELDS = tuple(name for name in Statistics.__struct_fields__ if name not in _OTHER_FIELDS)
+
+
+def _auxiliary(
+    device: tuple[int, int, int],
+    host: tuple[int, int, int],
+    evicted: tuple[int, int],
+    set_aside_blocks: int,
+    copied: tuple[int, int],
+    stored: tuple[int, int, int, int],
+) -> BlockGroupStatistics:
+    """Return the statistics of a group other than attention, whose evictions all make room.
+
+    Args:
+        device: (capacity, free, cached) blocks; leases have the others.
+        host: likewise; transfers have the others.
+        evicted: evicted blocks of device and host.
+        set_aside_blocks: device blocks that leases have or will need.
+        copied: (onloaded, offloaded) blocks.
+        stored: (saved, unsaved, fetched, unfetched) blocks.
+    """
+    blocks, free, cached = device
+    host_blocks, host_free, host_cached = host
+    onloaded, offloaded = copied
+    saved, unsaved, fetched, unfetched = stored
+    return BlockGroupStatistics(
+        device=TierStatistics(
+            blocks=blocks,
+            free=free,
+            cached=cached,
+            leased=blocks - free - cached,
+            in_flight=0,
+            evicted_by_cause={"capacity": evicted[0]},
+        ),
+        host=TierStatistics(
+            blocks=host_blocks,
+            free=host_free,
+            cached=host_cached,
+            leased=0,
+            in_flight=host_blocks - host_free - host_cached,
+            evicted_by_cause={"capacity": evicted[1]},
+        ),
+        set_aside_blocks=set_aside_blocks,
+        onloaded_blocks=onloaded,
+        offloaded_blocks=offloaded,
+        fetched_blocks=fetched,
+        unfetched_blocks=unfetched,
+        saved_blocks=saved,
+        unsaved_by_cause={"unsaved": unsaved},
+    )

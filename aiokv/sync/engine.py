@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.base.types import Health, Hit, Item, Statistics, TokenIds
+    from aiokv.base.statistics import CacheStatistics, Statistics
+    from aiokv.base.types import Health, Hit, Item, TokenIds
     from aiokv.config.cache_config import CacheConfig
     from aiokv.errors import AiokvError
     from aiokv.layout.regions import Regions
@@ -320,8 +321,12 @@ class SyncEngine(Unique):
         return self._port.call(lambda calls: calls.add(self._cache.health))
 
     def statistics(self) -> Statistics:
-        """Return counters and the current state of the pools. Does not cross."""
+        """See :meth:`aiokv.CacheEngine.statistics`. Does not cross."""
         return self._cache.statistics()
+
+    def cache_statistics(self) -> CacheStatistics:
+        """See :meth:`aiokv.CacheEngine.cache_statistics`. Does not cross."""
+        return self._cache.cache_statistics()
 
     def __repr__(self) -> str:
         return repr(self._cache).replace("CacheEngine", "SyncEngine", 1)

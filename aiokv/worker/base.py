@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 import msgspec
 
 from aiokv.base.plan import FETCH, RECEIVE, STATE, Route
-from aiokv.worker.poller import PollerStatistics  # noqa: TC001  (msgspec)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -20,17 +19,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.base.plan import StorePool, TransferPlan, TransferReport
+    from aiokv.base.statistics import (
+        GuardStatistics,
+        RankPeerStatistics,
+        RankStatistics,
+        WorkerStatistics,
+    )
     from aiokv.base.types import Tier
     from aiokv.config.cache_config import WindowGroup
     from aiokv.errors import RankLost
     from aiokv.layout.regions import Regions
-    from aiokv.peers.peer_transfers import RankPeerStatistics
     from aiokv.peers.ticket import Endpoint
-    from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.store_set import Found, StoreAnswer
     from aiokv.worker.device.base import Event
-    from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.poller import EventPoller
 
@@ -75,22 +77,6 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     def peers(self) -> bool:
         """The worker has peers: it receives blocks from other engines, or sends them."""
         return RECEIVE in self.routes
-
-
-class RankStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """State of one rank.
-
-    Attributes:
-        rank: its number.
-        connected: the rank takes part in the transfers of the group.
-        silent_seconds: time since its last message.
-        poller: of its event poller, as of its last answer to a heartbeat.
-    """
-
-    rank: int
-    connected: bool
-    silent_seconds: float
-    poller: PollerStatistics
 
 
 class Worker(Protocol):

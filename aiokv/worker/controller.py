@@ -34,20 +34,23 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.base.plan import StorePool
+    from aiokv.base.statistics import (
+        GuardStatistics,
+        RankPeerStatistics,
+        RankStatistics,
+        WorkerStatistics,
+    )
     from aiokv.base.types import Tier
     from aiokv.config.cache_config import WindowGroup
     from aiokv.errors import RankLost
     from aiokv.layout.regions import Regions
     from aiokv.peers.options import Peers
-    from aiokv.peers.peer_transfers import RankPeerStatistics
     from aiokv.peers.ticket import Endpoint
-    from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.pools import StorePools
     from aiokv.stores.store_set import StoreAnswer
-    from aiokv.worker.base import Cancelled, RankStatistics
+    from aiokv.worker.base import Cancelled
     from aiokv.worker.device.base import Device, Event
-    from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.layers import LayerDoneCounter
 
 _DEVICE: Final[frozenset[Tier]] = frozenset(("device",))

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from aiokv.base.plan import Outcome, Route
+    from aiokv.base.statistics import RouteStatistics
     from aiokv.worker.base import Cancelled
     from aiokv.worker.checksums import Checksums
     from aiokv.worker.device.base import Copy, Device, Event
-    from aiokv.worker.lanes import LaneStatistics
     from aiokv.worker.memory import WorkerMemory
     from aiokv.worker.transfers import StepGate
 
@@ -134,7 +134,7 @@ class DeviceTransfers:
             if transfer.state in _WAITING:
                 self._poller.surely(partial(self._take_back, transfer))
 
-    def lane_statistics(self) -> dict[Route, LaneStatistics]:
+    def lane_statistics(self) -> dict[Route, RouteStatistics]:
         """Return the counts of each route. Any thread."""
         return {route: lane.statistics() for route, lane in self._lanes.items()}
 

@@ -15,7 +15,7 @@ from aiokv.stores.accesses import Accesses
 from aiokv.stores.base import Result
 from aiokv.stores.guard import CLOSE_SECONDS
 from aiokv.worker.device.base import CopyError
-from aiokv.worker.lanes import LaneStatistics, RunningCounts
+from aiokv.worker.lanes import RunningCounts
 from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.reports import deliver
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from aiokv.base.plan import Route, TransferPlan
+    from aiokv.base.statistics import RouteStatistics
     from aiokv.stores.pools import StorePools
     from aiokv.worker.base import Cancelled
     from aiokv.worker.poller import EventPoller
@@ -160,7 +161,7 @@ class StoreTransfers:
         for transfer in transfers:
             self._surely(partial(self._end, transfer))
 
-    def statistics(self) -> dict[Route, LaneStatistics]:
+    def statistics(self) -> dict[Route, RouteStatistics]:
         """Return the counts of each route. Any thread."""
         return {route: counts.statistics() for route, counts in self._counts.items()}
 

@@ -17,10 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiokv.base.plan import Route, StorePool, TransferReport
-    from aiokv.stores.guard_statistics import GuardStatistics
+    from aiokv.base.statistics import GuardStatistics, RouteStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.store_set import StoreAnswer
-    from aiokv.worker.lanes import LaneStatistics
     from aiokv.worker.memory import WorkerMemory
     from aiokv.worker.poller import EventPoller
 
@@ -136,6 +135,6 @@ class WorkerStores:
         """Return the statistics of each store, in order."""
         return self._stores.statistics()
 
-    def lane_statistics(self) -> dict[Route, LaneStatistics]:
+    def lane_statistics(self) -> dict[Route, RouteStatistics]:
         """Return the counts of each route. Any thread."""
         return self.transfers.statistics() if self.exist else {}

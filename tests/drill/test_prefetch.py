@@ -63,7 +63,7 @@ async def test_prefetch_evicts_when_no_block_is_free():
     async with Drill(device_blocks=4, host_blocks=16) as drill:
         await drill.to_host(A)
         await drill.fill(prompt(5, 3))
-        assert drill.statistics.device_free == 1
+        assert drill.statistics.attention.device.free == 1
         await drill.engine.drain()
         assert (await drill.engine.prefetch(A)).device_tokens == 8
 

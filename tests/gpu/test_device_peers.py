@@ -95,7 +95,7 @@ async def test_changed_bytes_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> 
             assert await p.prefill(tokens, receiving.ticket, step=LENGTH) == (LENGTH, None)
             assert await receiving.wait() == LENGTH
         d.check(lease, tokens)
-        (rank,) = d.engine.peer_statistics().ranks
+        (rank,) = d.engine.statistics().peers.ranks
         assert rank.received.wrong == len(changed) == 5
 
 

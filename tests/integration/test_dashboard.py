@@ -118,7 +118,7 @@ class Decode:
         for seed in range(1, 9):
             await self.serve(prompt(21, seed))  # evicts on both tiers
         await self.serve(prompt(21, 8))  # hits the device
-        await run_until_idle(lambda: engine.statistics().saved_blocks > 0)
+        await run_until_idle(lambda: engine.statistics().attention.saved_blocks > 0)
         await engine.evict(16)
         await self.serve(prompt(21, 8))  # hits host memory
         await engine.evict(16)
@@ -282,7 +282,7 @@ async def test_each_expression_has_a_finite_result(tmp_path: Path):
             await scraped.next_sample()
             await decode.work(prefill)
             ranked.pass_time(1.0)  # a heartbeat: the statistics of the ranks
-            await run_until_idle(lambda: ranked.engine.rank_statistics())
+            await run_until_idle(lambda: ranked.engine.statistics().ranks)
             await scraped.next_sample()
             at = await scraped.next_sample()
             bad = {}

@@ -58,8 +58,11 @@ async def test_plan_whose_submission_is_interrupted_is_submitted_once(monkeypatc
         await cache.finish()
         lease.release()
         statistics = cache.statistics
-        assert (statistics.device_in_flight, statistics.host_in_flight) == (0, 0)
-        assert statistics.offloaded_blocks == 2
+        assert (statistics.attention.device.in_flight, statistics.attention.host.in_flight) == (
+            0,
+            0,
+        )
+        assert statistics.attention.offloaded_blocks == 2
         await cache.engine.evict(8)
         assert cache.hit(A) == (0, 2)
 
@@ -114,8 +117,11 @@ async def test_interrupt_in_front_of_a_submission_does_not_lose_the_plan(monkeyp
         await cache.finish()
         lease.release()
         statistics = cache.statistics
-        assert (statistics.device_in_flight, statistics.host_in_flight) == (0, 0)
-        assert statistics.offloaded_blocks == 2
+        assert (statistics.attention.device.in_flight, statistics.attention.host.in_flight) == (
+            0,
+            0,
+        )
+        assert statistics.attention.offloaded_blocks == 2
 
 
 async def test_interrupt_between_two_grants_grants_both():
@@ -189,7 +195,7 @@ async def test_grant_in_the_pass_of_a_cancellation_is_taken_back():
         assert lease.layers.is_done
         lease.release()
         await cache.finish()
-        assert cache.statistics.device_in_flight == 0
+        assert cache.statistics.attention.device.in_flight == 0
 
 
 async def test_applied_effects_are_not_returned_again():
@@ -272,7 +278,7 @@ async def test_interrupt_after_a_cancellation_does_not_lose_the_answer(monkeypat
                 lease.release()  # the device has no room for a third onload: it is cancelled
         assert complete.left == 0
         await spin(2)
-        assert cache.statistics.device_in_flight == 4
+        assert cache.statistics.attention.device.in_flight == 4
         lease = await cache.engine.match(prompts[2]).allocate(9)
         await cache.finish()
         await lease.layers.wait_all()
@@ -299,7 +305,7 @@ async def test_interrupt_while_a_step_is_closed_does_not_stop_later_steps(monkey
         assert all(copy.after is event for copy in device.copies)
         event.complete()
         await cache.finish()
-        assert cache.statistics.offloaded_blocks == 4
+        assert cache.statistics.attention.offloaded_blocks == 4
         first.release()
         second.release()
 

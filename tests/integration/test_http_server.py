@@ -136,7 +136,7 @@ async def test_answers_to_200_clients_are_those_without_a_cache(model, monkeypat
         assert found.hit_device_tokens > 0
         assert found.hit_host_tokens > 0
         assert preempted
-        assert found.device_free + found.device_cached == DEVICE_BLOCKS
+        assert found.attention.device.free + found.attention.device.cached == DEVICE_BLOCKS
 
 
 @pytest.mark.asyncio

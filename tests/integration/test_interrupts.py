@@ -137,7 +137,10 @@ async def serve_all(served: Served, *, in_stream: bool) -> None:
         assert engine.check_invariants() == []
         statistics = engine.statistics()
         assert statistics.leases == 0
-        assert (statistics.device_in_flight, statistics.host_in_flight) == (0, 0)
+        assert (statistics.attention.device.in_flight, statistics.attention.host.in_flight) == (
+            0,
+            0,
+        )
         await engine.aclose()
         completing.cancel()
 
@@ -184,7 +187,7 @@ async def save_and_fetch(served: Served, store: ScriptedStore) -> None:
         engine.step()
         await engine.drain()
         assert engine.check_invariants() == []
-        assert engine.statistics().host_in_flight == 0
+        assert engine.statistics().attention.host.in_flight == 0
         await engine.aclose()
         completing.cancel()
 

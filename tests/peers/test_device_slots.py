@@ -61,7 +61,7 @@ async def test_changed_bytes_are_sent_again(cuda):
             assert await p.prefill(tokens, receiving.ticket) == (30, None)
             assert await receiving.wait() == 30
         d.check(lease, tokens)
-        (rank,) = d.engine.peer_statistics().ranks
+        (rank,) = d.engine.statistics().peers.ranks
         assert rank.received.wrong == 2
 
 

@@ -81,8 +81,8 @@ async def move() -> None:
                 assert await receiving.wait() == 22
             d.check(lease, TOKENS)
             assert lease.usage.received_tokens <= 22  # an interrupt may lose a count
-        assert d.engine.peer_statistics().complete_receives <= 1
-        assert p.engine.peer_statistics().complete_sends <= 1
+        assert d.engine.statistics().peers.complete_receives <= 1
+        assert p.engine.statistics().peers.complete_sends <= 1
 
 
 @pytest.mark.parametrize("part", PARTS)

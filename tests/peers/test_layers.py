@@ -46,7 +46,7 @@ def sides(layer_ranges: int = 3, **options: Any) -> tuple[Side, Side]:
 
 def parcels(side: Side) -> int:
     """Return the parcels that an engine has received and verified."""
-    (rank,) = side.engine.peer_statistics().ranks
+    (rank,) = side.engine.statistics().peers.ranks
     return rank.received.parcels
 
 
@@ -370,7 +370,7 @@ async def test_layers_computed_behind_a_failed_onload_are_not_sent():
     p = Side(device, listen=None, write_policy="write_through", **options)
     async with two_engines(p, Side(**options)) as (_, d):
         await p.serve(tokens[:17])
-        await complete(device, until=lambda: p.engine.statistics().offloaded_blocks == 4)
+        await complete(device, until=lambda: p.engine.statistics().attention.offloaded_blocks == 4)
         await p.engine.evict(64)
         async with await d.granted(tokens) as lease, await p.granted(tokens) as source:
             async with (

@@ -72,8 +72,8 @@ async def test_state_and_windows_arrive_behind_the_prompt(model, length, step):
         assert lease.usage.received_tokens == length
         assert lease.usage.computed_blocks == 0
         for side, verb in ((p, "send"), (d, "receive")):
-            lanes = side.engine.worker_statistics()
-            state, window = (getattr(lanes, f"{name}_{verb}") for name in ("state", "window"))
+            routes = side.engine.statistics().worker.routes
+            state, window = (routes[f"{name}_{verb}"] for name in ("state", "window"))
             assert state.done == ("state_slots" in model)
             assert window.done == len(model.get("windows", {}))
             assert bool(state.moved_bytes) == bool(state.done)
@@ -508,7 +508,7 @@ async def test_state_is_sent_after_exactly_the_positions_of_the_ticket(model):
             p.compute(source, tokens, 0, sending.num_tokens)
             assert await receiving.wait() == 18
             await run_until_idle(
-                lambda: sending.failure is None and not p.engine.peer_statistics().sending
+                lambda: sending.failure is None and not p.engine.statistics().peers.sending
             )
             p.compute(source, tokens, 18, 30)
             p.check_sides(source, tokens)

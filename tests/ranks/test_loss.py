@@ -34,10 +34,10 @@ async def test_slow_rank_is_named_and_its_late_report_is_ignored(tmp_path):
         with pytest.raises(LeaseError, match="may still write"):
             lease.recompute_from()
         lease.release()
-        in_flight = ranked.engine.statistics().device_in_flight
+        in_flight = ranked.engine.statistics().attention.device.in_flight
         assert in_flight == 3  # ids that the second rank writes are not reallocated
         second.complete_all()  # too late
-        await run_until_idle(lambda: ranked.engine.statistics().device_in_flight == 0)
+        await run_until_idle(lambda: ranked.engine.statistics().attention.device.in_flight == 0)
         assert ranked.engine.match(A).hit == Hit(0, 0)
         assert ranked.group.failure is None
         assert ranked.group.group_statistics().given_up == 1
@@ -126,9 +126,9 @@ async def test_loss_of_a_rank_clears_the_index(tmp_path):
         with pytest.raises(LeaseError, match="has lost its blocks: rank 1 is lost"):
             writer.block_table  # noqa: B018
         assert first.pending_layers == [0, 1]  # the other rank still writes: I3
-        assert ranked.engine.statistics().device_in_flight == 3
+        assert ranked.engine.statistics().attention.device.in_flight == 3
         await ranked.restart(1)
-        assert ranked.engine.statistics().device_in_flight == 0
+        assert ranked.engine.statistics().attention.device.in_flight == 0
         assert ranked.engine.check_invariants() == []
         assert ranked.engine.match(A).hit == Hit(0, 0)
         await writer.resume(5)
@@ -173,7 +173,7 @@ async def test_loss_of_all_ranks_is_handled(tmp_path):
             await ranked.lose(rank)
         assert ranked.group.failure.rank == 2
         await ranked.restart(0, 1, 2)
-        assert ranked.engine.statistics().device_in_flight == 0
+        assert ranked.engine.statistics().attention.device.in_flight == 0
         await lease.resume(7)
         assert lease.cached_tokens == 0
         lease.release()

@@ -42,7 +42,7 @@ class RoundRecords:
     def __exit__(self, exc_type: object, exc: object, traceback: object) -> None:
         if exc is not None or not self._is_on:
             return
-        lanes = msgspec.to_builtins(self._engine.worker_statistics())
+        lanes = msgspec.to_builtins(self._engine.statistics().worker)
         for route, lane in lanes.items():
             done = self._ends[route, "done"]
             if isinstance(lane, dict) and done != lane["done"]:

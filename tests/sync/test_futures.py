@@ -108,7 +108,7 @@ def test_a_grant_in_the_moment_of_the_cancellation_is_taken_back(engine, full):
         calls.run()
         assert cancelled.value is True
         assert lease.state is LeaseState.MATCHED
-        assert engine.statistics().device_leased == 0
+        assert engine.statistics().attention.device.leased == 0
         assert lease.allocate(ALL).result(timeout=PATIENCE_SECONDS) is lease
 
 

@@ -86,7 +86,7 @@ class Cache:
 
     @property
     def free(self) -> int:
-        return self.read.statistics().device_free
+        return self.read.statistics().attention.device.free
 
 
 # --- plans and ends -------------------------------------------------------------------------------
@@ -827,13 +827,13 @@ def test_slot_given_back_while_its_state_is_received_is_free_after_the_report(ve
     cache, lease_id = recurrent()
     cache.end(cache.receive(lease_id, 0, 5))
     transfer_id = receive_state(cache, lease_id, 18)
-    assert cache.read.statistics().state_free == 2
+    assert cache.read.statistics().groups["state"].device.free == 2
     cache.apply(getattr(cache.scheduler, verb)(lease_id))
 
     assert cache.cancelled == [transfer_id]
-    assert cache.read.statistics().state_free == 2
+    assert cache.read.statistics().groups["state"].device.free == 2
     cache.end(transfer_id)
-    assert cache.read.statistics().state_free == 3
+    assert cache.read.statistics().groups["state"].device.free == 3
     assert cache.read.cached_blocks() == []
 
 

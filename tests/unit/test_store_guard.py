@@ -23,8 +23,7 @@ from aiokv.testing import ScriptedStore, running_clock, spin
 from tests.unit.store_memory import Arena, digests, ids
 
 if TYPE_CHECKING:
-    from aiokv.stores.base import StoreStatistics
-    from aiokv.stores.guard_statistics import GuardStatistics
+    from aiokv.base.statistics import GuardStatistics, StoreStatistics
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.clock]
 

@@ -205,7 +205,7 @@ def test_fetched_blocks_are_hit_and_counted():
     assert scheduler.read.cached_store_tokens(lease_id) == 8
     statistics = scheduler.read.statistics()
     assert (statistics.hit_store_tokens, statistics.fetches) == (8, 1)
-    assert (statistics.fetched_blocks, statistics.unfetched_blocks) == (2, 1)
+    assert (statistics.attention.fetched_blocks, statistics.attention.unfetched_blocks) == (2, 1)
 
 
 def test_long_prompt_is_fetched_in_parts_of_2048_blocks():
@@ -284,7 +284,10 @@ def test_end_of_a_backup_requests_a_save():
     assert plan.digests == digests
     completed(scheduler, plan.transfer_id, results=b"\0\3")
     statistics = scheduler.read.statistics()
-    assert (statistics.saved_blocks, statistics.refused_saves) == (1, 1)
+    assert (
+        statistics.attention.saved_blocks,
+        statistics.attention.unsaved_by_cause["refused"],
+    ) == (1, 1)
     assert scheduler.store_saver.collect()[0] is False
 
 
@@ -294,7 +297,7 @@ def test_repeated_report_of_a_save_or_a_fetch_changes_nothing():
     effects.clear()
     for _ in range(2):
         completed(scheduler, transfer_id)
-    assert scheduler.read.statistics().fetched_blocks == 3
+    assert scheduler.read.statistics().attention.fetched_blocks == 3
 
 
 def test_scheduler_without_stores_has_no_digests():

@@ -177,13 +177,13 @@ def test_stop_waiting_of_a_released_lease_leaves_its_blocks_with_the_batch():
     scheduler.release(request)
     scheduler.stop_waiting(request)
     assert scheduler.violations() == []
-    assert scheduler.read.statistics().device_free == 0
+    assert scheduler.read.statistics().attention.device.free == 0
     assert scheduler.read.quota_held("b") == 4
     scheduler.end_batch(batch_id, in_open_step=False)
     assert scheduler.violations() == []
     assert scheduler.read.num_leases == 0
     assert scheduler.read.quota_held("b") == 0
-    assert scheduler.read.statistics().device_free == 4
+    assert scheduler.read.statistics().attention.device.free == 4
 
 
 # --- pending blocks -------------------------------------------------------------------------------
