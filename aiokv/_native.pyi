@@ -253,18 +253,6 @@ class CoreStatistics:
     def reclaimed_twins(self) -> int: ...
 
     @property
-    def state_free(self) -> int: ...
-
-    @property
-    def state_snapshots(self) -> int: ...
-
-    @property
-    def restored_states(self) -> int: ...
-
-    @property
-    def evicted_snapshots(self) -> int: ...
-
-    @property
     def hit_store_tokens(self) -> int: ...
 
     @property
@@ -292,31 +280,10 @@ class CoreStatistics:
     def failed_saves(self) -> int: ...
 
     @property
-    def host_state_free(self) -> int: ...
-
-    @property
-    def host_state_snapshots(self) -> int: ...
-
-    @property
-    def saved_snapshots(self) -> int: ...
-
-    @property
-    def onloaded_states(self) -> int: ...
-
-    @property
-    def evicted_host_snapshots(self) -> int: ...
-
-    @property
     def receives(self) -> int: ...
 
     @property
     def received_blocks(self) -> int: ...
-
-    @property
-    def received_states(self) -> int: ...
-
-    @property
-    def received_window_blocks(self) -> int: ...
 
     @property
     def failed_receives(self) -> int: ...
@@ -328,31 +295,66 @@ class CoreStatistics:
     def sent_blocks(self) -> int: ...
 
     @property
-    def sent_states(self) -> int: ...
-
-    @property
-    def sent_window_blocks(self) -> int: ...
-
-    @property
     def failed_sends(self) -> int: ...
-
-    @property
-    def stored_snapshots(self) -> int: ...
-
-    @property
-    def unstored_snapshots(self) -> int: ...
-
-    @property
-    def fetched_snapshots(self) -> int: ...
-
-    @property
-    def unfetched_snapshots(self) -> int: ...
 
     @property
     def index_bytes(self) -> int: ...
 
     @property
     def token_bytes(self) -> int: ...
+
+class GroupStatistics:
+    """Blocks, or states, of a block group besides attention."""
+
+    @property
+    def device_free(self) -> int: ...
+
+    @property
+    def device_cached(self) -> int: ...
+
+    @property
+    def device_set_aside(self) -> int: ...
+
+    @property
+    def host_free(self) -> int: ...
+
+    @property
+    def host_cached(self) -> int: ...
+
+    @property
+    def evicted_device(self) -> int: ...
+
+    @property
+    def evicted_host(self) -> int: ...
+
+    @property
+    def cloned(self) -> int:
+        """Copies on the device that leases began with."""
+
+    @property
+    def onloaded(self) -> int: ...
+
+    @property
+    def saved(self) -> int:
+        """Copies to host memory."""
+
+    @property
+    def stored(self) -> int: ...
+
+    @property
+    def unstored(self) -> int: ...
+
+    @property
+    def fetched(self) -> int: ...
+
+    @property
+    def unfetched(self) -> int: ...
+
+    @property
+    def received(self) -> int: ...
+
+    @property
+    def sent(self) -> int: ...
 
 ATTENTION_GROUP: int = -2
 
@@ -564,12 +566,6 @@ class Core:
     def reach_tokens(self, lease: int) -> int:
         """Positions that have blocks in every window group."""
 
-    def window_statistics(self, group: int) -> tuple[int, int, int]:
-        """(free, cached, set aside) blocks."""
-
-    def host_window_statistics(self, group: int) -> tuple[int, int, int, int, int]:
-        """(free, cached, saved, onloaded, evicted) blocks in host memory."""
-
     @property
     def hold_times(self) -> Histogram:
         """Times for which leases that compute had blocks; those that ended."""
@@ -640,9 +636,6 @@ class Core:
         """
         The group of a fetch or a save in flight; -1: recurrent state, -2: it moves blocks.
         """
-
-    def stored_copies(self, group: int) -> tuple[int, int, int, int]:
-        """(saved, unsaved, fetched, unfetched) copies of a group."""
 
     def wants_saves(self) -> bool: ...
 
@@ -759,14 +752,9 @@ class Core:
         (route, window group, source ids, target ids, after_step); group -1: state slots, of which source -1 is zeros.
         """
 
-    def take_state_save(self) -> int:
+    def take_group_save(self) -> int:
         """
-        Begin to copy one snapshot to host memory; 0: there is nothing to copy.
-        """
-
-    def take_window_save(self) -> int:
-        """
-        Begin to copy blocks of one window group to host memory; 0: there is nothing to copy.
+        Begin to copy blocks of one group besides attention to host memory; 0: there is nothing to copy.
         """
 
     def take_backups(self) -> int: ...
@@ -835,6 +823,8 @@ class Core:
     def reset(self) -> None: ...
 
     def statistics(self) -> CoreStatistics: ...
+
+    def group_statistics(self, group: int) -> GroupStatistics: ...
 
     def violations(self) -> list[str]: ...
 

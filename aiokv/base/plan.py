@@ -8,18 +8,23 @@ side.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, cast
 
 import msgspec
 import numpy as np
 
+from aiokv.base.groups import ATTENTION, RETENTIONS, STATE, Retention, retention_of
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import ArrayLike, NDArray
 
 ID_DTYPE = np.dtype("<i4")
 ZEROS: Final = -1  # source id of a target that is filled with zeros
 
-Pool = Literal["device", "host", "state", "host_state", "window", "host_window", "store", "peer"]
+AnyTier = Literal["device", "host", "store", "peer"]
+RouteName = Literal["onload", "offload", "clone", "fetch", "save", "receive", "send"]
 Direction = Literal[
     "onload",
     "offload",
@@ -45,64 +50,41 @@ Direction = Literal[
 StorePool: TypeAlias = str  # "host", "host_state" or "host_window:" and the name of the group
 Outcome = Literal["done", "failed", "cancelled"]
 
-_NAMES: Final[dict[tuple[Pool, Pool], Direction]] = {
+_PREFIXES: Final[dict[Retention, str]] = {"all": "", "last": "state_", "window": "window_"}
+
+_NAMES: Final[dict[tuple[AnyTier, AnyTier], RouteName]] = {
     ("host", "device"): "onload",
     ("device", "host"): "offload",
     ("device", "device"): "clone",
-    ("state", "state"): "state",
-    ("host_state", "state"): "state_onload",
-    ("state", "host_state"): "state_offload",
-    ("host_window", "window"): "window_onload",
-    ("window", "host_window"): "window_offload",
     ("store", "host"): "fetch",
     ("host", "store"): "save",
     ("peer", "device"): "receive",
     ("device", "peer"): "send",
-    ("peer", "state"): "state_receive",
-    ("state", "peer"): "state_send",
-    ("store", "host_state"): "state_fetch",
-    ("host_state", "store"): "state_save",
-    ("store", "host_window"): "window_fetch",
-    ("host_window", "store"): "window_save",
-    ("peer", "window"): "window_receive",
-    ("window", "peer"): "window_send",
 }
-
-
-_ON_HOST: Final = ("host", "host_state", "host_window", "store", "peer")
 
 
 class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Source and target of the bytes of a transfer.
 
     Attributes:
-        source: pool of the source ids: ``"device"`` and ``"host"`` have blocks, ``"state"`` has
-            slots of recurrent state, on the device, and ``"host_state"`` has those in host
-            memory. ``"window"`` and ``"host_window"`` have the blocks of the window group that the
-            plan names, on the device and in host memory. ``"store"`` is all stores together: its
-            blocks and snapshots have digests, and its ids are their indices in the plan.
-            ``"peer"`` is the engine at the other end of a ticket: its ids are the indices of the
-            blocks in the prompt, or 0 for the recurrent state.
-        target: pool of the target ids.
+        source: tier of the source ids. ``"store"`` is all stores together: its blocks have digests,
+            and its ids are their indices in the plan. ``"peer"`` is the engine at the other end of
+            a ticket: its ids are the indices of the blocks in the prompt, or 0 for recurrent state.
+        target: tier of the target ids.
     """
 
-    source: Pool
-    target: Pool
+    source: AnyTier
+    target: AnyTier
 
     @property
-    def direction(self) -> Direction:
+    def name(self) -> RouteName:
         """Name of the route in errors, reports and statistics."""
         return _NAMES[self.source, self.target]
 
     @property
     def is_onload(self) -> bool:
-        """True when blocks or slots move from host memory to the device."""
-        return self.source in _ON_HOST and self.target not in _ON_HOST
-
-    @property
-    def device_pool(self) -> Pool:
-        """The pool on the device, of a route between the device and host memory."""
-        return self.target if self.is_onload else self.source
+        """True when blocks move to the device, from host memory or the slots of peers."""
+        return self.target == "device" and self.source != "device"
 
     def __str__(self) -> str:
         return f"{self.source} -> {self.target}"
@@ -111,31 +93,38 @@ class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 ONLOAD: Final = Route("host", "device")
 OFFLOAD: Final = Route("device", "host")
 CLONE: Final = Route("device", "device")
-STATE: Final = Route("state", "state")
-STATE_ONLOAD: Final = Route("host_state", "state")
-STATE_OFFLOAD: Final = Route("state", "host_state")
-STATE_ROUTES: Final = frozenset((STATE, STATE_ONLOAD, STATE_OFFLOAD))
-WINDOW_ONLOAD: Final = Route("host_window", "window")
-WINDOW_OFFLOAD: Final = Route("window", "host_window")
-WINDOW_ROUTES: Final = frozenset((WINDOW_ONLOAD, WINDOW_OFFLOAD))
 FETCH: Final = Route("store", "host")
 SAVE: Final = Route("host", "store")
 RECEIVE: Final = Route("peer", "device")
 SEND: Final = Route("device", "peer")
-STATE_RECEIVE: Final = Route("peer", "state")
-STATE_SEND: Final = Route("state", "peer")
-WINDOW_RECEIVE: Final = Route("peer", "window")
-WINDOW_SEND: Final = Route("window", "peer")
-RECEIVE_ROUTES: Final = frozenset((RECEIVE, STATE_RECEIVE, WINDOW_RECEIVE))
-SEND_ROUTES: Final = frozenset((SEND, STATE_SEND, WINDOW_SEND))
-PEER_ROUTES: Final = RECEIVE_ROUTES | SEND_ROUTES
-WINDOW_PEER_ROUTES: Final = frozenset((WINDOW_RECEIVE, WINDOW_SEND))  # plans may have no block
-STATE_FETCH: Final = Route("store", "host_state")
-STATE_SAVE: Final = Route("host_state", "store")
-WINDOW_FETCH: Final = Route("store", "host_window")
-WINDOW_SAVE: Final = Route("host_window", "store")
-FETCH_ROUTES: Final = frozenset((FETCH, STATE_FETCH, WINDOW_FETCH))
-SAVE_ROUTES: Final = frozenset((SAVE, STATE_SAVE, WINDOW_SAVE))
+STORE_ROUTES: Final = frozenset((FETCH, SAVE))
+PEER_ROUTES: Final = frozenset((RECEIVE, SEND))
+
+
+class Pool(NamedTuple):
+    """The blocks of a group in one tier.
+
+    Attributes:
+        group: name of the group, or of a range of layers (:func:`aiokv.base.groups.layers_group`).
+        tier: ``"peer"`` are the slots through which blocks move from and to peers.
+    """
+
+    group: str
+    tier: AnyTier
+
+
+GroupRoute: TypeAlias = tuple[Retention, Route]
+"""A route of the groups of one retention: what a device or a worker can move."""
+
+
+STATE_CLONE: Final[GroupRoute] = ("last", CLONE)
+
+
+def group_routes(
+    *routes: Route, retentions: Iterable[Retention] = RETENTIONS
+) -> frozenset[GroupRoute]:
+    """Return the routes of the groups of each retention."""
+    return frozenset((retention, route) for retention in retentions for route in routes)
 
 
 class Priority(IntEnum):
@@ -152,47 +141,51 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         transfer_id: chosen by the scheduler, unique for the lifetime of the engine; 0 for a copy
-            that the worker finishes within the call, without a report (``Worker.clone``).
-        route: the pools that the ids belong to.
-        source_blocks: int32 ids as bytes, in path order; ``ZEROS`` fills a state slot with zeros.
-        target_blocks: int32 ids as bytes, as many, distinct; within one pool none is a source.
+            that the worker finishes within the call, without a report (``Steps.clone``).
+        route: tiers of the source ids and the target ids.
+        group: name of the group of blocks; see :mod:`aiokv.base.groups`.
+        source_blocks: int32 ids as bytes, in path order. In a clone of recurrent state, ``ZEROS``
+            fills the target slot with zeros.
+        target_blocks: int32 ids as bytes, as many, distinct; in a clone, none is a source.
         priority: see :class:`Priority`.
         after_step: the step whose work must be finished on the device before the first byte
             moves; 0 when there is nothing to wait for.
         digests: 32 bytes per block for routes from or to ``"store"``; empty for the others.
         peer: id of the ticket for routes from or to ``"peer"``, 16 bytes; empty for the others.
-        group: name of the window group for routes from or to ``"window"`` and ``"host_window"``;
-            empty for the others.
         first_range: first range of layers that ``SEND`` moves, as the worker numbers them.
         end_range: end of the ranges; 0 when each block moves as a whole.
         mark: of layers that are being computed, the point in the work behind which they are there
             on each device, at the latest when ``after_step`` is closed there; see
-            ``Worker.layers_done``. 0 for computed blocks.
+            ``Tickets.layers_done``. 0 for computed blocks.
     """
 
     transfer_id: int
     route: Route
     source_blocks: bytes
     target_blocks: bytes
+    group: str = ATTENTION
     priority: int = Priority.DEMAND
     after_step: int = 0
     digests: bytes = b""
     peer: bytes = b""
-    group: str = ""
     first_range: int = 0
     end_range: int = 0
     mark: int = 0
 
     @property
+    def group_route(self) -> GroupRoute:
+        """Retention of the group, and the route."""
+        return retention_of(self.group), self.route
+
+    @property
     def direction(self) -> Direction:
-        """Name of the route."""
-        return self.route.direction
+        """Name of the route of the group in errors, reports and statistics."""
+        return direction(*self.group_route)
 
     @property
     def store_pool(self) -> StorePool:
-        """The pool of host memory of a plan from or to ``"store"``."""
-        route = self.route
-        return store_pool(route.target if route.source == "store" else route.source, self.group)
+        """Name of the group's host memory in stores."""
+        return store_pool(self.group)
 
     @property
     def num_blocks(self) -> int:
@@ -210,9 +203,18 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
         return np.frombuffer(self.target_blocks, dtype=ID_DTYPE)
 
 
-def store_pool(pool: str, group: str = "") -> StorePool:
-    """Return the name of a pool of host memory; ``group`` is the window group, if it has one."""
-    return f"{pool}:{group}" if group else pool
+def direction(retention: Retention, route: Route) -> Direction:
+    """Return the name of a route of the groups of a retention."""
+    if (retention, route) == STATE_CLONE:
+        return "state"
+    return cast("Direction", _PREFIXES[retention] + route.name)
+
+
+def store_pool(group: str) -> StorePool:
+    """Return the name of a group's host memory in stores."""
+    if group == ATTENTION:
+        return "host"
+    return "host_state" if group == STATE else f"host_window:{group}"
 
 
 def id_bytes(ids: ArrayLike) -> bytes:
@@ -220,11 +222,12 @@ def id_bytes(ids: ArrayLike) -> bytes:
     return np.asarray(ids, ID_DTYPE).tobytes()
 
 
-def clone_plan(route: Route, source_ids: ArrayLike, target_ids: ArrayLike) -> TransferPlan:
-    """Return the plan of a copy within one pool that ``Worker.clone`` takes."""
+def clone_plan(group: str, source_ids: ArrayLike, target_ids: ArrayLike) -> TransferPlan:
+    """Return the plan of a copy within the device that ``Steps.clone`` takes."""
     return TransferPlan(
         transfer_id=0,
-        route=route,
+        route=CLONE,
+        group=group,
         source_blocks=id_bytes(source_ids),
         target_blocks=id_bytes(target_ids),
     )

@@ -16,16 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple, Self, g
 
 import msgspec
 
+from aiokv.base.groups import ATTENTION
+
 if TYPE_CHECKING:
     from aiokv._native import Histogram
 
 Kind = Literal["counter", "gauge", "histogram", "untyped"]
-
-ATTENTION: Final = "attention"
-"""Name of the group of the blocks of all layers with full attention."""
-
-STATE: Final = "state"
-"""Name of the group of the slots of recurrent state."""
 
 
 class Metric(NamedTuple):
@@ -148,6 +144,12 @@ _FETCHED: Final = counter(
 _SAVED: Final = counter("save_blocks_total", "Blocks to be saved to stores, by outcome.")
 
 
+_PEER_BLOCKS: Final = counter(
+    "peer_blocks_total",
+    "Blocks of a group that were received and verified, or sent and acknowledged.",
+)
+
+
 class TierStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of one group in one tier: capacity, present states, and counters.
 
@@ -208,6 +210,8 @@ class BlockGroupStatistics(msgspec.Struct, frozen=True, kw_only=True):
     unfetched_blocks: Annotated[int, _FETCHED(outcome="unfetched")]
     saved_blocks: Annotated[int, _SAVED(outcome="saved")]
     unsaved_by_cause: Annotated[dict[str, int], _SAVED._replace(key_label="outcome")]
+    received_blocks: Annotated[int, _PEER_BLOCKS(direction="receive")]
+    sent_blocks: Annotated[int, _PEER_BLOCKS(direction="send")]
 
     @property
     def unsaved_blocks(self) -> int:
@@ -234,17 +238,6 @@ _TRANSFERS: Final = counter(
 )
 _FAILED_TRANSFERS: Final = counter(
     "peer_failed_transfers_total", "Transfers from and to other engines that failed."
-)
-_PEER_BLOCKS: Final = counter(
-    "peer_blocks_total", "Blocks that were received and verified, or sent and acknowledged."
-)
-_PEER_STATES: Final = counter(
-    "peer_states_total",
-    "Recurrent states that were received and verified, or sent and acknowledged.",
-)
-_PEER_WINDOWS: Final = counter(
-    "peer_window_blocks_total",
-    "Blocks of window groups that were received and verified, or sent and acknowledged.",
 )
 
 
@@ -350,12 +343,6 @@ class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
     sends: Annotated[int, _TRANSFERS(direction="send")]
     failed_receives: Annotated[int, _FAILED_TRANSFERS(direction="receive")]
     failed_sends: Annotated[int, _FAILED_TRANSFERS(direction="send")]
-    received_blocks: Annotated[int, _PEER_BLOCKS(direction="receive")]
-    sent_blocks: Annotated[int, _PEER_BLOCKS(direction="send")]
-    received_states: Annotated[int, _PEER_STATES(direction="receive")]
-    sent_states: Annotated[int, _PEER_STATES(direction="send")]
-    received_window_blocks: Annotated[int, _PEER_WINDOWS(direction="receive")]
-    sent_window_blocks: Annotated[int, _PEER_WINDOWS(direction="send")]
     nodes: Annotated[int, gauge("index_nodes", "Nodes of the prefix index.")]
     index_bytes: Annotated[
         int, gauge("index_bytes", "Memory of the prefix index, without token ids.")
@@ -566,14 +553,32 @@ class PollerStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """State of one rank; ``poller`` is that of its last answer to a heartbeat."""
+    """State of one rank; ``poller`` is that of its last answer to a heartbeat.
+
+    ``state`` is ``"ready"``, or the reason why the rank is not connected.
+    """
 
     rank: Annotated[int, Label("rank")]
     connected: Annotated[
         bool, gauge("rank_connected", "1 while the rank takes part in transfers; else 0.")
     ]
+    state: str
     silent_seconds: Annotated[
         float, gauge("rank_silent_seconds", "Time since the last message of the rank.")
+    ]
+    finished_step: Annotated[
+        int,
+        gauge(
+            "rank_finished_step",
+            "Newest step that has finished on the rank, with all steps before it.",
+        ),
+    ]
+    owes_reply: Annotated[
+        bool,
+        gauge(
+            "rank_owes_reply",
+            "1 while the rank has not answered the newest sleep or wake_up; else 0.",
+        ),
     ]
     poller: PollerStatistics
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
 from aiokv.base import checks
+from aiokv.base.groups import ATTENTION, STATE, is_reserved
 from aiokv.errors import ConfigError
 from aiokv.stores.base import store_pitch_bytes
 
@@ -371,6 +372,12 @@ def _check_windows(windows: object, host_blocks: int) -> None:
     for name, group in windows.items():
         if not isinstance(name, str):
             raise ConfigError(f"windows has the key {name!r}; it must be a str", hint=hint)
+        if is_reserved(name):
+            raise ConfigError(
+                f"windows has the key {name!r}; {ATTENTION!r}, {STATE!r} and names that begin with "
+                f"'{ATTENTION} ' are those of other groups",
+                hint=hint,
+            )
         if not isinstance(group, WindowGroup):
             raise ConfigError(
                 f"windows[{name!r}] is {group!r}; it must be a WindowGroup", hint=hint

@@ -53,11 +53,17 @@ def ok(name: str, found: str) -> Finding:
     return Finding(name=name, status="ok", found=found)
 
 
-def slow(name: str, found: str, advice: str) -> Finding:
-    """Return the result of a check that found what makes aiokv slower."""
-    return Finding(name=name, status="slow", found=found, advice=advice)
+def slow(name: str, found: str, advice: str, *, unless: bool = False) -> Finding:
+    """Return the result of a check that found what makes aiokv slower, unless all is well."""
+    return (
+        ok(name, found) if unless else Finding(name=name, status="slow", found=found, advice=advice)
+    )
 
 
-def missing(name: str, found: str, advice: str, *, required: bool = False) -> Finding:
-    """Return the result of a check that did not find what it looked for."""
+def missing(
+    name: str, found: str, advice: str, *, required: bool = False, unless: bool = False
+) -> Finding:
+    """Return the result of a check that did not find what it looked for, unless all is well."""
+    if unless:
+        return ok(name, found)
     return Finding(name=name, status="missing", found=found, advice=advice, required=required)

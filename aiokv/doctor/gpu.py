@@ -26,6 +26,10 @@ COPY_SECONDS: Final = 60.0
 # Payload of one lane in bytes per second, in one direction, without the line code.
 LANE_BYTES: Final = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 _GENERATIONS: Final = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
+SLOW_COPIES: Final = (
+    "end other users of the link, bind the process to the GPU's NUMA node, and turn off the IOMMU "
+    "or set it to passthrough (iommu=pt)"
+)
 EXPECTED_SHARE: Final = 0.75  # of the link; packet headers take the rest
 
 
@@ -97,14 +101,10 @@ def check_gpus(machine: Machine, *, measure: bool = True) -> Iterator[Finding]:
 def _check_driver(machine: Machine, text: str, cuda: int) -> Iterator[Finding]:
     extension = getattr(machine.native, "cuda", None)
     built = 0 if extension is None else extension.runtime_version()
-    if built // 1000 > cuda // 1000:
-        yield missing(
-            "GPU driver",
-            f"{text}; aiokv was built with CUDA {format_cuda(built)}",
-            "update the driver, or build aiokv with an older CUDA",
-        )
-    else:
-        yield ok("GPU driver", text)
+    is_new = built // 1000 <= cuda // 1000
+    found = text if is_new else f"{text}; aiokv was built with CUDA {format_cuda(built)}"
+    advice = "update the driver, or build aiokv with an older CUDA"
+    yield missing("GPU driver", found, advice, unless=is_new)
 
 
 def _check_gpu(machine: Machine, gpu: Gpu) -> Iterator[Finding]:
@@ -124,14 +124,10 @@ def _check_gpu(machine: Machine, gpu: Gpu) -> Iterator[Finding]:
     nodes = numa_nodes(machine)
     if node is None or node < 0 or len(nodes) < 2:
         return
-    if nodes.get(node, frozenset()) & machine.cpus:
-        yield ok(f"{name}, NUMA", f"node {node}")
-    else:
-        yield slow(
-            f"{name}, NUMA",
-            f"node {node}, but the process runs on other nodes",
-            f"numactl --cpunodebind={node} --preferred={node}",
-        )
+    is_near = bool(nodes.get(node, frozenset()) & machine.cpus)
+    found = f"node {node}" + ("" if is_near else ", but the process runs on other nodes")
+    advice = f"numactl --cpunodebind={node} --preferred={node}"
+    yield slow(f"{name}, NUMA", found, advice, unless=is_near)
 
 
 def has_code_for(architectures: str, compute: tuple[int, int]) -> bool:
@@ -174,15 +170,9 @@ def _check_copies(machine: Machine, gpu: Gpu) -> Iterator[Finding]:
             continue
         expected = link.bytes_per_second * EXPECTED_SHARE
         text += f" of {link.bytes_per_second / 1e9:.1f} GB/s of the link"
-        if speed >= expected:
-            yield ok(line, text)
-        else:
-            yield slow(
-                line,
-                f"{text}; {expected / 1e9:.0f} GB/s or more are usual",
-                "end other users of the link, bind the process to the GPU's NUMA node, and turn "
-                "off the IOMMU or set it to passthrough (iommu=pt)",
-            )
+        is_usual = speed >= expected
+        text += "" if is_usual else f"; {expected / 1e9:.0f} GB/s or more are usual"
+        yield slow(line, text, SLOW_COPIES, unless=is_usual)
 
 
 def _check_link(name: str, link: Link) -> Finding:

@@ -30,18 +30,14 @@ EXTRAS: Final = {  # extra -> distribution
 
 def check_python(machine: Machine) -> Iterator[Finding]:
     version = tuple(int(part) for part in machine.python.split(".")[:2])
-    if version < (3, 11):
-        yield missing("Python", machine.python, "use Python 3.11 or newer", required=True)
-    else:
-        yield ok("Python", machine.python)
+    advice, is_new = "use Python 3.11 or newer", version >= (3, 11)
+    yield missing("Python", machine.python, advice, required=True, unless=is_new)
 
 
 def check_build(machine: Machine) -> Iterator[Finding]:
     version = machine.version("aiokv")
-    if version is None:
-        yield slow("aiokv", "not installed as a package", "pip install aiokv")
-    else:
-        yield ok("aiokv", version)
+    found = version or "not installed as a package"
+    yield slow("aiokv", found, "pip install aiokv", unless=version is not None)
     info = machine.native.build_info()
     text = f"{info['compiler']}, {info['type']}"
     if info["optimized"]:
@@ -78,10 +74,8 @@ def check_cuda_build(machine: Machine) -> Iterator[Finding]:
 
 def check_uvloop(machine: Machine) -> Iterator[Finding]:
     version = machine.version("uvloop")
-    if version is None:
-        yield missing("uvloop", "not installed", "pip install uvloop", required=True)
-    else:
-        yield ok("uvloop", version)
+    found = version or "not installed"
+    yield missing("uvloop", found, "pip install uvloop", required=True, unless=bool(version))
 
 
 def check_eventfd(machine: Machine) -> Iterator[Finding]:

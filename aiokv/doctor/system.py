@@ -21,10 +21,9 @@ _CAP_IPC_LOCK: Final = 1 << 14
 
 
 def check_kernel(machine: Machine) -> Iterator[Finding]:
-    if machine.system != "Linux":
-        yield missing("operating system", machine.system, "run aiokv on Linux", required=True)
-        return
-    yield ok("operating system", f"Linux {machine.release}")
+    name, is_linux = "operating system", machine.system == "Linux"
+    found = f"Linux {machine.release}" if is_linux else machine.system
+    yield missing(name, found, "run aiokv on Linux", required=True, unless=is_linux)
 
 
 def check_processor(machine: Machine) -> Iterator[Finding]:
@@ -33,14 +32,8 @@ def check_processor(machine: Machine) -> Iterator[Finding]:
     name = f" of {found[1]}" if found else ""
     count = len(machine.cpus)
     text = f"{count} CPU{'s' if count != 1 else ''}{name}"
-    if count < 2:
-        yield slow(
-            "processor",
-            text,
-            "give the process 2 CPUs or more: copies run in threads beside the event loop",
-        )
-    else:
-        yield ok("processor", text)
+    advice = "give the process 2 CPUs or more: copies run in threads beside the event loop"
+    yield slow("processor", text, advice, unless=count >= 2)
 
 
 def check_memory(machine: Machine) -> Iterator[Finding]:
@@ -69,10 +62,7 @@ def check_huge_pages(machine: Machine) -> Iterator[Finding]:
         return
     chosen = re.search(r"\[(\w+)\]", text)
     mode = chosen[1] if chosen else text
-    if mode in ("always", "madvise"):
-        yield ok("huge pages", f"transparent, {mode}")
-    else:
-        yield slow("huge pages", f"transparent, {mode}", advice)
+    yield slow("huge pages", f"transparent, {mode}", advice, unless=mode in ("always", "madvise"))
 
 
 def check_locked_memory(machine: Machine) -> Iterator[Finding]:
@@ -94,16 +84,12 @@ def check_locked_memory(machine: Machine) -> Iterator[Finding]:
 
 def check_open_files(machine: Machine) -> Iterator[Finding]:
     limit = machine.soft_limit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY or limit >= MIN_OPEN_FILES:
-        yield ok(
-            "open files", "unlimited" if limit == resource.RLIM_INFINITY else f"limit {limit:,}"
-        )
-    else:
-        yield slow(
-            "open files",
-            f"limit {limit:,}: stores and peers need descriptors",
-            f"ulimit -n {MIN_OPEN_FILES} or more",
-        )
+    if limit == resource.RLIM_INFINITY:
+        yield ok("open files", "unlimited")
+        return
+    is_enough = limit >= MIN_OPEN_FILES
+    text = f"limit {limit:,}" + ("" if is_enough else ": stores and peers need descriptors")
+    yield slow("open files", text, f"ulimit -n {MIN_OPEN_FILES} or more", unless=is_enough)
 
 
 def check_numa(machine: Machine) -> Iterator[Finding]:
@@ -114,12 +100,8 @@ def check_numa(machine: Machine) -> Iterator[Finding]:
         return
     used = sorted(node for node, cpus in nodes.items() if cpus & machine.cpus)
     text = f"{len(nodes)} nodes; the process may run on {', '.join(f'node {n}' for n in used)}"
-    if len(used) > 1:
-        yield slow(
-            "NUMA", text, "run each server on its GPU's node: numactl --cpunodebind=N --preferred=N"
-        )
-    else:
-        yield ok("NUMA", text)
+    advice = "run each server on its GPU's node: numactl --cpunodebind=N --preferred=N"
+    yield slow("NUMA", text, advice, unless=len(used) <= 1)
 
 
 def check_clock(machine: Machine) -> Iterator[Finding]:
@@ -131,10 +113,8 @@ def check_clock(machine: Machine) -> Iterator[Finding]:
     elif name in FAST_CLOCKS:
         seconds = machine.clock_seconds()
         text = f"{name}, {format_seconds(seconds)} per reading"
-        if seconds <= MAX_CLOCK_SECONDS:
-            yield ok("clock", text)
-        else:
-            yield slow("clock", text, "run without the sandbox or hypervisor that intercepts it")
+        advice = "run without the sandbox or hypervisor that intercepts it"
+        yield slow("clock", text, advice, unless=seconds <= MAX_CLOCK_SECONDS)
     else:
         available = (machine.read(f"{folder}/available_clocksource") or "").split()
         better = [clock for clock in FAST_CLOCKS if clock in available]

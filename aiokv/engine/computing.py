@@ -140,7 +140,7 @@ class ComputeBatch:
                 "ends_with: work is None; it must be an event or a concurrent.futures.Future",
                 hint=_THREAD_HINT,
             )
-        self._computing.worker.check_event(event)
+        self._computing.worker.steps.check_event(event)
         watched = object()  # the same event may be passed twice
         self._unended.add(watched)
         self._event = True

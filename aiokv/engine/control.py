@@ -169,7 +169,7 @@ class Control:
 
     def _timeout(self, what: str, owners: list[str]) -> ControlTimeout:
         """Return an error that names the held leases, the unfinished step and the silent ranks."""
-        ranks = self._worker.silent_ranks
+        ranks = [rank.rank for rank in self._worker.inspect().ranks if rank.owes_reply]
         step = self._open_step.explain() or self._read.explain_steps()
         leases = "no leases are held"
         if owners:
@@ -204,8 +204,7 @@ class Control:
                 raise
             finally:  # nothing was granted in the block: no tier has blocks of either weights
                 self._exchange.change_weights(next_version)
-                if self._worker.capabilities.stores or self._worker.capabilities.peers:
-                    self._worker.change_weights(next_version)
+                self._worker.change_weights(next_version)
                 log.info("weights.updated", version=next_version)
         finally:
             self.let_go()
@@ -215,7 +214,7 @@ class Control:
         self._lifetime.check_open()
         device_blocks = checks.integer("device_blocks", device_blocks)
         timeout = checks.timeout(timeout)
-        blocks = self._worker.device_blocks
+        blocks = self._worker.facts.device_blocks
         if device_blocks > blocks:
             raise UsageError(
                 f"resize: device_blocks is {device_blocks}, but the registered tensors hold only "

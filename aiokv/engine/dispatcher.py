@@ -122,7 +122,7 @@ class Dispatcher:
     def _apply_entries(self, effects: Effects) -> None:
         while effects.computed:
             step = self._scheduler.read.open_step
-            self._worker.record_checksums(effects.computed[0], step)
+            self._worker.steps.record_checksums(effects.computed[0], step)
             effects.computed.popleft()
         while effects.submit:
             self._transfers.submit(effects.submit[0])

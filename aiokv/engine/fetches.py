@@ -124,7 +124,7 @@ class Fetches:
     """
 
     def __init__(self, parts: Parts) -> None:
-        self.has_stores = parts.worker.capabilities.stores
+        self.has_stores = parts.worker.facts.capabilities.stores
         self._block_tokens = parts.config.block_tokens
         self._pools = parts.scheduler.read.pools  # without any, each cached block can be hit
         self._read = parts.scheduler.read
@@ -238,7 +238,7 @@ class Fetches:
         newest, is_again = _Newest(), False
         first, digests = self._read.missing(lease_id)
         while digests:
-            answer = await self._worker.lookup(digests)
+            answer = await self._worker.stores.lookup(digests)
             end = first + answer.blocks
             is_whole = answer.blocks == len(digests) // KEY_BYTES
             if comparison is None:
@@ -539,7 +539,7 @@ class Fetches:
         can be reached."""
         search = BorderSearch(self._read.borders(lease_id), self._pools, self._block_tokens)
         while search.digests:
-            answer = await self._worker.lookup(search.missing_digests)
+            answer = await self._worker.stores.lookup(search.missing_digests)
             found = await self._find_copies(search.reachable(answer))
             if search.note(answer, found):
                 search.go_on(self._read.borders(lease_id, search.asked))
@@ -549,7 +549,7 @@ class Fetches:
     async def _find_copies(self, digests: bytes) -> list[Found]:
         """Ask the stores for the copies of blocks in all pools at the same time."""
         return await asyncio.gather(
-            *(self._worker.find(pool.name, digests) for pool in self._pools)
+            *(self._worker.stores.find(pool.name, digests) for pool in self._pools)
         )
 
     def _note_cached(self, search: BorderSearch, lease_id: int) -> None:

@@ -34,15 +34,16 @@ class Inspection:
 
     def statistics(self) -> Statistics:
         """See ``CacheEngine.statistics``. Any thread."""
+        state = self._worker.inspect()
         return Statistics(
             **msgspec.structs.asdict(self._read.statistics()),
             requests=self._requests.statistics(),
             worker=self._worker.statistics(),
             layer_waits=self._layer_waits.statistics(),
             poller=self._poller.statistics(),
-            ranks=self._worker.rank_statistics(),
-            stores=self._worker.store_statistics(),
-            peers=self._exchange.statistics(),
+            ranks=state.ranks,
+            stores=state.stores,
+            peers=self._exchange.statistics(state.peers),
         )
 
     def leases(self, limit: int) -> list[LeaseInfo]:
@@ -80,14 +81,14 @@ class Inspection:
     def health(self) -> Health:
         """See ``CacheEngine.health``."""
         self._lifetime.check_thread()
-        failure = self._lifetime.failure
+        failure, state = self._lifetime.failure, self._worker.inspect()
         return Health(
             phase=self._lifetime.phase_name,
             failure="" if failure is None else str(failure) or type(failure).__name__,
             asleep=sorted(self._sleep.asleep),
             is_paused=self._read.is_paused,
-            unpinned_bytes=self._worker.unpinned_bytes,
-            unavailable_stores=unavailable_stores(self._worker.store_statistics()),
+            unpinned_bytes=state.unpinned_bytes,
+            unavailable_stores=unavailable_stores(state.stores),
         )
 
     def dump(self) -> dict[str, object]:
@@ -98,5 +99,4 @@ class Inspection:
             "open_step": self._read.open_step,
             "asleep": sorted(self._sleep.asleep),
             "statistics": msgspec.to_builtins(self.statistics()),
-            "ranks": self._worker.describe(),
         }

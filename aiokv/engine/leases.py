@@ -7,8 +7,9 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from aiokv.base import checks
+from aiokv.base.groups import ATTENTION, STATE
 from aiokv.base.logs import DEBUG, Log
-from aiokv.base.plan import CLONE, STATE, Priority, clone_plan
+from aiokv.base.plan import Priority, clone_plan
 from aiokv.base.types import LeaseState, as_block_ids, as_items, as_tokens, lease_name
 from aiokv.engine.contexts import context_of
 from aiokv.engine.coverage import Coverage
@@ -99,11 +100,11 @@ class Leases:
         expiries.tell_expired(self._expire)
         self._verifies = parts.config.verify == "checksum"
         self._coverage = Coverage(parts.config, parts.scheduler.read)
-        self._done = done_view(parts.worker.num_layers)
+        self._done = done_view(parts.worker.facts.num_layers)
 
     def open(self) -> None:
         """Note that the worker is open: from now on it knows the number of layers."""
-        self._done = done_view(self._worker.num_layers)
+        self._done = done_view(self._worker.facts.num_layers)
         self._coverage.open(self._lifetime.loop)
 
     @property
@@ -516,7 +517,7 @@ class Leases:
             if self._flows:
                 self._exchange.committed(lease.id)
             return published
-        self._worker.check_event(ready)
+        self._worker.steps.check_event(ready)
         published = self._apply(
             self._scheduler.commit(lease.live_id(), num_tokens, closes_step=True)
         )
@@ -567,15 +568,15 @@ class Leases:
             self._observers.matched(child.id)
             self._observers.granted(child)
         try:
-            clone = clone_plan(CLONE, fork.source_blocks, fork.target_blocks)
-            self._worker.clone(clone, stream)
+            clone = clone_plan(ATTENTION, fork.source_blocks, fork.target_blocks)
+            self._worker.steps.clone(clone, stream)
             if fork.state_slots is not None:
                 self._copy_state(*fork.state_slots, stream)
         except BaseException:
             child.release()
             raise
         if self._verifies:
-            self._worker.record_checksums(fork.target_blocks, self.read.open_step)
+            self._worker.steps.record_checksums(fork.target_blocks, self.read.open_step)
         return child
 
     def snapshot(self, lease: Lease, num_tokens: int, stream: object) -> bool:
@@ -593,7 +594,7 @@ class Leases:
         return True
 
     def _copy_state(self, source: int, target: int, stream: object) -> None:
-        self._worker.clone(clone_plan(STATE, [source], [target]), stream)
+        self._worker.steps.clone(clone_plan(STATE, [source], [target]), stream)
 
     # --- other engines --------------------------------------------------------------------------
 

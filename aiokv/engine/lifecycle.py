@@ -96,7 +96,7 @@ class Lifecycle:
         except BaseException:
             self._poller.close()
             raise
-        self._dispatcher.apply(self._scheduler.track_steps(self._worker.computes_in_stream))
+        self._dispatcher.apply(self._scheduler.track_steps(self._worker.facts.computes_in_stream))
         self._leases.open()
         self._lifetime.open()
         _opened.add(self)
@@ -105,21 +105,22 @@ class Lifecycle:
 
     def _log_opened(self, seconds: float) -> None:
         config, worker = self._config, self._worker
+        facts = worker.facts
         if not log.is_on(INFO):
             return
         log.info(
             "engine.opened",
-            device=worker.device_name,
+            device=facts.device_name,
             block_tokens=config.block_tokens,
             device_blocks=config.device_blocks,
-            device_bytes=config.device_blocks * worker.block_bytes,
+            device_bytes=config.device_blocks * facts.block_bytes,
             host_blocks=config.host_blocks,
-            host_bytes=config.host_blocks * worker.block_bytes,
-            layers=worker.num_layers,
+            host_bytes=config.host_blocks * facts.block_bytes,
+            layers=facts.num_layers,
             write_policy=config.write_policy,
             eviction_policy=config.eviction_policy,
-            stores=list(dict.fromkeys(store.url for store in worker.store_statistics())),
-            endpoints=[f"{endpoint.host}:{endpoint.port}" for endpoint in worker.endpoints],
+            stores=list(dict.fromkeys(store.url for store in worker.inspect().stores)),
+            endpoints=[f"{endpoint.host}:{endpoint.port}" for endpoint in worker.tickets.endpoints],
             opening_seconds=seconds,
         )
 

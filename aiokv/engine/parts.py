@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from aiokv.base.plan import STATE_OFFLOAD, STATE_ONLOAD, WINDOW_ROUTES
+from aiokv.base.plan import OFFLOAD, ONLOAD, group_routes
 from aiokv.config.cache_config import CacheConfig
 from aiokv.engine.compute_times import BatchTimes, ComputeTimes, StepTimes
 from aiokv.engine.dispatcher import Dispatcher
@@ -86,11 +86,11 @@ class Parts:
         """
         lifetime, poller = Lifetime(), EventPoller()
         worker = _worker_of(config, regions, device, ranks, stores, peers)
-        can = worker.capabilities
+        can = worker.facts.capabilities
         scheduler = _new_scheduler(config, has_stores=can.stores)
         open_step = OpenStep(lifetime, scheduler.read, worker)
         speed = PrefillSpeed(config.prefill_tokens_per_second)
-        times_of = StepTimes if worker.computes_in_stream else BatchTimes
+        times_of = StepTimes if worker.facts.computes_in_stream else BatchTimes
         requests = RequestCounts(scheduler.read, speed)
         observers = Observers(scheduler.read, poller)
         transfers = Transfers(
@@ -194,7 +194,7 @@ def _worker_of(
             host_state_slots=config.host_state_slots,
             peers=peers,
         )
-    can = worker.capabilities
+    can = worker.facts.capabilities
     if can.stores:
         _check_stores(config)
     if can.peers:
@@ -212,14 +212,16 @@ def _worker_of(
             f"CacheConfig.state_slots is {config.state_slots}; with ranks, which do not support "
             "recurrent state, it must be 0"
         )
-    if config.host_state_slots and not can.routes >= {STATE_ONLOAD, STATE_OFFLOAD}:
+    if config.host_state_slots and not can.routes >= group_routes(
+        ONLOAD, OFFLOAD, retentions=["last"]
+    ):
         raise ConfigError(
             f"CacheConfig.host_state_slots is {config.host_state_slots}, but the worker does not "
             "copy recurrent state to host memory",
             hint="use the cpu or the cuda device, or set host_state_slots=0",
         )
     on_host = [name for name, group in config.windows.items() if group.host_blocks]
-    if on_host and not can.routes >= WINDOW_ROUTES:
+    if on_host and not can.routes >= group_routes(ONLOAD, OFFLOAD, retentions=["window"]):
         raise ConfigError(
             f"the groups {on_host} of CacheConfig.windows have host_blocks, but the worker does "
             "not copy window blocks to host memory",

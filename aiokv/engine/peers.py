@@ -27,7 +27,7 @@ import msgspec
 
 from aiokv.base import checks
 from aiokv.base.logs import Log
-from aiokv.base.statistics import PeerStatistics
+from aiokv.base.statistics import PeerStatistics, RankPeerStatistics
 from aiokv.base.types import LeaseState, lease_name
 from aiokv.engine.progress import SendProgress
 from aiokv.errors import LeaseError, PeerError, UsageError
@@ -106,14 +106,14 @@ class Exchange:
         """See ``Lifetime.check_thread``."""
         self._lifetime.check_thread()
 
-    def statistics(self) -> PeerStatistics:
+    def statistics(self, ranks: list[RankPeerStatistics]) -> PeerStatistics:
         """Return the counts of receives and sends. Any thread."""
         running = [f for flows in list(self.flows.values()) for f in list(flows) if not f.ended]
         receiving = sum(flow.receives for flow in running)
         return PeerStatistics(
             receiving=receiving,
             sending=len(running) - receiving,
-            ranks=self._worker.peer_statistics(),
+            ranks=ranks,
             **msgspec.structs.asdict(self.counts),
         )
 
@@ -128,7 +128,7 @@ class Exchange:
             UsageError, LeaseError, ClosedError, BrokenEngineError: see ``Receiving.__aenter__``.
         """
         self._check_open("receive")
-        endpoints = self._worker.endpoints
+        endpoints = self._worker.tickets.endpoints
         if not endpoints:
             raise UsageError(
                 "receive: Peers.listen is None, so the engine only sends",
@@ -172,7 +172,7 @@ class Exchange:
             endpoints=endpoints,
             windows=self._windows,
         )
-        return ticket, tickets.encode(ticket, self._worker.ticket_key)
+        return ticket, tickets.encode(ticket, self._worker.tickets.ticket_key)
 
     def checked_ticket(self, lease: Lease, blob: bytes) -> Ticket:
         """Return the ticket in a blob, for the prompt of a lease.
@@ -182,7 +182,7 @@ class Exchange:
                 ``Sending.__aenter__``.
         """
         self._check_open("send")
-        ticket = tickets.decode(blob, self._worker.ticket_key)
+        ticket = tickets.decode(blob, self._worker.tickets.ticket_key)
         lease_id = self._granted_id(lease, "send")
         settings: tuple[tuple[str, object, object], ...] = (
             ("CacheConfig.model", ticket.model, self._model),
@@ -213,7 +213,7 @@ class Exchange:
 
     def _check_open(self, verb: str) -> None:
         self._lifetime.check_open()
-        if not self._worker.capabilities.peers:
+        if not self._worker.facts.capabilities.peers:
             raise UsageError(f"{verb}: the engine has no peers", hint=_NO_PEERS)
 
     def _granted_id(self, lease: Lease, verb: str) -> int:
@@ -237,10 +237,10 @@ class Exchange:
 
         Cancellation: the caller ends the flow.
         """
-        self._worker.expect(blob, timeout, open_timeout)
+        self._worker.tickets.expect(blob, timeout, open_timeout)
         self._open(flow)
         flow.end_in(timeout)
-        await self._worker.expected(flow.ticket.ticket_id, timeout)
+        await self._worker.tickets.expected(flow.ticket.ticket_id, timeout)
         self.counts.receives += 1
         self.counts.wanted_tokens += flow.ticket.num_tokens - flow.ticket.first_position
 
@@ -334,7 +334,7 @@ class Exchange:
         self._sent_tickets.add(flow.ticket.ticket_id)
         try:
             async with asyncio.timeout_at(deadline):
-                await self._worker.open_ticket(blob)
+                await self._worker.tickets.open_ticket(blob)
             if flow.ended:
                 raise PeerError("the ticket was closed while it was opened")
         except BaseException as error:
@@ -358,7 +358,7 @@ class Exchange:
         Raises:
             PeerError: the ranks divide the layers in different ways.
         """
-        num_ranges = max(len(self._worker.layer_ends), 1)
+        num_ranges = max(len(self._worker.tickets.layer_ends), 1)
         return SendProgress(first_block, num_ranges, self._chunk_blocks)
 
     def note_layers(
@@ -374,11 +374,11 @@ class Exchange:
         Raises:
             UsageError, LeaseError: see ``Sending.layers_done``. Nothing changed.
         """
-        limit = self._worker.num_layers
+        limit = self._worker.facts.num_layers
         num_layers = checks.integer("num_layers", num_layers, minimum=0, maximum=limit)
         num_tokens = checks.integer("num_tokens", num_tokens, minimum=0)
         event = as_event("event", event)
-        self._worker.check_event(event)
+        self._worker.steps.check_event(event)
         mark = next(self._marks)
         if flow.ended:
             return layer_mark(flow.ticket.ticket_id, mark)
@@ -388,9 +388,9 @@ class Exchange:
                 f"positions of {flow.lease!r}"
             )
         ticket = flow.ticket
-        ranges = bisect_right(self._worker.layer_ends, num_layers)
+        ranges = bisect_right(self._worker.tickets.layer_ends, num_layers)
         end_block = self._sendable_block(ticket, num_tokens)
-        self._worker.layers_done(ticket.ticket_id, mark, event)
+        self._worker.tickets.layers_done(ticket.ticket_id, mark, event)
         progress.note_computed(end_block, ranges, mark)
         flow.proceed()
         return layer_mark(ticket.ticket_id, mark)
@@ -520,7 +520,7 @@ class Exchange:
             self._sent_tickets.discard(ticket_id)
         if self._lifetime.is_running:
             # Before the transfers are cancelled: the other engine gets the reason.
-            self._worker.close_ticket(ticket_id, flow.failure or _COMPLETE)
+            self._worker.tickets.close_ticket(ticket_id, flow.failure or _COMPLETE)
             if not flow.at_rest:
                 self._apply(self._transitions.end(flow.lease_id, ticket_id))
         flow.context.run(_log_end, flow)

@@ -71,10 +71,11 @@ class Recovery:
         self._lifetime.check_loop()
         if self._lifetime.is_closing:
             raise ClosedError(f"the engine {self._lifetime.phase.value}")
-        if self._worker.lost is None:
+        worker = self._worker
+        if not worker.facts.capabilities.restart or worker.failure is None:
             raise UsageError("restart_ranks: no rank is lost; call it after RankLost only")
         self._steps.close(None)
-        await self._worker.restart()
+        await worker.restart()
         self._lifetime.repair()
         self._dispatcher.apply(self._scheduler.restart())
         self._exchange.renew()

@@ -149,7 +149,7 @@ class Sleep:
 
     def _unavailable_stores(self) -> str:
         """Return which stores are unavailable, for the error of a timeout; "" for none."""
-        urls = unavailable_stores(self._worker.store_statistics())
+        urls = unavailable_stores(self._worker.inspect().stores)
         return f"these stores are unavailable: {urls}" if urls else ""
 
     def _check_regions(self, regions: Regions, waking: frozenset[Tier]) -> None:

@@ -32,13 +32,13 @@ class Steps:
             UsageError: the worker cannot wait for an event of this type. The step stays open.
             DeviceError: the event has failed. The next call ends this step, too.
         """
-        self._worker.check_event(event)
+        self._worker.steps.check_event(event)
         # The scheduler goes first: after an interrupt, blocks of the next step must not count as
         # blocks of this step, whose event may be done. The worker closes both with the next event.
         step = self._dispatcher.apply(self._scheduler.close_step())
         self._open_step.note_closer()
         self._times.step_closes(step)
-        self._worker.close_step(step, event)
+        self._worker.steps.close(step, event)
         if log.is_on(DEBUG):
             self._log_evictions()
         return step

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from aiokv.base.logs import DEBUG, Log
-from aiokv.base.plan import FETCH_ROUTES, ONLOAD, PEER_ROUTES, Priority, TransferReport
+from aiokv.base.plan import FETCH, ONLOAD, PEER_ROUTES, Priority, TransferReport
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.layer_waits import LayerWaits
 from aiokv.worker.layers import ALL, LayerDoneCounter
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from aiokv.scheduler.reader import CacheReader
     from aiokv.worker.base import Cancelled, Worker
     from aiokv.worker.poller import EventPoller
+
+_BLOCK_ONLOAD: Final = ("all", ONLOAD)
+_MAY_MISS: Final = PEER_ROUTES | {FETCH}  # a source that lacks a block is not a failure
 
 log = Log(__name__)
 
@@ -100,7 +103,7 @@ class Transfers:
 
     def _refused(self, plan: TransferPlan, failure: CopyError) -> LayerDoneCounter:
         counter = LayerDoneCounter(
-            self._worker.num_layers, transfer_id=plan.transfer_id, direction=plan.direction
+            self._worker.facts.num_layers, transfer_id=plan.transfer_id, direction=plan.direction
         )
         counter.refuse(failure)
 
@@ -146,7 +149,7 @@ class Transfers:
         self, lease_id: int, plans: list[TransferPlan]
     ) -> Callable[[int, int], int | None]:
         locate = _position_finder(
-            {plan.transfer_id: plan for plan in plans if plan.route == ONLOAD},
+            {plan.transfer_id: plan for plan in plans if plan.group_route == _BLOCK_ONLOAD},
             self._read.block_table(lease_id).tolist(),
             self._block_tokens,
         )
@@ -194,15 +197,14 @@ class Transfers:
         if report.transfer_id not in self._counters:
             return
         plan, counter = self._counters[report.transfer_id]
-        # A block that a store or another engine does not have is not a failure.
-        if report.outcome == "failed" and plan.route not in FETCH_ROUTES | PEER_ROUTES:
+        if report.outcome == "failed" and plan.route not in _MAY_MISS:
             log.warning(
                 "transfer.failed",
                 transfer_id=report.transfer_id,
                 first_bad_block=report.first_bad_block,
                 reason=report.reason,
             )
-        if report.outcome == "done" and plan.route == ONLOAD:
+        if report.outcome == "done" and plan.group_route == _BLOCK_ONLOAD:
             self._on_onload(counter.elapsed_seconds)
         del self._counters[report.transfer_id]
         if log.is_on(DEBUG):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from aiokv.base.groups import ATTENTION, layers_group
+from aiokv.base.groups import STATE as STATE_GROUP
 from aiokv.errors import LayoutError, UsageError
 from aiokv.layout.block_layout import STATE, window_pool
 from aiokv.layout.mapping import BlockLayout, Mapping, covers, sources
 from aiokv.peers.arrivals import Source
-from aiokv.worker.device.base import layers_group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,10 +87,9 @@ class Mappings:
         Raises:
             UsageError: this rank has no tensors of the group.
         """
-        pool = plan.route.device_pool
-        if pool == "device":
+        if plan.group == ATTENTION:
             return 0
-        name = STATE if pool == "state" else window_pool(plan.group)
+        name = STATE if plan.group == STATE_GROUP else window_pool(plan.group)
         if name not in self._own.pool_names:
             raise UsageError(
                 f"transfer {plan.transfer_id}: the pool is {name!r}; this rank has "

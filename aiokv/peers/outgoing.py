@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from aiokv.base.plan import STATE_SEND
+from aiokv.base.groups import STATE
 from aiokv.peers.departures import Parcel
 from aiokv.peers.messages import parcel_key, split_key
 
@@ -64,7 +64,7 @@ class OutgoingTicket(Generic[C]):
             send: the plan.
             block_tokens: positions per block of this engine.
         """
-        if send.plan.route == STATE_SEND:
+        if send.plan.group == STATE:
             return list(send.positions)
         ticket = self.ticket
         blocks = range(ticket.first_position // block_tokens, -(-ticket.num_tokens // block_tokens))

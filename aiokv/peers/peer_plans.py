@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from aiokv.base.plan import STATE_RECEIVE, TransferReport
+from aiokv.base.plan import RECEIVE, TransferReport
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.lanes import RunningCounts
 from aiokv.worker.layers import LayerDoneCounter
@@ -14,7 +14,7 @@ from aiokv.worker.reports import deliver
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from aiokv.base.plan import Outcome, Route, TransferPlan
+    from aiokv.base.plan import GroupRoute, Outcome, TransferPlan
     from aiokv.base.statistics import RouteStatistics
     from aiokv.peers.call_guard import CallGuard
 
@@ -38,7 +38,7 @@ class _Transfer:
         if failure is None:
             return "done"
         # The state of a lease is the one before, unless it was written.
-        is_state = self.plan.route == STATE_RECEIVE
+        is_state = self.plan.group_route == ("last", RECEIVE)
         is_cancelled = not self.is_touched if is_state else self.is_cancelled and not leading
         return "cancelled" if is_cancelled else "failed"
 
@@ -55,7 +55,7 @@ class PeerPlans:
 
     def __init__(
         self,
-        routes: Iterable[Route],
+        routes: Iterable[GroupRoute],
         guard: CallGuard,
         on_end: Callable[[int], None],
         then: Callable[[], None],
@@ -82,7 +82,7 @@ class PeerPlans:
             0, transfer_id=plan.transfer_id, direction=plan.direction, num_bytes=num_bytes
         )
         self._transfers[plan.transfer_id] = _Transfer(plan, counter, num_bytes)
-        self._counts[plan.route].begin(plan.transfer_id)
+        self._counts[plan.group_route].begin(plan.transfer_id)
         return counter
 
     def counter(self, transfer_id: int) -> LayerDoneCounter | None:
@@ -154,9 +154,9 @@ class PeerPlans:
         self._on_end(plan.transfer_id)
         del self._transfers[plan.transfer_id]
         moved_bytes = transfer.num_bytes // max(plan.num_blocks, 1) * leading
-        self._counts[plan.route].end(plan.transfer_id, outcome, moved_bytes)
+        self._counts[plan.group_route].end(plan.transfer_id, outcome, moved_bytes)
         self._then()
 
-    def lane_statistics(self) -> dict[Route, RouteStatistics]:
+    def lane_statistics(self) -> dict[GroupRoute, RouteStatistics]:
         """Return the counts of each route. Any thread."""
         return {route: counts.statistics() for route, counts in self._counts.items()}

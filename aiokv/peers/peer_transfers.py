@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aiokv.base.plan import PEER_ROUTES, RECEIVE_ROUTES, TransferReport
+from aiokv.base.plan import PEER_ROUTES, RECEIVE, TransferReport, group_routes
 from aiokv.base.statistics import RankPeerStatistics, ReceiverCounts, SenderCounts
 from aiokv.errors import ClosedError, PeerError, UsageError
 from aiokv.layout.block_layout import split_layers
@@ -47,7 +47,7 @@ from aiokv.worker.layer_marks import LayerMarks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from aiokv.base.plan import Route, TransferPlan
+    from aiokv.base.plan import GroupRoute, TransferPlan
     from aiokv.base.statistics import RouteStatistics
     from aiokv.layout.regions import Regions
     from aiokv.peers.listener import Listener
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.memory import WorkerMemory
     from aiokv.worker.poller import EventPoller
+    from aiokv.worker.steps import WorkerSteps
 
 SPARE_SECONDS: Final = 1.0
 LAST_MESSAGES_SECONDS: Final = 0.5  # for the last messages to be sent, when the worker closes
@@ -77,6 +78,7 @@ class PeerTransfers:
         peers: options; None without peers.
         memory: has the peer arena while it is allocated.
         copies: copies between device blocks and slots.
+        steps: steps of the model on the device.
         on_end: called with the id of each plan after its report.
 
     Attributes:
@@ -91,14 +93,18 @@ class PeerTransfers:
         peers: Peers | None,
         memory: Callable[[], WorkerMemory],
         copies: DeviceCopies,
+        steps: WorkerSteps,
         on_end: Callable[[int], None],
     ) -> None:
         self.exist = peers is not None
         self.ticket_key = b"" if peers is None else ticket_key(peers.key)
-        self.routes: frozenset[Route] = PEER_ROUTES if self.exist else frozenset()
+        self.routes: frozenset[GroupRoute] = (
+            group_routes(*PEER_ROUTES) if self.exist else frozenset()
+        )
         self._options = peers
         self._memory = memory
         self._copies = copies
+        self._steps = steps
         self._poller: EventPoller | None = None
         self._identity: StoreIdentity | None = None
         self._transport: Transport = make_transport(peers)
@@ -220,7 +226,16 @@ class PeerTransfers:
             layer_ranges=self._checked().layer_ranges,
         )
         self.layout = layout.encode()
-        parts = SlotWork(slots, per_slot, access, mappings, self._copies, self._plans, self._guard)
+        parts = SlotWork(
+            slots,
+            per_slot,
+            access,
+            mappings,
+            self._copies,
+            self._steps.clock,
+            self._plans,
+            self._guard,
+        )
         if num_landing:
             self._open_receiver(parts, landing, identity)
         self._open_sender(parts, outgoing, identity)
@@ -398,7 +413,7 @@ class PeerTransfers:
         ]
 
     def expect(self, ticket: bytes, seconds: float, open_seconds: float) -> None:
-        """Let senders open a ticket of this engine; see :meth:`Worker.expect`.
+        """Let senders open a ticket of this engine; see :meth:`Tickets.expect`.
 
         Raises:
             UsageError: the ticket is malformed; or the engine does not listen, or sleeps.
@@ -414,6 +429,9 @@ class PeerTransfers:
         decoded = decode(ticket, self.ticket_key)
         self._receiver.expect(decoded, now + seconds, now + open_seconds)
         self._arm()
+
+    async def expected(self, ticket_id: bytes, seconds: float) -> None:
+        """Return at once: ``expect`` has had its effect."""
 
     def change_weights(self, version: str) -> None:
         """Open tickets of this version of the weights only; see :meth:`Worker.change_weights`."""
@@ -470,11 +488,13 @@ class PeerTransfers:
 
     @property
     def layer_ends(self) -> list[int]:
-        """End of each range of layers in which blocks are sent; see :attr:`Worker.layer_ends`."""
+        """End of each range of layers in which blocks are sent; see :attr:`Tickets.layer_ends`."""
         return [] if self._mappings is None else [end for _, end in self._mappings.ranges]
 
     def layers_done(self, ticket_id: bytes, mark: int, event: Event | None) -> None:
-        """Note that work was submitted; see :meth:`Worker.layers_done`."""
+        """Note that work was submitted; see :meth:`Tickets.layers_done`."""
+        self._steps.open_poller()
+        self._steps.check_event(event)
         if self._sender is not None and ticket_id in self._sender.ticket_ids:
             self._marks.note(ticket_id, mark, event)
             self._guard.surely(self._sender.release_held)
@@ -489,7 +509,7 @@ class PeerTransfers:
     def submit(self, plan: TransferPlan, num_bytes: int) -> LayerDoneCounter:
         """Take a plan that was checked."""
         counter = self._plans.begin(plan, num_bytes)
-        end = self._receiver if plan.route in RECEIVE_ROUTES else self._sender
+        end = self._receiver if plan.route == RECEIVE else self._sender
         reason = f"the engine has no route {plan.route} now" if end is None else ""
         if end is not None:
             try:
@@ -518,7 +538,7 @@ class PeerTransfers:
         if self._sender is not None:
             self._guard.surely(self._sender.release_held)
 
-    def lane_statistics(self) -> dict[Route, RouteStatistics]:
+    def lane_statistics(self) -> dict[GroupRoute, RouteStatistics]:
         """Return the counts of each route. Any thread."""
         return self._plans.lane_statistics()
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from aiokv.worker.base import Cancelled
     from aiokv.worker.device.base import CopyError, Event
     from aiokv.worker.layer_marks import LayerMarks
+    from aiokv.worker.steps import StepClock
 
 
 class DeviceCopies(Protocol):
@@ -68,9 +69,6 @@ class DeviceCopies(Protocol):
     def cancel(self, transfer_id: int) -> Cancelled:
         """Cancel a copy that the device does not have; its ``on_end`` follows."""
 
-    def is_open(self, step: int) -> bool:
-        """Return True while work of the step may not have been submitted yet."""
-
 
 class SlotWork(NamedTuple):
     """Parts of a worker that do the work in its slots.
@@ -81,6 +79,7 @@ class SlotWork(NamedTuple):
         access: accesses the bytes in the slots.
         mappings: of the blocks of this rank.
         copies: copies between device blocks and slots.
+        clock: numbers of the steps on the device.
         plans: that are reported.
         guard: calls what an interrupt must not lose.
     """
@@ -90,6 +89,7 @@ class SlotWork(NamedTuple):
     access: SlotAccess
     mappings: Mappings
     copies: DeviceCopies
+    clock: StepClock
     plans: PeerPlans
     guard: CallGuard
 
@@ -221,7 +221,7 @@ class SenderWork:
 
     def is_open(self, plan: TransferPlan) -> bool:
         """Return True while work that computes the blocks may not have been submitted yet."""
-        is_open = self._parts.copies.is_open(plan.after_step)
+        is_open = self._parts.clock.is_open(plan.after_step)
         return is_open and not self._marks.has(plan.peer, plan.mark)
 
     def fill(self, fill: SlotFill) -> None:

@@ -9,15 +9,12 @@ import msgspec
 
 from aiokv.base.logs import Log
 from aiokv.base.plan import (
-    FETCH,
     OFFLOAD,
     ONLOAD,
     PEER_ROUTES,
-    SAVE,
-    WINDOW_FETCH,
-    WINDOW_ROUTES,
-    WINDOW_SAVE,
+    STORE_ROUTES,
     TransferReport,
+    group_routes,
 )
 from aiokv.errors import UsageError
 from aiokv.ranks.channel import MAX_FRAME_BYTES, frame_of
@@ -33,6 +30,7 @@ from aiokv.worker.settling import ReportWaiters
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from aiokv.base.groups import Retention
     from aiokv.base.plan import TransferPlan
     from aiokv.base.statistics import WorkerStatistics
     from aiokv.errors import RankLost
@@ -42,9 +40,11 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-ROUTES: Final = frozenset((ONLOAD, OFFLOAD)) | WINDOW_ROUTES
-STORE_ROUTES: Final = frozenset((FETCH, SAVE, WINDOW_FETCH, WINDOW_SAVE))
-_ALL_ROUTES: Final = ROUTES | STORE_ROUTES | PEER_ROUTES
+_RETENTIONS: Final[tuple[Retention, ...]] = ("all", "window")
+TIER_ROUTES: Final = group_routes(ONLOAD, OFFLOAD, retentions=_RETENTIONS)
+SAVED_ROUTES: Final = group_routes(*STORE_ROUTES, retentions=_RETENTIONS)
+SENT_ROUTES: Final = group_routes(*PEER_ROUTES)
+_ALL_ROUTES: Final = TIER_ROUTES | SAVED_ROUTES | SENT_ROUTES
 
 BATCH_BYTES: Final = MAX_FRAME_BYTES // 4  # of block ids in one batch
 
@@ -152,7 +152,7 @@ class TransferBroadcast:
             since=self._clock(),
         )
         self._transfers[plan.transfer_id] = transfer
-        self._counts[plan.route].begin(plan.transfer_id)
+        self._counts[plan.group_route].begin(plan.transfer_id)
         if failure is not None:
             transfer.give_up(CopyError(0, str(failure), failure.rank))
             asyncio.get_running_loop().call_soon(self._end, transfer)
@@ -266,7 +266,7 @@ class TransferBroadcast:
         report = transfer.report()
         is_done = report.outcome == "done"
         moved_bytes = transfer.num_bytes * len(self._membership.ranks) if is_done else 0
-        self._counts[transfer.plan.route].end(transfer_id, report.outcome, moved_bytes)
+        self._counts[transfer.plan.group_route].end(transfer_id, report.outcome, moved_bytes)
         deliver(self._on_report, report)
         self._report_waiters.note_report(transfer_id)
 

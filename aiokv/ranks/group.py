@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from aiokv.base.checks import Unique, arguments, flag, integer
+from aiokv.base.groups import ATTENTION, retention_of
 from aiokv.base.logs import Log
-from aiokv.base.plan import PEER_ROUTES, WINDOW_PEER_ROUTES
+from aiokv.base.plan import PEER_ROUTES
 from aiokv.base.statistics import RankStatistics
-from aiokv.errors import ClosedError, ConfigError, PeerError, UsageError
-from aiokv.ranks.broadcast import ROUTES, STORE_ROUTES, TransferBroadcast
+from aiokv.errors import ClosedError, ConfigError, UsageError
+from aiokv.ranks.broadcast import SAVED_ROUTES, SENT_ROUTES, TIER_ROUTES, TransferBroadcast
 from aiokv.ranks.channel import checked_path, frame_of
 from aiokv.ranks.control_requests import ControlRequests
 from aiokv.ranks.listener import Listener
@@ -29,10 +30,9 @@ from aiokv.ranks.membership import Membership
 from aiokv.ranks.messages import ChangeWeights, Sleep, WakeUp, encode
 from aiokv.ranks.processes import RankProcesses, check_entry
 from aiokv.ranks.rank_state import MAX_RANKS, RankTimeouts
+from aiokv.ranks.steps import GroupSteps
 from aiokv.ranks.tickets import GroupTickets
-from aiokv.stores.base import KEY_BYTES
-from aiokv.stores.store_set import NOTHING, Found
-from aiokv.worker.base import UNLIMITED_BLOCKS, Capabilities
+from aiokv.worker.base import UNLIMITED_BLOCKS, Capabilities, WorkerFacts, WorkerState
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.ids import check_ids
 
@@ -40,22 +40,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from aiokv.base.plan import Pool, StorePool, TransferPlan, TransferReport
-    from aiokv.base.statistics import GuardStatistics, RankPeerStatistics, WorkerStatistics
+    from aiokv.base.plan import AnyTier, TransferPlan, TransferReport
+    from aiokv.base.statistics import WorkerStatistics
     from aiokv.base.types import Tier
     from aiokv.config.cache_config import WindowGroup
     from aiokv.errors import RankLost
     from aiokv.layout.regions import Regions
-    from aiokv.peers.ticket import Endpoint
     from aiokv.ranks.messages import Layout, Reports
     from aiokv.ranks.rank_state import RankState
     from aiokv.stores.identity import StoreIdentity
-    from aiokv.stores.store_set import StoreAnswer
     from aiokv.worker.base import Cancelled
-    from aiokv.worker.device.base import Event
     from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.poller import EventPoller
 
@@ -106,9 +100,12 @@ class RankGroup(Unique):
     Raises:
         ConfigError: an argument is of the wrong type or out of range, neither ``path`` nor
             ``entry`` is given, or ``entry`` is not of the form ``"module:function"``.
-    """
 
-    computes_in_stream: Final = True  # each rank finishes a step in its own time
+    Attributes:
+        steps: steps of the model.
+        stores: lookups in the stores of all ranks.
+        tickets: tickets of peers on all ranks.
+    """
 
     def __init__(
         self,
@@ -132,33 +129,29 @@ class RankGroup(Unique):
         flag("has_peers", has_peers, ConfigError)
         if not callable(clock):
             raise ConfigError(f"clock is {clock!r}; it must be a function that returns seconds")
-        routes = ROUTES | STORE_ROUTES if has_stores else ROUTES
+        routes = TIER_ROUTES | SAVED_ROUTES if has_stores else TIER_ROUTES
         self.num_ranks = num_ranks
         self.timeouts = timeouts or RankTimeouts()
-        self.capabilities = Capabilities(
-            routes=routes | PEER_ROUTES if has_peers else routes,
-            clone_routes=frozenset(),
+        self._capabilities = Capabilities(
+            routes=routes | SENT_ROUTES if has_peers else routes,
+            clones=frozenset(),
             checksums=False,
             step_events=False,
             owns_tensors=False,
             restart=True,
         )
         self._identity: StoreIdentity | None = None
-        self._lookups = GroupLookups(self.timeouts)
         self._clock = clock
         self._host_blocks = 0
         self._windows: dict[str, WindowGroup] = {}  # those with host blocks; with peers, all
         self._failure: RankLost | None = None
-        self._closed_step = 0
-        self._reported_step = 0
         self._timer: asyncio.TimerHandle | None = None
         self._opened = False
         self._closing = False
         self._restarting = False
         self._asleep: frozenset[Tier] = frozenset()
-        self._on_step: Callable[[int, BaseException | None], None] = lambda step, error: None
         self._on_lost: Callable[[RankLost], None] = lambda lost: None
-        self._num_blocks: dict[Pool, int] = {}
+        self._num_blocks: dict[AnyTier, int] = {}
         self._control = ControlRequests(self.timeouts)
         self._listener = Listener(None if path is None else checked_path(path))
         self._processes = (
@@ -172,14 +165,20 @@ class RankGroup(Unique):
             clock=clock,
             on_reports=self._on_reports,
             on_reply=self._control.on_reply,
-            on_lookup=self._lookups.on_reply,
-            on_ticket=lambda state, message: self._tickets.on_message(state, message),
+            on_lookup=lambda state, reply: self.stores.on_reply(state, reply),
+            on_ticket=lambda state, message: self.tickets.on_message(state, message),
             has_stores=has_stores,
             has_peers=has_peers,
             on_lost=self._on_rank_lost,
         )
-        self._tickets = GroupTickets(self._membership, lambda: self.ticket_key)
+        self.steps = GroupSteps(self._membership.ranks)
+        self.stores = GroupLookups(self._membership, self.timeouts, lambda: self._has_answers)
         self._transfers = TransferBroadcast(self._membership, self.timeouts, clock)
+        self.tickets = GroupTickets(
+            self._membership,
+            self._transfers.flush,
+            self._check_peers,
+        )
 
     # --- opening and closing --------------------------------------------------------------------
 
@@ -219,21 +218,21 @@ class RankGroup(Unique):
         if self._opened or self._closing:
             raise UsageError("the RankGroup was opened already; it serves one engine")
         self._opened = True
-        self._on_step, self._on_lost = on_step, on_lost
+        self.steps.on_step, self._on_lost = on_step, on_lost
         self._host_blocks = host_blocks
         self._windows = {
             name: group
             for name, group in (windows or {}).items()
-            if group.host_blocks or self.capabilities.peers
+            if group.host_blocks or self._capabilities.peers
         }
         if identity is not None:
             self._identity = msgspec.structs.replace(identity, num_ranks=self.num_ranks)
         self._transfers.open(on_report)
-        self._tickets.on_end = on_ticket_end
+        self.tickets.on_end = on_ticket_end
         try:
             await self._membership.open(device_blocks, self._windows)
             await self._membership.begin(
-                host_blocks, self._closed_step, [], self._identity, self._windows
+                host_blocks, self.steps.clock.closed, [], self._identity, self._windows
             )
         except BaseException:
             try:
@@ -242,9 +241,9 @@ class RankGroup(Unique):
                 self._membership.terminate()
                 raise
             raise
-        self._membership.device_blocks = self.device_blocks
+        self._membership.device_blocks = self.facts.device_blocks
         self._num_blocks = {
-            "device": self.device_blocks,
+            "device": self._membership.device_blocks,
             "host": host_blocks,
             "store": UNLIMITED_BLOCKS,
             "peer": UNLIMITED_BLOCKS,
@@ -270,7 +269,7 @@ class RankGroup(Unique):
         try:
             await self._membership.begin(
                 self._host_blocks,
-                self._closed_step,
+                self.steps.clock.closed,
                 sorted(self._asleep),
                 self._identity,
                 self._windows,
@@ -278,8 +277,8 @@ class RankGroup(Unique):
         finally:
             self._restarting = False
         self._transfers.end_all()
-        self._failure = None
-        self._reduce_steps()
+        self._failure, self.steps.is_lost = None, False
+        self.steps.reduce()
         log.info("ranks.restarted", ranks=self.num_ranks, generation=self._membership.generation)
 
     async def aclose(self) -> None:
@@ -288,8 +287,8 @@ class RankGroup(Unique):
         Cancellation: call it again.
         """
         self._closing = True
-        self._lookups.end_all()
-        self._tickets.end_all()
+        self.stores.end_all()
+        self.tickets.end_all()
         if self._timer is not None:
             self._timer.cancel()
         if self._opened and not self._membership.closed:
@@ -321,47 +320,25 @@ class RankGroup(Unique):
         return self._membership.layout
 
     @property
-    def num_layers(self) -> int:
-        """Layers of the model; 0 before the first rank has connected."""
-        return 0 if self.layout is None else self.layout.num_layers
-
-    @property
-    def device_blocks(self) -> int:
-        """Blocks of the rank that has the fewest; ``UNLIMITED_BLOCKS`` before ranks connect."""
+    def facts(self) -> WorkerFacts:
+        """Properties of the group; those of its tensors are known when a rank has connected."""
         layouts = [state.layout for state in self._membership.ranks if state.layout is not None]
-        return min((layout.num_blocks for layout in layouts), default=UNLIMITED_BLOCKS)
-
-    @property
-    def device_name(self) -> str:
-        """Number of ranks: each has a device of its own."""
-        return f"{self.num_ranks} ranks"
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a device block on all ranks; 0 before the first rank has connected."""
-        return 0 if self.layout is None else self.layout.block_bytes * self.num_ranks
+        layout = self.layout
+        return WorkerFacts(
+            capabilities=self._capabilities,
+            computes_in_stream=True,  # each rank finishes a step in its own time
+            num_layers=0 if layout is None else layout.num_layers,
+            device_blocks=min((known.num_blocks for known in layouts), default=UNLIMITED_BLOCKS),
+            device_name=f"{self.num_ranks} ranks",
+            block_bytes=0 if layout is None else layout.block_bytes * self.num_ranks,
+        )
 
     @property
     def failure(self) -> RankLost | None:
         """The loss of the first lost rank, until a restart."""
         return self._failure
 
-    @property
-    def lost(self) -> RankLost | None:
-        """As ``failure``: a restart may repair the group."""
-        return self._failure
-
-    @property
-    def silent_ranks(self) -> list[int]:
-        """Ranks that have not answered the newest ``sleep`` or ``wake_up``."""
-        return self._control.silent_ranks(self._membership)
-
-    @property
-    def unpinned_bytes(self) -> int:
-        """Host memory that the ranks have not page-locked yet, as of the last heartbeat."""
-        return sum(state.unpinned_bytes for state in self._membership.ranks)
-
-    # --- transfers and steps --------------------------------------------------------------------
+    # --- transfers ------------------------------------------------------------------------------
 
     def submit(self, plan: TransferPlan) -> LayerDoneCounter:
         """Take a plan; it is sent to all ranks with the others of this pass of the loop.
@@ -374,18 +351,22 @@ class RankGroup(Unique):
         if self._closing or layout is None:
             state = "closing" if self._closing else "not open"
             raise ClosedError(f"transfer {plan.transfer_id}: the group of ranks is {state}")
-        if plan.route not in self.capabilities.routes:
-            raise UsageError(f"transfer {plan.transfer_id}: ranks have no route {plan.route}")
+        if plan.group_route not in self._capabilities.routes:
+            raise UsageError(
+                f"transfer {plan.transfer_id}: ranks have no route {plan.route} for the group "
+                f"{plan.group!r}"
+            )
         num_blocks = self._num_blocks
-        if plan.group:
+        if plan.group != ATTENTION:
             group = self._windows.get(plan.group)
             num_blocks = {
                 "store": UNLIMITED_BLOCKS,
                 "peer": UNLIMITED_BLOCKS,
-                "window": 0 if group is None else group.device_blocks,
-                "host_window": 0 if group is None else group.host_blocks,
+                "device": 0 if group is None else group.device_blocks,
+                "host": 0 if group is None else group.host_blocks,
             }
-        if plan.num_blocks or plan.route not in WINDOW_PEER_ROUTES:
+        may_be_empty = retention_of(plan.group) == "window" and plan.route in PEER_ROUTES
+        if plan.num_blocks or not may_be_empty:
             check_ids(plan, num_blocks)
         return self._transfers.submit(plan, layout, self._failure)
 
@@ -401,77 +382,6 @@ class RankGroup(Unique):
         """Submit a plan that still waits on a rank as if it had been given with this priority."""
         self._transfers.raise_priority(transfer_id, priority)
 
-    def check_event(self, event: Event | None) -> None:
-        """Raise for any event: an event belongs to one rank.
-
-        Raises:
-            UsageError: ``event`` is not None.
-        """
-        if event is not None:
-            raise UsageError(
-                "event must be None: each rank closes steps with its own events",
-                hint="call Rank.step(number, event) in the rank's process",
-            )
-
-    def close_step(self, step: int, event: Event | None) -> None:
-        """Close all steps up to ``step``; they finish when every rank has reported them.
-
-        Raises:
-            UsageError: an event, which belongs to one rank; or the step was closed before.
-        """
-        self.check_event(event)
-        if step <= self._closed_step:
-            raise UsageError(
-                f"step {step} is closed already; the last closed step is {self._closed_step}"
-            )
-        self._closed_step = step
-        self._reduce_steps()
-
-    def clone(self, plan: TransferPlan, stream: Any = None) -> None:
-        """Raise if there is anything to copy: the runners copy within their devices.
-
-        Raises:
-            UsageError: the plan has blocks.
-        """
-        if plan.num_blocks:
-            raise UsageError(
-                f"clone: ranks do not copy blocks within their devices ({plan.num_blocks} blocks)",
-                hint="fork at the end of a block, or copy the partial block in the model's runner",
-            )
-
-    def record_checksums(self, block_ids: NDArray[np.int32], step: int) -> None:
-        """Raise: the tensors are not in this process.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError("record_checksums: ranks do not verify checksums")
-
-    async def find(self, pool: StorePool, digests: bytes) -> Found:
-        """Ask the stores of all ranks; see :meth:`Worker.find`.
-
-        Returns the objects that all ranks have; nothing in the cases of ``lookup``.
-
-        Cancellation: nothing changed.
-        """
-        num_objects = len(digests) // KEY_BYTES
-        is_open = self.capabilities.stores and not self._closing and self._failure is None
-        if not num_objects or not is_open:
-            return Found.nothing(num_objects)
-        return await self._lookups.find(self._membership, pool, digests, num_objects)
-
-    async def lookup(self, digests: bytes) -> StoreAnswer:
-        """Ask the stores of all ranks; see :meth:`Worker.lookup`.
-
-        Returns the blocks that all ranks have, and the times of the slowest rank; nothing when a
-        rank is lost, or has not answered within ``RankTimeouts.lookup``.
-
-        Cancellation: nothing changed.
-        """
-        if not self.capabilities.stores or self._closing or self._failure is not None:
-            return NOTHING
-        return await self._lookups.ask(self._membership, digests, len(digests) // KEY_BYTES)
-
     def change_weights(self, version: str) -> None:
         """Use other keys on all ranks; see :meth:`Worker.change_weights`.
 
@@ -482,102 +392,24 @@ class RankGroup(Unique):
             self._transfers.flush()
             self._membership.send(frame_of(encode(ChangeWeights(version=version))))
 
-    def store_statistics(self) -> list[GuardStatistics]:
-        """Return the statistics of the stores of each rank, as of its last heartbeat.
-
-        Ranks answer a heartbeat per ``RankTimeouts.heartbeat``. Before the first one, and for a
-        lost rank, there are none; ``Rank.store_statistics`` returns present ones in its process.
-        """
-        return [
-            msgspec.structs.replace(store, rank=state.rank)
-            for state in self._membership.ranks
-            for store in state.stores
-        ]
-
     @property
-    def endpoints(self) -> list[Endpoint]:
-        """Addresses at which the ranks listen for senders; see :attr:`Worker.endpoints`.
+    def _has_answers(self) -> bool:
+        """True while all ranks answer lookups."""
+        return self._capabilities.stores and not self._closing and self._failure is None
 
-        Empty while a rank is lost.
-        """
-        found = [endpoint for state in self._membership.ranks for endpoint in state.endpoints]
-        return found if len(found) == self.num_ranks else []
-
-    @property
-    def ticket_key(self) -> bytes:
-        """Key of tickets, from rank 0; see :attr:`Worker.ticket_key`."""
-        return self._membership.ranks[0].ticket_key
-
-    def expect(self, ticket: bytes, seconds: float, open_seconds: float) -> None:
-        """Let senders open a ticket on all ranks; see :meth:`Worker.expect`.
+    def _check_peers(self) -> None:
+        """Check that the ranks can receive and send blocks.
 
         Raises:
+            UsageError: they have no peers.
+            ClosedError: the group is closing, or is not open.
             RankLost: a rank is lost.
         """
-        self._check_usable()
-        if not self.endpoints:
-            raise UsageError("the ranks do not listen for peers", hint="set Peers(listen=...)")
-        self._reachable()
-        self._tickets.expect(ticket, seconds, open_seconds)
-
-    async def expected(self, ticket_id: bytes, seconds: float) -> None:
-        """Wait until all ranks let senders open a ticket; see :meth:`Worker.expected`.
-
-        Raises:
-            RankLost: a rank was lost meanwhile.
-        """
-        await self._tickets.expected(ticket_id, seconds)
-
-    async def open_ticket(self, ticket: bytes) -> None:
-        """Let each rank connect to its receivers; see :meth:`Worker.open_ticket`.
-
-        Raises:
-            RankLost: a rank is lost.
-        """
-        self._check_usable()
-        self._reachable()
-        await self._tickets.open(ticket)
-
-    def close_ticket(self, ticket_id: bytes, reason: str) -> None:
-        """End a ticket on all ranks; see :meth:`Worker.close_ticket`."""
-        if self._opened and not self._membership.closed:
-            self._transfers.flush()
-            self._tickets.close(ticket_id, reason)
-
-    @property
-    def layer_ends(self) -> list[int]:
-        """Ranges of layers of all ranks; see :attr:`Worker.layer_ends`.
-
-        Raises:
-            PeerError: the ranks have different ranges.
-        """
-        ends = [state.layer_ends for state in self._membership.ranks]
-        for rank, other in enumerate(ends):
-            if other != ends[0]:
-                raise PeerError(
-                    f"rank {rank} sends blocks in {len(other) or 1} ranges of layers, rank 0 in "
-                    f"{len(ends[0]) or 1}",
-                    hint="set the same Peers(layer_ranges=...) on all ranks",
-                )
-        return ends[0]
-
-    def layers_done(self, ticket_id: bytes, mark: int, event: Event | None) -> None:
-        """Do nothing but check: each rank notes the mark; see ``Rank.layers_done``.
-
-        Raises:
-            UsageError: an event, which belongs to one rank.
-        """
-        self.check_event(event)
-
-    def peer_statistics(self) -> list[RankPeerStatistics]:
-        """Return the use of peers of each rank, as of its last heartbeat."""
-        return [statistics for state in self._membership.ranks for statistics in state.peers]
-
-    def _check_usable(self) -> None:
-        if not self.capabilities.peers:
+        if not self._capabilities.peers:
             raise UsageError("the ranks have no peers", hint="RankGroup(has_peers=True)")
         if self._closing or not self._opened:
             raise ClosedError("the group of ranks is closing, or is not open")
+        self._reachable()
 
     async def drain(self) -> None:
         """Wait until every plan submitted so far, and since, has been reported.
@@ -640,34 +472,37 @@ class RankGroup(Unique):
         """Return the counts of the group; a transfer counts once, not once per rank."""
         return self._transfers.statistics()
 
-    def rank_statistics(self) -> list[RankStatistics]:
-        """Return the state of each rank; empty before ``open``."""
-        if not self._opened:
-            return []
-        now = self._clock()
-        return [
-            RankStatistics(
-                rank=state.rank,
-                connected=state.ready,
-                silent_seconds=now - state.heard_at,
-                poller=state.poller,
-            )
-            for state in self._membership.ranks
-        ]
+    def inspect(self) -> WorkerState:
+        """Return the state of the ranks, and of their parts as of the last heartbeats.
 
-    def describe(self) -> list[dict[str, object]]:
-        """Return the state of each rank, as plain values; empty before ``open``."""
-        if not self._opened:
-            return []
-        return [
-            {
-                "rank": state.rank,
-                "state": "ready" if state.ready else state.absence_reason,
-                "silent_seconds": self._clock() - state.heard_at,
-                "finished_step": state.finished_step,
-            }
-            for state in self._membership.ranks
-        ]
+        Ranks answer a heartbeat per ``RankTimeouts.heartbeat``. Before the first one, and for a
+        lost rank, there are no statistics of stores and peers; ``Rank.store_statistics`` and
+        ``Rank.peer_statistics`` return present ones in its process.
+        """
+        ranks, now = self._membership.ranks, self._clock()
+        silent = self._control.silent_ranks(self._membership)
+        return WorkerState(
+            stores=[
+                msgspec.structs.replace(store, rank=state.rank)
+                for state in ranks
+                for store in state.stores
+            ],
+            peers=[statistics for state in ranks for statistics in state.peers],
+            ranks=[
+                RankStatistics(
+                    rank=state.rank,
+                    connected=state.ready,
+                    state="ready" if state.ready else state.absence_reason,
+                    silent_seconds=now - state.heard_at,
+                    finished_step=state.finished_step,
+                    owes_reply=state.rank in silent,
+                    poller=state.poller,
+                )
+                for state in ranks
+                if self._opened
+            ],
+            unpinned_bytes=sum(state.unpinned_bytes for state in ranks),
+        )
 
     def pids(self) -> list[int]:
         """Return the process ids of the ranks that were started here and run."""
@@ -689,24 +524,14 @@ class RankGroup(Unique):
 
     def _on_reports(self, state: RankState, reports: Reports) -> None:
         self._transfers.on_reports(state, reports)
-        self._reduce_steps()
-
-    def _reduce_steps(self) -> None:
-        """Report the steps that have finished on every rank."""
-        if self._failure is not None:
-            return
-        finished = min(state.finished_step for state in self._membership.ranks)
-        finished = min(finished, self._closed_step)
-        if finished > self._reported_step:
-            self._reported_step = finished
-            self._on_step(finished, None)
+        self.steps.reduce()
 
     def _on_rank_lost(self, lost: RankLost) -> None:
         """Fail all transfers; the other ranks still report the ones that they move."""
-        self._lookups.end_all()
-        self._tickets.end_all(lost)
+        self.stores.end_all()
+        self.tickets.end_all(lost)
         if self._failure is None:
-            self._failure = lost
+            self._failure, self.steps.is_lost = lost, True
             self._transfers.give_up_all(CopyError(0, str(lost), lost.rank))
             self._transfers.cancel_all()
             self._on_lost(lost)

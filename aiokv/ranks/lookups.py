@@ -11,9 +11,12 @@ import numpy as np
 
 from aiokv.ranks.channel import frame_of
 from aiokv.ranks.messages import Lookup, encode
+from aiokv.stores.base import KEY_BYTES
 from aiokv.stores.store_set import NOTHING, Found, StoreAnswer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aiokv.base.plan import StorePool
     from aiokv.ranks.membership import Membership
     from aiokv.ranks.messages import LookupReply
@@ -49,55 +52,63 @@ class _GroupLookup:
 
 
 class GroupLookups:
-    """Lookups of one group in flight.
+    """Lookups of one group in flight; see :class:`aiokv.worker.base.StoreLookups`.
 
     Args:
+        membership: the ranks.
         timeouts: time limits.
+        has_answers: returns True while all ranks answer lookups.
     """
 
-    def __init__(self, timeouts: RankTimeouts) -> None:
+    def __init__(
+        self, membership: Membership, timeouts: RankTimeouts, has_answers: Callable[[], bool]
+    ) -> None:
+        self._membership = membership
         self._timeouts = timeouts
+        self._has_answers = has_answers
         self._numbers = count(1)
         self._lookups: dict[int, _GroupLookup] = {}
 
-    async def ask(self, membership: Membership, digests: bytes, num_blocks: int) -> StoreAnswer:
-        """Ask all ranks for the leading blocks that all of them have.
+    async def lookup(self, digests: bytes) -> StoreAnswer:
+        """Ask all ranks for the leading blocks that all of them have; see ``StoreLookups.lookup``.
 
-        Returns nothing when a rank has not answered within ``RankTimeouts.lookup``.
-
-        Cancellation: the answers are ignored.
-        """
-        return (await self._ask(membership, digests, "", num_blocks)).answer()
-
-    async def find(
-        self, membership: Membership, pool: StorePool, digests: bytes, num_objects: int
-    ) -> Found:
-        """Ask all ranks for the objects of an auxiliary pool that all of them have.
-
-        Returns nothing when a rank has not answered within ``RankTimeouts.lookup``.
+        Returns the times of the slowest rank; nothing when a rank is lost, or has not answered
+        within ``RankTimeouts.lookup``.
 
         Cancellation: the answers are ignored.
         """
-        answer = (await self._ask(membership, digests, pool, 1 + num_objects)).answer()
+        return await self._ask(digests, "", len(digests) // KEY_BYTES)
+
+    async def find(self, pool: StorePool, digests: bytes) -> Found:
+        """Ask all ranks for the objects that all of them have; see ``StoreLookups.find``.
+
+        Returns nothing in the cases of ``lookup``.
+
+        Cancellation: the answers are ignored.
+        """
+        num_objects = len(digests) // KEY_BYTES
+        if not num_objects:
+            return Found.nothing(0)
+        answer = await self._ask(digests, pool, 1 + num_objects)
         if answer.blocks <= num_objects:
             return Found.nothing(num_objects)
         return Found(answer.seconds[1:], float(answer.seconds[0]))
 
-    async def _ask(
-        self, membership: Membership, digests: bytes, pool: StorePool, num_seconds: int
-    ) -> _GroupLookup:
-        """Ask all ranks; one that does not answer in time still owes its answer."""
+    async def _ask(self, digests: bytes, pool: StorePool, num_seconds: int) -> StoreAnswer:
+        """Ask all ranks; the answer is empty when one does not answer in time."""
+        if not self._has_answers():
+            return NOTHING
         number = next(self._numbers)
-        lookup = self._lookups[number] = _GroupLookup(len(membership.ranks), num_seconds)
+        lookup = self._lookups[number] = _GroupLookup(len(self._membership.ranks), num_seconds)
         try:
             message = Lookup(number=number, digests=digests, pool=pool)
-            membership.send(frame_of(encode(message)))
+            self._membership.send(frame_of(encode(message)))
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._timeouts.lookup):
                     await lookup.ended
         finally:
             del self._lookups[number]
-        return lookup
+        return lookup.answer()
 
     def on_reply(self, state: RankState, reply: LookupReply) -> None:
         """Note the answer of a rank; one that comes late is ignored."""

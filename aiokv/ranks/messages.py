@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
+from aiokv.base.groups import ATTENTION
 from aiokv.base.plan import TransferPlan, TransferReport  # noqa: TC001
 from aiokv.base.statistics import (
     GuardStatistics,  # noqa: TC001
@@ -47,7 +48,7 @@ from aiokv.worker.device.cpu import device_blocks
 if TYPE_CHECKING:
     from aiokv.layout.regions import Regions
 
-PROTOCOL_VERSION: Final = 8
+PROTOCOL_VERSION: Final = 9
 MAX_LAYERS: Final = 1 << 16  # the manager keeps a counter per layer and transfer
 
 
@@ -81,7 +82,7 @@ class Layout(_Message, frozen=True):
 
     def bytes_per_block(self, plan: TransferPlan) -> int:
         """Return the bytes of one block of a plan on one rank."""
-        if plan.group:
+        if plan.group != ATTENTION:
             return self.window_block_bytes.get(plan.group, 0)
         return self.block_bytes
 
@@ -281,7 +282,7 @@ class Lookup(_Message, frozen=True, tag="lookup"):
 
 
 class Expect(_Message, frozen=True, tag="expect"):
-    """Let senders open a ticket, see ``Worker.expect``; a ``TicketReply`` follows.
+    """Let senders open a ticket, see ``Tickets.expect``; a ``TicketReply`` follows.
 
     Attributes:
         ticket: encoded.

@@ -19,20 +19,20 @@ class Outbox:
 
     Args:
         send: sends a message.
+        finished_step: returns the newest step that has finished, with all steps before it.
 
     Attributes:
         generation: 0 while none runs: nothing is reported then.
-        finished_step: this step and all before it have finished.
     """
 
-    def __init__(self, send: Callable[[Reports], None]) -> None:
+    def __init__(self, send: Callable[[Reports], None], finished_step: Callable[[], int]) -> None:
         self._send = send
+        self._finished_step = finished_step
         self._arrived: dict[int, list[int]] = {}
         self._ended: list[TransferReport] = []
         self._overdue: list[TransferReport] = []
         self._scheduled = False
         self.generation = 0
-        self.finished_step = 0
 
     def begin(self, generation: int) -> None:
         """Forget the events of an earlier generation; 0 for the time between two."""
@@ -55,9 +55,8 @@ class Outbox:
         self._overdue.append(report)
         self._schedule()
 
-    def note_step(self, step: int) -> None:
-        """Note that a step, and all before it, have finished."""
-        self.finished_step = max(self.finished_step, step)
+    def note_step(self) -> None:
+        """Note that a step has finished."""
         self._schedule()
 
     def _schedule(self) -> None:
@@ -78,7 +77,7 @@ class Outbox:
                 generation=self.generation,
                 arrived=list(self._arrived.items()),
                 ended=self._ended,
-                finished_step=self.finished_step,
+                finished_step=self._finished_step(),
                 overdue=self._overdue,
             )
         )

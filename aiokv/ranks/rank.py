@@ -18,7 +18,7 @@ import msgspec
 from aiokv.base.checks import Unique, arguments, integer, sequence
 from aiokv.base.checks import timeout as timeout_of
 from aiokv.base.logs import Log
-from aiokv.base.plan import FETCH_ROUTES, TransferReport
+from aiokv.base.plan import FETCH, TransferReport
 from aiokv.errors import (
     AiokvError,
     ClosedError,
@@ -151,12 +151,11 @@ class Rank(Unique):
         self._openings = Openings()
         self._controller = self._new_controller()
         self._poller = EventPoller()
-        self._outbox = Outbox(self._send)
+        self._outbox = Outbox(self._send, lambda: self._controller.steps.clock.finished)
         self._counters = Counters()
         self.layer_waits = LayerWaits()
         self._channel = Channel(self._on_frame, self._on_closed)
         self._opened = False  # the controller
-        self._closed_step = 0
         self._step_waiter: asyncio.Future[None] | None = None
         self.connected = False
         self._entered = False
@@ -345,8 +344,7 @@ class Rank(Unique):
                 cannot wait for such an event; or the rank was not entered. Nothing changed.
         """
         number = integer("step", step, minimum=1)
-        self._entered_controller().close_step(number, as_event("event", event))
-        self._closed_step = number
+        self._entered_controller().steps.close(number, as_event("event", event))
 
     def layers_done(self, mark: bytes, event: Event | None = None) -> None:
         """Let the layers that ``Sending.layers_done`` has named be sent by this rank.
@@ -362,7 +360,7 @@ class Rank(Unique):
                 or the rank was not entered. Nothing changed.
         """
         ticket_id, number = split_layer_mark(mark)
-        self._entered_controller().layers_done(ticket_id, number, as_event("event", event))
+        self._entered_controller().tickets.layers_done(ticket_id, number, as_event("event", event))
 
     def statistics(self) -> WorkerStatistics:
         """Return the counts of this rank's transfers.
@@ -378,7 +376,7 @@ class Rank(Unique):
         Raises:
             UsageError: the rank was not entered.
         """
-        return self._entered_controller().store_statistics()
+        return self._entered_controller().stores.statistics()
 
     def peer_statistics(self) -> list[RankPeerStatistics]:
         """Return the use of peers of this rank; empty without peers.
@@ -386,7 +384,7 @@ class Rank(Unique):
         Raises:
             UsageError: the rank was not entered.
         """
-        return self._entered_controller().peer_statistics()
+        return self._entered_controller().tickets.statistics()
 
     def _entered_controller(self) -> CacheController:
         if not self._opened:
@@ -404,18 +402,14 @@ class Rank(Unique):
         if isinstance(message, TransferBatch):
             self._on_batch(message)
         elif isinstance(message, Ping):
-            controller = self._controller
-            peers = [
-                msgspec.structs.replace(statistics, rank=self.rank)
-                for statistics in controller.peer_statistics()
-            ]
+            state = self._controller.inspect()
             self._send(
                 Pong(
-                    worker=controller.statistics(),
+                    worker=self._controller.statistics(),
                     poller=self._poller.statistics(),
-                    stores=controller.store_statistics(),
-                    peers=peers,
-                    unpinned_bytes=controller.unpinned_bytes,
+                    stores=state.stores,
+                    peers=[msgspec.structs.replace(peers, rank=self.rank) for peers in state.peers],
+                    unpinned_bytes=state.unpinned_bytes,
                 )
             )
         elif isinstance(message, Begin):
@@ -455,7 +449,7 @@ class Rank(Unique):
 
     def _expect(self, message: Expect) -> None:
         try:
-            self._controller.expect(message.ticket, message.seconds, message.open_seconds)
+            self._controller.tickets.expect(message.ticket, message.seconds, message.open_seconds)
         except AiokvError as error:
             self._refuse_ticket(message.number, error)
         else:
@@ -463,7 +457,7 @@ class Rank(Unique):
 
     def _open_ticket(self, message: OpenTicket) -> None:
         try:
-            ticket_id = decode_ticket(message.ticket, self._controller.ticket_key).ticket_id
+            ticket_id = decode_ticket(message.ticket, self._controller.tickets.ticket_key).ticket_id
         except AiokvError as error:  # this rank has another secret than rank 0
             self._refuse_ticket(message.number, error)
             return
@@ -471,7 +465,7 @@ class Rank(Unique):
 
     async def _open_at_receivers(self, message: OpenTicket) -> None:
         try:
-            await self._controller.open_ticket(message.ticket, message.layouts)
+            await self._controller.tickets.open_ticket(message.ticket, message.layouts)
         except AiokvError as error:
             self._refuse_ticket(message.number, error)
             return
@@ -483,14 +477,14 @@ class Rank(Unique):
 
     def _close_ticket(self, ticket_id: bytes, reason: str) -> None:
         self._openings.cancel(ticket_id)
-        self._controller.close_ticket(ticket_id, reason)
+        self._controller.tickets.close_ticket(ticket_id, reason)
 
     async def _look_up(self, lookup: Lookup) -> None:
         if lookup.pool:
-            found = await self._controller.find(lookup.pool, lookup.digests)
+            found = await self._controller.stores.find(lookup.pool, lookup.digests)
             seconds = [found.latency_seconds, *found.seconds.tolist()]
         else:
-            seconds = (await self._controller.lookup(lookup.digests)).seconds.tolist()
+            seconds = (await self._controller.stores.lookup(lookup.digests)).seconds.tolist()
         self._send(LookupReply(number=lookup.number, seconds=seconds))
 
     def _on_closed(self, reason: str) -> None:
@@ -522,18 +516,18 @@ class Rank(Unique):
             log.error("rank.cannot_begin", rank=self.rank, exc_info=error)
             self._send(Broken(reason=_reason_of(error)))
             return
-        if begin.closed_step > self._closed_step:
-            self.step(begin.closed_step)
+        steps, tickets = self._controller.steps, self._controller.tickets
+        if steps.clock.is_open(begin.closed_step):
+            steps.close(begin.closed_step, None)
         self._outbox.begin(begin.generation)
-        controller = self._controller
         self._send(
             Ready(
                 generation=begin.generation,
-                endpoints=controller.endpoints,
-                peer_layout=controller.peer_layout,
-                ticket_key=controller.ticket_key,
-                layer_ends=controller.layer_ends,
-                unpinned_bytes=controller.unpinned_bytes,
+                endpoints=tickets.endpoints,
+                peer_layout=tickets.layout,
+                ticket_key=tickets.ticket_key,
+                layer_ends=tickets.layer_ends,
+                unpinned_bytes=self._controller.inspect().unpinned_bytes,
             )
         )
         if not self._begun.done():
@@ -620,7 +614,7 @@ class Rank(Unique):
             return
         counter.add_callback(lambda layer: self._outbox.note_layer(transfer_id, layer))
         self._counters.add(plan, counter)
-        if plan.route in FETCH_ROUTES:
+        if plan.route == FETCH:
             self._spawn(self._report_if_overdue(counter))
 
     async def _report_if_overdue(self, counter: LayerDoneCounter) -> None:
@@ -651,13 +645,14 @@ class Rank(Unique):
         if error is not None:
             self._send(Broken(reason=f"step {step}: {error}"))
             return
-        self._outbox.note_step(step)
+        self._outbox.note_step()
         if self._step_waiter is not None and not self._step_waiter.done():
             self._step_waiter.set_result(None)
 
     async def _steps_finished(self) -> None:
         """Wait for the events of all steps that were closed."""
-        while self._outbox.finished_step < self._closed_step:
+        clock = self._controller.steps.clock
+        while clock.finished < clock.closed:
             self._step_waiter = asyncio.get_running_loop().create_future()
             await self._step_waiter
 

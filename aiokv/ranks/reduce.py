@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from aiokv.base.plan import FETCH_ROUTES, SAVE_ROUTES, TransferReport
+from aiokv.base.plan import FETCH, SAVE, TransferReport
 from aiokv.ranks.channel import ChannelError
 from aiokv.stores.base import Result
 from aiokv.worker.device.base import CopyError
@@ -74,7 +74,7 @@ class GroupTransfer:
         self._left = counter.num_layers  # not announced
         self._bad: dict[int, tuple[int, str]] = {}  # rank -> first bad block, reason
         self._cancelled = False
-        self._results = bytes(plan.num_blocks) if plan.route in SAVE_ROUTES else b""
+        self._results = bytes(plan.num_blocks) if plan.route == SAVE else b""
 
     def arrive(self, rank: int, layers: Sequence[int]) -> None:
         """Note that these layers have arrived on a rank.
@@ -106,7 +106,7 @@ class GroupTransfer:
             self._cancelled = True
         else:
             self._done |= 1 << rank
-        if self.plan.route in SAVE_ROUTES:
+        if self.plan.route == SAVE:
             self._reduce_results(report)
         self.owing.discard(rank)
         if self.owing:
@@ -135,7 +135,7 @@ class GroupTransfer:
         Raises:
             ChannelError: the transfer is not a fetch.
         """
-        if self.plan.route not in FETCH_ROUTES:
+        if self.plan.route != FETCH:
             raise ChannelError(
                 f"rank {rank} reports that transfer {self.plan.transfer_id} is overdue; it must be "
                 f"a fetch, and is a {self.plan.route}"
@@ -148,7 +148,7 @@ class GroupTransfer:
     def may_give_up(self) -> bool:
         """True for a fetch whose waiters are not released yet. A rank whose store is stuck is not
         lost: its loop runs, and the plan's blocks stay its own until the store has ended."""
-        return self.plan.route in FETCH_ROUTES and not self.counter.given_up
+        return self.plan.route == FETCH and not self.counter.given_up
 
     def give_up(self, failure: CopyError) -> None:
         """Fail all waiters, though bytes may still move. The first reason is kept."""

@@ -17,7 +17,9 @@ from aiokv._native import (
 )
 from aiokv._native import StorePolicy as NativeStorePolicy
 from aiokv._native import WritePolicy as NativePolicy
+from aiokv.base.groups import ATTENTION, STATE
 from aiokv.base.plan import (
+    CLONE,
     FETCH,
     ID_DTYPE,
     OFFLOAD,
@@ -25,19 +27,6 @@ from aiokv.base.plan import (
     RECEIVE,
     SAVE,
     SEND,
-    STATE,
-    STATE_FETCH,
-    STATE_OFFLOAD,
-    STATE_ONLOAD,
-    STATE_RECEIVE,
-    STATE_SAVE,
-    STATE_SEND,
-    WINDOW_FETCH,
-    WINDOW_OFFLOAD,
-    WINDOW_ONLOAD,
-    WINDOW_RECEIVE,
-    WINDOW_SAVE,
-    WINDOW_SEND,
     Priority,
     TransferPlan,
     id_bytes,
@@ -47,7 +36,7 @@ if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Mapping
 
-    from aiokv.base.plan import Route, TransferReport
+    from aiokv.base.plan import TransferReport
     from aiokv.config.cache_config import CacheConfig, WindowGroup
 
 KEPT_REPORTS: Final = 256  # newest report ids, to detect a report repeated after an interrupt
@@ -64,12 +53,11 @@ _STORE_POLICIES = {
     "on_eviction": NativeStorePolicy.ON_EVICTION,
 }
 _MAX_AHEAD_BLOCKS = 1024  # host blocks that on_eviction saves ahead: one scan takes 10 us
-_STATE_ROUTES = {
-    MoveRoute.ON_DEVICE: STATE,
-    MoveRoute.FROM_HOST: STATE_ONLOAD,
-    MoveRoute.TO_HOST: STATE_OFFLOAD,
+_MOVE_ROUTES = {
+    MoveRoute.ON_DEVICE: CLONE,
+    MoveRoute.FROM_HOST: ONLOAD,
+    MoveRoute.TO_HOST: OFFLOAD,
 }
-_WINDOW_ROUTES = {MoveRoute.FROM_HOST: WINDOW_ONLOAD, MoveRoute.TO_HOST: WINDOW_OFFLOAD}
 _OUTCOMES = {
     "done": Outcome.DONE,
     "failed": Outcome.FAILED,
@@ -129,9 +117,9 @@ class Plans:
         windows: Mapping[str, WindowGroup] | None = None,
     ) -> None:
         self._core = core
-        self._saves_states = saves_states
         self._groups = list(windows or ())
-        self._saves_windows = any(group.host_blocks for group in (windows or {}).values())
+        windows_on_host = any(group.host_blocks for group in (windows or {}).values())
+        self._saves_groups = saves_states or windows_on_host
         self._reported: dict[int, None] = {}  # transfers of the newest reports, oldest first
 
     def onload(self, transfer_id: int, priority: Priority) -> TransferPlan:
@@ -165,12 +153,10 @@ class Plans:
     def fetch(self, transfer_id: int, priority: Priority) -> TransferPlan:
         """Return the plan of a fetch; its source ids are the indices of the digests."""
         host_blocks, digests = self._core.store_transfer(transfer_id)
-        group = self._core.auxiliary_group(transfer_id)
-        route, name = self._route(group, FETCH, STATE_FETCH, WINDOW_FETCH)
         return TransferPlan(
             transfer_id=transfer_id,
-            route=route,
-            group=name,
+            route=FETCH,
+            group=self._group(self._core.auxiliary_group(transfer_id)),
             source_blocks=_indices(host_blocks),
             target_blocks=host_blocks,
             priority=priority,
@@ -180,12 +166,10 @@ class Plans:
     def save(self, transfer_id: int) -> TransferPlan:
         """Return the plan of a save; its target ids are the indices of the digests."""
         host_blocks, digests = self._core.store_transfer(transfer_id)
-        group = self._core.auxiliary_group(transfer_id)
-        route, name = self._route(group, SAVE, STATE_SAVE, WINDOW_SAVE)
         return TransferPlan(
             transfer_id=transfer_id,
-            route=route,
-            group=name,
+            route=SAVE,
+            group=self._group(self._core.auxiliary_group(transfer_id)),
             source_blocks=host_blocks,
             target_blocks=_indices(host_blocks),
             priority=Priority.BACKUP,
@@ -197,44 +181,37 @@ class Plans:
         receives, ticket_id, group, in_prompt, own_ids, after_step, ranges, mark = (
             self._core.peer_transfer(transfer_id)
         )
-        routes = (
-            (RECEIVE, STATE_RECEIVE, WINDOW_RECEIVE)
-            if receives
-            else (SEND, STATE_SEND, WINDOW_SEND)
-        )
-        route, name = self._route(group, *routes)
         return TransferPlan(
             transfer_id=transfer_id,
-            route=route,
+            route=RECEIVE if receives else SEND,
             source_blocks=in_prompt if receives else own_ids,
             target_blocks=own_ids if receives else in_prompt,
             after_step=after_step,
-            group=name,
+            group=self._group(group),
             peer=ticket_id,
             first_range=ranges[0],
             end_range=ranges[1],
             mark=mark,
         )
 
-    def _route(self, group: int, blocks: Route, state: Route, window: Route) -> tuple[Route, str]:
-        """Return the one of three routes that a group has, and the name of a window group."""
-        if group == ATTENTION_GROUP:
-            return blocks, ""
-        return (state, "") if group == STATE_GROUP else (window, self._groups[group])
-
     def _move(self, transfer_id: int, priority: Priority) -> TransferPlan:
         """Return the plan of a move of a state slot, or of blocks of a window group."""
         move_route, group, sources, targets, after_step = self._core.move(transfer_id)
-        is_state = group == STATE_GROUP
         return TransferPlan(
             transfer_id=transfer_id,
-            route=(_STATE_ROUTES if is_state else _WINDOW_ROUTES)[move_route],
+            route=_MOVE_ROUTES[move_route],
+            group=self._group(group),
             source_blocks=sources,
             target_blocks=targets,
             priority=priority,
             after_step=after_step,
-            group="" if is_state else self._groups[group],
         )
+
+    def _group(self, number: int) -> str:
+        """Return the name of a group that has this number in the core."""
+        if number == ATTENTION_GROUP:
+            return ATTENTION
+        return STATE if number == STATE_GROUP else self._groups[number]
 
     def take_backups(self, transfer_ids: deque[int]) -> None:
         """Append the ids of the backups that the write policy begins now; 0 for no backup.
@@ -247,10 +224,8 @@ class Plans:
         transfer_ids.extend(starmap(self._core.take_backups, ((),)))
         if self._core.wants_write_backs():
             transfer_ids.extend(starmap(self._core.take_write_backs, ((),)))
-        if self._saves_states:
-            transfer_ids.extend(iter(self._core.take_state_save, 0))
-        if self._saves_windows:
-            transfer_ids.extend(iter(self._core.take_window_save, 0))
+        if self._saves_groups:
+            transfer_ids.extend(iter(self._core.take_group_save, 0))
 
     def complete(self, report: TransferReport, released: deque[int]) -> None:
         """Commit the verified blocks of a transfer, and roll back its other blocks.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from aiokv.base.groups import STATE
 from aiokv.base.plan import store_pool
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def auxiliary_pools(config: CacheConfig) -> list[AuxiliaryPool]:
     size = config.block_tokens
     pools = [
         AuxiliaryPool(
-            store_pool("host_window", name),
+            store_pool(name),
             number,
             -(-group.sink_tokens // size),
             -(-(group.window_tokens - 1) // size),
@@ -55,5 +56,5 @@ def auxiliary_pools(config: CacheConfig) -> list[AuxiliaryPool]:
         for number, (name, group) in enumerate(config.windows.items())
     ]
     if config.host_state_slots:
-        pools.append(AuxiliaryPool("host_state", _STATE, 0, 1))
+        pools.append(AuxiliaryPool(store_pool(STATE), _STATE, 0, 1))
     return pools

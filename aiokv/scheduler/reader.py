@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from aiokv._native import CoreStatistics
+from aiokv._native import STATE_GROUP, CoreStatistics
 from aiokv._native import LeaseState as NativeState
+from aiokv.base.groups import ATTENTION, STATE
 from aiokv.base.statistics import (
-    ATTENTION,
-    STATE,
     BlockGroupStatistics,
     CacheStatistics,
     DurationHistogram,
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aiokv._native import Core
+    from aiokv._native import Core, GroupStatistics
     from aiokv.base.plan import StorePool
     from aiokv.base.types import LeaseWait
-    from aiokv.config.cache_config import CacheConfig, WindowGroup
+    from aiokv.config.cache_config import CacheConfig
     from aiokv.scheduler.admission import Admission
     from aiokv.scheduler.clock import StepClock
     from aiokv.scheduler.gate import Gate
@@ -478,11 +477,14 @@ class CacheReader:
         """Return counters and the current state of the pools. Any thread."""
         core = self._core.statistics()
         fields = {name: getattr(core, name) for name in _CORE_FIELDS}
+        state = self._core.group_statistics(STATE_GROUP)
+        config = self._config
         groups = {ATTENTION: self._attention(core)}
-        if self._config.state_slots:
-            groups[STATE] = self._state(core)
-        for index, (name, group) in enumerate(self._config.windows.items()):
-            groups[name] = self._window_group(index, group)
+        if config.state_slots:
+            groups[STATE] = _auxiliary(config.state_slots, config.host_state_slots, state)
+        for index, (name, group) in enumerate(config.windows.items()):
+            counts = self._core.group_statistics(index)
+            groups[name] = _auxiliary(group.device_blocks, group.host_blocks, counts)
         return CacheStatistics(
             groups=groups,
             waiting=len(self._admission),
@@ -493,6 +495,7 @@ class CacheReader:
             swaps=self._preemption.swaps,
             lost_leases=self._preemption.lost_leases,
             expired_leases=self._releases.expired_leases,
+            restored_states=state.cloned + state.onloaded,
             reclaimed_host_copies=core.reclaimed_twins,
             **fields,
         )
@@ -527,33 +530,8 @@ class CacheReader:
                 "refused": core.refused_saves,
                 "failed": core.failed_saves,
             },
-        )
-
-    def _state(self, core: CoreStatistics) -> BlockGroupStatistics:
-        return _auxiliary(
-            device=(self._config.state_slots, core.state_free, core.state_snapshots),
-            host=(self._config.host_state_slots, core.host_state_free, core.host_state_snapshots),
-            evicted=(core.evicted_snapshots, core.evicted_host_snapshots),
-            set_aside_blocks=0,
-            copied=(core.onloaded_states, core.saved_snapshots),
-            stored=(
-                core.stored_snapshots,
-                core.unstored_snapshots,
-                core.fetched_snapshots,
-                core.unfetched_snapshots,
-            ),
-        )
-
-    def _window_group(self, index: int, group: WindowGroup) -> BlockGroupStatistics:
-        device_free, device_cached, set_aside = self._core.window_statistics(index)
-        host_free, host_cached, saved, onloaded, evicted = self._core.host_window_statistics(index)
-        return _auxiliary(
-            device=(group.device_blocks, device_free, device_cached),
-            host=(group.host_blocks, host_free, host_cached),
-            evicted=(0, evicted),
-            set_aside_blocks=set_aside,
-            copied=(onloaded, saved),
-            stored=self._core.stored_copies(index),
+            received_blocks=core.received_blocks,
+            sent_blocks=core.sent_blocks,
         )
 
     def leases(self, limit: int) -> list[LeaseInfo]:
@@ -684,49 +662,33 @@ _CORE_FIELDS = tuple(
 
 
 def _auxiliary(
-    device: tuple[int, int, int],
-    host: tuple[int, int, int],
-    evicted: tuple[int, int],
-    set_aside_blocks: int,
-    copied: tuple[int, int],
-    stored: tuple[int, int, int, int],
+    device_blocks: int, host_blocks: int, counts: GroupStatistics
 ) -> BlockGroupStatistics:
-    """Return the statistics of a group other than attention, whose evictions all make room.
-
-    Args:
-        device: (capacity, free, cached) blocks; leases have the others.
-        host: likewise; transfers have the others.
-        evicted: evicted blocks of device and host.
-        set_aside_blocks: device blocks that leases have or will need.
-        copied: (onloaded, offloaded) blocks.
-        stored: (saved, unsaved, fetched, unfetched) blocks.
-    """
-    blocks, free, cached = device
-    host_blocks, host_free, host_cached = host
-    onloaded, offloaded = copied
-    saved, unsaved, fetched, unfetched = stored
+    """Return the statistics of a group besides attention, whose evictions all make room."""
     return BlockGroupStatistics(
         device=TierStatistics(
-            blocks=blocks,
-            free=free,
-            cached=cached,
-            leased=blocks - free - cached,
+            blocks=device_blocks,
+            free=counts.device_free,
+            cached=counts.device_cached,
+            leased=device_blocks - counts.device_free - counts.device_cached,
             in_flight=0,
-            evicted_by_cause={"capacity": evicted[0]},
+            evicted_by_cause={"capacity": counts.evicted_device},
         ),
         host=TierStatistics(
             blocks=host_blocks,
-            free=host_free,
-            cached=host_cached,
+            free=counts.host_free,
+            cached=counts.host_cached,
             leased=0,
-            in_flight=host_blocks - host_free - host_cached,
-            evicted_by_cause={"capacity": evicted[1]},
+            in_flight=host_blocks - counts.host_free - counts.host_cached,
+            evicted_by_cause={"capacity": counts.evicted_host},
         ),
-        set_aside_blocks=set_aside_blocks,
-        onloaded_blocks=onloaded,
-        offloaded_blocks=offloaded,
-        fetched_blocks=fetched,
-        unfetched_blocks=unfetched,
-        saved_blocks=saved,
-        unsaved_by_cause={"unsaved": unsaved},
+        set_aside_blocks=counts.device_set_aside,
+        onloaded_blocks=counts.onloaded,
+        offloaded_blocks=counts.saved,
+        fetched_blocks=counts.fetched,
+        unfetched_blocks=counts.unfetched,
+        saved_blocks=counts.stored,
+        unsaved_by_cause={"unsaved": counts.unstored},
+        received_blocks=counts.received,
+        sent_blocks=counts.sent,
     )

@@ -1,31 +1,33 @@
 """Inspection of stores on a file system: list, verify and clean up.
 
-``aiokv store`` works on the files of a store, whether or not an engine has opened it. Each kind of
-store has a class with the methods of :class:`StoreFiles`; :func:`open_files` finds the right one.
+``aiokv store`` works on the files of a store, whether or not an engine has opened it. A store has
+one or more parts; each kind of store has its own :class:`Part`, which reads and removes blocks.
 """
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray  # noqa: TC002  (msgspec)
 
 from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Generator, Iterable, Sequence
-
-    from aiokv.stores.disk.inspection import DiskFiles
+    from collections.abc import Callable, Iterable, Sequence
+    from contextlib import AbstractContextManager
 
     # (stage, total) -> function that takes the number of blocks done since its last call
     Stages = Callable[[str, int], Callable[[int], None]]
 
-
-_T = TypeVar("_T")
-_R = TypeVar("_R")
+_BATCH_BLOCKS: Final = 64  # read by one thread at a time
+_ABANDONED_AFTER_SECONDS: Final = 3_600.0  # an incomplete file that is younger may be written now
 
 
 class FileGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,11 +152,114 @@ class Cleaning(msgspec.Struct, frozen=True, kw_only=True):
     kept_blocks: int = 0
 
 
-class StoreFiles(Protocol):
-    """The files of one store. All methods block, and raise ``OSError``."""
+class Reading(msgspec.Struct, kw_only=True):
+    """What one reading of the files of a part has found. Methods block, and raise ``OSError``.
+
+    Attributes:
+        seconds: ``[N]`` Unix time of the save (disk) or the last use (directory) of each block.
+        order: ``[N]`` blocks in the order in which ``faults`` reads them fastest.
+        block_bytes: bytes of all blocks, with their trailers.
+        groups: the blocks by file, or by size of their files.
+        other_bytes: bytes that the file system has allocated for files without blocks.
+        quarantined_blocks: slots that are no longer used because their bytes were wrong.
+        incomplete: incomplete files by name, with the Unix time of the last write of each.
+        damage: descriptions of the damaged records.
+        notes: descriptions of records of saves that a crash has interrupted.
+        used_by: id of the process that has opened the part; None if none is known.
+        obstacle: reason why the blocks to keep are not known; empty if they are.
+    """
+
+    seconds: NDArray[np.float64]
+    order: NDArray[np.intp]
+    block_bytes: int
+    groups: list[FileGroup]
+    other_bytes: int = 0
+    quarantined_blocks: int = 0
+    incomplete: dict[str, float] = {}
+    damage: list[str] = []
+    notes: list[str] = []
+    used_by: int | None = None
+    obstacle: str = ""
+
+    def faults(self, blocks: Iterable[int]) -> list[tuple[int, BadBlock]]:
+        """Read blocks from the medium, in any thread; return those whose bytes are wrong."""
+        raise NotImplementedError
+
+    def keep_only(self, kept: NDArray[np.bool_], abandoned: Sequence[str]) -> int:
+        """Remove all other blocks, and incomplete files; return the bytes that were freed."""
+        raise NotImplementedError
+
+
+class Part(ABC):
+    """The files of one store in one directory. All methods block, and raise ``OSError``.
+
+    Attributes:
+        kind: kind of the store.
+        path: the directory.
+    """
+
+    kind: str
+    path: Path
+
+    @abstractmethod
+    def locked(self) -> AbstractContextManager[object]:
+        """Return a context in which no engine changes the files.
+
+        Raises:
+            UsageError: a process uses the store, which is of a kind for one process at a time.
+        """
+
+    @abstractmethod
+    def read(self) -> Reading:
+        """Read the state of the files; changes nothing, and works while an engine uses them."""
+
+    @abstractmethod
+    def now(self, *, dry_run: bool) -> float:
+        """Return the Unix time by the clock that dates the blocks; ``dry_run`` writes no file."""
+
+
+class StoreFiles:
+    """The files of one store. All methods block, and raise ``OSError``.
+
+    Args:
+        folder: directory of the store.
+        parts: the store has directories of its own for each pool of host memory and each size of
+            blocks.
+    """
+
+    def __init__(self, folder: Path, parts: Sequence[Part]) -> None:
+        self._folder = folder
+        self._parts = parts
+        self._common: dict[str, Any] = {"kind": parts[0].kind, "path": str(folder)}
 
     def listing(self) -> Listing:
-        """Return the content of the store. Reads only; works while an engine uses the store."""
+        """Return the content of the store. Reads only; works while an engine uses the store.
+
+        Each part of a disk store is read at one moment of the call. Blocks of a directory
+        store that engines save or remove meanwhile may be counted or not.
+        """
+        found = [(part, part.read()) for part in self._parts]
+        readings = [reading for _, reading in found]
+        seconds = np.concatenate([reading.seconds for reading in readings])
+        groups = [
+            msgspec.structs.replace(group, name=self._below(part, group.name))
+            for part, reading in found
+            for group in reading.groups
+        ]
+        return Listing(
+            **self._common,
+            used_by=readings[0].used_by,
+            blocks=len(seconds),
+            block_bytes=sum(reading.block_bytes for reading in readings),
+            disk_bytes=sum(group.disk_bytes for group in groups)
+            + sum(reading.other_bytes for reading in readings),
+            quarantined_blocks=sum(reading.quarantined_blocks for reading in readings),
+            incomplete_files=sum(len(reading.incomplete) for reading in readings),
+            oldest_seconds=float(seconds.min()) if len(seconds) else None,
+            newest_seconds=float(seconds.max()) if len(seconds) else None,
+            groups=groups,
+            **self._texts(found),
+        )
 
     def verify(self, stages: Stages, *, threads: int) -> Verification:
         """Read every block, and compare its trailer with its bytes.
@@ -162,6 +267,25 @@ class StoreFiles(Protocol):
         Raises:
             UsageError: a process uses the store, which is of a kind for one process at a time.
         """
+        began = time.perf_counter()
+        found, bad = [], []
+        for part in self._parts:
+            with part.locked():
+                reading = part.read()
+                faults = _faults(reading, stages, threads)
+            found.append((part, reading))
+            bad += [
+                msgspec.structs.replace(block, file=self._below(part, block.file))
+                for _, block in faults
+            ]
+        return Verification(
+            **self._common,
+            blocks=sum(len(reading.seconds) for _, reading in found),
+            block_bytes=sum(reading.block_bytes for _, reading in found),
+            seconds=time.perf_counter() - began,
+            bad=bad,
+            **self._texts(found),
+        )
 
     def clean(
         self,
@@ -186,93 +310,61 @@ class StoreFiles(Protocol):
             UsageError: a process uses the store, which is of a kind for one process at a time; or
                 the records of the store cannot be read.
         """
+        counts: dict[str, int] = dict.fromkeys(Cleaning.__struct_fields__[2:], 0)
+        for part in self._parts:
+            with part.locked():
+                now, reading = part.now(dry_run=dry_run), part.read()
+                if reading.obstacle:
+                    raise UsageError(reading.obstacle, hint="remove the directory")
+                is_bad = np.zeros(len(reading.seconds), np.bool_)
+                if verify:
+                    is_bad[[block for block, _ in _faults(reading, stages, threads)]] = True
+                limit = -np.inf if older_than_seconds is None else now - older_than_seconds
+                is_old = ~is_bad & (reading.seconds < limit)
+                kept = ~(is_bad | is_old)
+                abandoned = [
+                    name
+                    for name, written in reading.incomplete.items()
+                    if written < now - _ABANDONED_AFTER_SECONDS
+                ]
+                counts["old_blocks"] += int(is_old.sum())
+                counts["bad_blocks"] += int(is_bad.sum())
+                counts["kept_blocks"] += int(kept.sum())
+                counts["quarantined_blocks"] += reading.quarantined_blocks
+                counts["incomplete_files"] += len(abandoned)
+                counts["freed_bytes"] += 0 if dry_run else reading.keep_only(kept, abandoned)
+        return Cleaning(**self._common | counts)
 
-
-class PoolFiles:
-    """A store with directories of its own for each pool of host memory and each size of blocks.
-
-    Args:
-        folder: directory of the store.
-        paths: it, if it has blocks itself, and those below it.
-    """
-
-    def __init__(self, folder: Path, paths: Sequence[Path]) -> None:
-        from aiokv.stores.disk.inspection import DiskFiles
-
-        self._folder = folder
-        self._parts = [DiskFiles(path) for path in paths]
-
-    def _below(self, part: DiskFiles, text: str) -> str:
-        """Return the text behind the path of the directory below that of the store, if any."""
+    def _below(self, part: Part, text: str) -> str:
+        """Return the text behind the path of the part below that of the store, if any."""
         place = part.path.relative_to(self._folder)
         return text if place == Path() else f"{place}/{text}"
 
-    def listing(self) -> Listing:
-        """Return the content of all parts; see :class:`StoreFiles`."""
-        listings = [(part, part.listing()) for part in self._parts]
-        oldest = [one.oldest_seconds for _, one in listings if one.oldest_seconds is not None]
-        newest = [one.newest_seconds for _, one in listings if one.newest_seconds is not None]
-        return msgspec.structs.replace(
-            listings[0][1],
-            path=str(self._folder),
-            **_sums(
-                [one for _, one in listings],
-                ("blocks", "block_bytes", "disk_bytes", "quarantined_blocks", "incomplete_files"),
-            ),
-            oldest_seconds=min(oldest, default=None),
-            newest_seconds=max(newest, default=None),
-            damage=[self._below(part, text) for part, one in listings for text in one.damage],
-            notes=[self._below(part, text) for part, one in listings for text in one.notes],
-            groups=[
-                msgspec.structs.replace(group, name=self._below(part, group.name))
-                for part, one in listings
-                for group in one.groups
-            ],
-        )
-
-    def verify(self, stages: Stages, *, threads: int) -> Verification:
-        """Read every block of all parts; see :class:`StoreFiles`."""
-        results = [(part, part.verify(stages, threads=threads)) for part in self._parts]
-        return msgspec.structs.replace(
-            results[0][1],
-            path=str(self._folder),
-            **_sums([one for _, one in results], ("blocks", "block_bytes", "seconds")),
-            damage=[self._below(part, text) for part, one in results for text in one.damage],
-            notes=[self._below(part, text) for part, one in results for text in one.notes],
-            bad=[
-                msgspec.structs.replace(bad, file=self._below(part, bad.file))
-                for part, one in results
-                for bad in one.bad
-            ],
-        )
-
-    def clean(
-        self,
-        stages: Stages,
-        *,
-        older_than_seconds: float | None,
-        verify: bool,
-        threads: int,
-        dry_run: bool,
-    ) -> Cleaning:
-        """Clean up all parts, one after the other; see :class:`StoreFiles`."""
-        results = [
-            part.clean(
-                stages,
-                older_than_seconds=older_than_seconds,
-                verify=verify,
-                threads=threads,
-                dry_run=dry_run,
-            )
-            for part in self._parts
-        ]
-        counts = [name for name in Cleaning.__struct_fields__ if name not in ("kind", "path")]
-        return msgspec.structs.replace(results[0], path=str(self._folder), **_sums(results, counts))
+    def _texts(self, found: Sequence[tuple[Part, Reading]]) -> dict[str, Any]:
+        return {
+            name: [
+                self._below(part, text)
+                for part, reading in found
+                for text in getattr(reading, name)
+            ]
+            for name in ("damage", "notes")
+        }
 
 
-def _sums(results: Sequence[object], names: Iterable[str]) -> dict[str, Any]:
-    """Return the sum of each field."""
-    return {name: sum(getattr(result, name) for result in results) for name in names}
+def _faults(reading: Reading, stages: Stages, threads: int) -> list[tuple[int, BadBlock]]:
+    """Read every block; return those whose bytes are wrong, in the order of reading."""
+    order = reading.order.tolist()
+    batches = [order[i : i + _BATCH_BLOCKS] for i in range(0, len(order), _BATCH_BLOCKS)]
+    progress = stages("verify", len(order))
+    found: list[tuple[int, BadBlock]] = []
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="aiokv-verify")
+    try:
+        for batch, faults in zip(batches, pool.map(reading.faults, batches), strict=True):
+            found += faults
+            progress(len(batch))
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    return found
 
 
 def open_files(path: str | os.PathLike[str]) -> StoreFiles:
@@ -289,9 +381,9 @@ def open_files(path: str | os.PathLike[str]) -> StoreFiles:
         reason = "it is not a folder" if folder.exists() else "there is no such folder"
         raise UsageError(f"{folder} is not a store: {reason}")
     if parts := DiskFiles.parts_of(folder):
-        return DiskFiles(folder) if parts == [folder] else PoolFiles(folder, parts)
+        return StoreFiles(folder, [DiskFiles(part) for part in parts])
     if DirectoryFiles.has_store(folder):
-        return DirectoryFiles(folder)
+        return StoreFiles(folder, [DirectoryFiles(folder)])
     raise UsageError(
         f"{folder} is not a store: it has neither the journal of a disk store nor the folders of a "
         "directory store",
@@ -302,12 +394,3 @@ def open_files(path: str | os.PathLike[str]) -> StoreFiles:
 def allocated_bytes(status: os.stat_result) -> int:
     """Return the bytes that the file system has allocated for a file."""
     return status.st_blocks * 512
-
-
-def in_threads(check: Callable[[_T], _R], items: Iterable[_T], threads: int) -> Generator[_R]:
-    """Yield ``check(item)`` of each item, in their order; the threads end with the iteration."""
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="aiokv-verify")
-    try:
-        yield from pool.map(check, items)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)

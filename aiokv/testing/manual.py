@@ -14,49 +14,28 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from aiokv.base.plan import (
-    OFFLOAD,
-    ONLOAD,
-    RECEIVE,
-    SEND,
-    STATE,
-    STATE_OFFLOAD,
-    STATE_ONLOAD,
-    STATE_RECEIVE,
-    STATE_SEND,
-    WINDOW_OFFLOAD,
-    WINDOW_ONLOAD,
-    WINDOW_RECEIVE,
-    WINDOW_SEND,
-)
+from aiokv.base.groups import ATTENTION, retention_of
+from aiokv.base.plan import CLONE, OFFLOAD, ONLOAD, RECEIVE, SEND, STATE_CLONE, Pool, direction
 from aiokv.errors import DeviceError, UsageError
-from aiokv.worker.device.base import CopyError, blocks_of, check_event_type, pool_key
+from aiokv.worker.device.base import CopyError, blocks_of, check_event_type, host_pool
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from aiokv.base.plan import Direction, Route
+    from aiokv.base.plan import Direction, GroupRoute, Route
     from aiokv.layout.arrays import Piece
     from aiokv.layout.regions import Regions
     from aiokv.worker.arena import HostArena
-    from aiokv.worker.device.base import Event, PoolKey
+    from aiokv.worker.device.base import Event
 
-_ROUTES: Final = (
-    ONLOAD,
-    OFFLOAD,
-    STATE,
-    STATE_ONLOAD,
-    STATE_OFFLOAD,
-    WINDOW_ONLOAD,
-    WINDOW_OFFLOAD,
-    RECEIVE,
-    SEND,
-    STATE_RECEIVE,
-    STATE_SEND,
-    WINDOW_RECEIVE,
-    WINDOW_SEND,
+_ROUTES: Final[tuple[GroupRoute, ...]] = (
+    ("all", ONLOAD),
+    ("all", OFFLOAD),
+    STATE_CLONE,
+    *((retention, route) for retention in ("last", "window") for route in (ONLOAD, OFFLOAD)),
+    *((retention, route) for retention in ("all", "last", "window") for route in (RECEIVE, SEND)),
 )
 GARBAGE: Final = 0xEE  # bytes of blocks that a failed copy has not copied
 
@@ -120,7 +99,7 @@ class ManualCopy:
         source_ids: NDArray[np.int32],
         target_ids: NDArray[np.int32],
         after: Event | None,
-        group: str = "",
+        group: str = ATTENTION,
     ) -> None:
         self.route = route
         self.group = group
@@ -138,7 +117,12 @@ class ManualCopy:
     @property
     def direction(self) -> Direction:
         """Name of the route."""
-        return self.route.direction
+        return direction(*self.group_route)
+
+    @property
+    def group_route(self) -> GroupRoute:
+        """Retention of the group, and the route."""
+        return retention_of(self.group), self.route
 
     @property
     def host_ids(self) -> NDArray[np.int32]:
@@ -176,7 +160,7 @@ class ManualCopy:
         """
         self._check_turn(layer)
         self._move(layer, block)
-        if self.route != STATE:
+        if self.route != CLONE:
             tiers = self._device.tiers(self.route, self.group)
             fill_with_garbage(*tiers, self.route, self.target_ids[block:], layer)
         if self._error is None or block < self._error.first_bad_block:
@@ -198,7 +182,7 @@ class ManualCopy:
 
     def _move(self, layer: int, num_blocks: int) -> None:
         sources, targets = self.source_ids[:num_blocks], self.target_ids[:num_blocks]
-        if self.route == STATE:
+        if self.route == CLONE:
             for piece in self._device.regions.state_pieces:
                 if piece.layer == layer:
                     view = piece.view()
@@ -258,11 +242,11 @@ class ManualDevice:
     computes_in_stream = False
 
     def __init__(self) -> None:
-        self._copies: dict[Route, list[ManualCopy]] = {route: [] for route in _ROUTES}
+        self._copies: dict[GroupRoute, list[ManualCopy]] = {route: [] for route in _ROUTES}
         self.delayed_layers: frozenset[int] = frozenset()
         self.refuse: DeviceError | None = None
         self.closed = False
-        self._tiers: dict[PoolKey, tuple[Regions, HostArena]] = {}
+        self._tiers: dict[Pool, tuple[Regions, HostArena]] = {}
 
     @property
     def regions(self) -> Regions:
@@ -277,17 +261,17 @@ class ManualDevice:
     @property
     def onloads(self) -> list[ManualCopy]:
         """Onloads that have not ended, in the order of submission."""
-        return self._copies[ONLOAD]
+        return self._copies["all", ONLOAD]
 
     @property
     def offloads(self) -> list[ManualCopy]:
         """Offloads that have not ended, in the order of submission."""
-        return self._copies[OFFLOAD]
+        return self._copies["all", OFFLOAD]
 
     @property
     def state_moves(self) -> list[ManualCopy]:
         """Copies of state slots that have not ended, in the order of submission."""
-        return self._copies[STATE]
+        return self._copies[STATE_CLONE]
 
     @property
     def copies(self) -> list[ManualCopy]:
@@ -297,49 +281,49 @@ class ManualDevice:
     @property
     def state_onloads(self) -> list[ManualCopy]:
         """Copies of state slots from host memory that have not ended."""
-        return self._copies[STATE_ONLOAD]
+        return self._copies["last", ONLOAD]
 
     @property
     def state_offloads(self) -> list[ManualCopy]:
         """Copies of state slots to host memory that have not ended."""
-        return self._copies[STATE_OFFLOAD]
+        return self._copies["last", OFFLOAD]
 
     @property
     def receives(self) -> list[ManualCopy]:
         """Copies of received blocks that have not ended."""
-        return self._copies[RECEIVE]
+        return self._copies["all", RECEIVE]
 
     @property
     def sends(self) -> list[ManualCopy]:
         """Copies of blocks to be sent that have not ended."""
-        return self._copies[SEND]
+        return self._copies["all", SEND]
 
     @property
     def window_onloads(self) -> list[ManualCopy]:
         """Copies of window blocks from host memory that have not ended."""
-        return self._copies[WINDOW_ONLOAD]
+        return self._copies["window", ONLOAD]
 
     @property
     def window_offloads(self) -> list[ManualCopy]:
         """Copies of window blocks to host memory that have not ended."""
-        return self._copies[WINDOW_OFFLOAD]
+        return self._copies["window", OFFLOAD]
 
-    def tiers(self, route: Route, group: str = "") -> tuple[Regions, HostArena]:
+    def tiers(self, route: Route, group: str = ATTENTION) -> tuple[Regions, HostArena]:
         """Return the device tensors and the host memory of a route between the two tiers."""
-        key = pool_key(route, group)
-        if key not in self._tiers:
+        pool = host_pool(route, group)
+        if pool not in self._tiers:
             raise UsageError(f"the manual device has no memory for {route}: attach() it first")
-        return self._tiers[key]
+        return self._tiers[pool]
 
     def attach(
         self,
         regions: Regions,
         arena: HostArena,
-        side_arenas: Mapping[PoolKey, HostArena] | None = None,
+        side_arenas: Mapping[Pool, HostArena] | None = None,
     ) -> None:
         """Bind the memory."""
-        arenas: dict[PoolKey, HostArena] = {("device", ""): arena, **(side_arenas or {})}
-        self._tiers = {key: (blocks_of(regions, key), own) for key, own in arenas.items()}
+        arenas: dict[Pool, HostArena] = {Pool(ATTENTION, "host"): arena, **(side_arenas or {})}
+        self._tiers = {pool: (blocks_of(regions, pool.group), own) for pool, own in arenas.items()}
 
     def detach(self, *, keep_host: bool) -> None:
         """Detach from the memory.
@@ -356,7 +340,7 @@ class ManualDevice:
         source_ids: NDArray[np.int32],
         target_ids: NDArray[np.int32],
         after: Event | None,
-        group: str = "",
+        group: str = ATTENTION,
     ) -> ManualCopy:
         """Take a copy, which the test completes or fails.
 
@@ -368,7 +352,7 @@ class ManualDevice:
             error, self.refuse = self.refuse, None
             raise error
         if copy.layer_events:
-            self._copies[route].append(copy)
+            self._copies[copy.group_route].append(copy)
         return copy
 
     def check_event(self, event: Event) -> None:
@@ -392,7 +376,7 @@ class ManualDevice:
     def ended(self, copy: ManualCopy) -> None:
         """Take note that a layer of the copy has ended; forget the copy after its last one."""
         if not copy.pending_layers:
-            self._copies[copy.route].remove(copy)
+            self._copies[copy.group_route].remove(copy)
 
     def _check_idle(self) -> None:
         if self.copies:

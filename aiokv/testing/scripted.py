@@ -24,7 +24,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from aiokv.base.plan import Direction  # noqa: TC001  (get_type_hints needs it)
+from aiokv.base.groups import ATTENTION, retention_of
+from aiokv.base.plan import Direction
+from aiokv.base.plan import direction as direction_of
 from aiokv.errors import DeviceError
 from aiokv.testing.manual import ManualCopy, ManualDevice
 from aiokv.testing.rules import Delay, Gate, Hold, Rule, Script
@@ -160,10 +162,10 @@ class ScriptedDevice(ManualDevice):
         source_ids: NDArray[np.int32],
         target_ids: NDArray[np.int32],
         after: Event | None,
-        group: str = "",
+        group: str = ATTENTION,
     ) -> ManualCopy:
         """Take a copy, which ends as the script says."""
-        direction = route.direction
+        direction = direction_of(retention_of(group), route)
         self._reject_by_script(direction)
         return self._play(direction, super().copy(route, source_ids, target_ids, after, group))
 

@@ -2,15 +2,19 @@
 
 A :class:`~aiokv.worker.controller.CacheController` in this process, or a
 :class:`~aiokv.ranks.group.RankGroup` with one controller per rank, each in its own process.
+
+A :class:`Worker` opens, sleeps and closes. Its parts have one small interface each: :class:`Plans`,
+:class:`Steps`, :class:`StoreLookups` and :class:`Tickets`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import msgspec
 
-from aiokv.base.plan import FETCH, RECEIVE, STATE, Route
+from aiokv.base.plan import FETCH, RECEIVE, STATE_CLONE, GroupRoute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from aiokv.base.groups import Retention
     from aiokv.base.plan import StorePool, TransferPlan, TransferReport
     from aiokv.base.statistics import (
         GuardStatistics,
@@ -48,16 +53,16 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     of a worker.
 
     Attributes:
-        routes: of plans that ``submit`` takes.
-        clone_routes: of plans that ``clone`` takes.
+        routes: of plans that ``submit`` takes, by retention of their group.
+        clones: retentions of the groups whose blocks ``clone`` copies.
         checksums: ``record_checksums`` may be called, and onloads are verified with them.
         step_events: ``close_step`` takes events; otherwise it takes None only.
         owns_tensors: the device tensors are in this process, and ``wake_up`` takes new ones.
         restart: ``restart`` repairs the worker after ``on_lost``.
     """
 
-    routes: frozenset[Route]
-    clone_routes: frozenset[Route]
+    routes: frozenset[GroupRoute]
+    clones: frozenset[Retention]
     checksums: bool
     step_events: bool
     owns_tensors: bool
@@ -66,123 +71,60 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def recurrent_state(self) -> bool:
         """The worker moves slots of recurrent state."""
-        return STATE in self.routes
+        return STATE_CLONE in self.routes
 
     @property
     def stores(self) -> bool:
         """The worker has stores: it looks up, fetches and saves blocks."""
-        return FETCH in self.routes
+        return ("all", FETCH) in self.routes
 
     @property
     def peers(self) -> bool:
         """The worker has peers: it receives blocks from other engines, or sends them."""
-        return RECEIVE in self.routes
+        return ("all", RECEIVE) in self.routes
 
 
-class Worker(Protocol):
-    """Executes plans; never decides. Used on one loop.
+class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Properties of a worker and of the tensors that it moves.
 
-    Constructed without a loop and without memory; ``open`` takes both. Attributes and statistics
-    can be read at any time: before ``open`` they say that nothing has happened, after ``aclose``
-    they keep their last values.
-
-    The worker reports through callbacks of the loop, given to ``open``.
+    Attributes:
+        capabilities: optional parts that the worker supports; constant.
+        computes_in_stream: a step may still have to be computed after ``commit``: transfers wait
+            for its event.
+        num_layers: layers of the model; 0 before they are known.
+        device_blocks: blocks that the tensors hold; ``UNLIMITED_BLOCKS`` without tensors or before
+            ``open``.
+        device_name: device of the tensors, such as ``"cuda:0"``, or the number of ranks.
+        block_bytes: bytes of a device block, over all layers and ranks; 0 before they are known.
     """
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """Optional parts that the worker supports; constant."""
+    capabilities: Capabilities
+    computes_in_stream: bool
+    num_layers: int
+    device_blocks: int
+    device_name: str
+    block_bytes: int
 
-    @property
-    def num_layers(self) -> int:
-        """Layers of the model; 0 before they are known."""
 
-    @property
-    def device_blocks(self) -> int:
-        """Blocks that the tensors hold; ``UNLIMITED_BLOCKS`` without tensors or before ``open``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerState:
+    """State of the parts of a worker. With ranks: as of their last answers to heartbeats.
 
-    @property
-    def device_name(self) -> str:
-        """Device of the tensors, such as ``"cuda:0"``, or the number of ranks."""
+    Attributes:
+        stores: statistics of each store, in the configured order, of each rank in turn.
+        peers: use of peers of each rank; empty without peers.
+        ranks: state of each rank; empty without ranks, and before ``open``.
+        unpinned_bytes: host memory that the device has not page-locked yet; 0 where it need not.
+    """
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a device block, over all layers and ranks; 0 before they are known."""
+    stores: list[GuardStatistics]
+    peers: list[RankPeerStatistics]
+    ranks: list[RankStatistics]
+    unpinned_bytes: int
 
-    @property
-    def computes_in_stream(self) -> bool:
-        """True when a step may still have to be computed after ``commit``: transfers wait for its
-        event."""
 
-    @property
-    def failure(self) -> BaseException | None:
-        """The error after which no transfer can succeed; ``restart`` clears it."""
-
-    @property
-    def lost(self) -> RankLost | None:
-        """``failure``, when the blocks of all leases are incomplete and ``restart`` may repair
-        the worker; None otherwise."""
-
-    @property
-    def silent_ranks(self) -> list[int]:
-        """Ranks that have not answered the newest ``sleep`` or ``wake_up``."""
-
-    @property
-    def unpinned_bytes(self) -> int:
-        """Host memory that the device has not page-locked yet; 0 where it need not."""
-
-    async def open(
-        self,
-        *,
-        device_blocks: int,
-        host_blocks: int,
-        poller: EventPoller,
-        on_report: Callable[[TransferReport], None],
-        on_step: Callable[[int, BaseException | None], None],
-        on_lost: Callable[[RankLost], None],
-        identity: StoreIdentity | None = None,
-        windows: Mapping[str, WindowGroup] | None = None,
-        on_ticket_end: Callable[[bytes, str], None] = lambda ticket_id, reason: None,
-    ) -> None:
-        """Take host memory, open the stores, and bind the worker to the running loop. Called once.
-
-        Args:
-            device_blocks: blocks that the tensors must hold at least.
-            host_blocks: capacity of the host tier; its memory is reserved here.
-            poller: open, of the running loop; stays the caller's, who closes it after ``aclose``.
-            on_report: gets exactly one report per plan, in a callback of the loop, never inside a
-                call. Idempotent: it gets the report again when an interrupt kept it from returning.
-            on_step: called with the number of a closed step when that and all earlier ones have
-                finished, or with the error of its event. Idempotent.
-            on_lost: called when a part of the worker is gone; no transfer can succeed until
-                ``restart``.
-            identity: origin of the blocks, for their keys in the stores, and for peers; required
-                with either.
-            windows: ``CacheConfig.windows``; memory for their ``host_blocks`` is reserved here.
-            on_ticket_end: called with the id of a ticket that was opened, and the reason, when it
-                has ended: no plan of it can succeed any more. Reports of its plans may follow.
-                Idempotent.
-
-        Raises:
-            UsageError: opened before; or another open worker of this process has the device or a
-                tensor. Nothing changed.
-            ConfigError: the tensors hold fewer blocks, or there is no memory. Nothing changed.
-            RankLost: a rank is missing; nothing is left behind.
-            AiokvError: as ``StoreSet.open``, or the address for peers cannot be listened at;
-                nothing is left behind.
-
-        Cancellation: nothing is left behind.
-        """
-
-    async def restart(self) -> None:
-        """Bring lost ranks back; nothing that was cached is valid afterwards.
-
-        Raises:
-            UsageError: nothing is lost, or the worker lacks the ``restart`` capability.
-            RankLost: not all ranks came back; still lost.
-
-        Cancellation: still lost; call it again.
-        """
+class Plans(Protocol):
+    """Plans of a worker. Each is reported exactly once, unless it was cancelled ``"at once"``."""
 
     def submit(self, plan: TransferPlan) -> LayerDoneCounter:
         """Take a plan; its blocks belong to the transfer until its report.
@@ -213,15 +155,25 @@ class Worker(Protocol):
         lower than the plan's.
         """
 
+    async def drain(self) -> None:
+        """Wait until every plan submitted so far, and since, has been reported.
+
+        Cancellation: stops waiting; the transfers go on.
+        """
+
+
+class Steps(Protocol):
+    """Work of the model on the device: its steps, copies in its order, and checksums."""
+
     def check_event(self, event: Event | None) -> None:
-        """Raise unless ``close_step`` can take the event; None always can. Changes nothing.
+        """Raise unless ``close`` can take the event; None always can. Changes nothing.
 
         Raises:
             UsageError: ``event`` is not an event, is of another device, or was never recorded; or
                 the worker lacks the ``step_events`` capability.
         """
 
-    def close_step(self, step: int, event: Event | None) -> None:
+    def close(self, step: int, event: Event | None) -> None:
         """Close all steps up to ``step``: plans after them start when ``event`` is done.
 
         Args:
@@ -239,7 +191,7 @@ class Worker(Protocol):
         """Execute a plan within the device, in the order of a compute stream; no report follows.
 
         Args:
-            plan: of a route in ``capabilities.clone_routes``; nothing to do without blocks.
+            plan: a clone of a group in ``capabilities.clones``; nothing to do without blocks.
             stream: the compute stream (cupy, PyTorch or Paddle). On the cpu the copy is done on
                 return.
 
@@ -253,12 +205,16 @@ class Worker(Protocol):
 
         Args:
             block_ids: ``[N]`` int32.
-            step: the open step that computes them; they are read when ``close_step`` closes it. 0
+            step: the open step that computes them; they are read when ``close`` closes it. 0
                 when they are computed already: they are read now.
 
         Raises:
             UsageError: the worker was made without checksums.
         """
+
+
+class StoreLookups(Protocol):
+    """Questions to the stores of a worker; a worker without stores finds nothing."""
 
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Return how many leading blocks the stores have, and how long fetching them takes.
@@ -283,20 +239,9 @@ class Worker(Protocol):
         Cancellation: nothing changed.
         """
 
-    def change_weights(self, version: str) -> None:
-        """Find, save and send blocks of another version of the weights from now on.
 
-        Fetches in flight bring no block. No save is in flight.
-
-        Args:
-            version: of the weights; blocks of an earlier version are found again with it.
-        """
-
-    def store_statistics(self) -> list[GuardStatistics]:
-        """Return the statistics of each store, in the configured order; empty without stores.
-
-        With ranks: of each rank in turn.
-        """
+class Tickets(Protocol):
+    """Tickets of peers, which a worker receives or sends."""
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -306,6 +251,16 @@ class Worker(Protocol):
     @property
     def ticket_key(self) -> bytes:
         """Key of tickets, see ``aiokv.peers.ticket``; empty before ``open`` and without peers."""
+
+    @property
+    def layer_ends(self) -> list[int]:
+        """End of each range of layers in which blocks can be sent, ascending.
+
+        Empty before ``open``, without peers, and when blocks are sent as a whole.
+
+        Raises:
+            PeerError: the ranks have different ranges.
+        """
 
     def expect(self, ticket: bytes, seconds: float, open_seconds: float) -> None:
         """Let senders open a ticket of this engine for some seconds; ``expected`` follows.
@@ -364,16 +319,6 @@ class Worker(Protocol):
         Cancellation: nothing is left behind.
         """
 
-    @property
-    def layer_ends(self) -> list[int]:
-        """End of each range of layers in which blocks can be sent, ascending.
-
-        Empty before ``open``, without peers, and when blocks are sent as a whole.
-
-        Raises:
-            PeerError: the ranks have different ranges.
-        """
-
     def layers_done(self, ticket_id: bytes, mark: int, event: Event | None) -> None:
         """Let the plans of a mark start when ``event`` is done; called before they are submitted.
 
@@ -400,16 +345,97 @@ class Worker(Protocol):
             reason: for the failure that the other engine shows.
         """
 
-    def rank_statistics(self) -> list[RankStatistics]:
-        """Return the state of each rank; empty without ranks, and before ``open``."""
 
-    def peer_statistics(self) -> list[RankPeerStatistics]:
-        """Return the use of peers of each rank; empty without peers."""
+class Worker(Plans, Protocol):
+    """Executes plans; never decides. Used on one loop.
 
-    async def drain(self) -> None:
-        """Wait until every plan submitted so far, and since, has been reported.
+    Constructed without a loop and without memory; ``open`` takes both. Attributes and statistics
+    can be read at any time: before ``open`` they say that nothing has happened, after ``aclose``
+    they keep their last values.
 
-        Cancellation: stops waiting; the transfers go on.
+    The worker reports through callbacks of the loop, given to ``open``.
+    """
+
+    @property
+    def facts(self) -> WorkerFacts:
+        """Properties of the worker and of its tensors, as they are known now."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error after which no transfer can succeed; ``restart`` clears it."""
+
+    @property
+    def steps(self) -> Steps:
+        """Steps of the model."""
+
+    @property
+    def stores(self) -> StoreLookups:
+        """Lookups in the stores."""
+
+    @property
+    def tickets(self) -> Tickets:
+        """Tickets of peers."""
+
+    async def open(
+        self,
+        *,
+        device_blocks: int,
+        host_blocks: int,
+        poller: EventPoller,
+        on_report: Callable[[TransferReport], None],
+        on_step: Callable[[int, BaseException | None], None],
+        on_lost: Callable[[RankLost], None],
+        identity: StoreIdentity | None = None,
+        windows: Mapping[str, WindowGroup] | None = None,
+        on_ticket_end: Callable[[bytes, str], None] = lambda ticket_id, reason: None,
+    ) -> None:
+        """Take host memory, open the stores, and bind the worker to the running loop. Called once.
+
+        Args:
+            device_blocks: blocks that the tensors must hold at least.
+            host_blocks: capacity of the host tier; its memory is reserved here.
+            poller: open, of the running loop; stays the caller's, who closes it after ``aclose``.
+            on_report: gets exactly one report per plan, in a callback of the loop, never inside a
+                call. Idempotent: it gets the report again when an interrupt kept it from returning.
+            on_step: called with the number of a closed step when that and all earlier ones have
+                finished, or with the error of its event. Idempotent.
+            on_lost: called when a part of the worker is gone; no transfer can succeed until
+                ``restart``.
+            identity: origin of the blocks, for their keys in the stores, and for peers; required
+                with either.
+            windows: ``CacheConfig.windows``; memory for their ``host_blocks`` is reserved here.
+            on_ticket_end: called with the id of a ticket that was opened, and the reason, when it
+                has ended: no plan of it can succeed any more. Reports of its plans may follow.
+                Idempotent.
+
+        Raises:
+            UsageError: opened before; or another open worker of this process has the device or a
+                tensor. Nothing changed.
+            ConfigError: the tensors hold fewer blocks, or there is no memory. Nothing changed.
+            RankLost: a rank is missing; nothing is left behind.
+            AiokvError: as ``StoreSet.open``, or the address for peers cannot be listened at;
+                nothing is left behind.
+
+        Cancellation: nothing is left behind.
+        """
+
+    async def restart(self) -> None:
+        """Bring lost ranks back; nothing that was cached is valid afterwards.
+
+        Raises:
+            UsageError: nothing is lost, or the worker lacks the ``restart`` capability.
+            RankLost: not all ranks came back; still lost.
+
+        Cancellation: still lost; call it again.
+        """
+
+    def change_weights(self, version: str) -> None:
+        """Find, save and send blocks of another version of the weights from now on.
+
+        Fetches in flight bring no block. No save is in flight.
+
+        Args:
+            version: of the weights; blocks of an earlier version are found again with it.
         """
 
     async def sleep(self, tiers: frozenset[Tier]) -> None:
@@ -445,7 +471,7 @@ class Worker(Protocol):
         """Close after the loop was closed: no callback runs, nothing is reported. Idempotent."""
 
     def statistics(self) -> WorkerStatistics:
-        """Return counts since the worker was made, and the plans that it has now."""
+        """Return counts since the worker was made, and the plans that it has now. Any thread."""
 
-    def describe(self) -> list[dict[str, object]]:
-        """Return one row of plain values per rank; empty for a worker without ranks."""
+    def inspect(self) -> WorkerState:
+        """Return the state of stores, peers, ranks and host memory."""

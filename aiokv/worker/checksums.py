@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aiokv.base.groups import retention_of
 from aiokv.base.logs import Log
 from aiokv.base.plan import FETCH, OFFLOAD, ONLOAD, RECEIVE
 from aiokv.worker.blocks import checksum_blocks
@@ -42,6 +43,8 @@ class Checksums:
 
         A fetch and a receive overwrite blocks, too; the stores and the peers verify their bytes.
         """
+        if retention_of(plan.group) != "all":
+            return
         if plan.route in (ONLOAD, FETCH, RECEIVE):
             overwritten = self._host if plan.route == FETCH else self._device
             for block_id in plan.target_ids.tolist():

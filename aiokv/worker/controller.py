@@ -7,51 +7,36 @@ Blocks named by a plan belong to it until its report (I3).
 from __future__ import annotations
 
 import asyncio
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
-from aiokv.base.plan import CLONE, PEER_ROUTES, STATE, TransferPlan, TransferReport
-from aiokv.errors import ClosedError, ConfigError, DeviceError, UsageError
+from aiokv.base.plan import PEER_ROUTES, TransferPlan, TransferReport, group_routes
+from aiokv.errors import ClosedError, ConfigError, UsageError
 from aiokv.peers.peer_transfers import PeerTransfers
-from aiokv.stores.base import KEY_BYTES
-from aiokv.stores.store_set import NOTHING, Found
-from aiokv.worker.base import Capabilities
-from aiokv.worker.blocks import clone_rows
+from aiokv.worker.base import Capabilities, WorkerFacts, WorkerState
 from aiokv.worker.checksums import Checksums
 from aiokv.worker.device_transfers import DeviceTransfers
 from aiokv.worker.lanes import worker_statistics
 from aiokv.worker.memory import WorkerMemory
-from aiokv.worker.poller import EventPoller
 from aiokv.worker.settling import ReportWaiters
+from aiokv.worker.steps import WorkerSteps
 from aiokv.worker.stores import WorkerStores
 from aiokv.worker.transfers import StepGate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    from numpy.typing import NDArray
-
-    from aiokv.base.plan import StorePool
-    from aiokv.base.statistics import (
-        GuardStatistics,
-        RankPeerStatistics,
-        RankStatistics,
-        WorkerStatistics,
-    )
+    from aiokv.base.statistics import WorkerStatistics
     from aiokv.base.types import Tier
     from aiokv.config.cache_config import WindowGroup
     from aiokv.errors import RankLost
     from aiokv.layout.regions import Regions
     from aiokv.peers.options import Peers
-    from aiokv.peers.ticket import Endpoint
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.pools import StorePools
-    from aiokv.stores.store_set import StoreAnswer
     from aiokv.worker.base import Cancelled
-    from aiokv.worker.device.base import Device, Event
+    from aiokv.worker.device.base import Device
     from aiokv.worker.layers import LayerDoneCounter
+    from aiokv.worker.poller import EventPoller
 
 _DEVICE: Final[frozenset[Tier]] = frozenset(("device",))
 
@@ -67,6 +52,12 @@ class CacheController:
         stores: opened and closed with the controller; None without stores.
         host_state_slots: slots of recurrent state in host memory.
         peers: how other engines are reached; None without peers.
+
+    Attributes:
+        memory: device tensors and host memory.
+        steps: steps of the model.
+        stores: stores of this worker; without any, there are no routes, and lookups find nothing.
+        tickets: peers of this worker; without any, there are no routes.
     """
 
     def __init__(
@@ -81,11 +72,9 @@ class CacheController:
     ) -> None:
         self._device = device
         self._checksums = Checksums(regions) if checksums else None
-        self._uncomputed: list[NDArray[np.int32]] = []  # recorded when the open step is closed
-        self._poller = EventPoller()  # until open() gives the loop's
         self._opened = False
-        self._on_step: Callable[[int, BaseException | None], None] = _ignore_step
-        self._gate = StepGate()
+        self.steps = WorkerSteps(device, lambda: self.memory, self._checksums)
+        self._gate = StepGate(self.steps.clock)
         self._report_waiters = ReportWaiters()
         self._closing = False
         self._closed = False
@@ -98,25 +87,36 @@ class CacheController:
             self._checksums,
             has_stores=stores is not None,
             host_state_slots=host_state_slots,
-            peer_slots=None if peers is None else self._peer_slots,
+            peer_slots=None if peers is None else lambda regions: self.tickets.slots(regions),
             peer_slots_on_device=peers is not None and peers.slots_on_device,
-            peer_layers=self._peer_layers,
+            peer_layers=lambda regions: self.tickets.layer_ranges(regions),
         )
         self._transfers = DeviceTransfers(
-            device, self.memory, self._gate, self._checksums, self._report_waiters.note_report
+            device,
+            self.memory,
+            self._gate,
+            self.steps.events,
+            self._checksums,
+            self._report_waiters.note_report,
         )
-        self._peers = PeerTransfers(
-            peers, lambda: self.memory, self._transfers, self._report_waiters.note_report
+        self.tickets = PeerTransfers(
+            peers,
+            lambda: self.memory,
+            self._transfers,
+            self.steps,
+            self._report_waiters.note_report,
         )
-        self._stores = WorkerStores(
+        self.stores = WorkerStores(
             stores,
             self.memory,
             self._report_waiters.note_report,
             has_states=host_state_slots > 0,
         )
-        self.capabilities = Capabilities(
-            routes=(device.routes - PEER_ROUTES) | self._stores.routes | self._peers.routes,
-            clone_routes=frozenset((CLONE, STATE)),
+        self._capabilities = Capabilities(
+            routes=(device.routes - group_routes(*PEER_ROUTES))
+            | self.stores.routes
+            | self.tickets.routes,
+            clones=frozenset(("all", "last")),
             checksums=True,
             step_events=True,
             owns_tensors=True,
@@ -144,10 +144,10 @@ class CacheController:
         """
         if self._opened or self._closing:
             raise UsageError("the cache controller was opened already; it can be opened once")
-        if device_blocks > self.device_blocks:
+        if device_blocks > (blocks := self.memory.device_blocks):
             raise ConfigError(
                 f"device_blocks is {device_blocks}, but the registered tensors hold only "
-                f"{self.device_blocks} blocks",
+                f"{blocks} blocks",
                 hint="register larger tensors, or lower CacheConfig.device_blocks",
             )
         self._check_windows(windows or {})
@@ -155,16 +155,16 @@ class CacheController:
             host_blocks, {name: group.host_blocks for name, group in (windows or {}).items()}
         )
         try:
-            await self._stores.open(identity, poller, on_report)
+            await self.stores.open(identity, poller, on_report)
             try:
-                await self._peers.open(identity, poller, on_report, on_ticket_end)
+                await self.tickets.open(identity, poller, on_report, on_ticket_end)
             except BaseException:
-                await self._stores.aclose()
+                await self.stores.aclose()
                 raise
         except BaseException:
             self.memory.close()
             raise
-        self._poller, self._on_step = poller, on_step
+        self.steps.open(poller, self._follow_step, on_step)
         self._transfers.open(poller, on_report)
         self._opened = True
 
@@ -172,58 +172,30 @@ class CacheController:
         """Raise ``ConfigError`` unless peers can exchange the blocks of all window groups."""
         regions = self.memory.regions
         missing = sorted(windows.keys() - regions.num_window_blocks.keys())
-        if self._peers.exist and missing and regions.num_blocks is not None:
+        if self.tickets.exist and missing and regions.num_blocks is not None:
             raise ConfigError(
                 f"the window groups {missing} have no registered tensors, but the engine has peers",
                 hint="register the tensors of the groups with Regions.add_window",
             )
 
     @property
-    def num_layers(self) -> int:
-        """Layers of the model."""
-        return self.memory.regions.num_layers
-
-    @property
-    def device_blocks(self) -> int:
-        """Blocks that the tensors hold; ``UNLIMITED_BLOCKS`` without tensors."""
-        return self.memory.device_blocks
-
-    @property
-    def device_name(self) -> str:
-        """Device of the tensors."""
-        return self._device.name
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a device block, over all layers; 0 without tensors."""
-        return self.memory.regions.block_bytes
-
-    @property
-    def computes_in_stream(self) -> bool:
-        """True when the device computes behind the host's back: steps need events."""
-        return self._device.computes_in_stream
+    def facts(self) -> WorkerFacts:
+        """Properties of the worker and of its tensors."""
+        regions = self.memory.regions
+        return WorkerFacts(
+            capabilities=self._capabilities,
+            computes_in_stream=self._device.computes_in_stream,
+            num_layers=regions.num_layers,
+            device_blocks=self.memory.device_blocks,
+            device_name=self._device.name,
+            block_bytes=regions.block_bytes,
+        )
 
     @property
     def failure(self) -> BaseException | None:
         """The device's error, after which no transfer can succeed."""
         failure: BaseException | None = getattr(self._device, "failure", None)
         return failure
-
-    @property
-    def lost(self) -> RankLost | None:
-        """None: there are no ranks."""
-        return None
-
-    @property
-    def silent_ranks(self) -> list[int]:
-        """Empty: there are no ranks."""
-        return []
-
-    @property
-    def unpinned_bytes(self) -> int:
-        """Host memory that the device has not page-locked yet."""
-        unpinned: int = getattr(self._device, "unpinned_bytes", 0)
-        return unpinned
 
     async def restart(self) -> None:
         """Raise: a controller cannot be repaired.
@@ -233,17 +205,13 @@ class CacheController:
         """
         raise UsageError("restart: the engine has no ranks", hint="start the process again")
 
-    def describe(self) -> list[dict[str, object]]:
-        """Return an empty list: there are no ranks."""
-        return []
-
     # --- plans ------------------------------------------------------------------------------
 
     def submit(self, plan: TransferPlan) -> LayerDoneCounter:
         """Take a plan; see :meth:`Worker.submit`."""
         if self._closing:
             raise ClosedError("the cache controller is closing")
-        self._check_open()
+        self.steps.open_poller()
         if self.memory.asleep:
             raise UsageError(
                 f"transfer {plan.transfer_id}: the tiers {sorted(self.memory.asleep)} are asleep",
@@ -252,20 +220,20 @@ class CacheController:
         if self.counter(plan.transfer_id) is not None:
             raise UsageError(f"transfer {plan.transfer_id} is in flight already")
         num_bytes = self.memory.check(plan)
-        if plan.route in self._stores.routes:
+        if plan.group_route in self.stores.routes:
             if self._checksums is not None:
                 self._checksums.begin(plan)
-            return self._stores.transfers.submit(plan, num_bytes)
-        if plan.route in self._peers.routes:
-            return self._peers.submit(plan, num_bytes)
+            return self.stores.transfers.submit(plan, num_bytes)
+        if plan.group_route in self.tickets.routes:
+            return self.tickets.submit(plan, num_bytes)
         return self._transfers.submit(plan, num_bytes)
 
     def counter(self, transfer_id: int) -> LayerDoneCounter | None:
         """Return the counter of a plan in flight; None for an unknown id."""
         return (
             self._transfers.counter(transfer_id)
-            or self._stores.transfers.counter(transfer_id)
-            or self._peers.counter(transfer_id)
+            or self.stores.transfers.counter(transfer_id)
+            or self.tickets.counter(transfer_id)
         )
 
     def cancel(self, transfer_id: int) -> Cancelled:
@@ -278,169 +246,24 @@ class CacheController:
             before the cancellation. ``"asked"``: a plan of a peer was given up, and its end will be
             reported when its copies have ended.
         """
-        for part in (self._transfers, self._peers):
+        for part in (self._transfers, self.tickets):
             if part.counter(transfer_id) is not None:
                 return part.cancel(transfer_id)
-        return self._stores.transfers.cancel(transfer_id)
+        return self.stores.transfers.cancel(transfer_id)
 
     def raise_priority(self, transfer_id: int, priority: int) -> None:
         """Reorder a plan that still waits; see :meth:`Worker.raise_priority`."""
         self._transfers.raise_priority(transfer_id, priority)
 
-    def check_event(self, event: Event | None) -> None:
-        """Raise unless ``close_step`` can take the event. Cheap; changes nothing.
-
-        Raises:
-            UsageError: ``event`` is not an event, is of another device, or was never recorded.
-        """
-        if event is not None:
-            self._device.check_event(event)
-
-    def close_step(self, step: int, event: Event | None) -> None:
-        """Close all steps up to ``step``; see :meth:`Worker.close_step`."""
-        self._check_open()
-        self.check_event(event)
-        self._gate.check(step)
-        self._record_computed(event)
-        self._gate.close(step, event)
-        self._poller.surely(partial(self._follow_step, step, event))
-
-    def _follow_step(self, step: int, event: Event | None) -> None:
-        """Queue the transfers that the step held, and watch its event."""
+    def _follow_step(self) -> None:
+        """Start the transfers that closed steps held."""
         self._transfers.step_closed()
-        self._peers.step_closed()
-        if event is None:
-            self._on_step(step, None)
-        else:
-            self._poller.watch(event, "steps", partial(self._step_finished, step))
-
-    def _step_finished(self, step: int, error: BaseException | None) -> None:
-        if error is None:
-            self._gate.finish(step)
-        if not isinstance(error, ClosedError):  # the poller was closed
-            self._on_step(step, error)
-
-    def clone(self, plan: TransferPlan, stream: Any = None) -> None:
-        """Copy blocks or state slots within the device; see :meth:`Worker.clone`."""
-        regions = self.memory.regions
-        if plan.route == CLONE:
-            pieces = list(regions.pieces())
-        elif plan.route == STATE:
-            pieces = list(regions.state_pieces)
-        else:
-            raise UsageError(f"clone: the route is {plan.route}; it must be {CLONE} or {STATE}")
-        clone_rows(pieces, plan.source_ids, plan.target_ids, stream)
-
-    def record_checksums(self, block_ids: NDArray[np.int32], step: int) -> None:
-        """Record the bytes of computed blocks; see :meth:`Worker.record_checksums`."""
-        if self._checksums is None:
-            raise UsageError(
-                "record_checksums: the worker was made without checksums",
-                hint="set CacheConfig.verify to 'checksum'",
-            )
-        if self._gate.is_open(step):
-            self._uncomputed.append(block_ids)
-        else:
-            self._checksums.record(block_ids)
-
-    def _record_computed(self, event: Event | None) -> None:
-        """Read the blocks of the step that is being closed, when they have been computed."""
-        if self._checksums is None or not self._uncomputed or self.failure is not None:
-            return
-        if event is not None:
-            try:
-                event.synchronize()
-            except Exception as error:  # CuPy's class of errors needs the driver
-                raise DeviceError(f"close_step: the event of the step failed: {error}") from error
-        self._checksums.record(np.concatenate(self._uncomputed))
-        self._uncomputed.clear()
-
-    # --- stores -----------------------------------------------------------------------------
-
-    async def lookup(self, digests: bytes) -> StoreAnswer:
-        """Ask the stores for blocks; see :meth:`Worker.lookup`."""
-        return NOTHING if self._closing else await self._stores.lookup(digests)
-
-    async def find(self, pool: StorePool, digests: bytes) -> Found:
-        """Ask the stores for objects of a pool; see :meth:`Worker.find`."""
-        if self._closing or not self._opened:
-            return Found.nothing(len(digests) // KEY_BYTES)
-        return await self._stores.find(pool, digests)
+        self.tickets.step_closed()
 
     def change_weights(self, version: str) -> None:
         """Use other keys and tickets from now on; see :meth:`Worker.change_weights`."""
-        self._stores.change_weights(version)
-        self._peers.change_weights(version)
-
-    def store_statistics(self) -> list[GuardStatistics]:
-        """Return the statistics of each store; see :meth:`Worker.store_statistics`."""
-        return self._stores.statistics()
-
-    # --- peers ------------------------------------------------------------------------------
-
-    @property
-    def endpoints(self) -> list[Endpoint]:
-        """Address at which this worker listens for senders; see :attr:`Worker.endpoints`."""
-        return self._peers.endpoints
-
-    def expect(self, ticket: bytes, seconds: float, open_seconds: float) -> None:
-        """Let senders open a ticket; see :meth:`Worker.expect`."""
-        self._peers.expect(ticket, seconds, open_seconds)
-
-    async def expected(self, ticket_id: bytes, seconds: float) -> None:
-        """Return at once: ``expect`` has had its effect."""
-
-    async def open_ticket(self, ticket: bytes, layouts: Sequence[bytes] = ()) -> None:
-        """Connect to the receivers of a ticket; see :meth:`Worker.open_ticket`.
-
-        Args:
-            ticket: encoded.
-            layouts: :attr:`peer_layout` of all ranks of this engine, by rank; empty for one rank.
-        """
-        await self._peers.open_ticket(ticket, layouts)
-
-    @property
-    def ticket_key(self) -> bytes:
-        """Key of tickets; see :attr:`Worker.ticket_key`."""
-        return self._peers.ticket_key
-
-    @property
-    def peer_layout(self) -> bytes:
-        """Layout of the blocks of this rank, for peers; empty without peers and before ``open``."""
-        return self._peers.layout
-
-    @property
-    def layer_ends(self) -> list[int]:
-        """End of each range of layers in which blocks are sent; see :attr:`Worker.layer_ends`."""
-        return self._peers.layer_ends
-
-    def layers_done(self, ticket_id: bytes, mark: int, event: Event | None) -> None:
-        """Note that layers of blocks are computed; see :meth:`Worker.layers_done`."""
-        self._check_open()
-        self.check_event(event)
-        self._peers.layers_done(ticket_id, mark, event)
-
-    def close_ticket(self, ticket_id: bytes, reason: str) -> None:
-        """End a ticket; see :meth:`Worker.close_ticket`."""
-        self._peers.close_ticket(ticket_id, reason)
-
-    def rank_statistics(self) -> list[RankStatistics]:
-        """Return an empty list: there are no ranks."""
-        return []
-
-    def peer_statistics(self) -> list[RankPeerStatistics]:
-        """Return the use of peers; see :meth:`Worker.peer_statistics`."""
-        return self._peers.statistics()
-
-    def peer_violations(self) -> list[str]:
-        """Return a description of each violated invariant of slots and tickets."""
-        return self._peers.violations()
-
-    def _peer_slots(self, regions: Regions) -> tuple[int, int]:
-        return self._peers.slots(regions)
-
-    def _peer_layers(self, regions: Regions) -> list[tuple[int, int]]:
-        return self._peers.layer_ranges(regions)
+        self.stores.change_weights(version)
+        self.tickets.change_weights(version)
 
     # --- sleep ------------------------------------------------------------------------------
 
@@ -463,10 +286,10 @@ class CacheController:
             if self._closing:
                 return
             if tiers:
-                await self._peers.sleep()
+                await self.tickets.sleep()
             self.memory.sleep(tiers & _DEVICE)  # a store may close slowly
-            if self._stores.exist and "host" in tiers:
-                await self._stores.sleep()
+            if self.stores.exist and "host" in tiers:
+                await self.stores.sleep()
             self.memory.sleep(tiers)
 
     async def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
@@ -479,12 +302,12 @@ class CacheController:
                 return
             # The caller counts these tiers as asleep. An earlier call that was cancelled, here or
             # on another rank, may have left peers open and other tensors bound.
-            await self._peers.sleep()
+            await self.tickets.sleep()
             self.memory.sleep(tiers & _DEVICE)
             self.memory.wake_up(tiers, regions)
             try:
-                await self._stores.wake_up()
-                await self._peers.wake_up()
+                await self.stores.wake_up()
+                await self.tickets.wake_up()
             except BaseException:
                 self.memory.sleep(tiers & _DEVICE)
                 raise
@@ -505,8 +328,8 @@ class CacheController:
         """Return the ids of the plans that were not reported yet."""
         return [
             *self._transfers.in_flight,
-            *self._stores.transfers.in_flight,
-            *self._peers.in_flight,
+            *self.stores.transfers.in_flight,
+            *self.tickets.in_flight,
         ]
 
     async def abandon(self) -> None:
@@ -514,7 +337,7 @@ class CacheController:
 
         Cancellation: waiting plans are cancelled; the transfers go on.
         """
-        self._peers.give_up("the worker gives up its plans")
+        self.tickets.give_up("the worker gives up its plans")
         self._transfers.give_up()
         await self.drain()
 
@@ -527,10 +350,11 @@ class CacheController:
         Cancellation: memory is kept; call it again.
         """
         self._closing = True
+        self.stores.end_lookups()
         async with self._turn:
-            await self._stores.aclose()
+            await self.stores.aclose()
             await self.abandon()
-            await self._peers.aclose()
+            await self.tickets.aclose()
             if not self._closed:
                 self.memory.close()
                 self._closed = True
@@ -541,27 +365,21 @@ class CacheController:
         self._closing = True
         if not self._closed:
             self._closed = True
-            self._stores.close_without_loop()
-            self._peers.close_without_loop()
+            self.stores.close_without_loop()
+            self.tickets.close_without_loop()
             self.memory.close()
 
     def statistics(self) -> WorkerStatistics:
         """Return the counts of each route. Any thread."""
         routes = self._transfers.lane_statistics()
-        others = self._stores.lane_statistics() | self._peers.lane_statistics()
+        others = self.stores.lane_statistics() | self.tickets.lane_statistics()
         return worker_statistics(len(self._gate), routes | others, self._transfers.corrupt)
 
-    def _check_open(self) -> None:
-        """Check that the controller is open.
-
-        Raises:
-            ClosedError: the controller is not open, or its poller is closed.
-        """
-        if not self._opened:
-            raise ClosedError("the cache controller is not open")
-        if self._poller.closed:
-            raise ClosedError("the cache controller is closed")
-
-
-def _ignore_step(step: int, error: BaseException | None) -> None:
-    """Take the place of ``on_step`` before ``open``."""
+    def inspect(self) -> WorkerState:
+        """Return the state of stores, peers and host memory."""
+        return WorkerState(
+            stores=self.stores.statistics(),
+            peers=self.tickets.statistics(),
+            ranks=[],
+            unpinned_bytes=getattr(self._device, "unpinned_bytes", 0),
+        )

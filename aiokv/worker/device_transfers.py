@@ -17,7 +17,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.base.plan import ONLOAD, TransferPlan, TransferReport, id_bytes
-from aiokv.worker.device.base import CopyError, blocks_of, pool_key
+from aiokv.worker.device.base import CopyError, blocks_of
 from aiokv.worker.lanes import Lane
 from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.poller import EventPoller
@@ -27,12 +27,13 @@ from aiokv.worker.transfers import Transfer
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
 
-    from aiokv.base.plan import Outcome, Route
+    from aiokv.base.plan import GroupRoute, Outcome, Route
     from aiokv.base.statistics import RouteStatistics
     from aiokv.worker.base import Cancelled
     from aiokv.worker.checksums import Checksums
     from aiokv.worker.device.base import Copy, Device, Event
     from aiokv.worker.memory import WorkerMemory
+    from aiokv.worker.steps import StepEvents
     from aiokv.worker.transfers import StepGate
 
 _CANCELLED: Final = CopyError(0, "cancelled before it was submitted")
@@ -46,7 +47,8 @@ class DeviceTransfers:
     Args:
         device: executes the copies.
         memory: has the tensors.
-        gate: knows the open step; the caller closes steps.
+        gate: transfers whose step is open; the caller closes steps.
+        events: of closed steps.
         checksums: verifies each onload after its last byte; None without.
         on_end: called with the id of each plan after its report.
 
@@ -59,6 +61,7 @@ class DeviceTransfers:
         device: Device,
         memory: WorkerMemory,
         gate: StepGate,
+        events: StepEvents,
         checksums: Checksums | None,
         on_end: Callable[[int], None],
     ) -> None:
@@ -66,6 +69,7 @@ class DeviceTransfers:
         self._device = device
         self._memory = memory
         self._gate = gate
+        self._events = events
         self._checksums = checksums
         self._on_end = on_end
         self._poller = EventPoller()  # until open() gives the loop's
@@ -134,7 +138,7 @@ class DeviceTransfers:
             if transfer.state in _WAITING:
                 self._poller.surely(partial(self._take_back, transfer))
 
-    def lane_statistics(self) -> dict[Route, RouteStatistics]:
+    def lane_statistics(self) -> dict[GroupRoute, RouteStatistics]:
         """Return the counts of each route. Any thread."""
         return {route: lane.statistics() for route, lane in self._lanes.items()}
 
@@ -162,7 +166,7 @@ class DeviceTransfers:
         Args:
             copy_id: of ``new_copy_id``.
             route: from or to a peer.
-            group: window group of the blocks, for the routes of window blocks only.
+            group: group of the blocks, or a range of layers.
             source_ids: device blocks or slots.
             target_ids: likewise, as many.
             after: the step or the event that the copy waits for; None for neither.
@@ -182,17 +186,13 @@ class DeviceTransfers:
             group=group,
             digests=keys,
         )
-        regions = blocks_of(self._memory.regions, pool_key(route, group))
+        regions = blocks_of(self._memory.regions, group)
         counter = LayerDoneCounter(
             regions.num_layers, transfer_id=plan.transfer_id, direction=plan.direction
         )
         event = None if isinstance(after, int) else after
         num_bytes = regions.block_bytes * plan.num_blocks
         self._begin(Transfer(plan, counter, num_bytes, on_end, event))
-
-    def is_open(self, step: int) -> bool:
-        """Return True while work of the step may not have been submitted yet."""
-        return self._gate.is_open(step)
 
     # --- states of a transfer; every method may be called again ---------------------------
 
@@ -201,7 +201,7 @@ class DeviceTransfers:
         self._poller.surely(partial(self._place, transfer))
 
     def _lane_of(self, transfer: Transfer) -> Lane:
-        return self._lanes[transfer.plan.route]
+        return self._lanes[transfer.plan.group_route]
 
     def _place(self, transfer: Transfer) -> None:
         """Hold or queue a new transfer."""
@@ -268,7 +268,7 @@ class DeviceTransfers:
         plan = transfer.plan
         after = transfer.after
         if after is None:
-            after = self._gate.event_for(plan.after_step)
+            after = self._events.event_for(plan.after_step)
         if self._checksums is not None:
             self._checksums.begin(plan)
         ids = plan.source_ids, plan.target_ids
@@ -276,9 +276,7 @@ class DeviceTransfers:
             device: Any = self._device  # one with slots in its memory
             copy: Copy = device.copy(plan.route, *ids, after, plan.group, keys=plan.digests)
             return copy
-        if plan.group:
-            return self._device.copy(plan.route, *ids, after, plan.group)
-        return self._device.copy(plan.route, *ids, after)
+        return self._device.copy(plan.route, *ids, after, plan.group)
 
     def _watch(self, lane: Lane, transfer: Transfer, copy: Copy, events: Sequence[Event]) -> None:
         """Watch each distinct event of a copy; layers that share one arrive together."""
@@ -288,7 +286,7 @@ class DeviceTransfers:
         for layer, event in enumerate(events):
             if layer + 1 < len(events) and events[layer + 1] is event:
                 continue
-            order = (lane.route, transfer.plan.group)
+            order = (transfer.plan.route, transfer.plan.group)
             key: Hashable = order if in_order else (*order, id(event))
             layers = range(first, layer + 1)
             share = (len(layers) if in_order else layer + 1) / len(events)
@@ -322,7 +320,7 @@ class DeviceTransfers:
         finished_seconds: float | None = getattr(event, "finished_seconds", None)
         counter, plan = transfer.counter, transfer.plan
         arrived = dict.fromkeys(layers, finished_seconds)
-        if self._checksums is not None and plan.route == ONLOAD:
+        if self._checksums is not None and plan.group_route == ("all", ONLOAD):
             transfer.unproven |= arrived
             if len(transfer.unproven) < counter.num_layers:
                 return

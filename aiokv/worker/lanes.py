@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final, get_args
 
-from aiokv.base.plan import Direction
+from aiokv.base.plan import Direction, direction
 from aiokv.base.statistics import RouteStatistics, WorkerStatistics
 from aiokv.worker.transfers import TransferQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aiokv.base.plan import Outcome, Route
+    from aiokv.base.plan import GroupRoute, Outcome
     from aiokv.worker.transfers import Transfer
 
 BANDWIDTH_WEIGHT: Final = 0.2  # of the newest transfer in the moving average
@@ -38,12 +38,12 @@ _IDLE_LANE: Final = RouteStatistics(
 
 
 def worker_statistics(
-    held: int, routes: Mapping[Route, RouteStatistics], corrupt: int = 0
+    held: int, routes: Mapping[GroupRoute, RouteStatistics], corrupt: int = 0
 ) -> WorkerStatistics:
     """Return the statistics of a worker; a route that it lacks has moved nothing."""
     by_name: dict[str, RouteStatistics] = dict.fromkeys(ROUTE_NAMES, _IDLE_LANE)
     for route, statistics in routes.items():
-        by_name[route.direction] = statistics
+        by_name[direction(*route)] = statistics
     return WorkerStatistics(held=held, corrupt=corrupt, routes=by_name)
 
 
@@ -53,7 +53,7 @@ IDLE: Final = worker_statistics(0, {})
 class Lane:
     """Queue, submitted transfers and counts of one route."""
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: GroupRoute) -> None:
         self.route = route
         self.queue = TransferQueue()
         self.submitted: dict[int, Transfer] = {}  # by transfer id

@@ -5,33 +5,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakValueDictionary
 
-from aiokv.base.plan import (
-    FETCH_ROUTES,
-    PEER_ROUTES,
-    SAVE_ROUTES,
-    WINDOW_PEER_ROUTES,
-    WINDOW_ROUTES,
-    store_pool,
-)
+from aiokv.base.groups import ATTENTION, STATE, layers_group, retention_of
+from aiokv.base.plan import PEER_ROUTES, STORE_ROUTES, Pool, store_pool
 from aiokv.errors import ClosedError, ConfigError, LayoutError, UsageError
 from aiokv.stores.base import KEY_BYTES, StoreMemory, store_pitch_bytes
 from aiokv.worker.arena import HostArena
 from aiokv.worker.base import UNLIMITED_BLOCKS
-from aiokv.worker.device.base import blocks_of, layers_group, peer_key
+from aiokv.worker.device.base import blocks_of
 from aiokv.worker.device.cpu import device_blocks
 from aiokv.worker.ids import check_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aiokv.base.plan import Pool, StorePool, TransferPlan
+    from aiokv.base.plan import AnyTier, StorePool, TransferPlan
     from aiokv.base.types import Tier
     from aiokv.layout.regions import Regions
     from aiokv.worker.checksums import Checksums
-    from aiokv.worker.device.base import Device, DeviceSlots, PoolKey
+    from aiokv.worker.device.base import Device, DeviceSlots
 
 
-_BLOCKS: Final = ("device", "")  # key of the blocks of full attention
+_BLOCKS: Final = Pool(ATTENTION, "host")
 
 _devices: Final[WeakValueDictionary[int, WorkerMemory]] = WeakValueDictionary()  # by id()
 _tensors: Final[WeakValueDictionary[int, WorkerMemory]] = WeakValueDictionary()  # by address
@@ -75,18 +69,16 @@ class WorkerMemory:
         self.regions = regions
         self._has_stores = has_stores
         self._host_state_slots = host_state_slots
+        self._host_sizes: dict[str, int] = {}  # blocks in host memory, by group
         self._peer_slots = peer_slots
         self._peer_slots_on_device = peer_slots_on_device
         self._device_slots: DeviceSlots | None = None
-        self._host_blocks = 0
         self._device = device
         self._checksums = checksums
-        self._block_bytes = 0
         self._addresses: set[int] = set()  # of the tensors that are this worker's
         self._arena: HostArena | None = None
-        self._side_arenas: dict[PoolKey, HostArena] = {}  # of state slots, window groups, peers
-        self._host_windows: dict[str, int] = {}
-        self._num_blocks: dict[Pool, int] = {}
+        self._side_arenas: dict[Pool, HostArena] = {}  # of state slots, window groups, peers
+        self._group_sizes: dict[str, tuple[int, int]] = {}  # device blocks, bytes of each
         self._payloads: dict[StorePool, tuple[int, int]] = {}  # with stores: blocks, bytes of each
         self.asleep: frozenset[Tier] = frozenset()
 
@@ -102,9 +94,9 @@ class WorkerMemory:
             ConfigError: there is no memory for the host tier. Nothing changed.
             LayoutError: the device cannot reach the tensors. Nothing changed.
         """
-        self._host_blocks = host_blocks
-        self._host_windows = {name: size for name, size in (host_windows or {}).items() if size}
-        self._block_bytes = self.regions.block_bytes
+        others = {**(host_windows or {}), STATE: self._host_state_slots}
+        self._host_sizes = {name: size for name, size in others.items() if size}
+        self._host_sizes[ATTENTION] = host_blocks
         self._claim_tensors(self.regions)
         try:
             self._claim_device()
@@ -114,7 +106,6 @@ class WorkerMemory:
             self._disclaim()
             raise
         self._arena, self._side_arenas = arena, side_arenas
-        self._num_blocks = self._sizes()
 
     @property
     def arena(self) -> HostArena:
@@ -134,12 +125,12 @@ class WorkerMemory:
         Raises:
             UsageError: the worker has no peers, or was not opened.
         """
-        key = peer_key("device")
-        if key not in self._side_arenas:
+        slots = Pool(ATTENTION, "peer")
+        if slots not in self._side_arenas:
             raise UsageError(
                 "the worker has no memory for peers", hint="pass peers= to the engine, and open it"
             )
-        return self._side_arenas[key]
+        return self._side_arenas[slots]
 
     @property
     def device_slots(self) -> DeviceSlots | None:
@@ -156,20 +147,20 @@ class WorkerMemory:
             ClosedError: the worker was not opened, or the host tier is asleep.
         """
         # Without those of peers: what is on its way is not stored.
-        arenas: dict[PoolKey, HostArena] = {_BLOCKS: self.arena}
-        arenas |= {key: arena for key, arena in self._side_arenas.items() if key[0] != "peer"}
+        arenas: dict[Pool, HostArena] = {_BLOCKS: self.arena}
+        arenas |= {pool: own for pool, own in self._side_arenas.items() if pool.tier != "peer"}
         num_bytes = sum(arena.nbytes for arena in arenas.values())
         return {
-            (name := _store_pool(key)): StoreMemory(
+            (name := store_pool(pool.group)): StoreMemory(
                 address=arena.pointer,
                 num_blocks=arena.num_blocks,
                 pitch_bytes=arena.block_bytes,
-                payload_bytes=blocks_of(self.regions, key).host_block_bytes,
+                payload_bytes=blocks_of(self.regions, pool.group).host_block_bytes,
                 view=arena.blocks.reshape(-1).data,
                 pool=name,
                 quota_share=arena.nbytes / num_bytes,
             )
-            for key, arena in arenas.items()
+            for pool, arena in arenas.items()
         }
 
     @property
@@ -184,17 +175,14 @@ class WorkerMemory:
             UsageError: no blocks, unequal lists, ids out of range, a duplicate destination, a
                 missing digest, or a route that the worker does not have.
         """
-        if self._has_stores and plan.route in FETCH_ROUTES | SAVE_ROUTES:
+        if self._has_stores and plan.route in STORE_ROUTES:
             memory = self._payloads.get(plan.store_pool)
             if memory is None:
                 raise UsageError(
                     f"transfer {plan.transfer_id}: the host memory has no pool {plan.store_pool!r}"
                 )
             num_blocks, payload_bytes = memory
-            sides: dict[Pool, int] = dict.fromkeys(
-                (plan.route.source, plan.route.target), num_blocks
-            )
-            check_ids(plan, sides | {"store": UNLIMITED_BLOCKS})
+            check_ids(plan, {"host": num_blocks, "store": UNLIMITED_BLOCKS})
             if len(plan.digests) != KEY_BYTES * plan.num_blocks:
                 raise UsageError(
                     f"transfer {plan.transfer_id}: digests has {len(plan.digests)} bytes; it must "
@@ -206,19 +194,24 @@ class WorkerMemory:
                 f"transfer {plan.transfer_id}: the route is {plan.route}, but the worker has no "
                 "peers"
             )
-        if plan.route not in self._device.routes:
+        if plan.group_route not in self._device.routes:
             raise UsageError(
                 f"transfer {plan.transfer_id}: the device {self._device.name!r} has no route "
-                f"{plan.route}"
+                f"{plan.route} for the group {plan.group!r}"
             )
-        if plan.route in WINDOW_ROUTES:
-            return self._check_window(plan)
-        if plan.route in WINDOW_PEER_ROUTES:
-            return self._check_peer_window(plan)
-        check_ids(plan, self._num_blocks)
-        if "state" in (plan.route.source, plan.route.target):
-            return self.regions.state_slot_bytes * plan.num_blocks
-        return self._block_bytes * plan.num_blocks
+        is_window = retention_of(plan.group) == "window"
+        if is_window:
+            self._check_window(plan)
+        num_blocks, block_bytes = self._group_size(plan.group)
+        if plan.num_blocks or not (is_window and plan.route in PEER_ROUTES):
+            sizes: dict[AnyTier, int] = {
+                "device": num_blocks,
+                "host": self._host_sizes.get(plan.group, 0),
+                "store": UNLIMITED_BLOCKS,
+                "peer": UNLIMITED_BLOCKS,
+            }
+            check_ids(plan, sizes)
+        return block_bytes * plan.num_blocks
 
     def sleep(self, tiers: frozenset[Tier]) -> None:
         """Free the host arena, or the views of the device tensors. Idempotent."""
@@ -311,49 +304,44 @@ class WorkerMemory:
 
     def _bind(self, regions: Regions) -> None:
         self.regions = regions
+        self._group_sizes.clear()
         self._keep_tensors({piece.pointer for piece in regions.all_pieces()})
-        self._num_blocks = self._sizes()
         if self._checksums is not None:
             self._checksums.bind(regions)
 
     def _new_arena(self) -> HostArena:
-        return self._arena_of(_BLOCKS, self._host_blocks)
+        return self._arena_of(ATTENTION, self._host_sizes[ATTENTION])
 
-    def _new_side_arenas(self) -> dict[PoolKey, HostArena]:
-        """Return new memory for state slots and window blocks in host memory, and for peers."""
-        sizes: dict[PoolKey, int] = {
-            ("window", group): blocks for group, blocks in self._host_windows.items()
+    def _new_side_arenas(self) -> dict[Pool, HostArena]:
+        """Return new host memory for the other groups, and for peers."""
+        arenas = {
+            Pool(group, "host"): self._arena_of(group, num_blocks)
+            for group, num_blocks in self._host_sizes.items()
+            if group != ATTENTION
         }
-        if self._host_state_slots:
-            sizes["state", ""] = self._host_state_slots
-        arenas = {key: self._arena_of(key, blocks) for key, blocks in sizes.items()}
         if self._peer_slots is not None and not self._peer_slots_on_device:
             slots, slot_bytes = self._peer_slots(self.regions)
             arena = HostArena(num_blocks=slots, block_bytes=slot_bytes)
-            arenas |= dict.fromkeys(self._peer_keys(), arena)
+            arenas |= {Pool(group, "peer"): arena for group in self._sent_groups()}
         return arenas
 
-    def _peer_keys(self) -> list[PoolKey]:
-        """Return the keys of the pools that peers exchange."""
-        keys = [peer_key("device")]
-        keys += [
-            peer_key("device", layers_group(*layers)) for layers in self._peer_layers(self.regions)
-        ]
-        if self.regions.state_pieces:
-            keys.append(peer_key("state"))
-        return keys + [peer_key("window", group) for group in self.regions.num_window_blocks]
+    def _sent_groups(self) -> list[str]:
+        """Return the groups, and the ranges of layers, that peers exchange."""
+        ranges = [layers_group(*layers) for layers in self._peer_layers(self.regions)]
+        states = [STATE] if self.regions.state_pieces else []
+        return [ATTENTION, *ranges, *states, *self.regions.num_window_blocks]
 
-    def _arena_of(self, key: PoolKey, num_blocks: int) -> HostArena:
-        payload_bytes = blocks_of(self.regions, key).host_block_bytes
+    def _arena_of(self, group: str, num_blocks: int) -> HostArena:
+        payload_bytes = blocks_of(self.regions, group).host_block_bytes
         pitch_bytes = store_pitch_bytes(payload_bytes) if self._has_stores else payload_bytes
         if self._has_stores:
-            self._payloads[_store_pool(key)] = num_blocks, payload_bytes
+            self._payloads[store_pool(group)] = num_blocks, payload_bytes
         return HostArena(num_blocks=num_blocks, block_bytes=pitch_bytes)
 
     def _close_arenas(self) -> None:
         _close(self.arena, self._side_arenas)
 
-    def _attach(self, arena: HostArena, side_arenas: Mapping[PoolKey, HostArena]) -> None:
+    def _attach(self, arena: HostArena, side_arenas: Mapping[Pool, HostArena]) -> None:
         if side_arenas:
             self._device.attach(self.regions, arena, side_arenas)
         else:
@@ -375,51 +363,25 @@ class WorkerMemory:
             raise
         return slots
 
-    def _sizes(self) -> dict[Pool, int]:
-        slots = self.regions.num_state_slots
-        return {
-            "device": self.device_blocks,
-            "host": self._host_blocks,
-            "state": UNLIMITED_BLOCKS if slots is None else slots,
-            "store": UNLIMITED_BLOCKS,
-            "host_state": self._host_state_slots,
-            "peer": UNLIMITED_BLOCKS,
-        }
+    def _group_size(self, group: str) -> tuple[int, int]:
+        """Return the device blocks of a group, and the bytes of each."""
+        if group not in self._group_sizes:
+            blocks = blocks_of(self.regions, group)
+            self._group_sizes[group] = device_blocks(blocks), blocks.block_bytes
+        return self._group_sizes[group]
 
-    def _check_window(self, plan: TransferPlan) -> int:
-        """Return the bytes that a plan moves between the tiers of a window group."""
-        if plan.group not in self._host_windows:
+    def _check_window(self, plan: TransferPlan) -> None:
+        """Raise unless the window group of a plan has the memory of its route."""
+        what = f"transfer {plan.transfer_id}"
+        if plan.route in PEER_ROUTES:
+            if plan.group not in self.regions.num_window_blocks:
+                raise UsageError(f"{what}: there are no tensors of the window group {plan.group!r}")
+        elif plan.group not in self._host_sizes:
             raise UsageError(
-                f"transfer {plan.transfer_id}: the window group {plan.group!r} has no blocks in "
-                "host memory"
+                f"{what}: the window group {plan.group!r} has no blocks in host memory"
             )
-        blocks = self.regions.window_blocks(plan.group)
-        num_blocks: dict[Pool, int] = {
-            "window": device_blocks(blocks),
-            "host_window": self._host_windows[plan.group],
-        }
-        check_ids(plan, num_blocks)
-        return blocks.block_bytes * plan.num_blocks
-
-    def _check_peer_window(self, plan: TransferPlan) -> int:
-        """Return the bytes that a plan moves from or to a peer; it may have no block."""
-        if plan.group not in self.regions.num_window_blocks:
-            raise UsageError(
-                f"transfer {plan.transfer_id}: there are no tensors of the window group "
-                f"{plan.group!r}"
-            )
-        blocks = self.regions.window_blocks(plan.group)
-        if plan.num_blocks:
-            check_ids(plan, {"window": device_blocks(blocks), "peer": UNLIMITED_BLOCKS})
-        return blocks.block_bytes * plan.num_blocks
 
 
-def _store_pool(key: PoolKey) -> StorePool:
-    """Return the name of the host memory of a pool."""
-    pool, group = key
-    return "host" if pool == "device" else store_pool(f"host_{pool}", group)
-
-
-def _close(arena: HostArena, side_arenas: Mapping[PoolKey, HostArena]) -> None:
+def _close(arena: HostArena, side_arenas: Mapping[Pool, HostArena]) -> None:
     for each in (arena, *side_arenas.values()):
         each.close()

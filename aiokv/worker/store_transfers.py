@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from aiokv.base.plan import FETCH, FETCH_ROUTES, SAVE, SAVE_ROUTES, TransferReport
+from aiokv.base.plan import FETCH, SAVE, STORE_ROUTES, TransferReport, group_routes
 from aiokv.stores.accesses import Accesses
 from aiokv.stores.base import Result
 from aiokv.stores.guard import CLOSE_SECONDS
@@ -22,13 +22,11 @@ from aiokv.worker.reports import deliver
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from aiokv.base.plan import Route, TransferPlan
+    from aiokv.base.plan import GroupRoute, TransferPlan
     from aiokv.base.statistics import RouteStatistics
     from aiokv.stores.pools import StorePools
     from aiokv.worker.base import Cancelled
     from aiokv.worker.poller import EventPoller
-
-STORE_ROUTES: Final = frozenset((FETCH, SAVE))
 
 
 class _StoreTransfer:
@@ -54,7 +52,7 @@ class _StoreTransfer:
             transfer_id=plan.transfer_id,
             outcome="failed",
             reason="the operation was interrupted",
-            results=bytes([Result.FAILED]) * plan.num_blocks if plan.route in SAVE_ROUTES else b"",
+            results=bytes([Result.FAILED]) * plan.num_blocks if plan.route == SAVE else b"",
         )
         self.reported = False
         self.task: asyncio.Task[None] | None = None
@@ -82,7 +80,7 @@ class StoreTransfers:
         self._poller: EventPoller | None = None
         self._transfers: dict[int, _StoreTransfer] = {}
         self._is_closed = False
-        self._counts = {route: RunningCounts() for route in FETCH_ROUTES | SAVE_ROUTES}
+        self._counts = {route: RunningCounts() for route in group_routes(*STORE_ROUTES)}
 
     def open(self, poller: EventPoller, on_report: Callable[[TransferReport], None]) -> None:
         """Report through ``on_report`` from now on."""
@@ -107,7 +105,7 @@ class StoreTransfers:
         plan = transfer.plan
         if self._transfers.setdefault(plan.transfer_id, transfer) is not transfer:
             return
-        self._counts[plan.route].begin(plan.transfer_id)
+        self._counts[plan.group_route].begin(plan.transfer_id)
         if transfer.task is None:
             transfer.task = asyncio.get_running_loop().create_task(self._execute(transfer))
         if not transfer.watched:
@@ -161,7 +159,7 @@ class StoreTransfers:
         for transfer in transfers:
             self._surely(partial(self._end, transfer))
 
-    def statistics(self) -> dict[Route, RouteStatistics]:
+    def statistics(self) -> dict[GroupRoute, RouteStatistics]:
         """Return the counts of each route. Any thread."""
         return {route: counts.statistics() for route, counts in self._counts.items()}
 
@@ -173,7 +171,7 @@ class StoreTransfers:
         transfer.began = True
         transfer.counter.note_start()
         try:
-            if transfer.plan.route in FETCH_ROUTES:
+            if transfer.plan.route == FETCH:
                 overdue = await self._fetch(transfer)
             else:
                 overdue = await self._save(transfer)
@@ -245,4 +243,4 @@ class StoreTransfers:
         moved_bytes = transfer.moved_blocks * transfer.block_bytes
         self._on_end(plan.transfer_id)
         del self._transfers[plan.transfer_id]
-        self._counts[plan.route].end(plan.transfer_id, report.outcome, moved_bytes)
+        self._counts[plan.group_route].end(plan.transfer_id, report.outcome, moved_bytes)

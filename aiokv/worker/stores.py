@@ -6,17 +6,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from aiokv.base.plan import STATE_FETCH, STATE_SAVE, WINDOW_FETCH, WINDOW_SAVE
+from aiokv.base.plan import STORE_ROUTES, group_routes
 from aiokv.errors import UsageError
 from aiokv.stores.base import KEY_BYTES
 from aiokv.stores.pools import StorePools
-from aiokv.stores.store_set import Found
-from aiokv.worker.store_transfers import STORE_ROUTES, StoreTransfers
+from aiokv.stores.store_set import NOTHING, Found
+from aiokv.worker.store_transfers import StoreTransfers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiokv.base.plan import Route, StorePool, TransferReport
+    from aiokv.base.groups import Retention
+    from aiokv.base.plan import GroupRoute, StorePool, TransferReport
     from aiokv.base.statistics import GuardStatistics, RouteStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.store_set import StoreAnswer
@@ -50,14 +51,16 @@ class WorkerStores:
         has_states: bool = False,
     ) -> None:
         self.exist = stores is not None
-        self.routes: frozenset[Route] = frozenset()
+        self.routes: frozenset[GroupRoute] = frozenset()
         if self.exist:
-            states = (STATE_FETCH, STATE_SAVE) if has_states else ()
-            self.routes = STORE_ROUTES.union(states, (WINDOW_FETCH, WINDOW_SAVE))
+            retentions: tuple[Retention, ...] = ("all", "window")
+            retentions += ("last",) if has_states else ()
+            self.routes = group_routes(*STORE_ROUTES, retentions=retentions)
         self._stores = StorePools(()) if stores is None else stores
         self._memory = memory
         self._identity: StoreIdentity | None = None
         self._is_asleep = False
+        self._answers = False  # from the end of open() to end_lookups()
         self.transfers = StoreTransfers(self._stores, on_end)
 
     async def open(
@@ -79,16 +82,21 @@ class WorkerStores:
         self._identity = identity
         await self._stores.open(self._memory.store_memories, self._fingerprint)
         self.transfers.open(poller, on_report)
+        self._answers = True
 
     async def lookup(self, digests: bytes) -> StoreAnswer:
         """Ask the stores for blocks; see :meth:`StoreSet.lookup`."""
-        return await self._stores.lookup(digests)
+        return await self._stores.lookup(digests) if self._answers else NOTHING
 
     async def find(self, pool: StorePool, digests: bytes) -> Found:
         """Ask the stores for objects of a pool; see :meth:`StoreSet.find`."""
-        if not self.exist:
+        if not self._answers:
             return Found.nothing(len(digests) // KEY_BYTES)
         return await self._stores.find(pool, digests)
+
+    def end_lookups(self) -> None:
+        """Find nothing from now on: the worker closes. Idempotent."""
+        self._answers = False
 
     def change_weights(self, version: str) -> None:
         """Use other keys from now on; see :meth:`Worker.change_weights`."""
@@ -135,6 +143,6 @@ class WorkerStores:
         """Return the statistics of each store, in order."""
         return self._stores.statistics()
 
-    def lane_statistics(self) -> dict[Route, RouteStatistics]:
+    def lane_statistics(self) -> dict[GroupRoute, RouteStatistics]:
         """Return the counts of each route. Any thread."""
         return self.transfers.statistics() if self.exist else {}

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING, Literal
-
-from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -16,6 +13,7 @@ if TYPE_CHECKING:
     from aiokv.base.plan import Outcome, TransferPlan
     from aiokv.worker.device.base import Copy, CopyError, Event
     from aiokv.worker.layers import LayerDoneCounter
+    from aiokv.worker.steps import StepClock
 
 State = Literal["new", "held", "queued", "submitted", "ended"]
 
@@ -137,19 +135,22 @@ class TransferQueue:
 
 
 class StepGate:
-    """Transfers whose step is open, and the events of closed steps that transfers start behind."""
+    """Transfers whose step is open.
 
-    def __init__(self) -> None:
-        self.closed_step = 0
+    Args:
+        clock: numbers of the steps.
+    """
+
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
         self._held: dict[int, dict[int, Transfer]] = {}  # step -> transfer id -> transfer
-        self._finished_step = 0
-        self._events: deque[tuple[int, Event | None]] = deque()  # later steps, ascending
 
     def __len__(self) -> int:
         return sum(map(len, self._held.values()))
 
     def is_open(self, step: int) -> bool:
-        return step > self.closed_step
+        """Return True if the transfers of the step have to wait."""
+        return self._clock.is_open(step)
 
     def hold(self, transfer: Transfer) -> None:
         """Let a transfer wait for its step, which is open. Idempotent."""
@@ -162,44 +163,11 @@ class StepGate:
         held = self._held.get(transfer.plan.after_step, {})
         held.pop(transfer.plan.transfer_id, None)
 
-    def check(self, step: int) -> None:
-        """Check that the step is open.
-
-        Raises:
-            UsageError: the step is closed already.
-        """
-        if not self.is_open(step):
-            raise UsageError(
-                f"step {step} is closed already; the last closed step is {self.closed_step}"
-            )
-
-    def close(self, step: int, event: Event | None) -> None:
-        """Close all steps up to ``step``; ``free`` returns the transfers that they held.
-
-        Raises:
-            UsageError: the step is closed already. Nothing changed.
-        """
-        self.check(step)
-        self._events.append((step, event))
-        self.closed_step = step
-        self.finish(self._finished_step)
-
-    def finish(self, step: int) -> None:
-        """Note that the events of all steps up to ``step`` are done: nothing waits for them."""
-        while self._events and (self._events[0][0] <= step or self._events[0][1] is None):
-            self._finished_step = self._events.popleft()[0]
-
     def free(self) -> Iterator[Transfer]:
         """Yield transfers that closed steps held, oldest first; each is removed after its turn."""
-        for step in sorted(s for s in self._held if s <= self.closed_step):
+        for step in sorted(s for s in self._held if not self.is_open(s)):
             held = self._held[step]
             for transfer in list(held.values()):
                 yield transfer
                 held.pop(transfer.plan.transfer_id, None)
             self._held.pop(step, None)
-
-    def event_for(self, step: int) -> Event | None:
-        """Return the event that work after a closed step waits for; None when it has finished."""
-        if step <= self._finished_step:
-            return None
-        return next((event for closed, event in self._events if closed >= step), None)

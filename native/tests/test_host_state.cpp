@@ -32,7 +32,7 @@ class Cache {
     }
     std::uint32_t save_all(Outcome outcome = Outcome::kDone) {
         std::uint32_t saves = 0;
-        while (const TransferId id = core.take_state_save()) {
+        while (const TransferId id = core.take_group_save()) {
             check();
             core.complete(id, outcome, 0);
             check();
@@ -73,7 +73,7 @@ TEST(an_evicted_snapshot_is_restored_from_the_host) {
     CHECK(cache.core.wants_backups());
     CHECK_EQ(cache.save_all(), 1u);
     cache.serve(kOther);
-    CHECK_EQ(cache.core.statistics().evicted_snapshots, 1u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).evicted_device, 1u);
     CHECK_EQ(cache.hit(kPrompt), 3u);
     const LeaseId id = cache.core.match(kPrompt, "").lease;
     CHECK(cache.core.allocate(id, 7) == Grant::kLoading);
@@ -82,7 +82,7 @@ TEST(an_evicted_snapshot_is_restored_from_the_host) {
     CHECK_EQ(cache.core.move(move).targets[0], cache.core.lease(id).recurrent.slot);
     cache.core.complete(move, Outcome::kDone, 0);
     CHECK_EQ(cache.core.lease(id).cached_tokens, 6u);
-    CHECK_EQ(cache.core.statistics().onloaded_states, 1u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).onloaded, 1u);
     cache.core.release(id, 0);
 }
 
@@ -104,9 +104,9 @@ TEST(a_failed_restore_drops_the_host_snapshot_and_a_cancelled_one_does_not) {
 TEST(a_save_waits_until_the_step_of_its_snapshot_is_closed) {
     Cache cache;
     cache.serve(kPrompt, 4);
-    CHECK_EQ(cache.core.take_state_save(), 0u);
+    CHECK_EQ(cache.core.take_group_save(), 0u);
     cache.core.close_step(4);
-    const TransferId save = cache.core.take_state_save();
+    const TransferId save = cache.core.take_group_save();
     CHECK_EQ(cache.core.move(save).after_step, 4u);
     cache.core.finish_step(4);
     cache.core.complete(save, Outcome::kDone, 0);
@@ -115,8 +115,8 @@ TEST(a_save_waits_until_the_step_of_its_snapshot_is_closed) {
 TEST(a_snapshot_that_is_being_saved_is_neither_evicted_nor_saved_twice) {
     Cache cache;
     cache.serve(kPrompt);
-    const TransferId save = cache.core.take_state_save();
-    CHECK_EQ(cache.core.take_state_save(), 0u);
+    const TransferId save = cache.core.take_group_save();
+    CHECK_EQ(cache.core.take_group_save(), 0u);
     const LeaseId first = cache.core.match(kOther, "").lease;
     const LeaseId second = cache.core.match(kShort, "").lease;
     CHECK(cache.core.allocate(first, 7) != Grant::kNone);
@@ -135,15 +135,15 @@ TEST(a_snapshot_that_is_being_saved_is_neither_evicted_nor_saved_twice) {
 TEST(a_save_of_a_dropped_block_frees_both_slots) {
     Cache cache;
     cache.serve(kPrompt);
-    const TransferId save = cache.core.take_state_save();
+    const TransferId save = cache.core.take_group_save();
     cache.core.reset();
     cache.check();
-    CHECK_EQ(cache.core.statistics().state_free, 1u);
-    CHECK_EQ(cache.core.statistics().host_state_free, 1u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device_free, 1u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).host_free, 1u);
     cache.core.complete(save, Outcome::kDone, 0);
-    CHECK_EQ(cache.core.statistics().state_free, 2u);
-    CHECK_EQ(cache.core.statistics().host_state_free, 2u);
-    CHECK_EQ(cache.core.statistics().saved_snapshots, 0u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device_free, 2u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).host_free, 2u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).saved, 0u);
 }
 
 TEST(a_failed_save_is_tried_again_at_the_next_use) {
@@ -163,7 +163,7 @@ TEST(each_tier_is_forgotten_alone) {
     cache.serve(kPrompt);
     cache.save_all();
     cache.core.forget_host();
-    CHECK_EQ(cache.core.statistics().host_state_free, 2u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).host_free, 2u);
     CHECK_EQ(cache.hit(kPrompt), 3u);
     cache.core.reset();
     cache.serve(kPrompt);
@@ -171,8 +171,8 @@ TEST(each_tier_is_forgotten_alone) {
     cache.core.complete(blocks, Outcome::kDone, 0);
     cache.save_all();
     cache.core.forget_device();
-    CHECK_EQ(cache.core.statistics().state_snapshots, 0u);
-    CHECK_EQ(cache.core.statistics().host_state_snapshots, 1u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device_cached, 0u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).host_cached, 1u);
 }
 
 TEST(the_selective_policy_counts_the_uses_of_the_block) {
@@ -181,5 +181,5 @@ TEST(the_selective_policy_counts_the_uses_of_the_block) {
     CHECK_EQ(cache.save_all(), 0u);
     cache.serve(kPrompt);
     CHECK_EQ(cache.save_all(), 1u);
-    CHECK_EQ(cache.core.statistics().host_state_snapshots, 1u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).host_cached, 1u);
 }

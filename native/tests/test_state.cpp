@@ -1,4 +1,4 @@
-// Auxiliary pools, and the state slots of leases (auxiliary_pool.cpp, recurrent_state.cpp).
+// Auxiliary pools, and the state slots of leases (group_pool.cpp, recurrent_state.cpp).
 #include "aiokv/core.hpp"
 #include "aiokv/error.hpp"
 #include "check.hpp"
@@ -9,7 +9,7 @@ namespace {
 
 using Prompt = std::vector<std::int32_t>;
 
-BlockId taken(AuxiliaryPool& pool) {
+BlockId taken(GroupPool& pool) {
     BlockId id = kNoBlock;
     pool.take(id);
     return id;
@@ -70,7 +70,7 @@ const Prompt kPrompt{1, 2, 3, 4, 5, 6, 7};
 }  // namespace
 
 TEST(idle_ids_are_evicted_least_recently_used_first) {
-    AuxiliaryPool pool(3, 1);
+    GroupPool pool(3, 1);
     for (const NodeId node : {10u, 11u, 12u}) pool.attach(node, taken(pool));
     CHECK_EQ(pool.room(), 3u);
     pool.touch(pool.find(10));
@@ -83,7 +83,7 @@ TEST(idle_ids_are_evicted_least_recently_used_first) {
 }
 
 TEST(a_held_id_is_not_evicted_and_remains_after_its_node) {
-    AuxiliaryPool pool(2, 1);
+    GroupPool pool(2, 1);
     const BlockId held = taken(pool);
     pool.attach(1, held);
     pool.add_reader(held);
@@ -126,12 +126,12 @@ TEST(moves_name_the_snapshot_or_zeros_and_wait_for_its_step) {
     CHECK(move.targets[0] != saved);
     cache.core.finish_step(5);
     cache.core.release(id, 6);  // the target is the move's until that has ended
-    CHECK_EQ(cache.core.statistics().state_free, 1u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device_free, 1u);
     cache.check();
     for (const TransferId abandoned : cache.core.take_abandoned()) {
         cache.core.complete(abandoned, Outcome::kCancelled, 0);
     }
-    CHECK_EQ(cache.core.statistics().state_free, 2u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device_free, 2u);
 }
 
 TEST(the_only_slot_passes_to_the_lease_without_a_copy) {
@@ -141,7 +141,7 @@ TEST(the_only_slot_passes_to_the_lease_without_a_copy) {
     const LeaseId id = cache.matched(kPrompt);
     CHECK(cache.core.allocate(id, 7) == Grant::kReady);
     CHECK_EQ(cache.core.lease(id).cached_tokens, 6u);
-    CHECK_EQ(cache.core.statistics().state_snapshots, 0u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device_cached, 0u);
     const LeaseId late = cache.matched({8, 8});
     CHECK(cache.core.allocate(late, 2) == Grant::kNone);
     for (const LeaseId lease : {other, id, late}) cache.core.release(lease, 0);
@@ -178,7 +178,7 @@ TEST(dropping_a_block_drops_its_snapshot) {
     Cache cache(2);
     cache.serve(kPrompt, 6);
     cache.core.evict_device(1);
-    CHECK_EQ(cache.core.statistics().state_snapshots, 0u);
-    CHECK_EQ(cache.core.statistics().state_free, 2u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device_cached, 0u);
+    CHECK_EQ(cache.core.group_statistics(kRecurrentState).device_free, 2u);
     CHECK_EQ(cache.hit(kPrompt), 0u);
 }

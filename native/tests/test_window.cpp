@@ -106,7 +106,7 @@ TEST(a_hit_holds_the_sink_and_the_window) {
     id = cache.granted(counting(17));
     CHECK_EQ(cache.core.lease(id).cached_tokens, 16u);
     CHECK_EQ(cache.table(id), "#......##");
-    const AuxiliaryPool& pool = cache.core.window_group(0).pool;
+    const GroupPool& pool = cache.core.window_group(0).pool;
     CHECK_EQ(pool.readers(cache.core.table_of(id, 0)[0]), 1u);
     CHECK_EQ(pool.readers(cache.core.table_of(id, 0)[7]), 1u);
     cache.core.release(id, 0);
@@ -148,7 +148,7 @@ TEST(the_sink_of_a_swapped_lease_keeps_its_step) {
     CHECK(cache.core.swap_out(id, 9));
     cache.core.complete(cache.core.lease(id).swap_transfer, Outcome::kDone, 0);
     cache.check();
-    const AuxiliaryPool& pool = cache.core.window_group(0).pool;
+    const GroupPool& pool = cache.core.window_group(0).pool;
     for (const std::size_t index : {0, 5}) CHECK_EQ(pool.after_step(table[index]), 9u);
     CHECK(cache.core.table_of(id, 0) == table);
     cache.core.release(id, 0);
@@ -169,7 +169,7 @@ namespace {
 // Copies all blocks to host memory that can be copied now.
 std::size_t save_all(Cache& cache, Outcome outcome = Outcome::kDone) {
     std::size_t blocks = 0;
-    while (const TransferId id = cache.core.take_window_save()) {
+    while (const TransferId id = cache.core.take_group_save()) {
         blocks += cache.core.move(id).sources.size();
         cache.check();
         cache.core.complete(id, outcome, 0);
@@ -226,7 +226,7 @@ TEST(a_table_does_not_move_on_while_its_window_is_onloaded) {
 TEST(a_failed_onload_of_a_window_drops_its_host_copies_from_the_first_bad_one_on) {
     Cache cache({6, 5, 2, 0, 8}, 16);
     const LeaseId id = hit_on_host(cache);
-    const AuxiliaryPool& host = *cache.core.window_group(0).host_pool();
+    const GroupPool& host = *cache.core.window_group(0).host_pool();
     const std::uint32_t cached = host.attached();
     cache.core.complete(cache.core.lease(id).onloads[0], Outcome::kFailed, 1);
     cache.check();

@@ -23,7 +23,7 @@ device.attach(regions, arena)
 device.wait_pinned()
 ids = np.arange(8, dtype=np.int32)
 onload = _native.cuda.Direction.ONLOAD
-device._engines["device", ""].hold(onload, True)
+device._engines["attention", "host"].hold(onload, True)
 copies = [device.copy(ONLOAD, ids, ids, None) for _ in range(3)]
 woken = []
 def wait(copy):
@@ -39,7 +39,7 @@ try:
     cupy.cuda.runtime.deviceSynchronize()
 except cupy.cuda.runtime.CUDARuntimeError:
     pass
-device._engines["device", ""].hold(onload, False)
+device._engines["attention", "host"].hold(onload, False)
 for thread in threads: thread.join()
 assert len(woken) == 3
 assert all(event.done for copy in copies for event in copy.layer_events)

@@ -96,7 +96,7 @@ async def test_a_failure_at_a_late_layer_shortens_the_hit():
     async with engine:
         await compute(engine, tensors, tokens, 7, stream)
         await engine.evict(32)
-        device._engines["device", ""].fail_at(_native.cuda.Direction.ONLOAD, LAYERS - 1, 1)
+        device._engines["attention", "host"].fail_at(_native.cuda.Direction.ONLOAD, LAYERS - 1, 1)
         lease = await engine.match(np.append(tokens, np.int32(1)))
         await lease.allocate(TOKENS + 1)
         assert lease.cached_tokens == TOKENS

@@ -112,7 +112,7 @@ def test_gpu_wait_blocks_until_the_layer_is_submitted():
 
     onload = _native.cuda.Direction.ONLOAD
     with Pools(sizes=(4096,), layers=2) as pools:
-        engine = pools.device._engines["device", ""]
+        engine = pools.device._engines["attention", "host"]
         engine.hold(onload, True)
         copy = pools.device.copy(ONLOAD, IDS, IDS, None)
         stream, out, entered = new_stream(), [], threading.Event()
@@ -157,7 +157,7 @@ def test_a_failure_at_the_last_layer():
     with Pools(sizes=(65536,), layers=2, device_blocks=40, host_blocks=40) as pools:
         pools.device.wait_pinned()
         ids = np.arange(40, dtype=np.int32)
-        engine = pools.device._engines["device", ""]
+        engine = pools.device._engines["attention", "host"]
         engine.fail_at(onload, 1, 1)
         copy = pools.device.copy(ONLOAD, ids, ids[::-1], None)
         copy.layer_events[-1].synchronize()

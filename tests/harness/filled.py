@@ -9,7 +9,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from aiokv import CacheConfig
-from aiokv.base.statistics import ATTENTION, DurationHistogram, Statistics
+from aiokv.base.groups import ATTENTION
+from aiokv.base.statistics import DurationHistogram, Statistics
 
 _numbers = count(1_000)
 

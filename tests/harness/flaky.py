@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from aiokv.base.plan import STATE
+from aiokv.base.groups import ATTENTION
+from aiokv.base.plan import CLONE
 from aiokv.errors import DeviceError
 from aiokv.testing.manual import ManualDevice, fill_with_garbage
-from aiokv.worker.device.base import CopyError, blocks_of, pool_key
+from aiokv.worker.device.base import CopyError, blocks_of, host_pool
 from aiokv.worker.device.cpu import CpuDevice
 
 if TYPE_CHECKING:
@@ -98,19 +99,19 @@ class FlakyDevice(CpuDevice):
         source_ids: NDArray[np.int32],
         target_ids: NDArray[np.int32],
         after: Event | None,
-        group: str = "",
+        group: str = ATTENTION,
     ) -> CpuCopy | FlakyCopy:
         """Start a copy, which may be refused, or fail from a random block on."""
-        if route == STATE:
-            return super().copy(route, source_ids, target_ids, after)
+        if route == CLONE:
+            return super().copy(route, source_ids, target_ids, after, group)
         if (refusal := self.faults.refusal()) is not None:
             raise refusal
         good = self.faults.first_bad(len(target_ids), at_least=1)
         if good is None or self._memory is None:
             return super().copy(route, source_ids, target_ids, after, group)
         regions, arenas = self._memory
-        key = pool_key(route, group)
-        fill_with_garbage(blocks_of(regions, key), arenas[key], route, target_ids[good:])
+        pool = host_pool(route, group)
+        fill_with_garbage(blocks_of(regions, group), arenas[pool], route, target_ids[good:])
         copy = super().copy(route, source_ids[:good], target_ids[:good], after, group)
         return FlakyCopy(copy, CopyError(good, "failed at random"))
 
@@ -140,7 +141,7 @@ class ChaosDevice(ManualDevice):
                 copy.complete(layer)
             else:
                 copy.fail(
-                    layer, block=0 if copy.route == STATE else good, reason="failed at random"
+                    layer, block=0 if copy.route == CLONE else good, reason="failed at random"
                 )
 
     def copy(
@@ -149,9 +150,9 @@ class ChaosDevice(ManualDevice):
         source_ids: NDArray[np.int32],
         target_ids: NDArray[np.int32],
         after: Event | None,
-        group: str = "",
+        group: str = ATTENTION,
     ) -> ManualCopy:
         """Take a copy, or refuse it at random."""
-        if route != STATE:
+        if route != CLONE:
             self.refuse = self.faults.refusal()
         return super().copy(route, source_ids, target_ids, after, group)

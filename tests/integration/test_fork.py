@@ -199,7 +199,7 @@ async def test_a_fork_that_fails_leaves_nothing(monkeypatch):
         def fail(*args):
             raise MemoryError
 
-        monkeypatch.setattr("aiokv.worker.controller.clone_rows", fail)
+        monkeypatch.setattr("aiokv.worker.steps.clone_rows", fail)
         with pytest.raises(MemoryError):
             parent.fork()
         assert served.engine.statistics().leases == 1

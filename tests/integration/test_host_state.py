@@ -8,7 +8,7 @@ import random
 import pytest
 
 from aiokv import CacheConfig, CacheEngine, ConfigError, Regions
-from aiokv.base.plan import OFFLOAD, ONLOAD, STATE
+from aiokv.base.plan import OFFLOAD, ONLOAD, STATE_CLONE, group_routes
 from aiokv.errors import LeaseError, TransferError
 from aiokv.testing import ManualDevice, ManualEvent, spin
 from tests.harness.flaky import ChaosDevice
@@ -449,7 +449,7 @@ async def test_settings_that_cannot_save_are_refused():
     with pytest.raises(ConfigError, match="host_blocks is 0"):
         CacheConfig(device_blocks=8, state_slots=2, host_state_slots=2)
     device = ManualDevice()
-    device.routes = frozenset((ONLOAD, OFFLOAD, STATE))
+    device.routes = group_routes(ONLOAD, OFFLOAD, retentions=["all"]) | {STATE_CLONE}
     with pytest.raises(ConfigError, match="host_state_slots is 2"):
         CacheEngine(
             CacheConfig(**sizes, state_slots=2, host_state_slots=2), Regions(num_layers=0), device

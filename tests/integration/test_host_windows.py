@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aiokv import CacheConfig, CacheEngine, ConfigError, Regions, UsageError, WindowGroup
-from aiokv.base.plan import OFFLOAD, ONLOAD, STATE
+from aiokv.base.plan import OFFLOAD, ONLOAD, STATE_CLONE, group_routes
 from aiokv.errors import LeaseError, TransferError
 from aiokv.testing import ManualDevice, ManualEvent, ScriptedDevice, spin
 from tests.harness.flaky import ChaosDevice
@@ -441,7 +441,7 @@ async def test_settings_that_cannot_save_are_refused():
         WindowGroup(window_tokens=3, device_blocks=6, host_blocks=-1)
     config = CacheConfig(**sizes, host_blocks=8, windows={"near": group})
     device = ManualDevice()
-    device.routes = frozenset((ONLOAD, OFFLOAD, STATE))
+    device.routes = group_routes(ONLOAD, OFFLOAD, retentions=["all"]) | {STATE_CLONE}
     with pytest.raises(ConfigError, match=r"\['near'\] of CacheConfig.windows"):
         CacheEngine(config, Regions(num_layers=0), device)
     model = Windowed(host_windows=4, host_blocks=8, window_blocks=8)

@@ -480,7 +480,7 @@ async def test_a_wait_for_another_engine():
         assert changed["peer_received_tokens"] == 20
         assert changed["peer_wanted_tokens"] == 20
         assert changed["peer_complete_tickets receive"] == 1
-        assert changed["peer_blocks receive"] == 5
+        assert changed["peer_blocks attention receive"] == 5
         assert "computed_tokens" not in changed
 
 

@@ -338,7 +338,7 @@ async def test_a_copy_that_raises_saves_nothing(monkeypatch: pytest.MonkeyPatch)
             raise UsageError("name the stream")
 
         with monkeypatch.context() as patch:
-            patch.setattr(hybrid.engine.worker, "clone", fail)
+            patch.setattr(hybrid.engine.worker.steps, "clone", fail)
             with pytest.raises(UsageError):
                 lease.snapshot(6)
         assert hybrid.engine.statistics().groups["state"].device.cached == 0

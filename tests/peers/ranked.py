@@ -376,4 +376,4 @@ async def _held(worker: Rank) -> Sequence[str]:
         return statistics.free_slots == statistics.landing_slots
 
     await run_until_idle(is_free)
-    return worker._controller.peer_violations()
+    return worker._controller.tickets.violations()

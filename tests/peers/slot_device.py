@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiokv import _native
-from aiokv.base.plan import PEER_ROUTES, SEND
+from aiokv.base.groups import ATTENTION
+from aiokv.base.plan import PEER_ROUTES, SEND, Pool
 from aiokv.stores.base import Result
 from aiokv.worker.arena import HostArena
-from aiokv.worker.device.base import CopyError, peer_key
+from aiokv.worker.device.base import CopyError
 from aiokv.worker.device.cpu import CpuDevice
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.layout.regions import Regions
-    from aiokv.worker.device.base import Event, PoolKey
+    from aiokv.worker.device.base import Event
 
 
 class Ended:
@@ -105,7 +106,7 @@ class SlotDevice(CpuDevice):
         self,
         regions: Regions,
         arena: HostArena,
-        side_arenas: Mapping[PoolKey, HostArena] | None = None,
+        side_arenas: Mapping[Pool, HostArena] | None = None,
     ) -> None:
         self._attached = (regions, arena, dict(side_arenas or {}))
         super().attach(regions, arena, side_arenas)
@@ -114,7 +115,7 @@ class SlotDevice(CpuDevice):
         regions, arena, side_arenas = self._attached
         own = HostArena(num_blocks=num_slots, block_bytes=slot_bytes)
         super().detach(keep_host=True)
-        super().attach(regions, arena, {**side_arenas, peer_key("device"): own})
+        super().attach(regions, arena, {**side_arenas, Pool(ATTENTION, "peer"): own})
         self.slots = Slots(own, regions)
         return self.slots
 
@@ -124,7 +125,7 @@ class SlotDevice(CpuDevice):
         source_ids: NDArray[np.int32],
         target_ids: NDArray[np.int32],
         after: Event | None,
-        group: str = "",
+        group: str = ATTENTION,
         keys: bytes = b"",
     ) -> Any:
         if route not in PEER_ROUTES or self.slots is None:

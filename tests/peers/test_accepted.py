@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from aiokv.peers import accepted as module
 from aiokv.peers.accepted import AcceptedConnections
 from aiokv.peers.messages import PROTOCOL_VERSION, Open
 from aiokv.testing import run_until_idle
-from aiokv.worker import accepted as module
 
 pytestmark = pytest.mark.asyncio
 

@@ -114,8 +114,8 @@ async def test_blocks_that_the_receiver_has_are_not_sent():
                 assert await p.prefill(tokens, receiving.ticket) == (18, None)
                 assert await receiving.wait() == 30
             d.check(lease, tokens)
-        assert p.engine.statistics().sent_blocks == 5
-        assert d.engine.statistics().received_blocks == 5
+        assert p.engine.statistics().attention.sent_blocks == 5
+        assert d.engine.statistics().attention.received_blocks == 5
 
 
 async def test_cached_blocks_are_sent_before_anything_is_computed():
@@ -356,7 +356,7 @@ async def test_receive_that_is_left_gives_its_blocks_back():
             assert sending.failure
             assert sending.delivered_tokens >= 16
             d.check(lease, tokens)
-        assert d.engine.statistics().received_blocks == 4
+        assert d.engine.statistics().attention.received_blocks == 4
 
 
 async def test_cancelled_send_shortens_the_received_prefix():

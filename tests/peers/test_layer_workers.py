@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from aiokv.peers import peer_transfers
 from aiokv.peers.one_sided import OneSidedTransport
 from aiokv.peers.ticket import encode
 from aiokv.testing import ManualDevice, ManualEvent, run_until_idle, spin
-from aiokv.worker import peer_transfers
 
 from .one_sided_fakes import FakeBackend
 from .workers import KEY, PeerWorker
@@ -50,14 +50,14 @@ async def workers(
     async with PeerWorker(seed=1, **sizes, **options) as p, PeerWorker(seed=2, **sizes) as d:
         transport = "nixl" if backends else "tcp"
         ticket = d.expect(len(PROMPT), transport=transport)
-        await p.controller.open_ticket(encode(ticket, KEY))
+        await p.controller.tickets.open_ticket(encode(ticket, KEY))
         yield p, d, ticket
         for backend in backends:
             backend.open_gates()
 
 
 def parcels(d: PeerWorker) -> int:
-    return d.controller.peer_statistics()[0].received.parcels
+    return d.controller.tickets.statistics()[0].received.parcels
 
 
 async def test_ranges_of_layers_become_blocks(backends):
@@ -99,7 +99,7 @@ async def test_layers_with_wrong_bytes_are_sent_again(backends):
         p.send(ticket, PROMPT, SOURCES, ranges=(0, 3))
         assert await d.ended(received) == [("done", 0)]
         assert d.blocks(TARGETS) == p.blocks(SOURCES)
-        assert d.controller.peer_statistics()[0].received.wrong == 1
+        assert d.controller.tickets.statistics()[0].received.wrong == 1
 
 
 async def test_cancelled_plan_with_some_layers_leaves_its_blocks_alone(backends):
@@ -113,7 +113,7 @@ async def test_cancelled_plan_with_some_layers_leaves_its_blocks_alone(backends)
         p.send(ticket, PROMPT, SOURCES, ranges=(2, 3))
         await spin(50)
         assert d.blocks(TARGETS) == before
-        d.controller.close_ticket(ticket.ticket_id, "the test ends")
+        d.controller.tickets.close_ticket(ticket.ticket_id, "the test ends")
         await run_until_idle(lambda: d.free_slots == 8)
 
 
@@ -123,15 +123,15 @@ async def test_early_plan_waits_for_its_mark_or_for_its_step(backends, opens):
     async with workers(backends, device=device) as (p, d, ticket):
         d.receive(ticket, PROMPT, TARGETS)
         p.send(ticket, PROMPT[:2], SOURCES[:2], after_step=1, ranges=(0, 2), mark=5)
-        p.controller.layers_done(ticket.ticket_id, 4, None)  # another mark
-        p.controller.layers_done(bytes(16), 5, None)  # another ticket
+        p.controller.tickets.layers_done(ticket.ticket_id, 4, None)  # another mark
+        p.controller.tickets.layers_done(bytes(16), 5, None)  # another ticket
         await spin(20)
         assert not device.sends
         event = ManualEvent()
         if opens == "mark":
-            p.controller.layers_done(ticket.ticket_id, 5, event)
+            p.controller.tickets.layers_done(ticket.ticket_id, 5, event)
         else:
-            p.controller.close_step(1, event)
+            p.controller.steps.close(1, event)
         await run_until_idle(lambda: len(device.sends) == 2)
         assert {copy.after for copy in device.sends} == {event}
         assert {copy.group for copy in device.sends} == {"0:1", "1:3"}

@@ -105,7 +105,7 @@ async def test_layers_arrive_before_the_commit_and_are_used_after_it():
             assert await receiving.wait() == 30
         d.check(lease, tokens)
         assert parcels(d) == 3 * 5 + 3
-        assert d.engine.statistics().received_blocks == 8
+        assert d.engine.statistics().attention.received_blocks == 8
 
 
 async def cancel(p: Side, source: Lease, sending: Sending) -> None:

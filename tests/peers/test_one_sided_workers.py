@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from aiokv.errors import ConfigError, PeerError
+from aiokv.peers import accepted, peer_transfers
 from aiokv.peers.messages import Want
 from aiokv.peers.one_sided import EndpointError, OneSidedTransport
 from aiokv.peers.ticket import encode
 from aiokv.testing import run_until_idle, spin
-from aiokv.worker import accepted, peer_transfers
 
 from .one_sided_fakes import MISSING, FakeBackend
 from .workers import KEY, PeerWorker
@@ -38,13 +38,13 @@ class Workers:
         """Begin to send blocks 8 and on to blocks 0 and on; return both plans and the ticket."""
         ticket = self.d.expect(num_blocks, transport="nixl")
         received = self.d.receive(ticket, range(num_blocks), range(num_blocks))
-        await self.p.controller.open_ticket(encode(ticket, KEY))
+        await self.p.controller.tickets.open_ticket(encode(ticket, KEY))
         sent = self.p.send(ticket, range(num_blocks), range(8, 8 + num_blocks))
         return received, sent, ticket.ticket_id
 
     def lose(self) -> None:
         """Cut all connections, as after silence: the receiver closes, the sender does not know."""
-        peers: Any = self.d.controller._peers
+        peers: Any = self.d.controller.tickets
         for connection in peers._accepted.connections:
             connection.abort("the peer sent nothing for 6.0 s")
 
@@ -89,8 +89,8 @@ async def test_bytes_that_change_on_the_way_are_sent_again(monkeypatch):
         assert await w.p.ended(sent) == [("done", 0)]
         assert await w.d.ended(received) == [("done", 0)]
         assert w.d.blocks(range(4)) == w.p.blocks(range(8, 12))
-        assert w.d.controller.peer_statistics()[0].received.wrong == 1
-        assert w.p.controller.peer_statistics()[0].sent.retries == 1
+        assert w.d.controller.tickets.statistics()[0].received.wrong == 1
+        assert w.p.controller.tickets.statistics()[0].sent.retries == 1
 
 
 async def test_bytes_that_always_change_never_reach_a_block(monkeypatch):
@@ -121,7 +121,7 @@ async def test_late_write_reaches_only_quarantined_slots(monkeypatch):
         await run_until_idle(lambda: w.p.outcome(sent) is not None)
         await spin(50)
         assert w.d.free_slots < 8  # the sender may still write them
-        assert w.d.controller.peer_violations() == []
+        assert w.d.controller.tickets.violations() == []
         # The other slots serve a new connection meanwhile.
         w.sending.writing.open()
         await run_until_idle(lambda: w.d.free_slots == 8)
@@ -139,7 +139,7 @@ async def test_outgoing_slots_are_in_use_until_the_library_has_ended(monkeypatch
         await run_until_idle(w.sending.writing.reached.is_set)
         w.lose()
         assert await w.p.ended(sent) == [("failed", 0)]  # the device blocks are free, not the slots
-        sender: Any = w.p.controller._peers._sender
+        sender: Any = w.p.controller.tickets._sender
         await spin(50)
         assert sender.free_slots == 4
         w.sending.writing.open()
@@ -183,21 +183,21 @@ async def test_unexpected_error_of_the_receivers_library_cuts_the_connection(mon
         async def accept(connection: object, metadata: bytes) -> bytes:
             raise broken
 
-        monkeypatch.setattr(w.d.controller._peers._transport, "accept", accept)
+        monkeypatch.setattr(w.d.controller.tickets._transport, "accept", accept)
         with pytest.raises(PeerError, match="the connection to the receiver ended"):
             await w.begin()
         assert [context["exception"] for context in errors] == [broken]
-        w.d.controller._peers.give_up("the test ended")
+        w.d.controller.tickets.give_up("the test ended")
 
 
 async def test_tickets_that_are_opened_at_the_same_time_share_one_endpoint(monkeypatch):
     async with workers(monkeypatch) as w:
         tickets = [w.d.expect(2, transport="nixl") for _ in range(3)]
         blobs = [encode(ticket, KEY) for ticket in tickets]
-        await asyncio.gather(*map(w.p.controller.open_ticket, blobs))
+        await asyncio.gather(*map(w.p.controller.tickets.open_ticket, blobs))
         assert [endpoint.receives for endpoint in w.sending.endpoints].count(False) == 1
         for worker in (w.p, w.d):
-            worker.controller._peers.give_up("the test ended")
+            worker.controller.tickets.give_up("the test ended")
 
 
 async def test_connection_that_ends_while_its_endpoint_is_made_leaves_nothing(monkeypatch):
@@ -206,20 +206,20 @@ async def test_connection_that_ends_while_its_endpoint_is_made_leaves_nothing(mo
         await w.p.ended(sent)
         await w.d.ended(received)
         w.lose()
-        await run_until_idle(lambda: w.p.controller.peer_statistics()[0].connections == 0)
+        await run_until_idle(lambda: w.p.controller.tickets.statistics()[0].connections == 0)
         w.sending.creating.shut()
         ticket = w.d.expect(2, transport="nixl")
-        opening = asyncio.ensure_future(w.p.controller.open_ticket(encode(ticket, KEY)))
+        opening = asyncio.ensure_future(w.p.controller.tickets.open_ticket(encode(ticket, KEY)))
         await run_until_idle(w.sending.creating.reached.is_set)
         w.lose()
-        await run_until_idle(lambda: w.p.controller.peer_statistics()[0].connections == 0)
+        await run_until_idle(lambda: w.p.controller.tickets.statistics()[0].connections == 0)
         w.sending.creating.open()
         with pytest.raises(PeerError, match="the connection to the receiver ended"):
             await opening
-        opener: Any = w.p.controller._peers._opener
+        opener: Any = w.p.controller.tickets._opener
         assert not opener._links
         assert not opener._linking
-        w.d.controller._peers.give_up("the test ended")
+        w.d.controller.tickets.give_up("the test ended")
 
 
 @pytest.mark.parametrize("side", ["sending", "receiving"])
@@ -229,14 +229,14 @@ async def test_endpoint_that_cannot_be_made_fails_the_ticket(side, monkeypatch):
         await w.p.ended(sent)
         await w.d.ended(received)
         w.lose()
-        await run_until_idle(lambda: w.d.controller.peer_statistics()[0].connections == 0)
-        await run_until_idle(lambda: w.p.controller.peer_statistics()[0].connections == 0)
+        await run_until_idle(lambda: w.d.controller.tickets.statistics()[0].connections == 0)
+        await run_until_idle(lambda: w.p.controller.tickets.statistics()[0].connections == 0)
         getattr(w, side).failures["create"] = EndpointError("no memory is left")
         with pytest.raises(PeerError, match="no memory is left"):
             await w.begin()
         for worker in (w.p, w.d):
-            assert worker.controller.peer_violations() == []
-        w.d.controller._peers.give_up("the test ended")
+            assert worker.controller.tickets.violations() == []
+        w.d.controller.tickets.give_up("the test ended")
 
 
 async def test_worker_sleeps_and_wakes_up_with_new_endpoints(monkeypatch):
@@ -245,10 +245,10 @@ async def test_worker_sleeps_and_wakes_up_with_new_endpoints(monkeypatch):
         await w.p.ended(sent)
         await w.d.ended(received)
         for worker in (w.p, w.d):
-            await worker.controller._peers.sleep()
+            await worker.controller.tickets.sleep()
         assert all(endpoint.is_closed for endpoint in w.sending.endpoints + w.receiving.endpoints)
         for worker in (w.p, w.d):
-            await worker.controller._peers.wake_up()
+            await worker.controller.tickets.wake_up()
         received, sent, _ = await w.begin()
         assert await w.p.ended(sent) == [("done", 0)]
         assert await w.d.ended(received) == [("done", 0)]
@@ -273,12 +273,12 @@ async def test_messages_of_a_sender_that_is_not_accepted_yet_are_limited(monkeyp
         await w.p.ended(sent)
         await w.d.ended(received)
         w.lose()
-        await run_until_idle(lambda: w.p.controller.peer_statistics()[0].connections == 0)
+        await run_until_idle(lambda: w.p.controller.tickets.statistics()[0].connections == 0)
         w.receiving.creating.shut()
         ticket = w.d.expect(2, transport="nixl")
-        opening = asyncio.ensure_future(w.p.controller.open_ticket(encode(ticket, KEY)))
+        opening = asyncio.ensure_future(w.p.controller.tickets.open_ticket(encode(ticket, KEY)))
         await run_until_idle(w.receiving.creating.reached.is_set)
-        opener: Any = w.p.controller._peers._opener
+        opener: Any = w.p.controller.tickets._opener
         ((connection, _),) = opener._replies
         for _ in range(2):
             connection.send(Want(ticket_id=ticket.ticket_id, parcels=1))
@@ -288,4 +288,4 @@ async def test_messages_of_a_sender_that_is_not_accepted_yet_are_limited(monkeyp
         with pytest.raises(PeerError, match="the connection to the receiver ended"):
             await opening
         w.receiving.open_gates()
-        w.d.controller._peers.give_up("the test ended")
+        w.d.controller.tickets.give_up("the test ended")

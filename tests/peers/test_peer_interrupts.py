@@ -29,7 +29,7 @@ async def move(p: PeerWorker, d: PeerWorker, *, must_succeed: bool) -> None:
     ticket = d.expect(6, seconds=PATIENCE_SECONDS if must_succeed else SECONDS)
     first, second = d.receive(ticket, [0, 1, 2], [5, 9, 2]), d.receive(ticket, [3, 4, 5], [1, 0, 7])
     try:
-        await p.controller.open_ticket(encode(ticket, KEY))
+        await p.controller.tickets.open_ticket(encode(ticket, KEY))
     except PeerError:
         assert not must_succeed
     sent = p.send(ticket, range(6), [11, 12, 13, 14, 15, 16])
@@ -43,7 +43,7 @@ async def move(p: PeerWorker, d: PeerWorker, *, must_succeed: bool) -> None:
         good = 3 if outcome == "done" else bad
         assert d.blocks(here[:good]) == p.blocks(there[:good])
     for worker in (p, d):
-        worker.controller.close_ticket(ticket.ticket_id, "closed")
+        worker.controller.tickets.close_ticket(ticket.ticket_id, "closed")
 
 
 async def exchange(interrupter: Interrupter, at: int) -> None:
@@ -60,7 +60,7 @@ class EndInterrupter(Interrupter):
     """As Interrupter, in the methods only that end a plan of peers."""
 
     def _on_call(self, frame: FrameType, event: str, arg: object) -> Any:
-        inside = frame.f_code.co_filename.endswith("worker/peer_plans.py")
+        inside = frame.f_code.co_filename.endswith("peers/peer_plans.py")
         if not inside or frame.f_code.co_name not in ("end", "_finish"):
             return None
         return super()._on_call(frame, event, arg)

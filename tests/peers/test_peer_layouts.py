@@ -110,7 +110,7 @@ def ticket_for(receivers: list[Rank], first: int = 0) -> Ticket:
         timeout_seconds=60.0,
         block_tokens=receivers[0].block_tokens,
         transport="tcp",
-        endpoints=[e for receiver in receivers for e in receiver.controller.endpoints],
+        endpoints=[e for receiver in receivers for e in receiver.controller.tickets.endpoints],
     )
 
 
@@ -120,15 +120,15 @@ async def exchange(senders: list[Rank], receivers: list[Rank], first: int = 0) -
     blob = encode(ticket, KEY)
     received = []
     for receiver in receivers:
-        receiver.controller.expect(blob, 60.0, 60.0)
+        receiver.controller.tickets.expect(blob, 60.0, 60.0)
         start = first // receiver.block_tokens
         for block in range(start, len(receiver.ids), 2):
             blocks = range(block, min(block + 2, len(receiver.ids)))
             ids = [receiver.ids[i] for i in blocks]
             received.append((receiver, receiver.receive(ticket, blocks, ids)))
-    layouts = [sender.controller.peer_layout for sender in senders]
+    layouts = [sender.controller.tickets.layout for sender in senders]
     for sender in senders:
-        await sender.controller.open_ticket(blob, layouts)
+        await sender.controller.tickets.open_ticket(blob, layouts)
     sent = []
     for sender in senders:
         start = first // sender.block_tokens
@@ -138,12 +138,12 @@ async def exchange(senders: list[Rank], receivers: list[Rank], first: int = 0) -
         assert await worker.ended(transfer_id) == [("done", 0)]
     for receiver in receivers:
         assert receiver.holds(first, TOKENS)
-        assert receiver.controller.peer_violations() == []
+        assert receiver.controller.tickets.violations() == []
     for worker in senders + receivers:
-        worker.controller.close_ticket(ticket.ticket_id, "closed")
+        worker.controller.tickets.close_ticket(ticket.ticket_id, "closed")
     for receiver in receivers:
         await run_until_idle(
-            lambda r=receiver: r.free_slots == r.controller.peer_statistics()[0].landing_slots
+            lambda r=receiver: r.free_slots == r.controller.tickets.statistics()[0].landing_slots
         )
 
 
@@ -197,9 +197,9 @@ async def test_parcels_that_do_not_fit_in_a_slot_are_refused_at_the_handshake():
         from_ranks = await servers(stack, 1, 64, has_prompt=True)
         to_ranks = await servers(stack, 1, 16, has_prompt=False, slots=8)
         ticket = ticket_for(to_ranks)
-        to_ranks[0].controller.expect(encode(ticket, KEY), 60.0, 60.0)
+        to_ranks[0].controller.tickets.expect(encode(ticket, KEY), 60.0, 60.0)
         with pytest.raises(LayoutError, match="landing slot"):
-            await from_ranks[0].controller.open_ticket(encode(ticket, KEY))
+            await from_ranks[0].controller.tickets.open_ticket(encode(ticket, KEY))
 
 
 async def test_ring_without_room_for_other_layouts_is_refused_at_the_handshake():
@@ -207,7 +207,7 @@ async def test_ring_without_room_for_other_layouts_is_refused_at_the_handshake()
         from_ranks = await servers(stack, 2, 16, has_prompt=True)
         to_ranks = await servers(stack, 1, 16, has_prompt=False, slots=3)
         ticket = ticket_for(to_ranks)
-        to_ranks[0].controller.expect(encode(ticket, KEY), 60.0, 60.0)
-        layouts = [sender.controller.peer_layout for sender in from_ranks]
+        to_ranks[0].controller.tickets.expect(encode(ticket, KEY), 60.0, 60.0)
+        layouts = [sender.controller.tickets.layout for sender in from_ranks]
         with pytest.raises(LayoutError, match="ring_bytes"):
-            await from_ranks[0].controller.open_ticket(encode(ticket, KEY), layouts)
+            await from_ranks[0].controller.tickets.open_ticket(encode(ticket, KEY), layouts)

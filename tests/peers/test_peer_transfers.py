@@ -25,13 +25,13 @@ async def test_blocks_arrive_with_equal_bytes_and_both_plans_are_done():
             d.receive(ticket, [0, 1, 2], [5, 9, 2]),
             d.receive(ticket, [3, 4, 5], [1, 0, 7]),
         )
-        await p.controller.open_ticket(encode(ticket, KEY))
+        await p.controller.tickets.open_ticket(encode(ticket, KEY))
         sent = p.send(ticket, range(6), [11, 12, 13, 14, 15, 16])
         assert await p.ended(sent) == [("done", 0)]
         assert await d.ended(first, second) == [("done", 0), ("done", 0)]
         assert d.blocks([5, 9, 2, 1, 0, 7]) == p.blocks([11, 12, 13, 14, 15, 16])
-        p.controller.close_ticket(ticket.ticket_id, "closed")
-        d.controller.close_ticket(ticket.ticket_id, "closed")
+        p.controller.tickets.close_ticket(ticket.ticket_id, "closed")
+        d.controller.tickets.close_ticket(ticket.ticket_id, "closed")
         await run_until_idle(lambda: d.free_slots == 8)
         statistics = d.controller.statistics().routes["receive"]
         assert (statistics.done, statistics.submitted) == (2, 0)
@@ -42,7 +42,7 @@ async def test_more_blocks_than_slots_and_more_plans_than_one():
     async with two_workers(PeerWorker(seed=1, slots=2), PeerWorker(seed=2, slots=2)) as (p, d):
         ticket = d.expect(24)
         received = [d.receive(ticket, range(i, i + 4), range(i, i + 4)) for i in range(0, 24, 4)]
-        await p.controller.open_ticket(encode(ticket, KEY))
+        await p.controller.tickets.open_ticket(encode(ticket, KEY))
         sent = [p.send(ticket, range(i, i + 3), range(i + 8, i + 11)) for i in range(0, 24, 3)]
         assert await p.ended(*sent) == [("done", 0)] * 8
         assert await d.ended(*received) == [("done", 0)] * 6
@@ -52,7 +52,7 @@ async def test_more_blocks_than_slots_and_more_plans_than_one():
 async def test_parcels_that_come_before_their_plan_wait_in_their_slots():
     async with two_workers() as (p, d):
         ticket = d.expect(2)
-        await p.controller.open_ticket(encode(ticket, KEY))
+        await p.controller.tickets.open_ticket(encode(ticket, KEY))
         sent = p.send(ticket, [0, 1], [3, 4])
         assert await p.ended(sent) == [("done", 0)]
         received = d.receive(ticket, [0, 1], [6, 7])
@@ -64,12 +64,12 @@ async def test_send_waits_for_its_step():
     async with two_workers() as (p, d):
         ticket = d.expect(1)
         received = d.receive(ticket, [0], [6])
-        await p.controller.open_ticket(encode(ticket, KEY))
+        await p.controller.tickets.open_ticket(encode(ticket, KEY))
         sent = p.send(ticket, [0], [3], after_step=1)
         await spin(50)
         assert p.outcome(sent) is None
         p.regions.layer_pieces(0)[0].view()[3] = 99  # computed by the step
-        p.controller.close_step(1, None)
+        p.controller.steps.close(1, None)
         assert await p.ended(sent) == [("done", 0)]
         assert await d.ended(received) == [("done", 0)]
         assert d.block(6) == p.block(3)
@@ -88,8 +88,8 @@ async def test_ticket_that_no_sender_uses_ends_at_its_deadline():
         await running_clock().advance(2.0)
         assert await d.ended(received) == [("failed", 0)]
         assert d.blocks([6, 7]) == before
-        assert d.controller.peer_statistics()[0].received.tickets == 0
-        assert d.controller.peer_statistics()[0].received.expired == 1
+        assert d.controller.tickets.statistics()[0].received.tickets == 0
+        assert d.controller.tickets.statistics()[0].received.expired == 1
 
 
 async def test_cancelled_receive_writes_no_block_although_parcels_arrive():
@@ -98,7 +98,7 @@ async def test_cancelled_receive_writes_no_block_although_parcels_arrive():
     async with two_workers(receiver=PeerWorker(device, seed=2)) as (p, d):
         ticket = d.expect(4)
         received = d.receive(ticket, range(4), [6, 7, 8, 9])
-        await p.controller.open_ticket(encode(ticket, KEY))
+        await p.controller.tickets.open_ticket(encode(ticket, KEY))
         p.send(ticket, [0, 1], [3, 4])
         await run_until_idle(lambda: len(device.receives) > 0)
         assert d.controller.cancel(received) == "asked"
@@ -122,10 +122,10 @@ async def test_send_is_reported_after_its_device_copies_have_ended():
     async with two_workers(PeerWorker(device, seed=1)) as (p, d):
         ticket = d.expect(2)
         d.receive(ticket, [0, 1], [6, 7])
-        await p.controller.open_ticket(encode(ticket, KEY))
+        await p.controller.tickets.open_ticket(encode(ticket, KEY))
         sent = p.send(ticket, [0, 1], [3, 4])
         await run_until_idle(lambda: len(device.sends) > 0)
-        p.controller.close_ticket(ticket.ticket_id, "closed")
+        p.controller.tickets.close_ticket(ticket.ticket_id, "closed")
         await spin(50)
         assert p.outcome(sent) is None
         device.complete_all()
@@ -137,7 +137,7 @@ async def test_closing_receiver_ends_the_plans_of_the_sender():
         async with PeerWorker(seed=2) as d:
             ticket = d.expect(4)
             received = d.receive(ticket, range(4), range(4))
-            await p.controller.open_ticket(encode(ticket, KEY))
+            await p.controller.tickets.open_ticket(encode(ticket, KEY))
             sent = p.send(ticket, [0, 1], [3, 4])
             assert await p.ended(sent) == [("done", 0)]
             late = p.send(ticket, [2], [5], after_step=1)
@@ -150,7 +150,7 @@ async def test_closing_sender_ends_the_plans_of_the_receiver():
         async with PeerWorker(seed=1) as p:
             ticket = d.expect(4)
             received = d.receive(ticket, range(4), range(4))
-            await p.controller.open_ticket(encode(ticket, KEY))
+            await p.controller.tickets.open_ticket(encode(ticket, KEY))
             sent = p.send(ticket, [0, 1], [3, 4])
             assert await p.ended(sent) == [("done", 0)]
         assert await d.ended(received) == [("failed", 2)]
@@ -167,11 +167,11 @@ async def test_open_ticket_that_is_refused_leaves_nothing_behind(problem):
 
             ticket = msgspec.structs.replace(ticket, generation=bytes(16))
         if problem == "twice":
-            await other.controller.open_ticket(encode(ticket, KEY))
+            await other.controller.tickets.open_ticket(encode(ticket, KEY))
         error = LayoutError if problem == "width" else PeerError
         with pytest.raises(error):
-            await p.controller.open_ticket(encode(ticket, KEY))
-        assert p.controller.peer_statistics()[0].sent.tickets == 0
+            await p.controller.tickets.open_ticket(encode(ticket, KEY))
+        assert p.controller.tickets.statistics()[0].sent.tickets == 0
         refused = p.send(ticket, [0], [1])
         assert await p.ended(refused) == [("failed", 0)]
 
@@ -179,9 +179,9 @@ async def test_open_ticket_that_is_refused_leaves_nothing_behind(problem):
 async def test_open_ticket_twice_by_one_worker_is_refused():
     async with two_workers() as (p, d):
         ticket = d.expect(2)
-        await p.controller.open_ticket(encode(ticket, KEY))
+        await p.controller.tickets.open_ticket(encode(ticket, KEY))
         with pytest.raises(UsageError, match="being sent already"):
-            await p.controller.open_ticket(encode(ticket, KEY))
+            await p.controller.tickets.open_ticket(encode(ticket, KEY))
 
 
 async def test_receiver_that_is_gone_is_a_peer_error():
@@ -189,7 +189,7 @@ async def test_receiver_that_is_gone_is_a_peer_error():
         async with PeerWorker(seed=2) as d:
             ticket = d.ticket(1)
         with pytest.raises(PeerError, match="cannot connect"):
-            await p.controller.open_ticket(encode(ticket, KEY))
+            await p.controller.tickets.open_ticket(encode(ticket, KEY))
 
 
 async def test_1000_tickets_on_a_ring_of_8_slots_all_end():
@@ -199,16 +199,16 @@ async def test_1000_tickets_on_a_ring_of_8_slots_all_end():
             ticket = d.expect(2)
             ids = [2 * i % 32, (2 * i + 1) % 32]
             received = d.receive(ticket, [0, 1], ids)
-            await p.controller.open_ticket(encode(ticket, KEY))
+            await p.controller.tickets.open_ticket(encode(ticket, KEY))
             plans.append((received, p.send(ticket, [0, 1], ids), ticket))
         assert set(await p.ended(*(sent for _, sent, _ in plans))) == {("done", 0)}
         assert set(await d.ended(*(received for received, _, _ in plans))) == {("done", 0)}
         for _, _, ticket in plans:
-            p.controller.close_ticket(ticket.ticket_id, "closed")
-            d.controller.close_ticket(ticket.ticket_id, "closed")
+            p.controller.tickets.close_ticket(ticket.ticket_id, "closed")
+            d.controller.tickets.close_ticket(ticket.ticket_id, "closed")
         await run_until_idle(lambda: d.free_slots == 8)
         assert d.blocks(range(32)) == p.blocks(range(32))
-        received, sent = d.controller.peer_statistics()[0], p.controller.peer_statistics()[0]
+        received, sent = d.controller.tickets.statistics()[0], p.controller.tickets.statistics()[0]
         assert received.received.tickets == sent.sent.tickets == 0
         assert sent.sent.parcels == received.received.parcels == 2000
 
@@ -219,7 +219,7 @@ async def test_blocks_move_again_after_sleep(tiers):
         for number in range(2):
             ticket = d.expect(2)
             received = d.receive(ticket, [0, 1], [6 + number, 8 + number])
-            await p.controller.open_ticket(encode(ticket, KEY))
+            await p.controller.tickets.open_ticket(encode(ticket, KEY))
             sent = p.send(ticket, [0, 1], [3, 4])
             assert await p.ended(sent) == await d.ended(received) == [("done", 0)]
             assert d.blocks([6 + number, 8 + number]) == p.blocks([3, 4])
@@ -237,7 +237,7 @@ async def test_ticket_that_a_sender_has_opened_ends_at_its_deadline_on_both_side
     async with two_workers() as (p, d):
         ticket = d.expect(2, seconds=5.0, timeout_seconds=5.0)
         received = d.receive(ticket, [0, 1], [6, 7])
-        await p.controller.open_ticket(encode(ticket, KEY))
+        await p.controller.tickets.open_ticket(encode(ticket, KEY))
         sent = p.send(ticket, [0, 1], [3, 4], after_step=1)  # the step is never closed
         await clock.advance(4.0)
         assert d.outcome(received) is None
@@ -247,9 +247,9 @@ async def test_ticket_that_a_sender_has_opened_ends_at_its_deadline_on_both_side
         assert await p.ended(sent) == [("failed", 0)]
         await run_until_idle(lambda: d.free_slots == 8)
         await clock.advance(100.0)  # the connection is idle now
-        await run_until_idle(lambda: p.controller.peer_statistics()[0].connections == 0)
-        assert p.controller.peer_statistics()[0].sent.tickets == 0
-        assert d.controller.peer_statistics()[0].received.tickets == 0
+        await run_until_idle(lambda: p.controller.tickets.statistics()[0].connections == 0)
+        assert p.controller.tickets.statistics()[0].sent.tickets == 0
+        assert d.controller.tickets.statistics()[0].received.tickets == 0
 
 
 async def test_ring_that_is_smaller_than_a_block_is_refused():
@@ -268,9 +268,9 @@ async def test_changed_bytes_are_found_and_sent_again(monkeypatch):
     async with two_workers() as (p, d):
         ticket = d.expect(2)
         received = d.receive(ticket, [0, 1], [6, 7])
-        await p.controller.open_ticket(encode(ticket, KEY))
+        await p.controller.tickets.open_ticket(encode(ticket, KEY))
         blocks = d.controller.memory.peer_arena.blocks
-        receiver = d.controller._peers._receiver
+        receiver = d.controller.tickets._receiver
         end_parcel, changed = receiver.end_parcel, []
 
         def damage(connection, landed):
@@ -283,8 +283,8 @@ async def test_changed_bytes_are_found_and_sent_again(monkeypatch):
         sent = p.send(ticket, [0, 1], [3, 4])
         assert await p.ended(sent) == await d.ended(received) == [("done", 0)]
         assert d.blocks([6, 7]) == p.blocks([3, 4])
-        assert d.controller.peer_statistics()[0].received.wrong == 1
-        assert p.controller.peer_statistics()[0].sent.retries == 1
+        assert d.controller.tickets.statistics()[0].received.wrong == 1
+        assert p.controller.tickets.statistics()[0].sent.retries == 1
 
 
 # --- slots that an interrupt has lost -------------------------------------------------------------
@@ -294,7 +294,7 @@ class Lost:
     """A landing slot and an outgoing slot of a worker that nothing owns, as after an interrupt."""
 
     def __init__(self, worker: PeerWorker) -> None:
-        self.peers: Any = worker.controller._peers
+        self.peers: Any = worker.controller.tickets
         self.ring, slots = self.peers._ring, self.peers._sender._slots
         self.num_outgoing = slots.num_slots
         slots._free.pop()
@@ -317,7 +317,7 @@ class Lost:
 async def test_lost_slots_are_free_again_when_a_ticket_is_closed():
     async with PeerWorker() as d:
         lost = Lost(d)
-        d.controller.close_ticket(bytes(16), "closed")
+        d.controller.tickets.close_ticket(bytes(16), "closed")
         assert lost.are_free
 
 
@@ -336,11 +336,11 @@ async def test_lost_slots_are_free_again_when_the_last_plan_has_ended():
     device = ManualDevice()
     async with two_workers(sender=PeerWorker(device, seed=1)) as (p, d):
         ticket = d.expect(1)
-        await p.controller.open_ticket(encode(ticket, KEY))
+        await p.controller.tickets.open_ticket(encode(ticket, KEY))
         sent = p.send(ticket, [0], [9])
         await run_until_idle(lambda: bool(device.copies))
         lost = Lost(p)
-        p.controller.close_ticket(ticket.ticket_id, "closed")
+        p.controller.tickets.close_ticket(ticket.ticket_id, "closed")
         await spin(20)
         assert not lost.outgoing_is_free
         device.complete_all()
@@ -358,8 +358,8 @@ async def test_slots_are_not_taken_for_lost_while_they_may_be_in_use(busy):
             "thread": lost.peers._work._unfinished,
         }[busy]
         users.add(busy)
-        d.controller.close_ticket(bytes(16), "closed")
+        d.controller.tickets.close_ticket(bytes(16), "closed")
         assert not lost.are_free
         users.remove(busy)
-        d.controller.close_ticket(bytes(16), "closed")
+        d.controller.tickets.close_ticket(bytes(16), "closed")
         assert lost.are_free

@@ -17,8 +17,8 @@ from aiokv import (
     Regions,
     WindowGroup,
 )
-from aiokv.base.plan import RECEIVE, STATE_RECEIVE, STATE_SEND, WINDOW_RECEIVE
-from aiokv.base.plan import STATE as STATE_ROUTE
+from aiokv.base import plan
+from aiokv.base.plan import STATE_CLONE, GroupRoute
 from aiokv.testing import (
     ManualDevice,
     record,
@@ -38,13 +38,16 @@ if TYPE_CHECKING:
     import numpy as np
 
     from aiokv import Lease
-    from aiokv.base.plan import Route
     from aiokv.testing import ManualCopy
 
 pytestmark = pytest.mark.asyncio
 
 NEAR = WindowGroup(window_tokens=6, device_blocks=40, step_tokens=8)
 FAR = WindowGroup(window_tokens=19, device_blocks=60, step_tokens=8, sink_tokens=3)
+RECEIVE: GroupRoute = ("all", plan.RECEIVE)
+STATE_RECEIVE: GroupRoute = ("last", plan.RECEIVE)
+STATE_SEND: GroupRoute = ("last", plan.SEND)
+WINDOW_RECEIVE: GroupRoute = ("window", plan.RECEIVE)
 STATE: dict[str, Any] = {"state_slots": 6}
 WINDOWS: dict[str, Any] = {"windows": {"near": NEAR, "far": FAR}}
 MODELS = pytest.mark.parametrize(
@@ -226,7 +229,7 @@ async def test_lost_state_and_windows_leave_what_was_cached(model):
             routes += [STATE_RECEIVE] if "state_slots" in model else []
             failing = routes.pop()
             await complete(device, RECEIVE, *routes, until=has_copies(device, failing))
-            for copy in [copy for copy in device.copies if copy.route == failing]:
+            for copy in [copy for copy in device.copies if copy.group_route == failing]:
                 copy.fail_all()
             await complete(device, until=prefill.done)
             assert await receiving.wait() == 0
@@ -247,7 +250,8 @@ async def test_receive_that_is_cancelled_before_it_is_told_of_its_windows(model,
             tell = exchange._tell_flow
 
             def cancel_and_tell(moved: Any) -> None:
-                has_windows = d.engine.statistics().received_window_blocks > 0
+                groups = d.engine.statistics().groups
+                has_windows = any(groups[name].received_blocks for name in d.engine.config.windows)
                 if has_windows and not exchange._read.peer_transfers(lease.id):
                     receiving.cancel()
                 tell(moved)
@@ -268,13 +272,13 @@ async def granted(side: Side, tokens: np.ndarray) -> Lease:
     """Return a granted lease whose state is zeroed."""
     lease = await side.granted(tokens)
     if isinstance(side.device, ManualDevice):
-        await complete(side.device, STATE_ROUTE)
+        await complete(side.device, STATE_CLONE)
     await lease.layers.wait_all()
     return lease
 
 
 async def complete(
-    device: ManualDevice, *routes: Route, until: Callable[[], bool] = lambda: True
+    device: ManualDevice, *routes: GroupRoute, until: Callable[[], bool] = lambda: True
 ) -> None:
     """Complete the copies of some routes, all by default, and those that follow.
 
@@ -285,7 +289,7 @@ async def complete(
     """
 
     def step() -> bool:
-        copies = [copy for copy in device.copies if not routes or copy.route in routes]
+        copies = [copy for copy in device.copies if not routes or copy.group_route in routes]
         for copy in copies:
             copy.complete_all()
         return not copies and until()
@@ -309,20 +313,20 @@ async def complete_blocks(
     """
 
     def is_held(copy: ManualCopy) -> bool:
-        return copy.route == STATE_SEND if "state_slots" in model else copy.group == "near"
+        return copy.group_route == STATE_SEND if "state_slots" in model else copy.group == "near"
 
     def step() -> bool:
         for copy in device.copies:
             if not is_held(copy):
                 copy.complete_all()
-        return d.engine.statistics().received_blocks == num_blocks
+        return d.engine.statistics().attention.received_blocks == num_blocks
 
     await run_until_idle(step)
 
 
-def has_copies(device: ManualDevice, *routes: Route) -> Callable[[], bool]:
+def has_copies(device: ManualDevice, *routes: GroupRoute) -> Callable[[], bool]:
     """Return a condition: the device has copies of each route."""
-    return lambda: set(routes) <= {copy.route for copy in device.copies}
+    return lambda: set(routes) <= {copy.group_route for copy in device.copies}
 
 
 async def compute_rest(d: Side, lease: Lease, tokens: np.ndarray, first: int) -> None:
@@ -395,7 +399,7 @@ async def test_copy_of_state_or_windows_that_fails_loses_them(model, last):
             failing = routes[-1] if last else routes[0]
             others = [route for route in routes if route != failing]
             await complete(device, RECEIVE, *others, until=has_copies(device, failing))
-            copy = next(copy for copy in device.copies if copy.route == failing)
+            copy = next(copy for copy in device.copies if copy.group_route == failing)
             copy.fail_all(block=0)
             await complete(device, until=prefill.done)
             assert await receiving.wait() == 0
@@ -487,9 +491,13 @@ async def test_state_is_sent_when_the_batch_that_computes_it_has_ended(model):
     ):
         with p.engine.computing([source]):
             p.compute(source, tokens, 0, 20)
-            await run_until_idle(lambda: d.engine.statistics().received_blocks == 5)
-            await run_until_idle(lambda: p.engine.statistics().sent_blocks == 5)  # all reported
-            assert p.engine.statistics().sends == p.engine.statistics().sent_blocks // 2 + 1
+            await run_until_idle(lambda: d.engine.statistics().attention.received_blocks == 5)
+            await run_until_idle(
+                lambda: p.engine.statistics().attention.sent_blocks == 5
+            )  # all reported
+            assert (
+                p.engine.statistics().sends == p.engine.statistics().attention.sent_blocks // 2 + 1
+            )
             assert sending.failure is None
         assert await receiving.wait() == 20
         d.check_sides(lease, tokens)
@@ -640,7 +648,7 @@ async def test_state_that_was_written_in_part_is_lost_also_by_a_cancelled_receiv
             receiving.cancel()
             waiting = asyncio.create_task(receiving.wait())
             await spin(5)
-            (copy,) = [copy for copy in device.copies if copy.route == STATE_RECEIVE]
+            (copy,) = [copy for copy in device.copies if copy.group_route == STATE_RECEIVE]
             copy.fail_all()
             assert await waiting == 0
             await prefill
@@ -668,7 +676,7 @@ async def test_decisions_of_both_engines_replay(model):
                 lease.receive(timeout=PATIENCE_SECONDS) as receiving,
             ):
                 prefill = asyncio.create_task(p.prefill(lost, receiving.ticket))
-                await run_until_idle(lambda: d.engine.statistics().received_blocks > 8)
+                await run_until_idle(lambda: d.engine.statistics().attention.received_blocks > 8)
                 receiving.cancel()
                 await prefill
     for recording, verb in ((sent, "send"), (received, "receive")):

@@ -101,7 +101,7 @@ class PeerWorker:
         await self.controller.aclose()
         self.poller.close()
         await spin(2)
-        assert not self.checks or self.controller.peer_violations() == []
+        assert not self.checks or self.controller.tickets.violations() == []
 
     def ticket(self, num_blocks: int, *, seconds: float = 60.0, **changes: object) -> Ticket:
         """Return a ticket for the first blocks of a prompt, which this worker does not expect."""
@@ -116,14 +116,14 @@ class PeerWorker:
             "timeout_seconds": seconds,
             "block_tokens": self.block_tokens,
             "transport": "tcp",
-            "endpoints": self.controller.endpoints,
+            "endpoints": self.controller.tickets.endpoints,
         }
         return Ticket(**(values | changes))  # type: ignore[arg-type]
 
     def expect(self, num_blocks: int, *, seconds: float = 60.0, **changes: object) -> Ticket:
         """Return a ticket that senders may open now."""
         ticket = self.ticket(num_blocks, seconds=seconds, **changes)
-        self.controller.expect(encode(ticket, KEY), seconds, seconds)
+        self.controller.tickets.expect(encode(ticket, KEY), seconds, seconds)
         return ticket
 
     def receive(
@@ -199,7 +199,7 @@ class PeerWorker:
     @property
     def free_slots(self) -> int:
         """Landing slots without an owner."""
-        return self.controller.peer_statistics()[0].free_slots
+        return self.controller.tickets.statistics()[0].free_slots
 
 
 @asynccontextmanager

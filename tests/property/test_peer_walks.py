@@ -20,14 +20,11 @@ import numpy as np
 import pytest
 
 from aiokv import CacheConfig, LeaseState, WindowGroup
+from aiokv.base.groups import ATTENTION, STATE
 from aiokv.base.plan import (
     PEER_ROUTES,
     RECEIVE,
     SEND,
-    STATE_RECEIVE,
-    STATE_SEND,
-    WINDOW_RECEIVE,
-    WINDOW_SEND,
     ZEROS,
     TransferReport,
 )
@@ -61,6 +58,11 @@ def words(tokens: list[int], versions: list[int], start: int, stop: int) -> list
         hash((*tokens[: position + 1], None, *versions[: position + 1]))
         for position in range(start, stop)
     ]
+
+
+def pool_of(plan: TransferPlan, tier: str) -> str:
+    """Return the key of the memory of a plan's blocks in a tier."""
+    return tier if plan.group == ATTENTION else plan.group
 
 
 def state_word(tokens: list[int], versions: list[int], stop: int) -> int:
@@ -238,14 +240,16 @@ class PeerWalk:
     def disturb(self) -> None:
         """Write wrong bytes into blocks and slots that are being received."""
         for plan in self.plans.values():
-            if plan.route == STATE_RECEIVE and self.may_begin(plan) and self.random.random() < 0.5:
+            if plan.route != RECEIVE or not self.may_begin(plan):
+                continue
+            if plan.group == STATE and self.random.random() < 0.5:
                 self.begun.add(plan.transfer_id)
                 self.memory["state"][int(plan.target_ids[0])] = [WRONG]
-            if plan.route == WINDOW_RECEIVE and self.may_begin(plan):
+            if plan.group in self.windows:
                 self.begun.add(plan.transfer_id)
                 for target in plan.target_ids.tolist():
                     self.memory[plan.group][target] = [WRONG] * BLOCK_TOKENS
-            if plan.route == RECEIVE and self.may_begin(plan):
+            if plan.group == ATTENTION:
                 block = self.random.choice(plan.target_ids.tolist())
                 self.memory["device"][block] = [WRONG] * BLOCK_TOKENS
 
@@ -255,20 +259,18 @@ class PeerWalk:
         expected = self.expected.pop(transfer_id, [])
         pairs = list(zip(plan.source_ids.tolist(), plan.target_ids.tolist(), strict=True))[:good]
         for index, (source, target) in enumerate(pairs):
-            if plan.route in (RECEIVE, STATE_RECEIVE, WINDOW_RECEIVE):
-                pool = plan.group or plan.route.target
-                self.memory[pool][target] = list(expected[index])
-            elif plan.route in (SEND, STATE_SEND, WINDOW_SEND):
-                pool = plan.group or plan.route.source
-                sent = self.memory[pool][source][: len(expected[index])]
+            if plan.route == RECEIVE:
+                self.memory[pool_of(plan, "device")][target] = list(expected[index])
+            elif plan.route == SEND:
+                sent = self.memory[pool_of(plan, "device")][source][: len(expected[index])]
                 assert tuple(sent) == expected[index], (transfer_id, source)
             elif source == ZEROS:
                 self.memory["state"][target] = [state_word([], [], 0)]
             else:
-                self.memory[plan.route.target][target] = list(
-                    self.memory[plan.route.source][source]
+                self.memory[pool_of(plan, plan.route.target)][target] = list(
+                    self.memory[pool_of(plan, plan.route.source)][source]
                 )
-        self.seen[f"{outcome} {plan.route.direction}"] += 1
+        self.seen[f"{outcome} {plan.direction}"] += 1
         report = TransferReport(transfer_id=transfer_id, outcome=outcome, first_bad_block=good)
         for _ in range(self.random.choice((1, 1, 2))):  # an interrupt repeats a report
             self.apply(self.scheduler.complete(report))
@@ -443,7 +445,7 @@ class PeerWalk:
 
     def note_window(self, transfer_id: int, lease_id: int, stop: int) -> None:
         plan, tokens = self.plans[transfer_id], self.tokens[lease_id]
-        receives = plan.route == WINDOW_RECEIVE
+        receives = plan.route == RECEIVE
         grant = self.grants[lease_id]
         versions = grant.received(stop) if receives else grant.versions(stop)
         self.expected[transfer_id] = []
@@ -630,7 +632,7 @@ class PeerWalk:
         )
         assert (self.read.num_leases, self.read.quota_held("s")) == (0, 0)
         assert replay_transitions(self.recording.log) == len(self.recording.log.transitions)
-        self.seen["received blocks"] += statistics.received_blocks
+        self.seen["received blocks"] += statistics.attention.received_blocks
 
 
 @pytest.mark.parametrize("seed", range(50))

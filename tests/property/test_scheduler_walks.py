@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from aiokv import CacheConfig, LeaseState
-from aiokv.base.plan import FETCH, SAVE_ROUTES, STATE_FETCH, Priority, TransferReport
+from aiokv.base.plan import FETCH, SAVE, Priority, TransferReport
 from aiokv.errors import AiokvError, LeaseError, RequestTooLarge, UsageError, WouldBlock
 from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.scheduler.scheduler import CacheScheduler
@@ -200,7 +200,7 @@ class Walk:
             self.apply(self.scheduler.complete(report))
 
     def results(self, plan: TransferPlan) -> bytes:
-        if plan.route not in SAVE_ROUTES or self.random.random() < 0.5:
+        if plan.route != SAVE or self.random.random() < 0.5:
             return b""
         return bytes(self.random.choice(list(Result)) for _ in range(plan.num_blocks))
 
@@ -274,7 +274,7 @@ class Walk:
             fetched = self.apply(self.scheduler.fetches.begin(lease_id, num_blocks, urgency, late))
             assert not fetched or digests
             if fetched:
-                assert self.in_flight[fetched].route == FETCH
+                assert self.in_flight[fetched].group_route == ("all", FETCH)
                 self.seen["fetches"] += 1
 
     def fetch_snapshot(self) -> None:
@@ -287,7 +287,7 @@ class Walk:
             )
             if fetched := self.apply(fetching):
                 assert 0 < num_blocks <= borders.cached
-                assert self.in_flight[fetched].route == STATE_FETCH
+                assert self.in_flight[fetched].group_route == ("last", FETCH)
                 self.seen["snapshot_fetches"] += 1
 
     def snapshot(self) -> None:

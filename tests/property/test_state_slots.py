@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aiokv._native import Core, EventStream, MoveRoute, Outcome, WritePolicy
+from aiokv._native import STATE_GROUP, Core, EventStream, MoveRoute, Outcome, WritePolicy
 from aiokv.base.plan import ID_DTYPE
 from aiokv.errors import LeaseError, RequestTooLarge
 from tests.property.event_subscriber import MAX_EVENT_BLOCKS
@@ -483,7 +483,7 @@ class StateMachine(RuleBasedStateMachine):
                 for prefix in self.queued & set(self.device.snapshots)
                 if self.made_in[self.device.snapshots[prefix]] <= self.finished
             }
-            transfer_id = self.core.take_state_save()
+            transfer_id = self.core.take_group_save()
             if not transfer_id:
                 assert not (self.saves_all and waiting and (free or idle))
                 return
@@ -521,7 +521,7 @@ class StateMachine(RuleBasedStateMachine):
     def reset(self) -> None:
         self.core.reset()
         self.epoch += 1
-        assert self.core.statistics().state_snapshots == 0
+        assert self.core.group_statistics(STATE_GROUP).device_cached == 0
         self.device.snapshots.clear()
         self.host.snapshots.clear()
 
@@ -530,12 +530,12 @@ class StateMachine(RuleBasedStateMachine):
         if not hasattr(self, "core"):
             return
         assert self.core.violations() == []
-        statistics = self.core.statistics()
+        statistics = self.core.group_statistics(STATE_GROUP)
         self.queued &= set(self.device.snapshots)
-        assert statistics.state_snapshots == len(self.device.snapshots)
-        assert statistics.state_free == self.free_slots(self.device)
-        assert statistics.host_state_snapshots == len(self.host.snapshots)
-        assert statistics.host_state_free == self.free_slots(self.host)
+        assert statistics.device_cached == len(self.device.snapshots)
+        assert statistics.device_free == self.free_slots(self.device)
+        assert statistics.host_cached == len(self.host.snapshots)
+        assert statistics.host_free == self.free_slots(self.host)
         for tier in (self.device, self.host):
             for prefix, slot in tier.snapshots.items():
                 assert tier.content[slot] == prefix

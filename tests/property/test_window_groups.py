@@ -322,7 +322,7 @@ class WindowMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.on_host))
     @rule()
     def save(self) -> None:
-        while transfer_id := self.core.take_window_save():
+        while transfer_id := self.core.take_group_save():
             self.note_move(transfer_id)
 
     @precondition(lambda self: self.moves)
@@ -414,6 +414,12 @@ class Cache:
         return [int(id_ >= 0) for id_ in self.core.block_table(lease_id, 0)]
 
 
+def window_blocks(core: Core) -> tuple[int, int, int]:
+    """Return the numbers of free, cached and set aside blocks of the first window group."""
+    group = core.group_statistics(0)
+    return group.device_free, group.device_cached, group.device_set_aside
+
+
 def test_blocks_behind_the_window_are_freed_and_indices_do_not_change():
     cache = Cache(device_blocks=6, window_tokens=5, step_tokens=2)
     tokens = list(range(20))
@@ -469,7 +475,7 @@ def test_reserved_window_blocks_let_every_lease_continue():
     first, second = (cache.granted([seed, *range(30)]) for seed in (1, 2))
     third, *_ = cache.core.match(np.arange(50, dtype=np.int32))
     assert cache.core.allocate(third, 20) == 0, "no block is left to reserve"
-    assert cache.core.window_statistics(0) == (0, 0, 8)
+    assert window_blocks(cache.core) == (0, 0, 8)
     for end in range(2, 31, 2):
         for lease_id in (first, second):
             cache.core.commit(lease_id, end)
@@ -486,7 +492,7 @@ def test_the_blocks_of_the_sink_stay_while_the_window_moves_on():
     tokens = list(range(20))
     lease_id = cache.granted(tokens)
     sink = cache.core.block_table(lease_id, 0)[:2].tolist()
-    assert cache.core.window_statistics(0) == (1, 0, 6), "a sink of 2, a window and a step of 4"
+    assert window_blocks(cache.core) == (1, 0, 6), "a sink of 2, a window and a step of 4"
     for end, expected in [
         (2, [1, 1, 1, 1, 1, 1, 0, 0, 0, 0]),
         (8, [1, 1, 1, 1, 1, 1, 0, 0, 0, 0]),  # position 8 sees 4 to 8
@@ -554,10 +560,10 @@ def test_window_without_its_sink_is_hit_only_when_sink_tokens_is_zero(
 
     serve(5)  # indexes blocks 0 and 1, and
     serve(11)  # blocks 2 to 4, which are newer than the first block: that is not evicted last
-    assert core.window_statistics(0)[:2] == (4, 5)
+    assert window_blocks(core)[:2] == (4, 5)
     hog, *_ = core.match(np.arange(100, 112, dtype=np.int32))
     assert core.allocate(hog, 12) == 1
-    assert core.window_statistics(0)[:2] == (0, 3), "blocks 0 and 1 have no window ids now"
+    assert window_blocks(core)[:2] == (0, 3), "blocks 0 and 1 have no window ids now"
     lease_id, hit, _ = core.match(tokens)
     assert hit == hit_blocks
     core.release(lease_id)

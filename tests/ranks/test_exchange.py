@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aiokv import ConfigError, PeerError, Peers, RankLost, UsageError
+from aiokv.peers.peer_transfers import PeerTransfers
 from aiokv.peers.ticket import Endpoint, Ticket, decode, encode, ticket_key
 from aiokv.ranks import Rank, RankGroup
 from aiokv.testing import run_until_idle
 from aiokv.testing.loops import PATIENCE_SECONDS
-from aiokv.worker.controller import CacheController
 from tests.ranks.loopback import Ranked
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ async def test_ticket_that_a_rank_refuses_is_expected_by_none(tmp_path, monkeypa
         await receiving.allocate(11)
         controller = d.shards[1].worker._controller
         with monkeypatch.context() as patch:
-            patch.setattr(controller, "expect", _refuse)
+            patch.setattr(controller.tickets, "expect", _refuse)
             with pytest.raises(PeerError, match="rank 1: no"):
                 await receiving.receive(timeout=PATIENCE_SECONDS).__aenter__()
         assert d.engine.statistics().peers.receives == 0
@@ -196,11 +196,11 @@ async def test_ticket_that_one_rank_cannot_open_is_open_on_none(tmp_path):
 
 async def test_statistics_of_peers_come_with_the_heartbeats(tmp_path):
     async with ranked(tmp_path, "p") as p:
-        assert p.group.peer_statistics() == []
+        assert p.group.inspect().peers == []
         p.pass_time(1.0)
-        await run_until_idle(lambda: len(p.group.peer_statistics()) == 2)
-        assert [statistics.rank for statistics in p.group.peer_statistics()] == [0, 1]
-        assert [endpoint.rank for endpoint in p.group.endpoints] == [0, 1]
+        await run_until_idle(lambda: len(p.group.inspect().peers) == 2)
+        assert [statistics.rank for statistics in p.group.inspect().peers] == [0, 1]
+        assert [endpoint.rank for endpoint in p.group.tickets.endpoints] == [0, 1]
 
 
 async def test_rank_without_peers_in_a_group_with_peers_is_refused(tmp_path):
@@ -226,7 +226,7 @@ async def test_opening_that_ends_late_leaves_a_newer_one_of_its_ticket_alone(tmp
 
     openings: list[Opening] = []
 
-    async def open_ticket(controller: object, ticket: bytes, layouts: object = ()) -> None:
+    async def open_ticket(transfers: object, ticket: bytes, layouts: object = ()) -> None:
         opening = Opening()
         openings.append(opening)
         try:
@@ -236,7 +236,7 @@ async def test_opening_that_ends_late_leaves_a_newer_one_of_its_ticket_alone(tmp
             await opening.end.wait()
             raise
 
-    monkeypatch.setattr(CacheController, "open_ticket", open_ticket)
+    monkeypatch.setattr(PeerTransfers, "open_ticket", open_ticket)
     async with ranked(tmp_path, "p", num_ranks=1) as p:
         ticket = Ticket(
             ticket_id=bytes(16),
@@ -254,7 +254,7 @@ async def test_opening_that_ends_late_leaves_a_newer_one_of_its_ticket_alone(tmp
         blob = encode(ticket, ticket_key(PEERS.key))
         try:
             for number in range(2):
-                waiting = asyncio.create_task(p.group.open_ticket(blob))
+                waiting = asyncio.create_task(p.group.tickets.open_ticket(blob))
                 await run_until_idle(lambda expected=number + 1: len(openings) == expected)
                 if number == 1:
                     openings[0].end.set()
@@ -279,4 +279,4 @@ async def test_wrong_arguments_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"aiokv\.Peers"):
         Rank(tmp_path / "x", 0, ranked(tmp_path, "r").shards[0].regions, peers="10.0.0.5")
     with pytest.raises(UsageError, match="no peers"):
-        RankGroup(1, path=tmp_path / "x").expect(b"", 1.0, 1.0)
+        RankGroup(1, path=tmp_path / "x").tickets.expect(b"", 1.0, 1.0)

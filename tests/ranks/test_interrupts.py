@@ -21,7 +21,7 @@ async def test_interrupted_outbox_sends_the_rest_in_the_next_pass() -> None:
         outbox._send = sent.append
         raise KeyboardInterrupt
 
-    outbox = Outbox(interrupt)
+    outbox = Outbox(interrupt, lambda: 0)
     outbox.begin(1)
     outbox.note_end(TransferReport(transfer_id=7, outcome="done"))
     with pytest.raises(KeyboardInterrupt):

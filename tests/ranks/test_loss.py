@@ -155,7 +155,7 @@ async def test_loss_of_an_idle_rank_is_detected(tmp_path):
         assert pin.tokens == 6
         await ranked.lose(0)
         assert pin.released
-        away, there = ranked.engine.dump()["ranks"]
+        away, there = ranked.engine.dump()["statistics"]["ranks"]
         assert (away["state"][:20], there["state"]) == ("the connection ended", "ready")
         with pytest.raises(BrokenEngineError, match="rank 0"):
             ranked.engine.match(A)

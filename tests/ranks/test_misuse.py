@@ -99,8 +99,9 @@ async def test_use_of_a_rank_before_async_with_is_refused(tmp_path):
 @pytest.mark.asyncio
 async def test_a_group_that_was_never_opened_has_initial_values_and_takes_no_plans():
     group = RankGroup(1, path="s")
-    assert (group.layout, group.num_layers, group.device_blocks) == (None, 0, UNLIMITED_BLOCKS)
-    assert (group.failure, group.lost, group.silent_ranks, group.describe()) == (None, None, [], [])
+    facts, state = group.facts, group.inspect()
+    assert (group.layout, facts.num_layers, facts.device_blocks) == (None, 0, UNLIMITED_BLOCKS)
+    assert (group.failure, state.ranks, state.stores, state.peers) == (None, [], [], [])
     assert group.statistics() == IDLE
     assert group.group_statistics().generation == 0
     plan = TransferPlan(transfer_id=1, route=ONLOAD, source_blocks=bytes(4), target_blocks=bytes(4))

@@ -38,11 +38,11 @@ async def test_the_manager_shows_queues_and_pollers_of_its_ranks(tmp_path):
         group, shards = ranked.group, ranked.shards
         assert group.statistics().routes["onload"].queue_seconds == 0.0
         ranked.pass_time(PATIENT.silence - 1)
-        await run_until_idle(lambda: all(r.poller.events for r in group.rank_statistics()))
+        await run_until_idle(lambda: all(r.poller.events for r in group.inspect().ranks))
         waited = [shard.worker.statistics().routes["onload"].queue_seconds for shard in shards]
         assert all(seconds > 0 for seconds in waited)
         assert group.statistics().routes["onload"].queue_seconds == sum(waited) / 2
-        events = {r.rank: r.poller.events for r in group.rank_statistics()}
+        events = {r.rank: r.poller.events for r in group.inspect().ranks}
         assert samples(ranked, "aiokv_poller_events_total") == {
             "": 0, "0": events[0], "1": events[1],
         }  # fmt: skip

@@ -286,7 +286,7 @@ class Round:
         self.totals.invariant_checks += 1
         violations = load.engine.check_invariants()
         if self.peers:
-            violations += load.engine.worker.peer_violations()  # type: ignore[attr-defined]
+            violations += load.engine.worker.tickets.violations()  # type: ignore[attr-defined]
         if self.events is not None and not load.closing:
             violations += self.events.violations()
         if violations:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import shutil
 import subprocess
 from contextlib import contextmanager, suppress
@@ -239,17 +240,32 @@ async def test_full_file_system(tmp_path: Path) -> None:
             assert await save(store, blocks, range(3_008, 3_016)) == [Result.DONE] * 8
 
 
+class SmallVolume(Volume):
+    """A volume of a file system with 1 GiB of free space."""
+
+    def free_bytes(self) -> int:
+        return 1 << 30
+
+
 @pytest.mark.asyncio
-async def test_store_that_cannot_grow_says_so_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("size", "min_free", "reason"),
+    [
+        ("4MiB", "1000000TiB", "the file system has no more space"),
+        ("60GiB", 0, "free for the journal .* its option bytes allows; use a smaller one"),
+    ],
+)
+async def test_store_that_cannot_grow_says_why_once(
+    size: str, min_free: str | int, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     blocks = small_blocks()
-    store = DiskStore(tmp_path, bytes="4MiB", min_free_bytes="1000000TiB")
+    store = DiskStore(tmp_path, bytes=size, min_free_bytes=min_free, volume=SmallVolume(tmp_path))
     async with opened(store, blocks):
         for first in (0, 8):
             assert await save(store, blocks, range(first, first + 8)) == [Result.REFUSED] * 8
     (warning,) = [record for record in caplog.records if record.event == "disk.cannot_grow"]
     assert "min_free_bytes" in warning.getMessage()
+    assert re.search(reason, warning.reason)
 
 
 @pytest.mark.asyncio

@@ -21,7 +21,7 @@ from aiokv.stores.disk import inspection as inspection_module
 from aiokv.stores.disk.inspection import DiskFiles
 from aiokv.stores.disk.layout import HEADER_BYTES, RECORD_BYTES
 from aiokv.stores.disk.volume import Volume
-from aiokv.stores.inspection import open_files
+from aiokv.stores.inspection import StoreFiles, open_files
 from tests.stores.conformance import Blocks, keys_of
 
 PAYLOAD_BYTES = 9_984
@@ -254,9 +254,9 @@ def test_quarantined_slots_are_listed_and_released(disk):
 
 
 def test_recency_survives_a_clean_up(disk):
-    before = [block.tobytes() for block in DiskFiles(disk)._read().stored["key"]]
+    before = [block.tobytes() for block in DiskFiles(disk).read().stored["key"]]
     clean(disk)
-    assert [block.tobytes() for block in DiskFiles(disk)._read().stored["key"]] == before
+    assert [block.tobytes() for block in DiskFiles(disk).read().stored["key"]] == before
 
 
 def test_store_in_use_is_listed_and_not_changed(disk, capsys):
@@ -356,7 +356,7 @@ def test_clean_up_that_fails_changes_nothing(disk, writes):
     volume = FullVolume(disk)
     volume.writes_left = writes
     with pytest.raises(OSError, match="No space left"):
-        DiskFiles(disk, volume).clean(
+        StoreFiles(disk, [DiskFiles(disk, volume)]).clean(
             no_stages, older_than_seconds=None, verify=False, threads=1, dry_run=False
         )
     assert snapshot(disk) == before
@@ -395,7 +395,7 @@ class RecordingVolume(Volume):
 
 def test_data_and_new_journal_are_durable_before_bytes_are_removed(disk):
     volume = RecordingVolume(disk)
-    DiskFiles(disk, volume).clean(
+    StoreFiles(disk, [DiskFiles(disk, volume)]).clean(
         no_stages, older_than_seconds=None, verify=False, threads=1, dry_run=False
     )
     order = [call for call in volume.calls if not call.startswith("open")]

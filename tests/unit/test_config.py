@@ -140,3 +140,11 @@ def test_derived_values():
     assert CacheConfig(device_blocks=1_600_000).watermark_blocks == 8_192
     assert config.min_onload_blocks == 3
     assert CacheConfig(device_blocks=8, low_watermark_blocks=100).watermark_blocks == 8
+
+
+@pytest.mark.parametrize("name", ["attention", "state", "attention 0:2"])
+def test_window_group_has_the_name_of_no_other_group(name: str) -> None:
+    group = WindowGroup(window_tokens=8, device_blocks=8)
+    with pytest.raises(ConfigError, match=f"windows has the key '{name}'"):
+        CacheConfig(device_blocks=8, block_tokens=4, windows={name: group})
+    CacheConfig(device_blocks=8, block_tokens=4, windows={"attention_8": group})

@@ -247,7 +247,7 @@ async def test_a_raised_priority_counts_for_queued_and_held_transfers(
         worker.controller.raise_priority(1, Priority.DEMAND)  # it may already be in the device
         worker.controller.raise_priority(99, Priority.DEMAND)  # unknown
         if held:
-            worker.controller.close_step(1, None)
+            worker.controller.steps.close(1, None)
         assert [copy.host_ids.tolist() for copy in device.onloads] == [[0], [1]]
         device.complete_all()
         await worker.settle()
@@ -347,7 +347,7 @@ async def test_a_closed_poller_refuses_plans_and_steps(new_worker: type[Worker])
         with pytest.raises(ClosedError):
             worker.submit()
         with pytest.raises(ClosedError):
-            worker.controller.close_step(1, None)
+            worker.controller.steps.close(1, None)
         assert device.copies == []
 
 
@@ -361,7 +361,7 @@ async def test_plans_wait_for_their_step_and_then_for_its_event(new_worker: type
         assert [copy.host_ids.tolist() for copy in device.offloads] == [[3]]
         assert worker.controller.statistics().held == 2
         event = ManualEvent()
-        worker.controller.close_step(1, event)
+        worker.controller.steps.close(1, event)
         copy = device.offloads[1]
         assert copy.after is event
         with pytest.raises(UsageError, match="comes after is not done"):
@@ -370,10 +370,10 @@ async def test_plans_wait_for_their_step_and_then_for_its_event(new_worker: type
         device.complete_all()
         await worker.settle()
         assert outcomes(worker) == {3: "done", 1: "done"}
-        worker.controller.close_step(2, None)
+        worker.controller.steps.close(2, None)
         assert device.offloads[0].after is None
         with pytest.raises(UsageError, match="step 2 is closed already"):
-            worker.controller.close_step(2, None)
+            worker.controller.steps.close(2, None)
 
 
 class NoSynchronize:
@@ -389,15 +389,18 @@ async def test_a_refused_event_leaves_the_step_open(new_worker: type[Worker], re
     device = ManualDevice()
     async with new_worker(device) as worker:
         worker.submit("offload", [1], [1], after_step=1)
-        for call in (worker.controller.check_event, lambda e: worker.controller.close_step(1, e)):
+        for call in (
+            worker.controller.steps.check_event,
+            lambda e: worker.controller.steps.close(1, e),
+        ):
             with pytest.raises(UsageError, match="is not an event"):
                 call(refused)
         assert (worker.controller.statistics().held, device.copies) == (1, [])
-        worker.controller.check_event(None)
+        worker.controller.steps.check_event(None)
         event = ManualEvent()
-        worker.controller.check_event(event)
+        worker.controller.steps.check_event(event)
         assert event.queries == 0
-        worker.controller.close_step(1, event)
+        worker.controller.steps.close(1, event)
         assert device.offloads[0].after is event
         event.complete()
 
@@ -408,7 +411,7 @@ async def test_a_plan_after_a_closed_step_waits_for_its_event_only_while_that_ru
     device = ManualDevice()
     async with new_worker(device) as worker:
         event = ManualEvent()
-        worker.controller.close_step(3, event)
+        worker.controller.steps.close(3, event)
         worker.submit("onload", [1], [1], after_step=2)
         event.complete()
         await worker.settle()
@@ -434,7 +437,7 @@ async def test_gpu_wait_from_the_runners_thread(new_worker: type[Worker]) -> Non
         thread.start()
         await spin(5)
         assert passed == []
-        worker.controller.close_step(1, None)
+        worker.controller.steps.close(1, None)
         copy = device.onloads[0]
         while passed != [0]:
             await spin()
@@ -456,7 +459,7 @@ async def test_gpu_wait_on_the_loops_thread_submits_out_of_order(new_worker: typ
         assert stream.waits == [(device.onloads[2], 0)]
         with pytest.raises(UsageError, match="close the step"):
             held.gpu_wait(0, stream)
-        worker.controller.close_step(1, None)
+        worker.controller.steps.close(1, None)
         assert len(device.onloads) == 3
         device.complete_all()
         await worker.settle()

@@ -84,7 +84,7 @@ async def test_copy_waits_on_the_device_for_its_step(
         gate.begin()
         stream.wait_event(gate)
         stream.record(step)
-        worker.controller.close_step(1, step)
+        worker.controller.steps.close(1, step)
         counter = worker.submit("onload", [1], [1], after_step=1)
         assert not counter.is_done
         assert same_bytes(worker.contents(), before)
@@ -123,13 +123,13 @@ async def test_an_event_of_another_device_is_refused(new_worker: type[Worker]) -
         counter = worker.submit(after_step=1)
         for refused in ("text", ManualEvent()):
             with pytest.raises(UsageError, match="cannot wait for a"):
-                worker.controller.close_step(1, refused)  # type: ignore[arg-type]
+                worker.controller.steps.close(1, refused)  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="never recorded"):
-            worker.controller.close_step(1, CpuEvent())
+            worker.controller.steps.close(1, CpuEvent())
         assert worker.controller.statistics().held == 1  # the step is still open
         event = CpuEvent()
         event.begin()
-        worker.controller.close_step(1, event)
+        worker.controller.steps.close(1, event)
         event.finish()
         await counter.wait_all()
 

@@ -11,13 +11,10 @@ import numpy as np
 import pytest
 
 from aiokv import CacheConfig, LeaseError, LeaseState, UsageError, WindowGroup
+from aiokv.base.groups import STATE
 from aiokv.base.plan import (
     RECEIVE,
     SEND,
-    STATE_RECEIVE,
-    STATE_SEND,
-    WINDOW_RECEIVE,
-    WINDOW_SEND,
     TransferReport,
 )
 from aiokv.errors import CapacityError
@@ -243,12 +240,20 @@ def test_statistics_count_transfers_and_blocks():
     cache.end(cache.send(lease_id, 0, 1), "cancelled")
 
     statistics = cache.read.statistics()
-    assert (statistics.receives, statistics.received_blocks, statistics.failed_receives) == (
+    assert (
+        statistics.receives,
+        statistics.attention.received_blocks,
+        statistics.failed_receives,
+    ) == (
         2,
         3,
         1,
     )
-    assert (statistics.sends, statistics.sent_blocks, statistics.failed_sends) == (3, 4, 1)
+    assert (statistics.sends, statistics.attention.sent_blocks, statistics.failed_sends) == (
+        3,
+        4,
+        1,
+    )
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -747,7 +752,7 @@ def test_received_state_commits_the_positions_before_it():
 
     transfer_id = receive_state(cache, lease_id, 18)
     plan = cache.plans[transfer_id]
-    assert (plan.route, plan.peer) == (STATE_RECEIVE, TICKET)
+    assert (plan.route, plan.group, plan.peer) == (RECEIVE, STATE, TICKET)
     assert plan.source_ids.tolist() == [0]
     assert plan.target_ids.tolist() == [cache.read.state_slot(lease_id)]
     cache.end(transfer_id)
@@ -755,7 +760,7 @@ def test_received_state_commits_the_positions_before_it():
     assert cache.moved[-1] == (transfer_id, lease_id, 1)
     assert cache.read.computed_tokens(lease_id) == 18
     assert len(cache.read.cached_blocks()) == 4
-    assert cache.read.statistics().received_states == 1
+    assert cache.read.statistics().groups["state"].received_blocks == 1
     assert cache.commit_received(lease_id, 18) == 0
 
 
@@ -848,12 +853,12 @@ def test_sent_state_is_the_one_after_the_computed_positions():
     transfer_id = send_state(cache, lease_id, 17)
 
     plan = cache.plans[transfer_id]
-    assert (plan.route, plan.peer, plan.after_step) == (STATE_SEND, TICKET, 1)
+    assert (plan.route, plan.group, plan.peer, plan.after_step) == (SEND, STATE, TICKET, 1)
     assert plan.source_ids.tolist() == [cache.read.state_slot(lease_id)]
     assert plan.target_ids.tolist() == [0]
     cache.end(transfer_id)
     assert cache.moved == [(transfer_id, lease_id, 1)]
-    assert cache.read.statistics().sent_states == 1
+    assert cache.read.statistics().groups["state"].sent_blocks == 1
     cache.commit(lease_id, 18)
 
 
@@ -904,7 +909,7 @@ def test_received_windows_are_the_sink_and_the_window_behind_the_positions():
     for transfer_id, group, blocks in ((near, "near", [5, 6]), (far, "far", [0, 4, 5, 6])):
         plan = cache.plans[transfer_id]
         table = entries(cache, lease_id, group)
-        assert (plan.route, plan.peer, plan.group) == (WINDOW_RECEIVE, TICKET, group)
+        assert (plan.route, plan.peer, plan.group) == (RECEIVE, TICKET, group)
         assert plan.source_ids.tolist() == blocks
         assert plan.target_ids.tolist() == [table[block] for block in blocks]
         assert sorted(table) == blocks
@@ -914,7 +919,8 @@ def test_received_windows_are_the_sink_and_the_window_behind_the_positions():
     cache.end(near)
     assert cache.moved[-2:] == [(far, lease_id, 4), (near, lease_id, 2)]
     assert cache.commit_received(lease_id, 26) == 6
-    assert cache.read.statistics().received_window_blocks == 6
+    groups = cache.read.statistics().groups
+    assert (groups["far"].received_blocks, groups["near"].received_blocks) == (4, 2)
     batch = cache.apply(cache.scheduler.begin_batch([lease_id]))
     cache.apply(cache.scheduler.end_batch(batch, in_open_step=False))
     assert cache.apply(cache.scheduler.extend([lease_id], 4))
@@ -1037,7 +1043,7 @@ def test_sent_windows_are_those_behind_the_computed_positions():
 
     for transfer_id, group, blocks in ((near, "near", [5, 6]), (far, "far", [0, 4, 5, 6])):
         plan = cache.plans[transfer_id]
-        assert (plan.route, plan.group, plan.after_step) == (WINDOW_SEND, group, 1)
+        assert (plan.route, plan.group, plan.after_step) == (SEND, group, 1)
         assert plan.target_ids.tolist() == blocks
         table = entries(cache, lease_id, group)
         assert plan.source_ids.tolist() == [table[block] for block in blocks]
@@ -1049,7 +1055,8 @@ def test_sent_windows_are_those_behind_the_computed_positions():
             call()
     cache.end(near)
     cache.end(far)
-    assert cache.read.statistics().sent_window_blocks == 6
+    groups = cache.read.statistics().groups
+    assert (groups["far"].sent_blocks, groups["near"].sent_blocks) == (4, 2)
     cache.send(lease_id, 0, 7)
 
 

@@ -9,6 +9,7 @@ import pytest
 from aiokv.base.plan import ONLOAD, Priority, TransferPlan
 from aiokv.errors import UsageError
 from aiokv.testing import ManualEvent
+from aiokv.worker.steps import StepClock, StepEvents
 from aiokv.worker.transfers import StepGate, Transfer, TransferQueue
 
 
@@ -68,10 +69,11 @@ def test_raised_priority_moves_a_transfer_forward_and_keeps_its_age() -> None:
 
 
 def test_an_interrupt_while_held_transfers_are_freed_loses_none() -> None:
-    gate = StepGate()
+    clock = StepClock()
+    gate = StepGate(clock)
     for number in range(3):
         gate.hold(transfer(number, after_step=1))
-    gate.close(1, None)
+    clock.close(1)
     for freed in gate.free():
         assert freed.plan.transfer_id == 0
         break  # the caller was interrupted
@@ -79,52 +81,55 @@ def test_an_interrupt_while_held_transfers_are_freed_loses_none() -> None:
 
 
 def test_open_step_holds_transfers_and_its_close_queues_them_in_order() -> None:
-    gate = StepGate()
+    clock = StepClock()
+    gate = StepGate(clock)
     assert not gate.is_open(0)
     for number, step in enumerate([3, 1, 2, 1, 5]):
         gate.hold(transfer(number, after_step=step))
     assert len(gate) == 5
-    gate.close(3, None)
+    clock.close(3)
     assert [freed.plan.transfer_id for freed in gate.free()] == [1, 3, 2, 0]
     assert len(gate) == 1
     assert not gate.is_open(3)
 
 
 def test_a_step_closes_once() -> None:
-    gate = StepGate()
-    gate.close(2, None)
+    clock = StepClock()
+    clock.close(2)
     for step in (1, 2):
         with pytest.raises(
             UsageError, match=f"step {step} is closed already; the last closed step is 2"
         ):
-            gate.close(step, None)
+            clock.close(step)
+    assert clock.closed == 2
 
 
 def test_a_held_transfer_can_be_taken_out() -> None:
-    gate = StepGate()
+    clock = StepClock()
+    gate = StepGate(clock)
     held = transfer(1, after_step=4)
     gate.hold(held)
     gate.remove(held)
-    gate.close(4, None)
+    clock.close(4)
     assert list(gate.free()) == []
     assert len(gate) == 0
 
 
 def test_the_event_of_a_step_is_the_first_one_not_before_it() -> None:
-    gate = StepGate()
+    events = StepEvents()
     two, four = ManualEvent(), ManualEvent()
-    gate.close(2, two)
-    gate.close(3, None)  # reports that step 3 had finished when it was closed
-    gate.close(4, four)
-    assert gate.event_for(1) is two
-    assert gate.event_for(2) is two
-    assert gate.event_for(3) is None
-    assert gate.event_for(4) is four
-    gate.finish(2)
-    assert gate.event_for(2) is None
-    assert gate.event_for(3) is None
-    assert gate.event_for(4) is four
-    gate.finish(4)
-    gate.close(5, None)
-    assert len(gate._events) == 0
-    assert gate.event_for(5) is None
+    events.add(2, two)
+    events.add(3, None)  # reports that step 3 had finished when it was closed
+    events.add(4, four)
+    assert events.event_for(1) is two
+    assert events.event_for(2) is two
+    assert events.event_for(3) is None
+    assert events.event_for(4) is four
+    events.drop(2)
+    assert events.event_for(2) is None
+    assert events.event_for(3) is None
+    assert events.event_for(4) is four
+    events.drop(4)
+    events.add(5, None)
+    assert len(events) == 0
+    assert events.event_for(5) is None

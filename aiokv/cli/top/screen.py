@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from aiokv.base.statistics import ATTENTION
+from aiokv.base.groups import ATTENTION
 from aiokv.base.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

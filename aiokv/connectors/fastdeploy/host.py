@@ -48,7 +48,7 @@ class EngineHost:
         join_log("fastdeploy")
         self.sizes = sizes
         self.has_ranks = ranks is not None
-        self.has_stores = bool(stores) or (ranks is not None and ranks.capabilities.stores)
+        self.has_stores = bool(stores) or (ranks is not None and ranks.facts.capabilities.stores)
         self._regions, self._device, self._ranks, self._stores = regions, device, ranks, stores
         self._step_event = step_event
         self._options = options

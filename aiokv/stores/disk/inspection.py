@@ -1,13 +1,13 @@
-"""DiskFiles: listing, verification and clean-up of the files of a disk store."""
+"""DiskFiles: the files of a disk store for listing, verification and clean-up."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
-import threading
 import time
 from contextlib import closing, contextmanager
+from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -32,23 +32,13 @@ from aiokv.stores.disk.layout import (
 from aiokv.stores.disk.lock import DirectoryLock
 from aiokv.stores.disk.recovery import Damage, replay
 from aiokv.stores.disk.volume import Volume
-from aiokv.stores.inspection import (
-    BadBlock,
-    Cleaning,
-    FileGroup,
-    Listing,
-    Verification,
-    allocated_bytes,
-    in_threads,
-)
+from aiokv.stores.inspection import BadBlock, FileGroup, Part, Reading, allocated_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
-
-    from aiokv.stores.inspection import Stages
 
 # The records of SlotTable.snapshot: native/include/aiokv/journal_record.hpp.
 _RECORD: Final = np.dtype(
@@ -65,7 +55,6 @@ assert _RECORD.itemsize == RECORD_BYTES
 _ADD: Final = 1
 
 _SNAPSHOT_RECORDS: Final = 65_536
-_BATCH_SLOTS: Final = 64  # read by one thread at a time
 _MAX_SLOTS: Final = 2**31 - 1
 
 _PUNCH_HOLE: Final = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE, FALLOC_FL_KEEP_SIZE
@@ -81,44 +70,15 @@ _NOTES: Final = {
 }
 
 
-class _Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """The state that the journal describes.
-
-    Attributes:
-        header: header of the journal; None when it is missing or damaged.
-        stored: records of the blocks that can be found, least recently used first.
-        quarantined: slots that are not used any more.
-        damage: records that do not count.
-    """
-
-    header: Header | None
-    stored: NDArray[np.void]
-    quarantined: NDArray[np.uint32]
-    damage: Damage
-
-    @property
-    def object_bytes(self) -> int:
-        """Bytes of a block with its trailer."""
-        return 0 if self.header is None else self.header.payload_bytes + TRAILER_BYTES
-
-    def described(self, descriptions: Mapping[str, str]) -> list[str]:
-        """Return the descriptions of those kinds of damage that there are."""
-        counts = msgspec.structs.asdict(self.damage)
-        return [
-            text.format(f"{counts[name]:,}") for name, text in descriptions.items() if counts[name]
-        ]
-
-
-class DiskFiles:
-    """The directory of a disk store.
+class DiskFiles(Part):
+    """The directory of a disk store, or of one of its layouts.
 
     Args:
         path: the directory.
         volume: file operations of the directory; tests replace them.
-
-    Attributes:
-        path: as given.
     """
+
+    kind = "disk"
 
     def __init__(self, path: Path, volume: Volume | None = None) -> None:
         self.path = path
@@ -137,152 +97,63 @@ class DiskFiles:
             if (path / JOURNAL).is_file() or (path / segment_name(0)).is_file()
         ]
 
-    def listing(self) -> Listing:
-        """Return the content of the store; see :class:`~aiokv.stores.inspection.StoreFiles`.
-
-        While an engine uses the store, this is its state at one moment of the call.
-        """
-        contents = self._read()
-        groups = [self._group(number, contents) for number in self._segment_numbers()]
-        names = set(self._volume.names()) & {JOURNAL, NEW_JOURNAL, LOCK}
-        others = sum(self._file_bytes(name) for name in names)
-        seconds = contents.stored["seconds"]
-        return Listing(
-            kind="disk",
-            path=str(self.path),
-            used_by=self._user(),
-            blocks=len(contents.stored),
-            block_bytes=len(contents.stored) * contents.object_bytes,
-            disk_bytes=sum(group.disk_bytes for group in groups) + others,
-            quarantined_blocks=len(contents.quarantined),
-            incomplete_files=int(NEW_JOURNAL in names),
-            oldest_seconds=float(seconds.min()) if len(seconds) else None,
-            newest_seconds=float(seconds.max()) if len(seconds) else None,
-            damage=contents.described(_DAMAGE),
-            notes=contents.described(_NOTES),
-            groups=groups,
-        )
-
-    def verify(self, stages: Stages, *, threads: int) -> Verification:
-        """Read every block; see :class:`~aiokv.stores.inspection.StoreFiles`."""
-        with self._locked():
-            started = time.perf_counter()
-            contents = self._read()
-            bad = self._bad_blocks(contents, stages, threads)
-        return Verification(
-            kind="disk",
-            path=str(self.path),
-            blocks=len(contents.stored),
-            block_bytes=len(contents.stored) * contents.object_bytes,
-            seconds=time.perf_counter() - started,
-            damage=contents.described(_DAMAGE),
-            notes=contents.described(_NOTES),
-            bad=bad,
-        )
-
-    def clean(
-        self,
-        stages: Stages,
-        *,
-        older_than_seconds: float | None,
-        verify: bool,
-        threads: int,
-        dry_run: bool,
-    ) -> Cleaning:
-        """Clean up; see :class:`~aiokv.stores.inspection.StoreFiles`.
-
-        The journal is replaced by one with the remaining blocks only, which is durable before any
-        byte is removed. Quarantined slots can be used again.
-        """
-        with self._locked():
-            contents = self._read()
-            if contents.header is None:
-                raise UsageError(
-                    f"the journal of {self.path} is missing or its header is damaged, so the key "
-                    "of no block is known",
-                    hint="remove the directory",
+    def read(self) -> DiskReading:
+        """Read the journal; see :class:`Part`. Blocks are in the order of their last use."""
+        header, records, damage = self._journal()
+        object_bytes = 0 if header is None else header.payload_bytes + TRAILER_BYTES
+        segment_slots = 1 if header is None else max(1, header.segment_slots)
+        stored = records[records["kind"] == _ADD]
+        quarantined = records["slot"][records["kind"] != _ADD]
+        names = self._volume.names()
+        groups = []
+        for number in segment_numbers(names):
+            blocks = int((stored["slot"] // segment_slots == number).sum())
+            groups.append(
+                FileGroup(
+                    name=segment_name(number),
+                    blocks=blocks,
+                    quarantined_blocks=int((quarantined // segment_slots == number).sum()),
+                    block_bytes=blocks * object_bytes,
+                    disk_bytes=_file_bytes(self._volume, segment_name(number)),
                 )
-            stored = contents.stored
-            bad = self._bad_blocks(contents, stages, threads) if verify else []
-            is_bad = np.isin(
-                stored["slot"], [block.slot for block in bad if block.slot is not None]
             )
-            is_old = np.zeros(len(stored), np.bool_)
-            if older_than_seconds is not None:
-                is_old = stored["seconds"] < time.time() - older_than_seconds
-            kept = stored[~is_bad & ~is_old]
-            incomplete = int(NEW_JOURNAL in self._volume.names())
-            freed = 0 if dry_run else self._keep_only(contents.header, kept)
-        return Cleaning(
-            kind="disk",
-            path=str(self.path),
-            old_blocks=int((is_old & ~is_bad).sum()),
-            bad_blocks=int(is_bad.sum()),
-            quarantined_blocks=len(contents.quarantined),
-            incomplete_files=incomplete,
-            freed_bytes=freed,
-            kept_blocks=len(kept),
+        others = set(names) & {JOURNAL, NEW_JOURNAL, LOCK}
+        return DiskReading(
+            volume=self._volume,
+            header=header,
+            stored=stored,
+            seconds=stored["seconds"].astype(np.float64),
+            order=np.argsort(stored["slot"]),
+            block_bytes=len(stored) * object_bytes,
+            groups=groups,
+            other_bytes=sum(_file_bytes(self._volume, name) for name in others),
+            quarantined_blocks=len(quarantined),
+            incomplete={NEW_JOURNAL: 0.0} if NEW_JOURNAL in names else {},  # of no process
+            damage=_described(damage, _DAMAGE),
+            notes=_described(damage, _NOTES),
+            used_by=self._user(),
+            obstacle=""
+            if header is not None
+            else f"the journal of {self.path} is missing or its header is damaged, so the key of "
+            "no block is known",
         )
 
-    # -- reading -----------------------------------------------------------------------------
+    def now(self, *, dry_run: bool) -> float:
+        """Return the time of this machine, which dates the records."""
+        return time.time()
 
-    def _read(self) -> _Contents:
-        nothing = np.empty(0, _RECORD)
-        header, damage = None, Damage(damaged_headers=1)
+    def _journal(self) -> tuple[Header | None, NDArray[np.void], Damage]:
+        """Return the header of the journal, the records that count, and those that do not."""
         if JOURNAL in self._volume.names():
-            fd = self._volume.open(JOURNAL, write=False)
-            try:
+            with _opened(self._volume, JOURNAL) as fd:
                 header = decode_header(self._volume.read(fd, HEADER_BYTES, 0))
                 if header is not None:
-                    slots = (max(self._segment_numbers(), default=0) + 1) * header.segment_slots
+                    numbers = segment_numbers(self._volume.names())
+                    slots = (max(numbers, default=0) + 1) * header.segment_slots
                     table = _native.SlotTable(min(slots, _MAX_SLOTS))
                     damage, _ = replay(self._volume, fd, header, table)
-                    nothing = _records(table)
-            finally:
-                self._volume.close(fd)
-        return _Contents(
-            header=header,
-            stored=nothing[nothing["kind"] == _ADD],
-            quarantined=nothing["slot"][nothing["kind"] != _ADD],
-            damage=damage,
-        )
-
-    def _segment_numbers(self) -> list[int]:
-        return segment_numbers(self._volume.names())
-
-    def _group(self, number: int, contents: _Contents) -> FileGroup:
-        slots = max(1, contents.header.segment_slots if contents.header else 1)
-        blocks = int((contents.stored["slot"] // slots == number).sum())
-        return FileGroup(
-            name=segment_name(number),
-            blocks=blocks,
-            quarantined_blocks=int((contents.quarantined // slots == number).sum()),
-            block_bytes=blocks * contents.object_bytes,
-            disk_bytes=self._file_bytes(segment_name(number)),
-        )
-
-    def _file_bytes(self, name: str) -> int:
-        try:
-            return allocated_bytes(os.stat(self.path / name))
-        except FileNotFoundError:  # an engine has removed it meanwhile
-            return 0
-
-    def _bad_blocks(self, contents: _Contents, stages: Stages, threads: int) -> list[BadBlock]:
-        """Return the blocks whose bytes are wrong, by slot."""
-        if contents.header is None:
-            return []
-        stored = contents.stored[np.argsort(contents.stored["slot"])]
-        progress = stages("verify", len(stored))
-        batches = [stored[i : i + _BATCH_SLOTS] for i in range(0, len(stored), _BATCH_SLOTS)]
-        reader = _SlotReader(self._volume, contents.header)
-        bad: list[BadBlock] = []
-        with closing(reader), closing(in_threads(reader.bad_blocks, batches, threads)) as results:
-            for batch, found in zip(batches, results, strict=True):
-                bad += found
-                progress(len(batch))
-        return bad
-
-    # -- the lock ----------------------------------------------------------------------------
+                    return header, _records(table), damage
+        return None, np.empty(0, _RECORD), Damage(damaged_headers=1)
 
     @property
     def _lock_path(self) -> Path:
@@ -290,7 +161,8 @@ class DiskFiles:
         return self.path.parent if self.path.name.startswith(LAYOUT) else self.path
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
+        """Lock the directory; see :class:`Part`."""
         try:
             lock = DirectoryLock(self._lock_path)
         except ConfigError as error:
@@ -316,111 +188,137 @@ class DiskFiles:
             pass  # no lock file, or a system that does not show locks
         return None
 
-    # -- cleaning up -------------------------------------------------------------------------
 
-    def _keep_only(self, header: Header, kept: NDArray[np.void]) -> int:
-        """Write a journal with these records only, and free all other bytes; return how many."""
-        before = sum(self._file_bytes(name) for name in self._volume.names())
-        self._sync_segments()
+class DiskReading(Reading, kw_only=True):
+    """See :class:`Reading`.
+
+    Attributes:
+        volume: the directory.
+        header: header of the journal; None when it is missing or damaged.
+        stored: records of the blocks that can be found, least recently used first.
+    """
+
+    volume: Volume
+    header: Header | None
+    stored: NDArray[np.void]
+
+    def faults(self, blocks: Iterable[int]) -> list[tuple[int, BadBlock]]:
+        """See :class:`Reading`."""
+        assert self.header is not None  # without it, there are no blocks
+        memory = memoryview(bytearray(self.header.payload_bytes + TRAILER_BYTES))
+        segment_slots = self.header.segment_slots
+        slots = self.stored["slot"]
+        found = []
+        for number, group in groupby(blocks, lambda block: int(slots[block]) // segment_slots):
+            for block, reason in self._faults(number, list(group), memory):
+                bad = BadBlock(
+                    key=self._key(block).hex(),
+                    file=segment_name(number),
+                    slot=int(slots[block]),
+                    reason=reason,
+                )
+                found.append((block, bad))
+        return found
+
+    def _key(self, block: int) -> bytes:
+        return bytes(self.stored["key"][block].tobytes())
+
+    def _faults(
+        self, number: int, blocks: list[int], memory: memoryview
+    ) -> Iterator[tuple[int, str]]:
+        """Yield the blocks of a segment file whose bytes are wrong, with a description."""
+        assert self.header is not None
         try:
-            with closing(Journal.create(self._volume, header.renewed())) as journal:
-                journal.append(_native.session_record(self._volume.boot()))
-                for begin in range(0, len(kept), _SNAPSHOT_RECORDS):
-                    journal.append(kept[begin : begin + _SNAPSHOT_RECORDS].tobytes())
+            with _opened(self.volume, segment_name(number)) as fd:
+                # Read from the medium, not from the page cache.
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                for block in blocks:
+                    slot = int(self.stored["slot"][block]) % self.header.segment_slots
+                    offset = slot * self.header.slot_bytes
+                    if reason := _fault(fd, offset, self._key(block), memory):
+                        yield block, reason
+        except OSError as error:
+            yield from ((block, f"the slot cannot be read: {error.strerror}") for block in blocks)
+
+    def keep_only(self, kept: NDArray[np.bool_], abandoned: Sequence[str]) -> int:
+        """See :class:`Reading`. Quarantined slots can be used again.
+
+        The journal is replaced by one with the remaining blocks only, which is durable before any
+        byte is removed. It replaces the incomplete one, too.
+        """
+        assert self.header is not None
+        volume, header, stored = self.volume, self.header, self.stored[kept]
+        before = sum(_file_bytes(volume, name) for name in volume.names())
+        for number in segment_numbers(volume.names()):  # a record says that its block is durable
+            with _opened(volume, segment_name(number), write=True) as fd:
+                volume.sync(fd)
+        try:
+            with closing(Journal.create(volume, header.renewed())) as journal:
+                journal.append(_native.session_record(volume.boot()))
+                for begin in range(0, len(stored), _SNAPSHOT_RECORDS):
+                    journal.append(stored[begin : begin + _SNAPSHOT_RECORDS].tobytes())
                 journal.append(_native.synced_record())
                 journal.replace()
                 journal.sync()
         except BaseException:
-            self._volume.unlink(NEW_JOURNAL)
+            volume.unlink(NEW_JOURNAL)
             raise
-        self._free_slots(header, kept["slot"])
-        return before - sum(self._file_bytes(name) for name in self._volume.names())
-
-    def _sync_segments(self) -> None:
-        """Make the blocks durable: the new journal says that they are."""
-        for number in self._segment_numbers():
-            fd = self._volume.open(segment_name(number), write=True)
-            try:
-                self._volume.sync(fd)
-            finally:
-                self._volume.close(fd)
+        self._free_slots(header, stored["slot"])
+        return before - sum(_file_bytes(volume, name) for name in volume.names())
 
     def _free_slots(self, header: Header, used: NDArray[np.uint32]) -> None:
         """Give the bytes of all other slots back to the file system."""
-        for number in reversed(self._segment_numbers()):
+        numbers = segment_numbers(self.volume.names())
+        for number in reversed(numbers):
             slots = np.sort(used[used // header.segment_slots == number]) % header.segment_slots
-            if len(slots) == 0 and number == max(self._segment_numbers()) and number > 0:
-                self._volume.unlink(segment_name(number))
+            if len(slots) == 0 and number == numbers[-1] and number > 0:
+                self.volume.unlink(segment_name(number))
+                numbers.pop()
                 continue
-            fd = self._volume.open(segment_name(number), write=True)
-            try:
-                end = (int(slots[-1]) + 1 if len(slots) else 0) * header.slot_bytes
-                if self._volume.size(fd) > end:
-                    self._volume.truncate(fd, end)
-                begins = np.concatenate(([0], slots.astype(np.int64) + 1)) * header.slot_bytes
-                ends = slots.astype(np.int64) * header.slot_bytes
-                for begin, stop in zip(begins.tolist(), ends.tolist(), strict=False):
-                    if stop > begin:
-                        _punch_hole(fd, begin, stop - begin)
-            finally:
-                self._volume.close(fd)
+            with _opened(self.volume, segment_name(number), write=True) as fd:
+                ends = slots.astype(np.int64) * header.slot_bytes  # of the free places
+                begins = np.concatenate(([0], ends + header.slot_bytes))
+                if self.volume.size(fd) > begins[-1]:
+                    self.volume.truncate(fd, int(begins[-1]))
+                for begin, end in zip(begins.tolist(), ends.tolist(), strict=False):
+                    if end > begin:
+                        _punch_hole(fd, begin, end - begin)
 
 
-class _SlotReader:
-    """Reads slots of the segment files; used by several threads."""
+@contextmanager
+def _opened(volume: Volume, name: str, *, write: bool = False) -> Iterator[int]:
+    fd = volume.open(name, write=write)
+    try:
+        yield fd
+    finally:
+        volume.close(fd)
 
-    def __init__(self, volume: Volume, header: Header) -> None:
-        self._volume = volume
-        self._header = header
-        self._object_bytes = header.payload_bytes + TRAILER_BYTES
-        self._lock = threading.Lock()
-        self._fds: dict[int, int] = {}
 
-    def bad_blocks(self, records: NDArray[np.void]) -> list[BadBlock]:
-        """Return those blocks whose bytes are wrong."""
-        memory = memoryview(bytearray(self._object_bytes))
-        bad = []
-        for record in records:
-            slot, key = int(record["slot"]), record["key"].tobytes()
-            number = slot // self._header.segment_slots
-            if reason := self._fault(number, slot % self._header.segment_slots, key, memory):
-                bad.append(
-                    BadBlock(key=key.hex(), file=segment_name(number), slot=slot, reason=reason)
-                )
-        return bad
+def _fault(fd: int, offset: int, key: bytes, memory: memoryview) -> str:
+    """Return a description of the fault of a block; empty if it has none."""
+    try:
+        size = os.preadv(fd, [memory], offset)
+        while 0 < size < len(memory) and (part := os.preadv(fd, [memory[size:]], offset + size)):
+            size += part
+        os.posix_fadvise(fd, offset, len(memory), os.POSIX_FADV_DONTNEED)
+    except OSError as error:
+        return f"the slot cannot be read: {error.strerror}"
+    if size < len(memory):
+        return "the file ends within the slot"
+    return "" if _native.verify_object(memory, key) else "length, key or checksum is wrong"
 
-    def close(self) -> None:
-        """Close the files."""
-        while self._fds:
-            self._volume.close(self._fds.popitem()[1])
 
-    def _fault(self, number: int, slot: int, key: bytes, memory: memoryview) -> str:
-        """Return a description of the fault of a block; empty if it has none."""
-        offset = slot * self._header.slot_bytes
-        try:
-            fd = self._fd(number)
-            size = os.preadv(fd, [memory], offset)
-            while 0 < size < len(memory) and (
-                part := os.preadv(fd, [memory[size:]], offset + size)
-            ):
-                size += part
-            os.posix_fadvise(fd, offset, len(memory), os.POSIX_FADV_DONTNEED)
-        except OSError as error:
-            return f"the slot cannot be read: {error.strerror}"
-        if size < len(memory):
-            return "the file ends within the slot"
-        if not _native.verify_object(memory, key):
-            return "length, key or checksum is wrong"
-        return ""
+def _file_bytes(volume: Volume, name: str) -> int:
+    try:
+        return allocated_bytes(volume.stat(name))
+    except FileNotFoundError:  # an engine has removed it meanwhile
+        return 0
 
-    def _fd(self, number: int) -> int:
-        with self._lock:
-            if number not in self._fds:
-                fd = self._volume.open(segment_name(number), write=False)
-                # Read from the medium, not from the page cache.
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                self._fds[number] = fd
-            return self._fds[number]
+
+def _described(damage: Damage, descriptions: Mapping[str, str]) -> list[str]:
+    """Return the descriptions of those kinds of damage that there are."""
+    counts = msgspec.structs.asdict(damage)
+    return [text.format(f"{counts[name]:,}") for name, text in descriptions.items() if counts[name]]
 
 
 def _records(table: _native.SlotTable) -> NDArray[np.void]:

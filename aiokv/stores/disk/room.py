@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from aiokv.base.logs import Log
+from aiokv.base.units import format_bytes
 from aiokv.errors import StoreError
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Room:
         self._threads = threads
         self._others = others
         self._slot_bytes = slot_bytes
+        self._asked_free_bytes = min_free_bytes
         self._min_free_bytes = max(
             min_free_bytes, _JOURNAL_BYTES + table.capacity * _JOURNAL_BYTES_PER_SLOT
         )
@@ -138,9 +140,17 @@ class Room:
                 slots=self._table.limit,
                 capacity_slots=self._table.capacity,
                 min_free_bytes=self._min_free_bytes,
-                reason="the file system has no more space; the store keeps the slots it has",
+                reason=await self._threads.run(lambda _: self._reason_of_no_growth()),
             )
         return grown > 0
+
+    def _reason_of_no_growth(self) -> str:
+        if self._volume.free_bytes() - self._asked_free_bytes < self._slot_bytes:
+            return "the file system has no more space; the store keeps the slots it has"
+        return (
+            f"the store keeps {format_bytes(self._min_free_bytes)} free for the journal of as many "
+            "slots as its option bytes allows; use a smaller one"
+        )
 
     def _extend(self, wanted: int) -> int:
         """Extend the files by up to ``wanted`` slots, in the thread; return the number."""

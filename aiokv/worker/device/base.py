@@ -6,9 +6,10 @@ that was never recorded is done; a device must hide that.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from aiokv.base.plan import PEER_ROUTES
+from aiokv.base.groups import ATTENTION, STATE, layers_of
+from aiokv.base.plan import PEER_ROUTES, Pool
 from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,52 +18,23 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.base.plan import Pool, Route
+    from aiokv.base.plan import GroupRoute, Route
     from aiokv.layout.regions import Regions
     from aiokv.worker.arena import HostArena
 
 
-PoolKey: TypeAlias = "tuple[Pool, str]"
-"""A pool on the device and its group: ``("device", "")``, ``("state", "")``, or ``("window",
-group)``. ``("peer", "device")``, ``("peer", "state")`` and ``("peer", "window GROUP")`` are the
-same blocks, with the slots of peers as their host memory; ``("peer", "device FIRST:END")`` are
-these layers of the blocks."""
+def host_pool(route: Route, group: str) -> Pool:
+    """Return the blocks on the host's side of a route between the device and host memory."""
+    return Pool(group, "peer" if route in PEER_ROUTES else "host")
 
 
-def peer_key(pool: Pool, group: str = "") -> PoolKey:
-    """Return the key of a pool on the device whose host memory is that of peers."""
-    return ("peer", f"{pool} {group}" if group else pool)
-
-
-def layers_group(first: int, end: int) -> str:
-    """Return the group of the layers ``first`` to ``end - 1`` of the blocks, for ``peer_key``."""
-    return f"{first}:{end}"
-
-
-def is_layer_range(key: PoolKey) -> bool:
-    """Return True for a range of layers of the blocks."""
-    pool, group = key
-    return pool == "peer" and group.startswith("device ")
-
-
-def pool_key(route: Route, group: str = "") -> PoolKey:
-    """Return the key of the blocks that a route copies between the device and host memory."""
-    pool = route.device_pool
-    return peer_key(pool, group) if route in PEER_ROUTES else (pool, group)
-
-
-def blocks_of(regions: Regions, key: PoolKey) -> Regions:
-    """Return the tensors of one pool as regions whose blocks are those of the pool."""
-    pool, group = key
-    if pool == "peer":
-        on_device, _, group = group.partition(" ")
-        pool = cast("Pool", on_device)
-    if pool == "window":
-        return regions.window_blocks(group)
-    if pool == "device" and group:
-        first, _, end = group.partition(":")
-        return regions.layer_blocks(int(first), int(end))
-    return regions.state_blocks() if pool == "state" else regions
+def blocks_of(regions: Regions, group: str) -> Regions:
+    """Return the tensors of a group, or of a range of layers, as regions of their own."""
+    if (layers := layers_of(group)) is not None:
+        return regions.layer_blocks(*layers)
+    if group == ATTENTION:
+        return regions
+    return regions.state_blocks() if group == STATE else regions.window_blocks(group)
 
 
 class CopyError(NamedTuple):
@@ -207,7 +179,7 @@ class Device(Protocol):
 
     Attributes:
         name: ``"cpu"``, ``"cuda:0"``, ...
-        routes: that ``copy`` takes.
+        routes: that ``copy`` takes, by retention of the group.
         in_order: copies of one route and group end in the order of submission, layers ascending,
             so that only the oldest event of both has to be queried.
         computes_in_stream: the model's work may have been submitted only when `commit` is called,
@@ -221,7 +193,7 @@ class Device(Protocol):
     """
 
     name: str
-    routes: frozenset[Route]
+    routes: frozenset[GroupRoute]
     in_order: bool
     computes_in_stream: bool
 
@@ -229,7 +201,7 @@ class Device(Protocol):
         self,
         regions: Regions,
         arena: HostArena,
-        side_arenas: Mapping[PoolKey, HostArena] | None = None,
+        side_arenas: Mapping[Pool, HostArena] | None = None,
     ) -> None:
         """Bind the memory of both tiers, before the first copy and after ``detach``.
 
@@ -237,8 +209,9 @@ class Device(Protocol):
             regions: the device tensors.
             arena: host memory of the blocks.
             side_arenas: host memory of the other pools that have some, laid out as the host
-                blocks of ``blocks_of(regions, key)``; None for none. Several pools may have the
-                same arena, the slots of peers, whose blocks are as large as those of the largest.
+                blocks of ``blocks_of(regions, pool.group)``; None for none. Several pools may have
+                the same arena, the slots of peers, whose blocks are as large as those of the
+                largest.
 
         Raises:
             LayoutError: the device cannot reach a region's memory.
@@ -250,20 +223,19 @@ class Device(Protocol):
         source_ids: NDArray[np.int32],
         target_ids: NDArray[np.int32],
         after: Event | None,
-        group: str = "",
+        group: str = ATTENTION,
     ) -> Copy:
         """Start copying blocks, layer by layer, in the background.
 
         Args:
             route: one of ``routes``. The layers of an onload arrive one by one; those of other
-                routes may share one event. The routes from and to ``"host_state"`` and
-                ``"host_window"`` need a side arena. ``STATE`` copies slots of recurrent state, or
-                fills them with zeros where the source is ``ZEROS``.
+                routes may share one event. Other groups than ``"attention"`` need a side arena. A
+                clone of recurrent state fills slots with zeros where the source is ``ZEROS``.
             source_ids: [N] int32, N > 0, borrowed until return. The worker has checked the ids
                 (``aiokv.worker.ids``).
             target_ids: [N] int32, distinct; within one pool none of them is a source.
             after: recorded event that the first byte waits for, on the device.
-            group: window group of the ids, for the routes of window blocks only.
+            group: group of the ids, or a range of layers for routes from and to peers.
 
         Raises:
             UsageError: the device cannot wait for ``after``; nothing moved.

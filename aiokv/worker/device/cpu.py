@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING, Final
 
 from aiokv import _native
 from aiokv.base.checks import Unique
+from aiokv.base.groups import ATTENTION, retention_of
 from aiokv.base.plan import (
+    CLONE,
     OFFLOAD,
     ONLOAD,
     PEER_ROUTES,
-    RECEIVE_ROUTES,
-    SEND_ROUTES,
-    STATE,
-    STATE_OFFLOAD,
-    STATE_ONLOAD,
-    WINDOW_OFFLOAD,
-    WINDOW_ONLOAD,
+    STATE_CLONE,
+    Pool,
+    direction,
+    group_routes,
 )
 from aiokv.errors import LayoutError, UsageError
 from aiokv.worker.base import UNLIMITED_BLOCKS
-from aiokv.worker.device.base import CopyError, blocks_of, peer_key, pool_key
+from aiokv.worker.device.base import CopyError, blocks_of, host_pool
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,10 +31,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.base.plan import Route
+    from aiokv.base.plan import GroupRoute, Route
     from aiokv.layout.regions import Regions
     from aiokv.worker.arena import HostArena
-    from aiokv.worker.device.base import Event, PoolKey
+    from aiokv.worker.device.base import Event
 
 CpuEvent = _native.Event
 CpuStream = _native.Stream
@@ -78,29 +77,21 @@ class CpuDevice(Unique):
     """Copies with one native thread per route, GIL released."""
 
     name = "cpu"
-    routes = PEER_ROUTES | {
-        ONLOAD,
-        OFFLOAD,
-        STATE,
-        STATE_ONLOAD,
-        STATE_OFFLOAD,
-        WINDOW_ONLOAD,
-        WINDOW_OFFLOAD,
-    }
+    routes = group_routes(ONLOAD, OFFLOAD, *PEER_ROUTES) | {STATE_CLONE}
     in_order = True
     computes_in_stream = False
 
     def __init__(self) -> None:
-        self._streams: dict[Route, CpuStream] = {}
-        self._maps: dict[PoolKey, _native.BlockMap] = {}  # of pools with host memory
-        self._memory: tuple[Regions, dict[PoolKey, HostArena]] | None = None
+        self._streams: dict[GroupRoute, CpuStream] = {}
+        self._maps: dict[Pool, _native.BlockMap] = {}  # of pools with host memory
+        self._memory: tuple[Regions, dict[Pool, HostArena]] | None = None
         self._num_layers = 0
 
     def attach(
         self,
         regions: Regions,
         arena: HostArena,
-        side_arenas: Mapping[PoolKey, HostArena] | None = None,
+        side_arenas: Mapping[Pool, HostArena] | None = None,
     ) -> None:
         """Bind the memory and start the threads.
 
@@ -112,25 +103,26 @@ class CpuDevice(Unique):
                 f"the tensors are on {', '.join(elsewhere)}; the cpu device copies plain memory",
                 hint="pass device='cuda' to the engine",
             )
-        arenas: dict[PoolKey, HostArena] = {("device", ""): arena, **(side_arenas or {})}
-        self._maps = {key: block_map(blocks_of(regions, key), own) for key, own in arenas.items()}
+        arenas: dict[Pool, HostArena] = {Pool(ATTENTION, "host"): arena, **(side_arenas or {})}
+        self._maps = {
+            pool: block_map(blocks_of(regions, pool.group), own) for pool, own in arenas.items()
+        }
         self._memory = (regions, arenas)
         self._num_layers = regions.num_layers
+        held = {(retention_of(pool.group), pool.tier) for pool in arenas}
         self._streams = {
-            ONLOAD: CpuStream("aiokv-onload"),
-            OFFLOAD: CpuStream("aiokv-offload"),
+            (retention, route): CpuStream(f"aiokv-{direction(retention, route)}")
+            for retention, tier in held
+            if tier == "host"
+            for route in (ONLOAD, OFFLOAD)
         }
         if regions.state_pieces:
-            self._streams[STATE] = CpuStream("aiokv-state")
-        if ("state", "") in arenas:
-            self._streams[STATE_ONLOAD] = CpuStream("aiokv-state-onload")
-            self._streams[STATE_OFFLOAD] = CpuStream("aiokv-state-offload")
-        if any(pool == "window" for pool, _ in arenas):
-            self._streams[WINDOW_ONLOAD] = CpuStream("aiokv-window-onload")
-            self._streams[WINDOW_OFFLOAD] = CpuStream("aiokv-window-offload")
-        if peer_key("device") in arenas:
-            self._streams |= dict.fromkeys(RECEIVE_ROUTES, CpuStream("aiokv-receive"))
-            self._streams |= dict.fromkeys(SEND_ROUTES, CpuStream("aiokv-send"))
+            self._streams[STATE_CLONE] = CpuStream("aiokv-state")
+        if ("all", "peer") in held:
+            for route in PEER_ROUTES:
+                self._streams |= dict.fromkeys(
+                    group_routes(route), CpuStream(f"aiokv-{route.name}")
+                )
 
     def copy(
         self,
@@ -138,34 +130,39 @@ class CpuDevice(Unique):
         source_ids: NDArray[np.int32],
         target_ids: NDArray[np.int32],
         after: Event | None,
-        group: str = "",
+        group: str = ATTENTION,
     ) -> CpuCopy:
         """Queue a copy on the thread of its route; see :meth:`Device.copy`."""
-        if route == STATE:
+        if route == CLONE:
             job = self._copy_slots(source_ids, target_ids, after)
         else:
-            blocks = self._maps.get(pool_key(route, group))
+            blocks = self._maps.get(host_pool(route, group))
             to_device = (source_ids, target_ids)
             host_ids, device_ids = to_device if route.is_onload else to_device[::-1]
-            job = self._copy_blocks(route, blocks, host_ids, device_ids, after)
+            stream = self._streams.get((retention_of(group), route))
+            job = self._copy_blocks(
+                stream, blocks, host_ids, device_ids, after, onload=route.is_onload
+            )
         return CpuCopy(job, self._num_layers)
 
     def _copy_blocks(
         self,
-        route: Route,
+        stream: CpuStream | None,
         blocks: _native.BlockMap | None,
         host_ids: NDArray[np.int32],
         device_ids: NDArray[np.int32],
         after: Event | None,
+        *,
+        onload: bool,
     ) -> _native.CopyJob:
-        if blocks is None:
+        if stream is None or blocks is None:
             raise UsageError(_NOT_ATTACHED)
         return _native.copy_blocks(
-            self._streams[route],
+            stream,
             blocks,
             host_ids,
             device_ids,
-            onload=route.is_onload,
+            onload=onload,
             after=_cpu_event(after),
             owner=self._memory,
         )
@@ -180,7 +177,9 @@ class CpuDevice(Unique):
             raise UsageError(_NOT_ATTACHED)
         regions = self._memory[0]
         return _native.move_slots(
-            self._streams.get(STATE, self._streams[ONLOAD]),  # without tensors no bytes move
+            self._streams.get(
+                ("last", CLONE), self._streams["all", ONLOAD]
+            ),  # without tensors no bytes move
             [
                 (piece.pointer, piece.stride_bytes, piece.block_bytes)
                 for piece in regions.state_pieces

@@ -20,25 +20,23 @@ import numpy as np
 
 from aiokv import _native
 from aiokv.base.checks import Unique, arguments, choice, flag, integer
+from aiokv.base.groups import ATTENTION, STATE, layers_of
 from aiokv.base.plan import (
+    CLONE,
     OFFLOAD,
     ONLOAD,
     PEER_ROUTES,
     SEND,
-    STATE,
-    STATE_OFFLOAD,
-    STATE_ONLOAD,
-    WINDOW_OFFLOAD,
-    WINDOW_ONLOAD,
+    STATE_CLONE,
+    Pool,
+    group_routes,
 )
 from aiokv.errors import ConfigError, DeviceError, LayoutError, UsageError
 from aiokv.worker.device.base import (
     CopyError,
     blocks_of,
     check_event_type,
-    is_layer_range,
-    peer_key,
-    pool_key,
+    host_pool,
 )
 from aiokv.worker.device.cuda_handles import event_handle, stream_handle
 from aiokv.worker.device.cuda_numa import placement
@@ -53,12 +51,11 @@ if TYPE_CHECKING:
     from aiokv.base.plan import Route
     from aiokv.layout.regions import Regions
     from aiokv.worker.arena import HostArena
-    from aiokv.worker.device.base import Event, PoolKey
+    from aiokv.worker.device.base import Event
 
 _cuda: Any = getattr(_native, "cuda", None)  # absent when aiokv was built without a CUDA compiler
 
-_MAIN: Final[PoolKey] = ("device", "")  # the pool of the blocks
-_STATES: Final = (("state", ""), peer_key("state"))  # pools of slots of recurrent state
+_MAIN: Final[Pool] = Pool(ATTENTION, "host")  # the pool of the blocks
 _STAGING_ALIGNMENT: Final = 4096
 HIGHEST_PRIORITY: Final = -5  # clamped by CUDA: a short scatter runs before the model's next CTAs
 
@@ -189,15 +186,7 @@ class CudaDevice(Unique):
         ConfigError: aiokv was built without CUDA, CuPy is not installed, or there is no such GPU.
     """
 
-    routes = PEER_ROUTES | {
-        ONLOAD,
-        OFFLOAD,
-        STATE,
-        STATE_ONLOAD,
-        STATE_OFFLOAD,
-        WINDOW_ONLOAD,
-        WINDOW_OFFLOAD,
-    }
+    routes = group_routes(ONLOAD, OFFLOAD, *PEER_ROUTES) | {STATE_CLONE}
     in_order = True
     computes_in_stream = True
 
@@ -212,11 +201,11 @@ class CudaDevice(Unique):
         self.ordinal = _existing_gpu(self._cupy, ordinal)
         self.name = f"cuda:{self.ordinal}"
         self._streams: list[Any] = []
-        self._engines: dict[PoolKey, Any] = {}  # of pools with host memory
+        self._engines: dict[Pool, Any] = {}  # of pools with host memory
         self._hosts: dict[int, Any] = {}  # pinned memory, by address: pools may share it
         self._main_host: Any = None  # that of the blocks
-        self._memory: tuple[Regions, dict[PoolKey, HostArena]] | None = None
-        self._layer_groups: dict[tuple[PoolKey, Any], list[tuple[int, int]]] = {}
+        self._memory: tuple[Regions, dict[Pool, HostArena]] | None = None
+        self._layer_groups: dict[tuple[Pool, Any], list[tuple[int, int]]] = {}
         self._starting: deque[CudaCopy] = deque()
         self._states: CudaStateMover | None = None
         self._peer_slots: CudaSlots | None = None
@@ -227,7 +216,7 @@ class CudaDevice(Unique):
         self,
         regions: Regions,
         arena: HostArena,
-        side_arenas: Mapping[PoolKey, HostArena] | None = None,
+        side_arenas: Mapping[Pool, HostArena] | None = None,
     ) -> None:
         """Bind the memory and start to pin the arena; transfers may start at once.
 
@@ -246,30 +235,30 @@ class CudaDevice(Unique):
             self._check_device(piece.pointer, f"region {piece.region!r}, layer {piece.layer}")
         if regions.state_pieces:
             self._states = CudaStateMover(self._cupy, self.ordinal, regions)
-        arenas: dict[PoolKey, HostArena] = {_MAIN: arena, **(side_arenas or {})}
+        arenas: dict[Pool, HostArena] = {_MAIN: arena, **(side_arenas or {})}
         self._memory = (regions, arenas)
-        for key, own in arenas.items():
-            self._open_pool(key, blocks_of(regions, key), own)
+        for pool, own in arenas.items():
+            self._open_pool(pool, blocks_of(regions, pool.group), own)
 
-    def _open_pool(self, key: PoolKey, blocks: Regions, arena: HostArena) -> None:
+    def _open_pool(self, pool: Pool, blocks: Regions, arena: HostArena) -> None:
         """Pin the host memory of a pool, unless it is, and make its engine."""
         if blocks.num_blocks is None:
             return
         if arena.pointer not in self._hosts:
             self._hosts[arena.pointer] = self._register(arena)
-        if key == _MAIN:
+        if pool == _MAIN:
             self._main_host = self._hosts[arena.pointer]
         # Slots of recurrent state move one by one: a staging slot need not be larger.
-        moved_bytes = arena.block_bytes if key in _STATES else arena.nbytes
+        moved_bytes = arena.block_bytes if pool.group == STATE else arena.nbytes
         slot_bytes = self.options.slot_bytes
-        if is_layer_range(key):
+        if layers_of(pool.group) is not None:
             slot_bytes = self._share_of_slot(slot_bytes, blocks)
-        if key != _MAIN:
+        if pool != _MAIN:
             slot_bytes = min(slot_bytes, moved_bytes)
         engine = self._make_engine(blocks, arena, self._hosts[arena.pointer], slot_bytes)
-        self._engines[key] = engine
+        self._engines[pool] = engine
         for direction in (_cuda.Direction.ONLOAD, _cuda.Direction.OFFLOAD):
-            self._layer_groups[key, direction] = engine.groups(direction)
+            self._layer_groups[pool, direction] = engine.groups(direction)
 
     def _share_of_slot(self, slot_bytes: int, blocks: Regions) -> int:
         """Return the staging slot of a range of layers: all ranges together have that of a pool."""
@@ -352,7 +341,7 @@ class CudaDevice(Unique):
         source_ids: NDArray[np.int32],
         target_ids: NDArray[np.int32],
         after: Event | None,
-        group: str = "",
+        group: str = ATTENTION,
         keys: bytes = b"",
     ) -> CudaCopy | CudaStateCopy | SlotCopy:
         """Give a copy to the native lane of its route; see :meth:`Device.copy`.
@@ -370,19 +359,19 @@ class CudaDevice(Unique):
             if route == SEND:
                 return self._peer_slots.gather(source_ids, target_ids, keys, after)
             return self._peer_slots.scatter_verified(source_ids, target_ids, keys, after)
-        if route == STATE:
+        if route == CLONE:
             if self._states is None:
                 raise UsageError(
                     "no region has recurrent state", hint="register it with Regions.add_state"
                 )
             return self._states.move(source_ids, target_ids, after)
-        key = pool_key(route, group)
+        pool = host_pool(route, group)
         if route.is_onload:
             path = _cuda.Path[self.options.path.upper()]
             direction = _cuda.Direction.ONLOAD
-            return self._submit(key, direction, source_ids, target_ids, after, path)
+            return self._submit(pool, direction, source_ids, target_ids, after, path)
         direction = _cuda.Direction.OFFLOAD
-        return self._submit(key, direction, target_ids, source_ids, after, _cuda.Path.AUTO)
+        return self._submit(pool, direction, target_ids, source_ids, after, _cuda.Path.AUTO)
 
     def check_event(self, event: Event) -> None:
         """Raise unless the event can be queried and has a CUDA handle, i.e. was recorded."""
@@ -416,7 +405,7 @@ class CudaDevice(Unique):
 
     def _submit(
         self,
-        key: PoolKey,
+        key: Pool,
         direction: Any,
         host_ids: NDArray[np.int32],
         device_ids: NDArray[np.int32],

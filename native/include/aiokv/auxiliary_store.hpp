@@ -17,9 +17,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "aiokv/auxiliary_pool.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/digest.hpp"
+#include "aiokv/group_pool.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/reuse_sketch.hpp"
 #include "aiokv/stored_blocks.hpp"
@@ -38,14 +38,6 @@ struct AuxiliaryTransfer {
     std::vector<Digest> digests;
 };
 
-// Copies of a pool, since the cache was made.
-struct StoredCopies {
-    std::uint64_t saved = 0;
-    std::uint64_t unsaved = 0;  // dropped, rejected, refused or failed
-    std::uint64_t fetched = 0;
-    std::uint64_t unfetched = 0;
-};
-
 class AuxiliaryStore {
   public:
     static constexpr std::size_t kMaxInFlight = 2;  // saves
@@ -53,10 +45,10 @@ class AuxiliaryStore {
     // `device`, `host`: the pool on the device, and its copies in host memory. `group`: the window
     // group of the pool, or kRecurrentState.
     AuxiliaryStore(const CoreConfig& config, Index& index, StoredBlocks& stored,
-                   Residency& residency, TransferLedger& transfers, AuxiliaryPool& device,
-                   AuxiliaryPool& host, std::int32_t group);
+                   Residency& residency, TransferLedger& transfers, GroupPool& device,
+                   GroupPool& host, GroupId group);
 
-    std::int32_t group() const { return group_; }
+    GroupId group() const { return group_; }
     std::uint32_t tail_blocks() const { return device_.tail_blocks(); }
     std::uint32_t head_blocks() const { return device_.head_blocks(); }
 
@@ -84,8 +76,7 @@ class AuxiliaryStore {
     // or empty. Throws UsageError, changing nothing, on another number of results.
     void complete(TransferId id, Outcome outcome, std::uint32_t first_bad,
                   std::span<const std::uint8_t> results);
-    const StoredCopies& counts() const { return counts_; }
-    std::uint64_t evicted() const { return evicted_; }  // to make room for fetches
+    void add_to(GroupStatistics& statistics) const;
 
     // -- for checks
     // Host ids that saves read, and those that fetches own.
@@ -94,6 +85,13 @@ class AuxiliaryStore {
     void check(Report& report) const;
 
   private:
+    struct Counts {
+        std::uint64_t saved = 0;
+        std::uint64_t unsaved = 0;  // dropped, rejected, refused or failed
+        std::uint64_t fetched = 0;
+        std::uint64_t unfetched = 0;
+        std::uint64_t evicted = 0;  // to make room for fetches
+    };
     enum Flag : std::uint8_t {
         kIsStored = 1 << 0,  // a store has the copy, or had it
         kIsQueued = 1 << 1,
@@ -125,9 +123,9 @@ class AuxiliaryStore {
     StoredBlocks& stored_;
     Residency& residency_;
     TransferLedger& ledger_;
-    AuxiliaryPool& device_;
-    AuxiliaryPool& host_;
-    std::int32_t group_;
+    GroupPool& device_;
+    GroupPool& host_;
+    GroupId group_;
     std::size_t max_copies_;              // of a save: saves pin copies of a small pool
     std::optional<ReuseSketch> offered_;  // none: each copy is admitted
     std::vector<std::uint8_t> flags_;     // by host id
@@ -136,8 +134,7 @@ class AuxiliaryStore {
     std::unordered_map<TransferId, AuxiliaryTransfer> transfers_;
     std::size_t saves_ = 0;                          // in flight
     std::unordered_map<NodeId, TransferId> coming_;  // by node: the fetch in flight
-    StoredCopies counts_;
-    std::uint64_t evicted_ = 0;
+    Counts counts_;
 };
 
 }  // namespace aiokv

@@ -1,4 +1,4 @@
-// The stores of all auxiliary pools of a cache: that of recurrent state, and one per window group.
+// The stores of the block groups besides attention.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "aiokv/auxiliary_pools.hpp"
+#include "aiokv/auxiliary_groups.hpp"
 #include "aiokv/auxiliary_store.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/matching.hpp"
@@ -15,8 +15,8 @@ namespace aiokv {
 
 class AuxiliaryStores {
   public:
-    // `pools`: connected to the stores; without stores, there is nothing to save or fetch.
-    AuxiliaryStores(AuxiliaryPools& pools, const Matching& matching);
+    // `groups`: connected to the stores; without stores, there is nothing to save or fetch.
+    AuxiliaryStores(AuxiliaryGroups& groups, const Matching& matching);
 
     // -- saves
     bool wants_saves() const;
@@ -24,26 +24,24 @@ class AuxiliaryStores {
 
     // -- fetches for a hit of the first `blocks` blocks of a prompt, which are cached
     // Per block from `first` to `end` of the prompt, all cached: the group has a copy in a tier.
-    std::vector<std::uint8_t> has_copies(Lease& lease, std::int32_t group, std::size_t first,
+    std::vector<std::uint8_t> has_copies(Lease& lease, GroupId group, std::size_t first,
                                          std::size_t end) const;
     // Begins to fetch what the hit lacks in a group, or returns the fetch in flight that brings the
     // first of it. 0: it lacks nothing, the blocks are not cached, or the host has no room.
-    TransferId begin_fetch(Lease& lease, std::int32_t group, std::size_t blocks);
+    TransferId begin_fetch(Lease& lease, GroupId group, std::size_t blocks);
 
     // -- both
     bool has(TransferId id) const { return find(id) != nullptr; }
-    std::int32_t group_of(TransferId id) const { return find(id)->group(); }
+    GroupId group_of(TransferId id) const { return find(id)->group(); }
     const AuxiliaryTransfer& get(TransferId id) const { return find(id)->get(id); }
     void complete(TransferId id, Outcome outcome, std::uint32_t first_bad,
                   std::span<const std::uint8_t> results);
 
-    StoredCopies counts(std::int32_t group) const;
-
   private:
     AuxiliaryStore* find(TransferId id) const;
-    AuxiliaryStore* of_group(std::int32_t group) const;
+    AuxiliaryStore* of_group(GroupId group) const;
 
-    AuxiliaryPools& pools_;
+    AuxiliaryGroups& groups_;
     const Matching& matching_;
     std::vector<AuxiliaryStore*> stores_;
 };

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "aiokv/auxiliary_pools.hpp"
+#include "aiokv/auxiliary_groups.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
 #include "aiokv/foreign_blocks.hpp"
@@ -21,7 +21,7 @@ namespace aiokv {
 class Completions {
   public:
     Completions(const CoreConfig& config, DevicePool& device, LeaseTable& leases, Index& index,
-                RecurrentState& state, AuxiliaryPools& auxiliary, const Matching& matching,
+                RecurrentState& state, AuxiliaryGroups& auxiliary, const Matching& matching,
                 Residency& residency, TransferLedger& transfers, Promises& promises,
                 Publication& publication, Swaps& swaps, StoreSaver& store_saver,
                 ForeignBlocks& foreign)
@@ -60,7 +60,7 @@ class Completions {
     LeaseTable& leases_;
     Index& index_;
     RecurrentState& state_;
-    AuxiliaryPools& auxiliary_;
+    AuxiliaryGroups& auxiliary_;
     const Matching& matching_;
     Residency& residency_;
     TransferLedger& transfers_;

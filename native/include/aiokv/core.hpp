@@ -29,7 +29,7 @@
 #include <string_view>
 #include <vector>
 
-#include "aiokv/auxiliary_pools.hpp"
+#include "aiokv/auxiliary_groups.hpp"
 #include "aiokv/auxiliary_stores.hpp"
 #include "aiokv/batches.hpp"
 #include "aiokv/block_events.hpp"
@@ -185,10 +185,8 @@ class Core {
         state_.discard_snapshot(leases_.at(id), slot);
     }
     std::vector<std::uint32_t> snapshot_points(LeaseId id) const;
-    // A save of one snapshot to host memory; 0: there is nothing to copy.
-    TransferId take_state_save() { return state_.take_save(); }
-    // A save of blocks of one window group to host memory; 0: there is nothing to copy.
-    TransferId take_window_save() { return windows_.take_save(); }
+    // A save of blocks of one group to host memory; 0: there is nothing to copy.
+    TransferId take_group_save() { return auxiliary_.take_save(); }
     bool is_move(TransferId id) const { return transfers_.is_move(id); }
     const Move& move(TransferId id) const { return transfers_.move(id); }
     std::uint32_t reach_tokens(LeaseId id) const { return windows_.reach_tokens(leases_.at(id)); }
@@ -200,12 +198,12 @@ class Core {
         return fetches_.begin(leases_.at(id), blocks, replaced);
     }
     Borders borders(LeaseId id, std::size_t skip) { return fetches_.borders(leases_.at(id), skip); }
-    // Auxiliary pools; `group`: a window group, or kRecurrentState. See AuxiliaryStores.
-    std::vector<std::uint8_t> has_copies(LeaseId id, std::int32_t group, std::size_t first,
+    // Of groups besides attention. See AuxiliaryStores.
+    std::vector<std::uint8_t> has_copies(LeaseId id, GroupId group, std::size_t first,
                                          std::size_t end) {
         return auxiliary_stores_.has_copies(leases_.at(id), group, first, end);
     }
-    TransferId begin_auxiliary_fetch(LeaseId id, std::int32_t group, std::size_t blocks) {
+    TransferId begin_auxiliary_fetch(LeaseId id, GroupId group, std::size_t blocks) {
         return auxiliary_stores_.begin_fetch(leases_.at(id), group, blocks);
     }
     bool wants_saves() const {
@@ -321,6 +319,9 @@ class Core {
 
     const Histogram& hold_times() const { return leases_.hold_times(); }
     CoreStatistics statistics() const;
+    // Of a group besides attention; zeros of recurrent state that the model does not have. Throws
+    // UsageError: the cache has no such group.
+    GroupStatistics group_statistics(GroupId group) const;
     std::vector<std::string> violations() const;
     std::vector<BlockView> blocks() const { return index_.blocks(); }
     HotPrefixes hottest_prefixes(std::size_t limit) const {
@@ -345,7 +346,7 @@ class Core {
     BlockEvents events_;
     RecurrentState state_;
     SlidingWindows windows_;
-    AuxiliaryPools auxiliary_;
+    AuxiliaryGroups auxiliary_;
     Residency residency_;
     Saver saver_;
     StoreSaver store_saver_;

@@ -168,17 +168,20 @@ struct CoreStatistics {
     std::uint64_t published_blocks, evicted_device_blocks, dropped_blocks, evicted_host_blocks;
     std::uint64_t onloaded_blocks, offloaded_blocks, failed_blocks, skipped_backups,
         reclaimed_host_copies;
-    std::uint32_t state_free, state_snapshots;
-    std::uint64_t restored_states, evicted_snapshots;
     std::uint64_t hit_store_tokens, fetches, fetched_blocks, unfetched_blocks;
     std::uint64_t saved_blocks, dropped_saves, rejected_saves, refused_saves, failed_saves;
-    std::uint32_t host_state_free, host_state_snapshots;
-    std::uint64_t saved_snapshots, onloaded_states, evicted_host_snapshots;
-    std::uint64_t receives, received_blocks, received_states, received_window_blocks;
-    std::uint64_t sends, sent_blocks, sent_states, sent_window_blocks;
-    std::uint64_t failed_receives, failed_sends;
-    std::uint64_t stored_snapshots, unstored_snapshots, fetched_snapshots, unfetched_snapshots;
+    std::uint64_t receives, received_blocks, failed_receives;
+    std::uint64_t sends, sent_blocks, failed_sends;
     std::size_t index_bytes, token_bytes;
+};
+
+// Of a block group besides attention. Counts of what is no state are blocks.
+struct GroupStatistics {
+    std::uint32_t device_free, device_cached, device_set_aside, host_free, host_cached;
+    std::uint64_t evicted_device, evicted_host;
+    std::uint64_t cloned, onloaded, saved;  // copies on the device, to it, and to host memory
+    std::uint64_t stored, unstored, fetched, unfetched;
+    std::uint64_t received, sent;
 };
 
 // One indexed block, for dumps and tests.

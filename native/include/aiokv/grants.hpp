@@ -5,7 +5,7 @@
 #include <optional>
 #include <span>
 
-#include "aiokv/auxiliary_pools.hpp"
+#include "aiokv/auxiliary_groups.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
 #include "aiokv/fetches.hpp"
@@ -27,7 +27,7 @@ using Reserve = std::optional<std::uint32_t>;
 class Grants {
   public:
     Grants(const CoreConfig& config, DevicePool& device, LeaseTable& leases, Index& index,
-           RecurrentState& state, SlidingWindows& windows, AuxiliaryPools& auxiliary,
+           RecurrentState& state, SlidingWindows& windows, AuxiliaryGroups& auxiliary,
            const Matching& matching, Residency& residency, Saver& saver, TransferLedger& transfers,
            Publication& publication, Uses& uses, Swaps& swaps, StoreSaver& store_saver,
            Fetches& fetches)
@@ -98,7 +98,7 @@ class Grants {
     Index& index_;
     RecurrentState& state_;
     SlidingWindows& windows_;
-    AuxiliaryPools& auxiliary_;
+    AuxiliaryGroups& auxiliary_;
     const Matching& matching_;
     Residency& residency_;
     Saver& saver_;

@@ -11,12 +11,11 @@
 #include <cstdint>
 #include <optional>
 #include <span>
-#include <unordered_map>
 #include <vector>
 
-#include "aiokv/auxiliary_pool.hpp"
 #include "aiokv/auxiliary_store.hpp"
 #include "aiokv/core_types.hpp"
+#include "aiokv/group_pool.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/transfer_ledger.hpp"
 
@@ -26,25 +25,17 @@ class Report;
 
 class HostCopies {
   public:
-    // `device`: the ids on the device; `group`: of the moves, see Move.
-    HostCopies(const CoreConfig& config, Index& index, AuxiliaryPool& device,
-               TransferLedger& transfers, std::uint32_t capacity,
-               std::int32_t group = kRecurrentState);
+    // `device`: the ids on the device.
+    HostCopies(const CoreConfig& config, Index& index, GroupPool& device, TransferLedger& transfers,
+               std::uint32_t capacity, GroupId group);
 
     HostCopies(const HostCopies&) = delete;
     HostCopies& operator=(const HostCopies&) = delete;
 
-    const AuxiliaryPool& pool() const { return pool_; }
-    std::uint64_t saved() const { return saved_; }
-    std::uint64_t evicted() const { return evicted_ + (stores_ ? stores_->evicted() : 0); }
+    const GroupPool& pool() const { return pool_; }
+    GroupPool& pool() { return pool_; }
 
     // -- hits
-    BlockId find(NodeId node) const { return pool_.find(node); }
-    void touch_hit(std::span<const NodeId> path) { pool_.touch_hit(path); }
-    void forget(NodeId node) { pool_.forget(node); }
-    void forget_all() { pool_.forget_all(); }
-    void add_reader(BlockId id) { pool_.add_reader(id); }
-    void remove_reader(BlockId id) { pool_.remove_reader(id); }
     // A copy that could not be read is dropped: another read might fail again.
     void finish_read(BlockId id, bool failed);
 
@@ -72,9 +63,9 @@ class HostCopies {
         if (stores_) stores_->note_use(node);
     }
 
-    // `readers`: of host ids, besides the moves and the stores.
-    void check(Report& report, const char* name,
-               std::unordered_map<BlockId, std::uint32_t> readers) const;
+    void add_to(GroupStatistics& statistics) const;
+    // `readers`: of each host id, besides the moves and the stores.
+    void check(Report& report, std::vector<std::uint32_t> readers) const;
 
   private:
     static std::size_t at(BlockId id) { return static_cast<std::size_t>(id); }
@@ -87,10 +78,10 @@ class HostCopies {
 
     const CoreConfig& config_;
     Index& index_;
-    AuxiliaryPool& device_;
+    GroupPool& device_;
     TransferLedger& transfers_;
-    AuxiliaryPool pool_;
-    std::int32_t group_;
+    GroupPool pool_;
+    GroupId group_;
     std::optional<AuxiliaryStore> stores_;  // none: stores do not have the host copies
     std::vector<BlockId> queue_;     // device ids; some are another node's by now, or no node's
     std::vector<bool> is_queued_;    // by device id

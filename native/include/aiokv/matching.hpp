@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "aiokv/auxiliary_pools.hpp"
+#include "aiokv/auxiliary_groups.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/promises.hpp"
@@ -15,7 +15,7 @@ namespace aiokv {
 
 class Matching {
   public:
-    Matching(const CoreConfig& config, const Index& index, const AuxiliaryPools& auxiliary,
+    Matching(const CoreConfig& config, const Index& index, const AuxiliaryGroups& auxiliary,
              const TransferLedger& transfers)
         : config_(config), index_(index), auxiliary_(auxiliary), transfers_(transfers) {}
 
@@ -70,7 +70,7 @@ class Matching {
 
     const CoreConfig& config_;
     const Index& index_;
-    const AuxiliaryPools& auxiliary_;
+    const AuxiliaryGroups& auxiliary_;
     const TransferLedger& transfers_;
 };
 

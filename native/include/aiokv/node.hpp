@@ -24,7 +24,7 @@ enum NodeFlag : std::uint16_t {
     kBackupFailed = 1 << 10,   // may be dropped without another try
     kHasItems = 1 << 11,       // multimodal items touch it; ItemKeys has its key
     kAhead = 1 << 12,          // counted by Core::clean_ahead_
-    kHasSides = 1 << 13,       // a side pool may have an id of it
+    kHasSides = 1 << 13,       // a group besides attention may have an id of it
     kAwaitsUse = 1 << 14,      // Core::awaited_ has leases that end with its next use
     kUnsavedParked = 1 << 15,  // in EvictableBlocks::unsaved_parked_
 };

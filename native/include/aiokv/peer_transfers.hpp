@@ -26,11 +26,11 @@
 #include <unordered_map>
 #include <vector>
 
+#include "aiokv/auxiliary_groups.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
-#include "aiokv/recurrent_state.hpp"
 #include "aiokv/sliding_windows.hpp"
 #include "aiokv/transfer_ledger.hpp"
 
@@ -89,17 +89,17 @@ struct PeerRelease {
 class PeerTransfers {
   public:
     PeerTransfers(const CoreConfig& config, const DevicePool& device, LeaseTable& leases,
-                  const Index& index, const RecurrentState& state, SlidingWindows& windows,
+                  const Index& index, const AuxiliaryGroups& groups, SlidingWindows& windows,
                   TransferLedger& transfers)
         : config_(config),
           device_(device),
           leases_(leases),
           index_(index),
-          state_(state),
+          groups_(groups),
           windows_(windows),
           transfers_(transfers) {
         for (std::vector<Counts>& counts : counts_) {
-            counts.resize(config.windows.size() + static_cast<std::size_t>(-kAttention));
+            counts.resize(index_of(0) + config.windows.size());
         }
     }
 
@@ -164,6 +164,7 @@ class PeerTransfers {
     void cut(Lease& lease, std::size_t blocks, Lease& keeper);
 
     void add_to(CoreStatistics& statistics) const;
+    void add_to(GroupStatistics& statistics, GroupId group) const;
     void check(Report& report) const;
 
   private:
@@ -196,14 +197,17 @@ class PeerTransfers {
     bool has_sides(const Lease& lease, const PeerTransfer& transfer) const;
     void check_transfer(Report& report, TransferId id, const PeerTransfer& transfer) const;
     Counts& counts(const PeerTransfer& transfer) {
-        return counts_[transfer.receives][static_cast<std::size_t>(transfer.group - kAttention)];
+        return counts_[transfer.receives][index_of(transfer.group)];
+    }
+    static std::size_t index_of(GroupId group) {
+        return static_cast<std::size_t>(group - kAttention);
     }
 
     const CoreConfig& config_;
     const DevicePool& device_;
     LeaseTable& leases_;
     const Index& index_;
-    const RecurrentState& state_;
+    const AuxiliaryGroups& groups_;
     SlidingWindows& windows_;
     TransferLedger& transfers_;
     std::unordered_map<TransferId, PeerTransfer> in_flight_;

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "aiokv/auxiliary_pools.hpp"
+#include "aiokv/auxiliary_groups.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
 #include "aiokv/foreign_blocks.hpp"

@@ -12,9 +12,8 @@
 #include <optional>
 #include <span>
 
-#include "aiokv/auxiliary_pool.hpp"
+#include "aiokv/block_group.hpp"
 #include "aiokv/core_types.hpp"
-#include "aiokv/host_copies.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
 #include "aiokv/transfer_ledger.hpp"
@@ -26,46 +25,28 @@ class RecurrentState {
     RecurrentState(const CoreConfig& config, Index& index, const LeaseTable& leases,
                    TransferLedger& transfers);
 
-    bool exists() const { return pool_.has_value(); }
-    std::uint32_t usable_slots() const { return pool_ ? pool_->free_ids() + pool_->attached() : 0; }
+    BlockGroup* group() { return group_ ? &*group_ : nullptr; }  // null: the model has no state
 
-    // -- hits and nodes of the index
-    bool covers(std::span<const NodeId> path, std::size_t blocks) const {
-        return !pool_ ||
-               pool_->covers(index_.tree(), path, blocks, host_ ? &host_->pool() : nullptr);
-    }
-    void touch_hit(std::span<const NodeId> path) {
-        if (pool_ && !path.empty()) touch(path.back());
-    }
-    void forget(NodeId node) {
-        if (pool_) pool_->forget(node);
-        if (host_) host_->forget(node);
-    }
-    // The snapshots of one tier.
-    void forget_device() {
-        if (pool_) pool_->forget_all();
-    }
-    void forget_host() {
-        if (host_) host_->forget_all();
+    bool exists() const { return group_.has_value(); }
+    std::uint32_t usable_slots() const {
+        return group_ ? group_->pool.free_ids() + group_->pool.attached() : 0;
     }
 
     // -- the slot of a lease
     bool has_room(const Lease& lease) const {
-        return !pool_ || !lease.flags.computes || lease.recurrent.slot != kNoBlock ||
-               pool_->room() > 0;
+        return !group_ || !lease.flags.computes || lease.recurrent.slot != kNoBlock ||
+               group_->pool.room() > 0;
     }
     // The lease still has the state that it stopped with.
-    bool is_kept(const Lease& lease) const { return !pool_ || lease.recurrent.valid; }
+    bool is_kept(const Lease& lease) const { return !group_ || lease.recurrent.valid; }
     // To be called with a grant: the path is final, and has_room() was true.
     void take(Lease& lease);
     bool can_fork(const Lease& parent) const {
-        return !pool_ || (parent.flags.computes && pool_->room() > 0);
+        return !group_ || (parent.flags.computes && group_->pool.room() > 0);
     }
     // A copy of the parent's slot, to be made in `step`. can_fork() was true.
     void fork(const Lease& parent, Lease& child, Step step);
     void use_in(const Lease& lease, Step step);
-    // The unfinished step that uses the slot of the lease, or 0. Requires that it has one.
-    Step after_step(const Lease& lease) const { return pool_->after_step(lease.recurrent.slot); }
     // The lease gives its slot back while the move writes it: the move owns the slot from now on
     // (I3).
     void orphan_move(Lease& lease, TransferId move, Step step);
@@ -83,31 +64,12 @@ class RecurrentState {
     void attach_snapshots(Lease& lease);
     void forget_snapshots(Lease& lease, Step step);
 
-    // -- saves of snapshots to host memory; see HostCopies
-    bool wants_saves() const { return host_ && host_->wants_saves(); }
-    TransferId take_save() { return host_ ? host_->take_save(1) : 0; }
+    // A save of one snapshot to host memory; 0: there is nothing to copy. See HostCopies.
+    TransferId take_save() { return group_ && group_->host ? group_->host->take_save(1) : 0; }
 
-    void close_step(Step step) {
-        if (pool_) pool_->close_step(step);
-    }
-    void finish_step(Step step) {
-        if (pool_) pool_->finish_step(step);
-    }
-    Step unfinished_step() const { return pool_ ? pool_->unfinished_step() : 0; }
-
-    // -- stores
-    // To be called once, before the first lease, where stores have the host snapshots, too.
-    void connect_stores(StoredBlocks& stored, Residency& residency) {
-        if (host_) host_->connect_stores(stored, residency);
-    }
-    AuxiliaryStore* stores() { return host_ ? host_->stores() : nullptr; }  // null: not connected
-
-    void add_to(CoreStatistics& statistics) const;
     void check(Report& report) const;
 
   private:
-    BlockId take_slot();
-    void touch(NodeId node);
     void keep_snapshot(Lease& lease, BlockId source, BlockId host_source);
     void start_move(Lease& lease, BlockId source, MoveRoute route);
 
@@ -115,11 +77,7 @@ class RecurrentState {
     Index& index_;
     const LeaseTable& leases_;
     TransferLedger& transfers_;
-    std::optional<AuxiliaryPool> pool_;  // none: the model has no recurrent state
-    std::optional<HostCopies> host_;     // none: snapshots stay on the device
-    std::uint64_t restored_ = 0;
-    std::uint64_t onloaded_ = 0;
-    std::uint64_t evicted_snapshots_ = 0;
+    std::optional<BlockGroup> group_;  // none: the model has no recurrent state
 };
 
 }  // namespace aiokv

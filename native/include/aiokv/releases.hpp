@@ -13,7 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "aiokv/auxiliary_pools.hpp"
+#include "aiokv/auxiliary_groups.hpp"
 #include "aiokv/batches.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
@@ -32,7 +32,7 @@ namespace aiokv {
 class Releases {
   public:
     Releases(const CoreConfig& config, DevicePool& device, LeaseTable& leases, Index& index,
-             RecurrentState& state, SlidingWindows& windows, AuxiliaryPools& auxiliary,
+             RecurrentState& state, SlidingWindows& windows, AuxiliaryGroups& auxiliary,
              Residency& residency, TransferLedger& transfers, Promises& promises, Uses& uses,
              Batches& batches, PeerTransfers& peers, Swaps& swaps, ForeignBlocks& foreign)
         : config_(config),
@@ -78,7 +78,7 @@ class Releases {
     Index& index_;
     RecurrentState& state_;
     SlidingWindows& windows_;
-    AuxiliaryPools& auxiliary_;
+    AuxiliaryGroups& auxiliary_;
     Residency& residency_;
     TransferLedger& transfers_;
     Promises& promises_;

@@ -15,7 +15,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "aiokv/auxiliary_pools.hpp"
+#include "aiokv/auxiliary_groups.hpp"
 #include "aiokv/block_events.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
@@ -35,7 +35,7 @@ class Residency {
     enum class Unsaved : std::uint8_t { kKept, kDropped };
 
     Residency(const CoreConfig& config, Index& index, StoredBlocks& stored,
-              AuxiliaryPools& auxiliary, DevicePool& device, RunPool& host, BlockEvents& events);
+              AuxiliaryGroups& auxiliary, DevicePool& device, RunPool& host, BlockEvents& events);
 
     // -- refs and holds, a path at a time
     // Returns the number of blocks that are on the device, or on the way there.
@@ -194,7 +194,7 @@ class Residency {
     Index& index_;
     StoredBlocks& stored_;
     PrefixTree& tree_;
-    AuxiliaryPools& auxiliary_;
+    AuxiliaryGroups& auxiliary_;
     DevicePool& device_;
     RunPool& host_;
     BlockEvents& events_;

@@ -23,24 +23,17 @@
 #include <span>
 #include <vector>
 
-#include "aiokv/auxiliary_pool.hpp"
+#include "aiokv/block_group.hpp"
 #include "aiokv/core_types.hpp"
-#include "aiokv/host_copies.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
 #include "aiokv/transfer_ledger.hpp"
 
 namespace aiokv {
 
-struct WindowGroup {
-    // `number`: of the group in config.windows.
-    WindowGroup(const CoreConfig& config, std::int32_t number, Index& index,
-                TransferLedger& transfers);
+struct WindowGroup : BlockGroup {
+    WindowGroup(const CoreConfig& config, GroupId number, Index& index, TransferLedger& transfers);
 
-    AuxiliaryPool pool;
-    std::optional<HostCopies> host;  // none: the blocks stay on the device
-
-    const AuxiliaryPool* host_pool() const { return host ? &host->pool() : nullptr; }
     // Ids that neither leases nor moves have set aside.
     std::uint32_t spare() const { return pool.capacity() - reserved - in_flight; }
     // Entry `index` is a block of the sink, which stays as long as the lease has blocks.
@@ -50,7 +43,6 @@ struct WindowGroup {
     std::uint32_t reach_blocks;   // the most that a lease has at a time, the sink included
     std::uint32_t reserved = 0;   // for all leases together
     std::uint32_t in_flight = 0;  // ids that saves read, or that only a move owns
-    std::uint64_t onloaded = 0;   // blocks
 };
 
 class SlidingWindows {
@@ -61,16 +53,12 @@ class SlidingWindows {
     bool exist() const { return !groups_.empty(); }
     const WindowGroup& group(std::size_t group) const { return groups_.at(group); }
 
-    // -- hits and nodes of the index
-    bool covers(std::span<const NodeId> path, std::size_t blocks) const;
-    // The blocks that such a hit takes from host memory can be written on the device now, without
-    // waiting for an open step.
+    std::deque<WindowGroup>& groups() { return groups_; }
+
+    // -- hits
+    // The blocks that a hit of the first `blocks` takes from host memory can be written on the
+    // device now, without waiting for an open step.
     bool can_onload(std::span<const NodeId> path, std::size_t blocks) const;
-    void touch_hit(std::span<const NodeId> path);
-    void forget(NodeId node);
-    // The blocks of one tier.
-    void forget_device();
-    void forget_host();
 
     // -- the tables of a lease
     // Throws UsageError when there is no such group.
@@ -88,15 +76,6 @@ class SlidingWindows {
     std::vector<std::uint32_t> needed_blocks(const Lease& lease, std::size_t group) const;
     // Gives the tables of the lease the ids that they have when so many positions are computed.
     void move_to(Lease& lease, std::uint32_t num_tokens, Step step);
-    Step after_step(std::size_t group, BlockId id) const {
-        return groups_[group].pool.after_step(id);
-    }
-    // No node has the id, and no other lease reads it.
-    bool is_private(std::size_t group, BlockId id) const {
-        const AuxiliaryPool& pool = groups_[group].pool;
-        return !pool.is_free(id) && !pool.is_attached(id) && pool.readers(id) == 0;
-    }
-
     // All leases can have `more` positions more, of what is set aside for windows.
     bool can_extend(std::span<const LeaseId> ids, std::uint64_t more) const;
     // The lease still has the windows that it stopped with.
@@ -119,21 +98,12 @@ class SlidingWindows {
     std::uint32_t reach_tokens(const Lease& lease) const;
 
     // -- moves between the tiers
-    bool want_saves() const;
     // Begins to copy blocks of one group to host memory, as far as there are spare ids: those that
     // are being read cannot be given to a lease. 0: there is nothing to copy.
     TransferId take_save();
     void orphan_move(Lease& lease, TransferId id, Step step);
     // After the end of a move, of which the first `good` blocks are proven.
     void finish_move(const Move& move, std::uint32_t good, bool failed);
-
-    // -- stores; as in RecurrentState
-    void connect_stores(StoredBlocks& stored, Residency& residency);
-    std::vector<AuxiliaryStore*> stores();
-
-    void close_step(Step step);
-    void finish_step(Step step);
-    Step unfinished_step() const;
 
     void check(Report& report) const;
 
@@ -148,7 +118,6 @@ class SlidingWindows {
     template <class Visit>
     static void for_each_needed(const WindowGroup& group, std::size_t hits, Visit visit);
     std::uint32_t first_needed(const WindowGroup& group, std::uint32_t num_tokens) const;
-    void take_entry(WindowGroup& group, WindowTable& window, std::size_t index);
     void fill(WindowGroup& group, WindowTable& window);
     static void drop(WindowGroup& group, WindowTable& window, std::size_t index, Step step);
     void check_group(Report& report, std::size_t group) const;

@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "aiokv/auxiliary_pools.hpp"
+#include "aiokv/auxiliary_groups.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
 #include "aiokv/index.hpp"
@@ -26,7 +26,7 @@ namespace aiokv {
 class Swaps {
   public:
     Swaps(const CoreConfig& config, DevicePool& device, RunPool& host, LeaseTable& leases,
-          Index& index, RecurrentState& state, SlidingWindows& windows, AuxiliaryPools& auxiliary,
+          Index& index, RecurrentState& state, SlidingWindows& windows, AuxiliaryGroups& auxiliary,
           const Matching& matching, Residency& residency, Saver& saver, TransferLedger& transfers,
           Promises& promises, Uses& uses, Publication& publication)
         : config_(config),
@@ -85,7 +85,7 @@ class Swaps {
     Index& index_;
     RecurrentState& state_;
     SlidingWindows& windows_;
-    AuxiliaryPools& auxiliary_;
+    AuxiliaryGroups& auxiliary_;
     const Matching& matching_;
     Residency& residency_;
     Saver& saver_;

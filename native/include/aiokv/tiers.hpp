@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "aiokv/auxiliary_pools.hpp"
+#include "aiokv/auxiliary_groups.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
 #include "aiokv/index.hpp"
@@ -21,7 +21,7 @@ namespace aiokv {
 class Tiers {
   public:
     Tiers(const CoreConfig& config, const DevicePool& device, LeaseTable& leases, Index& index,
-          AuxiliaryPools& auxiliary, Residency& residency, Saver& saver,
+          AuxiliaryGroups& auxiliary, Residency& residency, Saver& saver,
           const TransferLedger& transfers, Promises& promises, Swaps& swaps,
           StoreSaver& store_saver)
         : config_(config),
@@ -62,7 +62,7 @@ class Tiers {
     const DevicePool& device_;
     LeaseTable& leases_;
     Index& index_;
-    AuxiliaryPools& auxiliary_;
+    AuxiliaryGroups& auxiliary_;
     Residency& residency_;
     Saver& saver_;
     const TransferLedger& transfers_;

@@ -18,8 +18,8 @@ constexpr std::size_t kMaxCopies = 64;  // of a save
 }  // namespace
 
 AuxiliaryStore::AuxiliaryStore(const CoreConfig& config, Index& index, StoredBlocks& stored,
-                               Residency& residency, TransferLedger& transfers,
-                               AuxiliaryPool& device, AuxiliaryPool& host, std::int32_t group)
+                               Residency& residency, TransferLedger& transfers, GroupPool& device,
+                               GroupPool& host, GroupId group)
     : config_(config),
       index_(index),
       stored_(stored),
@@ -159,7 +159,7 @@ TransferId AuxiliaryStore::begin_fetch(std::span<const NodeId> nodes) {
     for (const NodeId node : fetch.nodes) {
         fetch.digests.push_back(stored_.digest(node));
         fetch.ids.push_back(kNoBlock);
-        evicted_ += host_.take(fetch.ids.back());
+        counts_.evicted += host_.take(fetch.ids.back());
     }
     index_.change();  // copies may have been evicted
     residency_.hold(fetch.nodes);
@@ -208,6 +208,14 @@ void AuxiliaryStore::complete(TransferId id, Outcome outcome, std::uint32_t firs
                                                              : 0);
     }
     ledger_.end_store_transfer();
+}
+
+void AuxiliaryStore::add_to(GroupStatistics& statistics) const {
+    statistics.evicted_host += counts_.evicted;
+    statistics.stored = counts_.saved;
+    statistics.unstored = counts_.unsaved;
+    statistics.fetched = counts_.fetched;
+    statistics.unfetched = counts_.unfetched;
 }
 
 std::vector<BlockId> AuxiliaryStore::ids_of(bool saves) const {

@@ -4,8 +4,12 @@
 
 namespace aiokv {
 
-AuxiliaryStores::AuxiliaryStores(AuxiliaryPools& pools, const Matching& matching)
-    : pools_(pools), matching_(matching), stores_(pools.stores()) {}
+AuxiliaryStores::AuxiliaryStores(AuxiliaryGroups& groups, const Matching& matching)
+    : groups_(groups), matching_(matching) {
+    for (BlockGroup* group : groups.all()) {
+        if (group->store() != nullptr) stores_.push_back(group->store());
+    }
+}
 
 AuxiliaryStore* AuxiliaryStores::find(TransferId id) const {
     const auto found = std::find_if(stores_.begin(), stores_.end(),
@@ -13,7 +17,7 @@ AuxiliaryStore* AuxiliaryStores::find(TransferId id) const {
     return found == stores_.end() ? nullptr : *found;
 }
 
-AuxiliaryStore* AuxiliaryStores::of_group(std::int32_t group) const {
+AuxiliaryStore* AuxiliaryStores::of_group(GroupId group) const {
     const auto found =
         std::find_if(stores_.begin(), stores_.end(),
                      [group](const AuxiliaryStore* store) { return store->group() == group; });
@@ -32,7 +36,7 @@ TransferId AuxiliaryStores::take() {
     return 0;
 }
 
-std::vector<std::uint8_t> AuxiliaryStores::has_copies(Lease& lease, std::int32_t group,
+std::vector<std::uint8_t> AuxiliaryStores::has_copies(Lease& lease, GroupId group,
                                                       std::size_t first, std::size_t end) const {
     std::vector<std::uint8_t> found;
     const AuxiliaryStore* store = of_group(group);
@@ -44,11 +48,11 @@ std::vector<std::uint8_t> AuxiliaryStores::has_copies(Lease& lease, std::int32_t
     return found;
 }
 
-TransferId AuxiliaryStores::begin_fetch(Lease& lease, std::int32_t group, std::size_t blocks) {
+TransferId AuxiliaryStores::begin_fetch(Lease& lease, GroupId group, std::size_t blocks) {
     AuxiliaryStore* store = of_group(group);
     if (store == nullptr || !lease.is(LeaseState::kMatched) || blocks == 0) return 0;
     if (blocks > matching_.frontier(lease).first) return 0;
-    pools_.touch_hit(lease.path);
+    groups_.touch_hit(lease.path);
     const std::size_t tail = blocks - std::min<std::size_t>(blocks, store->tail_blocks());
     const std::size_t head = std::min<std::size_t>(tail, store->head_blocks());
     std::vector<NodeId> needed = matching_.nodes(lease, 0, head);
@@ -60,11 +64,6 @@ TransferId AuxiliaryStores::begin_fetch(Lease& lease, std::int32_t group, std::s
 void AuxiliaryStores::complete(TransferId id, Outcome outcome, std::uint32_t first_bad,
                                std::span<const std::uint8_t> results) {
     find(id)->complete(id, outcome, first_bad, results);
-}
-
-StoredCopies AuxiliaryStores::counts(std::int32_t group) const {
-    const AuxiliaryStore* store = of_group(group);
-    return store == nullptr ? StoredCopies{} : store->counts();
 }
 
 }  // namespace aiokv

@@ -57,9 +57,9 @@ const CoreConfig& checked(const CoreConfig& config) {
     return config;
 }
 
-AuxiliaryPools& connected(AuxiliaryPools& pools, StoredBlocks& stored, Residency& residency) {
-    if (stored.exist()) pools.connect_stores(stored, residency);
-    return pools;
+AuxiliaryGroups& connected(AuxiliaryGroups& groups, StoredBlocks& stored, Residency& residency) {
+    if (stored.exist()) groups.connect_stores(stored, residency);
+    return groups;
 }
 
 }  // namespace
@@ -82,7 +82,7 @@ Core::Core(const CoreConfig& config)
       promises_(leases_.records(), config_.block_tokens),
       uses_(index_.tree(), leases_),
       batches_(leases_),
-      peers_(config_, device_, leases_, index_, state_, windows_, transfers_),
+      peers_(config_, device_, leases_, index_, auxiliary_, windows_, transfers_),
       foreign_(config_, device_, host_, leases_, index_, residency_, store_saver_, transfers_,
                promises_),
       matching_(config_, index_, auxiliary_, transfers_),
@@ -298,16 +298,10 @@ CoreStatistics Core::statistics() const {
     s.releasing_leases = leases_.count(LeaseState::kReleasing);
     index_.add_to(s);
     transfers_.add_to(s);
-    state_.add_to(s);
     residency_.add_to(s);
     saver_.add_to(s);
     store_saver_.add_to(s);
     fetches_.add_to(s);
-    const StoredCopies snapshots = auxiliary_stores_.counts(kRecurrentState);
-    s.stored_snapshots = snapshots.saved;
-    s.unstored_snapshots = snapshots.unsaved;
-    s.fetched_snapshots = snapshots.fetched;
-    s.unfetched_snapshots = snapshots.unfetched;
     publication_.add_to(s);
     grants_.add_to(s);
     peers_.add_to(s);
@@ -317,6 +311,12 @@ CoreStatistics Core::statistics() const {
     s.device_leased = device_.capacity() - s.device_free - s.device_cached - s.device_in_flight;
     if (foreign_.exist()) s.device_free = 0;
     s.host_cached = host_.capacity() - s.host_free - s.host_in_flight;
+    return s;
+}
+
+GroupStatistics Core::group_statistics(GroupId group) const {
+    GroupStatistics s = auxiliary_.statistics(group);
+    peers_.add_to(s, group);
     return s;
 }
 

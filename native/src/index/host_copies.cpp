@@ -7,8 +7,8 @@
 
 namespace aiokv {
 
-HostCopies::HostCopies(const CoreConfig& config, Index& index, AuxiliaryPool& device,
-                       TransferLedger& transfers, std::uint32_t capacity, std::int32_t group)
+HostCopies::HostCopies(const CoreConfig& config, Index& index, GroupPool& device,
+                       TransferLedger& transfers, std::uint32_t capacity, GroupId group)
     : config_(config),
       index_(index),
       device_(device),
@@ -114,11 +114,19 @@ void HostCopies::finish_save(const Move& save, std::uint32_t good) {
     }
 }
 
-void HostCopies::check(Report& report, const char* name,
-                       std::unordered_map<BlockId, std::uint32_t> readers) const {
-    Ownership ids = report.pool(name, pool_.capacity());
+void HostCopies::add_to(GroupStatistics& statistics) const {
+    statistics.host_free = pool_.free_ids();
+    statistics.host_cached = pool_.attached();
+    statistics.evicted_host = evicted_;
+    statistics.saved = saved_;
+    if (stores_) stores_->add_to(statistics);
+}
+
+void HostCopies::check(Report& report, std::vector<std::uint32_t> readers) const {
+    Ownership ids =
+        report.pool(group_ == kRecurrentState ? "host state" : "host window", pool_.capacity());
     if (stores_) {
-        for (const BlockId id : stores_->read_ids()) ++readers[id];
+        for (const BlockId id : stores_->read_ids()) ++readers[at(id)];
         for (const BlockId id : stores_->owned_ids()) ids.own(id, "a fetch");
         stores_->check(report);
     }
@@ -126,40 +134,28 @@ void HostCopies::check(Report& report, const char* name,
     for (const auto& [id, move] : transfers_.moves()) {
         if (move.group != group_ || move.route == MoveRoute::kOnDevice) continue;
         if (move.route == MoveRoute::kFromHost) {
-            for (const BlockId source : move.sources) ++readers[source];
+            for (const BlockId source : move.sources) ++readers[at(source)];
             continue;
         }
         saves += move.sources.size();
         for (const BlockId target : move.targets) ids.own(target, "a save");
         for (const BlockId source : move.sources) {
             report.require(being_saved_[at(source)], "I3: save ", id, " reads device id ", source,
-                           " of the ", name, " copies, which counts as idle");
+                           " of the ", ids.tier(), " copies, which counts as idle");
         }
     }
-    report.require(static_cast<std::size_t>(
-                       std::count(being_saved_.begin(), being_saved_.end(), true)) == saves,
-                   "I3: device ids of the ", name, " copies count as being saved without a save");
+    const auto count = [](const std::vector<bool>& flags) {
+        return static_cast<std::size_t>(std::count(flags.begin(), flags.end(), true));
+    };
+    report.require(count(being_saved_) == saves, "I3: device ids of the ", ids.tier(),
+                   " copies count as being saved without a save");
     for (const BlockId id : queue_) {
-        report.require(is_queued_[at(id)], "I6: device id ", id, " of the ", name,
+        report.require(is_queued_[at(id)], "I6: device id ", id, " of the ", ids.tier(),
                        " copies is queued without its flag");
     }
-    report.require(static_cast<std::size_t>(
-                       std::count(is_queued_.begin(), is_queued_.end(), true)) == queue_.size(),
-                   "I6: device ids of the ", name, " copies have a flag, but are not queued");
-    for (BlockId id = 0; static_cast<std::uint32_t>(id) < pool_.capacity(); ++id) {
-        const std::uint32_t held = readers.contains(id) ? readers.at(id) : 0;
-        const bool is_attached = pool_.is_attached(id);
-        if (is_attached || held > 0) ids.own(id, "a host copy");
-        report.require(pool_.readers(id) == held, "I5: ", name, " id ", id, " counts ",
-                       pool_.readers(id), " readers of ", held);
-        if (!is_attached) continue;
-        const NodeId node = pool_.node_of(id);
-        const bool live =
-            index_.tree().is_live(node) && !index_.tree()[node].has(kDetached | kRoot);
-        report.require(live && index_.tree()[node].has(kHasSides) && pool_.find(node) == id,
-                       "I2: the node of ", name, " id ", id, " does not know it");
-    }
-    ids.check([this](BlockId id) { return pool_.is_free(id); });
+    report.require(count(is_queued_) == queue_.size(), "I6: device ids of the ", ids.tier(),
+                   " copies have a flag, but are not queued");
+    pool_.check(report, std::move(ids), readers, index_.tree());
 }
 
 }  // namespace aiokv

@@ -209,7 +209,7 @@ TransferId PeerTransfers::begin(Lease& lease, PeerTransfer transfer) {
 
 // State and windows are those of one position: they are moved while it does not change.
 void PeerTransfers::check_group(const Lease& lease, const char* verb, GroupId group) const {
-    if (group == kRecurrentState && !state_.exists()) {
+    if (group == kRecurrentState && config_.state_slots == 0) {
         throw UsageError(std::string(verb) + ": the model has no recurrent state; state_slots is 0")
             .of(lease.id())
             .field("state_slots");
@@ -303,11 +303,9 @@ TransferId PeerTransfers::begin_group(Lease& lease, const TicketId& ticket, Grou
     transfer.end_token = num_tokens;
     for (const std::uint32_t block : blocks) {
         const BlockId id = id_of(lease, group, block);
-        const Step step = group == kRecurrentState
-                              ? state_.after_step(lease)
-                              : windows_.after_step(static_cast<std::size_t>(group), id);
         transfer.ids.push_back(id);
-        transfer.after_step = std::max(transfer.after_step, step);
+        transfer.after_step =
+            std::max(transfer.after_step, groups_.group(group).pool.after_step(id));
     }
     transfer.blocks = std::move(blocks);
     transfer.after_step = after_use(lease, transfer.after_step);
@@ -548,22 +546,22 @@ void PeerTransfers::cut(Lease& lease, std::size_t blocks, Lease& keeper) {
 // -- statistics and checks ---------------------------------------------------------------------
 
 void PeerTransfers::add_to(CoreStatistics& statistics) const {
-    const auto add = [this](bool receives, std::uint64_t& begun, std::uint64_t& failed,
-                            std::uint64_t& blocks, std::uint64_t& states, std::uint64_t& windows) {
-        GroupId group = kAttention;
-        for (const Counts& counts : counts_[receives]) {
+    const auto add = [](const std::vector<Counts>& by_group, std::uint64_t& begun,
+                        std::uint64_t& failed, std::uint64_t& blocks) {
+        for (const Counts& counts : by_group) {
             begun += counts.begun;
             failed += counts.failed;
-            (group == kAttention        ? blocks
-             : group == kRecurrentState ? states
-                                        : windows) += counts.blocks;
-            ++group;
         }
+        blocks = by_group[index_of(kAttention)].blocks;
     };
     CoreStatistics& s = statistics;
-    add(true, s.receives, s.failed_receives, s.received_blocks, s.received_states,
-        s.received_window_blocks);
-    add(false, s.sends, s.failed_sends, s.sent_blocks, s.sent_states, s.sent_window_blocks);
+    add(counts_[true], s.receives, s.failed_receives, s.received_blocks);
+    add(counts_[false], s.sends, s.failed_sends, s.sent_blocks);
+}
+
+void PeerTransfers::add_to(GroupStatistics& statistics, GroupId group) const {
+    statistics.received = counts_[true][index_of(group)].blocks;
+    statistics.sent = counts_[false][index_of(group)].blocks;
 }
 
 void PeerTransfers::check_transfer(Report& report, TransferId id,
@@ -592,7 +590,7 @@ void PeerTransfers::check_transfer(Report& report, TransferId id,
                    " of a peer has its state slot or window blocks");
     for (const BlockId window : transfer.ids) {
         report.require(!transfer.receives || transfer.group < 0 ||
-                           windows_.is_private(static_cast<std::size_t>(transfer.group), window),
+                           groups_.group(transfer.group).pool.is_private(window),
                        "I11: window block ", window, " is indexed, and is being received");
     }
     if (transfer.lease == 0) return;

@@ -36,6 +36,7 @@ class Ownership {
     Ownership(Findings& findings, const char* tier, std::uint32_t capacity)
         : findings_(findings), tier_(tier), owners_(capacity, 0) {}
 
+    const char* tier() const { return tier_; }
     void own(BlockId id, const char* owner) {
         const bool valid = id >= 0 && static_cast<std::size_t>(id) < owners_.size();
         findings_.require(valid, "I1: ", tier_, " id ", id, " of ", owner, " is outside the pool");

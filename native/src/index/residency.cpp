@@ -13,7 +13,7 @@ const char* name_of(EvictionCause cause) {
 }
 
 Residency::Residency(const CoreConfig& config, Index& index, StoredBlocks& stored,
-                     AuxiliaryPools& auxiliary, DevicePool& device, RunPool& host,
+                     AuxiliaryGroups& auxiliary, DevicePool& device, RunPool& host,
                      BlockEvents& events)
     : config_(config),
       index_(index),

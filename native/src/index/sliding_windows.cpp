@@ -15,11 +15,11 @@ std::uint32_t ceil_div(std::uint64_t value, std::uint32_t by) {
     return static_cast<std::uint32_t>((value + by - 1) / by);
 }
 
-const WindowConfig& window_of(const CoreConfig& config, std::int32_t number) {
+const WindowConfig& window_of(const CoreConfig& config, GroupId number) {
     return config.windows[static_cast<std::size_t>(number)];
 }
 
-AuxiliaryPool make_pool(const CoreConfig& config, std::int32_t number) {
+GroupPool make_pool(const CoreConfig& config, GroupId number) {
     const WindowConfig& window = window_of(config, number);
     const std::uint32_t seen = window.window_tokens == 0 ? 0 : window.window_tokens - 1;
     return {window.device_blocks, ceil_div(seen, config.block_tokens),
@@ -28,9 +28,10 @@ AuxiliaryPool make_pool(const CoreConfig& config, std::int32_t number) {
 
 }  // namespace
 
-WindowGroup::WindowGroup(const CoreConfig& core_config, std::int32_t number, Index& index,
+WindowGroup::WindowGroup(const CoreConfig& core_config, GroupId number, Index& index,
                          TransferLedger& transfers)
-    : pool(make_pool(core_config, number)),
+    : BlockGroup(core_config, number, index, transfers, make_pool(core_config, number),
+                 window_of(core_config, number).host_blocks),
       window_tokens(window_of(core_config, number).window_tokens),
       reach_blocks(pool.capacity()) {
     const WindowConfig& config = window_of(core_config, number);
@@ -52,23 +53,14 @@ WindowGroup::WindowGroup(const CoreConfig& core_config, std::int32_t number, Ind
             .hint("give the group more device_blocks, or a smaller window or step_tokens");
     }
     if (config.step_tokens > 0) reach_blocks = static_cast<std::uint32_t>(least);
-    if (config.host_blocks > 0) {
-        host.emplace(core_config, index, pool, transfers, config.host_blocks, number);
-    }
 }
 
 SlidingWindows::SlidingWindows(const CoreConfig& config, Index& index, const LeaseTable& leases,
                                TransferLedger& transfers)
     : config_(config), index_(index), leases_(leases), transfers_(transfers) {
     for (std::size_t g = 0; g < config.windows.size(); ++g) {
-        groups_.emplace_back(config, static_cast<std::int32_t>(g), index, transfers);
+        groups_.emplace_back(config, static_cast<GroupId>(g), index, transfers);
     }
-}
-
-bool SlidingWindows::covers(std::span<const NodeId> path, std::size_t blocks) const {
-    return std::all_of(groups_.begin(), groups_.end(), [&](const WindowGroup& group) {
-        return group.pool.covers(index_.tree(), path, blocks, group.host_pool());
-    });
 }
 
 // The entries of a hit that a lease has ids for: those of the sink, and those of the window.
@@ -95,60 +87,6 @@ bool SlidingWindows::can_onload(std::span<const NodeId> path, std::size_t blocks
     });
 }
 
-void SlidingWindows::touch_hit(std::span<const NodeId> path) {
-    for (WindowGroup& group : groups_) {
-        group.pool.touch_hit(path);
-        if (group.host) group.host->touch_hit(path);
-    }
-}
-
-void SlidingWindows::forget(NodeId node) {
-    for (WindowGroup& group : groups_) {
-        group.pool.forget(node);
-        if (group.host) group.host->forget(node);
-    }
-}
-
-void SlidingWindows::forget_device() {
-    for (WindowGroup& group : groups_) group.pool.forget_all();
-}
-
-void SlidingWindows::forget_host() {
-    for (WindowGroup& group : groups_) {
-        if (group.host) group.host->forget_all();
-    }
-}
-
-void SlidingWindows::connect_stores(StoredBlocks& stored, Residency& residency) {
-    for (WindowGroup& group : groups_) {
-        if (group.host) group.host->connect_stores(stored, residency);
-    }
-}
-
-std::vector<AuxiliaryStore*> SlidingWindows::stores() {
-    std::vector<AuxiliaryStore*> stores;
-    for (WindowGroup& group : groups_) {
-        if (group.host && group.host->stores() != nullptr) stores.push_back(group.host->stores());
-    }
-    return stores;
-}
-
-void SlidingWindows::close_step(Step step) {
-    for (WindowGroup& group : groups_) group.pool.close_step(step);
-}
-
-void SlidingWindows::finish_step(Step step) {
-    for (WindowGroup& group : groups_) group.pool.finish_step(step);
-}
-
-Step SlidingWindows::unfinished_step() const {
-    Step newest = 0;
-    for (const WindowGroup& group : groups_) {
-        newest = std::max(newest, group.pool.unfinished_step());
-    }
-    return newest;
-}
-
 const std::vector<BlockId>& SlidingWindows::table_of(const Lease& lease, std::size_t group) const {
     static const std::vector<BlockId> none;
     if (group >= groups_.size()) {
@@ -172,7 +110,7 @@ void SlidingWindows::use_computed(const Lease& lease, std::uint32_t end, Step st
 void SlidingWindows::use_in(const Lease& lease, Step step) {
     for (std::size_t g = 0; g < lease.windows.size(); ++g) {
         const WindowTable& window = lease.windows[g];
-        AuxiliaryPool& pool = groups_[g].pool;
+        GroupPool& pool = groups_[g].pool;
         for (std::size_t i = 0; i < window.first && groups_[g].is_sink(i); ++i) {
             pool.use_in(window.table[i], step);
         }
@@ -239,11 +177,11 @@ void SlidingWindows::take_hit(WindowGroup& group, WindowTable& window, Lease& le
     std::vector<std::size_t> absent;
     for_each_needed(group, hits, [&](std::size_t i) {
         const BlockId id = group.pool.find(lease.path[i]);
-        if (group.host) group.host->note_hit(lease.path[i]);
+        group.note_hit(lease.path[i]);
         window.table[i] = id;
         if (id == kNoBlock) return absent.push_back(i);
         group.pool.add_reader(id);
-        if (group.host) group.host->note_use(id);
+        group.note_use(id);
     });
     if (!absent.empty()) onload(group, window, lease, absent);
 }
@@ -254,15 +192,14 @@ void SlidingWindows::onload(WindowGroup& group, WindowTable& window, Lease& leas
     Move move;
     move.lease = lease.id();
     move.route = MoveRoute::kFromHost;
-    move.group = static_cast<std::int32_t>(&window - lease.windows.data());
+    move.group = group.number();
     for (const std::size_t i : entries) {
-        move.sources.push_back(group.host->find(lease.path[i]));
-        group.host->add_reader(move.sources.back());
-        if (group.pool.take_writable(window.table[i])) index_.change();
+        move.sources.push_back(group.host->pool().find(lease.path[i]));
+        group.host->pool().add_reader(move.sources.back());
+        window.table[i] = group.take_writable();
         move.targets.push_back(window.table[i]);
         move.after_step = std::max(move.after_step, group.pool.after_step(window.table[i]));
     }
-    group.host->note_taken();
     lease.onloads.push_back(transfers_.begin_move(std::move(move)));
 }
 
@@ -289,12 +226,7 @@ void SlidingWindows::fill(WindowGroup& group, WindowTable& window) {
     const auto total = static_cast<std::uint32_t>(window.table.size());
     const std::uint32_t behind = std::min(window.first, group.pool.head_blocks());
     const std::uint32_t end = std::min(total, window.first + window.reserved - behind);
-    for (; window.end < end; ++window.end) take_entry(group, window, window.end);
-}
-
-void SlidingWindows::take_entry(WindowGroup& group, WindowTable& window, std::size_t index) {
-    if (group.pool.take(window.table[index])) index_.change();
-    if (group.host) group.host->note_taken();
+    for (; window.end < end; ++window.end) window.table[window.end] = group.take();
 }
 
 // First proof wins.
@@ -307,10 +239,9 @@ void SlidingWindows::publish(Lease& lease, std::size_t first) {
             const NodeId node = lease.path[i];
             if (index_.tree()[node].has(kDetached) || group.pool.find(node) != kNoBlock) continue;
             if (group.pool.readers(window.table[i]) > 0) continue;  // of a node that was dropped
-            group.pool.attach(node, window.table[i]);
+            group.attach(node, window.table[i]);
             group.pool.add_reader(window.table[i]);
-            index_.tree()[node].set(kHasSides);
-            if (group.host) group.host->note_use(window.table[i]);
+            group.note_use(window.table[i]);
         }
     }
 }
@@ -358,14 +289,7 @@ void SlidingWindows::release(Lease& lease, Step step) {
 
 bool SlidingWindows::is_onloading(const Lease& lease, std::size_t group) const {
     return std::any_of(lease.onloads.begin(), lease.onloads.end(), [&](TransferId id) {
-        return transfers_.is_move(id) &&
-               transfers_.move(id).group == static_cast<std::int32_t>(group);
-    });
-}
-
-bool SlidingWindows::want_saves() const {
-    return std::any_of(groups_.begin(), groups_.end(), [](const WindowGroup& group) {
-        return group.host && group.host->wants_saves();
+        return transfers_.is_move(id) && transfers_.move(id).group == static_cast<GroupId>(group);
     });
 }
 
@@ -405,7 +329,7 @@ void SlidingWindows::finish_move(const Move& move, std::uint32_t good, bool fail
         const NodeId node = group.host->pool().node_of(move.sources[i]);
         const BlockId target = move.targets[i];
         const bool attaches = i < good && node != kNone && group.pool.find(node) == kNoBlock;
-        if (attaches) group.pool.attach(node, target);
+        if (attaches) group.attach(node, target);
         if (attaches && move.lease != 0) group.pool.add_reader(target);
         if (!attaches && move.lease == 0) group.pool.give_back(target, 0);
         group.host->finish_read(move.sources[i], failed && i >= good);
@@ -452,7 +376,7 @@ void SlidingWindows::check_group(Report& report, std::size_t g) const {
         }
     }
     for (const auto& [id, move] : transfers_.moves()) {
-        if (move.group != static_cast<std::int32_t>(g)) continue;
+        if (move.group != group.number()) continue;
         if (move.lease == 0) in_flight += static_cast<std::uint32_t>(move.targets.size());
         if (move.route == MoveRoute::kToHost) {
             for (const BlockId source : move.sources) ++readers[static_cast<std::size_t>(source)];
@@ -471,20 +395,10 @@ void SlidingWindows::check_group(Report& report, std::size_t g) const {
     }
     report.require(in_flight == group.in_flight, "I1: ", group.in_flight,
                    " window blocks are set aside for moves of ", in_flight);
-    for (BlockId id = 0; static_cast<std::uint32_t>(id) < group.pool.capacity(); ++id) {
-        const std::uint32_t held = readers[static_cast<std::size_t>(id)];
-        const bool attached = group.pool.is_attached(id);
-        if (attached || held > 0) ids.own(id, "a node");
-        report.require(group.pool.readers(id) == held, "I5: window block ", id, " counts ",
-                       group.pool.readers(id), " readers of ", held);
-        report.require(!attached || (index_.tree().is_live(group.pool.node_of(id)) &&
-                                     !index_.tree()[group.pool.node_of(id)].has(kDetached)),
-                       "I2: the node of window block ", id, " was dropped");
-    }
     report.require(reserved == group.reserved && reserved + in_flight <= group.pool.capacity(),
                    "I1: ", group.reserved, " window blocks are set aside, leases have ", reserved);
-    ids.check([&group](BlockId id) { return group.pool.is_free(id); });
-    if (group.host) group.host->check(report, "host window", {});
+    group.check(report, std::move(ids), std::move(readers),
+                std::vector<std::uint32_t>(group.host ? group.host->pool().capacity() : 0, 0));
 }
 
 void SlidingWindows::check(Report& report) const {

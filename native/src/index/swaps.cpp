@@ -115,7 +115,7 @@ bool Swaps::make_auxiliary_room(const Lease& lease, std::uint32_t total_blocks) 
     while (!auxiliary_.has_room(lease, total_blocks)) {
         victim = std::find_if(victim, leases_.end(), [&](const Lease& other) {
             return other.is(LeaseState::kSwapped) && &other != &lease &&
-                   AuxiliaryPools::has_ids(other);
+                   AuxiliaryGroups::has_ids(other);
         });
         if (victim == leases_.end()) return false;
         auxiliary_.release(*victim, 0);
@@ -134,7 +134,7 @@ bool Swaps::could_make_auxiliary_room(const Lease& lease, std::uint32_t total_bl
     for (const Lease& victim : leases_) {
         if (has_state && windows_.has_room(lease, total_blocks, given_up)) return true;
         if (!victim.is(LeaseState::kSwapped) || &victim == &lease) continue;
-        if (!AuxiliaryPools::has_ids(victim)) continue;
+        if (!AuxiliaryGroups::has_ids(victim)) continue;
         has_state =
             has_state || victim.recurrent.slot != kNoBlock || !victim.recurrent.snapshots.empty();
         windows_.give_up(victim, given_up);

@@ -44,7 +44,7 @@ void SlidingWindows::move_to(Lease& lease, std::uint32_t num_tokens, Step step) 
         }
         if (window.end < first) {
             for (std::size_t i = window.end; i < first && group.is_sink(i); ++i) {
-                take_entry(group, window, i);
+                window.table[i] = group.take();
             }
             window.first = window.end = first;
         }

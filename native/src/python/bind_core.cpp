@@ -98,11 +98,6 @@ template <>
 struct type_caster<aiokv::PeerEnd>
     : TupleOf<aiokv::PeerEnd, &aiokv::PeerEnd::transfer, &aiokv::PeerEnd::lease,
               &aiokv::PeerEnd::blocks, &aiokv::PeerEnd::commits> {};
-template <>
-struct type_caster<aiokv::StoredCopies>
-    : TupleOf<aiokv::StoredCopies, &aiokv::StoredCopies::saved, &aiokv::StoredCopies::unsaved,
-              &aiokv::StoredCopies::fetched, &aiokv::StoredCopies::unfetched> {};
-
 }  // namespace nanobind::detail
 
 namespace aiokv {
@@ -130,11 +125,8 @@ using StoreTransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes>;
 // (device_blocks, window_tokens, step_tokens, sink_tokens, host_blocks)
 using WindowTuple =
     std::tuple<std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
-using WindowStatisticsTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint32_t>;
-using HostWindowStatisticsTuple =
-    nb::typed<nb::tuple, std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t, std::uint64_t>;
 using ForkTuple = nb::typed<nb::tuple, LeaseId, IdArray, IdArray>;
-using MoveTuple = nb::typed<nb::tuple, MoveRoute, std::int32_t, nb::bytes, nb::bytes, Step>;
+using MoveTuple = nb::typed<nb::tuple, MoveRoute, GroupId, nb::bytes, nb::bytes, Step>;
 using TransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes, Step>;
 using PeerTransferTuple = nb::typed<nb::tuple, bool, nb::bytes, GroupId, nb::bytes, nb::bytes, Step,
                                     std::tuple<std::uint32_t, std::uint32_t>, std::uint64_t>;
@@ -305,10 +297,6 @@ void bind_statistics(nb::module_& m) {
         .def_ro("failed_blocks", &S::failed_blocks)
         .def_ro("skipped_backups", &S::skipped_backups)
         .def_ro("reclaimed_twins", &S::reclaimed_host_copies)
-        .def_ro("state_free", &S::state_free)
-        .def_ro("state_snapshots", &S::state_snapshots)
-        .def_ro("restored_states", &S::restored_states)
-        .def_ro("evicted_snapshots", &S::evicted_snapshots)
         .def_ro("hit_store_tokens", &S::hit_store_tokens)
         .def_ro("fetches", &S::fetches)
         .def_ro("fetched_blocks", &S::fetched_blocks)
@@ -318,27 +306,32 @@ void bind_statistics(nb::module_& m) {
         .def_ro("rejected_saves", &S::rejected_saves)
         .def_ro("refused_saves", &S::refused_saves)
         .def_ro("failed_saves", &S::failed_saves)
-        .def_ro("host_state_free", &S::host_state_free)
-        .def_ro("host_state_snapshots", &S::host_state_snapshots)
-        .def_ro("saved_snapshots", &S::saved_snapshots)
-        .def_ro("onloaded_states", &S::onloaded_states)
-        .def_ro("evicted_host_snapshots", &S::evicted_host_snapshots)
         .def_ro("receives", &S::receives)
         .def_ro("received_blocks", &S::received_blocks)
-        .def_ro("received_states", &S::received_states)
-        .def_ro("received_window_blocks", &S::received_window_blocks)
         .def_ro("failed_receives", &S::failed_receives)
         .def_ro("sends", &S::sends)
         .def_ro("sent_blocks", &S::sent_blocks)
-        .def_ro("sent_states", &S::sent_states)
-        .def_ro("sent_window_blocks", &S::sent_window_blocks)
         .def_ro("failed_sends", &S::failed_sends)
-        .def_ro("stored_snapshots", &S::stored_snapshots)
-        .def_ro("unstored_snapshots", &S::unstored_snapshots)
-        .def_ro("fetched_snapshots", &S::fetched_snapshots)
-        .def_ro("unfetched_snapshots", &S::unfetched_snapshots)
         .def_ro("index_bytes", &S::index_bytes)
         .def_ro("token_bytes", &S::token_bytes);
+    using G = GroupStatistics;
+    nb::class_<G>(m, "GroupStatistics", "Blocks, or states, of a block group besides attention.")
+        .def_ro("device_free", &G::device_free)
+        .def_ro("device_cached", &G::device_cached)
+        .def_ro("device_set_aside", &G::device_set_aside)
+        .def_ro("host_free", &G::host_free)
+        .def_ro("host_cached", &G::host_cached)
+        .def_ro("evicted_device", &G::evicted_device)
+        .def_ro("evicted_host", &G::evicted_host)
+        .def_ro("cloned", &G::cloned, "Copies on the device that leases began with.")
+        .def_ro("onloaded", &G::onloaded)
+        .def_ro("saved", &G::saved, "Copies to host memory.")
+        .def_ro("stored", &G::stored)
+        .def_ro("unstored", &G::unstored)
+        .def_ro("fetched", &G::fetched)
+        .def_ro("unfetched", &G::unfetched)
+        .def_ro("received", &G::received)
+        .def_ro("sent", &G::sent);
 }
 
 }  // namespace
@@ -515,36 +508,18 @@ void bind_core(nb::module_& m) {
         .def("recompute_from", &Core::recompute_from, "lease"_a)
         .def(
             "block_table",
-            [](Core& core, LeaseId id, std::int32_t group) {
+            [](Core& core, LeaseId id, GroupId group) {
                 return copy_ids(core.table_of(id, group));
             },
             "lease"_a, "group"_a = -1, "Of all layers but those of window groups, or of one group.")
         .def("reach_tokens", &Core::reach_tokens, "lease"_a,
              "Positions that have blocks in every window group.")
-        .def(
-            "window_statistics",
-            [](const Core& core, std::size_t group) -> WindowStatisticsTuple {
-                const WindowGroup& window = core.window_group(group);
-                return nb::make_tuple(window.pool.free_ids(), window.pool.attached(),
-                                      window.reserved);
-            },
-            "group"_a, "(free, cached, set aside) blocks.")
-        .def(
-            "host_window_statistics",
-            [](const Core& core, std::size_t group) -> HostWindowStatisticsTuple {
-                const WindowGroup& window = core.window_group(group);
-                if (!window.host) return nb::make_tuple(0, 0, 0, 0, 0);
-                return nb::make_tuple(window.host->pool().free_ids(),
-                                      window.host->pool().attached(), window.host->saved(),
-                                      window.onloaded, window.host->evicted());
-            },
-            "group"_a, "(free, cached, saved, onloaded, evicted) blocks in host memory.")
         .def_prop_ro("hold_times", &Core::hold_times, nb::rv_policy::reference_internal,
                      "Times for which leases that compute had blocks; those that ended.")
         .def(
             "block_tables",
             [](Core& core, std::span<const LeaseId> ids, TableArray out, std::int32_t fill,
-               std::int32_t group) {
+               GroupId group) {
                 core.block_tables(ids, {out.data(), out.size()}, out.shape(0), fill, group);
             },
             "leases"_a, "out"_a.noconvert(), "fill"_a, "group"_a = -1,
@@ -579,7 +554,7 @@ void bind_core(nb::module_& m) {
             "hit + skip on; may_end: one byte per block, 0 where a hit would cut an item.")
         .def(
             "has_copies",
-            [](Core& core, LeaseId id, std::int32_t group, std::size_t first, std::size_t end) {
+            [](Core& core, LeaseId id, GroupId group, std::size_t first, std::size_t end) {
                 return byte_flags(core.has_copies(id, group, first, end));
             },
             "lease"_a, "group"_a, "first_block"_a, "end_block"_a,
@@ -596,10 +571,6 @@ void bind_core(nb::module_& m) {
             },
             "transfer"_a,
             "The group of a fetch or a save in flight; -1: recurrent state, -2: it moves blocks.")
-        .def(
-            "stored_copies",
-            [](const Core& core, GroupId group) { return core.auxiliary_stores().counts(group); },
-            "group"_a, "(saved, unsaved, fetched, unfetched) copies of a group.")
         .def("wants_saves", &Core::wants_saves)
         .def("take_saves", &Core::take_saves, "Begin a save; 0: there is nothing to save.")
         .def("store_transfer", &store_transfer, "transfer"_a,
@@ -716,11 +687,9 @@ void bind_core(nb::module_& m) {
             "transfer"_a,
             "(route, window group, source ids, target ids, after_step); group -1: state slots, of "
             "which source -1 is zeros.")
-        .def("take_state_save", &Core::take_state_save,
-             "Begin to copy one snapshot to host memory; 0: there is nothing to copy.")
-        .def("take_window_save", &Core::take_window_save,
-             "Begin to copy blocks of one window group to host memory; 0: there is nothing to "
-             "copy.")
+        .def("take_group_save", &Core::take_group_save,
+             "Begin to copy blocks of one group besides attention to host memory; 0: there is "
+             "nothing to copy.")
         .def("take_backups", &Core::take_backups)
         .def("take_write_backs", &Core::take_write_backs, "wanted_blocks"_a = 0)
         .def("wants_write_backs", &Core::wants_write_backs)
@@ -754,6 +723,7 @@ void bind_core(nb::module_& m) {
         .def("forget_host", &Core::forget_host)
         .def("reset", &Core::reset)
         .def("statistics", &Core::statistics)
+        .def("group_statistics", &Core::group_statistics, "group"_a)
         .def("violations", &Core::violations)
         .def(
             "oldest_leases",

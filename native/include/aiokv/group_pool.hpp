@@ -1,4 +1,5 @@
-// An auxiliary pool: ids beside the blocks of full attention, attached to nodes of the index.
+// The ids of a block group in one tier, attached to nodes of the index; of groups besides
+// attention.
 //
 // A hit may end only where the model can continue from this pool: the first `head_blocks` and the
 // last `tail_blocks` blocks of the hit must have an id each (all of them, of a shorter hit).
@@ -23,9 +24,12 @@
 
 namespace aiokv {
 
-class AuxiliaryPool {
+class Ownership;
+class Report;
+
+class GroupPool {
   public:
-    AuxiliaryPool(std::uint32_t capacity, std::uint32_t tail_blocks, std::uint32_t head_blocks = 0);
+    GroupPool(std::uint32_t capacity, std::uint32_t tail_blocks, std::uint32_t head_blocks = 0);
 
     std::uint32_t capacity() const { return ids_.capacity(); }
     std::uint32_t tail_blocks() const { return tail_blocks_; }
@@ -46,7 +50,7 @@ class AuxiliaryPool {
     BlockId find(NodeId node) const;
     // A hit of the first `blocks` of the path may end there. `copies`: ids that count, too.
     bool covers(const PrefixTree& tree, std::span<const NodeId> path, std::size_t blocks,
-                const AuxiliaryPool* copies = nullptr) const;
+                const GroupPool* copies = nullptr) const;
     bool is_idle(BlockId id) const { return entries_[at(id)].readers == 0; }
     // The node was dropped. Returns true when it had an id.
     bool forget(NodeId node);
@@ -90,8 +94,15 @@ class AuxiliaryPool {
     bool is_free(BlockId id) const { return ids_.is_free(id); }
     bool is_attached(BlockId id) const { return entries_[at(id)].node != kNone; }
     std::uint32_t readers(BlockId id) const { return entries_[at(id)].readers; }
+    // No node has the id, and no other lease reads it.
+    bool is_private(BlockId id) const {
+        return !is_free(id) && !is_attached(id) && readers(id) == 0;
+    }
     std::uint32_t idle() const { return idle_; }
     NodeId node_of(BlockId id) const { return entries_[at(id)].node; }
+    // `ids`: owners that are neither nodes nor readers. `readers`: by id.
+    void check(Report& report, Ownership ids, std::span<const std::uint32_t> readers,
+               const PrefixTree& tree) const;
 
   private:
     struct Entry {

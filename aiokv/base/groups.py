@@ -1,0 +1,44 @@
+"""Block groups: kinds of blocks that are kept, copied, saved, fetched, sent and evicted.
+
+Each cache has the group ``"attention"``. A model with recurrent state has ``"state"``, whose blocks
+are slots with the state at a block boundary. The other groups are those of
+``CacheConfig.windows``, by their names.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+Retention = Literal["all", "window", "last"]
+"""The blocks of a group that a hit needs: ``"all"`` of its prefix, those of a sliding ``"window"``
+at its end and of the sink at its beginning, or the ``"last"`` one."""
+
+RETENTIONS: Final[tuple[Retention, ...]] = ("all", "window", "last")
+
+ATTENTION: Final = "attention"
+STATE: Final = "state"
+
+
+def layers_group(first: int, end: int) -> str:
+    """Return the name of the layers ``first`` to ``end - 1`` of the blocks of full attention."""
+    return f"{ATTENTION} {first}:{end}"
+
+
+def layers_of(group: str) -> tuple[int, int] | None:
+    """Return the first layer and the end of a range of layers; None for a whole group."""
+    if not group.startswith(f"{ATTENTION} "):
+        return None
+    first, _, end = group.removeprefix(f"{ATTENTION} ").partition(":")
+    return int(first), int(end)
+
+
+def retention_of(group: str) -> Retention:
+    """Return the retention of a group; each name that is not reserved is that of a window group."""
+    if group == STATE:
+        return "last"
+    return "all" if is_reserved(group) else "window"
+
+
+def is_reserved(name: str) -> bool:
+    """Return True for a name that a window group must not have."""
+    return name in (ATTENTION, STATE) or name.startswith(f"{ATTENTION} ")

@@ -1,0 +1,80 @@
+// A block group besides attention: its ids on the device, and their copies in the other tiers.
+//
+// What differs between groups is their retention, and how leases get their ids: a window keeps the
+// last blocks (SlidingWindows); recurrent state, the last one (RecurrentState).
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "aiokv/core_types.hpp"
+#include "aiokv/group_pool.hpp"
+#include "aiokv/host_copies.hpp"
+#include "aiokv/index.hpp"
+#include "aiokv/transfer_ledger.hpp"
+
+namespace aiokv {
+
+class Report;
+
+class BlockGroup {
+  public:
+    // `host_blocks` 0: the blocks stay on the device.
+    BlockGroup(const CoreConfig& config, GroupId number, Index& index, TransferLedger& transfers,
+               GroupPool device, std::uint32_t host_blocks);
+
+    BlockGroup(const BlockGroup&) = delete;
+    BlockGroup& operator=(const BlockGroup&) = delete;
+
+    GroupId number() const { return number_; }
+    const GroupPool* host_pool() const { return host ? &host->pool() : nullptr; }
+
+    // -- hits and nodes of the index
+    // A hit of the first `blocks` of the path may end there.
+    bool covers(std::span<const NodeId> path, std::size_t blocks) const {
+        return pool.covers(index_.tree(), path, blocks, host_pool());
+    }
+    void touch_hit(std::span<const NodeId> path);
+    void forget(NodeId node);
+    void forget_host() {
+        if (host) host->pool().forget_all();
+    }
+
+    // -- ids for leases
+    // Evicts an idle id when none is free; see GroupPool.
+    BlockId take();
+    BlockId take_writable();
+    // The caller's id, which computed the block, is that of the node now.
+    void attach(NodeId node, BlockId id);
+    // A lease hits the node, and uses its device id.
+    void note_hit(NodeId node) {
+        if (host) host->note_hit(node);
+    }
+    void note_use(BlockId id) {
+        if (host) host->note_use(id);
+    }
+
+    AuxiliaryStore* store() { return host ? host->stores() : nullptr; }  // null: not connected
+
+    GroupStatistics statistics() const;
+    // `readers`, `host_readers`: of each id on the device, and in host memory besides those that
+    // HostCopies knows. `ids`: the owners that are no nodes.
+    void check(Report& report, Ownership ids, std::vector<std::uint32_t> readers,
+               std::vector<std::uint32_t> host_readers) const;
+
+    GroupPool pool;                  // on the device
+    std::optional<HostCopies> host;  // none: the blocks stay on the device
+    std::uint64_t cloned = 0;        // copies on the device that leases began with
+    std::uint64_t onloaded = 0;      // copies that came from host memory
+
+  private:
+    BlockId taken(BlockId id, bool evicts);
+
+    GroupId number_;
+    Index& index_;
+    std::uint64_t evicted_ = 0;  // on the device
+};
+
+}  // namespace aiokv
