@@ -21,6 +21,7 @@ from aiokv.base.usage import Usage
 from aiokv.config.cache_config import CacheConfig, WindowGroup
 from aiokv.engine import CacheEngine, ComputeBatch
 from aiokv.engine.events import KVEvents
+from aiokv.engine.lease import Lease
 from aiokv.engine.observation import Observation
 from aiokv.engine.observers import BatchSpan, LeasePhase, TransferSpan
 from aiokv.engine.pins import Pin
@@ -52,7 +53,6 @@ from aiokv.errors import (
     WouldBlock,
 )
 from aiokv.layout.regions import Regions, num_blocks_for
-from aiokv.lease import Lease
 from aiokv.peers.options import Peers
 from aiokv.peers.statistics import ReceivingStatistics
 from aiokv.worker.device.base import Device, Event, Stream

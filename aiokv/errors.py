@@ -95,7 +95,8 @@ class TransferError(AiokvError):
     """A transfer failed, or was cancelled.
 
     Attributes:
-        direction: name of the route, such as ``"onload"``; see ``aiokv.base.plan``.
+        direction: name of the route, such as ``"onload"``, or of another group than
+            ``"attention"``, as in ``"state onload"``.
         first_bad_token: first position of the lease whose KV must be recomputed.
         rank: number of the rank that failed; None without ranks.
     """

@@ -169,8 +169,8 @@ class DiskStore(ScriptedStore):
         self._disk = disk
         self._object_blocks = object_blocks
 
-    def for_pool(self, pool: str) -> DiskStore:
-        """See ``Store.for_pool``: snapshots are on the same disk."""
+    def for_group(self, group: str) -> DiskStore:
+        """See ``Store.for_group``: snapshots are on the same disk."""
         return DiskStore(self._disk, SNAPSHOT_BLOCKS)
 
     async def load(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:

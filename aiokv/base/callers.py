@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 # Modules that call the engine on behalf of the application; exit stacks leave `async with` blocks.
-_INTERNAL: Final = ("aiokv.lease", "aiokv.engine", "contextlib")
+_INTERNAL: Final = ("aiokv.engine", "contextlib")
 
 
 class Caller(NamedTuple):

@@ -7,7 +7,7 @@ are slots with the state at a block boundary. The other groups are those of
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 Retention = Literal["all", "window", "last"]
 """The blocks of a group that a hit needs: ``"all"`` of its prefix, those of a sliding ``"window"``
@@ -42,3 +42,20 @@ def retention_of(group: str) -> Retention:
 def is_reserved(name: str) -> bool:
     """Return True for a name that a window group must not have."""
     return name in (ATTENTION, STATE) or name.startswith(f"{ATTENTION} ")
+
+
+class BlockGroup(NamedTuple):
+    """A group other than ``"attention"``, whose blocks a hit needs beside those of full attention.
+
+    Attributes:
+        name: name of the group.
+        number: its number in the core.
+        head_blocks: blocks at the beginning of a prompt that a hit needs: the sink of a window.
+        tail_blocks: last blocks of the hit that it needs: those that a window reaches, or the slot
+            of recurrent state.
+    """
+
+    name: str
+    number: int
+    head_blocks: int
+    tail_blocks: int

@@ -8,12 +8,12 @@ side.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 
-from aiokv.base.groups import ATTENTION, RETENTIONS, STATE, Retention, retention_of
+from aiokv.base.groups import ATTENTION, RETENTIONS, Retention, retention_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,32 +25,8 @@ ZEROS: Final = -1  # source id of a target that is filled with zeros
 
 AnyTier = Literal["device", "host", "store", "peer"]
 RouteName = Literal["onload", "offload", "clone", "fetch", "save", "receive", "send"]
-Direction = Literal[
-    "onload",
-    "offload",
-    "state",
-    "state_onload",
-    "state_offload",
-    "clone",
-    "fetch",
-    "save",
-    "window_onload",
-    "window_offload",
-    "state_fetch",
-    "state_save",
-    "window_fetch",
-    "window_save",
-    "receive",
-    "send",
-    "state_receive",
-    "state_send",
-    "window_receive",
-    "window_send",
-]
-StorePool: TypeAlias = str  # "host", "host_state" or "host_window:" and the name of the group
 Outcome = Literal["done", "failed", "cancelled"]
 
-_PREFIXES: Final[dict[Retention, str]] = {"all": "", "last": "state_", "window": "window_"}
 
 _NAMES: Final[dict[tuple[AnyTier, AnyTier], RouteName]] = {
     ("host", "device"): "onload",
@@ -78,7 +54,7 @@ class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     @property
     def name(self) -> RouteName:
-        """Name of the route in errors, reports and statistics."""
+        """Name of the route in reports and statistics."""
         return _NAMES[self.source, self.target]
 
     @property
@@ -178,14 +154,9 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
         return retention_of(self.group), self.route
 
     @property
-    def direction(self) -> Direction:
-        """Name of the route of the group in errors, reports and statistics."""
-        return direction(*self.group_route)
-
-    @property
-    def store_pool(self) -> StorePool:
-        """Name of the group's host memory in stores."""
-        return store_pool(self.group)
+    def direction(self) -> str:
+        """Name of the route and the group in errors; see :func:`direction`."""
+        return direction(self.route, self.group)
 
     @property
     def num_blocks(self) -> int:
@@ -203,18 +174,12 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
         return np.frombuffer(self.target_blocks, dtype=ID_DTYPE)
 
 
-def direction(retention: Retention, route: Route) -> Direction:
-    """Return the name of a route of the groups of a retention."""
-    if (retention, route) == STATE_CLONE:
-        return "state"
-    return cast("Direction", _PREFIXES[retention] + route.name)
+def direction(route: Route, group: str) -> str:
+    """Return the name of a route and a group: ``"onload"``, or of another group ``"state onload"``.
 
-
-def store_pool(group: str) -> StorePool:
-    """Return the name of a group's host memory in stores."""
-    if group == ATTENTION:
-        return "host"
-    return "host_state" if group == STATE else f"host_window:{group}"
+    The blocks of full attention are those that most transfers move.
+    """
+    return route.name if group == ATTENTION else f"{group} {route.name}"
 
 
 def id_bytes(ids: ArrayLike) -> bytes:

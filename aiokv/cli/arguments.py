@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from aiokv.config.cache_config import WritePolicy
+
+T = TypeVar("T")
 
 # The policies that copy blocks to host memory, in the order in which they are compared.
 SAVING_POLICIES: Final[tuple[WritePolicy, ...]] = (
@@ -96,6 +98,36 @@ def age(text: str) -> float:
     return float(int(number) * _AGE_SECONDS[unit])
 
 
+def add_option(
+    group: argparse._ActionsContainer,
+    flag: str,
+    parse: Callable[[str], Any],
+    default: object,
+    text: str,
+    metavar: str = "N",
+    **options: Any,
+) -> None:
+    """Add a flag with a value, whose help text ends with the default.
+
+    Args:
+        group: parser or group of the flag.
+        flag: name of the flag, with its dashes.
+        parse: parser of the value.
+        default: default value.
+        text: help text.
+        metavar: name of the value in the help text.
+        options: further options of ``add_argument``.
+    """
+    group.add_argument(
+        flag,
+        type=parse,
+        default=default,
+        metavar=metavar,
+        help=f"{text} (default: %(default)s)",
+        **options,
+    )
+
+
 def add_count(
     group: argparse._ActionsContainer,
     flag: str,
@@ -105,23 +137,32 @@ def add_count(
     *,
     minimum: int = 1,
 ) -> None:
-    """Add a flag with a whole number, whose help text ends with the default.
+    """Add a flag with a whole number of ``minimum`` or more; see :func:`add_option`."""
+    add_option(group, flag, at_least(minimum), default, text, metavar)
+
+
+def add_choice(
+    group: argparse._ActionsContainer,
+    flag: str,
+    choices: Sequence[str],
+    text: str,
+    default: str | None = None,
+) -> None:
+    """Add a flag with one of a few values; without a default, it is the first one."""
+    text = f"{text} (default: %(default)s)"
+    group.add_argument(flag, choices=choices, default=default or choices[0], help=text)
+
+
+def from_arguments(kind: type[T], args: argparse.Namespace, **others: Any) -> T:
+    """Return an object whose fields are the arguments of the same names.
 
     Args:
-        group: parser or group of the flag.
-        flag: name of the flag, with its dashes.
-        default: default value.
-        text: help text.
-        metavar: name of the value in the help text.
-        minimum: smallest accepted value.
+        kind: a dataclass or a struct; arguments of other names are left out.
+        args: parsed arguments.
+        others: further fields, and those that replace arguments.
     """
-    group.add_argument(
-        flag,
-        type=at_least(minimum),
-        default=default,
-        metavar=metavar,
-        help=f"{text} (default: %(default)s)",
-    )
+    given = {name: value for name, value in vars(args).items() if name in kind.__annotations__}
+    return kind(**given | others)
 
 
 STDOUT: Final = Path("-")

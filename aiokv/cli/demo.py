@@ -7,7 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aiokv.cli.arguments import SAVING_POLICIES, add_count, share
+from aiokv.cli.arguments import (
+    SAVING_POLICIES,
+    add_choice,
+    add_count,
+    add_option,
+    from_arguments,
+    share,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -87,12 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_count(cache, "--device-blocks", 1024, "device blocks of the first two runs")
     add_count(cache, "--pressure-blocks", 128, "device blocks of the run with a host tier")
     add_count(cache, "--host-blocks", 1024, "host blocks of the run with a host tier")
-    cache.add_argument(
-        "--write-policy",
-        choices=SAVING_POLICIES,
-        default=SAVING_POLICIES[0],
-        help="when the run with a host tier copies blocks to host memory (default: %(default)s)",
-    )
+    text = "when the run with a host tier copies blocks to host memory"
+    add_choice(cache, "--write-policy", SAVING_POLICIES, text)
     cache.add_argument(
         "--store",
         default="",
@@ -104,13 +107,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serving = parser.add_argument_group("serving")
     add_count(serving, "--max-running", 8, "maximum number of requests per batch")
     add_count(serving, "--chunk-tokens", 32, "maximum number of prompt tokens per step")
-    serving.add_argument(
+    add_option(
+        serving,
         "--disconnect",
-        type=share,
-        default=0.0,
-        metavar="SHARE",
-        help="in the later runs, cancel this share of the requests at a random time during their "
-        "computation, and send them again (default: %(default)s)",
+        share,
+        0.0,
+        "in the later runs, cancel this share of the requests at a random time during their "
+        "computation, and send them again",
+        "SHARE",
     )
     model = parser.add_argument_group("model")
     add_count(model, "--layers", 4, "number of transformer layers")
@@ -123,12 +127,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="serve with a prefill process and a decode process, and compare with one server",
     )
-    split.add_argument(
-        "--transport",
-        choices=TRANSPORTS,
-        default=TRANSPORTS[0],
-        help="with --split: moves the blocks between the processes (default: %(default)s)",
-    )
+    text = "with --split: moves the blocks between the processes"
+    add_choice(split, "--transport", TRANSPORTS, text)
     add_count(
         split,
         "--servers",
@@ -196,9 +196,9 @@ def run_scenario(
     scenario, config = partial(scenario_of, args), _config(args)
     with show_progress("requests", sys.stdout, prefix="") as stages:
         if args.split:
-            split = SplitConfig(transport=args.transport, kill=args.kill, servers=args.servers)
+            options = from_arguments(SplitConfig, args)
             result: DemoResult | SplitResult = run_async(
-                run_split_demo(scenario, config, split, stages)
+                run_split_demo(scenario, config, options, stages)
             )
         else:
             result = run_async(run_demo(scenario, config, stages))
@@ -396,14 +396,7 @@ def chat_sizes(args: argparse.Namespace) -> ChatSizes:
     """Return the sizes of the conversations."""
     from aiokv.demo.workload import ChatSizes
 
-    return ChatSizes(
-        conversations=args.conversations,
-        turns=args.turns,
-        system_prompts=args.system_prompts,
-        system_tokens=args.system_tokens,
-        user_tokens=args.user_tokens,
-        answer_tokens=args.answer_tokens,
-    )
+    return from_arguments(ChatSizes, args)
 
 
 def _checked_url(store: str) -> str:
@@ -431,18 +424,5 @@ def _config(args: argparse.Namespace) -> DemoConfig:
     from aiokv.demo.runs import DemoConfig
     from aiokv.demo.serving import ServingConfig
 
-    return DemoConfig(
-        block_tokens=args.block_tokens,
-        device_blocks=args.device_blocks,
-        pressure_blocks=args.pressure_blocks,
-        host_blocks=args.host_blocks,
-        write_policy=args.write_policy,
-        store=_checked_url(args.store),
-        corrupt=args.corrupt,
-        serving=ServingConfig(
-            max_running=args.max_running,
-            chunk_tokens=args.chunk_tokens,
-            disconnect=args.disconnect,
-            seed=args.seed,
-        ),
-    )
+    serving = from_arguments(ServingConfig, args)
+    return from_arguments(DemoConfig, args, store=_checked_url(args.store), serving=serving)

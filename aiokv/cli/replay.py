@@ -6,7 +6,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aiokv.cli.arguments import SAVING_POLICIES, add_count, at_least, positive_float
+from aiokv.cli.arguments import (
+    SAVING_POLICIES,
+    add_choice,
+    add_count,
+    add_option,
+    at_least,
+    from_arguments,
+    positive_float,
+)
 from aiokv.cli.replay_rows import fleet_rows, rows
 from aiokv.cli.rows import print_rows
 from aiokv.cli.sweep import add_arguments, add_plot, block_bytes, check_plot, sweep_of, write_plot
@@ -68,19 +76,11 @@ def _add_cache(group: argparse._ArgumentGroup) -> None:
     add_count(group, "--block-tokens", 16, "tokens per block")
     add_count(group, "--device-blocks", 32_000, "capacity of the device tier in blocks")
     add_count(group, "--host-blocks", 0, "capacity of the host tier in blocks; 0: none", minimum=0)
-    group.add_argument(
-        "--write-policy",
-        choices=(*SAVING_POLICIES, "none", "all"),
-        default=SAVING_POLICIES[0],
-        help="when to copy blocks to host memory; all: compare the three copying policies "
-        "(default: %(default)s)",
-    )
-    group.add_argument(
-        "--eviction-policy",
-        choices=(*EVICTION_POLICIES, "all"),
-        default=DEFAULT_EVICTION_POLICY,
-        help="which blocks to evict first; all: compare the policies with each other and with MIN "
-        "(default: %(default)s)",
+    text = "when to copy blocks to host memory; all: compare the three copying policies"
+    add_choice(group, "--write-policy", (*SAVING_POLICIES, "none", "all"), text)
+    text = "which blocks to evict first; all: compare the policies with each other and with MIN"
+    add_choice(
+        group, "--eviction-policy", (*EVICTION_POLICIES, "all"), text, DEFAULT_EVICTION_POLICY
     )
 
 
@@ -92,40 +92,20 @@ def _add_disk(group: argparse._ArgumentGroup) -> None:
         "capacity in blocks of a simulated disk below the host tier; 0: none",
         minimum=0,
     )
-    group.add_argument(
-        "--disk-policy",
-        choices=DISK_POLICIES,
-        default=DISK_POLICIES[0],
-        help="when to save blocks on the disk (default: %(default)s)",
-    )
+    add_choice(group, "--disk-policy", DISK_POLICIES, "when to save blocks on the disk")
     add_count(
         group, "--disk-uses", 2, "with --disk-policy at_nth_use: uses after which a block is saved"
     )
-    group.add_argument(
-        "--disk-admission",
-        choices=DISK_ADMISSIONS,
-        default=DISK_ADMISSIONS[0],
-        help="reused: save a block only when it was offered before (default: %(default)s)",
-    )
+    text = "reused: save a block only when it was offered before"
+    add_choice(group, "--disk-admission", DISK_ADMISSIONS, text)
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
     add_count(group, "--concurrency", 1, "leases held at once")
-    group.add_argument(
-        "--speed",
-        type=_speed,
-        default="max",
-        metavar="max|X",
-        help="max: as fast as possible; X: X times as fast as the timestamps (default: max)",
-    )
-    group.add_argument(
-        "--token-ms",
-        type=positive_float,
-        default=20.0,
-        metavar="MS",
-        help="with --speed X: milliseconds that a request holds its blocks per output token "
-        "(default: %(default)s)",
-    )
+    text = "max: as fast as possible; X: X times as fast as the timestamps"
+    add_option(group, "--speed", _speed, "max", text, "max|X")
+    text = "with --speed X: milliseconds that a request holds its blocks per output token"
+    add_option(group, "--token-ms", positive_float, 20.0, text, "MS")
     group.add_argument(
         "--execute", action="store_true", help="move real bytes on the cpu device, and check them"
     )
@@ -134,21 +114,15 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
 
 def _add_fleet(group: argparse._ArgumentGroup) -> None:
     add_count(group, "--engines", 1, "engines behind a router, each with --device-blocks")
-    group.add_argument(
+    add_choice(
+        group,
         "--router",
-        choices=(*ROUTERS, "all"),
-        default="all",
-        help="with --engines: prefix chooses the engine with the shortest expected time to first "
-        "token; all: compare the routers (default: %(default)s)",
+        ("all", *ROUTERS),
+        "with --engines: prefix chooses the engine with the shortest expected time to first token; "
+        "all: compare the routers",
     )
-    group.add_argument(
-        "--tokens-per-second",
-        type=positive_float,
-        default=10_000.0,
-        metavar="X",
-        help="with --engines: prompt tokens that an engine computes per second of the trace "
-        "(default: %(default)s)",
-    )
+    text = "with --engines: prompt tokens that an engine computes per second of the trace"
+    add_option(group, "--tokens-per-second", positive_float, 10_000.0, text, "X")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -219,11 +193,8 @@ async def _replay_fleet(args: argparse.Namespace, stages: Stages) -> FleetReport
         stages,
         largest_tokens=args.device_blocks * args.block_tokens,
     )
-    fleet = FleetOptions(
-        engines=args.engines,
-        routers=ROUTERS if args.router == "all" else (args.router,),
-        tokens_per_second=args.tokens_per_second,
-    )
+    routers = ROUTERS if args.router == "all" else (args.router,)
+    fleet = from_arguments(FleetOptions, args, routers=routers)
     return await replay_fleet(workload, _make_options(args), fleet, stages)
 
 
@@ -314,21 +285,22 @@ async def _replay_once(
 def _make_options(args: argparse.Namespace) -> ReplayOptions:
     from aiokv.trace.replay import ReplayOptions
 
-    return ReplayOptions(
-        block_tokens=args.block_tokens,
-        device_blocks=args.device_blocks,
-        host_blocks=args.host_blocks,
-        write_policy=SAVING_POLICIES[0] if args.write_policy == "all" else args.write_policy,
-        eviction_policy=(
-            DEFAULT_EVICTION_POLICY if args.eviction_policy == "all" else args.eviction_policy
-        ),
+    chosen = {
+        name: policy
+        for name, policy in (
+            ("write_policy", SAVING_POLICIES[0]),
+            ("eviction_policy", DEFAULT_EVICTION_POLICY),
+        )
+        if getattr(args, name) == "all"
+    }
+    return from_arguments(
+        ReplayOptions,
+        args,
         block_bytes=block_bytes(args),
-        concurrency=args.concurrency,
-        speed=args.speed,
         token_seconds=args.token_ms / 1e3,
-        execute=args.execute,
         execute_bytes=args.execute_mib << 20,
         disk=_disk_options(args),
+        **chosen,
     )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from aiokv.cli.arguments import add_count
+from aiokv.cli.arguments import add_count, add_option, from_arguments
 from aiokv.cli.listening import listen
 from aiokv.cli.running import Terminated
 from aiokv.errors import ConfigError
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import socket
 
     from starlette.applications import Starlette
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 EPILOG = """\
 The model has random weights, so its text has no meaning; a token is a byte. The source to copy is
@@ -39,9 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Serve the demo's model on the cpu device at POST /v1/completions.",
         epilog=EPILOG,
     )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to bind (default: %(default)s)"
-    )
+    add_option(parser, "--host", str, "127.0.0.1", "address to bind", "HOST")
     add_count(parser, "--port", 8000, "port to bind; 0 for any free port", minimum=0)
     add_count(parser, "--block-tokens", 16, "tokens per block")
     add_count(parser, "--device-blocks", 1024, "blocks of the device tier")
@@ -66,7 +66,10 @@ def run(args: argparse.Namespace) -> int:
         ) from None
     level = "info" if args.log_level == "warning" else args.log_level
     config = uvicorn.Config(
-        app, loop="uvloop", log_level=level, timeout_graceful_shutdown=args.grace
+        _refusing_at_the_end(app),
+        loop="uvloop",
+        log_level=level,
+        timeout_graceful_shutdown=args.grace,
     )
 
     class Server(uvicorn.Server):
@@ -84,17 +87,43 @@ def run(args: argparse.Namespace) -> int:
     return 0 if server.started else 1  # uvicorn has logged why the engine could not be opened
 
 
+def _refusing_at_the_end(app: ASGIApp) -> ASGIApp:
+    """Let answers that the server cancels end with an error for the client, not with a traceback.
+
+    Args:
+        app: answers with JSON, or with a stream of events.
+    """
+    from starlette.responses import JSONResponse
+
+    error = JSONResponse({"error": {"message": "the server has shut down", "code": 503}}, 503)
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
+
+        async def noted(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            await app(scope, receive, noted)
+        except asyncio.CancelledError:  # --grace has passed
+            if has_started:
+                event = b"data: %b\n\n" % bytes(error.body)
+                await send({"type": "http.response.body", "body": event, "more_body": False})
+            else:
+                await error(scope, receive, send)
+
+    return answer
+
+
 def _make_app(args: argparse.Namespace) -> Starlette:
     from aiokv import CacheConfig, CacheEngine
     from aiokv.demo.http_server import make_app
     from aiokv.demo.transformer import NumpyTransformer
     from aiokv.demo.weights import GroupedConfig, random_weights
 
-    config = CacheConfig(
-        block_tokens=args.block_tokens,
-        device_blocks=args.device_blocks,
-        host_blocks=args.host_blocks,
-    )
+    config = from_arguments(CacheConfig, args)
     sizes = GroupedConfig(vocab=256)
     max_context_tokens = args.device_blocks * args.block_tokens
     model = NumpyTransformer(sizes, random_weights(sizes), max_context_tokens=max_context_tokens)

@@ -8,6 +8,8 @@ from aiokv.base.units import format_bytes
 from aiokv.cli.arguments import (
     add_count,
     add_json,
+    add_option,
+    from_arguments,
     positive_share,
     positive_size_bytes,
     size_bytes,
@@ -48,14 +50,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="SIZE",
         help="memory of one GPU; without it, only the bytes per token and block are computed",
     )
-    add(
-        "--gpu-memory-utilization",
-        type=positive_share,
-        default=0.9,
-        metavar="X",
-        help="share of the GPU memory for weights and KV; the rest is for activations "
-        "(default: %(default)s)",
-    )
+    text = "share of the GPU memory for weights and KV; the rest is for activations"
+    add_option(parser, "--gpu-memory-utilization", positive_share, 0.9, text, "X", dest="gpu_share")
     add("--weights", type=size_bytes, metavar="SIZE", help="bytes of the weights of all ranks")
     add(
         "--host-memory",
@@ -65,13 +61,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="host memory for KV, of all ranks together (default: none)",
     )
     add_count(parser, "--tensor-parallel", 1, "number of ranks, each with one GPU")
-    add(
-        "--kv-dtype",
-        default="auto",
-        metavar="DTYPE",
-        help="dtype of KV: auto (that of the model), bfloat16, fp8, fp8_ds_mla, ... "
-        "(default: %(default)s)",
-    )
+    text = "dtype of KV: auto (that of the model), bfloat16, fp8, fp8_ds_mla, ..."
+    add_option(parser, "--kv-dtype", str, "auto", text, "DTYPE")
     add_count(parser, "--block-tokens", 16, "tokens per block")
     add_count(parser, "--tokens", 8192, "tokens of one conversation")
     add_count(parser, "--step-tokens", 2048, "tokens per step, for models with sliding windows")
@@ -128,17 +119,13 @@ def _inputs(args: argparse.Namespace) -> tuple[ModelShape, Memory | None]:
                 raise UsageError(f"{flag} needs --gpu-memory", hint="--gpu-memory 80GiB")
         return shape, None
     weights = weight_bytes(path.parent) if args.weights is None else args.weights
-    return shape, Memory(
+    return shape, from_arguments(
+        Memory,
+        args,
         gpu_bytes=args.gpu_memory,
-        gpu_share=args.gpu_memory_utilization,
         weight_bytes=weights or 0,
         host_bytes=args.host_memory,
-        tensor_parallel=args.tensor_parallel,
-        kv_dtype=args.kv_dtype,
-        block_tokens=args.block_tokens,
         conversation_tokens=args.tokens,
-        step_tokens=args.step_tokens,
-        with_stores=args.with_stores,
     )
 
 

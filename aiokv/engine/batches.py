@@ -8,8 +8,8 @@ import numpy as np
 
 from aiokv.base import checks
 from aiokv.engine.computing import ComputeBatch
+from aiokv.engine.lease import Lease
 from aiokv.errors import UsageError, WouldBlock
-from aiokv.lease import Lease
 from aiokv.worker.views import LayerView
 
 if TYPE_CHECKING:
@@ -62,9 +62,7 @@ class Batches:
                 f"commit_many: num_tokens has {len(counts)} numbers for {len(leases)} leases; pass "
                 "one number per lease"
             )
-        return sum(
-            self._leases.commit(lease, n, None) for lease, n in zip(leases, counts, strict=True)
-        )
+        return sum(lease.commit(n) for lease, n in zip(leases, counts, strict=True))
 
     def extend(self, leases: Sequence[Lease], num_tokens: int) -> None:
         """See ``CacheEngine.extend``."""
@@ -101,7 +99,7 @@ class Batches:
         self._lifetime.check_loop()
         leases = checks.sequence("leases", leases)
         self._leases.lease_ids(leases)
-        return LayerView.of_batch(lease.layers for lease in leases) or self._leases.done
+        return LayerView.of_batch(lease.record.layers for lease in leases) or self._leases.done
 
     def block_tables(
         self,

@@ -1,4 +1,4 @@
-"""BorderSearch: how much of a prompt to fetch when a hit needs copies in auxiliary pools."""
+"""BorderSearch: how much of a prompt to fetch when a hit needs copies of several groups."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from aiokv.base.groups import BlockGroup
     from aiokv.engine.comparison import Comparison
-    from aiokv.scheduler.pools import AuxiliaryPool
     from aiokv.scheduler.reader import Borders
     from aiokv.stores.store_set import Found, StoreAnswer
 
 
-class _PoolCosts:
-    """Copies in one auxiliary pool, per block behind the hit."""
+class _GroupCosts:
+    """Copies of the blocks of a group, per block behind the hit."""
 
-    def __init__(self, pool: AuxiliaryPool, hit: int) -> None:
-        self._pool = pool
+    def __init__(self, group: BlockGroup, hit: int) -> None:
+        self._group = group
         self._hit = hit
         self._latency_seconds = 0.0
         self._seconds = np.zeros(0)  # to fetch the copy; infinity if no store has it
@@ -45,8 +45,8 @@ class _PoolCosts:
 
         Blocks of the present hit are left out: their copies are in a tier.
         """
-        begin = np.maximum(index + 1 - self._pool.tail_blocks, 0)
-        head = np.clip(self._pool.head_blocks - self._hit, 0, begin)
+        begin = np.maximum(index + 1 - self._group.tail_blocks, 0)
+        head = np.clip(self._group.head_blocks - self._hit, 0, begin)
         return begin, head
 
     def seconds(self) -> NDArray[np.float64]:
@@ -77,11 +77,11 @@ class BorderSearch:
     """Borders of one prompt behind its hit, and the expected time to bring each of them.
 
     A border is the end of a block. A hit may end there when all blocks before it, and the copies
-    that it needs in each auxiliary pool, are in a tier.
+    that it needs of each other group, are in a tier.
 
     Args:
         borders: first blocks behind the hit.
-        pools: auxiliary pools of the cache.
+        groups: groups of the cache beside full attention.
         block_tokens: tokens per block.
 
     Attributes:
@@ -90,14 +90,14 @@ class BorderSearch:
             ended.
     """
 
-    def __init__(self, borders: Borders, pools: Sequence[AuxiliaryPool], block_tokens: int) -> None:
+    def __init__(self, borders: Borders, groups: Sequence[BlockGroup], block_tokens: int) -> None:
         self.hit = borders.hit
         self._cached = borders.cached
         self._block_tokens = block_tokens
         self._may_end = borders.may_end
         self._block_seconds = np.zeros(0)  # [N] to bring all blocks before the border
         self._slowness = 1.0  # time that the parts have taken, in multiples of the expected time
-        self._pools = {pool.name: _PoolCosts(pool, borders.hit) for pool in pools}
+        self._groups = {group.name: _GroupCosts(group, borders.hit) for group in groups}
         self.digests = borders.digests
 
     @property
@@ -123,7 +123,7 @@ class BorderSearch:
 
         Args:
             answer: to ``missing_digests``.
-            found: of the digests that are ``reachable``, for each pool.
+            found: of the digests that are ``reachable``, for each group.
 
         Returns:
             True when the blocks behind these may be reached, too.
@@ -132,8 +132,8 @@ class BorderSearch:
         before = self._block_seconds[-1] if self.asked else 0.0
         seconds = before + np.concatenate([np.zeros(num_cached), answer.seconds[: answer.blocks]])
         self._block_seconds = np.concatenate([self._block_seconds, seconds])
-        for pool, copies in zip(self._pools.values(), found, strict=True):
-            pool.note(copies, len(seconds))
+        for group, copies in zip(self._groups.values(), found, strict=True):
+            group.note(copies, len(seconds))
         is_whole = len(seconds) == len(self.digests) // KEY_BYTES
         self._may_end = self._may_end[: self.asked]
         self.digests = b""
@@ -146,10 +146,10 @@ class BorderSearch:
             self._may_end = np.concatenate([self._may_end, borders.may_end])
             self.digests = borders.digests
 
-    def note_cached(self, pool: str, is_cached: NDArray[np.bool_]) -> None:
+    def note_cached(self, group: str, is_cached: NDArray[np.bool_]) -> None:
         """Note which blocks behind the hit have copies in a tier, from the first one on; the others
         have none."""
-        self._pools[pool].note_cached(is_cached)
+        self._groups[group].note_cached(is_cached)
 
     def best(self, comparison: Comparison | None, wait: float = 0.0) -> int:
         """Return the number of blocks before the border at which the prompt is ready soonest.
@@ -177,7 +177,7 @@ class BorderSearch:
         return float(self._seconds()[end - self.hit - 1])
 
     def copy_seconds(self, end: int) -> float:
-        """Return the part of ``seconds`` for the copies in auxiliary pools."""
+        """Return the part of ``seconds`` for the copies of other groups."""
         return float(self._copy_seconds()[end - self.hit - 1])
 
     def block_seconds(self, first: int, end: int) -> NDArray[np.float64]:
@@ -194,8 +194,8 @@ class BorderSearch:
 
     def _copy_seconds(self) -> NDArray[np.float64]:
         seconds = np.zeros(self.asked)
-        for pool in self._pools.values():
-            seconds += pool.seconds()
+        for group in self._groups.values():
+            seconds += group.seconds()
         return seconds * self._slowness
 
     def _seconds(self) -> NDArray[np.float64]:
@@ -232,6 +232,6 @@ class BorderSearch:
 
     def note_failure(self, end: int) -> None:
         """Note that the copies that a hit of ``end`` blocks still lacks cannot be brought."""
-        for pool in self._pools.values():
-            pool.note_failure(end - self.hit - 1)
+        for group in self._groups.values():
+            group.note_failure(end - self.hit - 1)
         self._may_end = self._may_end & (np.arange(self.asked) != end - self.hit - 1)

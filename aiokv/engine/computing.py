@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from aiokv.engine.expiries import Expiries
+    from aiokv.engine.lease_record import LeaseRecord
     from aiokv.engine.parts import Parts
-    from aiokv.lease import Lease
     from aiokv.worker.device.base import Event
 
 T = TypeVar("T")
@@ -283,7 +283,7 @@ class Computing:
         if not self._closed:
             self._on_end()
 
-    async def wait_ended(self, lease: Lease) -> None:
+    async def wait_ended(self, record: LeaseRecord) -> None:
         """Wait until no batch computes with the lease.
 
         Raises:
@@ -293,12 +293,12 @@ class Computing:
 
         Cancellation: nothing changed.
         """
-        while batch_ids := self._scheduler.read.batches(lease.live_id()):
+        while batch_ids := self._scheduler.read.batches(record.live_id()):
             task = asyncio.current_task()
             for batch_id in batch_ids:
                 if self._batches[batch_id].is_in_block_of(task):
                     raise LeaseError(
-                        f"preempt: {lease!r} cannot be swapped inside the `with` block of "
+                        f"preempt: {record!r} cannot be swapped inside the `with` block of "
                         f"{self._batches[batch_id]!r}, which computes with the lease",
                         hint="call preempt after the `with` block",
                     )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from aiokv.config.cache_config import CacheConfig
-    from aiokv.lease import Lease
+    from aiokv.engine.lease_record import LeaseRecord
     from aiokv.scheduler.reader import CacheReader
 
 log = Log(__name__)
@@ -45,13 +45,13 @@ class Coverage:
         strict = loop.get_debug() if self._config.strict is None else self._config.strict
         self.active = strict and not self._config.foreign_device
 
-    def check_commit(self, lease: Lease, num_tokens: int) -> None:
+    def check_commit(self, record: LeaseRecord, num_tokens: int) -> None:
         """Warn, once per owner, if the commit includes positions that no batch covers.
 
         Raises:
             UncoveredCommitWarning: the filters of ``warnings`` turn the warning into an error.
         """
-        lease_id = lease.live_id()
+        lease_id = record.live_id()
         uncovered = self._read.uncovered_tokens(lease_id, num_tokens)
         owner = self._read.owner(lease_id)
         if not uncovered or owner in self._warned or len(self._warned) == MAX_WARNINGS:

@@ -51,11 +51,11 @@ if TYPE_CHECKING:
     from aiokv.config.cache_config import CacheConfig
     from aiokv.engine.computing import ComputeBatch
     from aiokv.engine.events import KVEvents
+    from aiokv.engine.lease import Lease
     from aiokv.engine.observers import Observer, TransferSpan
     from aiokv.engine.pins import Pin
     from aiokv.engine.sending import Sending
     from aiokv.events.schema import HashKind
-    from aiokv.lease import Lease
     from aiokv.peers.options import Peers
     from aiokv.ranks.group import RankGroup
     from aiokv.scheduler.scheduler import CacheScheduler
@@ -402,7 +402,7 @@ class CacheEngine(Unique):
             ClosedError: the engine is closed or closing.
             BrokenEngineError: the device failed, or a rank was lost.
         """
-        return self._leases.allocatable_blocks(salt, reserve_blocks, limit)
+        return self._leases.granting.allocatable_blocks(salt, reserve_blocks, limit)
 
     def extendable_blocks(self, *, limit: int | None = None) -> int:
         """Return the number of device blocks that ``extend`` could take now.
@@ -420,7 +420,7 @@ class CacheEngine(Unique):
             UsageError: ``limit`` is not an integer or is negative.
             ClosedError: the engine is closed.
         """
-        return self._leases.extendable_blocks(limit)
+        return self._leases.granting.extendable_blocks(limit)
 
     def commit_many(self, leases: Sequence[Lease], num_tokens: Sequence[int]) -> int:
         """Call ``commit`` for each lease.

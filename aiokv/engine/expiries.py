@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
+    from aiokv.engine.lease_record import LeaseRecord
     from aiokv.engine.lifetime import Lifetime
-    from aiokv.lease import Lease
 
 
 class Expiries:
@@ -23,21 +22,19 @@ class Expiries:
 
     def __init__(self, lifetime: Lifetime) -> None:
         self._lifetime = lifetime
-        self._on_expiry: Callable[[Lease, float], None] = lambda lease, seconds: None
+        self._on_expiry: Callable[[LeaseRecord, float], None] = lambda record, seconds: None
         self.timers: dict[int, asyncio.TimerHandle] = {}
 
-    def tell_expired(self, callback: Callable[[Lease, float], None]) -> None:
-        """Call ``callback(lease, seconds)`` for each lease whose timer has run for ``seconds``."""
+    def tell_expired(self, callback: Callable[[LeaseRecord, float], None]) -> None:
+        """Call ``callback(record, seconds)`` for each lease whose timer has run for ``seconds``."""
         self._on_expiry = callback
 
-    def start(self, lease: Lease, seconds: float) -> None:
+    def start(self, record: LeaseRecord, seconds: float) -> None:
         """Start the timer of a lease, in place of an earlier one; infinite seconds never end."""
-        self.stop(lease.id)
+        self.stop(record.id)
         if seconds < math.inf:
             loop = self._lifetime.loop
-            self.timers[lease.id] = loop.call_later(
-                seconds, self._end, lease.id, weakref.ref(lease), seconds
-            )
+            self.timers[record.id] = loop.call_later(seconds, self._end, record, seconds)
 
     def stop(self, lease_id: int) -> None:
         """Stop the timer of a lease. Idempotent."""
@@ -49,8 +46,7 @@ class Expiries:
         for lease_id in list(self.timers):
             self.stop(lease_id)
 
-    def _end(self, lease_id: int, found: weakref.ref[Lease], seconds: float) -> None:
-        self.timers.pop(lease_id, None)
-        lease = found()
-        if lease is not None and lease.id == lease_id and self._lifetime.is_running:
-            self._on_expiry(lease, seconds)
+    def _end(self, record: LeaseRecord, seconds: float) -> None:
+        self.timers.pop(record.number, None)
+        if record.id and self._lifetime.is_running:
+            self._on_expiry(record, seconds)

@@ -7,7 +7,7 @@ that was too slow is measured again with small fetches for which no lease waits.
 
 With recurrent state or sliding windows, a hit may end only where a tier has a snapshot, or the
 window: see :class:`~aiokv.engine.borders.BorderSearch`. The blocks before such a border are fetched
-in parts, too; its copies in other pools follow as the last part.
+in parts, too; the copies of other groups follow as the last part.
 
 A fetch belongs to no lease: blocks that arrive after a lease has stopped waiting are cached, too.
 """
@@ -126,7 +126,7 @@ class Fetches:
     def __init__(self, parts: Parts) -> None:
         self.has_stores = parts.worker.facts.capabilities.stores
         self._block_tokens = parts.config.block_tokens
-        self._pools = parts.scheduler.read.pools  # without any, each cached block can be hit
+        self._groups = parts.scheduler.read.groups  # without any, each cached block can be hit
         self._read = parts.scheduler.read
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
@@ -143,7 +143,7 @@ class Fetches:
 
     def is_incomplete(self, lease_id: int) -> bool:
         """Return True if the tiers lack something that a longer hit of the lease needs."""
-        if self._pools:
+        if self._groups:
             return bool(self._read.borders(lease_id).digests)
         return bool(self._read.missing(lease_id)[1])
 
@@ -219,7 +219,7 @@ class Fetches:
         """
         try:
             async with asyncio.timeout(timeout):
-                if self._pools:
+                if self._groups:
                     await self._bring_to_border(lease_id, priority, comparison)
                 else:
                     await self._bring(lease_id, priority, comparison)
@@ -355,11 +355,9 @@ class Fetches:
         transfer_id = self._dispatcher.apply(
             self._scheduler.fetches.begin(lease_id, blocks, Priority.BACKUP)
         )
-        for pool in self._pools if border else ():
+        for group in self._groups if border else ():
             transfer_id = transfer_id or self._dispatcher.apply(
-                self._scheduler.fetches.begin_auxiliary(
-                    lease_id, border, pool.name, Priority.BACKUP
-                )
+                self._scheduler.fetches.begin_group(lease_id, border, group.name, Priority.BACKUP)
             )
         if transfer_id:
             self._note_compared(transfer_id)
@@ -423,7 +421,7 @@ class Fetches:
     async def _bring_to_border(
         self, lease_id: int, priority: Priority, comparison: Comparison | None
     ) -> None:
-        """Bring the blocks before a border, and the copies that a hit needs in other pools.
+        """Bring the blocks before a border, and the copies of other groups that a hit needs.
 
         The blocks come first: a copy is attached to its block. When something does not arrive, the
         next best border is tried.
@@ -520,8 +518,8 @@ class Fetches:
         """Fetch the copies that a hit of ``end`` cached blocks lacks; note those that do not
         arrive, and return False then."""
         begun = []
-        for pool in self._pools:
-            fetching = self._scheduler.fetches.begin_auxiliary(lease_id, end, pool.name, priority)
+        for group in self._groups:
+            fetching = self._scheduler.fetches.begin_group(lease_id, end, group.name, priority)
             if transfer_id := self._dispatcher.apply(fetching):
                 begun.append(transfer_id)
                 if is_compared:
@@ -537,7 +535,7 @@ class Fetches:
     async def _find_borders(self, lease_id: int) -> BorderSearch:
         """Ask the stores for the blocks of a prompt behind its hit, and for copies of those that
         can be reached."""
-        search = BorderSearch(self._read.borders(lease_id), self._pools, self._block_tokens)
+        search = BorderSearch(self._read.borders(lease_id), self._groups, self._block_tokens)
         while search.digests:
             answer = await self._worker.stores.lookup(search.missing_digests)
             found = await self._find_copies(search.reachable(answer))
@@ -547,17 +545,15 @@ class Fetches:
         return search
 
     async def _find_copies(self, digests: bytes) -> list[Found]:
-        """Ask the stores for the copies of blocks in all pools at the same time."""
+        """Ask the stores for the copies of the blocks of all groups at the same time."""
         return await asyncio.gather(
-            *(self._worker.stores.find(pool.name, digests) for pool in self._pools)
+            *(self._worker.stores.find(group.name, digests) for group in self._groups)
         )
 
     def _note_cached(self, search: BorderSearch, lease_id: int) -> None:
-        for pool in self._pools:
+        for group in self._groups:
             end = search.hit + search.asked
-            search.note_cached(
-                pool.name, self._read.has_copies(lease_id, pool.name, search.hit, end)
-            )
+            search.note_cached(group.name, self._read.has_copies(lease_id, group, search.hit, end))
 
 
 def _share_of(search: BorderSearch, end: int, comparison: Comparison) -> Part:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextvars import copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from aiokv.base import checks
 from aiokv.errors import AiokvError, UsageError
@@ -13,16 +13,13 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
+    from aiokv.engine.lease_record import LeaseRecord
     from aiokv.engine.peers import Exchange
-    from aiokv.lease import Lease
     from aiokv.peers.ticket import Ticket
     from aiokv.scheduler.effects import Effects
 
 MAX_IN_FLIGHT: Final = 64  # transfers of one flow: a long prompt must not block the loop
 MAX_EARLY: Final = 32  # of them, those of layers of positions that may not be committed yet
-
-Side: TypeAlias = tuple[Literal["state", "window"], str]
-"""The recurrent state, or a window group and its name: parts of the last position only."""
 
 
 class _Part:
@@ -55,7 +52,7 @@ class Flow:
 
     Args:
         exchange: all flows of the engine.
-        lease: the lease.
+        record: the lease.
         ticket: the ticket.
         first_block: of the lease, to move.
         advance: begins the transfers that can begin, and takes those that have ended; returns True
@@ -63,13 +60,13 @@ class Flow:
         receives: True on the side that receives.
 
     Attributes:
-        lease: as given.
+        record: as given.
         lease_id: its id, also after its release.
         ticket: as given.
         receives: as given.
         moved_block: blocks before it, from ``first_block`` on, have moved.
         moved_blocks: blocks that have moved; some layers of a block count as a part of it.
-        moved_sides: state and windows that have moved.
+        moved_groups: groups, other than ``"attention"``, whose blocks have moved.
         kept_tokens: positions that the lease still has.
         is_loading: the flow waits for the onloads of its lease.
         is_computing: the flow waits for the batches that compute with its lease.
@@ -85,7 +82,7 @@ class Flow:
     def __init__(
         self,
         exchange: Exchange,
-        lease: Lease,
+        record: LeaseRecord,
         ticket: Ticket,
         first_block: int,
         advance: Callable[[], bool],
@@ -95,20 +92,20 @@ class Flow:
         self._exchange = exchange
         self._timer: asyncio.TimerHandle | None = None
         self._parts: dict[int, _Part] = {}  # by transfer: not ended in order, oldest first
-        self._sides: dict[int, tuple[Side, int]] = {}  # by transfer in flight, with its blocks
-        self._begun_sides: set[Side] = set()
+        self._groups: dict[int, tuple[str, int]] = {}  # by transfer in flight, with its blocks
+        self._begun_groups: set[str] = set()
         self._waiters: list[asyncio.Future[None]] = []
         self._next_block = first_block
         self._advance = advance
         self._is_entered = False
         self._ticket_end = ""  # why the worker has ended the ticket
-        self.lease = lease
-        self.lease_id = lease.id
+        self.record = record
+        self.lease_id = record.id
         self.ticket = ticket
         self.receives = receives
         self.moved_block = first_block
         self.moved_blocks = 0.0
-        self.moved_sides: set[Side] = set()
+        self.moved_groups: set[str] = set()
         self.kept_tokens = checks.MAX_INT32
         self.is_loading = False
         self.is_computing = False
@@ -133,18 +130,18 @@ class Flow:
     @property
     def in_flight(self) -> int:
         """Number of transfers in flight."""
-        return len(self._sides) + sum(part.moved is None for part in self._parts.values())
+        return len(self._groups) + sum(part.moved is None for part in self._parts.values())
 
     @property
     def _has_transfers(self) -> bool:
         """True while a transfer is in flight, or an interrupt keeps its end from being counted."""
-        return bool(self._parts or self._sides)
+        return bool(self._parts or self._groups)
 
     @property
     def transfer_ids(self) -> list[int]:
-        """Transfers of state and windows in flight, and those of blocks that have not ended in
+        """Transfers of other groups in flight, and those of blocks that have not ended in
         order."""
-        return [*self._parts, *self._sides]
+        return [*self._parts, *self._groups]
 
     def enter(self) -> None:
         """Let ``proceed`` advance: the handle of the flow was entered."""
@@ -250,26 +247,34 @@ class Flow:
         )
         self._exchange.submit(self, transfer_id, effects)
 
-    def has_begun(self, side: Side) -> bool:
-        """Return True if the transfer of a state or of a window has begun."""
-        return side in self._begun_sides
+    def has_begun(self, group: str) -> bool:
+        """Return True if the transfer of a group has begun."""
+        return group in self._begun_groups
 
-    def begin_side(
-        self, side: Side, transition: Callable[[int, bytes], tuple[int, Effects]]
+    def begin_group(
+        self,
+        transition: Callable[[int, bytes, str, int], tuple[int, Effects]],
+        group: str,
+        num_tokens: int,
     ) -> None:
-        """Begin the transfer of a state or of a window, unless it has begun.
+        """Begin the transfer of a group other than ``"attention"``, unless it has begun.
+
+        Args:
+            transition: of the scheduler, with lease, ticket, group and number of positions.
+            group: name of the group.
+            num_tokens: positions that the blocks of the group stand for.
 
         Raises:
             AiokvError: the scheduler refuses it.
         """
-        if self.ended or self.has_begun(side):
+        if self.ended or self.has_begun(group):
             return
-        transfer_id, effects = transition(self.lease_id, self.ticket.ticket_id)
+        transfer_id, effects = transition(self.lease_id, self.ticket.ticket_id, group, num_tokens)
         num_blocks = sum(
             plan.num_blocks for plan in effects.submit if plan.transfer_id == transfer_id
         )
-        self._begun_sides.add(side)
-        self._sides[transfer_id] = side, num_blocks
+        self._begun_groups.add(group)
+        self._groups[transfer_id] = group, num_blocks
         self._exchange.submit(self, transfer_id, effects)
 
     def moved(self, transfer_id: int, blocks: int, reason: str) -> None:
@@ -277,14 +282,14 @@ class Flow:
 
         Blocks behind the first that has not moved do not count.
         """
-        if transfer_id in self._sides:
-            side, num_blocks = self._sides[transfer_id]
+        if transfer_id in self._groups:
+            group, num_blocks = self._groups[transfer_id]
             if blocks == num_blocks:
-                self.moved_sides.add(side)
+                self.moved_groups.add(group)
             else:
                 self.is_broken = True
                 self.reason = self.reason or reason
-            del self._sides[transfer_id]
+            del self._groups[transfer_id]
             return
         if (ended := self._parts.get(transfer_id)) is not None:
             if ended.moved is None:
@@ -318,7 +323,7 @@ class Flow:
         """Note that no end of a transfer follows: the lease no longer has the blocks."""
         self.is_loading = self.is_computing = False
         self._parts.clear()
-        self._sides.clear()
+        self._groups.clear()
 
     def wake(self) -> None:
         """Let the waiting coroutines test their conditions."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
-from aiokv.base.plan import Direction, Outcome  # noqa: TC001 - msgspec reads the annotations
+from aiokv.base.plan import Outcome, RouteName  # noqa: TC001 - msgspec reads the annotations
 from aiokv.base.types import lease_name
 from aiokv.errors import ClosedError, UsageError
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from contextvars import Context
 
     from aiokv.base.plan import TransferPlan
-    from aiokv.lease import Lease
+    from aiokv.engine.lease_record import LeaseRecord
     from aiokv.scheduler.reader import CacheReader
     from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.poller import EventPoller
@@ -54,7 +54,10 @@ class TransferSpan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         transfer_id: number of the transfer in its engine.
-        route: direction of the transfer, such as ``"onload"``, ``"offload"`` or ``"fetch"``.
+        route: ``"onload"``, ``"offload"``, ``"clone"``, ``"fetch"``, ``"save"``, ``"receive"`` or
+            ``"send"``.
+        group: group of the blocks: ``"attention"``, ``"state"``, or a name in
+            ``CacheConfig.windows``.
         blocks: number of blocks (or state slots) of the plan.
         num_bytes: bytes of the plan, over all ranks; 0 without tensors.
         queued_at: when the engine submitted the plan to the worker.
@@ -68,7 +71,8 @@ class TransferSpan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     transfer_id: int
-    route: Direction
+    route: RouteName
+    group: str
     blocks: int
     num_bytes: int
     queued_at: float
@@ -327,15 +331,15 @@ class Observers:
         phase = _wait(lease_id, owner, name, began_at, ended_at, outcome)
         self._post(phase, self._contexts.get(lease_id))
 
-    def granted(self, lease: Lease) -> None:
+    def granted(self, record: LeaseRecord) -> None:
         """Note that a lease holds device blocks, and waits for the transfers of its layers."""
-        grant = _Grant(lease.owner, time.monotonic())
-        prompt_tokens, on_device, on_host, _ = self._read.usage(lease.id)
+        grant = _Grant(record.owner, time.monotonic())
+        prompt_tokens, on_device, on_host, _ = self._read.usage(record.id)
         grant.prompt_tokens, grant.cached_tokens = prompt_tokens, on_device + on_host
-        self._grants[lease.id] = grant
-        for transfer_id in lease.layers.transfer_ids:
-            self.caused(lease.id, transfer_id)
-            self._joined.setdefault(transfer_id, []).append(lease.id)
+        self._grants[record.id] = grant
+        for transfer_id in record.layers.transfer_ids:
+            self.caused(record.id, transfer_id)
+            self._joined.setdefault(transfer_id, []).append(record.id)
             grant.onloads.add(transfer_id)
 
     def caused(self, lease_id: int, transfer_id: int) -> None:
@@ -394,7 +398,8 @@ class Observers:
         lease_id, _ = self._causes.get(plan.transfer_id, (0, None))
         return TransferSpan(
             transfer_id=plan.transfer_id,
-            route=plan.direction,
+            route=plan.route.name,
+            group=plan.group,
             blocks=plan.num_blocks,
             num_bytes=counter.num_bytes,
             queued_at=queued_at,

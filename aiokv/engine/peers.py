@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from aiokv.base import checks
+from aiokv.base.groups import STATE
 from aiokv.base.logs import Log
 from aiokv.base.statistics import PeerStatistics, RankPeerStatistics
 from aiokv.base.types import LeaseState, lease_name
@@ -43,17 +44,16 @@ if TYPE_CHECKING:
 
     from aiokv.base.plan import TransferReport
     from aiokv.config.cache_config import WindowGroup
-    from aiokv.engine.flow import Flow, Side
+    from aiokv.engine.flow import Flow
+    from aiokv.engine.lease_record import LeaseRecord
     from aiokv.engine.observers import End
     from aiokv.engine.parts import Parts
     from aiokv.engine.progress import SendPart
-    from aiokv.lease import Lease
     from aiokv.scheduler.effects import Effects, Moved
     from aiokv.worker.device.base import Event
 
 log = Log(__name__)
 
-_STATE: Final[Side] = ("state", "")
 _COMPLETE: Final = "all positions have arrived"
 _NO_PEERS: Final = "pass peers=Peers(...) to CacheEngine, or has_peers=True to the RankGroup"
 
@@ -63,7 +63,7 @@ class Exchange:
 
     Attributes:
         block_tokens: positions per block.
-        sides: windows and state of the model, which a receive needs behind its last position.
+        groups: groups other than ``"attention"``; a receive needs their blocks at its end.
         counts: of all receives and sends.
         flows: by lease, those that have not ended or have transfers in flight.
     """
@@ -90,9 +90,7 @@ class Exchange:
         self._computing: set[Flow] = set()  # wait for the batches that compute with their leases
         self._windows = window_sizes(parts.config.windows)
         self.block_tokens = parts.config.block_tokens
-        self.sides: list[Side] = [("window", group) for group in self._windows]
-        if parts.config.state_slots:
-            self.sides.append(_STATE)
+        self.groups = [*self._windows, *([STATE] if parts.config.state_slots else ())]
         self.counts = PeerCounts()
         self.flows: dict[int, list[Flow]] = {}
         parts.dispatcher.tell_moved(self._note_moved)
@@ -120,7 +118,7 @@ class Exchange:
     # --- tickets --------------------------------------------------------------------------------
 
     def new_ticket(
-        self, lease: Lease, num_tokens: int | None, timeout: float
+        self, record: LeaseRecord, num_tokens: int | None, timeout: float
     ) -> tuple[Ticket, bytes]:
         """Return a ticket for the positions of a lease that are not computed, and its blob.
 
@@ -134,27 +132,27 @@ class Exchange:
                 "receive: Peers.listen is None, so the engine only sends",
                 hint="pass Peers(listen=..., secret=...) with an address of this server",
             )
-        lease_id = self._granted_id(lease, "receive")
+        lease_id = self._granted_id(record, "receive")
         if any(flow.receives for flow in self.flows.get(lease_id, ())):
-            raise LeaseError(f"receive: {lease!r} is being received already")
+            raise LeaseError(f"receive: {record!r} is being received already")
         read, block_tokens = self._read, self.block_tokens
         if num_tokens is None:
             num_tokens = min(read.num_tokens(lease_id), read.usage(lease_id)[0])
         elif num_tokens > read.num_tokens(lease_id):
             raise LeaseError(
                 f"receive: num_tokens is {num_tokens}; it must be at most the "
-                f"{read.num_tokens(lease_id)} positions of {lease!r}"
+                f"{read.num_tokens(lease_id)} positions of {record!r}"
             )
         first = read.computed_tokens(lease_id)
         if first >= num_tokens:
             raise LeaseError(
-                f"receive: the first {first} positions of {lease!r} are computed; of "
+                f"receive: the first {first} positions of {record!r} are computed; of "
                 f"{num_tokens}, none is missing",
                 hint="send the request to no other engine",
             )
         if first % block_tokens:
             raise LeaseError(
-                f"receive: {first} positions of {lease!r} are computed; it must be a multiple of "
+                f"receive: {first} positions of {record!r} are computed; it must be a multiple of "
                 f"block_tokens ({block_tokens})",
                 hint="call receive before the first commit",
             )
@@ -174,7 +172,7 @@ class Exchange:
         )
         return ticket, tickets.encode(ticket, self._worker.tickets.ticket_key)
 
-    def checked_ticket(self, lease: Lease, blob: bytes) -> Ticket:
+    def checked_ticket(self, record: LeaseRecord, blob: bytes) -> Ticket:
         """Return the ticket in a blob, for the prompt of a lease.
 
         Raises:
@@ -183,7 +181,7 @@ class Exchange:
         """
         self._check_open("send")
         ticket = tickets.decode(blob, self._worker.tickets.ticket_key)
-        lease_id = self._granted_id(lease, "send")
+        lease_id = self._granted_id(record, "send")
         settings: tuple[tuple[str, object, object], ...] = (
             ("CacheConfig.model", ticket.model, self._model),
             ("version of the weights", ticket.weights_version, self._weights_version),
@@ -200,7 +198,7 @@ class Exchange:
                 )
         if self._read.digest(lease_id, ticket.num_tokens) != ticket.prompt_digest:
             raise UsageError(
-                f"send: the ticket is for another prompt than that of {lease!r}: tokens, salt, "
+                f"send: the ticket is for another prompt than that of {record!r}: tokens, salt, "
                 f"adapter or items of the first {ticket.num_tokens} positions differ",
                 hint="match the same prompt on both engines",
             )
@@ -216,11 +214,11 @@ class Exchange:
         if not self._worker.facts.capabilities.peers:
             raise UsageError(f"{verb}: the engine has no peers", hint=_NO_PEERS)
 
-    def _granted_id(self, lease: Lease, verb: str) -> int:
-        lease_id = lease.held_id()
+    def _granted_id(self, record: LeaseRecord, verb: str) -> int:
+        lease_id = record.held_id()
         if (state := self._read.state(lease_id)) is not LeaseState.GRANTED:
             raise LeaseError(
-                f"{verb}: {lease!r} is {state}; it must be granted",
+                f"{verb}: {record!r} is {state}; it must be granted",
                 hint="call allocate first",
             )
         return lease_id
@@ -271,47 +269,37 @@ class Exchange:
         Raises:
             AiokvError: the lease cannot commit them, or the scheduler refuses a transfer.
         """
-        if self.sides and (num_tokens < flow.ticket.num_tokens or flow.is_broken):
+        if self.groups and (num_tokens < flow.ticket.num_tokens or flow.is_broken):
             return False
         for group in self._windows:
-            flow.begin_side(("window", group), partial(self._receive_window, group, num_tokens))
-        if any(("window", group) not in flow.moved_sides for group in self._windows):
+            flow.begin_group(self._transitions.receive_group, group, num_tokens)
+        if not flow.moved_groups.issuperset(self._windows):
             return False
-        if _STATE not in self.sides:
+        if STATE not in self.groups:
             self._apply(self._transitions.commit_received(flow.lease_id, num_tokens))
             return True
         # The end of the transfer commits the positions.
-        flow.begin_side(_STATE, partial(self._receive_state, num_tokens))
+        flow.begin_group(self._transitions.receive_group, STATE, num_tokens)
         return self.is_committed(flow)
 
     def is_committed(self, flow: Flow) -> bool:
         """Return True when the end of the receive of a state has committed all positions."""
-        return _STATE in flow.moved_sides
+        return STATE in flow.moved_groups
 
-    def _receive_window(
-        self, group: str, num_tokens: int, lease_id: int, ticket_id: bytes
-    ) -> tuple[int, Effects]:
-        return self._transitions.receive_window(lease_id, ticket_id, group, num_tokens)
-
-    def _receive_state(
-        self, num_tokens: int, lease_id: int, ticket_id: bytes
-    ) -> tuple[int, Effects]:
-        return self._transitions.receive_state(lease_id, ticket_id, num_tokens)
-
-    def note_received(self, lease: Lease, tokens: int) -> None:
+    def note_received(self, record: LeaseRecord, tokens: int) -> None:
         """Count positions that have arrived."""
         self.counts.received_tokens += tokens
-        lease.note_received(tokens)
+        record.waits.received_tokens += tokens
 
     def note_wait(self, flow: Flow, seconds: float, outcome: End) -> None:
         """Add the time of one call of ``Receiving.wait``, which ends now."""
         self.counts.receive_wait_seconds += seconds
         self._peer_wait.add(seconds)
-        flow.lease.note_peer_wait(seconds)
+        flow.record.waits.add_peer(seconds)
         if self._observers.active:
             self._observers.end_wait(
                 flow.lease_id,
-                flow.lease.owner,
+                flow.record.owner,
                 "peer",
                 time.monotonic() - seconds,
                 outcome,
@@ -346,7 +334,7 @@ class Exchange:
                 ) from None
             if isinstance(error, PeerError) and failure is not None:
                 self._check_open("send")
-                flow.lease.live_id()
+                flow.record.live_id()
                 raise PeerError(f"send: the ticket has ended: {failure}") from None
             raise
         flow.end_in(deadline - self.loop.time())
@@ -382,10 +370,10 @@ class Exchange:
         mark = next(self._marks)
         if flow.ended:
             return layer_mark(flow.ticket.ticket_id, mark)
-        if num_tokens > (allocated := self._read.num_tokens(flow.lease.live_id())):
+        if num_tokens > (allocated := self._read.num_tokens(flow.record.live_id())):
             raise LeaseError(
                 f"layers_done: num_tokens is {num_tokens}; it must be at most the {allocated} "
-                f"positions of {flow.lease!r}"
+                f"positions of {flow.record!r}"
             )
         ticket = flow.ticket
         ranges = bisect_right(self._worker.tickets.layer_ends, num_layers)
@@ -433,7 +421,7 @@ class Exchange:
             )
             progress.begin(part)
         if computed >= flow.ticket.num_tokens:
-            self._begin_sides(flow, computed)
+            self._begin_groups(flow, computed)
 
     def _send_part(
         self, part: SendPart, lease_id: int, ticket_id: bytes, first_block: int, num_blocks: int
@@ -443,15 +431,15 @@ class Exchange:
             return self._transitions.send_early(*args, part.mark)
         return self._transitions.send(*args)
 
-    def _begin_sides(self, flow: Flow, computed: int) -> None:
+    def _begin_groups(self, flow: Flow, computed: int) -> None:
         """Send the state and the windows behind the computed positions."""
-        sides = [side for side in self.sides if not flow.has_begun(side)]
-        if not sides:
+        groups = [group for group in self.groups if not flow.has_begun(group)]
+        if not groups:
             return
         limit = flow.ticket.num_tokens
         if computed > limit:
             raise LeaseError(
-                f"send: {computed} positions of {flow.lease!r} are computed; the recurrent state "
+                f"send: {computed} positions of {flow.record!r} are computed; the recurrent state "
                 f"and the windows can be sent only after exactly the {limit} positions of the "
                 "ticket",
                 hint=f"commit {limit} positions, and end the send before further ones are computed",
@@ -460,15 +448,8 @@ class Exchange:
             self._computing.add(flow)
             flow.is_computing = True
             return
-        for side in sides:
-            flow.begin_side(side, partial(self._send_side, side, limit))
-
-    def _send_side(
-        self, side: Side, num_tokens: int, lease_id: int, ticket_id: bytes
-    ) -> tuple[int, Effects]:
-        if side == _STATE:
-            return self._transitions.send_state(lease_id, ticket_id, num_tokens)
-        return self._transitions.send_window(lease_id, ticket_id, side[1], num_tokens)
+        for group in groups:
+            flow.begin_group(self._transitions.send_group, group, limit)
 
     # --- flows ----------------------------------------------------------------------------------
 
@@ -678,7 +659,7 @@ def _cause(error: BaseException) -> str:
 
 def _log_end(flow: Flow) -> None:
     """Log the end of a flow; in the context of the task that has begun it."""
-    owner, ticket = lease_name(flow.lease.owner, flow.lease_id), flow.ticket.ticket_id.hex()
+    owner, ticket = lease_name(flow.record.owner, flow.lease_id), flow.ticket.ticket_id.hex()
     if flow.failure is None:
         log.debug(
             "receive.completed" if flow.receives else "send.completed",

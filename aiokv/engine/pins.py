@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from aiokv.base.types import Item, TokenIds
     from aiokv.engine.fetches import Fetches
+    from aiokv.engine.lease_record import LeaseRecord
     from aiokv.engine.leases import Leases
     from aiokv.engine.parts import Parts
-    from aiokv.lease import Lease
 
 
 class Pin(Unique):
@@ -88,7 +88,7 @@ class Pins:
         self._observers = parts.observers
         self._leases = leases
         self._fetches = fetches
-        self._pins: dict[int, tuple[Pin, Lease]] = {}  # by lease id
+        self._pins: dict[int, tuple[Pin, LeaseRecord]] = {}  # by lease id
         parts.dispatcher.tell_unpinned(self._ended)
 
     async def prefetch(
@@ -112,12 +112,12 @@ class Pins:
             owner="prefetch",
             whole=False,
         )
-        lease = await self._fetched(match, timeout)
-        found = lease.hit
+        record = await self._fetched(match, timeout)
+        found = self._scheduler.read.hit(record.id)
         if self._foreign_device:
-            lease.release()
+            self._leases.release(record)
             return found
-        pin = await self._bring(lease, until_used=ttl_seconds > 0)
+        pin = await self._bring(record, found, until_used=ttl_seconds > 0)
         if pin is None:
             return Hit(found.device_tokens, 0)
         if ttl_seconds <= 0:
@@ -154,9 +154,9 @@ class Pins:
             owner="pin",
             whole=True,
         )
-        lease = await self._fetched(match, timeout)
-        found = lease.hit
-        pin = await self._bring(lease, until_used=False)
+        record = await self._fetched(match, timeout)
+        found = self._scheduler.read.hit(record.id)
+        pin = await self._bring(record, found, until_used=False)
         if pin is None:
             if found.total:
                 raise WouldBlock(
@@ -169,22 +169,24 @@ class Pins:
             pin.expire_after(self._lifetime.loop, ttl_seconds)
         return pin
 
-    async def _fetched(self, match: Callable[[], Lease], timeout: float | None) -> Lease:
+    async def _fetched(
+        self, match: Callable[[], LeaseRecord], timeout: float | None
+    ) -> LeaseRecord:
         """Match a prompt after its blocks were fetched from the stores.
 
         Cancellation: no lease is left; fetches in flight go on.
         """
         timeout = checks.timeout(timeout)
-        lease = match()
+        record = match()
         if not self._fetches.has_stores or timeout == 0.0:
-            return lease
+            return record
         try:
-            await self._fetches.bring(lease.live_id(), timeout, Priority.PREFETCH)
+            await self._fetches.bring(record.live_id(), timeout, Priority.PREFETCH)
         finally:
-            lease.release()
+            self._leases.release(record)
         return match()
 
-    async def _bring(self, lease: Lease, *, until_used: bool) -> Pin | None:
+    async def _bring(self, record: LeaseRecord, hit: Hit, *, until_used: bool) -> Pin | None:
         """Onload and pin the whole hit.
 
         Returns:
@@ -192,30 +194,29 @@ class Pins:
             room.
         """
         apply, scheduler = self._dispatcher.apply, self._scheduler
-        hit = lease.hit
-        lease_id = lease.live_id()
+        granting, lease_id = self._leases.granting, record.id
         try:
-            if not hit.total or not self._leases.try_allocate(lease, hit.total, Priority.PREFETCH):
-                lease.release()
+            if not hit.total or not granting.try_allocate(record, hit.total, Priority.PREFETCH):
+                self._leases.release(record)
                 return None
             if until_used:
                 apply(scheduler.pins.await_use(lease_id))
-            await lease.layers.wait_all()
+            await record.layers.wait_all()
             while onloads := scheduler.read.onloads(lease_id):  # until a match finds the blocks
                 await self._transfers.ended(onloads[0])
             self._lifetime.check_open()
         except RequestTooLarge:
-            lease.release()
+            self._leases.release(record)
             return None
         except BaseException:
-            lease.release()
+            self._leases.release(record)
             raise
         tokens, reason = apply(scheduler.pins.pin(lease_id, until_used=until_used))
         if reason:
-            lease.id = 0
+            record.id = 0
             return Pin(tokens, release_reason=reason)
         pin = Pin(tokens, partial(self._release, lease_id))
-        self._pins[lease_id] = (pin, lease)
+        self._pins[lease_id] = (pin, record)
         return pin
 
     def _release(self, lease_id: int, reason: str) -> None:
@@ -228,8 +229,8 @@ class Pins:
     def _ended(self, lease_id: int, reason: str) -> None:
         """Note that the scheduler has released a pin. Idempotent."""
         if lease_id in self._pins:
-            pin, lease = self._pins[lease_id]
-            lease.id = 0
+            pin, record = self._pins[lease_id]
+            record.id = 0
             pin.ended(reason)
             del self._pins[lease_id]
             if self._observers.active:

@@ -13,9 +13,9 @@ from aiokv.peers.statistics import ReceivingStatistics
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from aiokv.engine.lease import Lease
     from aiokv.engine.observers import End
     from aiokv.engine.peers import Exchange
-    from aiokv.lease import Lease
 
 
 class Receiving(Unique):
@@ -30,7 +30,7 @@ class Receiving(Unique):
         open_timeout: float,
     ) -> None:
         self._exchange = exchange
-        self._lease = lease
+        self._lease = lease  # not garbage-collected while this object is in use
         self._asked_tokens = num_tokens
         self._timeout = timeout
         self._open_timeout = open_timeout
@@ -59,9 +59,9 @@ class Receiving(Unique):
         """
         check_not_entered(self._flow, self, "lease.receive()")
         exchange = self._exchange
-        ticket, blob = exchange.new_ticket(self._lease, self._asked_tokens, self._timeout)
+        ticket, blob = exchange.new_ticket(self._lease.record, self._asked_tokens, self._timeout)
         first_block = ticket.first_position // ticket.block_tokens
-        flow = Flow(exchange, self._lease, ticket, first_block, self._advance, receives=True)
+        flow = Flow(exchange, self._lease.record, ticket, first_block, self._advance, receives=True)
         self._committed = ticket.first_position
         self._began = exchange.loop.time()
         try:
@@ -198,7 +198,7 @@ class Receiving(Unique):
         new_tokens, self._committed = num_tokens - self._committed, num_tokens
         if new_tokens:
             self._first_at = self._first_at or self._exchange.loop.time()
-            self._exchange.note_received(flow.lease, new_tokens)
+            self._exchange.note_received(flow.record, new_tokens)
 
     def __repr__(self) -> str:
         if self._flow is None:

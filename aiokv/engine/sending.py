@@ -11,8 +11,8 @@ from aiokv.engine.progress import SendProgress
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from aiokv.engine.lease import Lease
     from aiokv.engine.peers import Exchange
-    from aiokv.lease import Lease
     from aiokv.worker.device.base import Event
 
 
@@ -21,7 +21,7 @@ class Sending(Unique):
 
     def __init__(self, exchange: Exchange, lease: Lease, blob: bytes) -> None:
         self._exchange = exchange
-        self._lease = lease
+        self._lease = lease  # not garbage-collected while this object is in use
         self._blob = blob
         self._flow: Flow | None = None
         self._progress = SendProgress(0)
@@ -47,10 +47,12 @@ class Sending(Unique):
         check_not_entered(self._flow, self, "engine.send()")
         exchange = self._exchange
         try:
-            ticket = exchange.checked_ticket(self._lease, self._blob)
+            ticket = exchange.checked_ticket(self._lease.record, self._blob)
             first_block = ticket.first_position // exchange.block_tokens
             self._progress = exchange.new_progress(first_block)
-            flow = Flow(exchange, self._lease, ticket, first_block, self._advance, receives=False)
+            flow = Flow(
+                exchange, self._lease.record, ticket, first_block, self._advance, receives=False
+            )
             await exchange.open_send(flow, self._blob)
         except Exception:
             exchange.counts.refused_sends += 1
@@ -185,7 +187,7 @@ class Sending(Unique):
             exchange.counts.delivered_tokens += self.delivered_tokens - self._counted_tokens
             self._counted_tokens = self.delivered_tokens
         is_last = flow.moved_block * exchange.block_tokens >= flow.ticket.num_tokens
-        return is_last and flow.moved_sides.issuperset(exchange.sides)
+        return is_last and flow.moved_groups.issuperset(exchange.groups)
 
     def __repr__(self) -> str:
         if self._flow is None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from aiokv.base.groups import ATTENTION
 from aiokv.engine.observers import BatchSpan, TransferSpan
 from aiokv.errors import UsageError
 
@@ -122,7 +123,7 @@ class _Trace:
         batches: list[BatchSpan] = []
         for record in records:
             if isinstance(record, TransferSpan):
-                transfers[record.route].append(record)
+                transfers[_direction(record)].append(record)
             elif isinstance(record, BatchSpan):
                 batches.append(record)
             elif record.phase in _OVERLAPPING:
@@ -246,8 +247,9 @@ class _Trace:
         }
         if span.reason:
             args["reason"] = span.reason
-        name = f"{span.route} {span.blocks} blocks"
-        return self._complete(_TRANSFERS, name, span.route, begin, span.ended_at, args)
+        direction = _direction(span)
+        name = f"{direction} {span.blocks} blocks"
+        return self._complete(_TRANSFERS, name, direction, begin, span.ended_at, args)
 
     def _of_phase(self, phase: LeasePhase, name: str) -> dict[str, Any]:
         args: dict[str, Any] = {
@@ -284,6 +286,11 @@ class _Lanes:
             lane, self._num_lanes = self._num_lanes, self._num_lanes + 1
         heapq.heappush(self._busy, (end, lane))
         return lane
+
+
+def _direction(span: TransferSpan) -> str:
+    """Return the name of the track of a transfer."""
+    return span.route if span.group == ATTENTION else f"{span.group} {span.route}"
 
 
 def _start(span: TransferSpan) -> float:

@@ -212,7 +212,8 @@ class Transfers:
             log.debug(
                 "transfer.ended",
                 transfer_id=plan.transfer_id,
-                route=plan.direction,
+                route=plan.route.name,
+                group=plan.group,
                 blocks=plan.num_blocks,
                 num_bytes=counter.num_bytes,
                 queued_seconds=started - counter.created_seconds,

@@ -16,8 +16,8 @@ span                     attributes, all with the prefix ``aiokv.``
 ``aiokv.wait.peer``      the same
 ``aiokv.onload``         the same, ``prompt_tokens``, ``cached_tokens``
 ``aiokv.granted``        the same, ``prompt_tokens``, ``cached_tokens``
-``aiokv.transfer``       ``transfer_id``, ``lease_id``, ``route``, ``blocks``, ``bytes``,
-                         ``queued_seconds``, ``outcome``
+``aiokv.transfer``       ``transfer_id``, ``lease_id``, ``route``, ``group``, ``blocks``,
+                         ``bytes``, ``queued_seconds``, ``outcome``
 =======================  =================================================================
 
 A wait that timed out or failed, and a transfer that failed, has the status ERROR. An engine without
@@ -122,6 +122,7 @@ class EngineTracer(Unique):
                     "transfer_id": record.transfer_id,
                     "lease_id": record.lease_id,
                     "route": record.route,
+                    "group": record.group,
                     "blocks": record.blocks,
                     "bytes": record.num_bytes,
                     "queued_seconds": (record.started_at or record.ended_at) - record.queued_at,

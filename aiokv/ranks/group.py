@@ -134,7 +134,6 @@ class RankGroup(Unique):
         self.timeouts = timeouts or RankTimeouts()
         self._capabilities = Capabilities(
             routes=routes | SENT_ROUTES if has_peers else routes,
-            clones=frozenset(),
             checksums=False,
             step_events=False,
             owns_tensors=False,

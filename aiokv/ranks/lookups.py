@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aiokv.base.groups import ATTENTION
 from aiokv.ranks.channel import frame_of
 from aiokv.ranks.messages import Lookup, encode
 from aiokv.stores.base import KEY_BYTES
@@ -17,7 +18,6 @@ from aiokv.stores.store_set import NOTHING, Found, StoreAnswer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiokv.base.plan import StorePool
     from aiokv.ranks.membership import Membership
     from aiokv.ranks.messages import LookupReply
     from aiokv.ranks.rank_state import RankState, RankTimeouts
@@ -77,9 +77,9 @@ class GroupLookups:
 
         Cancellation: the answers are ignored.
         """
-        return await self._ask(digests, "", len(digests) // KEY_BYTES)
+        return await self._ask(digests, ATTENTION, len(digests) // KEY_BYTES)
 
-    async def find(self, pool: StorePool, digests: bytes) -> Found:
+    async def find(self, group: str, digests: bytes) -> Found:
         """Ask all ranks for the objects that all of them have; see ``StoreLookups.find``.
 
         Returns nothing in the cases of ``lookup``.
@@ -89,19 +89,19 @@ class GroupLookups:
         num_objects = len(digests) // KEY_BYTES
         if not num_objects:
             return Found.nothing(0)
-        answer = await self._ask(digests, pool, 1 + num_objects)
+        answer = await self._ask(digests, group, 1 + num_objects)
         if answer.blocks <= num_objects:
             return Found.nothing(num_objects)
         return Found(answer.seconds[1:], float(answer.seconds[0]))
 
-    async def _ask(self, digests: bytes, pool: StorePool, num_seconds: int) -> StoreAnswer:
+    async def _ask(self, digests: bytes, group: str, num_seconds: int) -> StoreAnswer:
         """Ask all ranks; the answer is empty when one does not answer in time."""
         if not self._has_answers():
             return NOTHING
         number = next(self._numbers)
         lookup = self._lookups[number] = _GroupLookup(len(self._membership.ranks), num_seconds)
         try:
-            message = Lookup(number=number, digests=digests, pool=pool)
+            message = Lookup(number=number, digests=digests, group=group)
             self._membership.send(frame_of(encode(message)))
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._timeouts.lookup):

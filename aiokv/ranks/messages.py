@@ -48,7 +48,7 @@ from aiokv.worker.device.cpu import device_blocks
 if TYPE_CHECKING:
     from aiokv.layout.regions import Regions
 
-PROTOCOL_VERSION: Final = 9
+PROTOCOL_VERSION: Final = 10
 MAX_LAYERS: Final = 1 << 16  # the manager keeps a counter per layer and transfer
 
 
@@ -273,12 +273,12 @@ class Lookup(_Message, frozen=True, tag="lookup"):
 
     Attributes:
         digests: 32 bytes per block, of consecutive blocks.
-        pool: auxiliary pool whose copies of the blocks are asked for; empty for the blocks.
+        group: group whose copies of the blocks are asked for.
     """
 
     number: int
     digests: bytes
-    pool: str = ""
+    group: str = ATTENTION
 
 
 class Expect(_Message, frozen=True, tag="expect"):

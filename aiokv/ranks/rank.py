@@ -17,6 +17,7 @@ import msgspec
 
 from aiokv.base.checks import Unique, arguments, integer, sequence
 from aiokv.base.checks import timeout as timeout_of
+from aiokv.base.groups import ATTENTION
 from aiokv.base.logs import Log
 from aiokv.base.plan import FETCH, TransferReport
 from aiokv.errors import (
@@ -480,8 +481,8 @@ class Rank(Unique):
         self._controller.tickets.close_ticket(ticket_id, reason)
 
     async def _look_up(self, lookup: Lookup) -> None:
-        if lookup.pool:
-            found = await self._controller.stores.find(lookup.pool, lookup.digests)
+        if lookup.group != ATTENTION:
+            found = await self._controller.stores.find(lookup.group, lookup.digests)
             seconds = [found.latency_seconds, *found.seconds.tolist()]
         else:
             seconds = (await self._controller.stores.lookup(lookup.digests)).seconds.tolist()

@@ -6,13 +6,13 @@ from collections import deque
 from itertools import starmap
 from typing import TYPE_CHECKING
 
-from aiokv.scheduler.pools import group_numbers
+from aiokv.scheduler.groups import block_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiokv._native import Core
-    from aiokv.base.plan import Priority, StorePool
+    from aiokv.base.plan import Priority
     from aiokv.config.cache_config import CacheConfig
     from aiokv.scheduler.effects import Effects, Outbox
     from aiokv.scheduler.plans import Plans
@@ -34,7 +34,7 @@ class Fetches:
         self._plans = plans
         self._outbox = outbox
         self._store_saver = store_saver
-        self._groups = group_numbers(config)
+        self._groups = block_groups(config)
         self._begun: deque[int] = deque()  # begun in the core, not submitted yet
         self._priorities: dict[int, Priority] = {}  # of the fetches in flight
 
@@ -63,10 +63,10 @@ class Fetches:
         """
         return self._begin(self._core.begin_fetch, (lease_id, num_blocks, replaced), priority)
 
-    def begin_auxiliary(
-        self, lease_id: int, num_blocks: int, pool: StorePool, priority: Priority
+    def begin_group(
+        self, lease_id: int, num_blocks: int, group: str, priority: Priority
     ) -> tuple[int, Effects]:
-        """Begin to fetch what a hit of ``num_blocks`` cached blocks lacks in an auxiliary pool.
+        """Begin to fetch what a hit of ``num_blocks`` cached blocks lacks in a group.
 
         A lease joins the fetch in flight that brings the first missing copy. Copies that have
         arrived are cached on the host, even if the lease has ended. Copies are evicted to make
@@ -75,14 +75,14 @@ class Fetches:
         Args:
             lease_id: a matched lease.
             num_blocks: number of blocks of its prompt; all are cached.
-            pool: name of the pool, from ``read.pools``.
+            group: name of the group, from ``read.groups``.
             priority: as for ``begin``.
 
         Returns:
             The transfer; 0 when the tiers have all that the hit needs, the blocks are not cached,
             no host room can be made, admission is paused, or a tier is asleep.
         """
-        arguments = lease_id, self._groups[pool], num_blocks
+        arguments = lease_id, self._groups[group].number, num_blocks
         return self._begin(self._core.begin_auxiliary_fetch, arguments, priority)
 
     # --- parts of transitions -------------------------------------------------------------------

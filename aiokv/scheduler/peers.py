@@ -6,9 +6,9 @@ from collections import deque
 from itertools import starmap
 from typing import TYPE_CHECKING
 
-from aiokv._native import STATE_GROUP
 from aiokv.errors import AiokvError, UsageError
 from aiokv.scheduler.effects import Moved
+from aiokv.scheduler.groups import block_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +61,7 @@ class Peers:
         self._pending = pending
         self._saver = saver
         self._settle = settle
-        self._groups = tuple(config.windows)
+        self._groups = block_groups(config)
         self._records_checksums = config.verify == "checksum"
         self._block_tokens = config.block_tokens
         self._begun: deque[int] = deque()  # begun in the core, not submitted yet
@@ -166,41 +166,52 @@ class Peers:
         step = self._clock.open
         return self._begin(self._core.send_early, lease_id, ticket_id, *blocks, *ranges, mark, step)
 
-    def receive_state(
-        self, lease_id: int, ticket_id: bytes, num_tokens: int
+    def receive_group(
+        self, lease_id: int, ticket_id: bytes, group: str, num_tokens: int
     ) -> tuple[int, Effects]:
-        """Begin to receive the recurrent state after ``num_tokens`` positions from a peer.
+        """Begin to receive the blocks of a group that are needed after ``num_tokens`` positions.
 
-        The end of the transfer commits these positions, as ``commit_received`` does for models
-        without state. When it fails, the state of the lease is lost: the lease fails as after a
-        failed onload. When it is cancelled, the lease still has the state that it had before,
-        unless it has received windows: then it fails, too.
+        Of a window group, these are the blocks of its window and of its sink. All window tables of
+        the lease are those behind ``num_tokens`` from now on. So the lease can neither compute nor
+        be truncated or swapped before all groups have arrived and ``commit_received``, or the end
+        of the receive of the state, has committed these positions. When a transfer ends without all
+        its blocks, the lease fails as after a failed onload: it must be preempted.
+
+        Of ``"state"``, it is the slot of the recurrent state. The end of the transfer commits the
+        positions, as ``commit_received`` does for models without state. When it fails, the state of
+        the lease is lost: the lease fails as after a failed onload. When it is cancelled, the lease
+        still has the state that it had before, unless it has received windows: then it fails, too.
         Until the transfer has ended, the lease cannot compute, commit, grow a snapshot or a fork,
         be truncated or swapped.
 
         Args:
             lease_id: a granted lease whose onloads have ended, and with which no batch computes.
             ticket_id: 16 bytes.
-            num_tokens: all positions before it are computed or received, and not all are computed.
+            group: ``"state"``, or a name in ``CacheConfig.windows``.
+            num_tokens: all positions before it are computed or received, and not all are computed;
+                the same for all groups.
 
         Returns:
             The transfer; ``Effects.moved`` as for ``receive``, with 1 block for the state.
 
         Raises:
             LeaseError: the lease is not in the state above, or the cache was reset after the grant.
-            UsageError: the model has no recurrent state, or ``ticket_id`` is not 16 bytes.
+            UsageError: the model has no such group, or ``ticket_id`` is not 16 bytes.
         """
-        group, step = STATE_GROUP, self._clock.open
-        return self._begin(self._core.receive_group, lease_id, ticket_id, group, num_tokens, step)
+        number, step = self._number(group), self._clock.open
+        return self._begin(self._core.receive_group, lease_id, ticket_id, number, num_tokens, step)
 
-    def send_state(self, lease_id: int, ticket_id: bytes, num_tokens: int) -> tuple[int, Effects]:
-        """Begin to send the recurrent state after ``num_tokens`` positions to a peer.
+    def send_group(
+        self, lease_id: int, ticket_id: bytes, group: str, num_tokens: int
+    ) -> tuple[int, Effects]:
+        """Begin to send the blocks of a group that are needed after ``num_tokens`` positions.
 
         Until the transfer has ended, the lease cannot compute, commit or be swapped.
 
         Args:
             lease_id: a granted lease whose onloads have ended, and with which no batch computes.
             ticket_id: 16 bytes.
+            group: ``"state"``, or a name in ``CacheConfig.windows``.
             num_tokens: the number of computed positions.
 
         Returns:
@@ -208,57 +219,7 @@ class Peers:
 
         Raises:
             LeaseError: the lease is not in the state above, or the cache was reset after the grant.
-            UsageError: the model has no recurrent state, or ``ticket_id`` is not 16 bytes.
-        """
-        return self._begin(self._core.send_group, lease_id, ticket_id, STATE_GROUP, num_tokens)
-
-    def receive_window(
-        self, lease_id: int, ticket_id: bytes, group: str, num_tokens: int
-    ) -> tuple[int, Effects]:
-        """Begin to receive the blocks of a window group that are needed behind ``num_tokens``.
-
-        All window tables of the lease are those behind ``num_tokens`` from now on. So the lease can
-        neither compute nor be truncated or swapped before all groups have arrived and
-        ``commit_received``, or the end of ``receive_state``, has committed these positions. When a
-        transfer ends without all its blocks, the lease fails as after a failed onload: it must be
-        preempted.
-
-        Args:
-            lease_id: a granted lease whose onloads have ended, and with which no batch computes.
-            ticket_id: 16 bytes.
-            group: name in ``CacheConfig.windows``.
-            num_tokens: all positions before it are computed or received, and not all are computed;
-                the same for all groups.
-
-        Returns:
-            The transfer; ``Effects.moved`` as for ``receive``.
-
-        Raises:
-            LeaseError: the lease is not in the state above, or the cache was reset after the grant.
-            UsageError: the group is unknown, or ``ticket_id`` is not 16 bytes.
-        """
-        number, step = self._number(group), self._clock.open
-        return self._begin(self._core.receive_group, lease_id, ticket_id, number, num_tokens, step)
-
-    def send_window(
-        self, lease_id: int, ticket_id: bytes, group: str, num_tokens: int
-    ) -> tuple[int, Effects]:
-        """Begin to send the blocks of a window group that are needed behind ``num_tokens``.
-
-        Until the transfer has ended, the lease cannot compute, commit or be swapped.
-
-        Args:
-            lease_id: a granted lease whose onloads have ended, and with which no batch computes.
-            ticket_id: 16 bytes.
-            group: name in ``CacheConfig.windows``.
-            num_tokens: the number of computed positions.
-
-        Returns:
-            The transfer; ``Effects.moved`` as for ``send``.
-
-        Raises:
-            LeaseError: the lease is not in the state above, or the cache was reset after the grant.
-            UsageError: the group is unknown, or ``ticket_id`` is not 16 bytes.
+            UsageError: the model has no such group, or ``ticket_id`` is not 16 bytes.
         """
         number = self._number(group)
         return self._begin(self._core.send_group, lease_id, ticket_id, number, num_tokens)
@@ -329,12 +290,10 @@ class Peers:
         self._pending.advanced(lease_id)
 
     def _number(self, group: str) -> int:
+        """Return the number of a group in the core."""
         if group not in self._groups:
-            raise UsageError(
-                f"group is {group!r}; it must be a name in CacheConfig.windows, which has "
-                f"{list(self._groups)}"
-            )
-        return self._groups.index(group)
+            raise UsageError(f"group is {group!r}; it must be one of {list(self._groups)}")
+        return self._groups[group].number
 
     def _begin(self, begin: Callable[..., int], *args: int | bytes) -> tuple[int, Effects]:
         try:

@@ -19,7 +19,7 @@ from aiokv.base.statistics import (
 from aiokv.base.types import Hit, LeaseInfo, LeaseState
 from aiokv.errors import UsageError
 from aiokv.scheduler.events import BlockEvents
-from aiokv.scheduler.pools import auxiliary_pools, group_numbers
+from aiokv.scheduler.groups import block_groups, is_storable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv._native import Core, GroupStatistics
-    from aiokv.base.plan import StorePool
+    from aiokv.base.groups import BlockGroup
     from aiokv.base.types import LeaseWait
     from aiokv.config.cache_config import CacheConfig
     from aiokv.scheduler.admission import Admission
@@ -105,8 +105,7 @@ class CacheReader:
         releases: Releases,
     ) -> None:
         self._config = config
-        self.pools = auxiliary_pools(config)
-        self._group_numbers = group_numbers(config)
+        self.groups = list(block_groups(config).values()) if is_storable(config) else []
         self._core = core
         self._owners = owners
         self._clock = clock
@@ -192,7 +191,7 @@ class CacheReader:
 
         Returns:
             (block, digests): index of the first one, and 32 bytes per block, up to the hit limit.
-            No digests if there is none, or there are no stores. With auxiliary pools, ``borders``
+            No digests if there is none, or there are no stores. With further groups, ``borders``
             says where a hit may end.
         """
         return self._core.missing(lease_id)
@@ -215,12 +214,12 @@ class CacheReader:
             may_end=np.frombuffer(may_end, np.bool_),
         )
 
-    def has_copies(self, lease_id: int, pool: StorePool, first: int, end: int) -> NDArray[np.bool_]:
+    def has_copies(
+        self, lease_id: int, group: BlockGroup, first: int, end: int
+    ) -> NDArray[np.bool_]:
         """Return for each cached block from ``first`` to ``end`` of the prompt of a matched lease
-        whether a tier has its copy in an auxiliary pool."""
-        return np.frombuffer(
-            self._core.has_copies(lease_id, self._group_numbers[pool], first, end), np.bool_
-        )
+        whether a tier has its copy in a group."""
+        return np.frombuffer(self._core.has_copies(lease_id, group.number, first, end), np.bool_)
 
     def block_table(self, lease_id: int, group: str | None = None) -> NDArray[np.int32]:
         """Return a copy of the block table of a window group, or of all other layers. Any thread.

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
+from aiokv.base.groups import ATTENTION, STATE
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -52,9 +54,20 @@ class Result(IntEnum):
     PRESENT = 5
 
 
+def medium_name(group: str) -> str:
+    """Return the name of a group in keys and files of stores.
+
+    The names are those of the pools of host memory in the first releases: what they have stored is
+    found.
+    """
+    if group == ATTENTION:
+        return "host"
+    return "host_state" if group == STATE else f"host_window:{group}"
+
+
 class StoreMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """One pool of host memory, as stores see it. Block ``i`` begins at
-    ``address + i * pitch_bytes``; a snapshot of recurrent state is a block of its pool.
+    """Host memory of a group, as stores see it. Block ``i`` begins at
+    ``address + i * pitch_bytes``; a slot of recurrent state is a block of its group.
 
     Attributes:
         address: address of block 0, a multiple of ``PITCH_BYTES``.
@@ -63,9 +76,9 @@ class StoreMemory(msgspec.Struct, frozen=True, kw_only=True):
             overwrite all of it.
         payload_bytes: bytes of a block that the device tier copies.
         view: all blocks as one writable buffer.
-        pool: name of the pool; ``"host"`` has the blocks of full attention.
-        quota_share: part of the limit of the store that the objects of the pool may take, above 0;
-            the shares of all pools add up to 1.
+        group: name of the group.
+        quota_share: part of the limit of the store that the objects of the group may take, above 0;
+            the shares of all groups add up to 1.
     """
 
     address: int
@@ -73,7 +86,7 @@ class StoreMemory(msgspec.Struct, frozen=True, kw_only=True):
     pitch_bytes: int
     payload_bytes: int
     view: memoryview
-    pool: str = "host"
+    group: str = ATTENTION
     quota_share: float = 1.0
 
     @property
@@ -94,7 +107,7 @@ class StoreMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 class Store(Protocol):
     """Blocks by key. Used on one event loop, by one guard. Subclasses inherit ``probe`` and
-    ``quarantine``, which suit a store whose lookups reach its medium, ``for_pool``, and the limits
+    ``quarantine``, which suit a store whose lookups reach its medium, ``for_group``, and the limits
     of a lookup.
 
     Keys are ``bytes`` of ``N * KEY_BYTES``: N keys, one behind the other, distinct. Results are
@@ -122,12 +135,12 @@ class Store(Protocol):
     max_lookup_keys: int = 0
     lookup_deadline_seconds: float = 0.25
 
-    def for_pool(self, pool: str) -> Store | None:
-        """Return an unopened store for the objects of another pool of host memory, which have
-        another size, on the same medium; None if the store takes blocks only.
+    def for_group(self, group: str) -> Store | None:
+        """Return an unopened store for the objects of another group, which have another size, on
+        the same medium; None if the store takes blocks of full attention only.
 
-        Called before ``open``, once per pool besides ``"host"``. Both stores are open at the same
-        time, and no key is in both. A limit of bytes is divided by ``StoreMemory.quota_share``.
+        Called before ``open``, once per group besides ``"attention"``. Both stores are open at
+        the same time, and no key is in both. ``StoreMemory.quota_share`` divides a limit of bytes.
 
         The default returns None: snapshots of recurrent state are not saved to the store then.
         """

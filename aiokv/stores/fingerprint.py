@@ -17,12 +17,13 @@ import hashlib
 from typing import TYPE_CHECKING, Final
 
 from aiokv.base import checks
+from aiokv.base.groups import ATTENTION, STATE
 from aiokv.errors import ConfigError
+from aiokv.stores.base import medium_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from aiokv.base.plan import StorePool
     from aiokv.config.cache_config import WindowGroup
     from aiokv.layout.arrays import Piece
     from aiokv.layout.regions import Regions
@@ -40,7 +41,7 @@ def fingerprint(
     rank: int = 0,
     num_ranks: int = 1,
     windows: Mapping[str, WindowGroup] | None = None,
-    pool: StorePool = "host",
+    group: str = ATTENTION,
 ) -> bytes:
     """Return the fingerprint of one rank's blocks, 32 bytes.
 
@@ -58,9 +59,7 @@ def fingerprint(
         rank: number of this rank.
         num_ranks: number of ranks.
         windows: groups of sliding-window layers; their windows and sinks count, not their blocks.
-        pool: pool of host memory that the objects belong to: ``"host"`` for blocks,
-            ``"host_state"`` for snapshots of recurrent state, or ``"host_window:"`` and the name of
-            a window group for its blocks.
+        group: group of the objects. Its line names the group by its ``medium_name``.
 
     Raises:
         ConfigError: ``model`` is empty, or a number is out of range.
@@ -74,7 +73,7 @@ def fingerprint(
         rank=rank,
         num_ranks=num_ranks,
         windows=windows,
-        pool=pool,
+        group=group,
     )
     return hashlib.sha256(lines.encode()).digest()
 
@@ -88,7 +87,7 @@ def describe(
     rank: int = 0,
     num_ranks: int = 1,
     windows: Mapping[str, WindowGroup] | None = None,
-    pool: StorePool = "host",
+    group: str = ATTENTION,
 ) -> str:
     """Return the text whose hash is the fingerprint; arguments and errors as there."""
     if not checks.text("model", model):
@@ -109,12 +108,12 @@ def describe(
         f"layers {regions.num_layers}",
         *_region_lines(regions),
     ]
-    for name, group in sorted((windows or {}).items()):
+    for name, window in sorted((windows or {}).items()):
         quoted = _quoted("the name of a window", name)
-        lines.append(f"window {quoted} {group.window_tokens} sink {group.sink_tokens}")
-    if pool != "host":
-        lines.append(f"pool {_quoted('pool', pool)}")
-        lines += _pool_lines(regions, pool)
+        lines.append(f"window {quoted} {window.window_tokens} sink {window.sink_tokens}")
+    if group != ATTENTION:
+        lines.append(f"pool {_quoted('group', medium_name(group))}")
+        lines += _group_lines(regions, group)
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -125,10 +124,9 @@ def _region_lines(regions: Regions) -> Iterator[str]:
         yield f"layer {piece.layer} state {_array(piece)}"
 
 
-def _pool_lines(regions: Regions, pool: StorePool) -> Iterator[str]:
-    """Yield the places of the tensors of an auxiliary pool in one of its blocks."""
-    _, _, group = pool.partition(":")
-    blocks = regions.window_blocks(group) if group else regions.state_blocks()
+def _group_lines(regions: Regions, group: str) -> Iterator[str]:
+    """Yield the places of the tensors of a group in one of its blocks."""
+    blocks = regions.state_blocks() if group == STATE else regions.window_blocks(group)
     for piece in blocks.pieces():
         yield f"layer {piece.layer} slot {_array(piece)} at {piece.host_offset_bytes}"
 

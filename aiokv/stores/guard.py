@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from aiokv import _native
+from aiokv.base.groups import ATTENTION
 from aiokv.base.logs import Log
 from aiokv.base.plan import Priority
 from aiokv.base.statistics import GuardStatistics, StoreStatistics
 from aiokv.errors import AiokvError, ConfigError, StoreError
-from aiokv.stores.base import KEY_BYTES, Result
+from aiokv.stores.base import KEY_BYTES, Result, medium_name
 from aiokv.stores.breaker import Breaker
 from aiokv.stores.cost import Cost
 from aiokv.stores.guard_statistics import GuardCounts
@@ -162,7 +163,7 @@ class StoreGuard:
 
     Args:
         use: the store, and how it is used.
-        costs: durations, shared with the other pools of the store, whose operations use the same
+        costs: durations, shared with the other groups of the store, whose operations use the same
             medium; None for new ones.
 
     Attributes:
@@ -191,7 +192,7 @@ class StoreGuard:
         self.is_open = False
         self._counts = GuardCounts()
         self._payload_bytes = 0
-        self._pool = "host"
+        self._group = ATTENTION
         self._has_logged_wrong = False
         self._has_logged_statistics = False
         self.costs = Costs.new() if costs is None else costs
@@ -237,7 +238,7 @@ class StoreGuard:
         """Return the attempts to open the store; begin them unless they have begun."""
         if self._opening is None:
             self._memory = memory
-            self._pool = memory.pool
+            self._group = memory.group
             attempt = partial(self._open_store, memory, self._closing)
             on_open = partial(self._note_open, memory, proof)
             self._opening = Opening(self._url, attempt, on_open, gives_up, self.use.retry_seconds)
@@ -263,7 +264,7 @@ class StoreGuard:
         self._proof = proof
         self._payload_bytes = memory.payload_bytes
         self.is_open = True
-        log.info("store.opened", url=self._url, pool=self._pool)
+        log.info("store.opened", url=self._url, group=self._group)
 
     async def aclose(self) -> bool:
         """Cancel operations in flight, and close the store. Idempotent.
@@ -292,7 +293,7 @@ class StoreGuard:
                 _native.keep_forever(self._memory)
                 return False
         if self._proof is not None:
-            log.info("store.closed", url=self._url, pool=self._pool)
+            log.info("store.closed", url=self._url, group=self._group)
         self._memory = self._proof = None
         return True
 
@@ -642,7 +643,7 @@ class StoreGuard:
         return GuardStatistics(
             kind=self._store.kind,
             url=self._url,
-            pool=self._pool,
+            pool=medium_name(self._group),
             reading="off" if not self.use.read else "open" if is_opening else self._reads.state,
             saving="off" if not self.use.save else "open" if is_opening else self._saves.state,
             failure=failure,

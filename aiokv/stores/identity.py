@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from aiokv.base.groups import ATTENTION
 from aiokv.config.cache_config import WindowGroup  # noqa: TC001  (msgspec needs it)
 from aiokv.stores.fingerprint import fingerprint
 
 if TYPE_CHECKING:
-    from aiokv.base.plan import StorePool
     from aiokv.layout.regions import Regions
 
 
@@ -33,8 +33,8 @@ class StoreIdentity(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     num_ranks: int = 1
 
-    def fingerprint(self, regions: Regions, pool: StorePool = "host") -> bytes:
-        """Return the fingerprint of the objects of a pool of these tensors, 32 bytes."""
+    def fingerprint(self, regions: Regions, group: str = ATTENTION) -> bytes:
+        """Return the fingerprint of the objects of a group of these tensors, 32 bytes."""
         return fingerprint(
             regions,
             model=self.model,
@@ -43,5 +43,5 @@ class StoreIdentity(msgspec.Struct, frozen=True, kw_only=True):
             rank=self.rank,
             num_ranks=self.num_ranks,
             windows=self.windows,
-            pool=pool,
+            group=group,
         )

@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray  # noqa: TC002  (msgspec)
 
 from aiokv.errors import UsageError
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
+
+    from numpy.typing import NDArray
 
     # (stage, total) -> function that takes the number of blocks done since its last call
     Stages = Callable[[str, int], Callable[[int], None]]
@@ -152,7 +154,8 @@ class Cleaning(msgspec.Struct, frozen=True, kw_only=True):
     kept_blocks: int = 0
 
 
-class Reading(msgspec.Struct, kw_only=True):
+@dataclass(kw_only=True, eq=False)
+class Reading(ABC):
     """What one reading of the files of a part has found. Methods block, and raise ``OSError``.
 
     Attributes:
@@ -175,19 +178,19 @@ class Reading(msgspec.Struct, kw_only=True):
     groups: list[FileGroup]
     other_bytes: int = 0
     quarantined_blocks: int = 0
-    incomplete: dict[str, float] = {}
-    damage: list[str] = []
-    notes: list[str] = []
+    incomplete: dict[str, float] = field(default_factory=dict)
+    damage: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     used_by: int | None = None
     obstacle: str = ""
 
+    @abstractmethod
     def faults(self, blocks: Iterable[int]) -> list[tuple[int, BadBlock]]:
         """Read blocks from the medium, in any thread; return those whose bytes are wrong."""
-        raise NotImplementedError
 
+    @abstractmethod
     def keep_only(self, kept: NDArray[np.bool_], abandoned: Sequence[str]) -> int:
         """Remove all other blocks, and incomplete files; return the bytes that were freed."""
-        raise NotImplementedError
 
 
 class Part(ABC):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from aiokv.base import checks
 from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
 _UNITS: Final = {
     "": 1, "B": 1,
@@ -116,6 +116,16 @@ def url_options(url: str, known: Mapping[str, Callable[[str], Any]]) -> dict[str
         except ValueError as error:
             raise ConfigError(f"option {name!r} of {without_query(url)}: {error}") from error
     return options
+
+
+def parted_url(url: str, names: Collection[str]) -> tuple[str, str]:
+    """Return a URL with the options ``names`` only, and the URL with the other options only."""
+    parts = urlsplit(url)
+    pairs = parse_qsl(parts.query, keep_blank_values=True)
+    own = [pair for pair in pairs if pair[0] in names]
+    others = [pair for pair in pairs if pair[0] not in names]
+    first, second = (parts._replace(query=urlencode(some)).geturl() for some in (own, others))
+    return first, second
 
 
 def without_user(url: str) -> str:

@@ -114,7 +114,7 @@ class S3Store(Store):
         }
         return cls(without_query(url), **url_options(url, known))
 
-    def for_pool(self, pool: str) -> S3Store:
+    def for_group(self, group: str) -> S3Store:
         """Return a store of the same bucket and prefix; see :class:`Store`."""
         return S3Store(
             self.url,

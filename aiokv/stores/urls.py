@@ -11,16 +11,15 @@ from __future__ import annotations
 import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import urlsplit
 
 from aiokv.base import checks
 from aiokv.errors import ConfigError
-from aiokv.stores.options import parse_flag
+from aiokv.stores.options import parse_flag, parted_url, url_options
 from aiokv.stores.use import StoreUse
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from urllib.parse import SplitResult
+    from collections.abc import Callable, Mapping, Sequence
 
     from aiokv.stores.base import Store
 
@@ -37,7 +36,24 @@ _KINDS: Final = {  # scheme -> (module, class)
     "az": ("aiokv.stores.s3", "S3Store"),
     "directory": ("aiokv.stores.directory", "DirectoryStore"),
 }
-_USE_OPTIONS: Final = ("read", "save", "required", "deadline", "lookup_deadline", "retry")
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"value is {text!r}; it must be a number of seconds") from None
+
+
+_USE_OPTIONS: Final[Mapping[str, Callable[[str], Any]]] = {
+    "read": parse_flag,
+    "save": parse_flag,
+    "required": parse_flag,
+    "deadline": _seconds,
+    "lookup_deadline": _seconds,
+    "retry": _seconds,
+}
+_FIELDS: Final = {name: f"{name}_seconds" for name in ("deadline", "lookup_deadline", "retry")}
 
 
 def stores_from(stores: Sequence[Store | StoreUse | str]) -> list[StoreUse]:
@@ -92,34 +108,11 @@ def _parsed(url: str) -> StoreUse:
             f"stores: the scheme {parts.scheme!r} of a URL is unknown; it must be one of "
             + ", ".join(f"{scheme!r}" for scheme in _KINDS)
         )
-    options, rest = _split_options(parts)
+    own, rest = parted_url(url, _USE_OPTIONS)
+    options = url_options(own, _USE_OPTIONS)
     module, name = _KINDS[parts.scheme]
     kind: Any = getattr(import_module(module), name)
-    return StoreUse(kind.from_url(parts._replace(query=urlencode(rest)).geturl()), **options)
-
-
-def _split_options(parts: SplitResult) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Return the options of :class:`StoreUse`, and those of the kind of store."""
-    options: dict[str, Any] = {}
-    rest = []
-    for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name not in _USE_OPTIONS:
-            rest.append((name, value))
-        elif name in options or f"{name}_seconds" in options:
-            raise ConfigError(f"stores: {name} of a {parts.scheme} URL is given twice")
-        elif name in ("read", "save", "required"):
-            try:
-                options[name] = parse_flag(value)
-            except ConfigError:
-                raise ConfigError(
-                    f"stores: {name} of a {parts.scheme} URL is {value!r}; it must be true or false"
-                ) from None
-        else:
-            try:
-                options[f"{name}_seconds"] = float(value)
-            except ValueError:
-                raise ConfigError(
-                    f"stores: {name} of a {parts.scheme} URL is {value!r}; it must be a number "
-                    "of seconds"
-                ) from None
-    return options, rest
+    return StoreUse(
+        kind.from_url(rest),
+        **{_FIELDS.get(name, name): value for name, value in options.items()},
+    )

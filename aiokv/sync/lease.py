@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from aiokv.base.types import Hit, Item, LeaseState, TokenIds
     from aiokv.base.usage import Usage
-    from aiokv.lease import Lease
+    from aiokv.engine.lease import Lease
     from aiokv.sync.answers import Answer
     from aiokv.sync.calls import Calls
     from aiokv.sync.futures import EngineFuture

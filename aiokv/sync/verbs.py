@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from aiokv.base.types import Hit, Item, TokenIds
     from aiokv.engine import CacheEngine
-    from aiokv.lease import Lease
+    from aiokv.engine.lease import Lease
     from aiokv.sync.futures import EngineFuture
     from aiokv.sync.lease import SyncLease
     from aiokv.sync.port import Port

@@ -2,13 +2,11 @@
 
 ``ScriptedDevice`` fails, delays or reorders the copies that a script names. ``ManualDevice`` lets
 the test complete every copy. ``clocked_loop`` creates loops whose time the test advances.
-``ScriptedStore`` is a store in memory that follows a script, too. ``FlakyIo`` fails, cuts or holds
-reads and writes of files. ``record`` writes the transitions of an engine's scheduler, and
-``replay_transitions`` runs them again and compares every result.
+``ScriptedStore`` is a store in memory that follows a script, too. ``record`` writes the transitions
+of an engine's scheduler, and ``replay_transitions`` runs them again and compares every result.
 """
 
 from aiokv.testing.clock import Clock, clocked_loop, running_clock
-from aiokv.testing.flaky_io import FlakyIo, IoRequest
 from aiokv.testing.loops import run_until_idle, spin
 from aiokv.testing.manual import ManualCopy, ManualDevice, ManualEvent
 from aiokv.testing.rules import Gate
@@ -26,9 +24,7 @@ from aiokv.testing.transitions import (
 __all__ = [
     "Clock",
     "End",
-    "FlakyIo",
     "Gate",
-    "IoRequest",
     "ManualCopy",
     "ManualDevice",
     "ManualEvent",

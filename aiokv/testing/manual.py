@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aiokv.base.plan import Direction, GroupRoute, Route
+    from aiokv.base.plan import GroupRoute, Route
     from aiokv.layout.arrays import Piece
     from aiokv.layout.regions import Regions
     from aiokv.worker.arena import HostArena
@@ -115,9 +115,9 @@ class ManualCopy:
                 submitted.set()
 
     @property
-    def direction(self) -> Direction:
+    def direction(self) -> str:
         """Name of the route."""
-        return direction(*self.group_route)
+        return direction(self.route, self.group)
 
     @property
     def group_route(self) -> GroupRoute:

@@ -24,8 +24,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from aiokv.base.groups import ATTENTION, retention_of
-from aiokv.base.plan import Direction
+from aiokv.base.groups import ATTENTION
 from aiokv.base.plan import direction as direction_of
 from aiokv.errors import DeviceError
 from aiokv.testing.manual import ManualCopy, ManualDevice
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 class End(NamedTuple):
     """The end of one layer of one copy."""
 
-    direction: Direction
+    direction: str
     copy: int
     layer: int
     failed: bool
@@ -68,12 +67,12 @@ class _Order(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Behind(Rule):
-    other: tuple[Direction, int]
+    other: tuple[str, int]
 
 
 @dataclass(slots=True)
 class _Running:
-    direction: Direction
+    direction: str
     number: int
     copy: ManualCopy
     started_at: float  # by the loop's clock
@@ -93,7 +92,7 @@ class ScriptedDevice(ManualDevice):
         super().__init__()
         self.ends: list[End] = []
         self._script = Script()
-        self._started: Counter[Direction] = Counter()
+        self._started: Counter[str] = Counter()
         self._running: list[_Running] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._move_soon = False
@@ -102,7 +101,7 @@ class ScriptedDevice(ManualDevice):
 
     def fail(
         self,
-        direction: Direction,
+        direction: str,
         copy: int | None = None,
         layer: int | None = None,
         *,
@@ -115,14 +114,14 @@ class ScriptedDevice(ManualDevice):
         )
 
     def reject(
-        self, direction: Direction, copy: int | None = None, reason: str = "rejected by the script"
+        self, direction: str, copy: int | None = None, reason: str = "rejected by the script"
     ) -> None:
         """Refuse the copy with a ``DeviceError``; the next copy has the next number."""
         self._script.add(_Rejection(operation=direction, call=copy, reason=reason))
 
     def delay(
         self,
-        direction: Direction,
+        direction: str,
         copy: int | None = None,
         layer: int | None = None,
         *,
@@ -131,17 +130,17 @@ class ScriptedDevice(ManualDevice):
         """Delay the copy by ``seconds`` of the loop's clock, from its submission on."""
         self._script.add(Delay(operation=direction, call=copy, layer=layer, seconds=seconds))
 
-    def hold(self, direction: Direction, copy: int | None = None, layer: int | None = None) -> Gate:
+    def hold(self, direction: str, copy: int | None = None, layer: int | None = None) -> Gate:
         """Hold the copy until the gate is opened."""
         gate = Gate(self._wake)
         self._script.add(Hold(operation=direction, call=copy, layer=layer, gate=gate))
         return gate
 
-    def reorder(self, direction: Direction, copy: int | None, layers: Sequence[int]) -> None:
+    def reorder(self, direction: str, copy: int | None, layers: Sequence[int]) -> None:
         """End the layers in this order; layers that are not named end at any time."""
         self._script.add(_Order(operation=direction, call=copy, layers=tuple(layers)))
 
-    def behind(self, direction: Direction, copy: int, other: tuple[Direction, int]) -> None:
+    def behind(self, direction: str, copy: int, other: tuple[str, int]) -> None:
         """Delay the copy until another one, ``(direction, number)``, has ended."""
         self._script.add(_Behind(operation=direction, call=copy, other=other))
 
@@ -150,7 +149,7 @@ class ScriptedDevice(ManualDevice):
         self._script.end()
         self._wake()
 
-    def running(self, direction: Direction) -> list[int]:
+    def running(self, direction: str) -> list[int]:
         """Return the numbers of the copies that have not ended."""
         return [r.number for r in self._running if r.direction == direction]
 
@@ -165,7 +164,7 @@ class ScriptedDevice(ManualDevice):
         group: str = ATTENTION,
     ) -> ManualCopy:
         """Take a copy, which ends as the script says."""
-        direction = direction_of(retention_of(group), route)
+        direction = direction_of(route, group)
         self._reject_by_script(direction)
         return self._play(direction, super().copy(route, source_ids, target_ids, after, group))
 
@@ -175,13 +174,13 @@ class ScriptedDevice(ManualDevice):
             self._running = [r for r in self._running if r.copy is not copy]
         self._wake()
 
-    def _reject_by_script(self, direction: Direction) -> None:
+    def _reject_by_script(self, direction: str) -> None:
         rejections = self._script.matching(_Rejection, direction, self._started[direction])
         if rejections:
             self._started[direction] += 1
             raise DeviceError(rejections[0].reason)
 
-    def _play(self, direction: Direction, copy: ManualCopy) -> ManualCopy:
+    def _play(self, direction: str, copy: ManualCopy) -> ManualCopy:
         self._loop = asyncio.get_running_loop()
         number = self._started[direction]
         self._started[direction] += 1
@@ -245,6 +244,6 @@ class ScriptedDevice(ManualDevice):
         running.alarms.discard(due)
         self._wake()
 
-    def _has_ended(self, other: tuple[Direction, int]) -> bool:
+    def _has_ended(self, other: tuple[str, int]) -> bool:
         direction, number = other
         return number < self._started[direction] and number not in self.running(direction)

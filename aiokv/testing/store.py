@@ -75,7 +75,7 @@ class ScriptedStore(Store):
         opened: number of times that the store was opened.
         is_open: ``open`` was called, and ``aclose`` was not called since.
         in_use: host blocks that calls in flight may access.
-        parts: stores that ``for_pool`` has returned, by pool; each has a script of its own.
+        parts: stores that ``for_group`` has returned, by group; each has a script of its own.
     """
 
     kind = "scripted"
@@ -143,16 +143,16 @@ class ScriptedStore(Store):
 
     # --- the store --------------------------------------------------------------------------
 
-    def for_pool(self, pool: str) -> ScriptedStore:
-        """Return a store of the same objects, with a script of its own; see ``Store.for_pool``."""
-        self.parts[pool] = ScriptedStore(
-            f"{self._name}/{pool}",
+    def for_group(self, group: str) -> ScriptedStore:
+        """Return a store of the same objects, with a script of its own; see ``Store.for_group``."""
+        self.parts[group] = ScriptedStore(
+            f"{self._name}/{group}",
             max_concurrent=self.max_concurrent,
             max_lookup_keys=self.max_lookup_keys,
             keeps_objects=self._keeps_objects,
             objects=self.objects,
         )
-        return self.parts[pool]
+        return self.parts[group]
 
     async def open(self, memory: StoreMemory) -> None:
         """See ``Store.open``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -485,10 +486,7 @@ async def compare_policies(
     Returns:
         The full report for ``options.write_policy``, and one point per policy.
     """
-    reports = {}
-    for policy in COMPARED_POLICIES:
-        changed = msgspec.structs.replace(options, write_policy=policy)
-        reports[policy] = await replay(workload, changed, _named_stages(policy, stages))
+    reports = await _compare("write_policy", COMPARED_POLICIES, workload, options, stages)
     points = [
         PolicyPoint(
             write_policy=policy,
@@ -513,10 +511,7 @@ async def compare_evictions(
     Returns:
         The full report for ``options.eviction_policy``, and one point per policy.
     """
-    reports = {}
-    for policy in EVICTION_POLICIES:
-        changed = msgspec.structs.replace(options, eviction_policy=policy)
-        reports[policy] = await replay(workload, changed, _named_stages(policy, stages))
+    reports = await _compare("eviction_policy", EVICTION_POLICIES, workload, options, stages)
     capacity_tokens = options.device_blocks * options.block_tokens
     fitting = workload.fitting(capacity_tokens)
     best = min_hit_tokens(fitting.requests, capacity_tokens // HASH_BLOCK_TOKENS)
@@ -534,8 +529,20 @@ async def compare_evictions(
     return reports[options.eviction_policy], points
 
 
-def _named_stages(name: str, stages: Stages) -> Stages:
-    return lambda stage, total: stages(f"{name}: {stage}", total)
+async def _compare(
+    field: str, policies: Sequence[str], workload: Workload, options: ReplayOptions, stages: Stages
+) -> dict[str, ReplayReport]:
+    """Replay with each value of a field of the options; return the reports by value."""
+    reports = {}
+    for policy in policies:
+        changed = msgspec.structs.replace(options, **{field: policy})
+        named = partial(_named_stage, stages, policy)
+        reports[policy] = await replay(workload, changed, named)
+    return reports
+
+
+def _named_stage(stages: Stages, name: str, stage: str, total: int) -> Progress:
+    return stages(f"{name}: {stage}", total)
 
 
 def _stage(name: str, options: ReplayOptions) -> str:

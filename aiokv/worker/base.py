@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.base.groups import Retention
-    from aiokv.base.plan import StorePool, TransferPlan, TransferReport
+    from aiokv.base.plan import TransferPlan, TransferReport
     from aiokv.base.statistics import (
         GuardStatistics,
         RankPeerStatistics,
@@ -54,7 +53,6 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         routes: of plans that ``submit`` takes, by retention of their group.
-        clones: retentions of the groups whose blocks ``clone`` copies.
         checksums: ``record_checksums`` may be called, and onloads are verified with them.
         step_events: ``close_step`` takes events; otherwise it takes None only.
         owns_tensors: the device tensors are in this process, and ``wake_up`` takes new ones.
@@ -62,7 +60,6 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     routes: frozenset[GroupRoute]
-    clones: frozenset[Retention]
     checksums: bool
     step_events: bool
     owns_tensors: bool
@@ -191,7 +188,7 @@ class Steps(Protocol):
         """Execute a plan within the device, in the order of a compute stream; no report follows.
 
         Args:
-            plan: a clone of a group in ``capabilities.clones``; nothing to do without blocks.
+            plan: a clone of the group ``"attention"`` or ``"state"``; nothing to do without blocks.
             stream: the compute stream (cupy, PyTorch or Paddle). On the cpu the copy is done on
                 return.
 
@@ -227,13 +224,13 @@ class StoreLookups(Protocol):
         Cancellation: nothing changed.
         """
 
-    async def find(self, pool: StorePool, digests: bytes) -> Found:
-        """Return which objects of a pool the stores have, and how long fetching each takes.
+    async def find(self, group: str, digests: bytes) -> Found:
+        """Return which objects of a group the stores have, and how long fetching each takes.
 
         Returns at the latest when the lookup deadline of each store has passed.
 
         Args:
-            pool: auxiliary pool of host memory.
+            group: name of the group.
             digests: digests of any blocks, 32 bytes each.
 
         Cancellation: nothing changed.

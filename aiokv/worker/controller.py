@@ -116,7 +116,6 @@ class CacheController:
             routes=(device.routes - group_routes(*PEER_ROUTES))
             | self.stores.routes
             | self.tickets.routes,
-            clones=frozenset(("all", "last")),
             checksums=True,
             step_events=True,
             owns_tensors=True,

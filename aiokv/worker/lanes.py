@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final, get_args
+from typing import TYPE_CHECKING, Final
 
-from aiokv.base.plan import Direction, direction
+from aiokv.base.groups import RETENTIONS
+from aiokv.base.plan import (
+    CLONE,
+    FETCH,
+    OFFLOAD,
+    ONLOAD,
+    RECEIVE,
+    SAVE,
+    SEND,
+    STATE_CLONE,
+)
 from aiokv.base.statistics import RouteStatistics, WorkerStatistics
 from aiokv.worker.transfers import TransferQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aiokv.base.plan import GroupRoute, Outcome
+    from aiokv.base.groups import Retention
+    from aiokv.base.plan import GroupRoute, Outcome, Route
     from aiokv.worker.transfers import Transfer
 
 BANDWIDTH_WEIGHT: Final = 0.2  # of the newest transfer in the moving average
 LEARN_BYTES: Final = 1 << 20  # smaller transfers are mostly latency: no measure of bandwidth
 
-
-ROUTE_NAMES: Final[tuple[Direction, ...]] = tuple(
-    name for name in get_args(Direction) if name != "clone"
-)
-"""Names of the routes in :class:`WorkerStatistics`."""
 
 _IDLE_LANE: Final = RouteStatistics(
     queued=0,
@@ -37,13 +43,31 @@ _IDLE_LANE: Final = RouteStatistics(
 )
 
 
+_PREFIXES: Final[dict[Retention, str]] = {"all": "", "last": "state_", "window": "window_"}
+
+
+def _name(retention: Retention, route: Route) -> str:
+    """Return the name in statistics of a route of the groups of a retention."""
+    is_state = (retention, route) == STATE_CLONE
+    return "state" if is_state else _PREFIXES[retention] + route.name
+
+
+ROUTE_NAMES: Final = tuple(
+    _name(retention, route)
+    for retention in RETENTIONS
+    for route in (ONLOAD, OFFLOAD, CLONE, FETCH, SAVE, RECEIVE, SEND)
+    if route != CLONE or (retention, route) == STATE_CLONE
+)
+"""Names of the routes in :class:`WorkerStatistics`."""
+
+
 def worker_statistics(
     held: int, routes: Mapping[GroupRoute, RouteStatistics], corrupt: int = 0
 ) -> WorkerStatistics:
     """Return the statistics of a worker; a route that it lacks has moved nothing."""
     by_name: dict[str, RouteStatistics] = dict.fromkeys(ROUTE_NAMES, _IDLE_LANE)
     for route, statistics in routes.items():
-        by_name[direction(*route)] = statistics
+        by_name[_name(*route)] = statistics
     return WorkerStatistics(held=held, corrupt=corrupt, routes=by_name)
 
 

@@ -22,7 +22,6 @@ from aiokv.worker.thread_waits import NO_DEADLINE, Deadline, ThreadWaits
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from aiokv.base.plan import Direction
     from aiokv.worker.device.base import Copy
     from aiokv.worker.views import LayerView
 
@@ -59,14 +58,14 @@ class LayerDoneCounter:
         num_layers: int,
         *,
         transfer_id: int = 0,
-        direction: Direction = "onload",
+        direction: str = "onload",
         num_bytes: int = 0,
         expedite: Callable[[], bool] | None = None,
     ) -> None:
         self.num_layers = num_layers
         self.transfer_id = transfer_id
         self.num_bytes = num_bytes
-        self.direction: Direction = direction
+        self.direction = direction
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._expedite = expedite

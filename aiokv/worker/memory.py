@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakValueDictionary
 
 from aiokv.base.groups import ATTENTION, STATE, layers_group, retention_of
-from aiokv.base.plan import PEER_ROUTES, STORE_ROUTES, Pool, store_pool
+from aiokv.base.plan import PEER_ROUTES, STORE_ROUTES, Pool
 from aiokv.errors import ClosedError, ConfigError, LayoutError, UsageError
 from aiokv.stores.base import KEY_BYTES, StoreMemory, store_pitch_bytes
 from aiokv.worker.arena import HostArena
@@ -18,7 +18,7 @@ from aiokv.worker.ids import check_ids
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aiokv.base.plan import AnyTier, StorePool, TransferPlan
+    from aiokv.base.plan import AnyTier, TransferPlan
     from aiokv.base.types import Tier
     from aiokv.layout.regions import Regions
     from aiokv.worker.checksums import Checksums
@@ -79,7 +79,7 @@ class WorkerMemory:
         self._arena: HostArena | None = None
         self._side_arenas: dict[Pool, HostArena] = {}  # of state slots, window groups, peers
         self._group_sizes: dict[str, tuple[int, int]] = {}  # device blocks, bytes of each
-        self._payloads: dict[StorePool, tuple[int, int]] = {}  # with stores: blocks, bytes of each
+        self._payloads: dict[str, tuple[int, int]] = {}  # with stores: blocks, bytes of each
         self.asleep: frozenset[Tier] = frozenset()
 
     def open(self, host_blocks: int, host_windows: Mapping[str, int] | None = None) -> None:
@@ -138,10 +138,10 @@ class WorkerMemory:
         return self._device_slots
 
     @property
-    def store_memories(self) -> dict[StorePool, StoreMemory]:
-        """The pools of host memory as the stores see them.
+    def store_memories(self) -> dict[str, StoreMemory]:
+        """The host memory of each group as the stores see it.
 
-        Each pool gets the part of a store's limit that it has of the host memory.
+        Each group gets the part of a store's limit that it has of the host memory.
 
         Raises:
             ClosedError: the worker was not opened, or the host tier is asleep.
@@ -151,13 +151,13 @@ class WorkerMemory:
         arenas |= {pool: own for pool, own in self._side_arenas.items() if pool.tier != "peer"}
         num_bytes = sum(arena.nbytes for arena in arenas.values())
         return {
-            (name := store_pool(pool.group)): StoreMemory(
+            pool.group: StoreMemory(
                 address=arena.pointer,
                 num_blocks=arena.num_blocks,
                 pitch_bytes=arena.block_bytes,
                 payload_bytes=blocks_of(self.regions, pool.group).host_block_bytes,
                 view=arena.blocks.reshape(-1).data,
-                pool=name,
+                group=pool.group,
                 quota_share=arena.nbytes / num_bytes,
             )
             for pool, arena in arenas.items()
@@ -176,10 +176,10 @@ class WorkerMemory:
                 missing digest, or a route that the worker does not have.
         """
         if self._has_stores and plan.route in STORE_ROUTES:
-            memory = self._payloads.get(plan.store_pool)
+            memory = self._payloads.get(plan.group)
             if memory is None:
                 raise UsageError(
-                    f"transfer {plan.transfer_id}: the host memory has no pool {plan.store_pool!r}"
+                    f"transfer {plan.transfer_id}: the group {plan.group!r} has no host memory"
                 )
             num_blocks, payload_bytes = memory
             check_ids(plan, {"host": num_blocks, "store": UNLIMITED_BLOCKS})
@@ -335,7 +335,7 @@ class WorkerMemory:
         payload_bytes = blocks_of(self.regions, group).host_block_bytes
         pitch_bytes = store_pitch_bytes(payload_bytes) if self._has_stores else payload_bytes
         if self._has_stores:
-            self._payloads[store_pool(group)] = num_blocks, payload_bytes
+            self._payloads[group] = num_blocks, payload_bytes
         return HostArena(num_blocks=num_blocks, block_bytes=pitch_bytes)
 
     def _close_arenas(self) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiokv.base.groups import Retention
-    from aiokv.base.plan import GroupRoute, StorePool, TransferReport
+    from aiokv.base.plan import GroupRoute, TransferReport
     from aiokv.base.statistics import GuardStatistics, RouteStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.store_set import StoreAnswer
@@ -88,11 +88,11 @@ class WorkerStores:
         """Ask the stores for blocks; see :meth:`StoreSet.lookup`."""
         return await self._stores.lookup(digests) if self._answers else NOTHING
 
-    async def find(self, pool: StorePool, digests: bytes) -> Found:
-        """Ask the stores for objects of a pool; see :meth:`StoreSet.find`."""
+    async def find(self, group: str, digests: bytes) -> Found:
+        """Ask the stores for objects of a group; see :meth:`StoreSet.find`."""
         if not self._answers:
             return Found.nothing(len(digests) // KEY_BYTES)
-        return await self._stores.find(pool, digests)
+        return await self._stores.find(group, digests)
 
     def end_lookups(self) -> None:
         """Find nothing from now on: the worker closes. Idempotent."""
@@ -104,10 +104,10 @@ class WorkerStores:
             self._identity = msgspec.structs.replace(self._identity, weights_version=version)
             self._stores.change_fingerprints(self._fingerprint)
 
-    def _fingerprint(self, pool: StorePool) -> bytes:
+    def _fingerprint(self, group: str) -> bytes:
         if self._identity is None:
             raise UsageError("open: identity is None; stores need it", hint="pass a StoreIdentity")
-        return self._identity.fingerprint(self._memory.regions, pool)
+        return self._identity.fingerprint(self._memory.regions, group)
 
     async def sleep(self) -> None:
         """Close the stores until ``wake_up``: the host memory will be freed.

@@ -101,7 +101,7 @@ async def test_stores_are_asked_for_snapshots_of_blocks_that_can_be_reached():
     store = await filled(HEAD_OF_A)
     async with Model(store) as model:
         assert await served(model, B, 0.1) == 0
-        snapshots = store.parts["host_state"]
+        snapshots = store.parts["state"]
         assert snapshots.calls["lookup"] == 0
         assert await served(model, A, 0.1) == len(HEAD_OF_A) - 1
         assert [len(keys) for call, keys in snapshots.keys if call == "lookup"] == [8]
@@ -151,7 +151,7 @@ async def test_snapshots_measure_a_slow_store_if_no_block_is_missing():
 async def test_request_does_not_wait_for_a_late_snapshot():
     store = await filled(A)
     async with Model(store) as model:
-        late = store.parts["host_state"].hold("load")
+        late = store.parts["state"].hold("load")
         assert await served(model, A, 1.0) == 0  # all blocks take 2 s to compute
         assert model.engine.statistics().requests.late_fetches == 1
         late.open()

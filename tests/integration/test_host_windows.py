@@ -220,7 +220,8 @@ async def test_a_failed_onload_drops_the_host_blocks_and_computes(refused: bool)
 
 async def test_a_failed_save_leaves_no_host_block():
     device = ScriptedDevice()
-    device.fail("window_offload", block=0)
+    for group in ("near", "far"):
+        device.fail(f"{group} offload", block=0)
     async with windowed(device=device) as model:
         await serve_and_save(model)
         assert saved(model) == {"near": 0, "far": 0}

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -389,6 +390,34 @@ def test_sigterm_waits_for_the_answers_in_flight():
                 text += "".join(received)
             assert len(events(text)) == 201
             process.stderr.read()
+            assert process.wait(timeout=PROGRAM_SECONDS) == 0
+        finally:
+            process.kill()
+
+
+def test_answers_that_outlast_the_grace_end_with_an_error():
+    command = [sys.executable, "-m", "aiokv", "serve", "--port", "0", "--grace", "0"]
+    body = {"prompt": "hello", "max_tokens": 16_000}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            address = address_of(process)
+            url = f"{address}/v1/completions"
+            with (
+                ThreadPoolExecutor(1) as thread,
+                httpx.stream(
+                    "POST", url, json=body | {"stream": True}, timeout=PATIENCE_SECONDS
+                ) as response,
+            ):
+                received = response.iter_text()
+                next(received)
+                whole = thread.submit(httpx.post, url, json=body, timeout=PATIENCE_SECONDS)
+                while httpx.get(f"{address}/aiokv/dump").text.count("cmpl-") < 2:
+                    assert not whole.done()
+                process.send_signal(signal.SIGTERM)
+                last = "".join(received).rstrip().rpartition("data: ")[2]
+                assert whole.result().status_code == 503
+            assert json.loads(last)["error"]["message"] == "the server has shut down"
+            assert "Traceback" not in process.stderr.read()
             assert process.wait(timeout=PROGRAM_SECONDS) == 0
         finally:
             process.kill()

@@ -162,7 +162,7 @@ async def test_wake_up_with_a_short_timeout_succeeds_when_the_limit_of_the_openi
 async def test_pool_whose_part_of_a_store_fails_is_used_later(failing_pool):
     store = ScriptedStore()
     state = ScriptedStore("state", objects=store.objects)
-    store.for_pool = lambda pool: state  # type: ignore[method-assign]
+    store.for_group = lambda group: state  # type: ignore[method-assign]
     ({"host": store, "host_state": state}[failing_pool]).fail("open", call=0)
     tokens = [5, 6, 7, 8, 9, 10, 11]
     sizes = {"state_slots": 4, "host_state_slots": 4, "host_blocks": 32}

@@ -165,7 +165,7 @@ async def test_stores_are_opened_and_closed(events):
     store = ScriptedStore()
     async with Cache(device=ScriptedDevice(), stores=[store]):
         (opened,) = events.named("store.opened")
-        assert (opened["level"], opened["url"], opened["pool"]) == ("INFO", store.url, "host")
+        assert (opened["level"], opened["url"], opened["group"]) == ("INFO", store.url, "attention")
     (engine,) = events.named("engine.opened")
     assert engine["stores"] == [store.url]
     (closed,) = events.named("store.closed")

@@ -69,7 +69,7 @@ async def test_statistics_tell_pools_apart():
         assert (worker.routes["fetch"].done, worker.routes["state_fetch"].done) == (1, 1)
         assert worker.routes["state_fetch"].moved_bytes == snapshots.loaded_bytes > 0
     assert store.calls["load"] == 1
-    assert store.parts["host_state"].calls["load"] == 1
+    assert store.parts["state"].calls["load"] == 1
 
 
 # --- what is fetched ------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ async def test_hit_ends_at_the_deepest_snapshot_whose_blocks_are_all_stored():
 
 async def test_blocks_behind_the_deepest_snapshot_are_not_fetched():
     async with hybrid(store := await filled(PROMPT, LONGER)) as model:
-        store.parts["host_state"].answer("lookup", results=[0, 0, 1, 0])
+        store.parts["state"].answer("lookup", results=[0, 0, 1, 0])
         assert await from_stores(model, LONGER) == 6
         assert model.engine.statistics().attention.fetched_blocks == 3
 
@@ -112,7 +112,7 @@ async def test_blocks_behind_the_deepest_snapshot_are_not_fetched():
 async def test_wrong_snapshot_makes_the_hit_shorter(wrong, cached):
     async with hybrid(store := await filled(PROMPT, LONGER)) as model:
         for call in range(wrong):
-            store.parts["host_state"].corrupt("load", call)
+            store.parts["state"].corrupt("load", call)
         assert await from_stores(model, LONGER) == cached
         statistics = model.engine.statistics()
         assert statistics.groups["state"].unfetched_blocks == wrong
@@ -123,12 +123,12 @@ async def test_snapshot_without_its_blocks_is_not_fetched():
     async with hybrid(store := await filled(PROMPT)) as model:
         store.corrupt("load")
         assert await from_stores(model, PROMPT) == 0
-        assert store.parts["host_state"].calls["load"] == 0
+        assert store.parts["state"].calls["load"] == 0
 
 
 async def test_store_without_pools_costs_no_request():
     class BlocksOnly(ScriptedStore):
-        def for_pool(self, pool: str) -> None:  # type: ignore[override]
+        def for_group(self, group: str) -> None:  # type: ignore[override]
             return None
 
     store = BlocksOnly()
@@ -217,7 +217,7 @@ async def test_sleeping_host_tier_opens_its_stores_again():
     async with hybrid(store := ScriptedStore()) as model:
         await model.serve(PROMPT)
         await model.engine.sleep({"host"})
-        assert not store.parts["host_state"].is_open
+        assert not store.parts["state"].is_open
         await model.engine.wake_up({"host"})
         assert await from_stores(model, PROMPT) == 6
 

@@ -85,7 +85,7 @@ async def test_windows_are_fetched_alone_when_the_blocks_are_cached():
 async def test_wrong_window_block_makes_the_hit_shorter():
     """Block 7 of the window of a hit of 10 blocks, the first of three, is wrong."""
     async with windowed(store := await filled(PROMPT)) as model:
-        store.parts["host_window:far"].corrupt("load", block=0)
+        store.parts["far"].corrupt("load", block=0)
         cached = await from_stores(model, LONGER)
         assert cached < 20
         assert model.engine.statistics().groups["far"].unfetched_blocks > 0
@@ -93,7 +93,7 @@ async def test_wrong_window_block_makes_the_hit_shorter():
 
 async def test_store_has_only_the_beginning_of_a_window():
     async with windowed(store := await filled(PROMPT)) as model:
-        store.parts["host_window:far"].answer("lookup", results=[1] * 6 + [0] * 4)
+        store.parts["far"].answer("lookup", results=[1] * 6 + [0] * 4)
         assert await from_stores(model, LONGER) == 12
 
 

@@ -160,6 +160,7 @@ def span(transfer_id: int, queued: float, started: float | None, ended: float, *
     return TransferSpan(
         transfer_id=transfer_id,
         route="onload",
+        group="attention",
         blocks=1,
         num_bytes=2_000_000,
         queued_at=queued,

@@ -95,6 +95,7 @@ async def test_attributes_name_the_lease_and_the_transfer(exporter, provider):
         "aiokv.transfer_id": transfer["aiokv.transfer_id"],
         "aiokv.lease_id": attributes["aiokv.granted"]["aiokv.lease_id"],
         "aiokv.route": "onload",
+        "aiokv.group": "attention",
         "aiokv.blocks": 3,
         "aiokv.bytes": 3 * served.memory.regions.block_bytes,
         "aiokv.outcome": "done",

@@ -1,7 +1,7 @@
 """Mutate the code, one place at a time, and report mutants that no test detects: ``make mutate``.
 
 A sample of the mutants of ``aiokv/{scheduler,engine,worker,ranks,sync,stores,peers,events}``,
-``aiokv/connectors``, ``aiokv/lease.py`` and ``native/src/{index,store,digest,io}`` is built and
+``aiokv/connectors`` and ``native/src/{index,store,digest,io}`` is built and
 tested in copies of the repository. The connectors of vLLM and SGLang are mutated where these are
 installed: ``.venv-vllm/bin/python -m tests.mutation --only connectors/vllm``. A mutant is
 

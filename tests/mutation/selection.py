@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from tests.mutation.mutant import Mutant
 
 PYTHON_FILES = (
-    "aiokv/lease.py",
     "aiokv/scheduler/*.py",
     "aiokv/engine/*.py",
     "aiokv/layout/*.py",
@@ -68,7 +67,7 @@ NATIVE_TESTS: dict[str, tuple[str, ...]] = {
 
 # By the longest prefix of a path; EVERYTHING runs for each mutant that survives these tests.
 LIKELY: dict[str, tuple[str, ...]] = {
-    "aiokv/lease.py": (
+    "aiokv/engine/lease.py": (
         "integration/test_engine.py",
         "integration/test_counts.py",
         "integration/test_usage.py",
@@ -77,6 +76,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "integration/test_state.py",
         "integration/test_windows.py",
         "integration/test_failures.py",
+        "integration/test_expiry.py",
     ),
     "aiokv/scheduler": (
         "unit/test_effects.py",
@@ -171,11 +171,13 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "aiokv/engine/leases.py": (
         "integration/test_engine.py",
         "integration/test_cancellation.py",
+        "integration/test_expiry.py",
+        "integration/test_shutdown.py",
+    ),
+    "aiokv/engine/granting.py": (
+        "integration/test_engine.py",
+        "integration/test_cancellation.py",
         "integration/test_lines.py",
-        "integration/test_fork.py",
-        "integration/test_state.py",
-        "integration/test_failures.py",
-        "integration/test_preemption.py",
         "integration/test_coalescing.py",
         "integration/test_usage.py",
     ),

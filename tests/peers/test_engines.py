@@ -33,6 +33,7 @@ from aiokv import (
     UsageError,
 )
 from aiokv.engine.flow import MAX_IN_FLIGHT, Flow
+from aiokv.engine.receiving import Receiving
 from aiokv.peers import ticket as tickets
 from aiokv.stores import DiskStore, StoreUse
 from aiokv.testing import ManualDevice, run_until_idle, running_clock, spin
@@ -1201,7 +1202,7 @@ async def test_receiver_closes_with_transfers_in_flight(slow):
         await receiving.__aexit__(None, None, None)
         lease.release()
         with pytest.raises(ClosedError):
-            await lease.leases.receive(lease, None, 1.0, None).__aenter__()
+            await Receiving(lease.record.leases.exchange, lease, None, 1.0, 0.5).__aenter__()
 
 
 @pytest.mark.parametrize("slow", [False, True])

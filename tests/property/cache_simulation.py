@@ -21,7 +21,6 @@ from tests.property.event_subscriber import Subscriber
 from tests.property.planned_core import PlannedCore
 
 if TYPE_CHECKING:
-    from aiokv.base.plan import Direction
     from tests.models.cached_blocks import Block, Lease, Policy
 
 GARBAGE = ("garbage",)
@@ -222,7 +221,7 @@ class CacheSimulation(RuleBasedStateMachine):
         self.write(plan, contents[:good] + [GARBAGE] * (plan.num_blocks - good))
         self.end(plan, "failed" if good < plan.num_blocks else "done", good)
 
-    def complete_all(self, *directions: Direction) -> None:
+    def complete_all(self, *directions: str) -> None:
         for plan in [p for p in self.plans.values() if p.direction in directions]:
             if plan.transfer_id not in self.submitted:
                 self.begin_copy(plan)

@@ -401,7 +401,7 @@ class PeerWalk:
         stop = self.random.randint(0, len(tokens))
         with suppress(AiokvError):
             transfer_id = self.apply(
-                self.scheduler.peers.receive_state(lease_id, self.ticket(), stop)
+                self.scheduler.peers.receive_group(lease_id, self.ticket(), STATE, stop)
             )
             self.awaited[transfer_id] = lease_id
             sent = self.grants[lease_id].received(stop)
@@ -413,7 +413,7 @@ class PeerWalk:
         computed = self.read.computed_tokens(lease_id)
         with suppress(AiokvError):
             transfer_id = self.apply(
-                self.scheduler.peers.send_state(lease_id, self.ticket(), computed)
+                self.scheduler.peers.send_group(lease_id, self.ticket(), STATE, computed)
             )
             self.awaited[transfer_id] = lease_id
             tokens, versions = self.tokens[lease_id], self.grants[lease_id].versions(computed)
@@ -427,7 +427,7 @@ class PeerWalk:
         group = self.random.choice(list(self.windows))
         with suppress(AiokvError):
             transfer_id = self.apply(
-                self.scheduler.peers.receive_window(lease_id, self.ticket(), group, stop)
+                self.scheduler.peers.receive_group(lease_id, self.ticket(), group, stop)
             )
             self.stops[lease_id] = stop
             self.note_window(transfer_id, lease_id, stop)
@@ -439,7 +439,7 @@ class PeerWalk:
         group = self.random.choice(list(self.windows))
         with suppress(AiokvError):
             transfer_id = self.apply(
-                self.scheduler.peers.send_window(lease_id, self.ticket(), group, computed)
+                self.scheduler.peers.send_group(lease_id, self.ticket(), group, computed)
             )
             self.note_window(transfer_id, lease_id, computed)
 

@@ -282,8 +282,8 @@ class Walk:
         if (lease_id := self.pick(waiting=True)) is not None:
             borders = self.scheduler.read.borders(lease_id)
             num_blocks = self.random.randint(0, borders.cached + 1)
-            fetching = self.scheduler.fetches.begin_auxiliary(
-                lease_id, num_blocks, "host_state", Priority.DEMAND
+            fetching = self.scheduler.fetches.begin_group(
+                lease_id, num_blocks, "state", Priority.DEMAND
             )
             if fetched := self.apply(fetching):
                 assert 0 < num_blocks <= borders.cached

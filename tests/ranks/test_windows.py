@@ -111,7 +111,7 @@ async def test_window_blocks_return_from_the_stores_of_every_rank(tmp_path, miss
         engine, ranks = ranked(path, windows, stores)
         await enter(engine, ranks)
         if missing and run:
-            stores[1].parts["host_window:local"].answer("lookup", results=[1, 1, 1, 1, 0])
+            stores[1].parts["local"].answer("lookup", results=[1, 1, 1, 1, 0])
         cached = await serve(engine, ranks, windows, PROMPTS[0], math.inf)
         assert cached == (0 if run == 0 else 8 if missing else 10)
         statistics = engine.statistics().groups["local"]

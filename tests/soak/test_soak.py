@@ -236,6 +236,7 @@ def test_wrong_records_are_found(problem):
     span: dict[str, Any] = {
         "transfer_id": 1,
         "route": "offload",
+        "group": "attention",
         "blocks": 1,
         "num_bytes": 1,
         "outcome": "failed",

@@ -342,16 +342,16 @@ class StoreConformance:
         assert [second.read(block) for block in (5, 6)] == expected
         assert (first.array == 0x22).all()
 
-    async def test_pools_have_objects_of_different_sizes(self, medium: Medium) -> None:
+    async def test_groups_have_objects_of_different_sizes(self, medium: Medium) -> None:
         """Both parts of a store are open at the same time, and found again by the next store."""
         blocks = [Blocks(), Blocks(num_blocks=4, payload_bytes=150_000)]
         memories = [
-            msgspec.structs.replace(some.memory, pool=pool, quota_share=0.5)
-            for some, pool in zip(blocks, ("host", "host_state"), strict=True)
+            msgspec.structs.replace(some.memory, group=group, quota_share=0.5)
+            for some, group in zip(blocks, ("attention", "state"), strict=True)
         ]
         for saves in (True, False):
             store = medium.store()
-            stores = [store, store.for_pool("host_state")]
+            stores = [store, store.for_group("state")]
             assert stores[1] is not None
             try:
                 for part, memory in zip(stores, memories, strict=True):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from aiokv.stores.disk.volume import Volume
-from aiokv.testing.flaky_io import FlakyIo
+from tests.harness.flaky_io import FlakyIo
 
 if TYPE_CHECKING:
     import random

@@ -319,11 +319,7 @@ def public(cls: type) -> set[str]:
 
 def test_threads_have_every_method_of_a_lease():
     elsewhere = {"resume", "snapshot_points", "reach_tokens", "state_slot", "id", "owner", "salt"}
-    for_the_engine = {
-        "held_id", "live_id", "leases", "leave_layers", "note_capacity_wait", "note_pending_wait",
-        "note_expired", "note_peer_wait", "note_received", "note_store_wait",
-    }  # fmt: skip
-    assert public(Lease) - public(SyncLease) == elsewhere | for_the_engine
+    assert public(Lease) - public(SyncLease) == elsewhere | {"record"}
 
 
 def test_calls_have_the_methods_of_the_engine_that_never_wait():

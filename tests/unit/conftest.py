@@ -18,7 +18,6 @@ from aiokv.worker.poller import EventPoller
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aiokv.base.plan import Direction
     from aiokv.worker.device.base import Device
     from aiokv.worker.layers import LayerDoneCounter
 
@@ -80,7 +79,7 @@ class Worker:
 
     def submit(
         self,
-        direction: Direction = "onload",
+        direction: str = "onload",
         device_ids: Sequence[int] = (1, 2),
         host_ids: Sequence[int] = (3, 4),
         *,
@@ -115,7 +114,7 @@ class Worker:
     def after_plain_copy(
         self,
         before: dict[str, np.ndarray],
-        direction: Direction,
+        direction: str,
         device_ids: Sequence[int],
         host_ids: Sequence[int],
     ) -> dict[str, np.ndarray]:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from aiokv.base.groups import BlockGroup
 from aiokv.engine.borders import BorderSearch
 from aiokv.engine.comparison import Comparison
-from aiokv.scheduler.pools import AuxiliaryPool
 from aiokv.scheduler.reader import Borders
 from aiokv.stores.base import KEY_BYTES
 from aiokv.stores.store_set import Found, StoreAnswer
 
 BLOCK_TOKENS = 10
 NEVER = float("inf")
-STATE = AuxiliaryPool("host_state", -1, 0, 1)
-WINDOW = AuxiliaryPool("host_window:local", 0, 0, 2)
-SINK = AuxiliaryPool("host_window:sink", 0, 3, 1)
+STATE = BlockGroup("state", -1, 0, 1)
+WINDOW = BlockGroup("local", 0, 0, 2)
+SINK = BlockGroup("sink", 0, 3, 1)
 
 
 def borders(count, *, hit=2, cached=2, first=None, may_end=None) -> Borders:
@@ -37,9 +37,9 @@ def copies(*seconds, latency=0.0) -> Found:
     return Found(np.array(seconds, np.float64), latency)
 
 
-def search_of(seconds, found, *, pool=STATE, latency=0.0, **blocks) -> BorderSearch:
+def search_of(seconds, found, *, group=STATE, latency=0.0, **blocks) -> BorderSearch:
     """Return a search whose blocks take these seconds, each with all before it."""
-    search = BorderSearch(borders(len(found), **blocks), [pool], BLOCK_TOKENS)
+    search = BorderSearch(borders(len(found), **blocks), [group], BLOCK_TOKENS)
     search.note(answer(*seconds), [copies(*found, latency=latency)])
     return search
 
@@ -51,16 +51,16 @@ def test_last_border_that_can_be_reached():
 
 
 def test_whole_window_is_needed_but_what_the_hit_has():
-    assert search_of([1, 2, 3], [1, 1, NEVER], pool=WINDOW).best(None) == 4
-    assert search_of([1, 2, 3], [NEVER, 1, 1], pool=WINDOW).best(None) == 5
-    assert search_of([1, 2, 3], [1, NEVER, 1], pool=WINDOW).best(None) == 3
+    assert search_of([1, 2, 3], [1, 1, NEVER], group=WINDOW).best(None) == 4
+    assert search_of([1, 2, 3], [NEVER, 1, 1], group=WINDOW).best(None) == 5
+    assert search_of([1, 2, 3], [1, NEVER, 1], group=WINDOW).best(None) == 3
 
 
 def test_sink_is_needed_but_what_the_hit_has():
     """The sink has 3 blocks, of which the hit has 2."""
-    assert search_of([1, 2, 3], [1, NEVER, 1], pool=SINK).best(None) == 5
-    assert search_of([1, 2, 3], [NEVER, 1, 1], pool=SINK).best(None) == 0
-    assert search_of([1, 2, 3], [NEVER, 1, 1], pool=SINK, hit=3, cached=3).best(None) == 6
+    assert search_of([1, 2, 3], [1, NEVER, 1], group=SINK).best(None) == 5
+    assert search_of([1, 2, 3], [NEVER, 1, 1], group=SINK).best(None) == 0
+    assert search_of([1, 2, 3], [NEVER, 1, 1], group=SINK, hit=3, cached=3).best(None) == 6
 
 
 def computing(seconds: float) -> Comparison:
@@ -72,7 +72,7 @@ def test_all_pools_are_needed():
     search = BorderSearch(borders(3), [STATE, WINDOW], BLOCK_TOKENS)
     search.note(answer(1, 2, 3), [copies(1, 1, NEVER), copies(1, 1, 1)])
     assert search.best(None) == 4
-    search.note_cached("host_state", np.array([False, False, True]))
+    search.note_cached("state", np.array([False, False, True]))
     assert search.best(None) == 5
 
 
@@ -92,7 +92,7 @@ def test_time_of_snapshots_counts(snapshots, best):
 
 @pytest.mark.parametrize(("latency", "best"), [(2.5, 5), (3.5, 0)])
 def test_latency_counts_once_per_fetch(latency, best):
-    search = search_of([1.0, 2.0, 3.0], [0.0] * 3, pool=WINDOW, latency=latency)
+    search = search_of([1.0, 2.0, 3.0], [0.0] * 3, group=WINDOW, latency=latency)
     assert search.best(computing(2.0)) == best
 
 
@@ -103,7 +103,7 @@ def test_what_a_tier_has_costs_nothing():
     assert search.best(computing(1.0)) == 4
     search.note_blocks(5, is_end=False)
     assert search.best(computing(1.0)) == 5
-    search.note_cached("host_state", np.array([True]))
+    search.note_cached("state", np.array([True]))
     assert search.best(computing(0.55)) == 3
 
 
@@ -136,8 +136,8 @@ def test_failures_leave_earlier_borders():
 
 
 def test_failed_copies_count_for_all_windows_that_need_them():
-    search = search_of([1.0, 2.0, 3.0, 4.0], [0.0] * 4, pool=WINDOW)
-    search.note_cached("host_window:local", np.array([True, True, False, False]))
+    search = search_of([1.0, 2.0, 3.0, 4.0], [0.0] * 4, group=WINDOW)
+    search.note_cached("local", np.array([True, True, False, False]))
     search.note_failure(5)
     assert search.best(None) == 4, "the border behind it needs the copy of block 4, too"
 

@@ -21,7 +21,6 @@ from aiokv.worker.device.cpu import CpuDevice, CpuEvent, CpuStream
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aiokv.base.plan import Direction
     from tests.unit.conftest import Worker
 
 RANDOM = np.random.default_rng(3)
@@ -47,7 +46,7 @@ def stream() -> Iterator[CpuStream]:
 async def test_copied_bytes_arrive_and_others_do_not_change(
     new_worker: type[Worker],
     same_bytes: Any,
-    direction: Direction,
+    direction: str,
     ids: tuple[list[int], list[int]],
 ) -> None:
     """Copy every region of every layer, with odd block sizes, and check the adjacent bytes."""

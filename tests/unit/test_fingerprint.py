@@ -181,10 +181,10 @@ def test_pool_and_layout_of_its_slots_change_every_key():
 
     blocks = keys_of(state((4,)))
     snapshots = [
-        keys_of(state(*shapes), pool="host_state") for shapes in ([(4,)], [(5,)], [(4,), (4,)])
+        keys_of(state(*shapes), group="state") for shapes in ([(4,)], [(5,)], [(4,), (4,)])
     ]
     assert len(blocks.union(*snapshots)) == 10 * (1 + len(snapshots))
-    text = describe(state((4,), (20,)), **options(pool="host_state"))
+    text = describe(state((4,), (20,)), **options(group="state"))
     assert text.endswith(
         'pool 10 "host_state"\n'
         'layer 0 slot 2 "s0" dtype 7 "float32" shape 4 bytes 16 at 0\n'

@@ -12,7 +12,8 @@ import pytest
 import pytest_asyncio
 
 from aiokv.stores.disk.io import DiskIo
-from aiokv.testing import FlakyIo, spin
+from aiokv.testing import spin
+from tests.harness.flaky_io import FlakyIo
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

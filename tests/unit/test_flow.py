@@ -52,7 +52,7 @@ def begin_window(flow: Flow) -> None:
     """Begin transfer 7 of a window, of 4 blocks."""
     plans = [SimpleNamespace(transfer_id=n, num_blocks=blocks) for n, blocks in ((7, 4), (8, 9))]
     effects: Any = SimpleNamespace(submit=plans)
-    flow.begin_side(("window", "local"), lambda lease_id, ticket_id: (7, effects))
+    flow.begin_group(lambda *args: (7, effects), "local", 8)
 
 
 def test_side_has_moved_when_all_its_blocks_have():
@@ -61,7 +61,7 @@ def test_side_has_moved_when_all_its_blocks_have():
     begin_window(flow)
     assert exchange.submitted == [7]
     flow.moved(7, 4, "")
-    assert flow.moved_sides == {("window", "local")}
+    assert flow.moved_groups == {"local"}
     assert not flow.is_broken
     begin_window(flow)
     assert exchange.submitted == [7]
@@ -71,7 +71,7 @@ def test_side_that_has_moved_in_part_breaks_the_flow():
     flow, _, _ = new_flow()
     begin_window(flow)
     flow.moved(7, 3, "a parcel was wrong")
-    assert flow.moved_sides == set()
+    assert flow.moved_groups == set()
     assert flow.is_broken
     assert flow.reason == "a parcel was wrong"
 

@@ -23,7 +23,7 @@ LAYERS = (
     ("model",),
     ("ranks",),
     ("scheduler",),
-    ("engine", "lease", "events"),  # a KV event is read from the engine
+    ("engine", "events"),  # a KV event is read from the engine
     ("observe",),
     ("sync",),
     ("connectors",),

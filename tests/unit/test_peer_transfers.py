@@ -736,12 +736,12 @@ def state_granted(cache: Cache) -> int:
     return lease_id
 
 
-def receive_state(cache: Cache, lease_id: int, num_tokens: int) -> int:
-    return cache.apply(cache.scheduler.peers.receive_state(lease_id, TICKET, num_tokens))
+def receive_group(cache: Cache, lease_id: int, group: str, num_tokens: int) -> int:
+    return cache.apply(cache.scheduler.peers.receive_group(lease_id, TICKET, group, num_tokens))
 
 
-def send_state(cache: Cache, lease_id: int, num_tokens: int) -> int:
-    return cache.apply(cache.scheduler.peers.send_state(lease_id, TICKET, num_tokens))
+def send_group(cache: Cache, lease_id: int, group: str, num_tokens: int) -> int:
+    return cache.apply(cache.scheduler.peers.send_group(lease_id, TICKET, group, num_tokens))
 
 
 def test_received_state_commits_the_positions_before_it():
@@ -750,7 +750,7 @@ def test_received_state_commits_the_positions_before_it():
     with pytest.raises(LeaseError, match="the recurrent state after 16 positions was not received"):
         cache.commit_received(lease_id, 16)
 
-    transfer_id = receive_state(cache, lease_id, 18)
+    transfer_id = receive_group(cache, lease_id, STATE, 18)
     plan = cache.plans[transfer_id]
     assert (plan.route, plan.group, plan.peer) == (RECEIVE, STATE, TICKET)
     assert plan.source_ids.tolist() == [0]
@@ -770,8 +770,8 @@ def test_state_is_received_behind_all_blocks_only():
     cache.end(cache.receive(lease_id, 3, 2))
     for num_tokens in (-1, 0, 9, 18):
         with pytest.raises(LeaseError, match="received those before 8"):
-            receive_state(cache, lease_id, num_tokens)
-    transfer_id = receive_state(cache, lease_id, 7)
+            receive_group(cache, lease_id, STATE, num_tokens)
+    transfer_id = receive_group(cache, lease_id, STATE, 7)
     with pytest.raises(LeaseError, match="a window of a lease is being received"):
         cache.receive(lease_id, 0, 1)
     cache.end(transfer_id)
@@ -784,22 +784,22 @@ def test_lease_whose_state_is_in_flight_is_not_changed(verb: str):
     cache.commit(lease_id, 4)
     cache.end(cache.receive(lease_id, 1, 4))
     if verb == "receive":
-        receive_state(cache, lease_id, 18)
+        receive_group(cache, lease_id, STATE, 18)
     else:
-        send_state(cache, lease_id, 4)
+        send_group(cache, lease_id, STATE, 4)
 
     refused = [
         lambda: cache.scheduler.begin_batch([lease_id]),
         lambda: cache.scheduler.commit(lease_id, 5),
         lambda: cache.scheduler.peers.commit_received(lease_id, 18),
-        lambda: cache.scheduler.peers.receive_state(lease_id, TICKET, 18),
+        lambda: cache.scheduler.peers.receive_group(lease_id, TICKET, STATE, 18),
         lambda: cache.scheduler.swap_out(lease_id),
     ]
     if verb == "receive":
         refused += [
             lambda: cache.scheduler.snapshot(lease_id, 4),
             lambda: cache.scheduler.fork(lease_id, "child"),
-            lambda: cache.scheduler.peers.send_state(lease_id, TICKET, 4),
+            lambda: cache.scheduler.peers.send_group(lease_id, TICKET, STATE, 4),
             lambda: cache.scheduler.truncate(lease_id, 17),
         ]
     for call in refused:
@@ -812,13 +812,13 @@ def test_lease_whose_state_is_in_flight_is_not_changed(verb: str):
 def test_cancelled_state_is_the_one_before_and_failed_state_is_lost():
     cache, lease_id = recurrent()
     cache.end(cache.receive(lease_id, 0, 5))
-    cache.end(receive_state(cache, lease_id, 18), "cancelled")
+    cache.end(receive_group(cache, lease_id, STATE, 18), "cancelled")
     assert cache.read.state(lease_id) == LeaseState.GRANTED
     assert cache.read.computed_tokens(lease_id) == 0
     batch = cache.apply(cache.scheduler.begin_batch([lease_id]))
     cache.apply(cache.scheduler.end_batch(batch, in_open_step=False))
 
-    cache.end(receive_state(cache, lease_id, 18), "failed")
+    cache.end(receive_group(cache, lease_id, STATE, 18), "failed")
     assert cache.read.state(lease_id) == LeaseState.FAILED
     assert cache.read.cached_blocks() == []
     with pytest.raises(LeaseError, match="recompute_from"):
@@ -831,7 +831,7 @@ def test_cancelled_state_is_the_one_before_and_failed_state_is_lost():
 def test_slot_given_back_while_its_state_is_received_is_free_after_the_report(verb: str):
     cache, lease_id = recurrent()
     cache.end(cache.receive(lease_id, 0, 5))
-    transfer_id = receive_state(cache, lease_id, 18)
+    transfer_id = receive_group(cache, lease_id, STATE, 18)
     assert cache.read.statistics().groups["state"].device.free == 2
     cache.apply(getattr(cache.scheduler, verb)(lease_id))
 
@@ -849,8 +849,8 @@ def test_sent_state_is_the_one_after_the_computed_positions():
     cache.commit(lease_id, 17)
     for num_tokens in (0, 16, 18):
         with pytest.raises(LeaseError, match="the lease has computed 17 positions"):
-            send_state(cache, lease_id, num_tokens)
-    transfer_id = send_state(cache, lease_id, 17)
+            send_group(cache, lease_id, STATE, num_tokens)
+    transfer_id = send_group(cache, lease_id, STATE, 17)
 
     plan = cache.plans[transfer_id]
     assert (plan.route, plan.group, plan.peer, plan.after_step) == (SEND, STATE, TICKET, 1)
@@ -865,9 +865,9 @@ def test_sent_state_is_the_one_after_the_computed_positions():
 def test_state_transfers_refuse_models_without_state_and_leases_that_compute_nothing():
     cache = Cache()
     lease_id = cache.granted(8)
-    for call in (receive_state, send_state):
-        with pytest.raises(UsageError, match="the model has no recurrent state"):
-            call(cache, lease_id, 8)
+    for call in (receive_group, send_group):
+        with pytest.raises(UsageError, match="group is 'state'; it must be one of"):
+            call(cache, lease_id, STATE, 8)
 
 
 # --- sliding windows ------------------------------------------------------------------------------
@@ -884,14 +884,6 @@ def windowed(num_tokens: int = 26, **config: Any) -> tuple[Cache, int]:
     return cache, cache.granted(num_tokens)
 
 
-def receive_window(cache: Cache, lease_id: int, group: str, num_tokens: int) -> int:
-    return cache.apply(cache.scheduler.peers.receive_window(lease_id, TICKET, group, num_tokens))
-
-
-def send_window(cache: Cache, lease_id: int, group: str, num_tokens: int) -> int:
-    return cache.apply(cache.scheduler.peers.send_window(lease_id, TICKET, group, num_tokens))
-
-
 def entries(cache: Cache, lease_id: int, group: str) -> dict[int, int]:
     """Return the blocks that the lease has in a window group, and their ids."""
     table = cache.read.block_table(lease_id, group).tolist()
@@ -903,8 +895,8 @@ def test_received_windows_are_the_sink_and_the_window_behind_the_positions():
     cache.end(cache.receive(lease_id, 0, 7))
     with pytest.raises(LeaseError, match="the windows behind 26 positions were not received"):
         cache.commit_received(lease_id, 26)
-    near = receive_window(cache, lease_id, "near", 26)
-    far = receive_window(cache, lease_id, "far", 26)
+    near = receive_group(cache, lease_id, "near", 26)
+    far = receive_group(cache, lease_id, "far", 26)
 
     for transfer_id, group, blocks in ((near, "near", [5, 6]), (far, "far", [0, 4, 5, 6])):
         plan = cache.plans[transfer_id]
@@ -931,7 +923,7 @@ def test_received_windows_let_another_lease_hit_behind_them():
     cache, lease_id = windowed()
     cache.end(cache.receive(lease_id, 0, 7))
     for group in WINDOWS:
-        cache.end(receive_window(cache, lease_id, group, 26))
+        cache.end(receive_group(cache, lease_id, group, 26))
     cache.commit_received(lease_id, 26)
 
     other = cache.granted(28)
@@ -949,8 +941,8 @@ def test_windows_are_received_behind_a_hit_that_has_some_of_them():
     lease_id = cache.granted(14)
     assert cache.read.cached_tokens(lease_id) == 8
     cache.end(cache.receive(lease_id, 2, 2))
-    near = receive_window(cache, lease_id, "near", 14)
-    far = receive_window(cache, lease_id, "far", 14)
+    near = receive_group(cache, lease_id, "near", 14)
+    far = receive_group(cache, lease_id, "far", 14)
 
     assert cache.plans[near].source_ids.tolist() == [2, 3]
     assert cache.plans[far].source_ids.tolist() == [2, 3]
@@ -971,7 +963,7 @@ def test_window_blocks_that_a_lease_gives_back_wait_for_the_step_that_is_open():
     cache.apply(cache.scheduler.finish_step(1))
     cache.end(cache.receive(lease_id, 2, 4))
 
-    transfer_id = receive_window(cache, lease_id, "near", 22)
+    transfer_id = receive_group(cache, lease_id, "near", 22)
     assert cache.plans[transfer_id].after_step == 2  # which may compute with the lease
 
 
@@ -979,7 +971,7 @@ def test_lease_that_waits_for_windows_is_not_changed():
     cache, lease_id = windowed(host_blocks=8)
     cache.end(cache.receive(lease_id, 0, 7))
     for group in WINDOWS:
-        cache.end(receive_window(cache, lease_id, group, 26))
+        cache.end(receive_group(cache, lease_id, group, 26))
 
     for call in (
         lambda: cache.scheduler.begin_batch([lease_id]),
@@ -987,8 +979,8 @@ def test_lease_that_waits_for_windows_is_not_changed():
         lambda: cache.scheduler.peers.commit_received(lease_id, 25),
         lambda: cache.scheduler.truncate(lease_id, 25),
         lambda: cache.scheduler.swap_out(lease_id),
-        lambda: cache.scheduler.peers.send_window(lease_id, TICKET, "near", 26),
-        lambda: cache.scheduler.peers.receive_window(lease_id, TICKET, "near", 25),
+        lambda: cache.scheduler.peers.send_group(lease_id, TICKET, "near", 26),
+        lambda: cache.scheduler.peers.receive_group(lease_id, TICKET, "near", 25),
     ):
         with pytest.raises(LeaseError):
             call()
@@ -1000,8 +992,8 @@ def test_lease_that_waits_for_windows_is_not_changed():
 def test_lease_whose_windows_did_not_arrive_must_be_preempted(outcome: str):
     cache, lease_id = windowed()
     cache.end(cache.receive(lease_id, 0, 7))
-    near = receive_window(cache, lease_id, "near", 26)
-    far = receive_window(cache, lease_id, "far", 26)
+    near = receive_group(cache, lease_id, "near", 26)
+    far = receive_group(cache, lease_id, "far", 26)
     cache.end(far, outcome, 1)
     assert cache.read.state(lease_id) == LeaseState.FAILED
     cache.end(near)
@@ -1019,7 +1011,7 @@ def test_lease_whose_windows_did_not_arrive_must_be_preempted(outcome: str):
 def test_window_blocks_given_back_while_received_are_free_after_the_report(verb: str):
     cache, lease_id = windowed()
     cache.end(cache.receive(lease_id, 0, 7))
-    transfer_id = receive_window(cache, lease_id, "far", 26)
+    transfer_id = receive_group(cache, lease_id, "far", 26)
     blocks = set(cache.plans[transfer_id].target_ids.tolist())
     cache.apply(getattr(cache.scheduler, verb)(lease_id))
     other = cache.granted(8, seed=1)
@@ -1036,10 +1028,10 @@ def test_sent_windows_are_those_behind_the_computed_positions():
     for position in (*range(4, 26, 4), 26):
         cache.commit(lease_id, position)
     with pytest.raises(LeaseError, match="the lease has computed 26 positions"):
-        send_window(cache, lease_id, "near", 25)
+        send_group(cache, lease_id, "near", 25)
     with pytest.raises(UsageError, match="group is 'other'"):
-        send_window(cache, lease_id, "other", 26)
-    near, far = (send_window(cache, lease_id, group, 26) for group in WINDOWS)
+        send_group(cache, lease_id, "other", 26)
+    near, far = (send_group(cache, lease_id, group, 26) for group in WINDOWS)
 
     for transfer_id, group, blocks in ((near, "near", [5, 6]), (far, "far", [0, 4, 5, 6])):
         plan = cache.plans[transfer_id]
@@ -1067,11 +1059,11 @@ def test_state_is_received_behind_all_windows_only():
         cache.plans[transfer_id] = None
         cache.end(transfer_id)
     cache.end(cache.receive(lease_id, 0, 7))
-    cache.end(receive_window(cache, lease_id, "near", 26))
+    cache.end(receive_group(cache, lease_id, "near", 26))
     with pytest.raises(LeaseError, match="the windows behind 26 positions were not received"):
-        receive_state(cache, lease_id, 26)
-    cache.end(receive_window(cache, lease_id, "far", 26))
-    cache.end(receive_state(cache, lease_id, 26))
+        receive_group(cache, lease_id, STATE, 26)
+    cache.end(receive_group(cache, lease_id, "far", 26))
+    cache.end(receive_group(cache, lease_id, STATE, 26))
     assert cache.read.computed_tokens(lease_id) == 26
     cache.apply(cache.scheduler.begin_batch([lease_id]))
 
@@ -1080,7 +1072,7 @@ def test_state_is_received_behind_all_windows_only():
 def test_lease_whose_ticket_ends_before_its_windows_are_committed_must_be_preempted(ended: str):
     cache, lease_id = windowed()
     cache.end(cache.receive(lease_id, 0, 7))
-    transfers = [receive_window(cache, lease_id, group, 26) for group in WINDOWS]
+    transfers = [receive_group(cache, lease_id, group, 26) for group in WINDOWS]
     for number, transfer_id in enumerate(transfers):
         if number == {"before": 0, "between": 1}.get(ended):
             cache.apply(cache.scheduler.peers.end(lease_id, TICKET))
@@ -1105,7 +1097,7 @@ def test_end_of_a_ticket_leaves_windows_that_are_committed():
     cache, lease_id = windowed()
     cache.end(cache.receive(lease_id, 0, 7))
     for group in WINDOWS:
-        cache.end(receive_window(cache, lease_id, group, 26))
+        cache.end(receive_group(cache, lease_id, group, 26))
     cache.commit_received(lease_id, 26)
     cache.apply(cache.scheduler.peers.end(lease_id, TICKET))
     assert cache.read.state(lease_id) == LeaseState.GRANTED
@@ -1120,8 +1112,8 @@ def test_cancelled_state_behind_received_windows_fails_the_lease():
         cache.end(transfer_id)
     cache.end(cache.receive(lease_id, 0, 7))
     for group in WINDOWS:
-        cache.end(receive_window(cache, lease_id, group, 26))
-    state = receive_state(cache, lease_id, 26)
+        cache.end(receive_group(cache, lease_id, group, 26))
+    state = receive_group(cache, lease_id, STATE, 26)
     cache.apply(cache.scheduler.peers.end(lease_id, TICKET))
     assert cache.read.state(lease_id) == LeaseState.GRANTED  # its end will tell
     cache.end(state, "cancelled")

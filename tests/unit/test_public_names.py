@@ -95,6 +95,7 @@ SAMPLES: dict[type, dict[str, Any]] = {
     TransferSpan: {
         "transfer_id": 1,
         "route": "onload",
+        "group": "attention",
         "blocks": 1,
         "num_bytes": 1,
         "queued_at": 1.0,

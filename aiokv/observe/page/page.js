@@ -212,13 +212,15 @@ function drawHits(engine, history) {
 const FAMILY = route => /fetch|save/.test(route) ? "--store" : /offload/.test(route) ? "--host"
   : /onload/.test(route) ? "--device" : "--flight";
 
-// The routes of blocks first, from the device downwards; then those of states and windows.
+const directionOf = t => t.group === "attention" ? t.route : `${t.group} ${t.route}`;
+
+// The routes of full attention first, from the device downwards; then those of other groups.
 const ROUTES = ["onload", "offload", "fetch", "save", "receive", "send"];
 const inOrder = (a, b) => (ROUTES.indexOf(a) + 1 || 99) - (ROUTES.indexOf(b) + 1 || 99) || (a < b ? -1 : 1);
 
 function drawTimeline(history, time) {
   const canvas = byId("timeline"), transfers = [...history.transfers.values()];
-  const routes = [...new Set(transfers.map(transfer => transfer.route))].sort(inOrder);
+  const routes = [...new Set(transfers.map(directionOf))].sort(inOrder);
   const rowHeight = 20, left = 92, bottom = 18;
   const width = canvas.clientWidth, height = Math.max(routes.length, 1) * rowHeight + bottom;
   const scale = window.devicePixelRatio || 1;
@@ -243,10 +245,10 @@ function drawTimeline(history, time) {
   state.hits = [];
   routes.forEach((route, row) => {
     draw.fillStyle = color("--soft");
-    draw.fillText(route.replace("_", " "), 0, row * rowHeight + rowHeight / 2);
+    draw.fillText(route, 0, row * rowHeight + rowHeight / 2);
   });
   for (const transfer of transfers) {
-    const row = routes.indexOf(transfer.route), top = row * rowHeight + 3;
+    const row = routes.indexOf(directionOf(transfer)), top = row * rowHeight + 3;
     const end = transfer.outcome === "open" ? time : transfer.ended_seconds;
     const begin = transfer.started_seconds ?? transfer.queued_seconds;
     const from = Math.max(x(begin), left), queued = Math.max(x(transfer.queued_seconds), left);
@@ -277,7 +279,7 @@ function showTip(event) {
   tip.hidden = !hit;
   if (!hit) return;
   const t = hit.transfer, begin = t.started_seconds ?? t.queued_seconds;
-  tip.textContent = `${t.route} ${t.transfer_id}: ${t.outcome === "open" ? "in flight" : t.outcome}\n`
+  tip.textContent = `${directionOf(t)} ${t.transfer_id}: ${t.outcome === "open" ? "in flight" : t.outcome}\n`
     + `${number(t.blocks)} blocks, ${bytes(t.num_bytes)}\n`
     + `queued ${seconds(begin - t.queued_seconds)}, moved ${seconds(t.ended_seconds - begin)}`
     + (t.reason ? `\n${t.reason}` : "");

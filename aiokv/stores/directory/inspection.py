@@ -6,6 +6,7 @@ import os
 import re
 import time
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -116,7 +117,8 @@ class DirectoryFiles(Part):
                         yield _File(name, status.st_size, disk_bytes, status.st_mtime)
 
 
-class _Reading(Reading, kw_only=True):
+@dataclass(kw_only=True, eq=False)
+class _Reading(Reading):
     """See :class:`Reading`.
 
     Attributes:

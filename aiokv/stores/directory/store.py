@@ -94,7 +94,7 @@ class DirectoryStore(Store):
         }
         return cls(path, **url_options(url, options))
 
-    def for_pool(self, pool: str) -> DirectoryStore:
+    def for_group(self, group: str) -> DirectoryStore:
         """Return a store of the same folder and limit; see :class:`Store`."""
         return DirectoryStore(
             self._path, bytes=self._quota.limit, fsync=self._fsync, threads=self._num_threads

@@ -7,6 +7,7 @@ import errno
 import os
 import time
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
@@ -189,7 +190,8 @@ class DiskFiles(Part):
         return None
 
 
-class DiskReading(Reading, kw_only=True):
+@dataclass(kw_only=True, eq=False)
+class DiskReading(Reading):
     """See :class:`Reading`.
 
     Attributes:

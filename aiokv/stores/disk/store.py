@@ -12,12 +12,13 @@ import numpy as np
 from aiokv.base import checks
 from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import ConfigError, StoreError
-from aiokv.stores.base import KEY_BYTES, Result, Store
+from aiokv.stores.base import KEY_BYTES, Result, Store, medium_name
 from aiokv.stores.disk.opened import OpenStore
 from aiokv.stores.disk.room import NO_ROOM
 from aiokv.stores.disk.transfers import SHORT, error_text
 from aiokv.stores.disk.volume import Volume
 from aiokv.stores.options import parse_bytes, store_path, url_options, url_path
+from aiokv.stores.waiting import all_ended
 
 if TYPE_CHECKING:
     import os
@@ -117,15 +118,16 @@ class DiskStore(Store):
             )
         return cls(path, **options)
 
-    def for_pool(self, pool: str) -> DiskStore:
-        """Return the store of the directory ``pool`` below this one; see :class:`Store`."""
+    def for_group(self, group: str) -> DiskStore:
+        """Return the store of a directory below this one; see :class:`Store`."""
+        name = medium_name(group)
         return DiskStore(
-            self._volume.path / pool,
+            self._volume.path / name,
             bytes=self._capacity_bytes,
             min_free_bytes=self._min_free_bytes,
             fsync_seconds=self._fsync_seconds,
             ttl_seconds=None if math.isinf(self._ttl_seconds) else self._ttl_seconds,
-            volume=self._volume.below(pool),
+            volume=self._volume.below(name),
         )
 
     async def open(self, memory: StoreMemory) -> None:
@@ -138,7 +140,7 @@ class DiskStore(Store):
         capacity_bytes = int(self._capacity_bytes * memory.quota_share)
         if memory.quota_share < 1.0 and capacity_bytes < memory.pitch_bytes:
             raise ConfigError(
-                f"bytes is {self._capacity_bytes}, of which the pool {memory.pool!r} gets "
+                f"bytes is {self._capacity_bytes}, of which the group {memory.group!r} gets "
                 f"{capacity_bytes}; one block takes {memory.pitch_bytes} bytes",
                 hint="give the disk store room for as many blocks as it should keep",
             )
@@ -275,14 +277,9 @@ class DiskStore(Store):
         if self._open is not None:
             opened, self._open = self._open, None
             self._closing = asyncio.ensure_future(opened.aclose())
-        cancelled: asyncio.CancelledError | None = None
-        while self._closing is not None and not self._closing.done():
-            try:
-                await asyncio.wait([self._closing])
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
+        if self._closing is not None:
+            await all_ended([self._closing])
+            self._closing.result()  # raises what the close has raised
 
     def _opened(self) -> OpenStore:
         if self._open is None:

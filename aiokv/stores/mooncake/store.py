@@ -113,7 +113,7 @@ class MooncakeStore(Store):
         }
         return cls(urlsplit(url).netloc, **url_options(url, options))
 
-    def for_pool(self, pool: str) -> MooncakeStore:
+    def for_group(self, group: str) -> MooncakeStore:
         """Return a store of the same cluster; see :class:`Store`. It has a client of its own, which
         contributes no memory to the cluster."""
         options = self._options
@@ -152,10 +152,7 @@ class MooncakeStore(Store):
         Raises:
             StoreError: the master cannot be reached.
         """
-        names = _names(keys)
-        if not names:
-            return np.zeros(0, np.bool_)
-        return await self._run(lambda client, _: client.exist(names))
+        return await self._run(keys, lambda client, names, _: client.exist(names), np.bool_)
 
     async def load(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
         """Read objects into host blocks; see :class:`Store`.
@@ -163,10 +160,9 @@ class MooncakeStore(Store):
         Raises:
             StoreError: the master, or each process that holds one of the objects, is unreachable.
         """
-        names = _names(keys)
-        if not names:
-            return np.zeros(0, np.uint8)
-        return await self._run(lambda client, unwanted: client.load(names, blocks, unwanted))
+        return await self._run(
+            keys, lambda client, names, unwanted: client.load(names, blocks, unwanted)
+        )
 
     async def save(self, keys: bytes, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
         """Write objects from host blocks; see :class:`Store`.
@@ -174,10 +170,9 @@ class MooncakeStore(Store):
         Raises:
             StoreError: the master, or each process that was to hold an object, is unreachable.
         """
-        names = _names(keys)
-        if not names:
-            return np.zeros(0, np.uint8)
-        return await self._run(lambda client, unwanted: client.save(names, blocks, unwanted))
+        return await self._run(
+            keys, lambda client, names, unwanted: client.save(names, blocks, unwanted)
+        )
 
     async def remove(self, keys: bytes) -> NDArray[np.uint8]:
         """Remove objects; see :class:`Store`.
@@ -185,10 +180,7 @@ class MooncakeStore(Store):
         Raises:
             StoreError: the master cannot be reached.
         """
-        names = _names(keys)
-        if not names:
-            return np.zeros(0, np.uint8)
-        return await self._run(lambda client, _: client.remove(names))
+        return await self._run(keys, lambda client, names, _: client.remove(names))
 
     def statistics(self) -> StoreStatistics:
         """Return counters; the size of the cluster is not known here."""
@@ -213,10 +205,17 @@ class MooncakeStore(Store):
                 await link.aclose()
 
     async def _run(
-        self, call: Callable[[MooncakeClient, threading.Event], NDArray[Any]]
+        self,
+        keys: bytes,
+        call: Callable[[MooncakeClient, list[str], threading.Event], NDArray[Any]],
+        dtype: type[np.generic] = np.uint8,
     ) -> NDArray[Any]:
+        """Return the result of a call with the names of objects; without keys, an empty array."""
+        if not keys:
+            return np.zeros(0, dtype)
+        names = [f"aiokv/{key.hex()}" for key in split_keys(keys)]
         client, threads = await self._connected()
-        return await threads.run(lambda unwanted: call(client, unwanted))
+        return await threads.run(lambda unwanted: call(client, names, unwanted))
 
     async def _connected(self) -> tuple[MooncakeClient, StoreThreads]:
         """Return the client, connected to a master that runs, and the threads to use it in."""
@@ -247,10 +246,6 @@ async def _in_a_thread(call: Callable[[], None]) -> None:
         await threads.run(lambda _: call())
     finally:
         await threads.aclose()
-
-
-def _names(keys: bytes) -> list[str]:
-    return [f"aiokv/{key.hex()}" for key in split_keys(keys)]
 
 
 def _host_and_port(master: str) -> tuple[str, int]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from aiokv.errors import StoreError
 from aiokv.stores.redis.connection import Connection, ReplyError
+from aiokv.stores.waiting import all_ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,16 +140,12 @@ async def until_ended(job: Future[T], abort: Callable[[], None] = lambda: None) 
     Cancellation: calls ``abort``, and waits until the job has ended.
     """
     future = asyncio.wrap_future(job)
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError as error:
-            cancelled = error
-            abort()
-    if cancelled is not None:
-        future.exception()  # marks it as retrieved: the abort is its cause
-        raise cancelled
+    try:
+        await asyncio.wait([future])
+    except asyncio.CancelledError:
+        abort()
+        await all_ended([future])
+        raise
     return future.result()
 
 

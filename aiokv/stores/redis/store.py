@@ -7,14 +7,14 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
-from urllib.parse import parse_qsl, urlencode
 
 import numpy as np
 
+from aiokv.base.groups import ATTENTION
 from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import ConfigError, StoreError
 from aiokv.stores.base import Result, Store, StoreMemory, split_keys
-from aiokv.stores.options import url_options, url_text
+from aiokv.stores.options import parted_url, url_options, url_text
 from aiokv.stores.redis import commands
 from aiokv.stores.redis.commands import Item
 from aiokv.stores.redis.connection import MAX_VALUE_BYTES
@@ -147,20 +147,16 @@ class RedisStore(Store):
         Raises:
             ConfigError: an option is out of range, is not a number, or is given twice.
         """
-        parts = split_url(url)
-        pairs = parse_qsl(parts.query, keep_blank_values=True)
-        own = urlencode([pair for pair in pairs if pair[0] in _URL_OPTIONS])
-        rest = urlencode([pair for pair in pairs if pair[0] not in _URL_OPTIONS])
-        place = without_secrets(parts._replace(query="", fragment="").geturl())
-        options = url_options(f"{place}?{own}", _URL_OPTIONS)
-        return cls(parts._replace(query=rest).geturl(), **options)
+        split_url(url)  # raises for a malformed one, without its password
+        own, rest = parted_url(url, _URL_OPTIONS)
+        return cls(rest, **url_options(without_secrets(own), _URL_OPTIONS))
 
     def __repr__(self) -> str:
         return f"RedisStore({self.url!r})"
 
     # --- Store ------------------------------------------------------------------------------------
 
-    def for_pool(self, pool: str) -> RedisStore:
+    def for_group(self, group: str) -> RedisStore:
         """Return a store on the same servers, with connections of its own; see :class:`Store`."""
         return RedisStore(self._secret_url, **self._options)
 
@@ -176,7 +172,7 @@ class RedisStore(Store):
                 f"an object has {memory.object_bytes} bytes; a value of Redis has at most "
                 f"{MAX_VALUE_BYTES} bytes",
                 hint="lower block_tokens"
-                if memory.pool == "host"
+                if memory.group == ATTENTION
                 else "a snapshot of recurrent state is too large for Redis; use another store",
             )
         executor = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="aiokv-redis")

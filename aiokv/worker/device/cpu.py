@@ -18,7 +18,6 @@ from aiokv.base.plan import (
     PEER_ROUTES,
     STATE_CLONE,
     Pool,
-    direction,
     group_routes,
 )
 from aiokv.errors import LayoutError, UsageError
@@ -111,13 +110,13 @@ class CpuDevice(Unique):
         self._num_layers = regions.num_layers
         held = {(retention_of(pool.group), pool.tier) for pool in arenas}
         self._streams = {
-            (retention, route): CpuStream(f"aiokv-{direction(retention, route)}")
+            (retention, route): CpuStream(f"aiokv-{route.name}-{retention}")
             for retention, tier in held
             if tier == "host"
             for route in (ONLOAD, OFFLOAD)
         }
         if regions.state_pieces:
-            self._streams[STATE_CLONE] = CpuStream("aiokv-state")
+            self._streams[STATE_CLONE] = CpuStream("aiokv-clone")
         if ("all", "peer") in held:
             for route in PEER_ROUTES:
                 self._streams |= dict.fromkeys(

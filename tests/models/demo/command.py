@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from aiokv import cli
 from aiokv.cli import demo
-from aiokv.cli.arguments import add_count
+from aiokv.cli.arguments import add_choice, add_count
 from aiokv.demo.weights import GroupedConfig, random_weights
 from aiokv.demo.workload import chat_workload
 from aiokv.errors import UsageError
@@ -65,37 +65,29 @@ def _make_parser() -> cli.Parser:
     )
     model = parser.add_argument_group("models of the repository")
     model.add_argument(
-        "--attention",
-        choices=ATTENTIONS,
-        default=ATTENTIONS[0],
-        help="gqa: grouped-query attention; mla: multi-head latent attention, which caches one "
-        "latent per token and needs --framework paddle (default: %(default)s)",
-    )
-    model.add_argument(
         "--checkpoint",
         type=Path,
         metavar="DIR",
         help="folder of a Llama or Qwen checkpoint (config.json, *.safetensors), which replaces "
         "the sizes",
     )
-    model.add_argument(
-        "--framework",
-        choices=FRAMEWORKS,
-        default=FRAMEWORKS[0],
-        help="library that computes the model (default: %(default)s)",
+    add_choice(
+        model,
+        "--attention",
+        ATTENTIONS,
+        "gqa: grouped-query attention; mla: multi-head latent attention, which caches one latent "
+        "per token and needs --framework paddle",
     )
-    model.add_argument(
-        "--device",
-        choices=DEVICES,
-        default=DEVICES[0],
-        help="device of the model and its cache; with cuda, numpy uses CuPy (default: %(default)s)",
+    add_choice(model, "--framework", FRAMEWORKS, "library that computes the model")
+    add_choice(
+        model, "--device", DEVICES, "device of the model and its cache; with cuda, numpy uses CuPy"
     )
-    model.add_argument(
+    add_choice(
+        model,
         "--kv-format",
-        choices=KV_FORMATS,
-        default=KV_FORMATS[0],
-        help="data type of the cached keys and values, or latents; int8 and fp8 add regions of "
-        "scales, and all types but float32 need --framework paddle (default: %(default)s)",
+        KV_FORMATS,
+        "data type of the cached keys and values, or latents; int8 and fp8 add regions of scales, "
+        "and all types but float32 need --framework paddle",
     )
     parser.set_defaults(run=run)
     return parser

@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import sys
-import time
 import warnings
 from typing import TYPE_CHECKING, Final, Self
 
 from aiokv.base import checks
 from aiokv.base.callers import outer_caller
 from aiokv.base.checks import MAX_INT32, Unique
-from aiokv.base.types import Hit, LeaseState, as_priority, lease_name
-from aiokv.base.usage import Usage, Waits
-from aiokv.errors import LeaseError, UnreleasedLeaseWarning
+from aiokv.base.groups import ATTENTION, STATE
+from aiokv.base.logs import Log
+from aiokv.base.plan import clone_plan
+from aiokv.base.types import LeaseState, as_block_ids, as_items, as_priority, as_tokens
+from aiokv.base.usage import Usage
+from aiokv.engine.receiving import Receiving
+from aiokv.errors import (
+    LeaseError,
+    TransferError,
+    UnreleasedLeaseWarning,
+    UsageError,
+    WouldBlock,
+)
+from aiokv.peers.ticket import MAX_TIMEOUT_SECONDS
 from aiokv.worker.device.base import as_event
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
-    from types import CodeType, TracebackType
+    from types import TracebackType
 
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.base.types import Item, TokenIds
-    from aiokv.engine.leases import Leases
-    from aiokv.engine.receiving import Receiving
+    from aiokv.base.types import Hit, Item, TokenIds
+    from aiokv.engine.lease_record import LeaseRecord
     from aiokv.worker.device.base import Event
     from aiokv.worker.views import LayerView
 
+log = Log(__name__)
 
 # Modules that call `release` for the application. Others are not searched for the caller.
-_RELEASING_MODULES: Final = frozenset({"aiokv.lease", "aiokv.engine.batches"})
-_NO_WAITS = Waits()
+_RELEASING_MODULES: Final = frozenset({"aiokv.engine.lease", "aiokv.engine.batches"})
 _NO_WAIT: Final = 0.0  # compared by identity: the default needs no check
 
 
@@ -40,42 +49,39 @@ class Lease(Unique):
 
     States (see :class:`LeaseState`): *matched* (holds no blocks) -> *granted* (references to the
     cached blocks, own blocks for the other positions) -> *released* (further calls raise
-    ``LeaseError``). Any thread may use ``block_table``, ``window_table``, ``layers.gpu_wait`` and
-    ``layers.is_done``. All other methods must be called on the engine's loop, and raise
-    ``UsageError`` elsewhere. A lease cannot be copied; :meth:`fork` makes a second one.
+    ``LeaseError``). Any thread may use ``id``, ``owner``, ``salt``, ``block_table``,
+    ``window_table``, ``layers.gpu_wait`` and ``layers.is_done``. All other methods must be called
+    on the engine's loop, and raise ``UsageError`` elsewhere. A lease cannot be copied; :meth:`fork`
+    makes a second one.
 
     Attributes:
-        id: number of the lease in its engine; 0 once released. Only the engine sets it.
-        owner: name of the request for error and log messages.
-        salt: namespace of the prompt, whose quota counts the blocks.
-        leases: part of the engine that serves all leases.
-        layers: view of the transfers that this lease waits for; done when there are none.
+        record: what the engine knows of the lease; only for the engine.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_end",
-        "_matched_id",
-        "_read",
-        "_waits",
-        "id",
-        "layers",
-        "leases",
-        "owner",
-        "salt",
-    )
+    __slots__ = ("__weakref__", "record")
 
-    def __init__(
-        self, leases: Leases, lease_id: int, owner: str, salt: str, layers: LayerView
-    ) -> None:
-        self.leases = leases
-        self._read = leases.read
-        self.id = self._matched_id = lease_id
-        self._end: tuple[CodeType, int] | str | None = None  # call that released it, or a text
-        self._waits: Waits | None = None  # None until the lease has waited
-        self.owner = owner
-        self.salt = salt
-        self.layers = layers
+    def __init__(self, record: LeaseRecord) -> None:
+        self.record = record
+
+    @property
+    def id(self) -> int:
+        """Number of the lease in its engine; 0 once released."""
+        return self.record.id
+
+    @property
+    def owner(self) -> str:
+        """Name of the request for error and log messages."""
+        return self.record.owner
+
+    @property
+    def salt(self) -> str:
+        """Namespace of the prompt, whose quota counts the blocks."""
+        return self.record.salt
+
+    @property
+    def layers(self) -> LayerView:
+        """View of the transfers that the lease waits for; done when there are none."""
+        return self.record.layers
 
     # --- capacity -----------------------------------------------------------------------------
 
@@ -93,7 +99,7 @@ class Lease(Unique):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self.id:
+        if self.record.id:
             self.release()
 
     async def allocate(
@@ -168,25 +174,24 @@ class Lease(Unique):
             reserve_blocks = checks.reserve_blocks(reserve_blocks)
         if ttl_seconds is not None:
             ttl_seconds = checks.seconds("ttl_seconds", ttl_seconds, minimum=0.0)
+        record = self.record
+        granting = record.leases.granting
         if wait_pending is not _NO_WAIT:
             wait_pending = checks.seconds("wait_pending", wait_pending)
             if wait_pending > 0 and self.pending_tokens:
-                await self.leases.wait_pending(self, checks.timeout(wait_pending))
+                await granting.wait_pending(record, checks.timeout(wait_pending))
         if wait_store is not _NO_WAIT:
             wait_store = checks.seconds("wait_store", wait_store)
-            if wait_store > 0:
-                limit = checks.timeout(wait_store)
-                queued_tokens = checks.integer("queued_tokens", queued_tokens, minimum=0)
-                await self.leases.allocate_from_stores(
-                    self, num_tokens, priority, timeout, limit, queued_tokens, reserve_blocks
-                )
-                if ttl_seconds is not None:
-                    self.leases.expire_after(self, ttl_seconds)
-                return self
-        if not self.leases.allocate(self, num_tokens, priority, reserve_blocks):
-            await self.leases.wait_granted(self, num_tokens, timeout)
+        if wait_store > 0:
+            limit = checks.timeout(wait_store)
+            queued_tokens = checks.integer("queued_tokens", queued_tokens, minimum=0)
+            await granting.allocate_from_stores(
+                record, num_tokens, priority, timeout, limit, queued_tokens, reserve_blocks
+            )
+        elif not granting.allocate(record, num_tokens, priority, reserve_blocks):
+            await granting.wait_granted(record, num_tokens, timeout)
         if ttl_seconds is not None:
-            self.leases.expire_after(self, ttl_seconds)
+            self.expire_after(ttl_seconds)
         return self
 
     def try_allocate(
@@ -224,10 +229,11 @@ class Lease(Unique):
             reserve_blocks = checks.reserve_blocks(reserve_blocks)
         if ttl_seconds is not None:
             ttl_seconds = checks.seconds("ttl_seconds", ttl_seconds, minimum=0.0)
-        if not self.leases.try_allocate(self, num_tokens, reserve_blocks=reserve_blocks):
+        granting = self.record.leases.granting
+        if not granting.try_allocate(self.record, num_tokens, reserve_blocks=reserve_blocks):
             return False
         if ttl_seconds is not None:
-            self.leases.expire_after(self, ttl_seconds)
+            self.expire_after(ttl_seconds)
         return True
 
     def can_allocate(self, num_tokens: int, *, reserve_blocks: int | None = None) -> bool:
@@ -255,7 +261,9 @@ class Lease(Unique):
         if reserve_blocks is not None:
             reserve_blocks = checks.reserve_blocks(reserve_blocks)
         num_tokens = checks.integer("num_tokens", num_tokens)
-        return self.leases.can_allocate(self, num_tokens, reserve_blocks)
+        leases = self.record.leases
+        leases.check_open()
+        return leases.scheduler.can_allocate(self.record.live_id(), num_tokens, reserve_blocks)
 
     async def preempt(self, *, swap: bool = False) -> None:
         """Give the device blocks back; ``resume`` takes blocks again.
@@ -289,7 +297,59 @@ class Lease(Unique):
 
         Cancellation: a swap that has begun completes in the background.
         """
-        await self.leases.preempt(self, swap=swap)
+        record = self.record
+        leases = record.leases
+        leases.check_open()
+        if swap:
+            await self._swap_out()
+            return
+        lease_id = record.live_id()
+        leases.apply(leases.scheduler.preempt(lease_id))
+        leases.used(lease_id)
+        record.leave_layers()
+        if leases.observers.active:
+            leases.observers.end_grant(lease_id, "preempted")
+        self._log_preempted(lease_id, swap=False)
+        if leases.flows:
+            leases.exchange.gave_back(lease_id, "the lease was preempted")
+
+    async def _swap_out(self) -> None:
+        record = self.record
+        leases = record.leases
+        await leases.computing.wait_ended(record)
+        await leases.exchange.stop(record.live_id(), "the lease was preempted")
+        while saving := leases.read.saving(record.live_id()):
+            await leases.transfers.ended(saving)
+            await leases.computing.wait_ended(record)
+        leases.check_open()
+        lease_id = record.live_id()
+        transfer_id = leases.apply(leases.scheduler.swap_out(lease_id))
+        if transfer_id is None:
+            raise WouldBlock(
+                "preempt: the host tier has no room for the block table, or the cache was reset "
+                "after the grant",
+                hint="preempt without swap, or raise CacheConfig.host_blocks",
+            )
+        leases.used(lease_id)
+        record.leave_layers()
+        if leases.observers.active:
+            leases.observers.end_grant(lease_id, "swapped")
+        if not transfer_id:
+            return
+        if leases.observers.active:
+            leases.observers.caused(lease_id, transfer_id)
+        await leases.transfers.ended(transfer_id)
+        if self.state in (LeaseState.GRANTED, LeaseState.FAILED):
+            raise TransferError(
+                "preempt: the copy of the block table to host memory failed; the lease keeps its "
+                "blocks",
+                direction="offload",
+            )
+        self._log_preempted(lease_id, swap=True)
+
+    def _log_preempted(self, lease_id: int, *, swap: bool) -> None:
+        owner = self.record.leases.read.owner(lease_id)
+        log.info("lease.preempted", lease_id=lease_id, owner=owner, swap=swap)
 
     async def resume(
         self,
@@ -347,7 +407,17 @@ class Lease(Unique):
             UsageError: ``seconds`` is negative or not a number. Nothing changed.
             ClosedError: the engine is closed.
         """
-        self.leases.expire_after(self, checks.seconds("seconds", seconds, minimum=0.0))
+        seconds = checks.seconds("seconds", seconds, minimum=0.0)
+        record = self.record
+        leases = record.leases
+        leases.check_loop()
+        state = leases.read.state(record.live_id())
+        if state not in (LeaseState.GRANTED, LeaseState.FAILED):
+            raise LeaseError(
+                f"expire_after: {self!r} is {state.value}; only a granted lease can expire",
+                hint="call allocate first",
+            )
+        leases.expiries.start(record, seconds)
 
     def keep(self) -> None:
         """End the limit of ``expire_after`` or ``ttl_seconds``. Idempotent.
@@ -356,7 +426,8 @@ class Lease(Unique):
             LeaseError: the lease has expired, or is released.
             ClosedError: the engine is closed.
         """
-        self.leases.keep(self)
+        self.record.leases.check_loop()
+        self.record.leases.used(self.record.live_id())
 
     def fork(self, *, owner: str = "", stream: object = None) -> Lease:
         """Return a second lease on the same positions, e.g. for n > 1 samples of one prompt.
@@ -375,7 +446,25 @@ class Lease(Unique):
             LeaseError: the lease is not granted, or its onloads are in flight. Nothing changed.
             ClosedError: the engine is closed or closing.
         """
-        return self.leases.fork(self, checks.text("owner", owner), stream)
+        checks.text("owner", owner)
+        record = self.record
+        leases = record.leases
+        leases.check_open()
+        owner = owner or record.owner
+        fork = leases.apply(leases.scheduler.fork(record.live_id(), owner))
+        leases.used(record.id)
+        child = leases.forked(fork.lease_id, owner, record.salt)
+        worker = leases.worker.steps
+        try:
+            worker.clone(clone_plan(ATTENTION, fork.source_blocks, fork.target_blocks), stream)
+            if fork.state_slots is not None:
+                self._copy_state(*fork.state_slots, stream)
+        except BaseException:
+            child.release()
+            raise
+        if leases.verifies:
+            worker.record_checksums(fork.target_blocks, leases.read.open_step)
+        return child
 
     def release(self, after: Event | None = None) -> None:
         """Release the lease and give all its blocks back. Idempotent.
@@ -391,18 +480,19 @@ class Lease(Unique):
         Raises:
             UsageError: the worker cannot wait for an event of this type; nothing changed.
         """
-        if not self.id:
+        record = self.record
+        if not record.id:
             return
         if after is not None:
             after = as_event("after", after)
         frame = sys._getframe(1)
         if frame.f_globals.get("__name__") in _RELEASING_MODULES:
             frame = outer_caller().frame
-        self._end = (frame.f_code, frame.f_lineno)
-        self.leases.release(self, after)
+        record.end = (frame.f_code, frame.f_lineno)
+        record.leases.release(record, after)
 
     def __del__(self) -> None:
-        if self.id and self.leases.collect(self.id):
+        if self.record.id and self.record.leases.collect(self.record):
             warnings.warn(
                 f"{self!r} was never released; the engine releases it now",
                 UnreleasedLeaseWarning,
@@ -415,14 +505,16 @@ class Lease(Unique):
     @property
     def state(self) -> LeaseState:
         """State of the lease."""
-        self.leases.check_thread()
-        return self._read.state(self.id) if self.id else LeaseState.RELEASED
+        leases, lease_id = self.record.leases, self.record.id
+        leases.check_thread()
+        return leases.read.state(lease_id) if lease_id else LeaseState.RELEASED
 
     @property
     def hit(self) -> Hit:
         """Cached prefix in tokens by tier: of the last match or, once granted, of the grant."""
-        self.leases.check_thread()
-        return self._read.hit(self.live_id())
+        record = self.record
+        record.leases.check_thread()
+        return record.leases.read.hit(record.live_id())
 
     @property
     def hit_blocks(self) -> NDArray[np.int32]:
@@ -438,14 +530,16 @@ class Lease(Unique):
             LeaseError: the lease is released, or its blocks were lost with a rank.
             UsageError: the call is made in another thread.
         """
-        self.leases.check_thread()
-        return self._read.hit_blocks(self.held_id())
+        record = self.record
+        record.leases.check_thread()
+        return record.leases.read.hit_blocks(record.held_id())
 
     @property
     def pending_tokens(self) -> int:
         """Number of tokens after the hit that another lease is computing; 0 once granted."""
-        self.leases.check_thread()
-        return self._read.pending_tokens(self.live_id())
+        record = self.record
+        record.leases.check_thread()
+        return record.leases.read.pending_tokens(record.live_id())
 
     @property
     def cached_tokens(self) -> int:
@@ -453,25 +547,26 @@ class Lease(Unique):
 
         Decreases when an onload fails.
         """
-        self.leases.check_thread()
-        return self._read.cached_tokens(self.held_id())
+        record = self.record
+        record.leases.check_thread()
+        return record.leases.read.cached_tokens(record.held_id())
 
     @property
     def usage(self) -> Usage:
         """Cached tokens and waiting times of the request so far; read it before ``release``."""
-        self.leases.check_thread()
-        prompt_tokens, cached_device, cached_host, computed_blocks = self._read.usage(
-            self.live_id()
-        )
-        waits = self._waits or _NO_WAITS
+        record = self.record
+        read, waits = record.leases.read, record.waits
+        record.leases.check_thread()
+        lease_id = record.live_id()
+        prompt_tokens, cached_device, cached_host, computed_blocks = read.usage(lease_id)
         onload_seconds = waits.onload_seconds
-        if (running := self.layers.elapsed_seconds) is not None:
+        if (running := record.layers.elapsed_seconds) is not None:
             onload_seconds = (onload_seconds or 0.0) + running
         return Usage(
             prompt_tokens=prompt_tokens,
             cached_device_tokens=cached_device,
             cached_host_tokens=cached_host,
-            fetched_tokens=self._read.cached_store_tokens(self.id),
+            fetched_tokens=read.cached_store_tokens(lease_id),
             received_tokens=waits.received_tokens,
             pending_tokens=waits.pending_tokens,
             computed_blocks=computed_blocks,
@@ -485,8 +580,9 @@ class Lease(Unique):
     @property
     def num_tokens(self) -> int:
         """Number of positions that the block table holds."""
-        self.leases.check_thread()
-        return self._read.num_tokens(self.held_id())
+        record = self.record
+        record.leases.check_thread()
+        return record.leases.read.num_tokens(record.held_id())
 
     @property
     def block_table(self) -> NDArray[np.int32]:
@@ -494,7 +590,7 @@ class Lease(Unique):
 
         While the lease is granted, ids do not change; ``extend`` appends ids. Any thread.
         """
-        return self._read.block_table(self.held_id())
+        return self.record.leases.read.block_table(self.record.held_id())
 
     def window_table(self, group: str) -> NDArray[np.int32]:
         """Return a copy of the block table of a group of sliding-window layers. Any thread.
@@ -512,7 +608,8 @@ class Lease(Unique):
         Raises:
             UsageError: ``CacheConfig.windows`` has no such group.
         """
-        return self._read.block_table(self.live_id(), checks.text("group", group))
+        group = checks.text("group", group)
+        return self.record.leases.read.block_table(self.record.live_id(), group)
 
     @property
     def reach_tokens(self) -> int:
@@ -521,8 +618,9 @@ class Lease(Unique):
         ``commit`` increases it; while window blocks of the lease are onloaded, the end of the
         onload does. ``num_tokens`` for models without window groups.
         """
-        self.leases.check_thread()
-        return self._read.reach_tokens(self.live_id())
+        record = self.record
+        record.leases.check_thread()
+        return record.leases.read.reach_tokens(record.live_id())
 
     @property
     def state_slot(self) -> int:
@@ -532,8 +630,9 @@ class Lease(Unique):
         or a copy of a snapshot. -1 when the lease is not granted, and for models without recurrent
         state.
         """
-        self.leases.check_thread()
-        return self._read.state_slot(self.live_id())
+        record = self.record
+        record.leases.check_thread()
+        return record.leases.read.state_slot(record.live_id())
 
     @property
     def snapshot_points(self) -> tuple[int, ...]:
@@ -543,8 +642,9 @@ class Lease(Unique):
         may diverge there, too, and the last block border that an equal prompt can hit. Ascending;
         let chunks of the prompt end there.
         """
-        self.leases.check_thread()
-        return self._read.snapshot_points(self.live_id())
+        record = self.record
+        record.leases.check_thread()
+        return record.leases.read.snapshot_points(record.live_id())
 
     # --- device blocks of a server ----------------------------------------------------------------
 
@@ -579,7 +679,20 @@ class Lease(Unique):
                 of range; or the engine owns the device blocks. Nothing changed.
             ClosedError: the engine is closed.
         """
-        self.leases.assign(self, block_ids, checks.integer("computed_tokens", computed_tokens))
+        computed_tokens = checks.integer("computed_tokens", computed_tokens)
+        record = self.record
+        leases = record.leases
+        leases.check_loop()
+        lease_id = record.held_id()
+        result = leases.scheduler.assign(lease_id, as_block_ids(block_ids), computed_tokens)
+        try:
+            grant = leases.apply(result)
+            if grant.onloads and not record.layers.transfer_ids:
+                record.layers = leases.transfers.view(lease_id, grant.onloads, record.owner)
+        except BaseException:  # without its layers, the lease must not count as granted
+            leases.apply(leases.scheduler.stop_waiting(lease_id))
+            raise
+        leases.used(lease_id)
 
     @property
     def transfer_ids(self) -> tuple[int, ...]:
@@ -587,8 +700,9 @@ class Lease(Unique):
 
         A rank's runner waits for their layers with ``Rank.layers(transfer_ids)``.
         """
-        self.leases.check_thread()
-        return tuple(self._read.onloads(self.live_id()))
+        record = self.record
+        record.leases.check_thread()
+        return tuple(record.leases.read.onloads(record.live_id()))
 
     @property
     def is_idle(self) -> bool:
@@ -597,7 +711,9 @@ class Lease(Unique):
         Also of a lease that was preempted or released: its saves go on. Always True where the
         engine owns the device blocks.
         """
-        return self.leases.is_idle(self._matched_id)
+        leases = self.record.leases
+        leases.check_thread()
+        return leases.read.is_idle(self.record.number) or not leases.lifetime.is_running
 
     async def idle(self) -> None:
         """Wait until ``is_idle``.
@@ -611,7 +727,11 @@ class Lease(Unique):
 
         Cancellation: nothing changed.
         """
-        await self.leases.idle(self._matched_id)
+        lease_id, leases = self.record.number, self.record.leases
+        while not self.is_idle:
+            if step := leases.read.idle_after_step(lease_id):
+                leases.open_step.check_wait(step, "transfers")
+            await leases.dispatcher.idle(lease_id)
 
     # --- computed positions ---------------------------------------------------------------------
 
@@ -646,7 +766,26 @@ class Lease(Unique):
             num_tokens = checks.integer("num_tokens", num_tokens)
         if ready is not None:
             ready = as_event("ready", ready)
-        return self.leases.commit(self, num_tokens, ready)
+        record = self.record
+        leases = record.leases
+        leases.check_loop()
+        if leases.coverage.active:
+            leases.coverage.check_commit(record, num_tokens)
+        lease_id = record.id or record.live_id()
+        if ready is None:
+            published = leases.apply(leases.scheduler.commit(lease_id, num_tokens))
+            if leases.timers:
+                leases.used(lease_id)
+        else:
+            leases.worker.steps.check_event(ready)
+            result = leases.scheduler.commit(lease_id, num_tokens, closes_step=True)
+            published = leases.apply(result)
+            if leases.timers:
+                leases.used(lease_id)
+            leases.steps.close(ready)
+        if leases.flows:
+            leases.exchange.committed(lease_id)
+        return published
 
     def snapshot(self, num_tokens: int, stream: object = None) -> bool:
         """Save the recurrent state after ``num_tokens`` positions, so that prompts can hit there.
@@ -671,7 +810,24 @@ class Lease(Unique):
                 positions or not a multiple of ``block_tokens``. Nothing changed.
             UsageError: the model has no recurrent state.
         """
-        return self.leases.snapshot(self, checks.integer("num_tokens", num_tokens), stream)
+        num_tokens = checks.integer("num_tokens", num_tokens)
+        record = self.record
+        leases = record.leases
+        leases.check_loop()
+        lease_id = record.live_id()
+        slots = leases.apply(leases.scheduler.snapshot(lease_id, num_tokens))
+        leases.used(lease_id)
+        if slots is None:
+            return False
+        try:
+            self._copy_state(*slots, stream)
+        except BaseException:
+            leases.apply(leases.scheduler.discard_snapshot(lease_id, slots[1]))
+            raise
+        return True
+
+    def _copy_state(self, source: int, target: int, stream: object) -> None:
+        self.record.leases.worker.steps.clone(clone_plan(STATE, [source], [target]), stream)
 
     def append(self, tokens: TokenIds, *, items: Sequence[Item] = ()) -> None:
         """Set the tokens of the next positions, so that their blocks can be shared.
@@ -687,7 +843,17 @@ class Lease(Unique):
                 appended positions or out of order. Nothing changed.
             ClosedError: the engine is closed.
         """
-        self.leases.append(self, tokens, items)
+        record = self.record
+        leases = record.leases
+        leases.check_loop()
+        lease_id = record.id or record.live_id()
+        if items:
+            array, triples = as_tokens(tokens), as_items(items)
+            leases.apply(leases.scheduler.append(lease_id, array, triples))
+        else:
+            leases.apply(leases.scheduler.append(lease_id, as_tokens(tokens)))
+        if leases.timers:
+            leases.used(lease_id)
 
     def truncate(self, num_tokens: int) -> None:
         """Give back the positions from ``num_tokens`` on, e.g. those of rejected draft tokens.
@@ -705,7 +871,14 @@ class Lease(Unique):
                 not granted. Nothing changed.
             UsageError: ``num_tokens`` is not an integer. Nothing changed.
         """
-        self.leases.truncate(self, checks.integer("num_tokens", num_tokens))
+        num_tokens = checks.integer("num_tokens", num_tokens)
+        leases = self.record.leases
+        leases.check_loop()
+        lease_id = self.record.live_id()
+        leases.apply(leases.scheduler.truncate(lease_id, num_tokens))
+        leases.used(lease_id)
+        if leases.flows:
+            leases.exchange.truncated(lease_id, num_tokens)
 
     def recompute_from(self) -> int | None:
         """Accept a failed onload: the lease continues with the positions before the failed block.
@@ -724,7 +897,26 @@ class Lease(Unique):
                 Or the lease has recurrent state or windows, which cannot be rolled back:
                 ``preempt`` and ``resume`` it.
         """
-        return self.leases.recompute_from(self)
+        record = self.record
+        leases = record.leases
+        leases.check_loop()
+        if record.layers.given_up:
+            raise LeaseError(f"recompute_from: a slow rank may still write blocks of {self!r}")
+        lease_id = record.held_id()
+        position = leases.apply(leases.scheduler.recompute_from(lease_id))
+        if position >= 0:
+            # Else each later step that waits for the layers would raise the accepted failure.
+            record.leave_layers()
+            return position
+        if leases.read.onloads(lease_id):
+            try:
+                record.layers.raise_for_error()
+            except TransferError as error:
+                raise LeaseError(
+                    f"recompute_from: a transfer of {self!r} has failed but not ended",
+                    hint="await layers.wait_all(), then call recompute_from again",
+                ) from error
+        return None
 
     # --- other engines ----------------------------------------------------------------------------
 
@@ -782,82 +974,18 @@ class Lease(Unique):
 
         Cancellation: as leaving the block. Received blocks stay committed.
         """
-        self.live_id()
-        return self.leases.receive(self, num_tokens, timeout, open_timeout)
-
-    # --- for the engine -------------------------------------------------------------------------
-
-    def live_id(self) -> int:
-        """Return the id of a lease that is not released.
-
-        Raises:
-            LeaseError: the lease is released.
-        """
-        if not self.id:
-            hint = "raise ttl_seconds, or call keep() in time" if isinstance(self._end, str) else ""
-            raise LeaseError(f"{self!r} cannot be used any more", hint=hint)
-        return self.id
-
-    def held_id(self) -> int:
-        """Return the id, for methods that need the blocks.
-
-        Raises:
-            LeaseError: the lease is released, or its blocks were lost with a rank.
-        """
-        if self._read.lost and self.id in self._read.lost:
-            raise LeaseError(
-                f"{self!r} has lost its blocks: {self._read.lost[self.id]}",
-                hint="await engine.restart_ranks(), then lease.resume(num_tokens)",
-            )
-        return self.id or self.live_id()
-
-    def note_expired(self, seconds: float) -> int:
-        """Note that the engine releases the lease, unused for ``seconds``; return its id."""
-        now = time.time()
-        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(now))
-        self._end = f"expired at {clock}.{int(now % 1 * 1000):03d} UTC, unused for {seconds:g} s"
-        lease_id, self.id = self.id, 0
-        return lease_id
-
-    def leave_layers(self, done: LayerView) -> None:
-        """End the wait for layers, with the grant; ``done`` replaces ``layers``."""
-        if (seconds := self.layers.elapsed_seconds) is not None:
-            self._noted_waits().add_onload(seconds)
-        self.layers = done
-
-    def note_capacity_wait(self, seconds: float) -> None:
-        """Add ``seconds`` to the time that the lease waited for capacity, for ``usage``."""
-        self._noted_waits().add_capacity(seconds)
-
-    def note_store_wait(self, seconds: float) -> None:
-        """Add ``seconds`` to the time that the lease waited for stores, for ``usage``."""
-        self._noted_waits().add_store(seconds)
-
-    def note_peer_wait(self, seconds: float) -> None:
-        """Add ``seconds`` to the time that the lease waited for other engines, for ``usage``."""
-        self._noted_waits().add_peer(seconds)
-
-    def note_received(self, tokens: int) -> None:
-        """Add ``tokens`` that another engine has sent, for ``usage``."""
-        self._noted_waits().received_tokens += tokens
-
-    def note_pending_wait(self, tokens: int, seconds: float) -> None:
-        """Add a wait for ``tokens`` that another lease was computing, for ``usage``."""
-        self._noted_waits().add_pending(tokens, seconds)
-
-    def _noted_waits(self) -> Waits:
-        if self._waits is None:
-            self._waits = Waits()
-        return self._waits
+        lease_id, leases = self.record.live_id(), self.record.leases
+        leases.check_thread()
+        if num_tokens is not None:
+            num_tokens = checks.integer("num_tokens", num_tokens, minimum=1, maximum=MAX_INT32)
+        timeout = checks.positive("timeout", timeout)
+        if timeout > MAX_TIMEOUT_SECONDS:
+            raise UsageError(f"timeout is {timeout}; it must be at most {MAX_TIMEOUT_SECONDS} s")
+        if open_timeout is None:
+            open_timeout = timeout / 2
+        open_timeout = checks.positive("open_timeout", open_timeout)
+        leases.used(lease_id)
+        return Receiving(leases.exchange, self, num_tokens, timeout, open_timeout)
 
     def __repr__(self) -> str:
-        if self.id:
-            state = f"id {self.id:#x}"
-        elif isinstance(self._end, str):
-            state = self._end
-        elif self._end is not None:
-            code, line = self._end
-            state = f"released at {code.co_filename}:{line}"
-        else:
-            state = "ended with its engine"
-        return f"<Lease of {lease_name(self.owner, self._matched_id)}, {state}>"
+        return repr(self.record)

@@ -1,4 +1,4 @@
-"""Stores of further pools: `for_pool` keeps the options of the store."""
+"""Stores of further groups: `for_group` keeps the options of the store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def opened(store):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-async def test_directory_of_a_pool_has_as_many_threads(tmp_path, monkeypatch, threads):
+async def test_directory_of_a_group_has_as_many_threads(tmp_path, monkeypatch, threads):
     counts = []
 
     def counting(name, count):
@@ -36,7 +36,7 @@ async def test_directory_of_a_pool_has_as_many_threads(tmp_path, monkeypatch, th
 
     monkeypatch.setattr("aiokv.stores.directory.store.StoreThreads", counting)
     store = DirectoryStore(tmp_path / "kv", threads=threads)
-    for pool in (store, store.for_pool("state")):
+    for pool in (store, store.for_group("state")):
         async with opened(pool):
             pass
     assert counts[:2] == counts[2:]
@@ -44,17 +44,17 @@ async def test_directory_of_a_pool_has_as_many_threads(tmp_path, monkeypatch, th
 
 
 @pytest.mark.parametrize("fsync", [False, True])
-async def test_directory_of_a_pool_is_flushed_alike(tmp_path, monkeypatch, fsync):
+async def test_directory_of_a_group_is_flushed_alike(tmp_path, monkeypatch, fsync):
     flushed, flush = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: flushed.append(fd) or flush(fd))
     first = DirectoryStore(tmp_path / "kv", fsync=fsync)
-    async with opened(first.for_pool("state")) as (store, blocks):
+    async with opened(first.for_group("state")) as (store, blocks):
         flushed.clear()
         await save(store, blocks, range(1))
     assert bool(flushed) is fsync
 
 
-async def test_directory_of_a_pool_has_the_same_limit(tmp_path):
-    store = DirectoryStore(tmp_path / "kv", bytes=1000).for_pool("state")
+async def test_directory_of_a_group_has_the_same_limit(tmp_path):
+    store = DirectoryStore(tmp_path / "kv", bytes=1000).for_group("state")
     with pytest.raises(ConfigError, match="bytes is 1000"):
         await store.open(Blocks().memory)
