@@ -632,18 +632,13 @@ class Core:
         Begin to fetch what a hit of the first blocks lacks in the group, or join a fetch; 0: none.
         """
 
-    def auxiliary_group(self, transfer: int) -> int:
-        """
-        The group of a fetch or a save in flight; -1: recurrent state, -2: it moves blocks.
-        """
-
     def wants_saves(self) -> bool: ...
 
     def take_saves(self) -> int:
         """Begin a save; 0: there is nothing to save."""
 
-    def store_transfer(self, transfer: int) -> tuple[bytes, bytes]:
-        """(host_blocks, digests) of a fetch or a save in flight."""
+    def store_transfer(self, transfer: int) -> tuple[int, bytes, bytes]:
+        """(group, host_blocks, digests) of a fetch or a save in flight."""
 
     def receive(self, lease: int, ticket_id: bytes, first_block: int, num_blocks: int) -> int:
         """Begin to receive blocks of the lease from a peer; return the transfer."""

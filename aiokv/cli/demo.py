@@ -18,7 +18,7 @@ from aiokv.cli.arguments import (
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rich.console import Console
 
@@ -44,6 +44,12 @@ TRANSPORTS = ("tcp", "nixl", "mooncake")
 KILLS = ("prefill", "decode")
 
 NOTHING_TO_KILL = "no blocks arrived after half of the requests, so no process was killed"
+WRONG_BYTES = "the runs DIFFER: the cache served wrong bytes"
+NOT_FINITE = "hold NaN or infinity, whose bits prove nothing; check the weights"
+DEPENDS_ON_BATCH = (
+    "the runs differ, but every cached block held the bytes that were computed for it: matrix "
+    "products on this machine depend on the other rows of the batch"
+)
 NOTHING_TO_CORRUPT = "nothing was reused from the device, so nothing could be corrupted"
 
 MORE = """
@@ -222,11 +228,8 @@ def _run_live(
     """
     from aiokv.cli.listening import listen
     from aiokv.cli.running import run_async
-    from aiokv.errors import ConfigError, UsageError
+    from aiokv.errors import ConfigError
 
-    for option in ("split", "corrupt", "json"):
-        if getattr(args, option):
-            raise UsageError(f"--live and --{option} cannot be used together")
     try:
         from aiokv.demo.live import run_live
     except ImportError as error:
@@ -247,24 +250,18 @@ def _run_live(
 def _verdict(console: Console, result: DemoResult, *, control: bool) -> int:
     """Print the result of the comparison and return the exit status."""
     corrupted = ", ".join(run.corrupted for run in result.runs if run.corrupted)
-    _print_differences(console, result)
-    if not result.blocks_equal:
-        if corrupted:
-            console.print(
-                f"the negative control worked: the corruption of {corrupted} was detected"
-            )
-        else:
-            console.print("the runs DIFFER: the cache served wrong bytes")
-        return EXIT_DIFFERENT
-    if control:
+    compared = [(run.label, run.compared) for run in result.runs if run.compared is not None]
+    _print_differences(console, compared)
+    if control and result.blocks_equal:
         console.print("the negative control FAILED: ", end="")
         missed = f"the corruption of {corrupted} was not detected"
         console.print(missed if corrupted else NOTHING_TO_CORRUPT)
         return EXIT_CONTROL_FAILED
-    if result.runs[0].rows_not_finite:
-        return _not_finite(console, result.runs[0], "without a cache")
-    if not result.equal:
-        return _inconclusive(console)
+    worked = f"the negative control worked: the corruption of {corrupted} was detected"
+    wrong = worked if corrupted else WRONG_BYTES
+    status = _judge(console, compared, result.runs[0], "without a cache", wrong)
+    if status != EXIT_EQUAL:
+        return status
     if disconnections := sum(run.disconnections for run in result.runs):
         console.print(
             f"{disconnections:,} requests were cancelled while they were computed, and sent again"
@@ -279,18 +276,13 @@ def _verdict(console: Console, result: DemoResult, *, control: bool) -> int:
 def _split_verdict(console: Console, result: SplitResult, *, kill: str | None) -> int:
     """Print the result of the split run and return the exit status."""
     runs = [result] if result.round_robin is None else [result, result.round_robin]
-    for run in runs:
-        _print_difference(console, "prefill and decode", run.compared)
-    if not all(run.blocks_equal for run in runs):
-        console.print("the runs DIFFER: the cache served wrong bytes")
-        return EXIT_DIFFERENT
-    if result.one_server.rows_not_finite:
-        return _not_finite(console, result.one_server, "on one server")
-    if not all(run.compared.equal for run in runs):
-        return _inconclusive(console)
+    compared = [("prefill and decode", run.compared) for run in runs]
+    _print_differences(console, compared)
+    status = _judge(console, compared, result.one_server, "on one server", WRONG_BYTES)
+    if status != EXIT_EQUAL:
+        return status
     if kill is not None and result.killed is None:
-        console.print(f"INCONCLUSIVE: {NOTHING_TO_KILL}")
-        return EXIT_INCONCLUSIVE
+        return _inconclusive(console, NOTHING_TO_KILL)
     if result.killed is not None:
         console.print(result.killed.describe(result))
     if result.round_robin is not None:
@@ -302,48 +294,63 @@ def _split_verdict(console: Console, result: SplitResult, *, kill: str | None) -
     return EXIT_EQUAL
 
 
-def _not_finite(console: Console, run: RunResult, which: str) -> int:
-    console.print(
-        f"INCONCLUSIVE: {run.rows_not_finite:,} rows of logits of the run {which} "
-        "hold NaN or infinity, whose bits prove nothing; check the weights"
-    )
+def _print_differences(console: Console, compared: Sequence[tuple[str, Comparison]]) -> None:
+    for label, found in compared:
+        if found.first_difference:
+            console.print(f"{label}: first difference at {found.first_difference}")
+        if found.first_wrong_block:
+            console.print(f"{label}: first wrong bytes in {found.first_wrong_block}")
+
+
+def _judge(
+    console: Console,
+    compared: Sequence[tuple[str, Comparison]],
+    reference: RunResult,
+    where: str,
+    wrong: str,
+) -> int:
+    """Return the exit status for the differences of runs from a reference; print the reason.
+
+    Args:
+        console: prints.
+        compared: name and comparison of each run.
+        reference: the run that the others were compared with.
+        where: place of the reference, for the text.
+        wrong: text for a block with wrong bytes.
+    """
+    if any(found.blocks_wrong for _, found in compared):
+        console.print(wrong)
+        return EXIT_DIFFERENT
+    if reference.rows_not_finite:
+        rows = f"{reference.rows_not_finite:,} rows of logits of the run {where}"
+        return _inconclusive(console, f"{rows} {NOT_FINITE}")
+    if not all(found.equal for _, found in compared):
+        return _inconclusive(console, DEPENDS_ON_BATCH)
+    return EXIT_EQUAL
+
+
+def _inconclusive(console: Console, reason: str) -> int:
+    console.print(f"INCONCLUSIVE: {reason}")
     return EXIT_INCONCLUSIVE
-
-
-def _inconclusive(console: Console) -> int:
-    console.print(
-        "INCONCLUSIVE: the runs differ, but every cached block held the bytes that were "
-        "computed for it: matrix products on this machine depend on the other rows of the batch"
-    )
-    return EXIT_INCONCLUSIVE
-
-
-def _print_differences(console: Console, result: DemoResult) -> None:
-    for run in result.runs:
-        if run.compared is not None:
-            _print_difference(console, run.label, run.compared)
-
-
-def _print_difference(console: Console, label: str, compared: Comparison) -> None:
-    if compared.first_difference:
-        console.print(f"{label}: first difference at {compared.first_difference}")
-    if compared.first_wrong_block:
-        console.print(f"{label}: first wrong bytes in {compared.first_wrong_block}")
 
 
 def _check_split(args: argparse.Namespace) -> None:
-    """Check that the options of ``--split`` are used together.
+    """Check that the options of ``--split`` and ``--live`` are used together.
 
     Raises:
         UsageError: they are not.
     """
     from aiokv.errors import UsageError
 
-    if args.split:
-        for option in ("store", "corrupt", "disconnect"):
-            if getattr(args, option):
-                raise UsageError(f"--split and --{option} cannot be used together")
-    elif args.kill is not None or args.transport != TRANSPORTS[0]:
+    excluded = {
+        "split": ("store", "corrupt", "disconnect") if args.split else (),
+        "live": ("split", "corrupt", "json") if args.live is not None else (),
+    }
+    for option, others in excluded.items():
+        for other in others:
+            if getattr(args, other):
+                raise UsageError(f"--{option} and --{other} cannot be used together")
+    if not args.split and (args.kill is not None or args.transport != TRANSPORTS[0]):
         option = "--transport" if args.kill is None else "--kill"
         raise UsageError(f"{option} is given without --split", hint="add --split")
 

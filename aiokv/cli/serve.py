@@ -108,11 +108,13 @@ def _refusing_at_the_end(app: ASGIApp) -> ASGIApp:
         try:
             await app(scope, receive, noted)
         except asyncio.CancelledError:  # --grace has passed
-            if has_started:
-                event = b"data: %b\n\n" % bytes(error.body)
+            if scope["type"] != "http":
+                raise
+            if not has_started:
+                return await error(scope, receive, send)
+            event = b"data: %b\n\n" % bytes(error.body)
+            with suppress(RuntimeError):  # an answer with a length takes no further bytes
                 await send({"type": "http.response.body", "body": event, "more_body": False})
-            else:
-                await error(scope, receive, send)
 
     return answer
 

@@ -132,10 +132,6 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
             runs=runs,
         )
 
-    @property
-    def equal(self) -> bool:
-        return self.tokens_equal and self.logits_equal and self.blocks_equal
-
 
 Cell = Callable[[RunResult], str]
 

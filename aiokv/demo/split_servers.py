@@ -85,7 +85,7 @@ async def _serve(arguments: ServerArguments) -> tuple[ServerResult, Ledger]:
 
 
 class Role(ABC):
-    """What a server does besides computing.
+    """Calls and transfers of blocks of one server.
 
     Attributes:
         server: computes.

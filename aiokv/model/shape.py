@@ -159,6 +159,15 @@ class StateShape:
     heads: int
     recurrent_dtype: str = "auto"
 
+    def tensors(self, model_dtype: str) -> dict[str, tuple[int, str]]:
+        """Return the elements of all ranks, and the dtype, of each tensor that has elements."""
+        recurrent = model_dtype if self.recurrent_dtype == "auto" else self.recurrent_dtype
+        tensors = {
+            "conv": (self.conv_elements, model_dtype),
+            "recurrent": (self.recurrent_elements, recurrent),
+        }
+        return {name: tensor for name, tensor in tensors.items() if tensor[0]}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -315,12 +324,9 @@ class ModelShape:
                     f"tensor_parallel is {tensor_parallel}; it must divide the {state.heads} heads "
                     "of the recurrent state"
                 )
-            model_bytes = ELEMENT_BYTES[self.dtype]
-            recurrent = state.recurrent_dtype
-            recurrent_bytes = model_bytes if recurrent == "auto" else ELEMENT_BYTES[recurrent]
-            elements = state.conv_elements * model_bytes
-            elements += state.recurrent_elements * recurrent_bytes
-            total += -(-elements // tensor_parallel) * count
+            tensors = state.tensors(self.dtype).values()
+            num_bytes = sum(elements * ELEMENT_BYTES[dtype] for elements, dtype in tensors)
+            total += -(-num_bytes // tensor_parallel) * count
         return total
 
     def resolved_kv_dtype(self, kv_dtype: str = "auto") -> str:

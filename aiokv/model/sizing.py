@@ -248,6 +248,10 @@ class _Tier:
         self._shape = shape
         self._memory = memory
         self._is_host = is_host
+        self._per_rank: dict[str, Any] = {
+            "kv_dtype": memory.kv_dtype,
+            "tensor_parallel": memory.tensor_parallel,
+        }
         self.block_bytes = self._block_bytes(None)
         self.window_block_bytes = {name: self._block_bytes(name) for name in shape.windows}
         # The device has the blocks of a step besides those of the window; the host keeps a window.
@@ -262,10 +266,7 @@ class _Tier:
         self._state_bytes = state_bytes * (1 if is_host else SLOTS_PER_CONVERSATION)
 
     def token_bytes(self, group: str | None) -> int:
-        memory = self._memory
-        return self._shape.bytes_per_token(
-            kv_dtype=memory.kv_dtype, tensor_parallel=memory.tensor_parallel, group=group
-        )
+        return self._shape.bytes_per_token(**self._per_rank, group=group)
 
     def group_blocks(self, group: str, conversations: int) -> int:
         """Return the blocks of a window group that has room for ``conversations``."""
@@ -281,10 +282,8 @@ class _Tier:
 
     def conversation_bytes(self, blocks: int) -> int:
         """Return the bytes of one of many conversations, its windows and state included."""
-        windows = sum(
-            self.window_blocks[name] * block_bytes
-            for name, block_bytes in self.window_block_bytes.items()
-        )
+        sizes = self.window_block_bytes.items()
+        windows = sum(self.window_blocks[name] * block_bytes for name, block_bytes in sizes)
         return blocks * self.block_bytes + windows + self._state_bytes
 
     def conversations(self, total_bytes: int, blocks: int) -> int:
@@ -301,19 +300,10 @@ class _Tier:
 
     def _block_bytes(self, group: str | None) -> int:
         memory = self._memory
-        if self._is_host:
-            return self._shape.host_bytes_per_block(
-                memory.block_tokens,
-                kv_dtype=memory.kv_dtype,
-                tensor_parallel=memory.tensor_parallel,
-                group=group,
-                with_stores=memory.with_stores,
-            )
-        return self._shape.bytes_per_block(
-            memory.block_tokens,
-            kv_dtype=memory.kv_dtype,
-            tensor_parallel=memory.tensor_parallel,
-            group=group,
+        if not self._is_host:
+            return self._shape.bytes_per_block(memory.block_tokens, **self._per_rank, group=group)
+        return self._shape.host_bytes_per_block(
+            memory.block_tokens, **self._per_rank, group=group, with_stores=memory.with_stores
         )
 
 

@@ -297,11 +297,7 @@ def _state_tensors(
         return []
     layers = []
     for state, count in states:
-        recurrent = model.dtype if state.recurrent_dtype == "auto" else state.recurrent_dtype
-        tensors = {
-            "conv": (state.conv_elements, model.dtype),
-            "recurrent": (state.recurrent_elements, recurrent),
-        }
+        tensors = state.tensors(model.dtype)
         for name, (elements, _) in tensors.items():
             if state.heads % tensor_parallel or elements % tensor_parallel:
                 raise ConfigError(
@@ -311,7 +307,6 @@ def _state_tensors(
         divided = {
             name: (elements // tensor_parallel, dtype)
             for name, (elements, dtype) in tensors.items()
-            if elements
         }
         layers += [divided] * count
     return layers
@@ -329,12 +324,17 @@ def _register_states(
         for name in layers[index]:
             by_name[name].append(index)
     for name, found in by_name.items():
-        tensors = [layers[index][name] for index in found]
-        if library == "paddle":
-            from aiokv.frameworks.paddle import as_integers
-
-            tensors = [as_integers(tensor) for tensor in tensors]
+        tensors = _borrowed([layers[index][name] for index in found], library)
         regions.add_state(name, layers=tensors, layer_indices=found)
+
+
+def _borrowed(tensors: list[Any], library: Library) -> list[Any]:
+    """Return tensors that ``Regions`` accepts."""
+    if library == "paddle":
+        from aiokv.frameworks.paddle import as_integers
+
+        return [as_integers(tensor) for tensor in tensors]
+    return tensors
 
 
 def _joined(tensors: tuple[TensorShape, ...]) -> list[TensorShape]:
@@ -396,11 +396,7 @@ def _register(
 ) -> None:
     """Register the tensors of one name and one number of heads."""
     first = layouts[0]
-    tensors = [layers[layout.layer][first.name] for layout in layouts]
-    if library == "paddle":
-        from aiokv.frameworks.paddle import as_integers
-
-        tensors = [as_integers(tensor) for tensor in tensors]
+    tensors = _borrowed([layers[layout.layer][first.name] for layout in layouts], library)
     options: dict[str, Any] = {
         "layers": tensors,
         "layer_indices": [layout.layer for layout in layouts],

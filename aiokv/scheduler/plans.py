@@ -73,7 +73,7 @@ def new_core(config: CacheConfig, has_stores: bool = False) -> Core:
         host_blocks=config.host_blocks,
         leave_tokens=config.leave_tokens,
         reserve_blocks=config.reserve_blocks,
-        write_policy=_POLICIES[config.write_policy if config.host_blocks else "none"],
+        write_policy=_POLICIES[config.write_policy],
         write_through_threshold=config.write_through_threshold,
         low_watermark_blocks=config.watermark_blocks,
         min_onload_blocks=config.min_onload_blocks,
@@ -152,11 +152,11 @@ class Plans:
 
     def fetch(self, transfer_id: int, priority: Priority) -> TransferPlan:
         """Return the plan of a fetch; its source ids are the indices of the digests."""
-        host_blocks, digests = self._core.store_transfer(transfer_id)
+        group, host_blocks, digests = self._core.store_transfer(transfer_id)
         return TransferPlan(
             transfer_id=transfer_id,
             route=FETCH,
-            group=self._group(self._core.auxiliary_group(transfer_id)),
+            group=self._group(group),
             source_blocks=_indices(host_blocks),
             target_blocks=host_blocks,
             priority=priority,
@@ -165,11 +165,11 @@ class Plans:
 
     def save(self, transfer_id: int) -> TransferPlan:
         """Return the plan of a save; its target ids are the indices of the digests."""
-        host_blocks, digests = self._core.store_transfer(transfer_id)
+        group, host_blocks, digests = self._core.store_transfer(transfer_id)
         return TransferPlan(
             transfer_id=transfer_id,
             route=SAVE,
-            group=self._group(self._core.auxiliary_group(transfer_id)),
+            group=self._group(group),
             source_blocks=host_blocks,
             target_blocks=_indices(host_blocks),
             priority=Priority.BACKUP,

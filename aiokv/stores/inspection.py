@@ -156,7 +156,7 @@ class Cleaning(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(kw_only=True, eq=False)
 class Reading(ABC):
-    """What one reading of the files of a part has found. Methods block, and raise ``OSError``.
+    """State of the files of a part at one reading. Methods block, and raise ``OSError``.
 
     Attributes:
         seconds: ``[N]`` Unix time of the save (disk) or the last use (directory) of each block.

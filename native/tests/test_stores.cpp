@@ -100,7 +100,7 @@ TEST(missing_blocks_have_the_digests_that_saves_have) {
     CHECK_EQ(missing.first_block, 0u);
     CHECK_EQ(missing.digests.size(), 4u);
     cache.backed_up(kPrompt);
-    const Save& save = cache.core.save(cache.save());
+    const StoreTransfer& save = cache.core.store_transfer(cache.save());
     CHECK(std::ranges::equal(save.digests, missing.digests));
     CHECK_EQ(cache.core.missing(cache.match(kPrompt)).first_block, 4u);
     CHECK(cache.core.missing(cache.match(kPrompt)).digests.empty());
@@ -181,7 +181,7 @@ TEST(a_fetch_inserts_the_proven_prefix_only_at_its_end) {
     Cache cache(8, 8);
     const LeaseId lease = cache.match(kPrompt);
     const TransferId fetch = cache.fetch(lease, 3);
-    CHECK_EQ(cache.core.fetch(fetch).host_blocks.size(), 3u);
+    CHECK_EQ(cache.core.store_transfer(fetch).host_blocks.size(), 3u);
     CHECK_EQ(cache.core.statistics().host_in_flight, 3u);
     CHECK(cache.hit(kPrompt) == Blocks(0, 0));
     cache.core.release(lease, 0);  // the fetch goes on
@@ -212,8 +212,7 @@ TEST(leases_join_the_fetch_of_their_next_block) {
     cache.complete(fetch);
     const TransferId rest = cache.fetch(diverging);
     CHECK(rest != 0 && rest != fetch);
-    CHECK_EQ(cache.core.fetch(rest).host_blocks.size(), 2u);
-    CHECK_EQ(cache.core.fetch(rest).tokens.front(), 9);
+    CHECK_EQ(cache.core.store_transfer(rest).host_blocks.size(), 2u);
     cache.complete(rest);
     CHECK(cache.hit(other) == Blocks(0, 3));
 }
@@ -222,11 +221,11 @@ TEST(a_fetch_ends_before_a_block_that_another_fetch_brings) {
     Cache cache(config_of(8, 8, WritePolicy::kNone));  // evicts without a save
     const LeaseId first = cache.computed({1, 2});
     const TransferId deep = cache.fetch(cache.match(kPrompt));
-    CHECK_EQ(cache.core.fetch(deep).host_blocks.size(), 3u);
+    CHECK_EQ(cache.core.store_transfer(deep).host_blocks.size(), 3u);
     cache.core.release(first, 0);
     CHECK_EQ(cache.core.evict_device(1), 1u);  // what the fetch continues is lost
     const TransferId fetch = cache.fetch(cache.match(kPrompt));
-    CHECK_EQ(cache.core.fetch(fetch).host_blocks.size(), 1u);
+    CHECK_EQ(cache.core.store_transfer(fetch).host_blocks.size(), 1u);
     cache.complete(deep);
     cache.complete(fetch);
     CHECK(cache.hit(kPrompt) == Blocks(0, 1));
@@ -239,8 +238,8 @@ TEST(a_late_fetch_is_replaced_and_joined_no_more) {
         const TransferId late = cache.fetch(lease, 2);
         const TransferId fetch = cache.fetch(lease, 4, late);
         CHECK(fetch != late && fetch != 0);
-        const std::vector<BlockId> taken = cache.core.fetch(late).host_blocks;
-        const std::vector<BlockId> other = cache.core.fetch(fetch).host_blocks;
+        const std::vector<BlockId> taken = cache.core.store_transfer(late).host_blocks;
+        const std::vector<BlockId> other = cache.core.store_transfer(fetch).host_blocks;
         CHECK(std::ranges::find_first_of(taken, other) == taken.end());  // each has its own blocks
         CHECK_EQ(cache.fetch(cache.match(kPrompt)), fetch);
         cache.complete(late_ends_first ? late : fetch);
@@ -318,11 +317,11 @@ TEST(host_room_for_a_fetch_is_made_without_blocks_in_use) {
     cache.core.release(cache.backed_up({9, 9}), 0);
     const TransferId save = cache.save();  // reads both host copies
     const TransferId fetch = cache.fetch(cache.match(kPrompt));
-    CHECK_EQ(cache.core.fetch(fetch).host_blocks.size(), 1u);
+    CHECK_EQ(cache.core.store_transfer(fetch).host_blocks.size(), 1u);
     CHECK_EQ(cache.fetch(cache.match({8, 8, 8})), 0u);
     cache.complete(save);
     const TransferId other = cache.fetch(cache.match({8, 8, 8}));
-    CHECK_EQ(cache.core.fetch(other).host_blocks.size(), 1u);
+    CHECK_EQ(cache.core.store_transfer(other).host_blocks.size(), 1u);
     cache.complete(other);
     cache.complete(fetch);
     cache.core.release(first, 0);
@@ -333,7 +332,7 @@ TEST(a_fetch_never_evicts_the_path_that_it_continues) {
     cache.core.release(cache.backed_up({1, 2}), 0);
     CHECK_EQ(cache.core.evict_device(8), 1u);
     const TransferId fetch = cache.fetch(cache.match(kPrompt));
-    CHECK_EQ(cache.core.fetch(fetch).host_blocks.size(), 1u);
+    CHECK_EQ(cache.core.store_transfer(fetch).host_blocks.size(), 1u);
     cache.core.evict_host(9);
     cache.complete(fetch);
     CHECK(cache.hit(kPrompt) == Blocks(0, 2));
@@ -411,7 +410,7 @@ TEST(early_copies_that_stores_wait_for_come_first) {
     cache.computed({1, 2});
     cache.computed({1, 2, 3});  // the second use
     cache.complete(cache.core.take_backups());
-    CHECK_EQ(cache.core.save(cache.save()).nodes.size(), 1u);
+    CHECK_EQ(cache.core.store_transfer(cache.save()).host_blocks.size(), 1u);
     CHECK_EQ(cache.core.statistics().offloaded_blocks, 1u);
 }
 
@@ -427,7 +426,7 @@ TEST(refused_and_failed_blocks_are_saved_after_their_next_use) {
     CHECK_EQ(cache.core.statistics().failed_saves, 1u);
     CHECK_EQ(cache.save(), 0u);
     CHECK(cache.core.allocate(cache.match({1, 2, 3, 4, 5, 6, 7}), 7) == Grant::kReady);
-    CHECK_EQ(cache.core.save(cache.save()).nodes.size(), 2u);
+    CHECK_EQ(cache.core.store_transfer(cache.save()).host_blocks.size(), 2u);
 }
 
 TEST(a_save_does_not_keep_a_block_on_the_device) {
@@ -456,7 +455,7 @@ TEST(saves_wait_for_the_nth_use) {
     const LeaseId third = cache.match(prompt);  // a use in host memory
     CHECK(cache.core.allocate(third, 3) == Grant::kLoading);
     CHECK(cache.core.wants_saves());
-    CHECK_EQ(cache.core.save(cache.save()).nodes.size(), 1u);
+    CHECK_EQ(cache.core.store_transfer(cache.save()).host_blocks.size(), 1u);
 }
 
 TEST(blocks_near_host_eviction_are_saved_ahead) {
@@ -470,7 +469,7 @@ TEST(blocks_near_host_eviction_are_saved_ahead) {
     CHECK_EQ(cache.save(), 0u);  // none is on the host alone
     CHECK_EQ(cache.core.evict_device(2), 2u);
     const TransferId save = cache.save();
-    CHECK_EQ(cache.core.save(save).nodes.size(), 2u);
+    CHECK_EQ(cache.core.store_transfer(save).host_blocks.size(), 2u);
     cache.complete(save);
     CHECK_EQ(cache.save(), 0u);
     CHECK_EQ(cache.core.evict_host(2), 2u);
@@ -486,7 +485,7 @@ TEST(the_queue_of_saves_is_bounded) {
     Cache cache(config);
     cache.backed_up({1, 2, 3, 4, 5, 6, 7, 8, 9, 10});
     CHECK_EQ(cache.core.statistics().dropped_saves, 2u);
-    CHECK_EQ(cache.core.save(cache.save()).nodes.size(), 3u);
+    CHECK_EQ(cache.core.store_transfer(cache.save()).host_blocks.size(), 3u);
     CHECK(!cache.core.wants_saves());
 }
 
@@ -499,7 +498,7 @@ TEST(few_saves_are_in_flight_at_a_time) {
     }
     CHECK_EQ(std::count(saves.begin(), saves.end(), 0u), 2);
     cache.complete(saves[0]);
-    CHECK_EQ(cache.core.save(cache.save()).nodes.size(), 2u);
+    CHECK_EQ(cache.core.store_transfer(cache.save()).host_blocks.size(), 2u);
 }
 
 TEST(only_blocks_that_were_offered_before_are_saved) {
@@ -512,11 +511,11 @@ TEST(only_blocks_that_were_offered_before_are_saved) {
     CHECK_EQ(cache.core.statistics().rejected_saves, 2u);
     cache.core.reset();
     cache.core.release(cache.backed_up(prompt), 0);  // computed once more
-    CHECK_EQ(cache.core.save(cache.save()).nodes.size(), 2u);
+    CHECK_EQ(cache.core.store_transfer(cache.save()).host_blocks.size(), 2u);
     cache.core.release(cache.backed_up({5, 5, 5}), 0);
     CHECK_EQ(cache.save(), 0u);
     CHECK(cache.core.allocate(cache.match({5, 5, 5}), 3) == Grant::kReady);  // a use is an offer
-    CHECK_EQ(cache.core.save(cache.save()).nodes.size(), 1u);
+    CHECK_EQ(cache.core.store_transfer(cache.save()).host_blocks.size(), 1u);
 }
 
 TEST(a_sketch_remembers_a_period_and_forgets_after_two) {

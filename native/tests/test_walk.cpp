@@ -99,6 +99,13 @@ class Walk {
         if (id != 0) transfers_.insert(id);
     }
 
+    void save_to_stores() {
+        const TransferId id = core_.take_saves();
+        if (id == 0) return;
+        transfers_.insert(id);
+        saves_.insert(id);
+    }
+
     void complete() {
         if (transfers_.empty()) return;
         const auto any =
@@ -111,8 +118,8 @@ class Walk {
                                 : luck == 1 ? Outcome::kFailed
                                             : Outcome::kDone;
         std::vector<std::uint8_t> results;
-        if (core_.is_save(id) && below(2) == 0) {
-            for (std::size_t i = 0; i < core_.save(id).nodes.size(); ++i) {
+        if (saves_.erase(id) > 0 && below(2) == 0) {
+            for (std::size_t i = 0; i < core_.store_transfer(id).host_blocks.size(); ++i) {
                 results.push_back(static_cast<std::uint8_t>(below(5)));
             }
         }
@@ -242,7 +249,7 @@ class Walk {
                 return save(core_.begin_fetch(any_lease(), 1 + below(8), below(2) == 0 ? late : 0));
             }
             case 20:
-                return save(core_.take_saves());
+                return save_to_stores();
             default:
                 pass_step();
                 if (below(8) == 0) change_tiers();
@@ -254,6 +261,7 @@ class Walk {
     std::vector<LeaseId> leases_;
     std::vector<BatchId> batches_;
     std::set<TransferId> transfers_;
+    std::set<TransferId> saves_;  // of transfers_: those to stores
     Step step_ = 1;
 };
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from aiokv import WindowGroup, _native
+from aiokv.base.groups import ATTENTION
 from aiokv.errors import ConfigError, LayoutError, UsageError
 from aiokv.layout.regions import Regions
-from aiokv.stores.fingerprint import describe, fingerprint
+from aiokv.stores.identity import StoreIdentity
 
 TOKENS = np.arange(160, dtype=np.int32)
 
@@ -47,6 +48,14 @@ def options(**changes):
         "rank": 0,
         "num_ranks": 2,
     } | changes
+
+
+def describe(regions, *, group=ATTENTION, **options) -> str:
+    return StoreIdentity(**options).describe(regions, group)
+
+
+def fingerprint(regions, *, group=ATTENTION, **options) -> bytes:
+    return StoreIdentity(**options).fingerprint(regions, group)
 
 
 def keys_of(regions=None, context="", **changes) -> set[bytes]:

@@ -33,7 +33,7 @@ class AuxiliaryStores {
     // -- both
     bool has(TransferId id) const { return find(id) != nullptr; }
     GroupId group_of(TransferId id) const { return find(id)->group(); }
-    const AuxiliaryTransfer& get(TransferId id) const { return find(id)->get(id); }
+    const StoreTransfer& get(TransferId id) const { return find(id)->get(id); }
     void complete(TransferId id, Outcome outcome, std::uint32_t first_bad,
                   std::span<const std::uint8_t> results);
 

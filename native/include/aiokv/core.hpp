@@ -213,11 +213,12 @@ class Core {
         const TransferId id = store_saver_.take();
         return id != 0 ? id : auxiliary_stores_.take();
     }
-    // Fetches and saves of auxiliary pools.
-    const AuxiliaryStores& auxiliary_stores() const { return auxiliary_stores_; }
-    bool is_save(TransferId id) const { return store_saver_.has(id); }
-    const Fetch& fetch(TransferId id) const;  // these two throw UsageError
-    const Save& save(TransferId id) const;
+    // A fetch or a save in flight. Throws UsageError: it is none.
+    const StoreTransfer& store_transfer(TransferId id) const;
+    // Of a fetch or a save in flight.
+    GroupId group_of(TransferId id) const {
+        return auxiliary_stores_.has(id) ? auxiliary_stores_.group_of(id) : kAttention;
+    }
 
     // -- peers
     TransferId receive(LeaseId id, const TicketId& ticket, std::int64_t first_block,

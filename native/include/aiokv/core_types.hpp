@@ -1,6 +1,7 @@
 // The configuration of Core, the records of transfers, and the results of its calls.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -44,6 +45,12 @@ struct StoreConfig {
     bool only_reused = false;           // a block is saved when it is offered the second time
     std::uint32_t queue_blocks = 4096;  // that may wait for a save
     std::uint32_t ahead_blocks = 0;     // on_eviction: host blocks that are kept free or saved
+
+    // A host copy is due after so many uses of its block.
+    bool saves_after(std::uint32_t uses_so_far) const {
+        return policy == StorePolicy::kAtCommit ||
+               (policy == StorePolicy::kAtNthUse && uses_so_far >= uses);
+    }
 };
 
 // Layers whose attention sees the first `sink_tokens` positions and the last `window_tokens`, its
@@ -75,6 +82,12 @@ struct CoreConfig {
     bool foreign_device = false;         // a server owns the device blocks; see ForeignBlocks
     bool splits_items = false;           // a hit may end inside a multimodal item
 
+    // A block on the device is copied to host memory after so many uses.
+    bool copies_after(std::uint32_t uses) const {
+        return write_policy == WritePolicy::kWriteThrough ||
+               (write_policy == WritePolicy::kWriteThroughSelective &&
+                uses >= write_through_threshold);
+    }
     std::uint32_t blocks_for(std::uint64_t num_tokens) const {
         return static_cast<std::uint32_t>((num_tokens + block_tokens - 1) / block_tokens);
     }
@@ -110,6 +123,13 @@ struct Pending {
 
 enum class Grant : std::uint8_t { kNone, kReady, kLoading };
 enum class Outcome : std::uint8_t { kDone, kFailed, kCancelled };
+
+// The first of `blocks` whose bytes have arrived.
+inline std::uint32_t proven(Outcome outcome, std::uint32_t first_bad, std::size_t blocks) {
+    const auto all = static_cast<std::uint32_t>(blocks);
+    if (outcome == Outcome::kDone) return all;
+    return outcome == Outcome::kFailed ? std::min(first_bad, all) : 0;
+}
 
 struct Transfer {
     Direction direction = Direction::kOnload;

@@ -14,7 +14,7 @@
 // item. That of a prompt is the item key of a block that has all its positions. Numbers are
 // little-endian. The parent digest chains all earlier tokens, the context (salt and adapter) and
 // block_tokens; a prompt digest is the same for any block_tokens. The fingerprint tells the model,
-// its weights, and the layout of the bytes (aiokv/stores/fingerprint.py).
+// its weights, and the layout of the bytes (aiokv/stores/identity.py).
 #pragma once
 
 #include <cstdint>

@@ -17,14 +17,13 @@
 #include "aiokv/index.hpp"
 #include "aiokv/matching.hpp"
 #include "aiokv/residency.hpp"
+#include "aiokv/save_queue.hpp"
 #include "aiokv/stored_blocks.hpp"
 #include "aiokv/transfer_ledger.hpp"
 
 namespace aiokv {
 
-struct Fetch {
-    std::vector<BlockId> host_blocks;  // in path order
-    std::vector<Digest> digests;
+struct Fetch : StoreTransfer {         // in path order
     std::vector<std::int32_t> tokens;  // of all blocks
     std::vector<ItemKey> item_keys;    // one per block, refs each but 0
     NodeId above = kNone;              // block or root, held
@@ -76,8 +75,8 @@ class Fetches {
     TransferId begin(Lease& lease, std::size_t blocks, TransferId replaced);
     bool has(TransferId id) const { return fetches_.contains(id); }
     const Fetch& get(TransferId id) const { return fetches_.at(id); }
-    // The first `good_blocks` are proven.
-    void complete(TransferId id, std::uint32_t good_blocks);
+    // Blocks before `first_bad` are proven when the fetch failed.
+    void complete(TransferId id, Outcome outcome, std::uint32_t first_bad);
 
     // A lease is granted: counts the blocks of its path that it is the first to hit after a fetch.
     void note_hits(Lease& lease);

@@ -168,6 +168,11 @@ class Residency {
     // eviction
     bool can_save(NodeId node) const;
     bool must_save(NodeId node) const;
+    // The block can be evicted when its save has ended. With write-back, eviction waits for that
+    // instead of passing over the block.
+    bool waits_for_save(NodeId node) const {
+        return tree_[node].has(kHostLoading) && config_.write_policy == WritePolicy::kWriteBack;
+    }
     bool evict_one_device(Unsaved unsaved);
     bool evict_one_host();
     void release_device_copy(NodeId node);

@@ -39,11 +39,7 @@ class Saver {
         Node& n = tree_[node];
         if (n.uses < 255) ++n.uses;
         n.clear(kBackupFailed);  // a used block gets another chance
-        if (config_.write_policy == WritePolicy::kWriteThrough ||
-            (config_.write_policy == WritePolicy::kWriteThroughSelective &&
-             n.uses >= config_.write_through_threshold)) {
-            queue(node);
-        }
+        if (config_.copies_after(n.uses)) queue(node);
     }
 
     // One transfer of all that was queued since the last call; 0: there is nothing to copy. Blocks

@@ -1,44 +1,73 @@
-// When host blocks are saved to the stores: once they are in host memory, at the n-th use, or
-// before their eviction.
+// Saves of host blocks of attention to the stores.
 //
-// A save reads host copies, which are held and owned until it has ended (I3). No request waits for
-// a save: blocks beyond the bound of the queue, and blocks that are evicted first, are not saved.
+// A save reads host copies, which are held and owned until it has ended (I3).
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
-#include <optional>
 #include <span>
-#include <unordered_map>
 #include <vector>
 
 #include "aiokv/core_types.hpp"
-#include "aiokv/digest.hpp"
 #include "aiokv/residency.hpp"
-#include "aiokv/reuse_sketch.hpp"
 #include "aiokv/run_pool.hpp"
+#include "aiokv/save_queue.hpp"
 #include "aiokv/stored_blocks.hpp"
 #include "aiokv/transfer_ledger.hpp"
 
 namespace aiokv {
 
-struct Save {
-    std::vector<NodeId> nodes;  // held
-    std::vector<BlockId> host_blocks;
-    std::vector<Digest> digests;
-};
+// Host copies of attention by their nodes; see SaveQueue.
+class HostNodes {
+  public:
+    using Key = NodeId;
 
-// Of one block of a save, as the worker reports it.
-enum class SaveResult : std::uint8_t { kDone, kMissing, kWrong, kRefused, kFailed };
+    HostNodes(const CoreConfig& config, const PrefixTree& tree, const RunPool& host,
+              StoredBlocks& stored, Residency& residency)
+        : config_(config), tree_(tree), host_(host), stored_(stored), residency_(residency) {}
+
+    bool is_live(NodeId node) const { return tree_.is_live(node); }
+    bool is_indexed(NodeId node) const { return is_live(node) && !tree_[node].has(kDetached); }
+    bool exists(NodeId node) const { return is_indexed(node) && tree_[node].has(kHostValid); }
+    NodeId node_of(NodeId node) const { return node; }
+    BlockId host_id(NodeId node) const { return tree_[node].host; }
+    bool has(NodeId node, std::uint8_t flags) const { return stored_.has(node, flags); }
+    void set(NodeId node, std::uint8_t flags) { stored_.set(node, flags); }
+    void clear(NodeId node, std::uint8_t flags) { stored_.clear(node, flags); }
+    bool wants_look_ahead() const { return ahead_blocks() > 0; }
+    std::vector<NodeId> next_evicted() { return residency_.next_on_host(ahead_blocks()); }
+    void begin_save(std::span<const NodeId> nodes) { residency_.begin_save(nodes); }
+    void finish_save(std::span<const NodeId> nodes) { residency_.finish_save(nodes); }
+    template <class Visit>
+    void for_each(Visit visit) const {
+        for (NodeId node = 0; node < tree_.end_id(); ++node) {
+            if (is_live(node)) visit(node);
+        }
+    }
+
+  private:
+    // Host blocks to look at, behind the free ones.
+    std::uint32_t ahead_blocks() const {
+        const std::uint32_t ahead = config_.stores.ahead_blocks;
+        return ahead - std::min(ahead, host_.free_blocks());
+    }
+
+    const CoreConfig& config_;
+    const PrefixTree& tree_;
+    const RunPool& host_;
+    StoredBlocks& stored_;
+    Residency& residency_;
+};
 
 class StoreSaver {
   public:
-    static constexpr std::size_t kMaxBlocks = 256;  // of a save
-    static constexpr std::size_t kMaxInFlight = 4;  // saves
-
     StoreSaver(const CoreConfig& config, PrefixTree& tree, const RunPool& host,
-               StoredBlocks& stored, Residency& residency, TransferLedger& transfers);
+               StoredBlocks& stored, Residency& residency, TransferLedger& transfers)
+        : tree_(tree),
+          stored_(stored),
+          residency_(residency),
+          saves_(config, tree, stored, transfers, {config, tree, host, stored, residency},
+                 {256, 4, 2 * (std::uint64_t{config.device_blocks} + config.host_blocks)}) {}
 
     // These blocks have got a host copy from the device.
     void note_host_copies(std::span<const NodeId> nodes);
@@ -46,43 +75,26 @@ class StoreSaver {
     // blocks.
     void note_uses(const Lease& lease, std::size_t resident);
 
-    // take() may find blocks to save. Constant time.
-    bool wants_saves() const;
-    // Begins a save of the blocks that are due, at most kMaxBlocks. 0: none, or enough in flight.
-    TransferId take();
-    bool has(TransferId id) const { return saves_.contains(id); }
-    const Save& get(TransferId id) const { return saves_.at(id); }
-    // `results`: one per block, or empty: all have the result that `outcome` says. Throws
-    // UsageError, changing nothing, on another number of results.
-    void complete(TransferId id, Outcome outcome, std::span<const std::uint8_t> results);
+    bool wants_saves() const { return stored_.exist() && saves_.wants_saves(); }
+    // Begins a save of the blocks that are due. 0: none, or enough in flight.
+    TransferId take() { return wants_saves() ? saves_.take() : 0; }
+    bool has(TransferId id) const { return saves_.has(id); }
+    const StoreTransfer& get(TransferId id) const { return saves_.get(id); }
+    // As SaveQueue::complete().
+    void complete(TransferId id, Outcome outcome, std::span<const std::uint8_t> results) {
+        saves_.complete(id, outcome, results);
+    }
     // A reset: nothing that waits is indexed any more.
-    void forget_queue() { queue_.clear(); }
+    void forget_queue() { saves_.forget_queue(); }
 
     void add_to(CoreStatistics& statistics) const;
     void check(Report& report) const;
 
   private:
-    void queue(NodeId node);
-    bool can_save(NodeId node) const;
-    bool admit(NodeId node);
-    std::uint32_t ahead_blocks() const;
-    std::vector<NodeId> take_queued();
-    std::vector<NodeId> look_ahead();
-
-    const CoreConfig& config_;
     PrefixTree& tree_;
-    const RunPool& host_;
-    StoredBlocks& stored_;
-    Residency& residency_;
-    TransferLedger& transfers_;
-    std::optional<ReuseSketch> offered_;  // none: each block is admitted
-    std::deque<NodeId> queue_;            // nodes with kSaveQueued; stale entries lack the flag
-    std::unordered_map<TransferId, Save> saves_;  // in flight
-    std::uint64_t saved_ = 0;
-    std::uint64_t dropped_ = 0;
-    std::uint64_t rejected_ = 0;
-    std::uint64_t refused_ = 0;
-    std::uint64_t failed_ = 0;
+    const StoredBlocks& stored_;
+    const Residency& residency_;
+    SaveQueue<HostNodes> saves_;
 };
 
 }  // namespace aiokv

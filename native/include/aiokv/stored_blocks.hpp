@@ -56,9 +56,7 @@ class StoredBlocks {
 
     // The policy wants the block saved as soon as it is on the host, and no store has it.
     bool is_due(NodeId node) const {
-        const StorePolicy policy = config_.stores.policy;
-        if (policy == StorePolicy::kOnEviction || has(node, kStored | kSaving)) return false;
-        return policy == StorePolicy::kAtCommit || tree_[node].uses >= config_.stores.uses;
+        return !has(node, kStored | kSaving) && config_.stores.saves_after(tree_[node].uses);
     }
     // The host block should be saved, and is not.
     bool awaits_save(NodeId node) const {

@@ -49,43 +49,21 @@ class TransferLedger {
     bool has_moves() const { return !moves_.empty(); }
     const std::unordered_map<TransferId, Move>& moves() const { return moves_; }
 
-    // -- fetches and saves; see Fetches and StoreSaver, which have their records
-    TransferId begin_store_transfer() {
-        ++store_transfers_;
+    // -- those whose records other components have: Fetches, SaveQueue, PeerTransfers,
+    // ForeignBlocks
+    TransferId begin_other() {
+        ++others_;
         return ++last_;
     }
-    void end_store_transfer() {
-        --store_transfers_;
-        ++ended_;
-    }
-
-    // -- receives and sends; see PeerTransfers, which has their records
-    TransferId begin_peer_transfer() {
-        ++peer_transfers_;
-        return ++last_;
-    }
-    void end_peer_transfer() {
-        --peer_transfers_;
-        ++ended_;
-    }
-
-    // -- onloads and saves of foreign device blocks; see ForeignBlocks, which has their records
-    TransferId begin_foreign_transfer() {
-        ++foreign_transfers_;
-        return ++last_;
-    }
-    void end_foreign_transfer() {
-        --foreign_transfers_;
+    void end_other() {
+        --others_;
         ++ended_;
     }
 
     // -- all
     // Onloads and moves whose last lease was released: worth cancelling where they have not begun.
     std::vector<TransferId> take_abandoned();
-    std::size_t in_flight() const {
-        return transfers_.size() + moves_.size() + store_transfers_ + peer_transfers_ +
-               foreign_transfers_;
-    }
+    std::size_t in_flight() const { return transfers_.size() + moves_.size() + others_; }
     bool has(TransferId id) const { return transfers_.contains(id) || is_move(id); }
     std::uint64_t ended() const { return ended_; }  // copies, so far
 
@@ -97,9 +75,7 @@ class TransferLedger {
     std::unordered_map<TransferId, Transfer> transfers_;
     std::unordered_map<TransferId, Move> moves_;
     std::vector<TransferId> abandoned_;
-    std::size_t store_transfers_ = 0;
-    std::size_t peer_transfers_ = 0;
-    std::size_t foreign_transfers_ = 0;
+    std::size_t others_ = 0;
     TransferId last_ = 0;
     std::uint64_t ended_ = 0;
 };

@@ -5,23 +5,12 @@
 #include "aiokv/error.hpp"
 
 namespace aiokv {
-namespace {
-
-// The first blocks of a transfer whose bytes have arrived.
-std::uint32_t proven(Outcome outcome, std::uint32_t first_bad_block, std::uint32_t blocks) {
-    if (outcome == Outcome::kDone) return blocks;
-    return outcome == Outcome::kFailed ? std::min(first_bad_block, blocks) : 0;
-}
-
-}  // namespace
-
 void Completions::complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block) {
     if (foreign_.has(id)) return finish_foreign(id, outcome, first_bad_block);
     if (transfers_.is_move(id)) return finish_move(id, outcome, first_bad_block);
     const Transfer transfer = transfers_.end(id);
     const auto nodes = static_cast<std::uint32_t>(transfer.nodes.size());
-    const auto blocks = static_cast<std::uint32_t>(transfer.device_blocks.size());
-    const std::uint32_t good = proven(outcome, first_bad_block, blocks);
+    const std::uint32_t good = proven(outcome, first_bad_block, transfer.device_blocks.size());
     if (transfer.direction == Direction::kOffload) {
         residency_.finish_offload(transfer, std::min(good, nodes));
         store_saver_.note_host_copies(std::span(transfer.nodes).first(std::min(good, nodes)));
@@ -39,7 +28,7 @@ void Completions::complete(TransferId id, Outcome outcome, std::uint32_t first_b
 }
 
 void Completions::finish_foreign(TransferId id, Outcome outcome, std::uint32_t first_bad_block) {
-    const auto blocks = static_cast<std::uint32_t>(foreign_.get(id).device_blocks.size());
+    const std::size_t blocks = foreign_.get(id).device_blocks.size();
     const ForeignEnd end = foreign_.complete(id, proven(outcome, first_bad_block, blocks),
                                              outcome == Outcome::kCancelled);
     index_.change();
@@ -54,8 +43,8 @@ void Completions::finish_foreign(TransferId id, Outcome outcome, std::uint32_t f
 
 void Completions::finish_move(TransferId id, Outcome outcome, std::uint32_t first_bad_block) {
     const Move move = transfers_.end_move(id);
-    const auto ids = static_cast<std::uint32_t>(move.targets.size());
-    auxiliary_.finish_move(move, outcome, proven(outcome, first_bad_block, ids));
+    const std::uint32_t good = proven(outcome, first_bad_block, move.targets.size());
+    auxiliary_.finish_move(move, outcome, good);
     if (move.lease == 0) return;
     Lease& lease = leases_.at(move.lease);
     if (outcome != Outcome::kDone) fail(lease, 0);

@@ -20,7 +20,7 @@ void check_prompt(const std::string& call, Tokens tokens, std::span<const Item> 
     check_items(items, 0, tokens.size());
 }
 
-const CoreConfig& checked(const CoreConfig& config) {
+CoreConfig checked(const CoreConfig& config) {
     if (config.block_tokens == 0) {
         throw ConfigError("block_tokens is 0; it must be at least 1").field("block_tokens");
     }
@@ -54,7 +54,9 @@ const CoreConfig& checked(const CoreConfig& config) {
                           ") must be below device_blocks (" + str(config.device_blocks) + ")")
             .field("reserve_blocks");
     }
-    return config;
+    CoreConfig valid = config;
+    if (config.host_blocks == 0) valid.write_policy = WritePolicy::kNone;
+    return valid;
 }
 
 AuxiliaryGroups& connected(AuxiliaryGroups& groups, StoredBlocks& stored, Residency& residency) {
@@ -164,14 +166,11 @@ std::vector<LeaseId> Core::end_batch(BatchId id, Step step) {
     return ended;
 }
 
-const Fetch& Core::fetch(TransferId id) const {
-    if (!fetches_.has(id)) throw UsageError("no fetch " + str(id) + " is in flight");
-    return fetches_.get(id);
-}
-
-const Save& Core::save(TransferId id) const {
-    if (!store_saver_.has(id)) throw UsageError("no save " + str(id) + " is in flight");
-    return store_saver_.get(id);
+const StoreTransfer& Core::store_transfer(TransferId id) const {
+    if (auxiliary_stores_.has(id)) return auxiliary_stores_.get(id);
+    if (store_saver_.has(id)) return store_saver_.get(id);
+    if (fetches_.has(id)) return fetches_.get(id);
+    throw UsageError("no fetch or save " + str(id) + " is in flight");
 }
 
 std::vector<LeaseId> Core::complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block,
@@ -187,10 +186,7 @@ std::vector<LeaseId> Core::complete(TransferId id, Outcome outcome, std::uint32_
     } else if (auxiliary_stores_.has(id)) {
         auxiliary_stores_.complete(id, outcome, first_bad_block, results);
     } else if (fetches_.has(id)) {
-        const auto blocks = static_cast<std::uint32_t>(fetches_.get(id).host_blocks.size());
-        fetches_.complete(id, outcome == Outcome::kDone     ? blocks
-                              : outcome == Outcome::kFailed ? first_bad_block
-                                                            : 0);
+        fetches_.complete(id, outcome, first_bad_block);
     } else {
         completions_.complete(id, outcome, first_bad_block);
     }

@@ -96,7 +96,7 @@ TransferId Fetches::begin(Lease& lease, std::size_t blocks, TransferId replaced)
     fetch.context = lease.context;
     fetch.epoch = index_.epoch();
     index_.begin_growth(fetch.context);
-    const TransferId id = transfers_.begin_store_transfer();
+    const TransferId id = transfers_.begin_other();
     for (const Digest& digest : fetch.digests) {
         const auto [found, is_new] = by_block_.insert_or_assign(digest, id);
         if (!is_new) fetches_.at(replaced).is_replaced = true;
@@ -106,10 +106,10 @@ TransferId Fetches::begin(Lease& lease, std::size_t blocks, TransferId replaced)
     return id;
 }
 
-void Fetches::complete(TransferId id, std::uint32_t good_blocks) {
+void Fetches::complete(TransferId id, Outcome outcome, std::uint32_t first_bad) {
     const Fetch fetch = std::move(fetches_.extract(id).mapped());
     const auto blocks = static_cast<std::uint32_t>(fetch.host_blocks.size());
-    good_blocks = std::min(good_blocks, blocks);
+    std::uint32_t good_blocks = proven(outcome, first_bad, blocks);
     fetched_ += good_blocks;
     unfetched_ += blocks - good_blocks;
     const PrefixTree& tree = index_.tree();
@@ -126,7 +126,7 @@ void Fetches::complete(TransferId id, std::uint32_t good_blocks) {
         if (key != kNoItems) index_.tree().item_keys().unref(key);
     }
     index_.end_growth(fetch.context);
-    transfers_.end_store_transfer();
+    transfers_.end_other();
 }
 
 // First proof wins: a block that has a host copy by now keeps it.

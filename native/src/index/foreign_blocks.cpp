@@ -170,7 +170,7 @@ void ForeignBlocks::begin_onload(Lease& lease, std::size_t first) {
         uses_.begin_write(device, onload.named_by);
     }
     residency_.hold(transfer.nodes);
-    const TransferId id = transfers_.begin_foreign_transfer();
+    const TransferId id = transfers_.begin_other();
     onloads_.emplace(id, std::move(onload));
     lease.onloads.push_back(id);
 }
@@ -212,7 +212,7 @@ ForeignEnd ForeignBlocks::complete(TransferId id, std::uint32_t good, bool cance
     }
     const Onload onload = std::move(found->second);
     onloads_.erase(found);
-    transfers_.end_foreign_transfer();
+    transfers_.end_other();
     const Transfer& transfer = onload.transfer;
     const auto blocks = static_cast<std::uint32_t>(transfer.nodes.size());
     for (const BlockId device : transfer.device_blocks) uses_.end_write(device, onload.named_by);

@@ -406,7 +406,7 @@ TransferId ForeignSaves::take() {
         transfer.after_step = std::max(transfer.after_step, device_.after_step(block.device));
     }
     save.blocks = std::move(taken);
-    const TransferId id = transfers_.begin_foreign_transfer();
+    const TransferId id = transfers_.begin_other();
     in_flight_.emplace(id, std::move(save));
     return id;
 }
@@ -430,7 +430,7 @@ void ForeignSaves::reset() {
 
 void ForeignSaves::complete(TransferId id, std::uint32_t good) {
     const InFlight save = std::move(in_flight_.extract(id).mapped());
-    transfers_.end_foreign_transfer();
+    transfers_.end_other();
     std::size_t copied = 0;
     for (std::size_t i = 0; i < save.blocks.size(); ++i) {
         Block& block = blocks_[save.blocks[i]];

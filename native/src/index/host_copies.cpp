@@ -28,19 +28,13 @@ void HostCopies::finish_read(BlockId id, bool failed) {
     pool_.remove_reader(id);
 }
 
-bool HostCopies::is_used_enough(NodeId node) const {
-    if (config_.write_policy == WritePolicy::kWriteThrough) return true;
-    return config_.write_policy == WritePolicy::kWriteThroughSelective &&
-           index_.tree()[node].uses >= config_.write_through_threshold;
-}
-
 bool HostCopies::is_unsaved(BlockId device_id) const {
     return device_.is_attached(device_id) && !being_saved_[at(device_id)] &&
            pool_.find(device_.node_of(device_id)) == kNoBlock;
 }
 
 void HostCopies::note_use(BlockId device_id) {
-    if (is_used_enough(device_.node_of(device_id))) queue(device_id);
+    if (config_.copies_after(index_.tree()[device_.node_of(device_id)].uses)) queue(device_id);
     note_taken();
 }
 
@@ -125,11 +119,7 @@ void HostCopies::add_to(GroupStatistics& statistics) const {
 void HostCopies::check(Report& report, std::vector<std::uint32_t> readers) const {
     Ownership ids =
         report.pool(group_ == kRecurrentState ? "host state" : "host window", pool_.capacity());
-    if (stores_) {
-        for (const BlockId id : stores_->read_ids()) ++readers[at(id)];
-        for (const BlockId id : stores_->owned_ids()) ids.own(id, "a fetch");
-        stores_->check(report);
-    }
+    if (stores_) stores_->check(report, ids, readers);
     std::size_t saves = 0;
     for (const auto& [id, move] : transfers_.moves()) {
         if (move.group != group_ || move.route == MoveRoute::kOnDevice) continue;

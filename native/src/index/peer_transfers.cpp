@@ -199,7 +199,7 @@ TransferId PeerTransfers::begin(Lease& lease, PeerTransfer transfer) {
     transfer.lease = lease.id();
     transfer.holders.push_back(lease.id());
     ++counts(transfer).begun;
-    const TransferId id = transfers_.begin_peer_transfer();
+    const TransferId id = transfers_.begin_other();
     in_flight_.emplace(id, std::move(transfer));
     lease.peer_transfers.push_back(id);
     return id;
@@ -368,10 +368,8 @@ void PeerTransfers::end_all() {
 
 PeerRelease PeerTransfers::complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block) {
     const PeerTransfer transfer = std::move(in_flight_.extract(id).mapped());
-    transfers_.end_peer_transfer();
-    std::uint32_t good = outcome == Outcome::kDone     ? transfer.size()
-                         : outcome == Outcome::kFailed ? std::min(first_bad_block, transfer.size())
-                                                       : 0;
+    transfers_.end_other();
+    std::uint32_t good = proven(outcome, first_bad_block, transfer.size());
     counts(transfer).blocks += good;
     counts(transfer).failed += outcome == Outcome::kFailed;
     PeerRelease released;

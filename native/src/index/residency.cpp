@@ -123,9 +123,7 @@ bool Residency::evict_one_device(Unsaved unsaved) {
             release_device_copy(node);
             return true;
         }
-        // It can be evicted when its save has ended. With write-back, eviction waits for that
-        // instead of passing over the block.
-        if (n.has(kHostLoading) && config_.write_policy == WritePolicy::kWriteBack) return false;
+        if (waits_for_save(node)) return false;
         evictable_.defer(node);
     }
     return false;

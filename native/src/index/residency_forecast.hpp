@@ -149,9 +149,7 @@ class Residency::Forecast {
     NodeId attempt(NodeId& node) {
         const Node& n = tree_[node];
         if (n.pins > 0 || device_children(node) > 0) {
-            if (n.has(kHostLoading) && residency_.config_.write_policy == WritePolicy::kWriteBack) {
-                return node;
-            }
+            if (residency_.waits_for_save(node)) return node;
             deferred_.insert(node);
             node = kNone;
             return kNone;

@@ -121,7 +121,7 @@ using HitTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t>;
 using MissingTuple = nb::typed<nb::tuple, std::size_t, nb::bytes>;
 using BordersTuple =
     nb::typed<nb::tuple, std::size_t, std::size_t, std::size_t, nb::bytes, nb::bytes>;
-using StoreTransferTuple = nb::typed<nb::tuple, nb::bytes, nb::bytes>;
+using StoreTransferTuple = nb::typed<nb::tuple, GroupId, nb::bytes, nb::bytes>;
 // (device_blocks, window_tokens, step_tokens, sink_tokens, host_blocks)
 using WindowTuple =
     std::tuple<std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t>;
@@ -163,16 +163,9 @@ BordersTuple borders(Core& core, LeaseId id, std::size_t skip) {
 
 // A fetch or a save.
 StoreTransferTuple store_transfer(const Core& core, TransferId id) {
-    if (core.auxiliary_stores().has(id)) {
-        const AuxiliaryTransfer& transfer = core.auxiliary_stores().get(id);
-        return nb::make_tuple(id_bytes(transfer.ids), digest_bytes(transfer.digests));
-    }
-    if (core.is_save(id)) {
-        const Save& save = core.save(id);
-        return nb::make_tuple(id_bytes(save.host_blocks), digest_bytes(save.digests));
-    }
-    const Fetch& fetch = core.fetch(id);
-    return nb::make_tuple(id_bytes(fetch.host_blocks), digest_bytes(fetch.digests));
+    const StoreTransfer& transfer = core.store_transfer(id);
+    return nb::make_tuple(core.group_of(id), id_bytes(transfer.host_blocks),
+                          digest_bytes(transfer.digests));
 }
 
 TicketId ticket_id(const nb::bytes& bytes) {
@@ -563,18 +556,10 @@ void bind_core(nb::module_& m) {
             "begin_auxiliary_fetch", &Core::begin_auxiliary_fetch, "lease"_a, "group"_a, "blocks"_a,
             "Begin to fetch what a hit of the first blocks lacks in the group, or join a fetch; 0: "
             "none.")
-        .def(
-            "auxiliary_group",
-            [](const Core& core, TransferId id) {
-                const AuxiliaryStores& stores = core.auxiliary_stores();
-                return stores.has(id) ? stores.group_of(id) : kAttention;
-            },
-            "transfer"_a,
-            "The group of a fetch or a save in flight; -1: recurrent state, -2: it moves blocks.")
         .def("wants_saves", &Core::wants_saves)
         .def("take_saves", &Core::take_saves, "Begin a save; 0: there is nothing to save.")
         .def("store_transfer", &store_transfer, "transfer"_a,
-             "(host_blocks, digests) of a fetch or a save in flight.")
+             "(group, host_blocks, digests) of a fetch or a save in flight.")
         .def("receive", with_ticket(&Core::receive), "lease"_a, "ticket_id"_a, "first_block"_a,
              "num_blocks"_a,
              "Begin to receive blocks of the lease from a peer; return the transfer.")
