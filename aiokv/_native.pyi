@@ -115,12 +115,8 @@ class TimerFd:
 
     def fileno(self) -> int: ...
 
-    def arm(self, delay_seconds: float, repeat_seconds: float = 0.0) -> None:
-        """
-        Expire after delay_seconds, then every repeat_seconds (0: once); replaces an earlier arming.
-        """
-
-    def disarm(self) -> None: ...
+    def arm(self, delay_seconds: float) -> None:
+        """Expire once, after delay_seconds; replaces an earlier arming."""
 
     def drain(self) -> None:
         """Read the expiry, so that select() waits again."""

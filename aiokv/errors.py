@@ -162,7 +162,12 @@ class RankLost(DeviceError):
 
 
 class BrokenEngineError(AiokvError):
-    """The engine serves no more requests; ``__cause__`` is the first failure."""
+    """The engine serves no more requests; ``__cause__`` is the first failure.
+
+    After a failure of a device or a rank, leases can still be used and released. After an exception
+    such as ``KeyboardInterrupt`` inside a change of the engine's state, ``aclose`` is the only call
+    that has an effect, and ``release`` the only other one that does not raise.
+    """
 
 
 class InternalError(AiokvError):

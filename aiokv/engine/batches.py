@@ -80,7 +80,8 @@ class Batches:
 
     def release(self, leases: Iterable[Lease]) -> None:
         """See ``CacheEngine.release_many``."""
-        self._lifetime.check_thread()
+        if self._lifetime.is_usable:
+            self._lifetime.check_thread()
         leases = checks.sequence("leases", leases)
         for lease in leases:
             if not isinstance(lease, Lease):

@@ -166,16 +166,12 @@ class ComputeBatch:
         self._ended(watched)
 
     def _ended(self, work: object) -> None:
-        """Note the end of some work, even if an interrupt ends this call."""
-        self._computing.poller.surely(partial(self._note_end, work))
-
-    def _note_end(self, work: object) -> None:
-        """Note the end of some work. Idempotent; after an interrupt it is called again."""
+        """Note the end of some work. Idempotent."""
         if work not in self._unended:
             return
-        if len(self._unended) == 1:
-            self._computing.end(self._batch_id, in_open_step=not self._event)
         self._unended.remove(work)
+        if not self._unended:
+            self._computing.end(self._batch_id, in_open_step=not self._event)
 
     def __repr__(self) -> str:
         if not self._batch_id:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiokv.base.plan import TransferReport
 from aiokv.engine.conditions import Conditions
 from aiokv.errors import BrokenEngineError
 from aiokv.scheduler.effects import NO_EFFECTS
-from aiokv.worker.interrupts import call_surely
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
+    from aiokv.base.state_guard import StateGuard
     from aiokv.engine.lifetime import Lifetime
     from aiokv.engine.transfers import Transfers
+    from aiokv.errors import AiokvError
     from aiokv.scheduler.effects import Effects, Grant, Moved
     from aiokv.scheduler.scheduler import CacheScheduler
     from aiokv.worker.base import Worker
@@ -49,12 +51,14 @@ class Dispatcher:
         self,
         scheduler: CacheScheduler,
         lifetime: Lifetime,
+        guard: StateGuard,
         worker: Worker,
         poller: EventPoller,
         transfers: Transfers,
     ) -> None:
         self._scheduler = scheduler
         self._lifetime = lifetime
+        self._guard = guard
         self._worker = worker
         self._poller = poller
         self._transfers = transfers
@@ -66,7 +70,6 @@ class Dispatcher:
         self._on_moved: Callable[[Moved], None] = lambda moved: None
         self._answers: deque[Callable[[], tuple[None, Effects]]] = deque()  # of cancellations
         self._advance: asyncio.Handle | None = None
-        self._wants_advance = False
         self._stopped = False
         self.conditions = Conditions()
         self._condition_waiters = self.conditions.waiters
@@ -83,7 +86,11 @@ class Dispatcher:
         self._on_moved = callback
 
     def stop(self) -> None:
-        """Apply no more effects: this process is a fork of the process that has the worker."""
+        """Apply no more effects.
+
+        This process is a fork of the process that has the worker, or the state of the engine is
+        unknown.
+        """
         self._stopped = True
 
     # --- effects --------------------------------------------------------------------------------
@@ -92,14 +99,17 @@ class Dispatcher:
         """Apply the effects of a transition, and return its value."""
         value, effects = result
         if effects is not NO_EFFECTS and not self._stopped:
-            # After an interrupt, the next pass applies the effects and answers that are left.
-            call_surely(partial(self._apply, effects), self._schedule_advance)
+            try:
+                self._apply(effects)
+            except BaseException as error:
+                self._guard.note(error)
+                raise
         if self._condition_waiters:
             self.conditions.test()
         return value
 
     def _apply(self, effects: Effects) -> None:
-        """Apply all entries. Each is removed when it was applied: an interrupt loses none.
+        """Apply all entries, and remove them.
 
         No entry makes a transition; those that follow from a cancellation are made at the end.
         """
@@ -116,44 +126,32 @@ class Dispatcher:
             self._scheduler.applied()
             if not self._answers:
                 return
-            _, effects = self._answers[0]()
-            self._answers.popleft()
+            _, effects = self._answers.popleft()()
 
     def _apply_entries(self, effects: Effects) -> None:
         while effects.computed:
             step = self._scheduler.read.open_step
-            self._worker.steps.record_checksums(effects.computed[0], step)
-            effects.computed.popleft()
+            self._worker.steps.record_checksums(effects.computed.popleft(), step)
         while effects.submit:
-            self._transfers.submit(effects.submit[0])
-            effects.submit.popleft()
+            self._transfers.submit(effects.submit.popleft())
         while effects.urge:
-            self._transfers.raise_priority(*effects.urge[0])
-            effects.urge.popleft()
+            self._transfers.raise_priority(*effects.urge.popleft())
         while effects.granted:
-            self._end_wait(effects.granted[0])
-            effects.granted.popleft()
+            self._end_wait(effects.granted.popleft())
         while effects.turns:
-            self._give_turn(effects.turns[0])
-            effects.turns.popleft()
+            self._give_turn(effects.turns.popleft())
         while effects.refused:
-            self._refuse(*effects.refused[0])
-            effects.refused.popleft()
+            self._refuse(*effects.refused.popleft())
         while effects.resumed:
-            self._resume(*effects.resumed[0])
-            effects.resumed.popleft()
+            self._resume(*effects.resumed.popleft())
         while effects.unpinned:
-            self._on_unpinned(*effects.unpinned[0])
-            effects.unpinned.popleft()
+            self._on_unpinned(*effects.unpinned.popleft())
         while effects.moved:
-            self._on_moved(effects.moved[0])
-            effects.moved.popleft()
+            self._on_moved(effects.moved.popleft())
         while effects.idle:
-            self._end_idle_waits(effects.idle[0])
-            effects.idle.popleft()
+            self._end_idle_waits(effects.idle.popleft())
         while effects.cancel:
-            self._cancel(effects.cancel[0])
-            effects.cancel.popleft()
+            self._cancel(effects.cancel.popleft())
 
     def _cancel(self, transfer_id: int) -> None:
         """Cancel a transfer; note the transition that follows from the worker's answer."""
@@ -178,20 +176,12 @@ class Dispatcher:
             self.apply(self._scheduler.store_saver.collect())
 
     def _schedule_advance(self) -> None:
-        self._wants_advance = True
         if self._advance is None:
             self._advance = self._lifetime.loop.call_soon(self._run_advance)
 
     def _run_advance(self) -> None:
-        # Schedule the next call first: an interrupt must not end the work.
-        self._advance = self._lifetime.loop.call_soon(self._run_advance)
-        self._wants_advance = False
+        self._advance = None
         self.apply(self._scheduler.advance())
-        if self._answers and not self._stopped:
-            self._apply(NO_EFFECTS)
-        if not self._wants_advance:
-            self._advance.cancel()
-            self._advance = None
 
     # --- waiting tasks --------------------------------------------------------------------------
 
@@ -291,6 +281,16 @@ class Dispatcher:
         """Wake all who wait for idle leases: the worker has ended, and moves no byte any more."""
         for lease_id in list(self._idle_waits):
             self._end_idle_waits(lease_id)
+
+    def fail_waits(self, new_error: Callable[[], AiokvError]) -> None:
+        """End all waits with an error: the state of the engine is unknown."""
+        futures: list[asyncio.Future[Any]] = [wait.future for wait in self._waits.values()]
+        futures += self._pending_waits.values()
+        futures += chain.from_iterable(self._idle_waits.values())
+        futures += [waiter for _, waiter in self._condition_waiters]
+        for future in futures:
+            if not future.done():
+                future.set_exception(new_error())
 
     def _end_idle_waits(self, lease_id: int) -> None:
         for future in self._idle_waits.get(lease_id, ()):

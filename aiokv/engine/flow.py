@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextvars import copy_context
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from aiokv.base import checks
@@ -73,7 +72,6 @@ class Flow:
         is_broken: a transfer has ended without all that it was to move.
         reason: why that transfer has ended.
         ended_at: time of the loop at which it has ended; None before.
-        is_closed: the worker was told of the end.
         failure: why it has ended early; None if it has not.
         is_cancelled: the application has cancelled it.
         context: context variables of the task that has begun the flow.
@@ -112,7 +110,6 @@ class Flow:
         self.is_broken = False
         self.reason = ""
         self.ended_at: float | None = None
-        self.is_closed = False
         self.failure: str | None = None
         self.is_cancelled = False
         self.context = copy_context()
@@ -134,7 +131,7 @@ class Flow:
 
     @property
     def _has_transfers(self) -> bool:
-        """True while a transfer is in flight, or an interrupt keeps its end from being counted."""
+        """True while a transfer is in flight."""
         return bool(self._parts or self._groups)
 
     @property
@@ -153,10 +150,7 @@ class Flow:
         Called when a transfer has ended, when positions were committed, and when onloads of the
         lease, or batches that compute with it, have ended.
         """
-        if not self._is_entered or self.is_closed:
-            return
-        if self.ended:  # an interrupt came before it was closed
-            self.end()
+        if not self._is_entered or self.ended:
             return
         is_complete = False
         try:
@@ -184,8 +178,7 @@ class Flow:
     def end_in(self, seconds: float) -> None:
         """End the flow after ``seconds``, by the loop's clock."""
         reason = f"the deadline of {seconds:.4g} s passed"
-        exchange = self._exchange
-        self._timer = exchange.loop.call_later(seconds, exchange.surely, partial(self.end, reason))
+        self._timer = self._exchange.loop.call_later(seconds, self.end, reason)
 
     def begin(
         self,
@@ -297,7 +290,6 @@ class Flow:
             ended.moved = blocks
             if blocks < ended.num_blocks:
                 self.reason = self.reason or reason
-        # Also when an interrupt has ended this call before, behind the part of this transfer.
         for first, part in list(self._parts.items()):
             if part.moved is None:
                 return
@@ -312,9 +304,10 @@ class Flow:
 
         The first reason is kept.
         """
-        if not self.ended:
-            self.failure = failure
-            self.ended_at = self._exchange.loop.time()
+        if self.ended:
+            return
+        self.failure = failure
+        self.ended_at = self._exchange.loop.time()
         if self._timer is not None:
             self._timer.cancel()
         self._exchange.end(self)

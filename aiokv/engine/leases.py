@@ -205,8 +205,8 @@ class Leases:
 
     def release(self, record: LeaseRecord, after: Event | None = None) -> None:
         """Release a lease and give its blocks back; see ``Lease.release``. Idempotent."""
-        if not self.lifetime.is_running:
-            record.id = 0  # closing the engine has ended the lease
+        if not self.lifetime.is_usable:
+            record.id = 0  # the end of the engine has ended the lease
         if not record.id:
             return
         self.check_loop()
@@ -242,7 +242,7 @@ class Leases:
     ) -> None:
         """Make the transition that ends a lease, and tell all parts of the engine that know it."""
         lease_id = record.id
-        if self.recordings.active:  # while it has its id: an interrupt loses no blocks
+        if self.recordings.active:
             self.recordings.releases(lease_id)
         if self.coverage.active:
             self.coverage.note_release(lease_id)

@@ -12,6 +12,7 @@ from aiokv import _native
 from aiokv.base import checks
 from aiokv.base.logs import INFO, Log
 from aiokv.engine.lifetime import Phase
+from aiokv.errors import BrokenEngineError
 
 if TYPE_CHECKING:
     from aiokv.engine.computing import Computing
@@ -54,6 +55,7 @@ class Lifecycle:
     ) -> None:
         self._config = parts.config
         self._lifetime = parts.lifetime
+        self._guard = parts.guard
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
         self._worker = parts.worker
@@ -80,6 +82,7 @@ class Lifecycle:
         began = time.monotonic()
         loop = asyncio.get_running_loop()
         self._lifetime.enter(loop)
+        self._guard.open(self._recovery.give_up)
         self._poller.open(loop)
         try:
             await self._worker.open(
@@ -96,7 +99,14 @@ class Lifecycle:
         except BaseException:
             self._poller.close()
             raise
-        self._dispatcher.apply(self._scheduler.track_steps(self._worker.facts.computes_in_stream))
+        try:
+            self._dispatcher.apply(
+                self._scheduler.track_steps(self._worker.facts.computes_in_stream)
+            )
+        except BaseException:
+            await self._worker.aclose()
+            self._poller.close()
+            raise
         self._leases.open()
         self._lifetime.open()
         _opened.add(self)
@@ -138,17 +148,17 @@ class Lifecycle:
         if lifetime.loop.is_closed():
             self._close_without_loop()
             return
-        lifetime.check_loop()
+        lifetime.check_running()
         lifetime.close(Phase.CLOSING)
-        self._dispatcher.apply(self._scheduler.close())
-        await self._wait_for_leases(timeout_seconds)
+        try:
+            await self._finish(timeout_seconds)
+        except BrokenEngineError:
+            if not lifetime.is_unknown:
+                raise
+        if lifetime.is_unknown:
+            self._recovery.end_waits()
+            self._poller.wake()
         self._computing.close()
-        self._exchange.end_all("the engine was closed")
-        if self._scheduler.has_stores and timeout_seconds != 0.0:
-            await self._save(timeout_seconds)
-        self._dispatcher.apply(self._scheduler.stop_saving())
-        if self._scheduler.read.open_step:  # no task would close the step that transfers wait for
-            self._steps.close(None)
         self._open_step.stop()
         await self._worker.aclose()
         self._poller.close()
@@ -163,6 +173,23 @@ class Lifecycle:
             open_seconds=time.monotonic() - self._opened_at,
             leases_held=self._scheduler.read.num_leases,
         )
+
+    async def _finish(self, timeout: float | None) -> None:
+        """Wait for the leases, save their blocks, and begin no more transfers.
+
+        Raises:
+            BrokenEngineError: the state of the engine is unknown, also if it became so meanwhile.
+        """
+        self._lifetime.check_loop()
+        self._dispatcher.apply(self._scheduler.close())
+        await self._wait_for_leases(timeout)
+        self._computing.close()
+        self._exchange.end_all("the engine was closed")
+        if self._scheduler.has_stores and timeout != 0.0:
+            await self._save(timeout)
+        self._dispatcher.apply(self._scheduler.stop_saving())
+        if self._scheduler.read.open_step:  # no task would close the step that transfers wait for
+            self._steps.close(None)
 
     async def _save(self, timeout: float | None) -> None:
         """Save the committed blocks to the stores, for the next process.

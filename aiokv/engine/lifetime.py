@@ -8,7 +8,9 @@ from threading import get_ident
 from typing import Final, Literal
 
 from aiokv.errors import BrokenEngineError, ClosedError, UsageError
+from aiokv.scheduler.guarded import broken
 
+_NO_THREAD: Final = -1
 _running_loop = asyncio._get_running_loop
 
 
@@ -39,14 +41,27 @@ class Lifetime:
         phase: current phase of the engine.
         failure: error that broke the engine; None while the engine can serve.
         is_running: True from ``async with`` until the engine is closed.
+        is_unknown: True if the failure has left the state of the engine unknown.
+        is_usable: True while the engine is running and its state is known: leases can be used.
     """
 
-    __slots__ = ("_loop", "_serves", "_thread", "failure", "is_running", "phase")
+    __slots__ = (
+        "_loop",
+        "_serves",
+        "_thread",
+        "failure",
+        "is_running",
+        "is_unknown",
+        "is_usable",
+        "phase",
+    )
 
     def __init__(self) -> None:
         self.phase = Phase.NEW
         self.failure: BaseException | None = None
+        self.is_unknown = False
         self.is_running = False
+        self.is_usable = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0  # of the loop, while the engine is open or closing
         self._serves = False  # open and not broken
@@ -93,7 +108,7 @@ class Lifetime:
     def open(self) -> None:
         """Accept calls."""
         self._thread = get_ident()
-        self.is_running = True
+        self.is_running = self.is_usable = True
         self.phase = Phase.OPEN
         self._serves = True
 
@@ -103,12 +118,19 @@ class Lifetime:
         self._serves = False
         if phase is not Phase.CLOSING:
             self._thread = 0
-            self.is_running = False
+            self.is_running = self.is_usable = False
 
     def fail(self, error: BaseException) -> None:
         """Refuse new work: the device or a rank has failed."""
         self.failure = error
         self._serves = False
+
+    def give_up(self, error: BaseException) -> None:
+        """Refuse all calls: ``error`` has left the state of the engine unknown."""
+        self.is_usable = False
+        self._thread = _NO_THREAD
+        self.is_unknown = True
+        self.fail(error)
 
     def repair(self) -> None:
         """Accept calls again after ``fail``."""
@@ -138,6 +160,23 @@ class Lifetime:
 
         Raises:
             ClosedError: the engine is closed.
+            BrokenEngineError: a failure has left the state of the engine unknown.
+            UsageError: the call is made outside the engine's loop.
+        """
+        if self.is_usable and _running_loop() is self._loop:
+            return
+        self.check_running()
+        raise self.new_error()
+
+    def new_error(self) -> BrokenEngineError:
+        """Return the error of calls after ``give_up``."""
+        return broken(self.failure)
+
+    def check_running(self) -> None:
+        """Check a call that a broken engine makes, too.
+
+        Raises:
+            ClosedError: the engine is closed.
             UsageError: the call is made outside the engine's loop.
         """
         if self.is_running and _running_loop() is self._loop:
@@ -156,8 +195,11 @@ class Lifetime:
 
         Raises:
             UsageError: the calling thread is not the thread of the loop.
+            BrokenEngineError: a failure has left the state of the engine unknown.
         """
         if get_ident() != self._thread and self._thread:
+            if self.is_unknown:
+                raise self.new_error()
             raise UsageError(
                 "the engine was called in a thread other than the thread of its event loop",
                 hint="read the values on the loop and pass them on; any thread may use block_table "

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from aiokv.base.plan import OFFLOAD, ONLOAD, group_routes
+from aiokv.base.state_guard import StateGuard
 from aiokv.config.cache_config import CacheConfig
 from aiokv.engine.compute_times import BatchTimes, ComputeTimes, StepTimes
 from aiokv.engine.dispatcher import Dispatcher
@@ -43,6 +44,7 @@ class Parts:
 
     config: CacheConfig
     lifetime: Lifetime
+    guard: StateGuard
     scheduler: CacheScheduler
     worker: Worker
     poller: EventPoller
@@ -84,10 +86,11 @@ class Parts:
             UsageError: the tensors hold fewer blocks or state slots than ``config`` requires, or
                 are missing for a window group with ``host_blocks``.
         """
-        lifetime, poller = Lifetime(), EventPoller()
+        lifetime, guard = Lifetime(), StateGuard()
+        poller = EventPoller(guard)
         worker = _worker_of(config, regions, device, ranks, stores, peers)
         can = worker.facts.capabilities
-        scheduler = _new_scheduler(config, has_stores=can.stores)
+        scheduler = _new_scheduler(config, guard, has_stores=can.stores)
         open_step = OpenStep(lifetime, scheduler.read, worker)
         speed = PrefillSpeed(config.prefill_tokens_per_second)
         times_of = StepTimes if worker.facts.computes_in_stream else BatchTimes
@@ -107,13 +110,14 @@ class Parts:
         return cls(
             config=config,
             lifetime=lifetime,
+            guard=guard,
             scheduler=scheduler,
             worker=worker,
             poller=poller,
             observers=observers,
             open_step=open_step,
             transfers=transfers,
-            dispatcher=Dispatcher(scheduler, lifetime, worker, poller, transfers),
+            dispatcher=Dispatcher(scheduler, lifetime, guard, worker, poller, transfers),
             speed=speed,
             times=times_of(speed, lambda: scheduler.read.computed_prompt_tokens),
             requests=requests,
@@ -312,14 +316,14 @@ def _check_windows(config: CacheConfig, regions: Regions) -> None:
             )
 
 
-def _new_scheduler(config: CacheConfig, *, has_stores: bool) -> CacheScheduler:
+def _new_scheduler(config: CacheConfig, guard: StateGuard, *, has_stores: bool) -> CacheScheduler:
     """Return the scheduler of an empty cache.
 
     Raises:
         ConfigError: there is not enough memory for the index.
     """
     try:
-        return CacheScheduler(config, has_stores)
+        return CacheScheduler(config, has_stores, guard)
     except MemoryError:
         sizes = ("device_blocks", "host_blocks", "block_tokens", "state_slots")
         raise ConfigError(

@@ -40,7 +40,7 @@ from aiokv.worker.device.base import as_event
 from aiokv.worker.layer_marks import layer_mark
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from aiokv.base.plan import TransferReport
     from aiokv.config.cache_config import WindowGroup
@@ -483,17 +483,7 @@ class Exchange:
             self._observers.caused(flow.lease_id, transfer_id)
 
     def end(self, flow: Flow) -> None:
-        """Cancel the transfers of a flow that has ended, even if an interrupt ends this call."""
-        self.surely(partial(self._end, flow))
-
-    def surely(self, action: Callable[[], None]) -> None:
-        """Call ``action()``, and again when an interrupt ends it. It is idempotent."""
-        self._poller.surely(action)
-
-    def _end(self, flow: Flow) -> None:
-        """Cancel the transfers of a flow that has ended. Idempotent."""
-        if flow.is_closed:
-            return
+        """Cancel the transfers of a flow that has ended."""
         ticket_id = flow.ticket.ticket_id
         if not flow.receives:  # a receive that has ended still waits: its lease is not complete
             self._end_loading(flow)
@@ -505,7 +495,6 @@ class Exchange:
             if not flow.at_rest:
                 self._apply(self._transitions.end(flow.lease_id, ticket_id))
         flow.context.run(_log_end, flow)
-        flow.is_closed = True
         self._settle(flow)
 
     def _settle(self, flow: Flow) -> None:
@@ -556,7 +545,7 @@ class Exchange:
     def _tell_flows(self) -> None:
         """Tell the flows the ends of their transfers; an error of one does not keep the others."""
         while self._ended:
-            moved = self._ended[0]
+            moved = self._ended.popleft()
             try:
                 self._tell_flow(moved)
             except Exception as error:
@@ -567,7 +556,6 @@ class Exchange:
                     }
                 )
             self._forget(moved.transfer_id)
-            self._ended.popleft()
 
     def _tell_flow(self, moved: Moved) -> None:
         transfer_id = moved.transfer_id

@@ -220,7 +220,7 @@ class Pins:
         return pin
 
     def _release(self, lease_id: int, reason: str) -> None:
-        if self._lifetime.is_running:
+        if self._lifetime.is_usable:
             self._lifetime.check_loop()
             self._dispatcher.apply(self._scheduler.pins.unpin(lease_id, reason))
         else:

@@ -81,7 +81,6 @@ class Receiving(Unique):
         traceback: TracebackType | None,
     ) -> None:
         flow = self._entered()
-        flow.proceed()  # an interrupt may have kept the last blocks from being committed
         flow.end("the receive was left before all positions had arrived")
         await flow.wait_for(lambda: flow.at_rest)
 

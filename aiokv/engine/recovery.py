@@ -30,12 +30,11 @@ class Recovery:
         self._exchange = exchange
 
     def on_report(self, report: TransferReport) -> None:
-        """Account for the end of a transfer. The poller repeats the call after an interrupt."""
+        """Account for the end of a transfer."""
         failure = self._worker.failure if report.outcome == "failed" else None
         if failure is not None and self._lifetime.failure is None:
             self.fail(failure)  # the device failed, not only this transfer
         self._exchange.note_report(report)
-        # Effects that an interrupt has left may need the transfer: forget it after them.
         self._dispatcher.apply(self._scheduler.complete(report))
         self._transfers.forget(report)
         self._transfers.announce(report)
@@ -65,6 +64,23 @@ class Recovery:
             log.info("engine.rank_left", rank=error.rank)
         else:
             log.error("engine.broken", reason=str(error))
+
+    def give_up(self, error: BaseException) -> None:
+        """Refuse all calls: ``error`` has left the state of the engine unknown.
+
+        Called inside a transition, the application of its effects, or a pass of the poller.
+        """
+        self._lifetime.give_up(error)
+        self._dispatcher.stop()
+        log.error("engine.broken", reason=repr(error))
+        self._lifetime.loop.call_soon(self.end_waits)
+
+    def end_waits(self) -> None:
+        """End all waits with ``BrokenEngineError``, after ``give_up``. Idempotent."""
+        self._worker.give_up()
+        self._dispatcher.fail_waits(self._lifetime.new_error)
+        self._transfers.fail_waits(self._lifetime.new_error)
+        self._exchange.lose_all(str(self._lifetime.new_error()))
 
     async def restart_ranks(self) -> None:
         """See ``CacheEngine.restart_ranks``."""

@@ -77,13 +77,7 @@ class Sending(Unique):
             flow.end(f"the send was left with {exc_type.__name__}")
             return
         try:
-            while True:
-                await flow.wait_for(lambda: flow.ended or flow.at_rest)
-                # An interrupt may have kept the last acknowledgement from being counted, and
-                # further transfers from beginning.
-                flow.proceed()
-                if flow.ended or flow.at_rest:
-                    break
+            await flow.wait_for(lambda: flow.ended or flow.at_rest)
         except BaseException:
             flow.end("the send was cancelled")
             raise

@@ -33,7 +33,7 @@ class Steps:
             DeviceError: the event has failed. The next call ends this step, too.
         """
         self._worker.steps.check_event(event)
-        # The scheduler goes first: after an interrupt, blocks of the next step must not count as
+        # The scheduler goes first: after an exception, blocks of the next step must not count as
         # blocks of this step, whose event may be done. The worker closes both with the next event.
         step = self._dispatcher.apply(self._scheduler.close_step())
         self._open_step.note_closer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from aiokv.base.logs import DEBUG, Log
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from aiokv.engine.lifetime import Lifetime
     from aiokv.engine.observers import Observers
     from aiokv.engine.open_step import OpenStep
+    from aiokv.errors import AiokvError
     from aiokv.scheduler.reader import CacheReader
     from aiokv.worker.base import Cancelled, Worker
     from aiokv.worker.poller import EventPoller
@@ -87,14 +89,11 @@ class Transfers:
         return transfer_id in self._counters
 
     def submit(self, plan: TransferPlan) -> None:
-        """Submit a plan to the worker. A plan that the worker refuses is reported as failed.
-
-        Idempotent: the dispatcher submits a plan again after an interrupt.
-        """
-        if plan.transfer_id in self._counters:
-            return
+        """Submit a plan to the worker. A plan that the worker refuses is reported as failed."""
         try:
-            counter = self._worker.counter(plan.transfer_id) or self._worker.submit(plan)
+            counter = self._worker.submit(plan)
+        except MemoryError:  # anywhere in the worker, which may have begun the transfer
+            raise
         except Exception as error:  # a repeated call would raise it in every later transition
             counter = self._refused(plan, CopyError(0, str(error) or type(error).__name__))
         else:
@@ -226,6 +225,14 @@ class Transfers:
     def announce(self, report: TransferReport) -> None:
         """Wake the coroutines that wait for the report of a transfer. Idempotent."""
         self._wake_waiters(report.transfer_id)
+
+    def fail_waits(self, new_error: Callable[[], AiokvError]) -> None:
+        """End all waits for transfers and layers with an error: no report follows."""
+        for _, counter in self._counters.values():
+            counter.abandon(CopyError(0, str(new_error())))
+        for ended in chain.from_iterable(self._ends.values()):
+            if not ended.done():
+                ended.set_exception(new_error())
 
     def _wake_waiters(self, transfer_id: int) -> None:
         for ended in self._ends.get(transfer_id, ()):

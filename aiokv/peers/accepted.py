@@ -20,7 +20,6 @@ from aiokv.errors import PeerError
 from aiokv.peers.messages import MAX_REASON_CHARACTERS, Landed, Open, Refused
 
 if TYPE_CHECKING:
-    from aiokv.peers.call_guard import CallGuard
     from aiokv.peers.messages import Message
     from aiokv.peers.receiver import Receiver
     from aiokv.peers.transport import PeerMemory, Transport
@@ -57,12 +56,10 @@ class AcceptedConnections:
 
     Args:
         transport: of the parcels.
-        guard: calls what an interrupt must not lose.
     """
 
-    def __init__(self, transport: Transport, guard: CallGuard) -> None:
+    def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._guard = guard
         self._receiver: Receiver[Connection] | None = None
         self._landing: PeerMemory | None = None
         self._connections: set[Connection] = set()
@@ -75,11 +72,6 @@ class AcceptedConnections:
     def connections(self) -> list[Connection]:
         """Connections that have not ended."""
         return list(self._connections)
-
-    @property
-    def is_idle(self) -> bool:
-        """True when the transport neither accepts nor fences a sender."""
-        return not self._accepts and not self._fences
 
     def metadata(self, connection: Connection) -> bytes:
         """Return what the sender of a connection needs to write into landing slots."""
@@ -125,9 +117,6 @@ class AcceptedConnections:
 
     def on_message(self, connection: Connection, message: Message) -> None:
         """Take a message of a sender."""
-        self._guard.guarded(partial(self._take, connection, message))
-
-    def _take(self, connection: Connection, message: Message) -> None:
         receiver = self._receiver
         if connection in self._waiting:
             waiting = self._waiting[connection]
@@ -204,16 +193,12 @@ class AcceptedConnections:
     def on_parcel(self, connection: Connection, landed: Landed) -> None:
         """Note that a parcel is in its slot."""
         if self._receiver is not None:
-            self._guard.guarded(partial(self._receiver.end_parcel, connection, landed))
+            self._receiver.end_parcel(connection, landed)
 
     # --- ends -------------------------------------------------------------------------------------
 
     def on_closed(self, connection: Connection, reason: str) -> None:
         """Note the end of a connection."""
-        self._guard.surely(partial(self._end, connection, reason))
-
-    def _end(self, connection: Connection, reason: str) -> None:
-        """Note the end of a connection. Idempotent."""
         may_write = self._receiver is not None and self._receiver.on_closed(connection, reason)
         self._connections.discard(connection)
         if connection in self._metadata:
@@ -228,7 +213,7 @@ class AcceptedConnections:
             fence = asyncio.get_running_loop().create_task(self._fence(connection, may_write))
             self._fences[connection] = fence
             fence.add_done_callback(lambda _: self._fences.pop(connection, None))
-        self._metadata.pop(connection, None)  # at the end: an interrupt before it loses no slot
+        self._metadata.pop(connection, None)
 
     async def _fence(self, connection: Connection, may_write: bool) -> None:
         receiver = self._receiver

@@ -153,7 +153,6 @@ class SlotCopy:
         is_assembled: they are assembly slots, and no landing slots.
         is_taken_back: it was cancelled before the device had it.
         copy_id: for the port.
-        is_begun: likewise.
     """
 
     def __init__(
@@ -173,7 +172,6 @@ class SlotCopy:
         self.is_assembled = is_assembled
         self.is_taken_back = False
         self.copy_id = 0
-        self.is_begun = False
 
     @property
     def device_ids(self) -> list[int]:

@@ -7,8 +7,7 @@
      ▲                  │ drop
      └──────────────────┘ when no thread writes the slot any more
 
-Conservation: free slots + slots of assemblies + slots of copies == num_slots. An interrupt may lose
-a slot, until ``reclaim``, but never frees one twice.
+Conservation: free slots + slots of assemblies + slots of copies == num_slots.
 """
 
 from __future__ import annotations
@@ -71,11 +70,6 @@ class AssemblySlots:
     def free(self, slot: int) -> None:
         """Free the slot of a block that was copied."""
         self._free.append(slot)
-
-    def reclaim(self) -> None:
-        """Free all slots, which nothing uses."""
-        if len(self._free) != self.num_slots:
-            self._free = list(range(self.num_slots))
 
     def violations(self, num_used: int) -> list[str]:
         """Return a description of each violated invariant.

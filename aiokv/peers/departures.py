@@ -142,7 +142,6 @@ class SlotFill:
         self.group = group
         self.parcels = parcels
         self.copy_id = 0  # for the port
-        self.is_begun = False  # likewise
 
     @property
     def device_ids(self) -> list[int]:

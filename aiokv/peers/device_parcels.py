@@ -57,14 +57,14 @@ class DeviceParcelWork(SlotAccess):
             verification = self._slots.verify(np.array(slots, np.int32), self.landing_keys(slots))
         except Exception as error:
             report_error(error)
-            self._continue_soon(told, [False] * len(parcels))
+            self.soon(partial(told, [False] * len(parcels)))
             return
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._running.add(end)
         self._poller.watch(
             verification.layer_events[-1],
             "peer verify",
-            partial(self._verified, end, verification, len(parcels), self._expect(told)),
+            partial(self._verified, end, verification, len(parcels), told),
         )
 
     def _verified(
@@ -75,12 +75,11 @@ class DeviceParcelWork(SlotAccess):
         then: Callable[[list[bool]], None],
         error: BaseException | None,
     ) -> None:
-        """Note the end of a verification. Idempotent, as ``then``."""
+        """Note the end of a verification."""
         results = b"" if error is not None else verification.results
         are_right = [result == Result.DONE for result in results] or [False] * num_parcels
         self._running.discard(end)
-        if not end.done():
-            end.set_result(None)
+        end.set_result(None)
         then(are_right)
 
     def place(
@@ -99,4 +98,4 @@ class DeviceParcelWork(SlotAccess):
 
     def seal(self, memory: PeerMemory, parcels: Sequence[Sent[Any]], then: Sealed) -> None:
         """Call ``then``: the copy to the slots has sealed them."""
-        self._continue_soon(partial(then, list(parcels)), True)
+        self.soon(partial(then, list(parcels), True))

@@ -1,7 +1,6 @@
 """OutgoingSlots: slots that parcels are copied to, sealed in and written from. Pure.
 
 A parcel that is cut out of a block takes two slots: one for the block, until the parcel is sealed.
-An interrupt may lose a slot, until ``reclaim``, but never frees one twice.
 """
 
 from __future__ import annotations
@@ -58,11 +57,6 @@ class OutgoingSlots:
             slot, parcel.block_slot = parcel.block_slot, None
             parcel.queue.slots -= 1
             self._free.append(slot)
-
-    def reclaim(self) -> None:
-        """Free all slots, which no parcel uses."""
-        if len(self._free) != self.num_slots:
-            self._free = list(range(self.num_slots))
 
     def violations(self, num_used: int) -> list[str]:
         """Return a description of each violated invariant.

@@ -86,16 +86,15 @@ class ParcelWork(SlotAccess):
     def _run(self, call: Callable[[], Any], num_bytes: int, then: Callable[[Any], None]) -> None:
         """Call ``then`` with the result of ``call``, None if it raised, and never in this call."""
         if num_bytes < INLINE_BYTES:
-            self._continue_soon(then, _result_of(call))
+            self.soon(partial(then, _result_of(call)))
             return
         thread = asyncio.get_running_loop().run_in_executor(self._executor, call)
         self._running.add(thread)
-        thread.add_done_callback(partial(self._thread_done, self._expect(then)))
+        thread.add_done_callback(partial(self._thread_done, then))
 
     def _thread_done(self, then: Callable[[Any], None], thread: asyncio.Future[Any]) -> None:
         self._running.discard(thread)
-        result = None if thread.cancelled() else _result_of(thread.result)
-        self._poller.surely(partial(then, result))
+        then(None if thread.cancelled() else _result_of(thread.result))
 
 
 def _result_of(call: Callable[[], Any]) -> Any:

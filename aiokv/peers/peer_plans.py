@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from aiokv.base.plan import GroupRoute, Outcome, TransferPlan
     from aiokv.base.statistics import RouteStatistics
-    from aiokv.peers.call_guard import CallGuard
+    from aiokv.worker.poller import EventPoller
 
 
 class _Transfer:
@@ -29,7 +29,6 @@ class _Transfer:
         self.is_cancelled = False
         self.end: tuple[int, CopyError | None] | None = None  # leading blocks, failure
         self.is_touched = False
-        self.reported = False
 
     @property
     def outcome(self) -> Outcome:
@@ -48,28 +47,19 @@ class PeerPlans:
 
     Args:
         routes: of the plans.
-        guard: calls what an interrupt must not lose.
         on_end: called with the id of each plan after its report.
-        then: called when a plan is forgotten, after ``on_end``. Idempotent.
     """
 
-    def __init__(
-        self,
-        routes: Iterable[GroupRoute],
-        guard: CallGuard,
-        on_end: Callable[[int], None],
-        then: Callable[[], None],
-    ) -> None:
-        self._guard = guard
+    def __init__(self, routes: Iterable[GroupRoute], on_end: Callable[[int], None]) -> None:
         self._on_end = on_end
-        self._then = then
+        self._poller: EventPoller | None = None
         self._on_report: Callable[[TransferReport], None] = lambda report: None
         self._transfers: dict[int, _Transfer] = {}
         self._counts = {route: RunningCounts() for route in routes}
 
-    def open(self, on_report: Callable[[TransferReport], None]) -> None:
-        """Send the reports to ``on_report`` from now on."""
-        self._on_report = on_report
+    def open(self, poller: EventPoller, on_report: Callable[[TransferReport], None]) -> None:
+        """Send the reports to ``on_report`` from now on, in callbacks of ``poller``."""
+        self._poller, self._on_report = poller, on_report
 
     @property
     def in_flight(self) -> Iterable[int]:
@@ -124,38 +114,30 @@ class PeerPlans:
             is_touched: the blocks of a plan that has failed may have been written.
         """
         transfer = self._transfers.get(transfer_id)
-        if transfer is None:
+        if transfer is None or transfer.end is not None:
             return
-        if transfer.end is None:
-            if failure is not None:
-                failure = CopyError(leading_blocks, failure.reason)
-            transfer.end = (leading_blocks, failure)
-            transfer.is_touched = is_touched
-        # Again in a repeated call: an interrupt may have come before it.
-        self._guard.soon(partial(self._finish, transfer))
+        if failure is not None:
+            failure = CopyError(leading_blocks, failure.reason)
+        transfer.end = (leading_blocks, failure)
+        transfer.is_touched = is_touched
+        if self._poller is not None and not self._poller.closed:
+            self._poller.soon(partial(self._finish, transfer, *transfer.end))
 
-    def _finish(self, transfer: _Transfer) -> None:
-        """Report a plan that is at rest. Idempotent."""
-        plan = transfer.plan
-        if transfer.end is None or self._transfers.get(plan.transfer_id) is not transfer:
-            return
-        leading, failure = transfer.end
-        outcome = transfer.outcome
+    def _finish(self, transfer: _Transfer, leading: int, failure: CopyError | None) -> None:
+        """Report a plan that is at rest."""
+        plan, outcome = transfer.plan, transfer.outcome
         transfer.counter.finish(failure)
-        if not transfer.reported:
-            report = TransferReport(
-                transfer_id=plan.transfer_id,
-                outcome=outcome,
-                first_bad_block=leading if outcome == "failed" else 0,
-                reason="" if failure is None else failure.reason,
-            )
-            deliver(self._on_report, report)
-            transfer.reported = True
+        report = TransferReport(
+            transfer_id=plan.transfer_id,
+            outcome=outcome,
+            first_bad_block=leading if outcome == "failed" else 0,
+            reason="" if failure is None else failure.reason,
+        )
+        deliver(self._on_report, report)
         self._on_end(plan.transfer_id)
         del self._transfers[plan.transfer_id]
         moved_bytes = transfer.num_bytes // max(plan.num_blocks, 1) * leading
         self._counts[plan.group_route].end(plan.transfer_id, outcome, moved_bytes)
-        self._then()
 
     def lane_statistics(self) -> dict[GroupRoute, RouteStatistics]:
         """Return the counts of each route. Any thread."""

@@ -14,7 +14,6 @@ callback of the loop, when nothing accesses its device blocks any more.
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -25,7 +24,6 @@ from aiokv.errors import ClosedError, PeerError, UsageError
 from aiokv.layout.block_layout import split_layers
 from aiokv.layout.mapping import BlockLayout
 from aiokv.peers.accepted import AcceptedConnections
-from aiokv.peers.call_guard import CallGuard
 from aiokv.peers.device_parcels import DeviceParcelWork
 from aiokv.peers.listener import listen
 from aiokv.peers.mappings import Mappings
@@ -64,7 +62,6 @@ if TYPE_CHECKING:
     from aiokv.worker.poller import EventPoller
     from aiokv.worker.steps import WorkerSteps
 
-SPARE_SECONDS: Final = 1.0
 LAST_MESSAGES_SECONDS: Final = 0.5  # for the last messages to be sent, when the worker closes
 LAST_WRITES_SECONDS: Final = 5.0  # for threads and writes to end, when the worker closes
 
@@ -108,10 +105,9 @@ class PeerTransfers:
         self._poller: EventPoller | None = None
         self._identity: StoreIdentity | None = None
         self._transport: Transport = make_transport(peers)
-        self._guard = CallGuard(self._all_connections)
-        self._plans = PeerPlans(self.routes, self._guard, on_end, self._reclaim)
+        self._plans = PeerPlans(self.routes, on_end)
         self._listener: Listener | None = None
-        self._accepted = AcceptedConnections(self._transport, self._guard)
+        self._accepted = AcceptedConnections(self._transport)
         self._opener: TicketOpener | None = None
         self._receiver: Receiver[Connection] | None = None
         self._sender: Sender[Connection] | None = None
@@ -122,7 +118,7 @@ class PeerTransfers:
         self._on_ticket_end: Callable[[bytes, str], None] = lambda ticket_id, reason: None
         self._work: SlotAccess | None = None
         self._writes: set[asyncio.Task[None]] = set()
-        self._timers: list[asyncio.TimerHandle] = []
+        self._timer: asyncio.TimerHandle | None = None
         self._closing = False
 
     # --- memory -----------------------------------------------------------------------------------
@@ -173,8 +169,7 @@ class PeerTransfers:
         options = self._checked()
         self._identity = identity
         self._poller = poller
-        self._guard.open(poller)
-        self._plans.open(on_report)
+        self._plans.open(poller, on_report)
         self._on_ticket_end = on_ticket_end
         try:
             await self._open_slots()
@@ -227,14 +222,7 @@ class PeerTransfers:
         )
         self.layout = layout.encode()
         parts = SlotWork(
-            slots,
-            per_slot,
-            access,
-            mappings,
-            self._copies,
-            self._steps.clock,
-            self._plans,
-            self._guard,
+            slots, per_slot, access, mappings, self._copies, self._steps.clock, self._plans
         )
         if num_landing:
             self._open_receiver(parts, landing, identity)
@@ -279,7 +267,6 @@ class PeerTransfers:
             self._sender,
             self._transport,
             self._checked().key,
-            self._guard,
             rank=identity.rank,
             block_tokens=identity.block_tokens,
             layout=self.layout,
@@ -350,7 +337,7 @@ class PeerTransfers:
             self._opener.stop()
         if self._listener is not None:
             await self._listener.aclose()
-        self._cancel_timers()
+        self._cancel_timer()
         await self._end_connections("the engine closed")
         await self._transport.aclose()
         if self._work is not None:
@@ -365,7 +352,7 @@ class PeerTransfers:
     def _end_tickets(self, reason: str) -> None:
         for end in (self._receiver, self._sender):
             if end is not None:
-                self._guard.surely(partial(end.close, reason))
+                end.close(reason)
 
     async def _end_connections(self, reason: str) -> None:
         connections = self._all_connections()
@@ -480,11 +467,10 @@ class PeerTransfers:
         reason = reason[:MAX_REASON_CHARACTERS]
         for end in (self._receiver, self._sender):
             if end is not None:
-                self._guard.surely(partial(end.close_ticket, ticket_id, reason))
+                end.close_ticket(ticket_id, reason)
         if self._opener is not None:
             self._opener.close_ticket(ticket_id)
         self._marks.forget(ticket_id)
-        self._guard.surely(self._reclaim)
 
     @property
     def layer_ends(self) -> list[int]:
@@ -497,7 +483,7 @@ class PeerTransfers:
         self._steps.check_event(event)
         if self._sender is not None and ticket_id in self._sender.ticket_ids:
             self._marks.note(ticket_id, mark, event)
-            self._guard.surely(self._sender.release_held)
+            self._sender.release_held()
 
     # --- plans ------------------------------------------------------------------------------------
 
@@ -530,13 +516,13 @@ class PeerTransfers:
             return "too late"
         for end in (self._receiver, self._sender):
             if end is not None:
-                self._guard.surely(partial(end.cancel, transfer_id, "cancelled"))
+                end.cancel(transfer_id, "cancelled")
         return "asked"
 
     def step_closed(self) -> None:
         """Send the plans that waited for a step."""
         if self._sender is not None:
-            self._guard.surely(self._sender.release_held)
+            self._sender.release_held()
 
     def lane_statistics(self) -> dict[GroupRoute, RouteStatistics]:
         """Return the counts of each route. Any thread."""
@@ -568,21 +554,14 @@ class PeerTransfers:
         """Wait for the next deadline of a ticket."""
         ends = [end.next_deadline for end in (self._receiver, self._sender) if end is not None]
         deadlines = [deadline for deadline in ends if deadline is not None]
-        self._cancel_timers()
+        self._cancel_timer()
         if deadlines and not self._closing:
             loop = asyncio.get_running_loop()
-            # The second one is for an interrupt that hits the first one.
-            self._timers = [
-                loop.call_at(min(deadlines) + delay, self._on_timer)
-                for delay in (0.0, SPARE_SECONDS)
-            ]
+            self._timer = loop.call_at(min(deadlines), self._expire)
 
-    def _cancel_timers(self) -> None:
-        for timer in self._timers:
-            timer.cancel()
-
-    def _on_timer(self) -> None:
-        self._guard.surely(self._expire)
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _expire(self) -> None:
         now = self._now()
@@ -591,17 +570,7 @@ class PeerTransfers:
                 end.expire(now)
         if self._opener is not None:
             self._opener.release_ended()
-        self._reclaim()
         self._arm()
-
-    def _reclaim(self) -> None:
-        """Free what an interrupt has lost, when nothing is in progress. Idempotent."""
-        work = self._work
-        if self._writes or not self._accepted.is_idle or work is None or not work.is_idle:
-            return
-        for end in (self._receiver, self._sender):
-            if end is not None:
-                end.reclaim()
 
     # --- helpers ----------------------------------------------------------------------------------
 

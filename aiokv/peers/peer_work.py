@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from aiokv.base.plan import Route, TransferPlan
     from aiokv.peers.arrivals import Parcel as Received
     from aiokv.peers.arrivals import Receive, SlotCopy
-    from aiokv.peers.call_guard import CallGuard
     from aiokv.peers.departures import Parcel as Sent
     from aiokv.peers.departures import Send, SlotFill
     from aiokv.peers.mappings import Mappings
@@ -56,14 +55,12 @@ class DeviceCopies(Protocol):
         on_end: Callable[[CopyError | None], None],
         keys: bytes = b"",
     ) -> None:
-        """Begin a copy behind a step or an event; without effect while a copy of this id is in
-        flight.
+        """Begin a copy behind a step or an event.
 
         With ``keys``, 32 bytes per slot in the memory of the device, ``SEND`` seals the slots, and
         ``RECEIVE`` fails for those that have other trailers.
 
-        ``on_end`` is called once, in a callback of the loop, with the failure or None; again when
-        an interrupt kept it from returning.
+        ``on_end`` is called once, in a callback of the loop, with the failure or None.
         """
 
     def cancel(self, transfer_id: int) -> Cancelled:
@@ -81,7 +78,6 @@ class SlotWork(NamedTuple):
         copies: copies between device blocks and slots.
         clock: numbers of the steps on the device.
         plans: that are reported.
-        guard: calls what an interrupt must not lose.
     """
 
     arena: ArenaSlots
@@ -91,7 +87,6 @@ class SlotWork(NamedTuple):
     copies: DeviceCopies
     clock: StepClock
     plans: PeerPlans
-    guard: CallGuard
 
 
 class ReceiverWork:
@@ -121,7 +116,7 @@ class ReceiverWork:
         self._parts.access.verify(self._landing, parcels, self._verified)
 
     def _verified(self, parcels: list[Received], are_right: list[bool]) -> None:
-        self._parts.guard.guarded(partial(self._receiver.verified, parcels, are_right))
+        self._receiver.verified(parcels, are_right)
 
     def place(self, parcels: Sequence[Received], slots: Sequence[dict[int, int]]) -> None:
         """Place parcels in assembly slots."""
@@ -138,21 +133,17 @@ class ReceiverWork:
         if not is_done:
             for parcel in parcels:
                 self._receiver.close_ticket(parcel.ticket_id, "an internal error")
-        self._parts.guard.guarded(partial(self._receiver.placed, parcels))
+        self._receiver.placed(parcels)
 
     def copy(self, copy: SlotCopy) -> None:
         """Copy landing slots or assembly slots to device blocks."""
-        self._parts.guard.surely(partial(self._begin_copy, copy))
-
-    def _begin_copy(self, copy: SlotCopy) -> None:
-        """Begin a copy, unless it has begun. Idempotent."""
         receiver, parts = self._receiver, self._parts
-        if copy.is_begun or not receiver.admit(copy):
+        if not receiver.admit(copy):
             return
         first, pitch = 0, parts.blocks_per_slot
         if copy.is_assembled:
             first, pitch = parts.arena.first_assembly, 1
-        copy.copy_id = copy.copy_id or parts.copies.new_copy_id()
+        copy.copy_id = parts.copies.new_copy_id()
         plan = copy.receive.plan
         parts.copies.copy(
             copy.copy_id,
@@ -161,10 +152,9 @@ class ReceiverWork:
             [first + slot * pitch for slot in copy.slots],
             copy.device_ids,
             plan.after_step,
-            lambda failure: parts.guard.guarded(partial(receiver.copied, copy, failure)),
+            partial(receiver.copied, copy),
             parts.access.landing_keys(copy.slots),
         )
-        copy.is_begun = True
         parts.plans.note_start(plan.transfer_id)
 
     def take_back(self, copy: SlotCopy) -> bool:
@@ -226,14 +216,10 @@ class SenderWork:
 
     def fill(self, fill: SlotFill) -> None:
         """Copy device blocks to outgoing slots."""
-        self._parts.guard.surely(partial(self._begin_fill, fill))
-
-    def _begin_fill(self, fill: SlotFill) -> None:
-        """Begin a copy, unless it has begun. Idempotent."""
         sender, parts = self._sender, self._parts
-        if fill.is_begun or not sender.admit(fill):
+        if not sender.admit(fill):
             return
-        fill.copy_id = fill.copy_id or parts.copies.new_copy_id()
+        fill.copy_id = parts.copies.new_copy_id()
         plan = fill.send.plan
         is_noted = self._marks.has(plan.peer, plan.mark)
         parts.copies.copy(
@@ -243,10 +229,9 @@ class SenderWork:
             fill.device_ids,
             [parts.arena.first_outgoing + slot for slot in fill.slots],
             self._marks.event(plan.peer, plan.mark) if is_noted else plan.after_step,
-            lambda failure: parts.guard.guarded(partial(sender.filled, fill, failure)),
+            partial(sender.filled, fill),
             parts.access.outgoing_keys(fill.parcels),
         )
-        fill.is_begun = True
         parts.plans.note_start(plan.transfer_id)
 
     def seal(self, parcels: Sequence[Sent[Connection]]) -> None:
@@ -257,7 +242,7 @@ class SenderWork:
         if not is_done:
             for parcel in parcels:
                 self._sender.close_ticket(parcel.send.plan.peer, "an internal error")
-        self._parts.guard.guarded(partial(self._sender.sealed, parcels))
+        self._sender.sealed(parcels)
 
     def write(self, connection: Connection, parcels: Sequence[Sent[Connection]]) -> None:
         """Write parcels to the slots of their credits."""
@@ -293,7 +278,7 @@ class SenderWork:
             abort_for(connection, error)
 
     def _written(self, parcels: list[Sent[Connection]], task: asyncio.Future[Any]) -> None:
-        self._parts.guard.surely(partial(self._sender.written, parcels))
+        self._sender.written(parcels)
 
     def sent(self, send: Send) -> None:
         """Report a SEND plan. Idempotent."""
@@ -301,4 +286,4 @@ class SenderWork:
 
     def ended(self, ticket_id: bytes, reason: str) -> None:
         """Tell the end of a ticket that was sent. Idempotent."""
-        self._parts.guard.soon(partial(self._on_ticket_end, ticket_id, reason))
+        self._parts.access.soon(partial(self._on_ticket_end, ticket_id, reason))

@@ -13,9 +13,6 @@ A plan ends when all its blocks are there, or when it was given up: at the deadl
 when its sender is gone, when it is cancelled. It is reported after its last copy has ended, so no
 byte of it reaches a block that was given to another lease (I11): parcels that arrive later stay in
 their landing slots, and are dropped there.
-
-Interrupts (Ctrl-C): what ends plans and tickets may be called again. What frees a slot notes that
-first: an interrupt may lose a slot, until ``reclaim``, but never frees one twice.
 """
 
 from __future__ import annotations
@@ -672,19 +669,6 @@ class Receiver(Generic[C]):
     def is_quiet(self) -> bool:
         """True without tickets and plans."""
         return not self._tickets and not self._receives
-
-    def reclaim(self) -> None:
-        """Free what an interrupt has lost, if no open ticket and no plan is left. Idempotent.
-
-        No parcel is being verified or placed.
-        """
-        if self._receives or any(not incoming.closed for incoming in self._tickets.values()):
-            return
-        self._tickets.clear()
-        self._ring.reclaim()
-        self._assembly.reclaim()
-        self._unplanned.reclaim()
-        self._grant()
 
     def violations(self) -> list[str]:
         """Return a description of each violated invariant, computed from scratch."""

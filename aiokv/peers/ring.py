@@ -213,27 +213,6 @@ class LandingRing(Generic[C]):
         """
         self._release(slot, self._in_state(slot, SlotState.LANDED))
 
-    def reclaim(self) -> int:
-        """Free all slots with landed parcels, which nothing uses; return how many there were.
-
-        Counts again what an interrupt may have left inconsistent. Without such slots and counts,
-        the time does not depend on the number of slots: this is called at the end of a ticket.
-        """
-        counts = self._counts
-        is_counted = len(self._free) == counts[SlotState.FREE] and sum(counts) == self.num_slots
-        if is_counted and not counts[SlotState.LANDED]:
-            return 0
-        lost = [slot for slot in self._slots if slot.state is SlotState.LANDED]
-        for slot in lost:
-            slot.state, slot.owner = SlotState.FREE, None
-        free = [i for i, slot in enumerate(self._slots) if slot.state is SlotState.FREE]
-        known = set(free)
-        listed = [index for index in self._free if index in known]
-        self._free = deque(dict.fromkeys([*listed, *free]))
-        for state in SlotState:
-            self._counts[state] = sum(slot.state is state for slot in self._slots)
-        return len(lost)
-
     # --- the end of a connection ------------------------------------------------------------------
 
     def revoke(self, connection: C, *, may_write: bool) -> list[int]:

@@ -89,12 +89,6 @@ class SendQueue(Generic[C]):
         self.credits.clear()
         self.wanted = 0
 
-    def reclaim(self) -> None:
-        """Forget the parcels and tickets, which have ended."""
-        self.waiting.clear()
-        self.tickets.clear()
-        self.slots = 0
-
     def violations(self) -> list[str]:
         """Return a description of each violated invariant."""
         found = len(self.credits) + self.wanted

@@ -11,9 +11,6 @@
 A parcel takes an outgoing slot only when it has a credit, so a receiver that stalls holds no more
 slots than it gave credits. A plan is reported when all its parcels are acknowledged, or when it was
 given up; at the earliest when no copy reads its device blocks any more.
-
-Interrupts (Ctrl-C): what ends plans and tickets may be called again. An interrupt may lose an
-outgoing slot, until ``reclaim``, but never frees one twice.
 """
 
 from __future__ import annotations
@@ -523,19 +520,6 @@ class Sender(Generic[C]):
     def is_quiet(self) -> bool:
         """True without tickets and plans."""
         return not self._tickets and not self._sends
-
-    def reclaim(self) -> None:
-        """Free what an interrupt has lost, if no open ticket and no plan is left. Idempotent.
-
-        No parcel is being sealed or written.
-        """
-        if self._sends or any(not outgoing.closed for outgoing in self._tickets.values()):
-            return
-        self._tickets.clear()
-        self._slots.reclaim()
-        for queue in self._queues.values():
-            queue.reclaim()
-            self._return_spare(queue)
 
     def violations(self) -> list[str]:
         """Return a description of each violated invariant, computed from scratch."""

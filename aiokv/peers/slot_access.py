@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 class SlotAccess(ABC):
     """Verifies and places received parcels, cuts and seals parcels to be sent.
 
-    Each call returns at once. Its continuation ``then`` is called in a later callback of the loop,
-    again when an interrupt kept it from returning, so it is idempotent.
+    Each call returns at once. Its continuation ``then`` is called in a later callback of the loop.
 
     Args:
         poller: open; calls the continuations.
@@ -32,13 +31,7 @@ class SlotAccess(ABC):
     def __init__(self, poller: EventPoller) -> None:
         self._poller = poller
         self._running: set[asyncio.Future[Any]] = set()  # work that accesses slots
-        self._unfinished: set[object] = set()  # work whose continuation has not returned
         self._unverified: list[Received] = []
-
-    @property
-    def is_idle(self) -> bool:
-        """True when nothing is in progress, and no continuation is left to be called."""
-        return not self._running and not self._unfinished and not self._unverified
 
     async def finish(self) -> None:
         """Wait until no work accesses a slot.
@@ -74,14 +67,13 @@ class SlotAccess(ABC):
             then: gets parcels, and for each True if its bytes are right.
         """
         if not self._unverified:
-            self._soon(partial(self._verify_all, memory, then))
+            self.soon(partial(self._verify_all, memory, then))
         self._unverified += parcels
 
     def _verify_all(self, memory: PeerMemory, then: Verified) -> None:
-        """Begin to verify all parcels. Idempotent, as ``then``."""
-        if self._unverified:
-            self._begin_verification(memory, list(self._unverified), then)
-            self._unverified.clear()  # at the end: an interrupt before it loses none
+        """Begin to verify all parcels."""
+        parcels, self._unverified = self._unverified, []
+        self._begin_verification(memory, parcels, then)
 
     @abstractmethod
     def _begin_verification(
@@ -116,22 +108,8 @@ class SlotAccess(ABC):
             then: gets parcels, and False if an error has left them without trailers.
         """
 
-    # --- continuations ----------------------------------------------------------------------------
-
-    def _expect(self, then: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return ``then`` as a continuation; the work is in progress until it has returned."""
-        token = object()
-        self._unfinished.add(token)
-        return partial(self._continue, token, then)
-
-    def _continue(self, token: object, then: Callable[[Any], None], result: Any) -> None:
-        then(result)
-        self._unfinished.discard(token)
-
-    def _continue_soon(self, then: Callable[[Any], None], result: Any) -> None:
-        self._soon(partial(self._expect(then), result))
-
-    def _soon(self, action: Callable[[], object]) -> None:
+    def soon(self, action: Callable[[], object]) -> None:
+        """Call ``action()`` in a later callback of the loop, unless the poller is closed."""
         if not self._poller.closed:
             self._poller.soon(action)
 

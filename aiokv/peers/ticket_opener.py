@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiokv.layout.mapping import Mapping
-    from aiokv.peers.call_guard import CallGuard
     from aiokv.peers.messages import Landed, Message
     from aiokv.peers.sender import Sender
     from aiokv.peers.ticket import Endpoint, Ticket
@@ -81,7 +80,6 @@ class TicketOpener:
         sender: gets the tickets that all their receivers have accepted, and the other messages.
         transport: open.
         secret: of the connections.
-        guard: calls what an interrupt must not lose.
         rank: number of this rank.
         block_tokens: positions per block of this engine.
         layout: of the blocks of this rank, encoded.
@@ -93,7 +91,6 @@ class TicketOpener:
         sender: Sender[Connection],
         transport: Transport,
         secret: bytes,
-        guard: CallGuard,
         *,
         rank: int,
         block_tokens: int,
@@ -103,7 +100,6 @@ class TicketOpener:
         self._layer_ranges = layer_ranges
         self._sender = sender
         self._transport = transport
-        self._guard = guard
         self._rank = rank
         self._block_tokens = block_tokens
         self._layout = layout
@@ -287,7 +283,7 @@ class TicketOpener:
             if connection in self._opening[message.ticket_id].asked:
                 self._end_opening(message.ticket_id, f"the receiver gave up: {message.reason}")
             return
-        self._guard.guarded(partial(self._sender.on_message, connection, message))
+        self._sender.on_message(connection, message)
 
     def _take_reply(self, connection: Connection, message: Accepted | Refused) -> None:
         key = (connection, message.ticket_id)
@@ -306,10 +302,6 @@ class TicketOpener:
 
     def on_closed(self, connection: Connection, reason: str) -> None:
         """Note the end of a connection."""
-        self._guard.surely(partial(self._end, connection, reason))
-
-    def _end(self, connection: Connection, reason: str) -> None:
-        """Note the end of a connection. Idempotent."""
         self._links.pop(connection, None)
         self._linking.pop(connection, None)
         for key in [key for key in self._late_replies if key[0] is connection]:

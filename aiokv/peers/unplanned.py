@@ -31,10 +31,6 @@ class UnplannedParcels:
         """Note that a ticket has none, and will have none. Idempotent."""
         self._tickets.pop(incoming, None)
 
-    def reclaim(self) -> None:
-        """Forget all tickets, which have ended."""
-        self._tickets.clear()
-
     @property
     def has_room(self) -> bool:
         """True if one more landing slot may have an unplanned parcel."""

@@ -32,7 +32,7 @@ from aiokv.peers.sockets import connected_socket, deadline, place, prove_as_clie
 from aiokv.peers.write_queue import ParcelWrites, WriteQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from aiokv.peers.handshake import SessionKeys
     from aiokv.peers.messages import Landed, Message
@@ -253,14 +253,12 @@ class Connection(Unique):
         """
         if self.reason:
             return
-        # The second one is for an interrupt that hits this call, or the first one.
-        for _ in range(2):
-            self._loop.call_soon(self._tell_closed)
+        self._loop.call_soon(self._tell_closed)
         self.reason = reason or "aborted"
         self._stop()
 
     def _stop(self) -> None:
-        """Access no memory of parcels any more. Idempotent."""
+        """Access no memory of parcels any more."""
         if self._timer is not None:
             self._timer.cancel()
         if self._reader is not None:
@@ -271,14 +269,10 @@ class Connection(Unique):
         if not self._holds:
             self._close_socket()
         self._queue.fail(self.reason)
-        if not self._closed.done():
-            self._closed.set_result(self.reason)
+        self._closed.set_result(self.reason)
 
     def _tell_closed(self) -> None:
-        """Tell the handler that the connection has ended. Idempotent."""
-        self.reason = self.reason or "an interrupt"
-        if self._socket.fileno() >= 0:
-            self._stop()
+        """Tell the handler that the connection has ended."""
         if self._handler is not None:
             self._handler.on_closed(self.reason)
         self._handler = None  # without the cycle of handler and connection, both are freed at once
@@ -400,9 +394,6 @@ class Connection(Unique):
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        self._surely(self._write_queue)
-
-    def _write_queue(self) -> None:
         self._flush_scheduled = False
         if not self._writer_armed:
             self._on_writable()
@@ -424,19 +415,8 @@ class Connection(Unique):
         except BaseException as error:
             self.abort(f"an internal error: {error!r}")
             raise
-        self._surely(self._after_write)
-
-    def _after_write(self) -> None:
         self._arm(bool(self._queue))
         self._end_if_sent()
-
-    def _surely(self, action: Callable[[], None]) -> None:
-        """Call ``action()``; an interrupt (Ctrl-C) in it ends the connection."""
-        try:
-            action()
-        except BaseException as error:
-            self.abort(f"an internal error: {error!r}")
-            raise
 
     def _arm(self, wanted: bool) -> None:
         """Write when the socket is writable, while bytes wait."""
@@ -455,17 +435,12 @@ class Connection(Unique):
     # --- liveness ---------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        self._surely(self._count_interval)
-
-    def _count_interval(self) -> None:
         """Count an interval in which the peer sent nothing, or read nothing."""
         if not self._received:
             self._on_readable()  # fewer bytes than WAKE_BYTES, or the loop was blocked
             if self.reason:
                 return
         self._timer = self._loop.call_later(self._limits.ping_seconds, self._check)
-        if self._queue.waiting and not self._writer_armed:
-            self._write_queue()  # an interrupt may have kept it from being written
         waits = bool(self._queue)
         self._stuck = self._stuck + 1 if waits and not self._sent else 0
         # A peer that reads parcels runs: a Ping may be queued behind them in its kernel.

@@ -117,7 +117,7 @@ class WriteQueue:
     def buffers(self) -> list[memoryview]:
         """Return the next bytes to write, at most ``WRITE_BYTES``, not copied."""
         while self._queue and self._active_bytes < WRITE_BYTES:
-            queued = self._queue[0]
+            queued = self._queue.popleft()
             writes = queued.writes
             if writes is None or queued.parcel is None:
                 self._activate(memoryview(self._writer.frame(queued.message)), None)
@@ -126,7 +126,6 @@ class WriteQueue:
                 frame = self._writer.frame(queued.message, has_parcel=True)
                 self._activate(memoryview(frame), None)
                 self._activate(queued.parcel, writes)
-            self._queue.popleft()  # at the end: an interrupt before it fails the write
         return _first_bytes(self._active, WRITE_BYTES)
 
     def _activate(self, buffer: memoryview, writes: ParcelWrites | None) -> None:
@@ -144,7 +143,7 @@ class WriteQueue:
             sent -= len(buffer)
             if writes is not None:
                 writes.note_written()
-            self._active.popleft()  # at the end: an interrupt before it fails the write
+            self._active.popleft()
 
     def fail(self, reason: str) -> None:
         """Drop everything: the connection has ended. Idempotent."""

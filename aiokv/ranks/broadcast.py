@@ -21,7 +21,6 @@ from aiokv.ranks.channel import MAX_FRAME_BYTES, frame_of
 from aiokv.ranks.messages import TransferBatch, encode
 from aiokv.ranks.reduce import GroupTransfer
 from aiokv.worker.device.base import CopyError
-from aiokv.worker.interrupts import call_surely
 from aiokv.worker.lanes import RunningCounts, worker_statistics
 from aiokv.worker.layers import LayerDoneCounter
 from aiokv.worker.reports import deliver
@@ -186,9 +185,6 @@ class TransferBroadcast:
     def flush(self) -> None:
         """Send the plans of this pass, encoded once, to every rank."""
         self._flush_scheduled = False
-        call_surely(self._flush, self._schedule_flush)  # a message that was sent is not sent again
-
-    def _flush(self) -> None:
         if not (self._new_plans or self._new_cancels or self._new_priorities):
             return
         batch = TransferBatch(

@@ -296,6 +296,10 @@ class RankGroup(Unique):
             self._transfers.give_up_all(CopyError(0, "the group closed"))
             self._transfers.end_all()
 
+    def give_up(self) -> None:
+        """Wait for no more reports; see :meth:`Worker.give_up`."""
+        self._transfers.give_up_all(CopyError(0, "the engine is broken"))
+
     def close_without_loop(self) -> None:
         """Kill the started processes and remove the socket, after the loop was closed."""
         self._closing = True

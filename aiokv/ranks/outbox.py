@@ -6,7 +6,6 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from aiokv.ranks.messages import Reports
-from aiokv.worker.interrupts import call_surely
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,9 +68,6 @@ class Outbox:
         self._scheduled = False
         if not self.generation:
             return
-        call_surely(self._flush, self._schedule)  # the manager ignores a report that it has
-
-    def _flush(self) -> None:
         self._send(
             Reports(
                 generation=self.generation,

@@ -20,8 +20,10 @@ from aiokv.base.checks import timeout as timeout_of
 from aiokv.base.groups import ATTENTION
 from aiokv.base.logs import Log
 from aiokv.base.plan import FETCH, TransferReport
+from aiokv.base.state_guard import StateGuard
 from aiokv.errors import (
     AiokvError,
+    BrokenEngineError,
     ClosedError,
     ConfigError,
     LayoutError,
@@ -41,6 +43,7 @@ from aiokv.ranks.messages import (
     CloseTicket,
     ControlReply,
     Expect,
+    FromManager,
     Hello,
     Left,
     Lookup,
@@ -151,7 +154,9 @@ class Rank(Unique):
         self._peers = peers
         self._openings = Openings()
         self._controller = self._new_controller()
-        self._poller = EventPoller()
+        self._guard = StateGuard()
+        self._guard.open(self._give_up)
+        self._poller = EventPoller(self._guard)
         self._outbox = Outbox(self._send, lambda: self._controller.steps.clock.finished)
         self._counters = Counters()
         self.layer_waits = LayerWaits()
@@ -390,6 +395,12 @@ class Rank(Unique):
     def _entered_controller(self) -> CacheController:
         if not self._opened:
             raise UsageError(_NOT_ENTERED)
+        if self._guard.failure is not None:
+            raise BrokenEngineError(
+                f"rank {self.rank} is broken: {type(self._guard.failure).__name__} has ended a "
+                "change of its state",
+                hint="close the rank, and start its process again",
+            ) from self._guard.failure
         return self._controller
 
     def _check_entered(self) -> None:
@@ -399,7 +410,13 @@ class Rank(Unique):
     # --- from the manager -----------------------------------------------------------------------
 
     def _on_frame(self, frame: bytes) -> None:
-        message = decode_from_manager(frame)
+        try:
+            self._take(decode_from_manager(frame))
+        except BaseException as error:
+            self._guard.note(error)
+            raise
+
+    def _take(self, message: FromManager) -> None:
         if isinstance(message, TransferBatch):
             self._on_batch(message)
         elif isinstance(message, Ping):
@@ -490,6 +507,14 @@ class Rank(Unique):
 
     def _on_closed(self, reason: str) -> None:
         self._disconnected.set_result(None)
+        self._end(reason)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Leave the group: ``error`` has left the state of the rank unknown."""
+        reason = f"rank {self.rank} is broken by {error!r}"
+        log.error("rank.broken", rank=self.rank, reason=repr(error))
+        self._controller.give_up()
+        self._channel.cut(reason)
         self._end(reason)
 
     def _end(self, reason: str) -> None:

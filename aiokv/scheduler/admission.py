@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from aiokv.scheduler.effects import Outbox
     from aiokv.scheduler.gate import Gate
     from aiokv.scheduler.granting import Granting
+    from aiokv.scheduler.guarded import TransitionErrors
     from aiokv.scheduler.line import Ticket
     from aiokv.scheduler.quota import SaltQuota
 
@@ -74,8 +75,15 @@ class Admission:
     """
 
     def __init__(
-        self, core: Core, gate: Gate, quota: SaltQuota, granting: Granting, outbox: Outbox
+        self,
+        core: Core,
+        gate: Gate,
+        quota: SaltQuota,
+        granting: Granting,
+        outbox: Outbox,
+        errors: TransitionErrors,
     ) -> None:
+        self._errors = errors
         self._core = core
         self._gate = gate
         self._quota = quota
@@ -214,10 +222,7 @@ class Admission:
         self._endings.add(lines, lambda request: self._refuse(request, error()))
 
     def serve(self) -> bool:
-        """Serve due requests, at most ``PER_CALL`` of each kind; return True if some are left.
-
-        ``KeyboardInterrupt`` may end the call anywhere; the next call continues.
-        """
+        """Serve due requests, at most ``PER_CALL`` of each kind; return True if some are left."""
         is_left = False
         for serve_one in (self._endings.end_one, self._serve_quota, self._serve_first):
             for _ in range(PER_CALL):
@@ -246,13 +251,10 @@ class Admission:
                 self._outbox.effects.turns.append(request.lease_id)
             return False  # it stays first until it has taken its blocks or has left the line
         lease_id = request.lease_id
-        grant: Grant | None
         try:
-            if self._core.is_granted(lease_id):  # an interrupt came after the grant
-                grant = self._granting.loading(lease_id)
-            else:
-                grant = self._attempt(request)
+            grant = self._attempt(request)
         except Exception as error:  # the waiting lease gets it, not the lease that made room
+            self._errors.note(error)
             self._outbox.effects.refused.append((lease_id, error))
             self.leave(lease_id)
             return True

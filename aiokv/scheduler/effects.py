@@ -58,9 +58,6 @@ class Moved(NamedTuple):
 class Effects:
     """Follow-ups of transitions; the dispatcher applies the fields in the order listed here.
 
-    The dispatcher removes each entry after applying it. So an exception such as
-    ``KeyboardInterrupt`` between two entries loses none: the next transition returns the rest.
-
     Attributes:
         computed: blocks whose checksums the worker records when the open step has finished.
         submit: plans for the worker.

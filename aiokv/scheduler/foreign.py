@@ -61,8 +61,7 @@ class ForeignBlocks:
         core = self._core
         if self._records_checksums and len(queued := core.take_queued_ids()):
             self._outbox.effects.computed.append(queued)
-        self._releases.freed.extend(core.end_saved())
-        self._releases.forget_freed()
+        self._releases.forget(core.end_saved())
         for lease_id in core.take_advanced():
             self._pending.advanced(lease_id)
         if idle := core.take_idle():

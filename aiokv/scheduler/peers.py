@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from itertools import starmap
 from typing import TYPE_CHECKING
 
-from aiokv.errors import AiokvError, UsageError
+from aiokv.errors import UsageError
 from aiokv.scheduler.effects import Moved
 from aiokv.scheduler.groups import block_groups
+from aiokv.scheduler.guarded import guarded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from aiokv.config.cache_config import CacheConfig
     from aiokv.scheduler.clock import StepClock
     from aiokv.scheduler.effects import Done, Effects, Outbox
+    from aiokv.scheduler.guarded import TransitionErrors
     from aiokv.scheduler.owners import Owners
     from aiokv.scheduler.pending import PendingBlocks
     from aiokv.scheduler.plans import Plans
@@ -34,6 +34,7 @@ class Peers:
         plans: plans of the transfers.
         outbox: effects of the current transition.
         clock: numbers of the steps.
+        errors: notes the exceptions of transitions.
         owners: names of all existing leases.
         pending: leases that wait for blocks of other leases.
         saver: saves received blocks to host memory.
@@ -48,11 +49,13 @@ class Peers:
         outbox: Outbox,
         clock: StepClock,
         *,
+        errors: TransitionErrors,
         owners: Owners,
         pending: PendingBlocks,
         saver: Saver,
         settle: Callable[[], Effects],
     ) -> None:
+        self.errors = errors
         self._core = core
         self._plans = plans
         self._outbox = outbox
@@ -64,10 +67,10 @@ class Peers:
         self._groups = block_groups(config)
         self._records_checksums = config.verify == "checksum"
         self._block_tokens = config.block_tokens
-        self._begun: deque[int] = deque()  # begun in the core, not submitted yet
 
     # --- transitions ----------------------------------------------------------------------------
 
+    @guarded
     def receive(
         self, lease_id: int, ticket_id: bytes, first_block: int, num_blocks: int
     ) -> tuple[int, Effects]:
@@ -93,6 +96,7 @@ class Peers:
         """
         return self._begin(self._core.receive, lease_id, ticket_id, first_block, num_blocks)
 
+    @guarded
     def send(
         self,
         lease_id: int,
@@ -128,6 +132,7 @@ class Peers:
             self._core.send, lease_id, ticket_id, first_block, num_blocks, first_range, end_range
         )
 
+    @guarded
     def send_early(
         self,
         lease_id: int,
@@ -166,6 +171,7 @@ class Peers:
         step = self._clock.open
         return self._begin(self._core.send_early, lease_id, ticket_id, *blocks, *ranges, mark, step)
 
+    @guarded
     def receive_group(
         self, lease_id: int, ticket_id: bytes, group: str, num_tokens: int
     ) -> tuple[int, Effects]:
@@ -201,6 +207,7 @@ class Peers:
         number, step = self._number(group), self._clock.open
         return self._begin(self._core.receive_group, lease_id, ticket_id, number, num_tokens, step)
 
+    @guarded
     def send_group(
         self, lease_id: int, ticket_id: bytes, group: str, num_tokens: int
     ) -> tuple[int, Effects]:
@@ -224,6 +231,7 @@ class Peers:
         number = self._number(group)
         return self._begin(self._core.send_group, lease_id, ticket_id, number, num_tokens)
 
+    @guarded
     def end(self, lease_id: int, ticket_id: bytes) -> Done:
         """Cancel the transfers of a ticket that are in flight. Idempotent.
 
@@ -237,6 +245,7 @@ class Peers:
             self._core.end_ticket(lease_id, ticket_id)
         return None, self._settle()
 
+    @guarded
     def commit_received(self, lease_id: int, num_tokens: int) -> tuple[int, Effects]:
         """Index the full blocks of the first ``num_tokens`` positions, which were received.
 
@@ -251,12 +260,8 @@ class Peers:
                 ``num_tokens`` exceeds the positions of the lease.
         """
         core = self._core
-        try:
-            first = core.computed_tokens(lease_id) // self._block_tokens
-            published = core.commit_received(lease_id, num_tokens)
-        except AiokvError as error:
-            self._owners.add_to(error)
-            raise
+        first = core.computed_tokens(lease_id) // self._block_tokens
+        published = core.commit_received(lease_id, num_tokens)
         self._note_received(lease_id, first)
         if published:
             self._saver.want()
@@ -296,15 +301,6 @@ class Peers:
         return self._groups[group].number
 
     def _begin(self, begin: Callable[..., int], *args: int | bytes) -> tuple[int, Effects]:
-        try:
-            # `extend` calls the core without Python code in between, where a signal handler could
-            # raise and lose the id of a transfer that has begun.
-            self._begun.extend(starmap(begin, (args,)))
-        except AiokvError as error:
-            self._owners.add_to(error)
-            raise
-        transfer_id = self._begun[-1]
-        while self._begun:
-            self._outbox.effects.submit.append(self._plans.peer(self._begun[0]))
-            self._begun.popleft()
+        transfer_id = begin(*args)
+        self._outbox.effects.submit.append(self._plans.peer(transfer_id))
         return transfer_id, self._outbox.pending

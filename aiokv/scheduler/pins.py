@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aiokv.scheduler.guarded import guarded
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiokv._native import Core
     from aiokv.scheduler.effects import Done, Effects, Outbox
+    from aiokv.scheduler.guarded import TransitionErrors
     from aiokv.scheduler.releases import Releases
 
 
@@ -18,6 +21,7 @@ class Pins:
     Args:
         core: state of the leases.
         outbox: effects of the current transition.
+        errors: notes the exceptions of transitions.
         releases: releases the leases of pins that end.
         settle: ends a transition that may have freed blocks, and returns the effects.
 
@@ -26,8 +30,14 @@ class Pins:
     """
 
     def __init__(
-        self, core: Core, outbox: Outbox, releases: Releases, settle: Callable[[], Effects]
+        self,
+        core: Core,
+        outbox: Outbox,
+        errors: TransitionErrors,
+        releases: Releases,
+        settle: Callable[[], Effects],
     ) -> None:
+        self.errors = errors
         self._core = core
         self._outbox = outbox
         self._releases = releases
@@ -40,11 +50,13 @@ class Pins:
 
     # --- transitions ----------------------------------------------------------------------------
 
+    @guarded
     def await_use(self, lease_id: int) -> Done:
         """Mark this granted lease, whose pin ends when another lease has hit all its blocks."""
         self._core.await_use(lease_id)
         return None, self._outbox.pending
 
+    @guarded
     def pin(self, lease_id: int, *, until_used: bool) -> tuple[tuple[int, str], Effects]:
         """Pin the blocks of a granted lease whose onloads have ended.
 
@@ -63,6 +75,7 @@ class Pins:
         self.num_until_used += until_used
         return (tokens, ""), self._outbox.pending
 
+    @guarded
     def unpin(self, lease_id: int, reason: str) -> Done:
         """End a pin and release its lease. Idempotent."""
         self._end(lease_id, reason)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain, starmap
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,13 +32,10 @@ from aiokv.base.plan import (
 )
 
 if TYPE_CHECKING:
-    from collections import deque
     from collections.abc import Mapping
 
     from aiokv.base.plan import TransferReport
     from aiokv.config.cache_config import CacheConfig, WindowGroup
-
-KEPT_REPORTS: Final = 256  # newest report ids, to detect a report repeated after an interrupt
 
 _POLICIES = {
     "none": NativePolicy.NONE,
@@ -120,7 +116,6 @@ class Plans:
         self._groups = list(windows or ())
         windows_on_host = any(group.host_blocks for group in (windows or {}).values())
         self._saves_groups = saves_states or windows_on_host
-        self._reported: dict[int, None] = {}  # transfers of the newest reports, oldest first
 
     def onload(self, transfer_id: int, priority: Priority) -> TransferPlan:
         """Return the plan of an onload or a move that a grant has begun."""
@@ -213,39 +208,30 @@ class Plans:
             return ATTENTION
         return STATE if number == STATE_GROUP else self._groups[number]
 
-    def take_backups(self, transfer_ids: deque[int]) -> None:
-        """Append the ids of the backups that the write policy begins now; 0 for no backup.
+    def take_backups(self) -> list[int]:
+        """Begin the backups that the write policy wants now, and return their ids.
 
         The core begins at most one offload of the queued blocks, one that keeps evictable blocks
         available ahead of demand, one per snapshot of recurrent state, and one or more per window
-        group. ``extend`` calls the core without Python code in between, where a signal handler
-        could raise and lose the id of a transfer that has begun.
+        group.
         """
-        transfer_ids.extend(starmap(self._core.take_backups, ((),)))
+        begun = [self._core.take_backups()]
         if self._core.wants_write_backs():
-            transfer_ids.extend(starmap(self._core.take_write_backs, ((),)))
+            begun.append(self._core.take_write_backs())
         if self._saves_groups:
-            transfer_ids.extend(iter(self._core.take_group_save, 0))
+            begun.extend(iter(self._core.take_group_save, 0))
+        return [transfer_id for transfer_id in begun if transfer_id]
 
-    def complete(self, report: TransferReport, released: deque[int]) -> None:
+    def complete(self, report: TransferReport) -> list[int]:
         """Commit the verified blocks of a transfer, and roll back its other blocks.
 
-        A report that the poller repeats after an interrupt changes nothing if it was applied.
-
-        Args:
-            report: end of the transfer.
-            released: gets the leases that only waited for this transfer, and are released now.
+        Returns:
+            The leases that only waited for this transfer, and are released now.
         """
-        transfer_id = report.transfer_id
-        is_known = transfer_id in self._reported
-        self._reported[transfer_id] = None
-        if len(self._reported) > KEPT_REPORTS:
-            del self._reported[next(iter(self._reported))]
-        if not is_known or self._core.is_in_flight(transfer_id):
-            # As in `take_backups`: an interrupt must not lose the released leases.
-            outcome = _OUTCOMES[report.outcome]
-            args = (transfer_id, outcome, report.first_bad_block, report.results)
-            released.extend(chain.from_iterable(starmap(self._core.complete, (args,))))
+        outcome = _OUTCOMES[report.outcome]
+        return self._core.complete(
+            report.transfer_id, outcome, report.first_bad_block, report.results
+        )
 
 
 def _indices(blocks: bytes) -> bytes:

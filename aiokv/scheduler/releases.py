@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from aiokv.errors import LeaseError
 from aiokv.scheduler.sharded import SHARDS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from aiokv._native import Core
     from aiokv.scheduler.admission import Admission
@@ -37,7 +35,6 @@ class Releases:
         pending: leases that wait for blocks of other leases.
 
     Attributes:
-        freed: leases that the core has freed; ``forget_freed`` removes them.
         expired_leases: leases that were released because they were not used in time.
     """
 
@@ -63,8 +60,7 @@ class Releases:
         self._pending = pending
         self._requests = admission.requests
         self._waiters = pending.waiters
-        self._batches: dict[int, int] = {}  # ids of the batches in flight, each by itself
-        self.freed: deque[int] = deque()
+        self._batches: set[int] = set()  # ids of the batches in flight
         self.expired_leases = 0
 
     def release(self, lease_id: int, used_in: int = 0) -> None:
@@ -95,7 +91,7 @@ class Releases:
             LeaseError: a lease is not granted, is being swapped, or is listed twice.
         """
         batch_id = self._core.begin_batch(lease_ids)
-        self._batches[batch_id] = batch_id
+        self._batches.add(batch_id)
         return batch_id
 
     def end_batch(self, batch_id: int, step: int) -> None:
@@ -106,18 +102,18 @@ class Releases:
             step: step whose end frees the blocks; 0 to free them now.
         """
         if batch_id in self._batches:
-            # `extend` calls `pop` and the core without Python code in between, where a signal
-            # handler could raise and lose the leases that the core has freed.
-            ended = map(self._core.end_batch, map(self._batches.pop, (batch_id,)), (step,))
-            self.freed.extend(chain.from_iterable(ended))
-        self.forget_freed()
+            self._batches.remove(batch_id)
+            self.forget(self._core.end_batch(batch_id, step))
 
-    def forget_freed(self) -> None:
-        """Remove the released leases whose batches and transfers have ended."""
-        while self.freed:
-            self._forget(self.freed[0])
-            self._pending.withdrawn(self.freed[0])
-            self.freed.popleft()
+    def forget(self, freed: Iterable[int]) -> None:
+        """Remove released leases whose batches and transfers have ended.
+
+        Args:
+            freed: leases that the core has freed.
+        """
+        for lease_id in freed:
+            self._forget(lease_id)
+            self._pending.withdrawn(lease_id)
 
     def _forget(self, lease_id: int) -> None:
         """Remove a lease that has given back all its blocks. Idempotent."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
 from aiokv.base.plan import Priority
@@ -33,7 +32,6 @@ class Saver:
         self._plans = plans
         self._outbox = outbox
         self._has_host = config.host_blocks > 0
-        self._begun: deque[int] = deque()  # begun in the core, not submitted yet
         self.saves_first = self._has_host and config.write_policy != "none"
         self.saves_before_extend = self._has_host and config.write_policy == "write_back"
         self.stopped = False
@@ -60,14 +58,10 @@ class Saver:
         self._is_wanted = False
         if not self.is_active:
             return False
-        self._plans.take_backups(self._begun)
-        submitted = False
-        while self._begun:
-            if transfer_id := self._begun[0]:
-                self._submit(transfer_id)
-                submitted = True
-            self._begun.popleft()
-        return submitted
+        begun = self._plans.take_backups()
+        for transfer_id in begun:
+            self._submit(transfer_id)
+        return bool(begun)
 
     def _submit(self, transfer_id: int) -> None:
         self._outbox.effects.submit.append(self._plans.offload(transfer_id, Priority.BACKUP))

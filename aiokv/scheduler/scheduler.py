@@ -7,13 +7,12 @@ lines, quotas, pins and step numbers.
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Concatenate, Final, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Final, Literal
 
 from aiokv.base.plan import Priority
+from aiokv.base.state_guard import StateGuard
 from aiokv.base.types import LeaseState
 from aiokv.errors import (
-    AiokvError,
     BrokenEngineError,
     ClosedError,
     LeaseError,
@@ -27,6 +26,7 @@ from aiokv.scheduler.fetches import Fetches
 from aiokv.scheduler.foreign import ForeignBlocks
 from aiokv.scheduler.gate import Gate
 from aiokv.scheduler.granting import Granting
+from aiokv.scheduler.guarded import TransitionErrors, guarded
 from aiokv.scheduler.owners import Owners
 from aiokv.scheduler.peers import Peers
 from aiokv.scheduler.pending import PendingBlocks
@@ -42,7 +42,7 @@ from aiokv.scheduler.store_saver import StoreSaver
 from aiokv.scheduler.waits import PER_CALL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -113,30 +113,6 @@ TRANSITIONS: Final = (
 """Methods of ``CacheScheduler``, or of a part of it, that return ``(value, effects)``."""
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _naming_owner(
-    transition: Callable[Concatenate[CacheScheduler, P], R],
-) -> Callable[Concatenate[CacheScheduler, P], R]:
-    """Add the owner of the lease to the errors that the core raises about it.
-
-    ``commit``, ``extend`` and ``try_allocate`` do so themselves: they are called most often, and
-    save the call of this wrapper.
-    """
-
-    def call(self: CacheScheduler, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return transition(self, *args, **kwargs)
-        except AiokvError as error:
-            self._owners.add_to(error)
-            raise
-
-    functools.update_wrapper(call, transition)
-    return call
-
-
 class CacheScheduler:
     """Decides on matches, grants, transfers and evictions of one cache.
 
@@ -147,8 +123,10 @@ class CacheScheduler:
     Args:
         config: sizes and rules of the cache.
         has_stores: True if blocks can be fetched from stores and saved to them.
+        guard: breaks the engine when an exception leaves the state of the cache unknown.
 
     Attributes:
+        errors: notes the exceptions of transitions.
         read: read access to the state.
         store_saver: transition that saves blocks to the stores.
         fetches: transitions that fetch blocks from the stores.
@@ -157,7 +135,9 @@ class CacheScheduler:
         has_stores: as given.
     """
 
-    def __init__(self, config: CacheConfig, has_stores: bool = False) -> None:
+    def __init__(
+        self, config: CacheConfig, has_stores: bool = False, guard: StateGuard | None = None
+    ) -> None:
         core = new_core(config, has_stores)
         self.has_stores = has_stores
         self._core = core
@@ -168,17 +148,22 @@ class CacheScheduler:
         self._saves_states = config.host_state_slots > 0
         self._saves_windows = any(group.host_blocks for group in config.windows.values())
         self._owners = Owners()
+        self.errors = errors = TransitionErrors(self._owners, guard or StateGuard())
         self._salts: dict[int, str] | None = None if config.salt_quota_blocks is None else {}
         self._outbox = Outbox()
         self._clock = StepClock()
         self._gate = Gate()
         self._plans = Plans(core, saves_states=config.host_state_slots > 0, windows=config.windows)
         self._saver = Saver(config, core, self._plans, self._outbox)
-        self.store_saver = StoreSaver(core, self._gate, self._plans, self._outbox, has_stores)
-        self.fetches = Fetches(config, core, self._plans, self._outbox, self.store_saver)
+        self.store_saver = StoreSaver(
+            core, self._gate, self._plans, self._outbox, errors, has_stores
+        )
+        self.fetches = Fetches(config, core, self._plans, self._outbox, errors, self.store_saver)
         self._granting = Granting(core, self._plans, self._saver, self._outbox, config.block_tokens)
         self._quota = SaltQuota(config.salt_quota_blocks)
-        self._admission = Admission(core, self._gate, self._quota, self._granting, self._outbox)
+        self._admission = Admission(
+            core, self._gate, self._quota, self._granting, self._outbox, errors
+        )
         self._pending = PendingBlocks(core, self._outbox)
         self.peers = Peers(
             config,
@@ -186,6 +171,7 @@ class CacheScheduler:
             self._plans,
             self._outbox,
             self._clock,
+            errors=errors,
             owners=self._owners,
             pending=self._pending,
             saver=self._saver,
@@ -201,7 +187,7 @@ class CacheScheduler:
             admission=self._admission,
             pending=self._pending,
         )
-        self.pins = Pins(core, self._outbox, self._releases, self._settle)
+        self.pins = Pins(core, self._outbox, errors, self._releases, self._settle)
         self._preemption = Preemption(
             config,
             core,
@@ -269,9 +255,6 @@ class CacheScheduler:
         return self._outbox.pending
 
     def _serve(self) -> None:
-        # Request `advance` first: an interrupt while requests are served must not end the work.
-        self._outbox.request_advance(True)
-        self._advances = True
         is_left = self._admission.serve()
         for _ in range(PER_CALL):
             if not self._pending.end_one():
@@ -285,6 +268,7 @@ class CacheScheduler:
         self._advances = is_left
         self._outbox.request_advance(is_left)
 
+    @guarded
     def advance(self) -> Done:
         """Serve more of the waiting leases; called in the pass after the request."""
         self._advances = False
@@ -316,19 +300,23 @@ class CacheScheduler:
             holds: not empty for a lease that computes no positions and only keeps its hit on the
                 tiers; with ``"whole prompt"``, the hit may include the last block.
         """
-        if holds:
-            writes = False  # it promises no blocks that other leases could wait for
-        if items:
-            found = self._core.match_items(tokens, items, context, reads, writes)
-        else:
-            found = self._core.match(tokens, context, reads, writes)
-        lease_id = found[0]
-        self._owners.shards[lease_id % SHARDS][lease_id] = owner
-        if self._salts is not None:
-            self._salts[lease_id] = salt
-        if holds:
-            self._core.hold_only(lease_id, whole=holds == "whole prompt")
-        return lease_id, self._outbox.pending
+        try:
+            if holds:
+                writes = False  # it promises no blocks that other leases could wait for
+            if items:
+                found = self._core.match_items(tokens, items, context, reads, writes)
+            else:
+                found = self._core.match(tokens, context, reads, writes)
+            lease_id = found[0]
+            self._owners.shards[lease_id % SHARDS][lease_id] = owner
+            if self._salts is not None:
+                self._salts[lease_id] = salt
+            if holds:
+                self._core.hold_only(lease_id, whole=holds == "whole prompt")
+            return lease_id, self._outbox.pending
+        except BaseException as error:
+            self.errors.note(error)
+            raise
 
     def try_allocate(
         self,
@@ -368,8 +356,8 @@ class CacheScheduler:
                 if self.pins.num_until_used:
                     return grant, self._settle()
             return grant, self._outbox.pending
-        except AiokvError as error:
-            self._owners.add_to(error)
+        except BaseException as error:
+            self.errors.note(error)
             raise
 
     def _must_wait(
@@ -405,7 +393,7 @@ class CacheScheduler:
             self._quota.count(lease_id, salt, num_blocks)
         return grant
 
-    @_naming_owner
+    @guarded
     def can_allocate(
         self, lease_id: int, num_tokens: int, reserve_blocks: int | None = None
     ) -> bool:
@@ -448,6 +436,7 @@ class CacheScheduler:
         """
         return self._core.extendable_blocks(limit, self._saver.drops_unsaved)
 
+    @guarded
     def allocate(
         self,
         lease_id: int,
@@ -491,7 +480,6 @@ class CacheScheduler:
         self._admission.join(request, counted=counted)
         return None, self._outbox.pending
 
-    @_naming_owner
     def _take_place(
         self, lease_id: int, num_tokens: int, priority: int, reserve_blocks: int | None
     ) -> None:
@@ -505,11 +493,13 @@ class CacheScheduler:
             Request(lease_id, salt, num_tokens, num_blocks, priority, reserve_blocks)
         )
 
+    @guarded
     def end_store_wait(self, lease_id: int) -> Done:
         """Serve a lease that waits for a store in its place from now on. Idempotent."""
         self._admission.end_store_wait(lease_id)
         return None, self._settle()
 
+    @guarded
     def take_turn(self, lease_id: int) -> tuple[Grant | None, Effects]:
         """Grant a lease that an effect has told that it is first in line.
 
@@ -520,6 +510,7 @@ class CacheScheduler:
         grant = self._admission.take_turn(lease_id)
         return grant, self._outbox.pending if grant is None else self._settle()
 
+    @guarded
     def stop_waiting(self, lease_id: int) -> Done:
         """End the wait of a lease whose task no longer waits; undo a grant that came meanwhile."""
         if lease_id in self._requests:
@@ -530,6 +521,7 @@ class CacheScheduler:
             self._quota.give_back(lease_id)
         return None, self._settle()
 
+    @guarded
     def wait_pending(self, lease_id: int) -> tuple[bool, Effects]:
         """Wait for the lease that computes the blocks after the match.
 
@@ -547,6 +539,7 @@ class CacheScheduler:
             )
         return self._pending.join(lease_id), self._outbox.pending
 
+    @guarded
     def stop_wait_pending(self, lease_id: int) -> Done:
         """Note that the lease no longer waits for pending blocks. Idempotent."""
         self._pending.leave(lease_id)
@@ -559,14 +552,22 @@ class CacheScheduler:
             lease_id: a lease without a handle.
             used_in: closed step that used the blocks, in addition to batches; 0 for none.
         """
-        if self._requests or self._waiters:
-            waited = self._releases.end_waits(lease_id)
-            if not (waited or self._core.is_granted(lease_id) or self._core.is_swapped(lease_id)):
-                self._releases.release(lease_id, used_in)  # it frees no blocks that leases wait for
-                return None, self._outbox.pending
-        self._releases.release(lease_id, used_in)
-        return None, self._settle()
+        if self.errors.failure is not None:
+            return self.errors.refuse("release")
+        try:
+            if self._requests or self._waiters:
+                waited = self._releases.end_waits(lease_id)
+                held = self._core.is_granted(lease_id) or self._core.is_swapped(lease_id)
+                if not (waited or held):  # it frees no blocks that leases wait for
+                    self._releases.release(lease_id, used_in)
+                    return None, self._outbox.pending
+            self._releases.release(lease_id, used_in)
+            return None, self._settle()
+        except BaseException as error:
+            self.errors.note(error)
+            raise
 
+    @guarded
     def expire(self, lease_id: int) -> Done:
         """Release a lease that was not used in time."""
         self._releases.expired_leases += 1
@@ -574,7 +575,7 @@ class CacheScheduler:
 
     # --- granted leases -------------------------------------------------------------------------
 
-    @_naming_owner
+    @guarded
     def assign(
         self,
         lease_id: int,
@@ -601,7 +602,6 @@ class CacheScheduler:
         grant = self._foreign.assign(lease_id, block_ids, computed_tokens, onload_priority)
         return grant, self._settle()
 
-    @_naming_owner
     def append(
         self,
         lease_id: int,
@@ -619,11 +619,15 @@ class CacheScheduler:
             LeaseError: the lease has fewer positions left than ``tokens``.
             UsageError: an item is outside these positions or out of order.
         """
-        if items:
-            self._core.append_items(lease_id, tokens, items)
-        else:
-            self._core.append(lease_id, tokens)
-        return None, self._outbox.pending
+        try:
+            if items:
+                self._core.append_items(lease_id, tokens, items)
+            else:
+                self._core.append(lease_id, tokens)
+            return None, self._outbox.pending
+        except BaseException as error:
+            self.errors.note(error)
+            raise
 
     def commit(
         self, lease_id: int, num_tokens: int, closes_step: bool = False
@@ -660,8 +664,8 @@ class CacheScheduler:
                 self._pending.advanced(lease_id)
                 return published, self._settle()
             return published, self._outbox.pending
-        except AiokvError as error:
-            self._owners.add_to(error)
+        except BaseException as error:
+            self.errors.note(error)
             raise
 
     def extend(self, lease_ids: Sequence[int], num_tokens: int) -> tuple[bool, Effects]:
@@ -687,8 +691,8 @@ class CacheScheduler:
                 self._recount(lease_ids)
                 return True, self._settle()
             return True, self._outbox.pending
-        except AiokvError as error:
-            self._owners.add_to(error)
+        except BaseException as error:
+            self.errors.note(error)
             raise
 
     def _blocks_to_add(self, lease_id: int, num_tokens: int) -> int:
@@ -699,7 +703,7 @@ class CacheScheduler:
         for lease_id in lease_ids:
             self._quota.recount(lease_id, self._blocks_for(self._core.num_tokens(lease_id)))
 
-    @_naming_owner
+    @guarded
     def truncate(self, lease_id: int, num_tokens: int) -> Done:
         """Give back the positions from ``num_tokens`` on.
 
@@ -719,7 +723,7 @@ class CacheScheduler:
             self._pending.withdrawn(lease_id)
         return None, self._settle()
 
-    @_naming_owner
+    @guarded
     def recompute_from(self, lease_id: int) -> tuple[int, Effects]:
         """Accept a failed onload; return the first position to compute again, or -1.
 
@@ -729,7 +733,7 @@ class CacheScheduler:
         """
         return self._core.recompute_from(lease_id), self._outbox.pending
 
-    @_naming_owner
+    @guarded
     def fork(self, lease_id: int, owner: str) -> tuple[Fork, Effects]:
         """Open a second lease on the same positions.
 
@@ -761,7 +765,7 @@ class CacheScheduler:
             slots = (self._core.state_slot(lease_id), self._core.state_slot(child))
         return Fork(child, sources, targets, slots), self._outbox.pending
 
-    @_naming_owner
+    @guarded
     def snapshot(self, lease_id: int, num_tokens: int) -> tuple[tuple[int, int] | None, Effects]:
         """Reserve a slot for a snapshot of the recurrent state after ``num_tokens`` positions.
 
@@ -778,6 +782,7 @@ class CacheScheduler:
             self._saver.want()
         return None if target < 0 else (source, target), self._outbox.pending
 
+    @guarded
     def discard_snapshot(self, lease_id: int, slot: int) -> Done:
         """Note that the copy that ``snapshot`` has requested was not made."""
         self._core.discard_snapshot(lease_id, slot)
@@ -785,7 +790,7 @@ class CacheScheduler:
 
     # --- preemption -----------------------------------------------------------------------------
 
-    @_naming_owner
+    @guarded
     def preempt(self, lease_id: int) -> Done:
         """Take back the blocks of a lease, or the table that an earlier swap has moved.
 
@@ -800,7 +805,7 @@ class CacheScheduler:
         if lease_id in self._requests:
             raise already_waits(self._owners.name(lease_id))
 
-    @_naming_owner
+    @guarded
     def swap_out(self, lease_id: int) -> tuple[int | None, Effects]:
         """Begin to move the table of a lease to host memory.
 
@@ -817,7 +822,7 @@ class CacheScheduler:
 
     # --- batches and steps ----------------------------------------------------------------------
 
-    @_naming_owner
+    @guarded
     def begin_batch(self, lease_ids: Sequence[int]) -> tuple[int, Effects]:
         """Begin a batch that computes with these leases; return its number.
 
@@ -826,6 +831,7 @@ class CacheScheduler:
         """
         return self._releases.begin_batch(lease_ids), self._outbox.pending
 
+    @guarded
     def end_batch(self, batch_id: int, *, in_open_step: bool) -> Done:
         """End a batch and free the blocks of its released leases. Idempotent.
 
@@ -834,11 +840,13 @@ class CacheScheduler:
         self._releases.end_batch(batch_id, self._clock.open if in_open_step else 0)
         return None, self._settle()
 
+    @guarded
     def track_steps(self, tracked: bool) -> Done:
         """Set whether commits may precede the computing; called before the first match."""
         self._clock.track(tracked)
         return None, self._outbox.pending
 
+    @guarded
     def close_step(self) -> tuple[int, Effects]:
         """Close the open step and return its number; its committed blocks can be saved now."""
         step = self._clock.close()
@@ -846,6 +854,7 @@ class CacheScheduler:
         self._collect_backups()
         return step, self._outbox.pending
 
+    @guarded
     def finish_step(self, step: int) -> Done:
         """Note that the device has finished ``step`` and all steps before it. Idempotent."""
         self._clock.finish(step)
@@ -854,6 +863,7 @@ class CacheScheduler:
 
     # --- transfers ------------------------------------------------------------------------------
 
+    @guarded
     def collect_backups(self) -> tuple[bool, Effects]:
         """Begin the backups of the write policy; return False if there are none."""
         return self._collect_backups(), self._outbox.pending
@@ -866,6 +876,7 @@ class CacheScheduler:
             self._foreign.settle()
         return begun
 
+    @guarded
     def save(self, num_blocks: int) -> tuple[int, Effects]:
         """Begin to save the blocks that must be saved before ``num_blocks`` can be evicted.
 
@@ -874,11 +885,11 @@ class CacheScheduler:
         """
         return self._saver.make_clean(num_blocks), self._outbox.pending
 
+    @guarded
     def complete(self, report: TransferReport) -> Done:
-        """Account for the end of a transfer. The poller repeats a report after an interrupt."""
+        """Account for the end of a transfer."""
         transfer_id = report.transfer_id
-        self._plans.complete(report, self._releases.freed)
-        self._releases.forget_freed()
+        self._releases.forget(self._plans.complete(report))
         self.peers.note_ends()
         self._granting.ended(transfer_id)
         if self.has_stores:
@@ -892,6 +903,7 @@ class CacheScheduler:
         self._saver.want()  # the end of an onload publishes the blocks committed after it
         return None, self._settle()
 
+    @guarded
     def note_cancelling(self, transfer_id: int) -> Done:
         """Note that the worker was asked to cancel a transfer: no other lease joins it."""
         self._core.mark_cancelling(transfer_id)
@@ -899,6 +911,7 @@ class CacheScheduler:
 
     # --- control --------------------------------------------------------------------------------
 
+    @guarded
     def change_gate(self, change: GateChange) -> Done:
         """Begin or end a pause or a hold; see ``Gate``.
 
@@ -907,11 +920,10 @@ class CacheScheduler:
         """
         self._gate.change(change)
         if self.has_stores:
-            # A hold waits for the saves in flight: their blocks belong to the present weights.
-            self.store_saver.submit_begun()
             self.store_saver.want()
         return None, self._settle()
 
+    @guarded
     def evict(self, num_blocks: int, tier: Tier) -> tuple[tuple[int, int], Effects]:
         """Evict up to ``num_blocks`` cached blocks of a tier, least recently used first.
 
@@ -940,6 +952,7 @@ class CacheScheduler:
             evicted += more
         return (evicted, saving), self._settle()
 
+    @guarded
     def reset(self, reason: str) -> Done:
         """Drop all cached blocks and pins. Open leases keep their blocks, but publish no more."""
         self._core.reset()
@@ -947,6 +960,7 @@ class CacheScheduler:
         self._pending.all_withdrawn()
         return None, self._settle()
 
+    @guarded
     def resize(self, device_blocks: int) -> tuple[bool, Effects]:
         """Change the capacity of the device tier; return False if blocks beyond it are in use.
 
@@ -961,6 +975,7 @@ class CacheScheduler:
             return False, self._outbox.pending
         return True, self._settle()
 
+    @guarded
     def sleep(self, tiers: frozenset[Tier]) -> Done:
         """Drop the cached blocks of these tiers, and begin no more offloads until ``wake_up``."""
         if "device" in tiers:
@@ -970,6 +985,7 @@ class CacheScheduler:
         self._stop_offloads(True)
         return None, self._outbox.pending
 
+    @guarded
     def wake_up(self) -> Done:
         """Allow offloads again: no tier is asleep any more."""
         self._stop_offloads(False)
@@ -980,6 +996,7 @@ class CacheScheduler:
         if stopped:
             self._collect_backups()  # begins none
 
+    @guarded
     def close(self) -> Done:
         """End all waits and pins: the engine closes."""
         self._is_closed = self.store_saver.is_closing = True
@@ -990,16 +1007,19 @@ class CacheScheduler:
         self._pending.close()
         return None, self._settle()
 
+    @guarded
     def stop_saving(self) -> Done:
         """Begin no more offloads: the engine closes, and has waited for all leases."""
         self._stop_offloads(True)
         return None, self._outbox.pending
 
+    @guarded
     def fail(self, reason: str) -> Done:
         """End all waits for capacity: the device or a rank has failed."""
         self._admission.refuse_all(lambda: BrokenEngineError(f"the worker failed: {reason}"))
         return None, self._settle()
 
+    @guarded
     def lose_blocks(self, reason: str) -> Done:
         """Drop all cached blocks and take the blocks of all leases: a rank was lost."""
         self._preemption.lost_rank = reason
@@ -1009,6 +1029,7 @@ class CacheScheduler:
         self._pending.all_withdrawn()
         return None, self._settle()
 
+    @guarded
     def restart(self) -> Done:
         """Serve again: all ranks have been restarted, without any cached block."""
         self._preemption.take_all()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
-from itertools import starmap
 from typing import TYPE_CHECKING
+
+from aiokv.scheduler.guarded import guarded
 
 if TYPE_CHECKING:
     from aiokv._native import Core
     from aiokv.scheduler.effects import Effects, Outbox
     from aiokv.scheduler.gate import Gate
+    from aiokv.scheduler.guarded import TransitionErrors
     from aiokv.scheduler.plans import Plans
 
 
@@ -25,14 +26,20 @@ class StoreSaver:
     """
 
     def __init__(
-        self, core: Core, gate: Gate, plans: Plans, outbox: Outbox, has_stores: bool
+        self,
+        core: Core,
+        gate: Gate,
+        plans: Plans,
+        outbox: Outbox,
+        errors: TransitionErrors,
+        has_stores: bool,
     ) -> None:
+        self.errors = errors
         self._has_stores = has_stores
         self._core = core
         self._gate = gate
         self._plans = plans
         self._outbox = outbox
-        self._begun: deque[int] = deque()  # begun in the core, not submitted yet
         self.stopped = False
         self.is_closing = False
 
@@ -47,6 +54,7 @@ class StoreSaver:
         if self._core.wants_saves() and self.is_active:
             self._outbox.request_collect()
 
+    @guarded
     def collect(self, *, by_holder: bool = False) -> tuple[bool, Effects]:
         """Begin one save of the blocks that are due; return False if there are none.
 
@@ -57,20 +65,9 @@ class StoreSaver:
                 another hold or a pause, the weights may be changing.
         """
         if self.is_active or (by_holder and not self.stopped and self._gate.has_one_hold):
-            # As in Saver: an interrupt must not lose the id of a save that has begun.
-            self._begun.extend(starmap(self._core.take_saves, ((),)))
-        submitted = self.submit_begun()
-        if submitted:
-            self.want()
-        return submitted, self._outbox.pending
-
-    def submit_begun(self) -> bool:
-        """Submit the saves that have begun, also one that an interrupt has left; return True if
-        there were some."""
-        submitted = False
-        while self._begun:
-            if transfer_id := self._begun[0]:
+            transfer_id = self._core.take_saves()
+            if transfer_id:
                 self._outbox.effects.submit.append(self._plans.save(transfer_id))
-                submitted = True
-            self._begun.popleft()
-        return submitted
+                self.want()
+                return True, self._outbox.pending
+        return False, self._outbox.pending

@@ -87,8 +87,7 @@ class Endings(Generic[E]):
 
         Args:
             lines: lines; without ``up_to``, no entry may enter them any more.
-            end: called with each entry, and again after an interrupt; removes the entry from its
-                line.
+            end: called with each entry; removes the entry from its line.
             up_to: highest rank of the entries to end.
         """
         self._due.append((list(lines), up_to, end))

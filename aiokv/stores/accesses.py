@@ -9,8 +9,8 @@ from typing import Any
 class Accesses:
     """Operations that read or write the host blocks of a plan.
 
-    The task of a plan may be cancelled, or ended by an interrupt, before its operations have
-    ended. The blocks belong to the plan until no operation is ``in_flight``.
+    The task of a plan may be cancelled before its operations have ended. The blocks belong to the
+    plan until no operation is ``in_flight``.
     """
 
     def __init__(self) -> None:

@@ -393,7 +393,7 @@ class Worker(Plans, Protocol):
             host_blocks: capacity of the host tier; its memory is reserved here.
             poller: open, of the running loop; stays the caller's, who closes it after ``aclose``.
             on_report: gets exactly one report per plan, in a callback of the loop, never inside a
-                call. Idempotent: it gets the report again when an interrupt kept it from returning.
+                call.
             on_step: called with the number of a closed step when that and all earlier ones have
                 finished, or with the error of its event. Idempotent.
             on_lost: called when a part of the worker is gone; no transfer can succeed until
@@ -462,6 +462,12 @@ class Worker(Plans, Protocol):
         """Cancel waiting plans, wait for moving ones, free the memory. Idempotent.
 
         Cancellation: call it again.
+        """
+
+    def give_up(self) -> None:
+        """Wait for no more reports: an exception has left the state of the engine unknown.
+
+        ``drain`` returns, and ``aclose`` frees the memory when the device moves no more bytes.
         """
 
     def close_without_loop(self) -> None:

@@ -76,6 +76,7 @@ class CacheController:
         self.steps = WorkerSteps(device, lambda: self.memory, self._checksums)
         self._gate = StepGate(self.steps.clock)
         self._report_waiters = ReportWaiters()
+        self._gave_up = False
         self._closing = False
         self._closed = False
         self._turn = (
@@ -320,7 +321,7 @@ class CacheController:
 
         Cancellation: stops waiting; the transfers go on.
         """
-        while in_flight := self._in_flight():
+        while not self._gave_up and (in_flight := self._in_flight()):
             await self._report_waiters.wait(in_flight)
 
     def _in_flight(self) -> list[int]:
@@ -336,9 +337,10 @@ class CacheController:
 
         Cancellation: waiting plans are cancelled; the transfers go on.
         """
-        self.tickets.give_up("the worker gives up its plans")
-        self._transfers.give_up()
-        await self.drain()
+        if not self._gave_up:
+            self.tickets.give_up("the worker gives up its plans")
+            self._transfers.give_up()
+            await self.drain()
 
     async def aclose(self) -> None:
         """Cancel waiting plans, wait for moving ones, join the device's threads, free the arena.
@@ -357,6 +359,11 @@ class CacheController:
             if not self._closed:
                 self.memory.close()
                 self._closed = True
+
+    def give_up(self) -> None:
+        """Wait for no more reports; see :meth:`Worker.give_up`."""
+        self._gave_up = True
+        self._report_waiters.end_all()
 
     def close_without_loop(self) -> None:
         """As aclose(), after the loop was closed: the device finishes its transfers, and nothing

@@ -4,9 +4,6 @@
 
 A report is sent when the device's events prove that the bytes have arrived (I4), from a callback of
 the loop.
-
-Each change of a transfer is a method that may be called again: when an interrupt (Ctrl-C) ends it,
-the poller calls it again, and it continues from where it was. See :class:`EventPoller`.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ if TYPE_CHECKING:
     from aiokv.worker.transfers import StepGate
 
 _CANCELLED: Final = CopyError(0, "cancelled before it was submitted")
-_WAITING: Final = ("new", "held", "queued")  # states of a plan that was not given to the device
+_WAITING: Final = ("held", "queued")  # states of a plan that was not given to the device
 MAX_SUBMITTED: Final = 2  # per route: one transfer moves, one is ready behind it
 
 
@@ -112,7 +109,7 @@ class DeviceTransfers:
         if transfer is None or transfer.state not in _WAITING:
             return "too late"
         transfer.reported = True  # the caller knows that it has ended
-        self._poller.surely(partial(self._take_back, transfer))
+        self._take_back(transfer)
         return "at once"
 
     def raise_priority(self, transfer_id: int, priority: int) -> None:
@@ -136,7 +133,7 @@ class DeviceTransfers:
         """Cancel, and report, the plans that the device does not have."""
         for transfer in list(self._transfers.values()):
             if transfer.state in _WAITING:
-                self._poller.surely(partial(self._take_back, transfer))
+                self._take_back(transfer)
 
     def lane_statistics(self) -> dict[GroupRoute, RouteStatistics]:
         """Return the counts of each route. Any thread."""
@@ -161,8 +158,6 @@ class DeviceTransfers:
     ) -> None:
         """Copy between blocks on the device and slots of the peer arena, as part of a plan.
 
-        Without effect while a copy of this id is in flight.
-
         Args:
             copy_id: of ``new_copy_id``.
             route: from or to a peer.
@@ -170,13 +165,10 @@ class DeviceTransfers:
             source_ids: device blocks or slots.
             target_ids: likewise, as many.
             after: the step or the event that the copy waits for; None for neither.
-            on_end: gets the failure, or None, in a callback of the loop; idempotent.
+            on_end: gets the failure, or None, in a callback of the loop.
             keys: 32 bytes per slot in the memory of the device, which the copy seals or verifies;
                 empty for slots in host memory.
         """
-        if copy_id in self._transfers:
-            self._poller.surely(partial(self._place, self._transfers[copy_id]))
-            return
         plan = TransferPlan(
             transfer_id=copy_id,
             route=route,
@@ -194,22 +186,18 @@ class DeviceTransfers:
         num_bytes = regions.block_bytes * plan.num_blocks
         self._begin(Transfer(plan, counter, num_bytes, on_end, event))
 
-    # --- states of a transfer; every method may be called again ---------------------------
+    # --- states of a transfer ---------------------------------------------------------------
 
     def _begin(self, transfer: Transfer) -> None:
         self._transfers[transfer.plan.transfer_id] = transfer
-        self._poller.surely(partial(self._place, transfer))
+        if self._gate.is_open(transfer.plan.after_step):
+            self._gate.hold(transfer)
+        else:
+            self._lane_of(transfer).queue.push(transfer)
+        self._pump(self._lane_of(transfer))
 
     def _lane_of(self, transfer: Transfer) -> Lane:
         return self._lanes[transfer.plan.group_route]
-
-    def _place(self, transfer: Transfer) -> None:
-        """Hold or queue a new transfer."""
-        if transfer.state == "new" and self._gate.is_open(transfer.plan.after_step):
-            self._gate.hold(transfer)
-        elif transfer.state == "new":
-            self._lane_of(transfer).queue.push(transfer)
-        self._pump(self._lane_of(transfer))
 
     def _take_back(self, transfer: Transfer) -> None:
         transfer.state = "ended"
@@ -231,38 +219,25 @@ class DeviceTransfers:
         return transfer.state != "held"
 
     def _start(self, lane: Lane, transfer: Transfer) -> None:
-        self._poller.surely(partial(self._submit, lane, transfer))
-
-    def _submit(self, lane: Lane, transfer: Transfer) -> None:
-        """Give a queued transfer to the device.
-
-        When an interrupt has lost the device's answer, the transfer is submitted once more. Of two
-        equal copies, the second ends last (``Device.in_order``), and only the end of the second
-        counts.
-        """
-        if transfer.ending is not None:
-            self._end_soon(transfer, *transfer.ending)
-            return
+        """Give a queued transfer to the device."""
         lane.submitted[transfer.plan.transfer_id] = transfer
         lane.queue.remove(transfer)
         transfer.state = "submitted"
         transfer.started_at = time.monotonic()
         transfer.counter.note_start(transfer.started_at)
         try:
-            if transfer.copy is None:
-                transfer.copy = self._copy(transfer)
-            events = transfer.copy.layer_events
+            copy = self._copy(transfer)
+            events = copy.layer_events
         except Exception as error:  # the report tells it, like any other failure of the copy
             failure = CopyError(0, str(error) or type(error).__name__)
             transfer.counter.refuse(failure)
             self._end_soon(transfer, "failed", failure)
             return
-        transfer.counter.attach(transfer.copy)
-        if not events:
+        transfer.counter.attach(copy)
+        if events:
+            self._watch(lane, transfer, events)
+        else:
             self._end_soon(transfer, "done", None)
-        elif not transfer.watched:
-            self._watch(lane, transfer, transfer.copy, events)
-            transfer.watched = True
 
     def _copy(self, transfer: Transfer) -> Copy:
         plan = transfer.plan
@@ -278,7 +253,7 @@ class DeviceTransfers:
             return copy
         return self._device.copy(plan.route, *ids, after, plan.group)
 
-    def _watch(self, lane: Lane, transfer: Transfer, copy: Copy, events: Sequence[Event]) -> None:
+    def _watch(self, lane: Lane, transfer: Transfer, events: Sequence[Event]) -> None:
         """Watch each distinct event of a copy; layers that share one arrive together."""
         seconds = lane.expected_seconds(transfer)
         in_order = self._device.in_order
@@ -293,7 +268,7 @@ class DeviceTransfers:
             self._poller.watch(
                 event,
                 key,
-                partial(self._on_event, transfer, copy, layers, event),
+                partial(self._on_event, transfer, layers, event),
                 None if seconds is None else seconds * share,
             )
             first = layer + 1
@@ -301,17 +276,14 @@ class DeviceTransfers:
     def _on_event(
         self,
         transfer: Transfer,
-        copy: Copy,
         layers: range,
         event: Event,
         error: BaseException | None,
     ) -> None:
         """Take note that an event of a copy is done; an ``error`` of its device fails it all."""
-        if transfer.copy is not copy:
-            return
         if transfer.state == "ended":
-            self._end(transfer)
-        elif error is not None:
+            return
+        if error is not None:
             self._end_submitted(transfer, CopyError(0, str(error)))
         else:
             self._layers_done(transfer, layers, event)
@@ -343,7 +315,6 @@ class DeviceTransfers:
         finished_seconds: float | None = None,
     ) -> None:
         """End a transfer within this callback; the next one starts before the report is sent."""
-        transfer.ending = ("done" if failure is None else "failed", failure)
         transfer.state = "ended"
         lane = self._lane_of(transfer)
         if lane.submitted.pop(transfer.plan.transfer_id, None) is not None and failure is None:
@@ -353,25 +324,20 @@ class DeviceTransfers:
         try:
             self._pump(lane)
         finally:
-            self._end(transfer)
+            self._end(transfer, "done" if failure is None else "failed", failure)
 
     def _end_soon(self, transfer: Transfer, outcome: Outcome, failure: CopyError | None) -> None:
-        transfer.ending = (outcome, failure)
         transfer.state = "ended"
-        self._poller.soon(partial(self._end, transfer))
+        self._poller.soon(partial(self._end, transfer, outcome, failure))
 
-    def _end(self, transfer: Transfer) -> None:
+    def _end(self, transfer: Transfer, outcome: Outcome, failure: CopyError | None) -> None:
         transfer_id, lane = transfer.plan.transfer_id, self._lane_of(transfer)
-        if transfer.ending is None or self._transfers.get(transfer_id) is not transfer:
-            return
-        outcome, failure = transfer.ending
         transfer.counter.finish(failure)
         lane.submitted.pop(transfer_id, None)
         if transfer.on_end is not None:
             transfer.on_end(failure)
         elif not transfer.reported:
             self._report(transfer_id, outcome, failure)
-        transfer.reported = True
         self._on_end(transfer_id)
         del self._transfers[transfer_id]
         lane.outcomes[outcome] += 1

@@ -82,7 +82,6 @@ class LayerDoneCounter:
         self._threads = ThreadWaits()  # for the copy, a layer or the end
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self._callbacks: list[Callable[[int], None]] = []
-        self._uncalled: dict[int, int] = {}  # layer -> index of the callback that gets it next
 
     # --- progress -------------------------------------------------------------------
 
@@ -380,8 +379,7 @@ class LayerDoneCounter:
         """Call ``callback(layer)`` for each layer from now on, in the order of arrival.
 
         The loop's exception handler gets an exception of a callback, and the other callbacks are
-        called all the same. After an interrupt (KeyboardInterrupt, SystemExit), which leaves the
-        loop, the other callbacks are called later.
+        called all the same.
         """
         self._callbacks.append(callback)
 
@@ -406,23 +404,23 @@ class LayerDoneCounter:
     def mark_layer_done(self, layer: int, finished_seconds: float | None = None) -> bool:
         """Note that a layer has arrived; return True when it was the last one.
 
-        Idempotent; after an interrupt, the second call completes the first.
+        Idempotent.
         """
         self._check(layer)
-        last = False
-        if layer in self._owed and not self._ended:
-            self._times[layer] = time.monotonic() if finished_seconds is None else finished_seconds
-            if self.failure is None:
-                self._uncalled[layer] = 0
-            self._owed.discard(layer)
-            last = not self._owed
-        if not self._owed:
+        if layer not in self._owed or self._ended:
+            return False
+        self._times[layer] = time.monotonic() if finished_seconds is None else finished_seconds
+        has_arrived = self.failure is None
+        self._owed.discard(layer)
+        is_last = not self._owed
+        if is_last:
             self.finish()
-        elif layer not in self._owed and self.failure is None:
+        elif has_arrived:
             self._threads.wake()
             self._release(layer)
-        self._call_back()
-        return last
+        if has_arrived:
+            self._call_back(layer)
+        return is_last
 
     def finish(self, failure: CopyError | None = None) -> None:
         """End the transfer, which moves no more bytes, and release all waiters.
@@ -459,16 +457,11 @@ class LayerDoneCounter:
             if not future.done():
                 future.set_result(None)
 
-    def _call_back(self) -> None:
-        """Call the callbacks of the layers that have arrived; each gets a layer at most once."""
-        while self._uncalled:
-            layer, index = next(iter(self._uncalled.items()))
-            if index >= len(self._callbacks):
-                del self._uncalled[layer]
-                continue
-            self._uncalled[layer] = index + 1
+    def _call_back(self, layer: int) -> None:
+        """Call all callbacks with a layer that has arrived."""
+        for callback in self._callbacks:
             try:
-                self._callbacks[index](layer)
+                callback(layer)
             except Exception as error:
                 self._loop.call_exception_handler(
                     {"message": f"aiokv: a callback of layer {layer} raised", "exception": error}

@@ -12,11 +12,8 @@ long: the lead grows a little, and shrinks again with every end that was observe
 Nothing is scheduled while nothing is pending. The timer is a timerfd on ``add_reader``: asyncio
 rounds its own timers up to 1 ms, and uvloop turns timers under 0.5 ms into a busy loop.
 
-Interrupts: a signal handler of Python (Ctrl-C) may raise between any two instructions of a
-callback, and in the loop itself, which then forgets the callback. So a callback counts as delivered
-only when it has returned: after an interrupt it is called again, and must be idempotent. While
-anything is pending, the timer also expires every ``REPEAT_SECONDS``, which the kernel repeats
-whatever happens in this process.
+An exception such as KeyboardInterrupt in a callback of the poller breaks the engine or the rank:
+see :class:`~aiokv.base.state_guard.StateGuard`.
 """
 
 from __future__ import annotations
@@ -30,9 +27,9 @@ import numpy as np
 
 from aiokv import _native
 from aiokv.base.percentiles import percentile
+from aiokv.base.state_guard import StateGuard
 from aiokv.base.statistics import DurationHistogram, PollerStatistics
 from aiokv.errors import ClosedError, DeviceError, UsageError
-from aiokv.worker.interrupts import call_surely
 from aiokv.worker.watches import Stream, Watch, next_query
 
 if TYPE_CHECKING:
@@ -49,7 +46,6 @@ LEAD_GROWTH_SECONDS: Final = 10e-6  # for an end that was slept over; with the n
 LEAD_SHRINKAGE_SECONDS: Final = 0.4e-6  # for an end that was observed
 BURST_SECONDS: Final = 20e-6  # queries without a break, while the loop has nothing else to do:
 IDLE_PASS_SECONDS: Final = 20e-6  # its pass from poll to poll takes no longer than this
-REPEAT_SECONDS: Final = 0.05  # the longest pause after an interrupt that hit the loop itself
 LATENCY_SAMPLES: Final = 4096
 
 
@@ -69,9 +65,13 @@ class EventPoller:
     """Queries events, from callbacks of one loop. Not thread-safe.
 
     ``open`` binds it to its loop, on which every method is called, and every callback.
+
+    Args:
+        guard: notes exceptions that end a callback.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, guard: StateGuard | None = None) -> None:
+        self._guard = guard or StateGuard()
         self._bound_loop: asyncio.AbstractEventLoop | None = None
         self._thread_id = threading.get_ident()  # of the loop
         self.lead_seconds = FIRST_LEAD_SECONDS  # how long before an expected end polling begins
@@ -80,8 +80,7 @@ class EventPoller:
         self._soon: deque[Callable[[], object]] = deque()
         self._next_soon: asyncio.Handle | None = None
         self._timer: _native.TimerFd | None = None
-        self._timer_on = False  # it also expires every REPEAT_SECONDS
-        self._timer_at = 0.0  # time of the next single expiry; 0: none
+        self._timer_at = 0.0  # time of the next expiry; 0: none
         self._next_pass: asyncio.Handle | None = None
         self._in_pass = False
         self._calling: Watch | None = None  # whose callback runs
@@ -127,8 +126,7 @@ class EventPoller:
             event: see :class:`aiokv.worker.device.base.Event`.
             stream_key: events with one key finish in the order in which they are watched.
             callback: gets the exception instead when the query raised, or
-                :class:`ClosedError` when the poller was closed first. Idempotent: called again
-                when an interrupt kept it from returning.
+                :class:`ClosedError` when the poller was closed first.
             work_seconds: from the end of the event before it in its stream, or from now if there
                 is none, to its own; it saves CPU time, and errors in it only cost latency.
 
@@ -149,7 +147,6 @@ class EventPoller:
         stream = Stream(stream_key)
         stream.queue.append(watch)
         stream.expect(now, now, self.lead_seconds)
-        self._keep_timer_on()
         self._streams[stream_key] = stream
         if not self._in_pass and not self._ended:
             self._schedule(now)
@@ -159,26 +156,29 @@ class EventPoller:
         """Call ``callback()`` in a later callback of the loop, in the order of these calls.
 
         Args:
-            callback: idempotent; called again when an interrupt kept it from returning. Other
-                exceptions go to the loop's exception handler.
+            callback: an exception that it raises goes to the loop's exception handler.
 
         Raises:
             ClosedError: the poller is closed.
         """
         if self._closed:
             raise ClosedError("the event poller is closed")
-        self._keep_timer_on()
         self._soon.append(callback)
         if self._next_soon is None:
             self._next_soon = self._loop.call_soon(self._run_soon)
 
-    def surely(self, action: Callable[[], object]) -> None:
-        """Call ``action()`` now; when an interrupt ends it, raise that and call it again soon.
+    def wake(self) -> None:
+        """Schedule a pass, in place of one that the loop may have forgotten.
 
-        Args:
-            action: idempotent. Other exceptions are the caller's.
+        A loop that an exception such as KeyboardInterrupt has ended may forget a callback. Call
+        this method before waiting for events on a loop that may have been ended and run again.
         """
-        call_surely(action, self.soon, action)
+        if self._next_soon is not None:
+            self._next_soon.cancel()
+            self._next_soon = self._loop.call_soon(self._run_soon)
+        self._cancel_pass()
+        if self._streams:
+            self._next_pass = self._loop.call_soon(self._on_next_pass)
 
     async def wait(self, event: Event, work_seconds: float | None = None) -> None:
         """Wait for one event on a stream of its own.
@@ -240,12 +240,11 @@ class EventPoller:
         self._closed = True
         self._run_soon()
         while self._streams:
-            stream = next(iter(self._streams.values()))
-            while stream.queue:
-                if stream.queue[0] is not self._calling:  # else its callback closes the poller
-                    self._announce(stream.queue[0], ClosedError("the event poller was closed"))
-                stream.queue.popleft()
-            del self._streams[stream.key]
+            stream = self._streams.pop(next(iter(self._streams)))
+            for watch in stream.queue:
+                if watch is not self._calling:  # else its callback closes the poller
+                    self._announce(watch, ClosedError("the event poller was closed"))
+            stream.queue.clear()
         self._ended.clear()
         self._cancel_pass()
         if self._timer is not None:
@@ -282,38 +281,43 @@ class EventPoller:
     def _on_timer(self) -> None:
         if self._timer is None:
             return
-        self._timer.drain()
-        self._timer_at = 0.0
-        if not self._streams and not self._soon:
-            self._timer_on = False
-            self._timer.disarm()
-            return
-        self._cancel_pass()  # the loop may have forgotten the scheduled pass; this call replaces it
-        if self._soon:
-            if self._next_soon is not None:
-                self._next_soon.cancel()
-            self._run_soon()
-        self._pass()
+        try:
+            self._timer.drain()
+            self._timer_at = 0.0
+            self._cancel_pass()  # this call replaces it
+            self._pass()
+        except BaseException as error:
+            self._guard.note(error)
+            raise
 
     def _on_next_pass(self) -> None:
-        self._next_pass = None
-        self._pass()
+        try:
+            self._next_pass = None
+            self._pass()
+        except BaseException as error:
+            self._guard.note(error)
+            raise
 
     def _run_soon(self) -> None:
-        """Call the callbacks that are queued now; one is removed when it has returned."""
+        """Call the callbacks that are queued now."""
         self._next_soon = None
         try:
             for _ in range(len(self._soon)):
+                callback = self._soon.popleft()
                 try:
-                    self._soon[0]()
+                    callback()
                 except Exception as raised:
-                    self._loop.call_exception_handler(
-                        {"message": "aiokv: a callback raised", "exception": raised}
-                    )
-                self._soon.popleft()
+                    self._tell_loop("a callback", raised)
+        except BaseException as error:
+            self._guard.note(error)
+            raise
         finally:
             if self._soon and self._next_soon is None:
                 self._next_soon = self._loop.call_soon(self._run_soon)
+
+    def _tell_loop(self, what: str, raised: Exception) -> None:
+        self._guard.note(raised)  # it may be a MemoryError
+        self._loop.call_exception_handler({"message": f"aiokv: {what} raised", "exception": raised})
 
     def _pass(self) -> None:
         """Query the oldest event of each stream that is due, and announce the ones that are done.
@@ -410,9 +414,7 @@ class EventPoller:
         try:
             callback(error)
         except Exception as raised:
-            self._loop.call_exception_handler(
-                {"message": "aiokv: the callback of an event raised", "exception": raised}
-            )
+            self._tell_loop("the callback of an event", raised)
         finally:
             self._calling = caller
         watch.callback = None
@@ -433,20 +435,13 @@ class EventPoller:
             self._next_pass.cancel()
             self._next_pass = None
 
-    def _keep_timer_on(self) -> None:
-        """Let the timer expire every REPEAT_SECONDS until nothing is pending."""
-        if not self._timer_on:
-            self._wake_at(time.monotonic() + REPEAT_SECONDS)
-
     def _wake_at(self, at: float) -> None:
         if self._timer is None:
             self._timer = _native.TimerFd()
-        if not self._timer_on:
             self._loop.add_reader(self._timer.fileno(), self._on_timer)
-        if at != self._timer_at or not self._timer_on:
-            self._timer.arm(at - time.monotonic(), REPEAT_SECONDS)
+        if at != self._timer_at:
+            self._timer.arm(at - time.monotonic())
             self._timer_at = at
-            self._timer_on = True
 
 
 def _next_has_ended(stream: Stream, watch: Watch, now: float) -> bool:

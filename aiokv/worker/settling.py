@@ -30,6 +30,12 @@ class ReportWaiters:
         finally:
             self._waiting.remove(entry)
 
+    def end_all(self) -> None:
+        """Resume all coroutines: no report follows."""
+        for _, settled in self._waiting:
+            if not settled.done():
+                settled.set_result(None)
+
     def note_report(self, transfer_id: int) -> None:
         """Resume the coroutines for which this was the last report. Idempotent."""
         for unreported, settled in self._waiting:

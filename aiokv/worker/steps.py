@@ -160,7 +160,11 @@ class WorkerSteps:
         self._record_computed(event)
         self.clock.close(step)
         self.events.add(step, event)
-        poller.surely(partial(self._follow, poller, step, event))
+        self._on_close()
+        if event is None:
+            self._finish(step)
+        else:
+            poller.watch(event, "steps", partial(self._event_done, step))
 
     def open_poller(self) -> EventPoller:
         """Return the poller of a worker that is open.
@@ -173,14 +177,6 @@ class WorkerSteps:
         if self._poller.closed:
             raise ClosedError("the cache controller is closed")
         return self._poller
-
-    def _follow(self, poller: EventPoller, step: int, event: Event | None) -> None:
-        """Start what waits for the step, and watch its event."""
-        self._on_close()
-        if event is None:
-            self._finish(step)
-        else:
-            poller.watch(event, "steps", partial(self._event_done, step))
 
     def _event_done(self, step: int, error: BaseException | None) -> None:
         if error is None:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from aiokv.base.statistics import RouteStatistics
     from aiokv.stores.pools import StorePools
     from aiokv.worker.base import Cancelled
-    from aiokv.worker.poller import EventPoller
 
 
 class _StoreTransfer:
@@ -34,10 +33,9 @@ class _StoreTransfer:
 
     Attributes:
         began: its task has run.
-        watched: the end of its task will be noted.
         accesses: operations that access its host blocks.
         report: set when the outcome is known.
-        reported: ``on_report`` has returned.
+        reported: the scheduler knows the outcome, and gets no report.
     """
 
     def __init__(self, plan: TransferPlan, counter: LayerDoneCounter, block_bytes: int) -> None:
@@ -45,7 +43,6 @@ class _StoreTransfer:
         self.counter = counter
         self.block_bytes = block_bytes
         self.began = False
-        self.watched = False
         self.moved_blocks = 0
         self.failure: CopyError | None = None
         self.report = TransferReport(
@@ -77,14 +74,13 @@ class StoreTransfers:
         self._stores = stores
         self._on_end = on_end
         self._on_report: Callable[[TransferReport], None] = lambda report: None
-        self._poller: EventPoller | None = None
         self._transfers: dict[int, _StoreTransfer] = {}
         self._is_closed = False
         self._counts = {route: RunningCounts() for route in group_routes(*STORE_ROUTES)}
 
-    def open(self, poller: EventPoller, on_report: Callable[[TransferReport], None]) -> None:
+    def open(self, on_report: Callable[[TransferReport], None]) -> None:
         """Report through ``on_report`` from now on."""
-        self._poller, self._on_report = poller, on_report
+        self._on_report = on_report
 
     @property
     def in_flight(self) -> Iterable[int]:
@@ -97,25 +93,11 @@ class StoreTransfers:
             0, transfer_id=plan.transfer_id, direction=plan.direction, num_bytes=num_bytes
         )
         transfer = _StoreTransfer(plan, counter, num_bytes // plan.num_blocks)
-        self._surely(partial(self._start, transfer))
-        return counter
-
-    def _start(self, transfer: _StoreTransfer) -> None:
-        """Begin the task of a plan, unless it was submitted again meanwhile. Idempotent."""
-        plan = transfer.plan
-        if self._transfers.setdefault(plan.transfer_id, transfer) is not transfer:
-            return
+        self._transfers[plan.transfer_id] = transfer
         self._counts[plan.group_route].begin(plan.transfer_id)
-        if transfer.task is None:
-            transfer.task = asyncio.get_running_loop().create_task(self._execute(transfer))
-        if not transfer.watched:
-            transfer.task.add_done_callback(partial(self._task_done, transfer))
-            transfer.watched = True
-
-    def _surely(self, action: Callable[[], None]) -> None:
-        """Call ``action()`` now, and again after an interrupt."""
-        if self._poller is not None:
-            self._poller.surely(action)
+        transfer.task = asyncio.get_running_loop().create_task(self._execute(transfer))
+        transfer.task.add_done_callback(partial(self._task_done, transfer))
+        return counter
 
     def counter(self, transfer_id: int) -> LayerDoneCounter | None:
         """Return the counter of a plan in flight; None for an unknown id."""
@@ -157,7 +139,7 @@ class StoreTransfers:
         if tasks:
             await asyncio.wait(tasks)
         for transfer in transfers:
-            self._surely(partial(self._end, transfer))
+            self._end(transfer)
 
     def statistics(self) -> dict[GroupRoute, RouteStatistics]:
         """Return the counts of each route. Any thread."""
@@ -166,19 +148,14 @@ class StoreTransfers:
     # --- one plan ---------------------------------------------------------------------------
 
     async def _execute(self, transfer: _StoreTransfer) -> None:
-        if transfer.task is not asyncio.current_task():
-            return  # an interrupt came before `_start` had the task, and it made another one
         transfer.began = True
         transfer.counter.note_start()
-        try:
-            if transfer.plan.route == FETCH:
-                overdue = await self._fetch(transfer)
-            else:
-                overdue = await self._save(transfer)
-            if overdue:
-                await asyncio.wait(overdue)
-        finally:  # `_task_done` calls it, too: an interrupt may end one of them
-            self._surely(partial(self._settle_later, transfer))
+        if transfer.plan.route == FETCH:
+            overdue = await self._fetch(transfer)
+        else:
+            overdue = await self._save(transfer)
+        if overdue:
+            await asyncio.wait(overdue)
 
     async def _fetch(self, transfer: _StoreTransfer) -> tuple[asyncio.Task[Any], ...]:
         plan = transfer.plan
@@ -211,15 +188,7 @@ class StoreTransfers:
             asyncio.get_running_loop().call_exception_handler(
                 {"message": "aiokv: a transfer of the stores raised", "exception": error}
             )
-        self._settle(transfer)
-
-    def _settle_later(self, transfer: _StoreTransfer) -> None:
-        if self._poller is not None and not self._poller.closed:
-            self._poller.soon(partial(self._settle, transfer))
-
-    def _settle(self, transfer: _StoreTransfer) -> None:
-        """Report a plan whose task has ended, when its operations have ended, too. Idempotent."""
-        transfer.accesses.cancel()  # a cancelled or interrupted task leaves them behind
+        transfer.accesses.cancel()  # a cancelled task leaves them behind
         self._end_when_at_rest(transfer)
 
     def _end_when_at_rest(self, transfer: _StoreTransfer, *_: object) -> None:
@@ -227,7 +196,7 @@ class StoreTransfers:
         if not self._is_closed and (in_flight := transfer.accesses.in_flight):
             in_flight[0].add_done_callback(partial(self._end_when_at_rest, transfer))
         else:
-            self._surely(partial(self._end, transfer))
+            self._end(transfer)
 
     def _end(self, transfer: _StoreTransfer) -> None:
         """Report a plan whose task has ended. Idempotent."""
@@ -239,7 +208,6 @@ class StoreTransfers:
         transfer.counter.finish(transfer.failure)
         if not transfer.reported:
             deliver(self._on_report, report)
-            transfer.reported = True
         moved_bytes = transfer.moved_blocks * transfer.block_bytes
         self._on_end(plan.transfer_id)
         del self._transfers[plan.transfer_id]

@@ -81,7 +81,7 @@ class WorkerStores:
             return
         self._identity = identity
         await self._stores.open(self._memory.store_memories, self._fingerprint)
-        self.transfers.open(poller, on_report)
+        self.transfers.open(on_report)
         self._answers = True
 
     async def lookup(self, digests: bytes) -> StoreAnswer:

@@ -43,8 +43,7 @@ class ThreadWaits:
     """Threads that wait for conditions of one object, which a loop changes.
 
     No lock is held across a switch of threads: the loop changes the object, then calls ``wake``,
-    and a waiting thread registers, then reads the object. An interrupt of either side leaves
-    nothing behind, and ``wake`` may be repeated.
+    and a waiting thread registers, then reads the object. ``wake`` may be repeated.
     """
 
     __slots__ = ("_waiting",)

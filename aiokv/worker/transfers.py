@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from aiokv.base.plan import Outcome, TransferPlan
-    from aiokv.worker.device.base import Copy, CopyError, Event
+    from aiokv.base.plan import TransferPlan
+    from aiokv.worker.device.base import CopyError, Event
     from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.steps import StepClock
 
-State = Literal["new", "held", "queued", "submitted", "ended"]
+State = Literal["held", "queued", "submitted", "ended"]
 
 
 class Transfer:
@@ -25,13 +25,10 @@ class Transfer:
 
     Attributes:
         priority: the plan's, or a more urgent one that was asked for later.
-        copy: the device's; None before it has accepted one.
-        watched: every event of the copy is watched.
         created_at: time of the submission of its plan.
         started_at: time of its latest hand-over to the device; 0.0 before.
         unproven: layer -> time of its arrival, of layers whose checksums are not verified yet.
-        ending: outcome and failure; None while the transfer goes on.
-        reported: ``on_report`` has returned.
+        reported: the scheduler knows the outcome, and gets no report.
         after: event that the first byte waits for, in place of that of the plan's step; None for
             none.
         on_end: gets the failure, or None, instead of a report; None for a plan of the scheduler.
@@ -39,10 +36,8 @@ class Transfer:
 
     __slots__ = (
         "after",
-        "copy",
         "counter",
         "created_at",
-        "ending",
         "num_bytes",
         "on_end",
         "plan",
@@ -51,7 +46,6 @@ class Transfer:
         "started_at",
         "state",
         "unproven",
-        "watched",
     )
 
     def __init__(
@@ -68,21 +62,15 @@ class Transfer:
         self.priority: int = plan.priority
         self.counter = counter
         self.num_bytes = num_bytes
-        self.state: State = "new"
+        self.state: State = "queued"
         self.created_at = time.monotonic()
         self.started_at = 0.0
-        self.copy: Copy | None = None
-        self.watched = False
         self.unproven: dict[int, float | None] = {}
-        self.ending: tuple[Outcome, CopyError | None] | None = None
         self.reported = False
 
 
 class TransferQueue:
-    """Waiting transfers of one route: lowest priority number first, then first in, first out.
-
-    A method that an interrupt has ended may be called again.
-    """
+    """Waiting transfers of one route: lowest priority number first, then first in, first out."""
 
     def __init__(self) -> None:
         self._heap: list[
@@ -164,10 +152,6 @@ class StepGate:
         held.pop(transfer.plan.transfer_id, None)
 
     def free(self) -> Iterator[Transfer]:
-        """Yield transfers that closed steps held, oldest first; each is removed after its turn."""
+        """Yield transfers that closed steps held, oldest first, and remove them."""
         for step in sorted(s for s in self._held if not self.is_open(s)):
-            held = self._held[step]
-            for transfer in list(held.values()):
-                yield transfer
-                held.pop(transfer.plan.transfer_id, None)
-            self._held.pop(step, None)
+            yield from self._held.pop(step).values()

@@ -179,7 +179,6 @@ def test_every_transition_returns_effects_and_is_recorded() -> None:
         "pins.check",
         "pins.end_all",
         "pins.end_used",
-        "store_saver.submit_begun",
         "store_saver.want",
         "violations",
     }

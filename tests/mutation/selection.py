@@ -283,7 +283,6 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "peers/test_incoming.py",
         "peers/test_assembly.py",
         "peers/test_acceptance.py",
-        "peers/test_accepted.py",
         "peers/test_tcp.py",
         "peers/test_parcel_work.py",
         "peers/test_peer_states.py",

@@ -37,11 +37,3 @@ def test_violations_name_slots_that_are_lost_or_free_twice():
     slots.free(slot)
     slots.free(slot)
     assert slots.violations(0) == ["0 assembly slots are used and 4 free, of 3: [0, 1, 2, 2]"]
-
-
-def test_reclaim_frees_slots_that_an_interrupt_has_lost():
-    slots = AssemblySlots(3)
-    slots.begin()
-    slots.reclaim()
-    assert slots.num_free == 3
-    assert slots.violations(0) == []

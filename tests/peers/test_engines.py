@@ -32,7 +32,7 @@ from aiokv import (
     Peers,
     UsageError,
 )
-from aiokv.engine.flow import MAX_IN_FLIGHT, Flow
+from aiokv.engine.flow import MAX_IN_FLIGHT
 from aiokv.engine.receiving import Receiving
 from aiokv.peers import ticket as tickets
 from aiokv.stores import DiskStore, StoreUse
@@ -1378,25 +1378,6 @@ async def test_ended_receives_and_sends_leave_no_timer():
             assert await receiving.wait() == 30
         await run_until_idle(lambda: p.is_at_rest() and d.is_at_rest())
         assert d.engine.check_invariants() == []
-
-
-async def test_leaving_a_send_begins_what_an_interrupt_has_kept_from_beginning(monkeypatch):
-    """The interrupt came in the call that follows a commit, and the next one comes too late."""
-    tokens = prompt(30)
-    async with two_engines() as (p, d), await d.granted(tokens) as lease:
-        async with (
-            lease.receive(timeout=PATIENCE_SECONDS) as receiving,
-            await p.granted(tokens) as source,
-        ):
-            async with p.engine.send(source, receiving.ticket) as sending:
-                with monkeypatch.context() as patch:
-                    patch.setattr(Flow, "proceed", lambda flow: None)
-                    p.compute(source, tokens, 0, 30)
-                    await spin(4)
-            assert sending.failure is None
-            assert sending.delivered_tokens == 30
-            assert await receiving.wait() == 30
-        d.check(lease, tokens)
 
 
 async def test_leaving_a_send_waits_for_the_onloads_of_its_lease():

@@ -1,131 +1,94 @@
-"""Interrupts (Ctrl-C) in callbacks of the engine's part of peers: each transfer ends once."""
+"""KeyboardInterrupt in one of two engines that exchange blocks breaks that engine only."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import pytest
 import uvloop
 
-import aiokv.engine
+from aiokv import AiokvError, BrokenEngineError
 from aiokv.testing.loops import PATIENCE_SECONDS
-from tests.peers.engines import Side, prompt, two_engines
+from tests.harness.interrupting import Interrupter, first_of_each
+from tests.peers.engines import Side, prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-    from types import FrameType
+    from collections.abc import Callable
 
-ENGINE = Path(aiokv.engine.__file__).parent
-FILES = {str(ENGINE / f"{name}.py") for name in ("peers", "flow", "receiving", "sending")}
-PARTS = range(6)  # a play for each line takes longer than one test may, on a busy machine
+    from aiokv import Lease
+
+    LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+
 TOKENS = prompt(22)
+RUNS = 50  # of the guarded lines, evenly spread
 
 
-class Interrupter:
-    """Tracer that raises KeyboardInterrupt before the n-th line of callbacks in ``FILES``.
-
-    Lines that a task executes do not count: there, the interrupt ends the user's own code.
-    """
-
-    def __init__(self, at: int = 0) -> None:
-        self.lines = 0
-        self._at = at
-
-    def __enter__(self) -> Self:
-        sys.settrace(self._on_call)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        sys.settrace(None)
-
-    def _on_call(self, frame: FrameType, event: str, arg: object) -> Any:
-        if frame.f_code.co_filename not in FILES:
-            return None
-        loop = asyncio._get_running_loop()
-        if loop is None or asyncio.current_task(loop) is not None:
-            return None
-        return self._on_line
-
-    def _on_line(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event == "line":
-            self.lines += 1
-            if self.lines == self._at:
-                raise KeyboardInterrupt
-        return self._on_line
+async def move(p: Side, d: Side, leases: list[Lease]) -> None:
+    """Send a prompt, of which both engines have a part; compare all bytes that arrive."""
+    await p.serve(TOKENS[:9])
+    lease = await d.granted(TOKENS)
+    leases.append(lease)
+    async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
+        sending = asyncio.create_task(p.prefill(TOKENS, receiving.ticket))
+        arrived = await receiving.wait()
+        d.check(lease, TOKENS, arrived)
+        await sending
+    lease.release()
 
 
-def run(loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, None]) -> int:
-    """Run a coroutine to its end, also after interrupts; return the number of interrupts."""
-    task = loop.create_task(main)
-    loop.call_later(PATIENCE_SECONDS, task.cancel)
-    interrupts = 0
-    while not task.done():
+async def close(p: Side, d: Side, leases: list[Lease]) -> None:
+    """A broken engine refuses calls; both engines close."""
+    refusing = 0
+    for side in (p, d):
         try:
-            loop.run_until_complete(task)
-        except KeyboardInterrupt:
-            interrupts += 1
-    task.result()
-    return interrupts
+            side.engine.match(TOKENS).release()
+        except BrokenEngineError:
+            refusing += 1
+    assert refusing == 1
+    for lease in leases:
+        lease.release()
+    for side in (p, d):
+        await asyncio.wait_for(side.engine.aclose(drain_timeout=0.0), PATIENCE_SECONDS)
 
 
-async def move() -> None:
-    """Send a prompt, of which both engines have a part; compare all bytes."""
-    async with two_engines(Side(listen=None), Side()) as (p, d):
-        await p.serve(TOKENS[:9])
-        async with await d.granted(TOKENS) as lease:
-            async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
-                assert await p.prefill(TOKENS, receiving.ticket) == (22, None)
-                assert await receiving.wait() == 22
-            d.check(lease, TOKENS)
-            assert lease.usage.received_tokens <= 22  # an interrupt may lose a count
-        assert d.engine.statistics().peers.complete_receives <= 1
-        assert p.engine.statistics().peers.complete_sends <= 1
+def play(new_loop: LoopFactory, at: int) -> Interrupter:
+    loop, leases = new_loop(), list["Lease"]()
+    loop.set_exception_handler(lambda _, context: None)
+    p, d = Side(listen=None), Side()
+    for side in (p, d):
+        loop.run_until_complete(side.engine.__aenter__())
+    moving = loop.create_task(move(p, d, leases))
+    with Interrupter(at) as interrupter, suppress(KeyboardInterrupt, AiokvError):
+        loop.run_until_complete(moving)
+    if at:
+        assert interrupter.has_raised
+        closing = loop.create_task(close(p, d, leases))
+        while not closing.done():
+            with suppress(KeyboardInterrupt):
+                loop.run_until_complete(closing)
+        closing.result()
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        with suppress(KeyboardInterrupt):
+            loop.run_until_complete(asyncio.sleep(0))
+    else:
+        for side in (p, d):
+            loop.run_until_complete(side.engine.aclose())
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    return interrupter
 
 
-@pytest.mark.parametrize("part", PARTS)
+# A task that is interrupted before it has returned its lease leaves the lease to the collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_an_interrupt_at_any_line_of_a_callback_loses_no_transfer(
-    new_loop: Callable[[], asyncio.AbstractEventLoop], part: int
+def test_interrupt_at_a_guarded_line_breaks_one_engine_and_both_close(
+    new_loop: LoopFactory,
 ) -> None:
-    def play(at: int) -> int:
-        loop = new_loop()
-        with Interrupter(at) as interrupter:
-            interrupts = run(loop, move())
-        loop.run_until_complete(asyncio.sleep(0))
-        loop.close()
-        assert interrupts == (0 < at <= interrupter.lines), at
-        return interrupter.lines
-
-    lines = play(0)
-    assert lines > 50
-    for at in range(1 + 3 * part, lines, 3 * len(PARTS)):
-        play(at)
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_interrupted_receive_that_is_left_gives_its_blocks_back(part: int) -> None:
-    async def leave() -> None:
-        async with (
-            two_engines(Side(listen=None), Side()) as (p, d),
-            await d.granted(TOKENS) as lease,
-        ):
-            async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
-                sending = asyncio.create_task(p.prefill(TOKENS, receiving.ticket, step=4))
-                arrived = await receiving.wait(8)
-            assert arrived >= 8
-            await sending
-            d.check(lease, TOKENS, arrived)
-
-    def play(at: int) -> int:
-        loop = asyncio.new_event_loop()
-        with Interrupter(at) as interrupter:
-            run(loop, leave())
-        loop.run_until_complete(asyncio.sleep(0))
-        loop.close()
-        return interrupter.lines
-
-    for at in range(1 + 5 * part, play(0), 5 * len(PARTS)):
-        play(at)
+    lines = first_of_each(play(new_loop, 0).places)
+    assert len(lines) > 200
+    for at in lines[:: len(lines) // RUNS]:
+        play(new_loop, at)

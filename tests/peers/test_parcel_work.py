@@ -1,4 +1,4 @@
-"""Work on slots: few bytes on the loop, many in a thread; errors, and interrupts."""
+"""Work on slots: few bytes on the loop, many in a thread; errors."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ async def test_few_bytes_are_read_on_the_loop(num_bytes, is_inline):
         read = parcel(num_bytes, lambda: threads.append(threading.current_thread()))
         work.place(MEMORY, [read], [{}], ends.append)
         assert ends == []
-        assert not work.is_idle
         await run_until_idle(lambda: ends == [True])
-        await run_until_idle(lambda: work.is_idle)
     assert (threads == [threading.current_thread()]) == is_inline
 
 
@@ -85,11 +83,9 @@ async def test_finish_waits_for_threads():
         finishing = asyncio.create_task(work.finish())
         await spin(20)
         assert not finishing.done()
-        assert not work.is_idle
         gate.set()
         await finishing
-        await run_until_idle(lambda: work.is_idle)
-        assert ends == [True]
+        await run_until_idle(lambda: ends == [True])
         await work.finish()
 
 
@@ -101,14 +97,12 @@ async def test_error_of_a_thread_reaches_the_loop_and_its_continuation(loop_erro
 
     async with working() as work:
         work.place(MEMORY, [parcel(INLINE_BYTES, fail)], [{}], ends.append)
-        await run_until_idle(lambda: work.is_idle)
-        assert ends == [False]
+        await run_until_idle(lambda: ends == [False])
         (error,) = loop_errors
         assert str(error["exception"]) == "no room"
         loop_errors.clear()
         work.place(MEMORY, [parcel(INLINE_BYTES, lambda: None)], [{}], ends.append)
-        await run_until_idle(lambda: work.is_idle)
-        assert ends == [False, True]
+        await run_until_idle(lambda: ends == [False, True])
 
 
 async def test_error_on_the_loop_reaches_the_loop_and_its_continuation(loop_errors):
@@ -119,52 +113,10 @@ async def test_error_on_the_loop_reaches_the_loop_and_its_continuation(loop_erro
 
     async with working() as work:
         work.place(MEMORY, [parcel(1, fail)], [{}], ends.append)
-        await run_until_idle(lambda: work.is_idle)
-        assert ends == [False]
+        await run_until_idle(lambda: ends == [False])
         (error,) = loop_errors
         assert str(error["exception"]) == "no room"
         loop_errors.clear()
-
-
-class Callbacks:
-    """Poller whose callbacks the test calls."""
-
-    closed = False
-
-    def __init__(self) -> None:
-        self.waiting: list[Callable[[], object]] = []
-
-    def soon(self, callback: Callable[[], object]) -> None:
-        self.waiting.append(callback)
-
-
-async def test_interrupted_verification_is_repeated(monkeypatch):
-    """Otherwise its slots would be lost, and the work would never be idle again."""
-    results = [KeyboardInterrupt(), [True, True]]
-
-    def verify(*args: Any) -> Any:
-        result = results.pop(0)
-        if isinstance(result, KeyboardInterrupt):
-            raise result
-        return result
-
-    monkeypatch.setattr("aiokv.peers.parcel_work._verify", verify)
-    callbacks: Any = Callbacks()
-    work = ParcelWork(callbacks)
-    told: list[tuple[list[Parcel], list[bool]]] = []
-    first, second = parcel(1, print), parcel(1, print)._replace(slot=1)
-    work.verify(MEMORY, [first], lambda *arguments: told.append(arguments))
-    (verify_all,) = callbacks.waiting
-    with pytest.raises(KeyboardInterrupt):
-        verify_all()
-    work.verify(MEMORY, [second], lambda *arguments: told.append(arguments))
-    assert not work.is_idle
-    verify_all()
-    _, then = callbacks.waiting
-    then()
-    assert told == [([first, second], [True, True])]
-    assert work.is_idle
-    work.close()
 
 
 async def test_device_that_cannot_verify_leaves_no_parcel_waiting(loop_errors):
@@ -179,8 +131,7 @@ async def test_device_that_cannot_verify_leaves_no_parcel_waiting(loop_errors):
     told: list[tuple[list[Parcel], list[bool]]] = []
     received = parcel(1, print)
     work.verify(MEMORY, [received], lambda *arguments: told.append(arguments))
-    await run_until_idle(lambda: work.is_idle)
-    assert told == [([received], [False])]
+    await run_until_idle(lambda: told == [([received], [False])])
     assert [str(error["exception"]) for error in loop_errors] == ["the GPU is lost"]
     loop_errors.clear()
     poller.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -285,81 +284,3 @@ async def test_changed_bytes_are_found_and_sent_again(monkeypatch):
         assert d.blocks([6, 7]) == p.blocks([3, 4])
         assert d.controller.tickets.statistics()[0].received.wrong == 1
         assert p.controller.tickets.statistics()[0].sent.retries == 1
-
-
-# --- slots that an interrupt has lost -------------------------------------------------------------
-
-
-class Lost:
-    """A landing slot and an outgoing slot of a worker that nothing owns, as after an interrupt."""
-
-    def __init__(self, worker: PeerWorker) -> None:
-        self.peers: Any = worker.controller.tickets
-        self.ring, slots = self.peers._ring, self.peers._sender._slots
-        self.num_outgoing = slots.num_slots
-        slots._free.pop()
-        self.ring.want("lost", 1)
-        ((_, (credit,)),) = self.ring.grant()
-        self.ring.land("lost", credit)
-        self.ring.landed(credit.slot)
-
-    @property
-    def outgoing_is_free(self) -> bool:
-        return bool(self.peers._sender.free_slots == self.num_outgoing)
-
-    @property
-    def are_free(self) -> bool:
-        is_free = self.ring.free_slots == self.ring.num_slots
-        assert is_free == self.outgoing_is_free
-        return is_free
-
-
-async def test_lost_slots_are_free_again_when_a_ticket_is_closed():
-    async with PeerWorker() as d:
-        lost = Lost(d)
-        d.controller.tickets.close_ticket(bytes(16), "closed")
-        assert lost.are_free
-
-
-@pytest.mark.clock
-async def test_lost_slots_are_free_again_at_the_deadline_of_a_ticket():
-    async with PeerWorker() as d:
-        d.expect(1, seconds=5.0)
-        lost = Lost(d)
-        await running_clock().advance(4.9)
-        assert not lost.are_free
-        await running_clock().advance(0.2)
-        assert lost.are_free
-
-
-async def test_lost_slots_are_free_again_when_the_last_plan_has_ended():
-    device = ManualDevice()
-    async with two_workers(sender=PeerWorker(device, seed=1)) as (p, d):
-        ticket = d.expect(1)
-        await p.controller.tickets.open_ticket(encode(ticket, KEY))
-        sent = p.send(ticket, [0], [9])
-        await run_until_idle(lambda: bool(device.copies))
-        lost = Lost(p)
-        p.controller.tickets.close_ticket(ticket.ticket_id, "closed")
-        await spin(20)
-        assert not lost.outgoing_is_free
-        device.complete_all()
-        await p.ended(sent)
-        await run_until_idle(lambda: lost.outgoing_is_free)
-
-
-@pytest.mark.parametrize("busy", ["write", "accept", "thread"])
-async def test_slots_are_not_taken_for_lost_while_they_may_be_in_use(busy):
-    async with PeerWorker() as d:
-        lost = Lost(d)
-        users: Any = {
-            "write": lost.peers._writes,
-            "accept": lost.peers._accepted._accepts,
-            "thread": lost.peers._work._unfinished,
-        }[busy]
-        users.add(busy)
-        d.controller.tickets.close_ticket(bytes(16), "closed")
-        assert not lost.are_free
-        users.remove(busy)
-        d.controller.tickets.close_ticket(bytes(16), "closed")
-        assert lost.are_free

@@ -117,8 +117,8 @@ def test_violations_name_slots_that_are_free_twice(queue):
     slots = OutgoingSlots(1)
     (parcel,) = parcels(queue, 1)
     slots.take(parcel)
-    parcel.slot, slot = None, parcel.slot
-    slots.reclaim()
+    slot = parcel.slot
+    slots.free(parcel)
     parcel.slot = slot
     slots.free(parcel)
     assert slots.violations(0) == [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
 from aiokv.base.plan import Priority, TransferPlan
@@ -32,9 +31,8 @@ class PlannedCore:
 
     def backup_plans(self) -> list[TransferPlan]:
         """Begin the saves that the write policy wants now, and return the plans."""
-        begun: deque[int] = deque()
-        self._plans.take_backups(begun)
-        return [self._plans.offload(transfer, Priority.BACKUP) for transfer in begun if transfer]
+        begun = self._plans.take_backups()
+        return [self._plans.offload(transfer, Priority.BACKUP) for transfer in begun]
 
     def save_early(self) -> TransferPlan | None:
         """Save the blocks that the write policy has queued, or return None."""
@@ -57,4 +55,4 @@ class PlannedCore:
 
     def complete(self, report: TransferReport) -> None:
         """Account for the end of a transfer."""
-        self._plans.complete(report, deque())
+        self._plans.complete(report)

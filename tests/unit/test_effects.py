@@ -217,20 +217,6 @@ def test_grant_from_the_host_submits_one_onload_that_others_join():
     assert scheduler.read.statistics().attention.device.in_flight == 0
 
 
-def test_repeated_transfer_report_changes_nothing():
-    scheduler = scheduler_of(16, 8, write_policy="write_through")
-    on_host(scheduler, prompt(1, 3))
-    lease_id, _ = scheduler.match(prompt(1, 3))
-    grant, effects = scheduler.try_allocate(lease_id, 13)
-    assert grant is not None
-    applied(scheduler, effects)
-    report = TransferReport(transfer_id=grant.onloads[0], outcome="done")
-    applied(scheduler, scheduler.complete(report)[1])
-    before = scheduler.read.describe(), scheduler.read.statistics()
-    applied(scheduler, scheduler.complete(report)[1])
-    assert (scheduler.read.describe(), scheduler.read.statistics()) == before
-
-
 def test_verified_commits_name_the_blocks_that_were_computed():
     scheduler = scheduler_of(16, 8, verify="checksum")
     lease_id, _ = scheduler.match(prompt(1, 3))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -166,44 +165,6 @@ def test_unknown_transfers_change_nothing():
     flow.moved(99, 0, "unknown")
     assert not flow.is_broken
     assert flow.reason == ""
-
-
-@pytest.mark.parametrize("order", [(101, 102, 103), (103, 102, 101), (102, 103, 101)])
-def test_an_interrupt_of_the_end_of_a_transfer_loses_no_block(order: tuple[int, ...]) -> None:
-    """The end is told again; until then, the flow is not at rest with ends that do not count."""
-
-    def play(at: int) -> int:
-        """Interrupt the ``at``-th line of ``moved``, and return the number of lines."""
-        flow, _, begun = new_flow()
-        begin(flow, begun, 9, 2)
-        lines = 0
-
-        def trace(frame: Any, event: str, arg: object) -> Any:
-            nonlocal lines
-            if frame.f_code is not Flow.moved.__code__:
-                return None
-            if event == "line":
-                lines += 1
-                if lines == at:
-                    raise KeyboardInterrupt
-            return trace
-
-        for transfer_id in order:
-            sys.settrace(trace)
-            try:
-                flow.moved(transfer_id, 2, "")
-            except KeyboardInterrupt:
-                assert not flow.at_rest or flow.moved_block == 9
-                flow.moved(transfer_id, 2, "")
-            finally:
-                sys.settrace(None)
-        assert flow.moved_block == 9, at
-        assert flow.at_rest, at
-        assert not flow.is_broken
-        return lines
-
-    for at in range(1, play(0) + 1):
-        play(at)
 
 
 def test_end_of_the_ticket_ends_the_flow_when_no_transfer_is_in_flight():

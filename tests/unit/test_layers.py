@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import sys
 import threading
 import time
 import weakref
@@ -23,7 +22,6 @@ from aiokv.worker.views import DONE, LayerView, done_view
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import FrameType
 
 pytestmark = pytest.mark.asyncio
 
@@ -379,71 +377,12 @@ async def test_a_view_of_nothing_is_shared_and_costs_nothing() -> None:
     assert [layer async for layer in view] == [0, 1, 2, 3]
 
 
-async def test_an_interrupted_layer_callback_is_not_called_again_and_the_others_are() -> None:
-    counter, seen, interrupts = LayerDoneCounter(2), list[int](), list[int]()
-
-    def interrupt(layer: int) -> None:
-        interrupts.append(layer)
-        raise KeyboardInterrupt
-
-    for callback in (seen.append, interrupt, seen.append):
-        counter.add_callback(callback)
-    for _ in range(2):  # the poller calls again
-        try:
-            counter.mark_layer_done(1)
-        except KeyboardInterrupt:
-            assert seen == [1]
-    assert (seen, interrupts) == ([1, 1], [1])
-    assert counter.pending_layers == [0]
-
-
 async def test_a_transfer_that_was_not_submitted_never_counts_as_ordered() -> None:
     """The worker has no record of the transfer or of its outcome."""
     counter = LayerDoneCounter(1, expedite=lambda: True)
     for gpu_wait in (lambda: counter.gpu_wait(0, []), lambda: counter.gpu_wait_all([])):
         with pytest.raises(TransferError, match="was not submitted"):
             gpu_wait()
-
-
-async def test_an_interrupt_at_any_line_of_attach_leaves_no_lock() -> None:
-    """The repeated call ends, and wakes all threads that wait."""
-    interrupted = True
-    at = 0
-    while interrupted:
-        counter, copy = LayerDoneCounter(1), Copy(1)
-        copy.submitted.set()
-        waiting = [await in_thread(counter.gpu_wait, 0, []) for _ in range(2)]
-        interrupted = raises_at_line(at, counter.attach, copy)
-        attaching, _ = await in_thread(counter.attach, copy)
-        for thread, _ in ((attaching, []), *waiting):
-            thread.join(5.0)
-            assert not thread.is_alive(), f"an interrupt before line {at} has left a lock"
-        assert [result for _, result in waiting] == [[None], [None]]
-        at += 1
-    assert at > 1
-
-
-def raises_at_line(at: int, function: Any, *args: Any) -> bool:
-    """Call it, and raise KeyboardInterrupt before its line ``at``, also in what it calls."""
-    left = at
-
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
-        nonlocal left
-        if event == "line":
-            left -= 1
-            if left < 0:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function(*args)
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
 
 
 async def test_threads_wait_for_a_layer_all_layers_and_the_end() -> None:

@@ -70,7 +70,6 @@ class Cache:
         del self.plans[transfer_id]
         report = TransferReport(transfer_id=transfer_id, outcome=outcome, first_bad_block=first_bad)
         self.apply(self.scheduler.complete(report))
-        self.apply(self.scheduler.complete(report))  # as after an interrupt
 
     def commit(self, lease_id: int, num_tokens: int) -> int:
         return self.apply(self.scheduler.commit(lease_id, num_tokens))

@@ -288,7 +288,7 @@ def test_missing_gpu_is_a_config_error(monkeypatch, count, ordinal, message):
 
 
 def test_a_cache_too_large_for_memory_is_a_config_error(monkeypatch):
-    def fail(config: CacheConfig, has_stores: bool) -> None:
+    def fail(*_: object) -> None:
         raise MemoryError("std::bad_alloc")
 
     monkeypatch.setattr("aiokv.engine.parts.CacheScheduler", fail)

@@ -291,15 +291,6 @@ def test_end_of_a_backup_requests_a_save():
     assert scheduler.store_saver.collect()[0] is False
 
 
-def test_repeated_report_of_a_save_or_a_fetch_changes_nothing():
-    scheduler = scheduler_of(8)
-    transfer_id, effects = scheduler.fetches.begin(matched(scheduler, 1, 4), 9, Priority.DEMAND)
-    effects.clear()
-    for _ in range(2):
-        completed(scheduler, transfer_id)
-    assert scheduler.read.statistics().attention.fetched_blocks == 3
-
-
 def test_scheduler_without_stores_has_no_digests():
     scheduler = CacheScheduler(CacheConfig(block_tokens=4, device_blocks=8, host_blocks=8))
     lease_id = allocated(scheduler, 1, 2)

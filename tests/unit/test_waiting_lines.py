@@ -9,9 +9,12 @@ import pytest
 
 from aiokv import CacheConfig, ClosedError, LeaseError, RequestTooLarge
 from aiokv.base.plan import TransferReport
+from aiokv.base.state_guard import StateGuard
 from aiokv.errors import BrokenEngineError
 from aiokv.scheduler.admission import Request
 from aiokv.scheduler.effects import NO_EFFECTS, Outbox
+from aiokv.scheduler.guarded import TransitionErrors
+from aiokv.scheduler.owners import Owners
 from aiokv.scheduler.pins import Pins
 from aiokv.scheduler.plans import new_core
 from aiokv.scheduler.quota import SaltQuota
@@ -300,7 +303,8 @@ def pins_of(core: Any) -> tuple[Pins, list[int]]:
             released.append(lease_id)
 
     releases: Any = Noted()
-    return Pins(core, Outbox(), releases, lambda: NO_EFFECTS), released
+    errors = TransitionErrors(Owners(), StateGuard())
+    return Pins(core, Outbox(), errors, releases, lambda: NO_EFFECTS), released
 
 
 def test_grant_ends_the_pins_that_it_uses_and_queries_all_of_them_at_once():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from aiokv.scheduler.line import PriorityLine
 from aiokv.scheduler.waits import Endings, Entry, check_entries
 
@@ -60,26 +58,6 @@ def test_removed_entry_is_not_ended():
         pass
     assert ended.lease_ids == [1, 3]
     assert endings.lines() == []
-
-
-def test_interrupted_ending_is_called_again_with_the_same_entry():
-    line: PriorityLine[Entry] = PriorityLine()
-    entries_of(line, 0, 0)
-    endings: Endings[Entry] = Endings()
-    ended = Ended()
-    interrupts = [KeyboardInterrupt()]
-
-    def end(entry: Entry) -> None:
-        if interrupts:
-            raise interrupts.pop()
-        ended(entry)
-
-    endings.add([line], end)
-    with pytest.raises(KeyboardInterrupt):
-        endings.end_one()
-    while endings.end_one():
-        pass
-    assert ended.lease_ids == [1, 2]
 
 
 def test_all_lines_and_all_ends_are_served():

@@ -14,9 +14,8 @@ class TimerFd {
     TimerFd& operator=(const TimerFd&) = delete;
 
     int fd() const { return fd_; }
-    // From now, at least 1 ns, and then every `repeat_ns`, 0 for once; replaces an earlier one.
-    void arm(std::int64_t delay_ns, std::int64_t repeat_ns = 0);
-    void disarm();
+    // Expire once, in at least 1 ns from now; replaces an earlier arming.
+    void arm(std::int64_t delay_ns);
     void drain();  // after the descriptor became readable
     void close();  // idempotent
 

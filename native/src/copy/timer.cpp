@@ -13,29 +13,20 @@ namespace {
 
 constexpr std::int64_t kSecondNs = 1'000'000'000;
 
-void set(int fd, std::int64_t delay_ns, std::int64_t repeat_ns) {
-    itimerspec spec{};
-    spec.it_value.tv_sec = delay_ns / kSecondNs;
-    spec.it_value.tv_nsec = delay_ns % kSecondNs;
-    spec.it_interval.tv_sec = repeat_ns / kSecondNs;
-    spec.it_interval.tv_nsec = repeat_ns % kSecondNs;
-    if (timerfd_settime(fd, 0, &spec, nullptr) != 0) {
-        throw std::system_error(errno, std::generic_category(), "timerfd_settime");
-    }
-}
-
 }  // namespace
 
 TimerFd::TimerFd() : fd_(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)) {
     if (fd_ < 0) throw std::system_error(errno, std::generic_category(), "timerfd_create");
 }
 
-void TimerFd::arm(std::int64_t delay_ns, std::int64_t repeat_ns) {
-    set(fd_, std::max<std::int64_t>(delay_ns, 1), std::max<std::int64_t>(repeat_ns, 0));
-}
-
-void TimerFd::disarm() {
-    set(fd_, 0, 0);
+void TimerFd::arm(std::int64_t delay_ns) {
+    const std::int64_t delay = std::max<std::int64_t>(delay_ns, 1);
+    itimerspec spec{};
+    spec.it_value.tv_sec = delay / kSecondNs;
+    spec.it_value.tv_nsec = delay % kSecondNs;
+    if (timerfd_settime(fd_, 0, &spec, nullptr) != 0) {
+        throw std::system_error(errno, std::generic_category(), "timerfd_settime");
+    }
 }
 
 void TimerFd::drain() {

@@ -178,14 +178,10 @@ void bind_timer(nb::module_& m) {
         .def("fileno", &TimerFd::fd)
         .def(
             "arm",
-            [](TimerFd& timer, double delay_seconds, double repeat_seconds) {
-                timer.arm(static_cast<std::int64_t>(delay_seconds * 1e9),
-                          static_cast<std::int64_t>(repeat_seconds * 1e9));
+            [](TimerFd& timer, double delay_seconds) {
+                timer.arm(static_cast<std::int64_t>(delay_seconds * 1e9));
             },
-            "delay_seconds"_a, "repeat_seconds"_a = 0.0,
-            "Expire after delay_seconds, then every repeat_seconds (0: once); replaces an earlier "
-            "arming.")
-        .def("disarm", &TimerFd::disarm)
+            "delay_seconds"_a, "Expire once, after delay_seconds; replaces an earlier arming.")
         .def("drain", &TimerFd::drain, "Read the expiry, so that select() waits again.")
         .def("close", &TimerFd::close);
 }
