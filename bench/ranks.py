@@ -122,9 +122,9 @@ async def _step(worker: Worker, step: int) -> tuple[float, float]:
     ]
     began = time.perf_counter()
     for plan in plans:
-        worker.submit(plan)
+        worker.plans.submit(plan)
     submitted = time.perf_counter()
-    await worker.drain()
+    await worker.plans.drain()
     return submitted - began, time.perf_counter() - began
 
 

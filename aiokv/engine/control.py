@@ -84,9 +84,9 @@ class Control:
     async def settle_all(self) -> None:
         """Wait until no transfer is in flight, and no backup or save is due."""
         self._collect()
-        await self._worker.drain()
+        await self._worker.plans.drain()
         while self._collect():  # onloads and backups that ended meanwhile have left further ones
-            await self._worker.drain()
+            await self._worker.plans.drain()
 
     def _collect(self) -> bool:
         """Begin backups, or else saves to the stores; return False if there are none."""

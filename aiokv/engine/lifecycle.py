@@ -202,9 +202,9 @@ class Lifecycle:
         apply, scheduler = self._dispatcher.apply, self._scheduler
         try:
             async with asyncio.timeout(limit):
-                await self._worker.drain()  # only blocks whose backup has ended can be saved
+                await self._worker.plans.drain()  # only blocks whose backup has ended can be saved
                 while apply(scheduler.collect_backups()) or apply(scheduler.store_saver.collect()):
-                    await self._worker.drain()
+                    await self._worker.plans.drain()
         except TimeoutError:
             log.warning("engine.not_saved", waited_seconds=limit)
 

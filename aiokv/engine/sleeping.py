@@ -100,7 +100,7 @@ class Sleep:
         loop, collect = self._lifetime.loop, self._scheduler.store_saver.collect
         until = loop.time() + SAVE_SECONDS
         while self._dispatcher.apply(collect(by_holder=True)):
-            await self._worker.drain()
+            await self._worker.plans.drain()
             if loop.time() >= until:
                 log.warning("engine.not_saved", waited_seconds=SAVE_SECONDS)
                 return

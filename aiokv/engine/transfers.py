@@ -91,7 +91,7 @@ class Transfers:
     def submit(self, plan: TransferPlan) -> None:
         """Submit a plan to the worker. A plan that the worker refuses is reported as failed."""
         try:
-            counter = self._worker.submit(plan)
+            counter = self._worker.plans.submit(plan)
         except MemoryError:  # anywhere in the worker, which may have begun the transfer
             raise
         except Exception as error:  # a repeated call would raise it in every later transition
@@ -119,11 +119,11 @@ class Transfers:
 
     def raise_priority(self, transfer_id: int, priority: Priority) -> None:
         """Raise the priority of a plan that has not reached the device."""
-        self._worker.raise_priority(transfer_id, priority)
+        self._worker.plans.raise_priority(transfer_id, priority)
 
     def cancel(self, transfer_id: int) -> Cancelled:
-        """Cancel a plan that has not reached the device; see ``Worker.cancel``."""
-        cancelled = self._worker.cancel(transfer_id)
+        """Cancel a plan that has not reached the device; see ``Plans.cancel``."""
+        cancelled = self._worker.plans.cancel(transfer_id)
         if cancelled == "at once":
             ended = self._counters.pop(transfer_id, None)
             if ended is not None and self._observers.active:
@@ -163,7 +163,7 @@ class Transfers:
 
         Cancellation: the transfer continues.
         """
-        self._worker.raise_priority(transfer_id, Priority.DEMAND)
+        self._worker.plans.raise_priority(transfer_id, Priority.DEMAND)
         await self._end_of(transfer_id)
 
     def _end_of(self, transfer_id: int) -> asyncio.Future[None]:

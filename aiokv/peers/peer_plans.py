@@ -1,101 +1,86 @@
-"""PeerPlans: the plans from and to peers that a worker has in flight, and their reports."""
+"""PeerPlans: the executor of plans from and to peers, which sender and receiver carry out."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from aiokv.base.plan import RECEIVE, TransferReport
+from aiokv.base.plan import RECEIVE
+from aiokv.errors import UsageError
 from aiokv.worker.device.base import CopyError
-from aiokv.worker.lanes import RunningCounts
-from aiokv.worker.layers import LayerDoneCounter
-from aiokv.worker.reports import deliver
+from aiokv.worker.lanes import RouteCounts
+from aiokv.worker.plan_table import Executor, PlanEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
-    from aiokv.base.plan import GroupRoute, Outcome, TransferPlan
-    from aiokv.base.statistics import RouteStatistics
-    from aiokv.worker.poller import EventPoller
-
-
-class _Transfer:
-    """A plan in flight; ``end`` is set when it is at rest."""
-
-    def __init__(self, plan: TransferPlan, counter: LayerDoneCounter, num_bytes: int) -> None:
-        self.plan = plan
-        self.counter = counter
-        self.num_bytes = num_bytes
-        self.is_cancelled = False
-        self.end: tuple[int, CopyError | None] | None = None  # leading blocks, failure
-        self.is_touched = False
-
-    @property
-    def outcome(self) -> Outcome:
-        """Outcome for the report of a transfer that has ended."""
-        leading, failure = (0, None) if self.end is None else self.end
-        if failure is None:
-            return "done"
-        # The state of a lease is the one before, unless it was written.
-        is_state = self.plan.group_route == ("last", RECEIVE)
-        is_cancelled = not self.is_touched if is_state else self.is_cancelled and not leading
-        return "cancelled" if is_cancelled else "failed"
+    from aiokv.base.plan import GroupRoute
+    from aiokv.peers.receiver import Receiver
+    from aiokv.peers.sender import Sender
+    from aiokv.worker.base import Cancelled
+    from aiokv.worker.plan_table import PlanTable
 
 
-class PeerPlans:
-    """Reports each plan exactly once, in a callback of the loop.
+class _Work:
+    """State of a plan of peers."""
+
+    is_cancelled = False
+
+
+_Entry: TypeAlias = PlanEntry[_Work]
+
+
+class PeerPlans(Executor[_Work]):
+    """Plans of the peer routes of one worker.
 
     Args:
         routes: of the plans.
-        on_end: called with the id of each plan after its report.
+        plans: plans of the worker.
+        receiver: returns the receiver; None while the worker does not receive.
+        sender: likewise, the sender.
     """
 
-    def __init__(self, routes: Iterable[GroupRoute], on_end: Callable[[int], None]) -> None:
-        self._on_end = on_end
-        self._poller: EventPoller | None = None
-        self._on_report: Callable[[TransferReport], None] = lambda report: None
-        self._transfers: dict[int, _Transfer] = {}
-        self._counts = {route: RunningCounts() for route in routes}
-
-    def open(self, poller: EventPoller, on_report: Callable[[TransferReport], None]) -> None:
-        """Send the reports to ``on_report`` from now on, in callbacks of ``poller``."""
-        self._poller, self._on_report = poller, on_report
+    def __init__(
+        self,
+        routes: Iterable[GroupRoute],
+        plans: PlanTable,
+        receiver: Callable[[], Receiver[Any] | None],
+        sender: Callable[[], Sender[Any] | None],
+    ) -> None:
+        self._plans = plans
+        self._receiver = receiver
+        self._sender = sender
+        self._counts = {route: RouteCounts() for route in routes}
 
     @property
-    def in_flight(self) -> Iterable[int]:
-        """Ids of the plans that were not reported yet."""
-        return self._transfers.keys()
+    def counts(self) -> Mapping[GroupRoute, RouteCounts]:
+        """Counts of each route."""
+        return self._counts
 
-    def begin(self, plan: TransferPlan, num_bytes: int) -> LayerDoneCounter:
-        """Note a plan, which ``end`` ends."""
-        counter = LayerDoneCounter(
-            0, transfer_id=plan.transfer_id, direction=plan.direction, num_bytes=num_bytes
-        )
-        self._transfers[plan.transfer_id] = _Transfer(plan, counter, num_bytes)
-        self._counts[plan.group_route].begin(plan.transfer_id)
-        return counter
+    def submit(self, entry: _Entry) -> None:
+        """Give a plan to the receiver or the sender; their refusal is its failure."""
+        entry.work = _Work()
+        plan = entry.plan
+        end = self._receiver() if plan.route == RECEIVE else self._sender()
+        try:
+            if end is None:
+                raise UsageError(f"the engine has no route {plan.route} now")
+            end.submit(plan)
+        except UsageError as error:
+            self._plans.end(entry, CopyError(0, str(error)))
+            self._plans.report_soon(entry)
 
-    def counter(self, transfer_id: int) -> LayerDoneCounter | None:
-        """Return the counter of a plan in flight; None for an unknown id."""
-        transfer = self._transfers.get(transfer_id)
-        return None if transfer is None else transfer.counter
+    def cancel(self, entry: _Entry) -> Cancelled:
+        """Give up a plan: no further byte of it moves, and its report follows."""
+        entry.work.is_cancelled = True
+        for end in (self._receiver(), self._sender()):
+            if end is not None:
+                end.cancel(entry.plan.transfer_id, "cancelled")
+        return "asked"
 
-    def note_start(self, transfer_id: int) -> None:
-        """Note that the first bytes of a plan move; does nothing for an unknown id. Idempotent."""
-        if (transfer := self._transfers.get(transfer_id)) is not None:
-            transfer.counter.note_start()
-
-    def cancel(self, transfer_id: int) -> bool:
-        """Report a plan that fails from now on as cancelled, if none of its blocks has moved.
-
-        Returns:
-            False for a plan that has ended, or is unknown.
-        """
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None or transfer.end is not None:
-            return False
-        transfer.is_cancelled = True
-        return True
+    def begin(self, transfer_id: int) -> None:
+        """Note that the first bytes of a plan move; without effect for an unknown id."""
+        if (entry := self._plans.get(transfer_id)) is not None:
+            self._plans.begin(entry)
 
     def end(
         self,
@@ -113,32 +98,13 @@ class PeerPlans:
             failure: why the others have not moved; None when all have.
             is_touched: the blocks of a plan that has failed may have been written.
         """
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None or transfer.end is not None:
+        entry: _Entry | None = self._plans.get(transfer_id)
+        if entry is None:
             return
         if failure is not None:
             failure = CopyError(leading_blocks, failure.reason)
-        transfer.end = (leading_blocks, failure)
-        transfer.is_touched = is_touched
-        if self._poller is not None and not self._poller.closed:
-            self._poller.soon(partial(self._finish, transfer, *transfer.end))
-
-    def _finish(self, transfer: _Transfer, leading: int, failure: CopyError | None) -> None:
-        """Report a plan that is at rest."""
-        plan, outcome = transfer.plan, transfer.outcome
-        transfer.counter.finish(failure)
-        report = TransferReport(
-            transfer_id=plan.transfer_id,
-            outcome=outcome,
-            first_bad_block=leading if outcome == "failed" else 0,
-            reason="" if failure is None else failure.reason,
-        )
-        deliver(self._on_report, report)
-        self._on_end(plan.transfer_id)
-        del self._transfers[plan.transfer_id]
-        moved_bytes = transfer.num_bytes // max(plan.num_blocks, 1) * leading
-        self._counts[plan.group_route].end(plan.transfer_id, outcome, moved_bytes)
-
-    def lane_statistics(self) -> dict[GroupRoute, RouteStatistics]:
-        """Return the counts of each route. Any thread."""
-        return {route: counts.statistics() for route, counts in self._counts.items()}
+        # The state of a lease is the one before, unless it was written.
+        is_state = entry.plan.group_route == ("last", RECEIVE)
+        cancelled = not is_touched if is_state else entry.work.is_cancelled and not leading_blocks
+        self._plans.end(entry, failure, cancelled=cancelled, moved_blocks=leading_blocks)
+        self._plans.report_soon(entry)

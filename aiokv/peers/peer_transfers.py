@@ -7,8 +7,7 @@
 
 The :class:`Receiver` and the :class:`Sender` decide what to do next; a :class:`ReceiverWork` and a
 :class:`SenderWork` do it. This object opens and closes them with the memory of the worker, gives
-tickets and plans to them, and keeps the deadlines of tickets. A plan is reported exactly once, in a
-callback of the loop, when nothing accesses its device blocks any more.
+tickets to them, and keeps the deadlines of tickets. A :class:`PeerPlans` gives them the plans.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from aiokv.base.plan import PEER_ROUTES, RECEIVE, TransferReport, group_routes
+from aiokv.base.plan import PEER_ROUTES, group_routes
 from aiokv.base.statistics import RankPeerStatistics, ReceiverCounts, SenderCounts
 from aiokv.errors import ClosedError, PeerError, UsageError
 from aiokv.layout.block_layout import split_layers
@@ -39,14 +38,12 @@ from aiokv.peers.ticket import Endpoint, decode, ticket_key
 from aiokv.peers.ticket_opener import TicketOpener
 from aiokv.peers.transport import PeerMemory
 from aiokv.peers.transports import make_transport
-from aiokv.worker.device.base import CopyError
 from aiokv.worker.layer_marks import LayerMarks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
-    from aiokv.base.plan import GroupRoute, TransferPlan
-    from aiokv.base.statistics import RouteStatistics
+    from aiokv.base.plan import GroupRoute
     from aiokv.layout.regions import Regions
     from aiokv.peers.listener import Listener
     from aiokv.peers.options import Peers
@@ -55,10 +52,9 @@ if TYPE_CHECKING:
     from aiokv.peers.transport import Link, Transport
     from aiokv.peers.wire import Connection
     from aiokv.stores.identity import StoreIdentity
-    from aiokv.worker.base import Cancelled
     from aiokv.worker.device.base import Event
-    from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.memory import WorkerMemory
+    from aiokv.worker.plan_table import PlanTable
     from aiokv.worker.poller import EventPoller
     from aiokv.worker.steps import WorkerSteps
 
@@ -76,11 +72,12 @@ class PeerTransfers:
         memory: has the peer arena while it is allocated.
         copies: copies between device blocks and slots.
         steps: steps of the model on the device.
-        on_end: called with the id of each plan after its report.
+        plans: plans of the worker.
 
     Attributes:
         exist: False without peers.
         routes: routes from and to peers; empty without peers.
+        plans: executor of the plans of the routes.
         layout: of the blocks of this rank, encoded; empty without peers and before ``open``.
         ticket_key: key of tickets; empty without peers.
     """
@@ -91,7 +88,7 @@ class PeerTransfers:
         memory: Callable[[], WorkerMemory],
         copies: DeviceCopies,
         steps: WorkerSteps,
-        on_end: Callable[[int], None],
+        plans: PlanTable,
     ) -> None:
         self.exist = peers is not None
         self.ticket_key = b"" if peers is None else ticket_key(peers.key)
@@ -105,12 +102,12 @@ class PeerTransfers:
         self._poller: EventPoller | None = None
         self._identity: StoreIdentity | None = None
         self._transport: Transport = make_transport(peers)
-        self._plans = PeerPlans(self.routes, on_end)
         self._listener: Listener | None = None
         self._accepted = AcceptedConnections(self._transport)
         self._opener: TicketOpener | None = None
         self._receiver: Receiver[Connection] | None = None
         self._sender: Sender[Connection] | None = None
+        self.plans = PeerPlans(self.routes, plans, lambda: self._receiver, lambda: self._sender)
         self._ring: LandingRing[Connection] | None = None
         self.layout = b""
         self._mappings: Mappings | None = None
@@ -151,7 +148,6 @@ class PeerTransfers:
         self,
         identity: StoreIdentity | None,
         poller: EventPoller,
-        on_report: Callable[[TransferReport], None],
         on_ticket_end: Callable[[bytes, str], None],
     ) -> None:
         """Listen, and prepare the slots; the host memory was allocated before.
@@ -169,7 +165,6 @@ class PeerTransfers:
         options = self._checked()
         self._identity = identity
         self._poller = poller
-        self._plans.open(poller, on_report)
         self._on_ticket_end = on_ticket_end
         try:
             await self._open_slots()
@@ -222,7 +217,13 @@ class PeerTransfers:
         )
         self.layout = layout.encode()
         parts = SlotWork(
-            slots, per_slot, access, mappings, self._copies, self._steps.clock, self._plans
+            slots,
+            per_slot,
+            access,
+            mappings,
+            self._copies,
+            self._steps.clock,
+            self.plans,
         )
         if num_landing:
             self._open_receiver(parts, landing, identity)
@@ -487,46 +488,10 @@ class PeerTransfers:
 
     # --- plans ------------------------------------------------------------------------------------
 
-    @property
-    def in_flight(self) -> Iterable[int]:
-        """Ids of the plans that were not reported yet."""
-        return self._plans.in_flight
-
-    def submit(self, plan: TransferPlan, num_bytes: int) -> LayerDoneCounter:
-        """Take a plan that was checked."""
-        counter = self._plans.begin(plan, num_bytes)
-        end = self._receiver if plan.route == RECEIVE else self._sender
-        reason = f"the engine has no route {plan.route} now" if end is None else ""
-        if end is not None:
-            try:
-                end.submit(plan)
-            except UsageError as error:  # the report tells it, like any other failure
-                reason = str(error)
-        if reason:
-            self._plans.end(plan.transfer_id, 0, CopyError(0, reason))
-        return counter
-
-    def counter(self, transfer_id: int) -> LayerDoneCounter | None:
-        """Return the counter of a plan in flight; None for an unknown id."""
-        return self._plans.counter(transfer_id)
-
-    def cancel(self, transfer_id: int) -> Cancelled:
-        """Give up a plan: no further byte of it moves, and its report follows."""
-        if not self._plans.cancel(transfer_id):
-            return "too late"
-        for end in (self._receiver, self._sender):
-            if end is not None:
-                end.cancel(transfer_id, "cancelled")
-        return "asked"
-
     def step_closed(self) -> None:
         """Send the plans that waited for a step."""
         if self._sender is not None:
             self._sender.release_held()
-
-    def lane_statistics(self) -> dict[GroupRoute, RouteStatistics]:
-        """Return the counts of each route. Any thread."""
-        return self._plans.lane_statistics()
 
     def statistics(self) -> list[RankPeerStatistics]:
         """Return the use of peers; empty without peers."""

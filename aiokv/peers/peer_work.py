@@ -41,12 +41,8 @@ if TYPE_CHECKING:
 class DeviceCopies(Protocol):
     """Copies between device blocks and slots of the peer arena, for PeerTransfers."""
 
-    def new_copy_id(self) -> int:
-        """Return an id that no other copy has."""
-
     def copy(
         self,
-        copy_id: int,
         route: Route,
         group: str,
         source_ids: Sequence[int],
@@ -54,8 +50,8 @@ class DeviceCopies(Protocol):
         after: int | Event | None,
         on_end: Callable[[CopyError | None], None],
         keys: bytes = b"",
-    ) -> None:
-        """Begin a copy behind a step or an event.
+    ) -> int:
+        """Begin a copy behind a step or an event, and return its id.
 
         With ``keys``, 32 bytes per slot in the memory of the device, ``SEND`` seals the slots, and
         ``RECEIVE`` fails for those that have other trailers.
@@ -63,7 +59,7 @@ class DeviceCopies(Protocol):
         ``on_end`` is called once, in a callback of the loop, with the failure or None.
         """
 
-    def cancel(self, transfer_id: int) -> Cancelled:
+    def cancel_copy(self, copy_id: int) -> Cancelled:
         """Cancel a copy that the device does not have; its ``on_end`` follows."""
 
 
@@ -143,10 +139,8 @@ class ReceiverWork:
         first, pitch = 0, parts.blocks_per_slot
         if copy.is_assembled:
             first, pitch = parts.arena.first_assembly, 1
-        copy.copy_id = parts.copies.new_copy_id()
         plan = copy.receive.plan
-        parts.copies.copy(
-            copy.copy_id,
+        copy.copy_id = parts.copies.copy(
             plan.route,
             parts.mappings.device_group(plan, copy.group),
             [first + slot * pitch for slot in copy.slots],
@@ -155,11 +149,11 @@ class ReceiverWork:
             partial(receiver.copied, copy),
             parts.access.landing_keys(copy.slots),
         )
-        parts.plans.note_start(plan.transfer_id)
+        parts.plans.begin(plan.transfer_id)
 
     def take_back(self, copy: SlotCopy) -> bool:
         """Cancel a copy, and return True, unless the device has it. Idempotent."""
-        return self._parts.copies.cancel(copy.copy_id) == "at once"
+        return self._parts.copies.cancel_copy(copy.copy_id) == "at once"
 
     def received(self, receive: Receive) -> None:
         """Report a RECEIVE plan. Idempotent."""
@@ -219,11 +213,9 @@ class SenderWork:
         sender, parts = self._sender, self._parts
         if not sender.admit(fill):
             return
-        fill.copy_id = parts.copies.new_copy_id()
         plan = fill.send.plan
         is_noted = self._marks.has(plan.peer, plan.mark)
-        parts.copies.copy(
-            fill.copy_id,
+        fill.copy_id = parts.copies.copy(
             plan.route,
             parts.mappings.device_group(plan, fill.group),
             fill.device_ids,
@@ -232,7 +224,7 @@ class SenderWork:
             partial(sender.filled, fill),
             parts.access.outgoing_keys(fill.parcels),
         )
-        parts.plans.note_start(plan.transfer_id)
+        parts.plans.begin(plan.transfer_id)
 
     def seal(self, parcels: Sequence[Sent[Connection]]) -> None:
         """Cut parcels, and write their trailers."""

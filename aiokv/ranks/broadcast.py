@@ -1,9 +1,9 @@
-"""TransferBroadcast: sends plans to all ranks, and reduces their reports to one per plan."""
+"""TransferBroadcast: the executor of plans on all ranks; reduces their reports to one per plan."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
@@ -16,26 +16,26 @@ from aiokv.base.plan import (
     TransferReport,
     group_routes,
 )
-from aiokv.errors import UsageError
+from aiokv.errors import ClosedError, UsageError
 from aiokv.ranks.channel import MAX_FRAME_BYTES, frame_of
 from aiokv.ranks.messages import TransferBatch, encode
 from aiokv.ranks.reduce import GroupTransfer
 from aiokv.worker.device.base import CopyError
-from aiokv.worker.lanes import RunningCounts, worker_statistics
-from aiokv.worker.layers import LayerDoneCounter
-from aiokv.worker.reports import deliver
-from aiokv.worker.settling import ReportWaiters
+from aiokv.worker.lanes import RouteCounts, worker_statistics
+from aiokv.worker.plan_table import CANCELLED, Executor, PlanEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from aiokv.base.groups import Retention
-    from aiokv.base.plan import TransferPlan
+    from aiokv.base.plan import GroupRoute, TransferPlan
     from aiokv.base.statistics import WorkerStatistics
     from aiokv.errors import RankLost
     from aiokv.ranks.membership import Membership
-    from aiokv.ranks.messages import Layout, Reports
+    from aiokv.ranks.messages import Reports
     from aiokv.ranks.rank_state import RankState, RankTimeouts
+    from aiokv.worker.base import Cancelled
+    from aiokv.worker.plan_table import PlanTable
 
 log = Log(__name__)
 
@@ -48,13 +48,18 @@ _ALL_ROUTES: Final = TIER_ROUTES | SAVED_ROUTES | SENT_ROUTES
 BATCH_BYTES: Final = MAX_FRAME_BYTES // 4  # of block ids in one batch
 
 
-class TransferBroadcast:
+_Entry: TypeAlias = PlanEntry[GroupTransfer]
+
+
+class TransferBroadcast(Executor[GroupTransfer]):
     """The transfers of a group, from submission to the last rank's report.
 
     Args:
         membership: the ranks.
         timeouts: time limits.
         clock: seconds.
+        plans: plans of the group.
+        failure: returns the loss of a rank, which fails new plans; None while none is lost.
 
     Attributes:
         batches: batches so far; each was sent to every rank.
@@ -68,14 +73,15 @@ class TransferBroadcast:
         membership: Membership,
         timeouts: RankTimeouts,
         clock: Callable[[], float],
+        plans: PlanTable,
+        failure: Callable[[], RankLost | None],
     ) -> None:
         self._membership = membership
         self._timeouts = timeouts
         self._clock = clock
-        self._on_report: Callable[[TransferReport], None] = _ignore_report
-        self._transfers: dict[int, GroupTransfer] = {}
-        self._report_waiters = ReportWaiters()
-        self._counts = {route: RunningCounts(clock) for route in _ALL_ROUTES}
+        self._plans = plans
+        self._failure = failure
+        self._counts = {route: RouteCounts(clock) for route in _ALL_ROUTES}
         self._new_plans: list[TransferPlan] = []
         self._new_cancels: list[int] = []
         self._new_priorities: dict[int, int] = {}  # by transfer id
@@ -83,16 +89,16 @@ class TransferBroadcast:
         self._flush_scheduled = False
         self.batches = self.plans = self.batch_bytes = self.given_up = 0
 
-    def __len__(self) -> int:
-        return len(self._transfers)
+    @property
+    def counts(self) -> Mapping[GroupRoute, RouteCounts]:
+        """Counts of each route; a transfer counts once, not once per rank."""
+        return self._counts
 
-    def open(self, on_report: Callable[[TransferReport], None]) -> None:
-        """Take plans from now on.
-
-        Args:
-            on_report: gets one report per plan, in a callback of the loop.
-        """
-        self._on_report = on_report
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        layout = self._membership.layout
+        return 0 if layout is None else layout.num_layers
 
     def statistics(self) -> WorkerStatistics:
         """Return the counts of each route; a transfer counts once, not once per rank."""
@@ -110,72 +116,54 @@ class TransferBroadcast:
 
     # --- to the ranks ---------------------------------------------------------------------------
 
-    def counter(self, transfer_id: int) -> LayerDoneCounter | None:
-        """Return the counter of a plan in flight; None for an unknown id."""
-        transfer = self._transfers.get(transfer_id)
-        return None if transfer is None else transfer.counter
-
-    def submit(
-        self, plan: TransferPlan, layout: Layout, failure: RankLost | None
-    ) -> LayerDoneCounter:
-        """Take a plan whose ids have been checked; it is sent with the others of this pass.
-
-        Args:
-            plan: new.
-            layout: of the ranks.
-            failure: of the group, which fails the plan at once; no rank gets it.
+    def check(self, plan: TransferPlan) -> int:
+        """Return the bytes that a plan moves on all ranks.
 
         Raises:
-            UsageError: the transfer is in flight, or too large for a message. Nothing changed.
+            UsageError: the plan is too large for a message.
+            ClosedError: no rank has connected.
         """
-        if plan.transfer_id in self._transfers:
-            raise UsageError(f"transfer {plan.transfer_id} is in flight already")
-        id_bytes = len(plan.source_blocks) + len(plan.target_blocks) + len(plan.digests)
-        if id_bytes > MAX_FRAME_BYTES // 2:
+        layout = self._membership.layout
+        if layout is None:
+            raise ClosedError(f"transfer {plan.transfer_id}: the group of ranks is not open")
+        if _id_bytes(plan) > MAX_FRAME_BYTES // 2:
             raise UsageError(
                 f"transfer {plan.transfer_id} has {plan.num_blocks} blocks; a message holds the "
                 f"ids of at most {MAX_FRAME_BYTES // 16}"
             )
+        return layout.bytes_per_block(plan) * plan.num_blocks * len(self._membership.ranks)
+
+    def submit(self, entry: _Entry) -> None:
+        """Take a plan, which is sent with the others of this pass; no rank gets it after a loss."""
         num_ranks = len(self._membership.ranks)
-        num_bytes = layout.bytes_per_block(plan) * plan.num_blocks
-        transfer = GroupTransfer(
-            plan,
-            LayerDoneCounter(
-                layout.num_layers,
-                transfer_id=plan.transfer_id,
-                direction=plan.direction,
-                num_bytes=num_bytes * num_ranks,
-            ),
+        transfer = entry.work = GroupTransfer(
+            entry.plan,
+            entry.counter,
             num_ranks=num_ranks,
-            num_bytes=num_bytes,
+            num_bytes=entry.num_bytes // num_ranks,
             since=self._clock(),
         )
-        self._transfers[plan.transfer_id] = transfer
-        self._counts[plan.group_route].begin(plan.transfer_id)
-        if failure is not None:
+        if (failure := self._failure()) is not None:
             transfer.give_up(CopyError(0, str(failure), failure.rank))
-            asyncio.get_running_loop().call_soon(self._end, transfer)
-            return transfer.counter
-        self._new_plans.append(plan)
-        self._new_id_bytes += id_bytes
+            self._plans.end(entry, transfer.given_up)
+            self._plans.report_soon(entry)
+            return
+        self._new_plans.append(entry.plan)
+        self._new_id_bytes += _id_bytes(entry.plan)
         self._schedule_flush()
         if self._new_id_bytes > BATCH_BYTES:
             self.flush()
-        return transfer.counter
 
-    def cancel(self, transfer_id: int) -> bool:
-        """Ask the ranks to cancel a plan; False when it has ended."""
-        if transfer_id not in self._transfers:
-            return False
-        self._new_cancels.append(transfer_id)
+    def cancel(self, entry: _Entry) -> Cancelled:
+        """Ask the ranks to cancel a plan."""
+        self._new_cancels.append(entry.plan.transfer_id)
         self._schedule_flush()
-        return True
+        return "asked"
 
-    def raise_priority(self, transfer_id: int, priority: int) -> None:
-        """Ask the ranks to submit a plan sooner; without effect on one that has ended."""
-        if transfer_id in self._transfers:
-            self._new_priorities[transfer_id] = priority
-            self._schedule_flush()
+    def raise_priority(self, entry: _Entry) -> None:
+        """Ask the ranks to submit a plan sooner."""
+        self._new_priorities[entry.plan.transfer_id] = entry.priority
+        self._schedule_flush()
 
     def _schedule_flush(self) -> None:
         if not self._flush_scheduled:
@@ -201,8 +189,8 @@ class TransferBroadcast:
         self._new_priorities = {}
         self._membership.send(frame)
         for plan in batch.plans:
-            if (transfer := self._transfers.get(plan.transfer_id)) is not None:
-                transfer.counter.note_start()
+            if (entry := self._plans.get(plan.transfer_id)) is not None:
+                self._plans.begin(entry)
 
     # --- from the ranks -------------------------------------------------------------------------
 
@@ -213,72 +201,55 @@ class TransferBroadcast:
             ChannelError: a layer does not exist, or a transfer other than a fetch is overdue.
         """
         for report in reports.overdue:
-            transfer = self._transfers.get(report.transfer_id)
-            if transfer is not None:
-                transfer.release(state.rank, report)
+            if (entry := self._plans.get(report.transfer_id)) is not None:
+                entry.work.release(state.rank, report)
         for transfer_id, layers in reports.arrived:
-            transfer = self._transfers.get(transfer_id)
-            if transfer is not None:
-                transfer.arrive(state.rank, layers)
+            if (entry := self._plans.get(transfer_id)) is not None:
+                entry.work.arrive(state.rank, layers)
         for report in reports.ended:
-            transfer = self._transfers.get(report.transfer_id)
-            if transfer is not None and transfer.end(state.rank, report):
-                self._end(transfer)
+            entry = self._plans.get(report.transfer_id)
+            if entry is not None and entry.work.end(state.rank, report):
+                self._end(entry)
 
     def give_up_all(self, failure: CopyError) -> None:
         """Fail all waiters; a transfer that still moves is reported as failed when it has ended."""
-        for transfer in self._transfers.values():
-            self._give_up(transfer, failure)
+        for entry in self._plans:
+            self._give_up(entry.work, failure)
 
     def cancel_all(self) -> None:
         """Ask the ranks to cancel all plans that still wait, e.g. for a step."""
-        for transfer_id in self._transfers:
-            self.cancel(transfer_id)
+        for entry in self._plans:
+            self.cancel(entry)
 
     def end_rank(self, lost: RankLost) -> None:
         """End all transfers on a lost rank, which moves nothing any more."""
-        for transfer in list(self._transfers.values()):
+        for entry in self._plans:
             failed = TransferReport(
-                transfer_id=transfer.plan.transfer_id, outcome="failed", reason=str(lost)
+                transfer_id=entry.plan.transfer_id, outcome="failed", reason=str(lost)
             )
-            if transfer.end(lost.rank, failed):
-                self._end(transfer)
+            if entry.work.end(lost.rank, failed):
+                self._end(entry)
 
     def end_all(self) -> None:
         """Report all transfers: no rank moves any of their bytes."""
-        for transfer in list(self._transfers.values()):
-            self._end(transfer)
+        for entry in self._plans:
+            self._end(entry)
 
     def _give_up(self, transfer: GroupTransfer, failure: CopyError) -> None:
         if transfer.given_up is None:
             self.given_up += 1
             transfer.give_up(failure)
 
-    def _end(self, transfer: GroupTransfer) -> None:
+    def _end(self, entry: _Entry) -> None:
         """Report a transfer whose bytes no rank moves any more."""
-        transfer_id = transfer.plan.transfer_id
-        if self._transfers.pop(transfer_id, None) is None:
-            return
-        report = transfer.report()
-        is_done = report.outcome == "done"
-        moved_bytes = transfer.num_bytes * len(self._membership.ranks) if is_done else 0
-        self._counts[transfer.plan.group_route].end(transfer_id, report.outcome, moved_bytes)
-        deliver(self._on_report, report)
-        self._report_waiters.note_report(transfer_id)
-
-    # --- waiting --------------------------------------------------------------------------------
-
-    async def settle(self) -> None:
-        """Wait until the plans submitted so far have been reported.
-
-        Cancellation: stops waiting; the transfers go on.
-        """
-        await self._report_waiters.wait(self._transfers)
+        failure = entry.work.reduced()
+        self._plans.end(entry, failure, cancelled=failure is CANCELLED, results=entry.work.results)
+        self._plans.send_report(entry)
 
     def _num_held(self) -> int:
         """Return the number of transfers that wait on a rank for its runner to close their step."""
         closed = min(state.finished_step for state in self._membership.ranks)
-        return sum(transfer.plan.after_step > closed for transfer in self._transfers.values())
+        return sum(entry.plan.after_step > closed for entry in self._plans)
 
     def find_slow_ranks(self) -> None:
         """Fail the transfers of slow ranks, and lose a rank that stays slow.
@@ -286,7 +257,8 @@ class TransferBroadcast:
         The time allowed for a transfer counts from the rank's last report of any transfer.
         """
         now = self._clock()
-        for transfer in list(self._transfers.values()):
+        for entry in self._plans:
+            transfer = entry.work
             if transfer.plan.route in PEER_ROUTES:
                 continue  # it waits for another engine, until the deadline of its ticket
             if transfer.plan.route in STORE_ROUTES and not transfer.may_give_up:
@@ -316,5 +288,6 @@ class TransferBroadcast:
         return waited > self._timeouts.allowed_seconds(transfer.num_bytes)
 
 
-def _ignore_report(report: TransferReport) -> None:
-    """Take the place of ``on_report`` before ``open``."""
+def _id_bytes(plan: TransferPlan) -> int:
+    """Return the bytes of the ids of a plan in a message."""
+    return len(plan.source_blocks) + len(plan.target_blocks) + len(plan.digests)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -35,6 +35,7 @@ from aiokv.ranks.tickets import GroupTickets
 from aiokv.worker.base import UNLIMITED_BLOCKS, Capabilities, WorkerFacts, WorkerState
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.ids import check_ids
+from aiokv.worker.plan_table import PlanTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -49,8 +50,7 @@ if TYPE_CHECKING:
     from aiokv.ranks.messages import Layout, Reports
     from aiokv.ranks.rank_state import RankState
     from aiokv.stores.identity import StoreIdentity
-    from aiokv.worker.base import Cancelled
-    from aiokv.worker.layers import LayerDoneCounter
+    from aiokv.worker.plan_table import Executor
     from aiokv.worker.poller import EventPoller
 
 log = Log(__name__)
@@ -102,6 +102,7 @@ class RankGroup(Unique):
             ``entry`` is given, or ``entry`` is not of the form ``"module:function"``.
 
     Attributes:
+        plans: plans in flight.
         steps: steps of the model.
         stores: lookups in the stores of all ranks.
         tickets: tickets of peers on all ranks.
@@ -170,9 +171,12 @@ class RankGroup(Unique):
             has_peers=has_peers,
             on_lost=self._on_rank_lost,
         )
-        self.steps = GroupSteps(self._membership.ranks)
+        self.steps = GroupSteps(self._membership.ranks, lambda: self._failure is not None)
         self.stores = GroupLookups(self._membership, self.timeouts, lambda: self._has_answers)
-        self._transfers = TransferBroadcast(self._membership, self.timeouts, clock)
+        self.plans = PlanTable(self._check_plan)
+        self._transfers = TransferBroadcast(
+            self._membership, self.timeouts, clock, self.plans, lambda: self._failure
+        )
         self.tickets = GroupTickets(
             self._membership,
             self._transfers.flush,
@@ -199,7 +203,7 @@ class RankGroup(Unique):
         Args:
             device_blocks: the least that each rank's tensors must hold.
             host_blocks: capacity of the host tier; each rank reserves memory for it.
-            poller: not used: each rank has its own.
+            poller: calls back on the loop; each rank has its own for its events.
             on_report: see :meth:`Worker.open`.
             on_step: called when a step has finished on all ranks.
             on_lost: called when a rank is lost; no transfer can succeed until ``restart``.
@@ -226,7 +230,7 @@ class RankGroup(Unique):
         }
         if identity is not None:
             self._identity = msgspec.structs.replace(identity, num_ranks=self.num_ranks)
-        self._transfers.open(on_report)
+        self.plans.open(poller, on_report)
         self.tickets.on_end = on_ticket_end
         try:
             await self._membership.open(device_blocks, self._windows)
@@ -276,7 +280,7 @@ class RankGroup(Unique):
         finally:
             self._restarting = False
         self._transfers.end_all()
-        self._failure, self.steps.is_lost = None, False
+        self._failure = None
         self.steps.reduce()
         log.info("ranks.restarted", ranks=self.num_ranks, generation=self._membership.generation)
 
@@ -299,6 +303,7 @@ class RankGroup(Unique):
     def give_up(self) -> None:
         """Wait for no more reports; see :meth:`Worker.give_up`."""
         self._transfers.give_up_all(CopyError(0, "the engine is broken"))
+        self.plans.give_up()
 
     def close_without_loop(self) -> None:
         """Kill the started processes and remove the socket, after the loop was closed."""
@@ -343,15 +348,9 @@ class RankGroup(Unique):
 
     # --- transfers ------------------------------------------------------------------------------
 
-    def submit(self, plan: TransferPlan) -> LayerDoneCounter:
-        """Take a plan; it is sent to all ranks with the others of this pass of the loop.
-
-        Raises:
-            UsageError: see :meth:`Worker.submit`. Nothing changed.
-            ClosedError: the group is closing, or is not open.
-        """
-        layout = self.layout
-        if self._closing or layout is None:
+    def _check_plan(self, plan: TransferPlan) -> tuple[Executor[Any], int]:
+        """Return the executor of a plan, and the bytes that it moves; see :meth:`Plans.submit`."""
+        if self._closing or not self._opened:
             state = "closing" if self._closing else "not open"
             raise ClosedError(f"transfer {plan.transfer_id}: the group of ranks is {state}")
         if plan.group_route not in self._capabilities.routes:
@@ -371,19 +370,7 @@ class RankGroup(Unique):
         may_be_empty = retention_of(plan.group) == "window" and plan.route in PEER_ROUTES
         if plan.num_blocks or not may_be_empty:
             check_ids(plan, num_blocks)
-        return self._transfers.submit(plan, layout, self._failure)
-
-    def counter(self, transfer_id: int) -> LayerDoneCounter | None:
-        """Return the counter of a plan in flight; None for an unknown id."""
-        return self._transfers.counter(transfer_id)
-
-    def cancel(self, transfer_id: int) -> Cancelled:
-        """Ask the ranks to cancel a plan; it is reported ``"cancelled"`` if no rank moves it."""
-        return "asked" if self._transfers.cancel(transfer_id) else "too late"
-
-    def raise_priority(self, transfer_id: int, priority: int) -> None:
-        """Submit a plan that still waits on a rank as if it had been given with this priority."""
-        self._transfers.raise_priority(transfer_id, priority)
+        return self._transfers, self._transfers.check(plan)
 
     def change_weights(self, version: str) -> None:
         """Use other keys on all ranks; see :meth:`Worker.change_weights`.
@@ -413,16 +400,6 @@ class RankGroup(Unique):
         if self._closing or not self._opened:
             raise ClosedError("the group of ranks is closing, or is not open")
         self._reachable()
-
-    async def drain(self) -> None:
-        """Wait until every plan submitted so far, and since, has been reported.
-
-        Plans wait on each rank for its runner to close their step.
-
-        Cancellation: stops waiting; the transfers go on.
-        """
-        while self._transfers:
-            await self._transfers.settle()
 
     async def sleep(self, tiers: frozenset[Tier]) -> None:
         """Free the memory of these tiers on every rank; no transfer is in flight. Idempotent.
@@ -534,7 +511,7 @@ class RankGroup(Unique):
         self.stores.end_all()
         self.tickets.end_all(lost)
         if self._failure is None:
-            self._failure, self.steps.is_lost = lost, True
+            self._failure = lost
             self._transfers.give_up_all(CopyError(0, str(lost), lost.rank))
             self._transfers.cancel_all()
             self._on_lost(lost)

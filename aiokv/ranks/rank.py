@@ -619,15 +619,15 @@ class Rank(Unique):
         for plan in batch.plans:
             self._submit(plan)
         for transfer_id, priority in batch.priorities:
-            self._controller.raise_priority(transfer_id, priority)
+            self._controller.plans.raise_priority(transfer_id, priority)
         for transfer_id in batch.cancels:
-            if self._controller.cancel(transfer_id) == "at once":
+            if self._controller.plans.cancel(transfer_id) == "at once":
                 self._on_report(TransferReport(transfer_id=transfer_id, outcome="cancelled"))
 
     def _submit(self, plan: TransferPlan) -> None:
         transfer_id = plan.transfer_id
         try:
-            counter = self._controller.submit(plan)
+            counter = self._controller.plans.submit(plan)
         except AiokvError as error:  # the report tells it, like any other failure
             refused = LayerDoneCounter(
                 self.regions.num_layers, transfer_id=transfer_id, direction=plan.direction

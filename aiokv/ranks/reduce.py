@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from aiokv.base.plan import FETCH, SAVE, TransferReport
+from aiokv.base.plan import FETCH, SAVE
 from aiokv.ranks.channel import ChannelError
 from aiokv.stores.base import Result
 from aiokv.worker.device.base import CopyError
+from aiokv.worker.plan_table import CANCELLED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiokv.base.plan import TransferPlan
+    from aiokv.base.plan import TransferPlan, TransferReport
     from aiokv.worker.layers import LayerDoneCounter
-
-CANCELLED: Final = CopyError(0, "cancelled before it was submitted")
 
 _ANNOUNCED: Final = -1  # in place of the set of ranks that have a layer
 
@@ -33,6 +32,7 @@ class GroupTransfer:
         since: time from which its deadline counts.
         owing: ranks that have not reported its end. Its blocks belong to the transfer until this
             is empty (I3).
+        results: of a save; see :class:`TransferReport`.
         given_up: the reason for which waiters were released early; the transfer has failed,
             whatever the ranks report.
     """
@@ -44,12 +44,12 @@ class GroupTransfer:
         "_cancelled",
         "_done",
         "_left",
-        "_results",
         "counter",
         "given_up",
         "num_bytes",
         "owing",
         "plan",
+        "results",
         "since",
     )
 
@@ -74,7 +74,7 @@ class GroupTransfer:
         self._left = counter.num_layers  # not announced
         self._bad: dict[int, tuple[int, str]] = {}  # rank -> first bad block, reason
         self._cancelled = False
-        self._results = bytes(plan.num_blocks) if plan.route == SAVE else b""
+        self.results = bytes(plan.num_blocks) if plan.route == SAVE else b""
 
     def arrive(self, rank: int, layers: Sequence[int]) -> None:
         """Note that these layers have arrived on a rank.
@@ -118,7 +118,7 @@ class GroupTransfer:
         results = report.results
         if len(results) != self.plan.num_blocks:
             results = bytes([Result.FAILED]) * self.plan.num_blocks
-        self._results = bytes(map(max, self._results, results))
+        self.results = bytes(map(max, self.results, results))
 
     def fail(self, rank: int, first_bad_block: int, reason: str) -> None:
         """Note that the blocks from ``first_bad_block`` on did not arrive on the rank."""
@@ -156,23 +156,16 @@ class GroupTransfer:
             self.given_up = failure
             self.counter.give_up(failure)
 
-    def report(self) -> TransferReport:
-        """Return the report for the scheduler; it does not depend on the order of the ranks."""
+    def reduced(self) -> CopyError | None:
+        """Return the failure, or None; it does not depend on the order of the ranks.
+
+        Announces the layers of a transfer that has not failed.
+        """
         failure = self._failure()
         if failure is None:
             for layer in self.counter.pending_layers:
                 self.counter.mark_layer_done(layer)
-        self.counter.finish(failure)
-        if failure is None:
-            return TransferReport(
-                transfer_id=self.plan.transfer_id, outcome="done", results=self._results
-            )
-        return TransferReport(
-            transfer_id=self.plan.transfer_id,
-            outcome="cancelled" if failure is CANCELLED else "failed",
-            first_bad_block=failure.first_bad_block,
-            reason=failure.reason,
-        )
+        return failure
 
     def _failure(self) -> CopyError | None:
         if self.given_up is not None:

@@ -23,17 +23,17 @@ class GroupSteps:
 
     Args:
         ranks: state of each rank.
+        is_lost: returns True while a rank is lost: no step finishes.
 
     Attributes:
         clock: numbers of the steps; a step has finished when it has finished on all ranks.
         on_step: see ``Worker.open``.
-        is_lost: a rank is lost: no step finishes.
     """
 
-    def __init__(self, ranks: Sequence[RankState]) -> None:
+    def __init__(self, ranks: Sequence[RankState], is_lost: Callable[[], bool]) -> None:
         self.clock = StepClock()
         self.on_step: Callable[[int, BaseException | None], None] = lambda step, error: None
-        self.is_lost = False
+        self._is_lost = is_lost
         self._ranks = ranks
 
     def check_event(self, event: Event | None) -> None:
@@ -61,7 +61,7 @@ class GroupSteps:
     def reduce(self) -> None:
         """Report the steps that have finished on every rank."""
         finished = min(self.finished_on_ranks, self.clock.closed)
-        if finished > self.clock.finished and not self.is_lost:
+        if finished > self.clock.finished and not self._is_lost():
             self.clock.finish(finished)
             self.on_step(finished, None)
 

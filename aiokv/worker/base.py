@@ -343,7 +343,7 @@ class Tickets(Protocol):
         """
 
 
-class Worker(Plans, Protocol):
+class Worker(Protocol):
     """Executes plans; never decides. Used on one loop.
 
     Constructed without a loop and without memory; ``open`` takes both. Attributes and statistics
@@ -360,6 +360,10 @@ class Worker(Plans, Protocol):
     @property
     def failure(self) -> BaseException | None:
         """The error after which no transfer can succeed; ``restart`` clears it."""
+
+    @property
+    def plans(self) -> Plans:
+        """Plans in flight."""
 
     @property
     def steps(self) -> Steps:

@@ -7,7 +7,7 @@ Blocks named by a plan belong to it until its report (I3).
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.base.plan import PEER_ROUTES, TransferPlan, TransferReport, group_routes
 from aiokv.errors import ClosedError, ConfigError, UsageError
@@ -17,7 +17,7 @@ from aiokv.worker.checksums import Checksums
 from aiokv.worker.device_transfers import DeviceTransfers
 from aiokv.worker.lanes import worker_statistics
 from aiokv.worker.memory import WorkerMemory
-from aiokv.worker.settling import ReportWaiters
+from aiokv.worker.plan_table import PlanTable
 from aiokv.worker.steps import WorkerSteps
 from aiokv.worker.stores import WorkerStores
 from aiokv.worker.transfers import StepGate
@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from aiokv.peers.options import Peers
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.pools import StorePools
-    from aiokv.worker.base import Cancelled
     from aiokv.worker.device.base import Device
-    from aiokv.worker.layers import LayerDoneCounter
+    from aiokv.worker.plan_table import Executor
     from aiokv.worker.poller import EventPoller
 
 _DEVICE: Final[frozenset[Tier]] = frozenset(("device",))
@@ -55,6 +54,7 @@ class CacheController:
 
     Attributes:
         memory: device tensors and host memory.
+        plans: plans in flight.
         steps: steps of the model.
         stores: stores of this worker; without any, there are no routes, and lookups find nothing.
         tickets: peers of this worker; without any, there are no routes.
@@ -75,8 +75,7 @@ class CacheController:
         self._opened = False
         self.steps = WorkerSteps(device, lambda: self.memory, self._checksums)
         self._gate = StepGate(self.steps.clock)
-        self._report_waiters = ReportWaiters()
-        self._gave_up = False
+        self.plans = PlanTable(self._check_plan)
         self._closing = False
         self._closed = False
         self._turn = (
@@ -93,24 +92,16 @@ class CacheController:
             peer_layers=lambda regions: self.tickets.layer_ranges(regions),
         )
         self._transfers = DeviceTransfers(
-            device,
-            self.memory,
-            self._gate,
-            self.steps.events,
-            self._checksums,
-            self._report_waiters.note_report,
+            device, self.memory, self.plans, self._gate, self.steps.events, self._checksums
         )
         self.tickets = PeerTransfers(
-            peers,
-            lambda: self.memory,
-            self._transfers,
-            self.steps,
-            self._report_waiters.note_report,
+            peers, lambda: self.memory, self._transfers, self.steps, self.plans
         )
         self.stores = WorkerStores(
             stores,
             self.memory,
-            self._report_waiters.note_report,
+            self.plans,
+            self._checksums,
             has_states=host_state_slots > 0,
         )
         self._capabilities = Capabilities(
@@ -155,9 +146,9 @@ class CacheController:
             host_blocks, {name: group.host_blocks for name, group in (windows or {}).items()}
         )
         try:
-            await self.stores.open(identity, poller, on_report)
+            await self.stores.open(identity)
             try:
-                await self.tickets.open(identity, poller, on_report, on_ticket_end)
+                await self.tickets.open(identity, poller, on_ticket_end)
             except BaseException:
                 await self.stores.aclose()
                 raise
@@ -165,7 +156,8 @@ class CacheController:
             self.memory.close()
             raise
         self.steps.open(poller, self._follow_step, on_step)
-        self._transfers.open(poller, on_report)
+        self._transfers.open(poller)
+        self.plans.open(poller, on_report)
         self._opened = True
 
     def _check_windows(self, windows: Mapping[str, WindowGroup]) -> None:
@@ -207,8 +199,8 @@ class CacheController:
 
     # --- plans ------------------------------------------------------------------------------
 
-    def submit(self, plan: TransferPlan) -> LayerDoneCounter:
-        """Take a plan; see :meth:`Worker.submit`."""
+    def _check_plan(self, plan: TransferPlan) -> tuple[Executor[Any], int]:
+        """Return the executor of a plan, and the bytes that it moves; see :meth:`Plans.submit`."""
         if self._closing:
             raise ClosedError("the cache controller is closing")
         self.steps.open_poller()
@@ -217,43 +209,12 @@ class CacheController:
                 f"transfer {plan.transfer_id}: the tiers {sorted(self.memory.asleep)} are asleep",
                 hint="await engine.wake_up() first",
             )
-        if self.counter(plan.transfer_id) is not None:
-            raise UsageError(f"transfer {plan.transfer_id} is in flight already")
         num_bytes = self.memory.check(plan)
         if plan.group_route in self.stores.routes:
-            if self._checksums is not None:
-                self._checksums.begin(plan)
-            return self.stores.transfers.submit(plan, num_bytes)
+            return self.stores.transfers, num_bytes
         if plan.group_route in self.tickets.routes:
-            return self.tickets.submit(plan, num_bytes)
-        return self._transfers.submit(plan, num_bytes)
-
-    def counter(self, transfer_id: int) -> LayerDoneCounter | None:
-        """Return the counter of a plan in flight; None for an unknown id."""
-        return (
-            self._transfers.counter(transfer_id)
-            or self.stores.transfers.counter(transfer_id)
-            or self.tickets.counter(transfer_id)
-        )
-
-    def cancel(self, transfer_id: int) -> Cancelled:
-        """Cancel a plan that the device does not have yet.
-
-        Returns:
-            ``"at once"``: no report follows, ``gpu_wait`` raises from now on, and waiting
-            coroutines get their error in the next pass of the loop. ``"too late"``: the device has
-            the plan, and its end will be reported; or the id is unknown, because the report came
-            before the cancellation. ``"asked"``: a plan of a peer was given up, and its end will be
-            reported when its copies have ended.
-        """
-        for part in (self._transfers, self.tickets):
-            if part.counter(transfer_id) is not None:
-                return part.cancel(transfer_id)
-        return self.stores.transfers.cancel(transfer_id)
-
-    def raise_priority(self, transfer_id: int, priority: int) -> None:
-        """Reorder a plan that still waits; see :meth:`Worker.raise_priority`."""
-        self._transfers.raise_priority(transfer_id, priority)
+            return self.tickets.plans, num_bytes
+        return self._transfers, num_bytes
 
     def _follow_step(self) -> None:
         """Start the transfers that closed steps held."""
@@ -279,9 +240,9 @@ class CacheController:
         Cancellation: call it again, or ``wake_up``; memory may still be allocated.
         """
         async with self._turn:
-            if in_flight := self._in_flight():
+            if self.plans:
                 raise UsageError(
-                    f"sleep: {len(in_flight)} transfers are in flight", hint="drain() first"
+                    f"sleep: {len(self.plans)} transfers are in flight", hint="drain() first"
                 )
             if self._closing:
                 return
@@ -314,33 +275,15 @@ class CacheController:
 
     # --- end --------------------------------------------------------------------------------
 
-    async def drain(self) -> None:
-        """Wait until every plan submitted so far, and since, has been reported.
-
-        This includes plans whose step is open: another task has to close the step.
-
-        Cancellation: stops waiting; the transfers go on.
-        """
-        while not self._gave_up and (in_flight := self._in_flight()):
-            await self._report_waiters.wait(in_flight)
-
-    def _in_flight(self) -> list[int]:
-        """Return the ids of the plans that were not reported yet."""
-        return [
-            *self._transfers.in_flight,
-            *self.stores.transfers.in_flight,
-            *self.tickets.in_flight,
-        ]
-
     async def abandon(self) -> None:
         """Cancel and report waiting plans, end all tickets; wait for what the device has.
 
         Cancellation: waiting plans are cancelled; the transfers go on.
         """
-        if not self._gave_up:
+        if not self.plans.is_given_up:
             self.tickets.give_up("the worker gives up its plans")
-            self._transfers.give_up()
-            await self.drain()
+            self.plans.cancel_waiting(self._transfers)
+            await self.plans.drain()
 
     async def aclose(self) -> None:
         """Cancel waiting plans, wait for moving ones, join the device's threads, free the arena.
@@ -362,8 +305,7 @@ class CacheController:
 
     def give_up(self) -> None:
         """Wait for no more reports; see :meth:`Worker.give_up`."""
-        self._gave_up = True
-        self._report_waiters.end_all()
+        self.plans.give_up()
 
     def close_without_loop(self) -> None:
         """As aclose(), after the loop was closed: the device finishes its transfers, and nothing
@@ -377,9 +319,10 @@ class CacheController:
 
     def statistics(self) -> WorkerStatistics:
         """Return the counts of each route. Any thread."""
-        routes = self._transfers.lane_statistics()
-        others = self.stores.lane_statistics() | self.tickets.lane_statistics()
-        return worker_statistics(len(self._gate), routes | others, self._transfers.corrupt)
+        executors = (self._transfers, self.stores.transfers, self.tickets.plans)
+        counts = {route: own for executor in executors for route, own in executor.counts.items()}
+        routes = {route: own.statistics() for route, own in counts.items()}
+        return worker_statistics(len(self._gate), routes, self._transfers.corrupt)
 
     def inspect(self) -> WorkerState:
         """Return the state of stores, peers and host memory."""

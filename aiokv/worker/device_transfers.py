@@ -1,9 +1,8 @@
-"""DeviceTransfers: plans that a device executes. Each ends with a report.
+"""DeviceTransfers: the executor of plans and copies on a device.
 
-    submit ─► held (step open) ─► queue by priority ─► at most 2 in the device ─► report
+    submit ─► held (step open) ─► queue by priority ─► at most 2 in the device ─► end
 
-A report is sent when the device's events prove that the bytes have arrived (I4), from a callback of
-the loop.
+A transfer ends when the device's events prove that the bytes have arrived (I4).
 """
 
 from __future__ import annotations
@@ -11,43 +10,62 @@ from __future__ import annotations
 import time
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from aiokv.base.plan import ONLOAD, TransferPlan, TransferReport, id_bytes
+from aiokv.base.plan import ONLOAD, TransferPlan, id_bytes
 from aiokv.worker.device.base import CopyError, blocks_of
 from aiokv.worker.lanes import Lane
-from aiokv.worker.layers import LayerDoneCounter
+from aiokv.worker.plan_table import Executor, PlanEntry
 from aiokv.worker.poller import EventPoller
-from aiokv.worker.reports import deliver
-from aiokv.worker.transfers import Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
-    from aiokv.base.plan import GroupRoute, Outcome, Route
-    from aiokv.base.statistics import RouteStatistics
+    from aiokv.base.plan import GroupRoute, Route
     from aiokv.worker.base import Cancelled
     from aiokv.worker.checksums import Checksums
     from aiokv.worker.device.base import Copy, Device, Event
     from aiokv.worker.memory import WorkerMemory
+    from aiokv.worker.plan_table import PlanTable
     from aiokv.worker.steps import StepEvents
     from aiokv.worker.transfers import StepGate
 
-_CANCELLED: Final = CopyError(0, "cancelled before it was submitted")
-_WAITING: Final = ("held", "queued")  # states of a plan that was not given to the device
 MAX_SUBMITTED: Final = 2  # per route: one transfer moves, one is ready behind it
 
 
-class DeviceTransfers:
+class _Work:
+    """What the device does for a plan.
+
+    Attributes:
+        lane: of its route.
+        after: event that the first byte waits for, in place of that of the plan's step; None for
+            none.
+        copy: of the device; None before the device has accepted the plan.
+        unproven: layer -> time of its arrival, of layers whose checksums are not verified yet.
+    """
+
+    __slots__ = ("after", "copy", "lane", "unproven")
+
+    def __init__(self, lane: Lane, after: Event | None) -> None:
+        self.lane = lane
+        self.after = after
+        self.copy: Copy | None = None
+        self.unproven: dict[int, float | None] = {}
+
+
+_Entry: TypeAlias = PlanEntry[_Work]
+
+
+class DeviceTransfers(Executor[_Work]):
     """Plans of the device's routes, and the copies that are parts of plans of peers.
 
     Args:
         device: executes the copies.
         memory: has the tensors.
-        gate: transfers whose step is open; the caller closes steps.
+        plans: plans of the worker.
+        gate: plans whose step is open; the caller closes steps.
         events: of closed steps.
         checksums: verifies each onload after its last byte; None without.
-        on_end: called with the id of each plan after its report.
 
     Attributes:
         corrupt: onloads that moved wrong bytes.
@@ -57,97 +75,73 @@ class DeviceTransfers:
         self,
         device: Device,
         memory: WorkerMemory,
+        plans: PlanTable,
         gate: StepGate,
         events: StepEvents,
         checksums: Checksums | None,
-        on_end: Callable[[int], None],
     ) -> None:
         self.corrupt = 0
         self._device = device
         self._memory = memory
+        self._plans = plans
         self._gate = gate
         self._events = events
         self._checksums = checksums
-        self._on_end = on_end
         self._poller = EventPoller()  # until open() gives the loop's
-        self._on_report: Callable[[TransferReport], None] = _ignore_report
         self._lanes = {route: Lane(route) for route in device.routes}
-        self._transfers: dict[int, Transfer] = {}
         self._copy_ids = count(-1, -1)  # of copies that are part of a plan
 
-    def open(self, poller: EventPoller, on_report: Callable[[TransferReport], None]) -> None:
+    def open(self, poller: EventPoller) -> None:
         """Use the poller of the loop from now on."""
-        self._poller, self._on_report = poller, on_report
+        self._poller = poller
+
+    @property
+    def counts(self) -> Mapping[GroupRoute, Lane]:
+        """Lane of each route."""
+        return self._lanes
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self._memory.regions.num_layers
 
     # --- plans ------------------------------------------------------------------------------
 
-    def submit(self, plan: TransferPlan, num_bytes: int) -> LayerDoneCounter:
-        """Take a plan that was checked."""
-        counter = LayerDoneCounter(
-            self._memory.regions.num_layers,
-            transfer_id=plan.transfer_id,
-            direction=plan.direction,
-            num_bytes=num_bytes,
-            expedite=lambda: self._expedite(plan.transfer_id),
-        )
-        self._begin(Transfer(plan, counter, num_bytes))
-        return counter
+    def submit(self, entry: _Entry) -> None:
+        """Hold a plan until its step is closed, or queue it."""
+        self._take(entry, None)
 
-    def counter(self, transfer_id: int) -> LayerDoneCounter | None:
-        """Return the counter of a plan in flight; None for an unknown id."""
-        transfer = self._transfers.get(transfer_id)
-        return None if transfer is None else transfer.counter
-
-    @property
-    def in_flight(self) -> Iterable[int]:
-        """Ids of the plans that were not reported yet."""
-        return self._transfers.keys()
-
-    def cancel(self, transfer_id: int) -> Cancelled:
-        """Cancel a plan that the device does not have yet; see ``CacheController.cancel``."""
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None or transfer.state not in _WAITING:
+    def cancel(self, entry: _Entry) -> Cancelled:
+        """Cancel a plan that the device does not have; see :meth:`Executor.cancel`."""
+        if entry.state != "waiting":
             return "too late"
-        transfer.reported = True  # the caller knows that it has ended
-        self._take_back(transfer)
+        self._gate.remove(entry)
+        entry.work.lane.queue.remove(entry)
         return "at once"
 
-    def raise_priority(self, transfer_id: int, priority: int) -> None:
-        """Reorder a plan that still waits; see :meth:`Worker.raise_priority`."""
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None or priority >= transfer.priority:
-            return
-        transfer.priority = priority
-        if transfer.state == "queued":
-            self._lane_of(transfer).queue.raise_priority(transfer)
+    def raise_priority(self, entry: _Entry) -> None:
+        """Reorder a queued plan; one that is held is queued with its new priority."""
+        entry.work.lane.queue.raise_priority(entry)
+
+    def expedite(self, entry: _Entry) -> bool:
+        """Give a queued plan to the device; return False if its step is open."""
+        lane = entry.work.lane
+        if entry in lane.queue:
+            self._start(lane, entry)
+        return entry.state != "waiting"
 
     def step_closed(self) -> None:
-        """Queue the transfers that a step held."""
-        for transfer in self._gate.free():
-            if transfer.state == "held":
-                self._lane_of(transfer).queue.push(transfer)
+        """Queue the plans that a step held."""
+        freed = self._gate.free()
+        for entry in freed:
+            entry.work.lane.queue.push(entry)
         for lane in self._lanes.values():
             self._pump(lane)
 
-    def give_up(self) -> None:
-        """Cancel, and report, the plans that the device does not have."""
-        for transfer in list(self._transfers.values()):
-            if transfer.state in _WAITING:
-                self._take_back(transfer)
-
-    def lane_statistics(self) -> dict[GroupRoute, RouteStatistics]:
-        """Return the counts of each route. Any thread."""
-        return {route: lane.statistics() for route, lane in self._lanes.items()}
-
     # --- copies of peers --------------------------------------------------------------------
-
-    def new_copy_id(self) -> int:
-        """Return an id for :meth:`copy`."""
-        return next(self._copy_ids)
 
     def copy(
         self,
-        copy_id: int,
         route: Route,
         group: str,
         source_ids: Sequence[int],
@@ -155,11 +149,10 @@ class DeviceTransfers:
         after: int | Event | None,
         on_end: Callable[[CopyError | None], None],
         keys: bytes = b"",
-    ) -> None:
+    ) -> int:
         """Copy between blocks on the device and slots of the peer arena, as part of a plan.
 
         Args:
-            copy_id: of ``new_copy_id``.
             route: from or to a peer.
             group: group of the blocks, or a range of layers.
             source_ids: device blocks or slots.
@@ -168,9 +161,12 @@ class DeviceTransfers:
             on_end: gets the failure, or None, in a callback of the loop.
             keys: 32 bytes per slot in the memory of the device, which the copy seals or verifies;
                 empty for slots in host memory.
+
+        Returns:
+            The id of the copy, for ``cancel_copy``.
         """
         plan = TransferPlan(
-            transfer_id=copy_id,
+            transfer_id=next(self._copy_ids),
             route=route,
             source_blocks=id_bytes(source_ids),
             target_blocks=id_bytes(target_ids),
@@ -179,69 +175,49 @@ class DeviceTransfers:
             digests=keys,
         )
         regions = blocks_of(self._memory.regions, group)
-        counter = LayerDoneCounter(
-            regions.num_layers, transfer_id=plan.transfer_id, direction=plan.direction
-        )
-        event = None if isinstance(after, int) else after
         num_bytes = regions.block_bytes * plan.num_blocks
-        self._begin(Transfer(plan, counter, num_bytes, on_end, event))
+        entry = self._plans.add(plan, self, regions.num_layers, num_bytes, on_end)
+        self._take(entry, None if isinstance(after, int) else after)
+        return plan.transfer_id
 
-    # --- states of a transfer ---------------------------------------------------------------
+    def cancel_copy(self, copy_id: int) -> Cancelled:
+        """Cancel a copy that the device does not have; its ``on_end`` follows."""
+        return self._plans.cancel(copy_id)
 
-    def _begin(self, transfer: Transfer) -> None:
-        self._transfers[transfer.plan.transfer_id] = transfer
-        if self._gate.is_open(transfer.plan.after_step):
-            self._gate.hold(transfer)
-        else:
-            self._lane_of(transfer).queue.push(transfer)
-        self._pump(self._lane_of(transfer))
+    # --- one plan ---------------------------------------------------------------------------
 
-    def _lane_of(self, transfer: Transfer) -> Lane:
-        return self._lanes[transfer.plan.group_route]
-
-    def _take_back(self, transfer: Transfer) -> None:
-        transfer.state = "ended"
-        self._gate.remove(transfer)
-        self._lane_of(transfer).queue.remove(transfer)
-        transfer.counter.refuse(_CANCELLED)
-        self._end_soon(transfer, "cancelled", _CANCELLED)
+    def _take(self, entry: _Entry, after: Event | None) -> None:
+        lane = self._lanes[entry.plan.group_route]
+        entry.work = _Work(lane, after)
+        if not self._gate.hold(entry):
+            lane.queue.push(entry)
+            self._pump(lane)
 
     def _pump(self, lane: Lane) -> None:
-        while len(lane.submitted) < MAX_SUBMITTED and (transfer := lane.queue.first()) is not None:
-            self._start(lane, transfer)
+        while lane.submitted < MAX_SUBMITTED and (entry := lane.queue.first()) is not None:
+            self._start(lane, entry)
 
-    def _expedite(self, transfer_id: int) -> bool:
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None:
-            return True
-        if transfer.state == "queued":
-            self._start(self._lane_of(transfer), transfer)
-        return transfer.state != "held"
-
-    def _start(self, lane: Lane, transfer: Transfer) -> None:
-        """Give a queued transfer to the device."""
-        lane.submitted[transfer.plan.transfer_id] = transfer
-        lane.queue.remove(transfer)
-        transfer.state = "submitted"
-        transfer.started_at = time.monotonic()
-        transfer.counter.note_start(transfer.started_at)
+    def _start(self, lane: Lane, entry: _Entry) -> None:
+        """Give a queued plan to the device."""
+        lane.queue.remove(entry)
+        lane.submitted += 1
+        self._plans.begin(entry)
         try:
-            copy = self._copy(transfer)
+            copy = entry.work.copy = self._copy(entry)
             events = copy.layer_events
         except Exception as error:  # the report tells it, like any other failure of the copy
             failure = CopyError(0, str(error) or type(error).__name__)
-            transfer.counter.refuse(failure)
-            self._end_soon(transfer, "failed", failure)
+            entry.counter.refuse(failure)
+            self._drop(lane, entry, failure)
             return
-        transfer.counter.attach(copy)
+        entry.counter.attach(copy)
         if events:
-            self._watch(lane, transfer, events)
+            self._watch(lane, entry, events)
         else:
-            self._end_soon(transfer, "done", None)
+            self._drop(lane, entry, None)
 
-    def _copy(self, transfer: Transfer) -> Copy:
-        plan = transfer.plan
-        after = transfer.after
+    def _copy(self, entry: _Entry) -> Copy:
+        plan, after = entry.plan, entry.work.after
         if after is None:
             after = self._events.event_for(plan.after_step)
         if self._checksums is not None:
@@ -253,107 +229,74 @@ class DeviceTransfers:
             return copy
         return self._device.copy(plan.route, *ids, after, plan.group)
 
-    def _watch(self, lane: Lane, transfer: Transfer, events: Sequence[Event]) -> None:
+    def _watch(self, lane: Lane, entry: _Entry, events: Sequence[Event]) -> None:
         """Watch each distinct event of a copy; layers that share one arrive together."""
-        seconds = lane.expected_seconds(transfer)
+        seconds = lane.expected_seconds(entry.num_bytes)
         in_order = self._device.in_order
         first = 0
         for layer, event in enumerate(events):
             if layer + 1 < len(events) and events[layer + 1] is event:
                 continue
-            order = (transfer.plan.route, transfer.plan.group)
+            order = (lane.route, entry.plan.group)
             key: Hashable = order if in_order else (*order, id(event))
             layers = range(first, layer + 1)
             share = (len(layers) if in_order else layer + 1) / len(events)
             self._poller.watch(
                 event,
                 key,
-                partial(self._on_event, transfer, layers, event),
+                partial(self._on_event, entry, layers, event),
                 None if seconds is None else seconds * share,
             )
             first = layer + 1
 
     def _on_event(
-        self,
-        transfer: Transfer,
-        layers: range,
-        event: Event,
-        error: BaseException | None,
+        self, entry: _Entry, layers: range, event: Event, error: BaseException | None
     ) -> None:
         """Take note that an event of a copy is done; an ``error`` of its device fails it all."""
-        if transfer.state == "ended":
+        if entry.state == "ended":
             return
         if error is not None:
-            self._end_submitted(transfer, CopyError(0, str(error)))
+            self._end(entry, CopyError(0, str(error)))
         else:
-            self._layers_done(transfer, layers, event)
+            self._layers_done(entry, layers, event)
 
-    def _layers_done(self, transfer: Transfer, layers: range, event: Event) -> None:
+    def _layers_done(self, entry: _Entry, layers: range, event: Event) -> None:
         finished_seconds: float | None = getattr(event, "finished_seconds", None)
-        counter, plan = transfer.counter, transfer.plan
+        counter, plan = entry.counter, entry.plan
         arrived = dict.fromkeys(layers, finished_seconds)
-        if self._checksums is not None and plan.group_route == ("all", ONLOAD):
-            transfer.unproven |= arrived
-            if len(transfer.unproven) < counter.num_layers:
+        if self._checksums is not None and plan.route == ONLOAD:
+            unproven = entry.work.unproven
+            unproven |= arrived
+            if len(unproven) < counter.num_layers:
                 return
-            arrived = transfer.unproven
+            arrived = unproven
             copy_failure = counter.failure
             failure = self._checksums.verify(plan, copy_failure)
             if failure is not None:
                 self.corrupt += failure is not copy_failure
-                self._end_submitted(transfer, failure, finished_seconds)
+                self._end(entry, failure, finished_seconds)
                 return
         for layer, at in arrived.items():
             counter.mark_layer_done(layer, at)
         if counter.all_arrived:
-            self._end_submitted(transfer, counter.failure, finished_seconds)
+            self._end(entry, counter.failure, finished_seconds)
 
-    def _end_submitted(
-        self,
-        transfer: Transfer,
-        failure: CopyError | None,
-        finished_seconds: float | None = None,
+    def _end(
+        self, entry: _Entry, failure: CopyError | None, finished_seconds: float | None = None
     ) -> None:
-        """End a transfer within this callback; the next one starts before the report is sent."""
-        transfer.state = "ended"
-        lane = self._lane_of(transfer)
-        if lane.submitted.pop(transfer.plan.transfer_id, None) is not None and failure is None:
-            lane.note_end(
-                transfer, time.monotonic() if finished_seconds is None else finished_seconds
-            )
-        try:
-            self._pump(lane)
-        finally:
-            self._end(transfer, "done" if failure is None else "failed", failure)
-
-    def _end_soon(self, transfer: Transfer, outcome: Outcome, failure: CopyError | None) -> None:
-        transfer.state = "ended"
-        self._poller.soon(partial(self._end, transfer, outcome, failure))
-
-    def _end(self, transfer: Transfer, outcome: Outcome, failure: CopyError | None) -> None:
-        transfer_id, lane = transfer.plan.transfer_id, self._lane_of(transfer)
-        transfer.counter.finish(failure)
-        lane.submitted.pop(transfer_id, None)
-        if transfer.on_end is not None:
-            transfer.on_end(failure)
-        elif not transfer.reported:
-            self._report(transfer_id, outcome, failure)
-        self._on_end(transfer_id)
-        del self._transfers[transfer_id]
-        lane.outcomes[outcome] += 1
-        if outcome != "cancelled":
-            lane.queue_seconds += transfer.started_at - transfer.created_at
+        """End a plan within this callback; the next one starts before the report is sent."""
+        lane = entry.work.lane
+        lane.submitted -= 1
+        started = entry.counter.started_seconds
+        if failure is None and started is not None:
+            finished = time.monotonic() if finished_seconds is None else finished_seconds
+            lane.note_moved(entry.num_bytes, started, finished)
+        self._plans.end(entry, failure)
         self._pump(lane)
+        self._plans.send_report(entry)
 
-    def _report(self, transfer_id: int, outcome: Outcome, failure: CopyError | None) -> None:
-        report = TransferReport(
-            transfer_id=transfer_id,
-            outcome=outcome,
-            first_bad_block=failure.first_bad_block if failure is not None else 0,
-            reason=failure.reason if failure is not None else "",
-        )
-        deliver(self._on_report, report)
-
-
-def _ignore_report(report: TransferReport) -> None:
-    """Take the place of ``on_report`` before ``open``."""
+    def _drop(self, lane: Lane, entry: _Entry, failure: CopyError | None) -> None:
+        """End a plan of which the device moves nothing."""
+        lane.submitted -= 1
+        self._plans.end(entry, failure)
+        self._plans.report_soon(entry)

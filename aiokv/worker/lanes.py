@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from aiokv.base.groups import Retention
     from aiokv.base.plan import GroupRoute, Outcome, Route
-    from aiokv.worker.transfers import Transfer
 
 BANDWIDTH_WEIGHT: Final = 0.2  # of the newest transfer in the moving average
 LEARN_BYTES: Final = 1 << 20  # smaller transfers are mostly latency: no measure of bandwidth
@@ -74,49 +73,57 @@ def worker_statistics(
 IDLE: Final = worker_statistics(0, {})
 
 
-class Lane:
-    """Queue, submitted transfers and counts of one route."""
+class RouteCounts:
+    """Counts of a route on which transfers start at once.
 
-    def __init__(self, route: GroupRoute) -> None:
-        self.route = route
-        self.queue = TransferQueue()
-        self.submitted: dict[int, Transfer] = {}  # by transfer id
+    Args:
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.submitted = 0  # transfers in flight
         self.outcomes: dict[Outcome, int] = {"done": 0, "failed": 0, "cancelled": 0}
         self.moved_bytes = 0
         self.busy_seconds = 0.0
         self.queue_seconds = 0.0
-        self.bytes_per_second = 0.0
-        self.last_end = 0.0
+        self._busy_since = 0.0
 
-    def note_end(self, transfer: Transfer, finished_seconds: float) -> None:
-        """Learn the bandwidth from a transfer that moved all its bytes.
+    def begin(self) -> None:
+        """Count a transfer that was submitted."""
+        if not self.submitted:
+            self._busy_since = self._clock()
+        self.submitted += 1
+
+    def end(self, outcome: Outcome, moved_bytes: int, queue_seconds: float) -> None:
+        """Count the end of a transfer.
 
         Args:
-            transfer: has ended.
-            finished_seconds: by the device's clock where it has one. The time until the loop
-                noticed the end would make the next transfer seem slower, and the poller sleep
-                longer, which would add to the next measurement.
+            outcome: of the transfer.
+            moved_bytes: that it has moved.
+            queue_seconds: from its submission until it began; not counted on these routes.
         """
-        seconds = finished_seconds - max(transfer.started_at, self.last_end)
-        self.last_end = finished_seconds
-        self.moved_bytes += transfer.num_bytes
-        self.busy_seconds += max(seconds, 0.0)
-        if seconds <= 0 or transfer.num_bytes < LEARN_BYTES:
-            return
-        newest = transfer.num_bytes / seconds
-        weight = BANDWIDTH_WEIGHT if self.bytes_per_second else 1.0
-        self.bytes_per_second += weight * (newest - self.bytes_per_second)
+        self.submitted -= 1
+        self.outcomes[outcome] += 1
+        self.moved_bytes += moved_bytes
+        if not self.submitted:
+            self.busy_seconds += self._clock() - self._busy_since
 
-    def expected_seconds(self, transfer: Transfer) -> float | None:
-        """Return the expected duration of a transfer, or None while that is unknown."""
-        if not self.bytes_per_second or transfer.num_bytes < LEARN_BYTES:
-            return None
-        return transfer.num_bytes / self.bytes_per_second
+    @property
+    def queued(self) -> int:
+        """Transfers that wait for the device."""
+        return 0
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Mean over the time in which a transfer was in flight; 0.0 before the first end."""
+        return self.moved_bytes / self.busy_seconds if self.busy_seconds else 0.0
 
     def statistics(self) -> RouteStatistics:
+        """Return the counts. Any thread."""
         return RouteStatistics(
-            queued=len(self.queue),
-            submitted=len(self.submitted),
+            queued=self.queued,
+            submitted=self.submitted,
             done=self.outcomes["done"],
             failed=self.outcomes["failed"],
             cancelled=self.outcomes["cancelled"],
@@ -127,46 +134,62 @@ class Lane:
         )
 
 
-class RunningCounts:
-    """Counts of a route on which transfers start at once, for :class:`RouteStatistics`.
+class Lane(RouteCounts):
+    """Queue, submitted transfers and counts of one route of a device.
 
-    Args:
-        clock: returns the time in seconds.
+    Attributes:
+        queue: transfers that wait for the device.
+        submitted: number of transfers that the device has; the owner counts them.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._outcomes: dict[Outcome, int] = {"done": 0, "failed": 0, "cancelled": 0}
-        self._moved_bytes = 0
-        self._busy_seconds = 0.0
-        self._running: set[int] = set()
-        self._busy_since = 0.0
+    def __init__(self, route: GroupRoute) -> None:
+        super().__init__()
+        self.route = route
+        self.queue = TransferQueue()
+        self._bandwidth = 0.0  # moving average
+        self._last_end = 0.0
 
-    def begin(self, transfer_id: int) -> None:
-        """Count a transfer in flight. Idempotent."""
-        if not self._running:
-            self._busy_since = self._clock()
-        self._running.add(transfer_id)
+    @property
+    def queued(self) -> int:
+        """Transfers that wait for the device; those that wait for a step do not count."""
+        return len(self.queue)
 
-    def end(self, transfer_id: int, outcome: Outcome, moved_bytes: int) -> None:
-        """Count the end of a transfer, and the bytes that it has moved."""
-        self._running.discard(transfer_id)
-        self._outcomes[outcome] += 1
-        self._moved_bytes += moved_bytes
-        if not self._running:
-            self._busy_seconds += self._clock() - self._busy_since
+    @property
+    def bytes_per_second(self) -> float:
+        """Moving average over large transfers; 0.0 before the first."""
+        return self._bandwidth
 
-    def statistics(self) -> RouteStatistics:
-        """Return the counts; nothing is queued."""
-        seconds = self._busy_seconds
-        return RouteStatistics(
-            queued=0,
-            submitted=len(self._running),
-            done=self._outcomes["done"],
-            failed=self._outcomes["failed"],
-            cancelled=self._outcomes["cancelled"],
-            moved_bytes=self._moved_bytes,
-            busy_seconds=seconds,
-            queue_seconds=0.0,
-            bytes_per_second=self._moved_bytes / seconds if seconds else 0.0,
-        )
+    def begin(self) -> None:
+        """Do nothing: a transfer counts when the device has it."""
+
+    def end(self, outcome: Outcome, moved_bytes: int, queue_seconds: float) -> None:
+        """Count the end of a transfer; ``note_moved`` has counted its bytes."""
+        self.outcomes[outcome] += 1
+        if outcome != "cancelled":
+            self.queue_seconds += queue_seconds
+
+    def note_moved(self, num_bytes: int, started: float, finished: float) -> None:
+        """Learn the bandwidth from a transfer that moved all its bytes.
+
+        Args:
+            num_bytes: of the transfer.
+            started: time of its submission to the device, in seconds.
+            finished: time of its end, by the device's clock where it has one. The time until the
+                loop noticed the end would make the next transfer seem slower, and the poller sleep
+                longer, which would add to the next measurement.
+        """
+        seconds = finished - max(started, self._last_end)
+        self._last_end = finished
+        self.moved_bytes += num_bytes
+        self.busy_seconds += max(seconds, 0.0)
+        if seconds <= 0 or num_bytes < LEARN_BYTES:
+            return
+        newest = num_bytes / seconds
+        weight = BANDWIDTH_WEIGHT if self._bandwidth else 1.0
+        self._bandwidth += weight * (newest - self._bandwidth)
+
+    def expected_seconds(self, num_bytes: int) -> float | None:
+        """Return the expected duration of a transfer, or None while that is unknown."""
+        if not self._bandwidth or num_bytes < LEARN_BYTES:
+            return None
+        return num_bytes / self._bandwidth

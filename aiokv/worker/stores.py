@@ -14,15 +14,14 @@ from aiokv.stores.store_set import NOTHING, Found
 from aiokv.worker.store_transfers import StoreTransfers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from aiokv.base.groups import Retention
-    from aiokv.base.plan import GroupRoute, TransferReport
-    from aiokv.base.statistics import GuardStatistics, RouteStatistics
+    from aiokv.base.plan import GroupRoute
+    from aiokv.base.statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.store_set import StoreAnswer
+    from aiokv.worker.checksums import Checksums
     from aiokv.worker.memory import WorkerMemory
-    from aiokv.worker.poller import EventPoller
+    from aiokv.worker.plan_table import PlanTable
 
 
 class WorkerStores:
@@ -33,7 +32,8 @@ class WorkerStores:
     Args:
         stores: opened and closed with the worker; None without stores.
         memory: has the host blocks, and the layout that the keys depend on.
-        on_end: called with the id of each plan after its report.
+        plans: plans of the worker.
+        checksums: of the host blocks; None without.
         has_states: host memory has slots of recurrent state.
 
     Attributes:
@@ -46,7 +46,8 @@ class WorkerStores:
         self,
         stores: StorePools | None,
         memory: WorkerMemory,
-        on_end: Callable[[int], None],
+        plans: PlanTable,
+        checksums: Checksums | None,
         *,
         has_states: bool = False,
     ) -> None:
@@ -61,14 +62,9 @@ class WorkerStores:
         self._identity: StoreIdentity | None = None
         self._is_asleep = False
         self._answers = False  # from the end of open() to end_lookups()
-        self.transfers = StoreTransfers(self._stores, on_end)
+        self.transfers = StoreTransfers(self._stores, plans, checksums)
 
-    async def open(
-        self,
-        identity: StoreIdentity | None,
-        poller: EventPoller,
-        on_report: Callable[[TransferReport], None],
-    ) -> None:
+    async def open(self, identity: StoreIdentity | None) -> None:
         """Open the stores on the host memory, which was allocated before.
 
         Raises:
@@ -81,7 +77,6 @@ class WorkerStores:
             return
         self._identity = identity
         await self._stores.open(self._memory.store_memories, self._fingerprint)
-        self.transfers.open(on_report)
         self._answers = True
 
     async def lookup(self, digests: bytes) -> StoreAnswer:
@@ -142,7 +137,3 @@ class WorkerStores:
     def statistics(self) -> list[GuardStatistics]:
         """Return the statistics of each store, in order."""
         return self._stores.statistics()
-
-    def lane_statistics(self) -> dict[GroupRoute, RouteStatistics]:
-        """Return the counts of each route. Any thread."""
-        return self.transfers.statistics() if self.exist else {}

@@ -430,7 +430,7 @@ async def test_host_memory_fits_quantised_blocks():
             transfer_id=9, route=OFFLOAD, source_blocks=b"\0" * 4, target_blocks=beyond
         )
         with pytest.raises(UsageError):
-            engine.worker.submit(plan)
+            engine.worker.plans.submit(plan)
 
 
 async def test_offload_counts_only_after_its_own_event():

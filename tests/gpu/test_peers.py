@@ -130,7 +130,7 @@ async def test_layers_on_the_gpu_arrive_behind_their_events(
             assert await arriving.wait() == len(PROMPT)
         found = rows(kept, receiving, len(PROMPT), receiver_tokens)
         assert (found == prompt.get()).all()
-        statistics = d.worker.peer_statistics()[0].received
+        statistics = d.worker.inspect().peers[0].received
         assert statistics.wrong == statistics.stale == 0
         assert statistics.parcels > len(PROMPT) // sender_tokens + 1, "no block came in layers"
         step(p, stream)
@@ -148,7 +148,7 @@ async def test_blocks_on_the_gpu_arrive_with_equal_bytes(sender_tokens, receiver
         await exchange(
             p, sent, d, kept, sender_tokens=sender_tokens, receiver_tokens=receiver_tokens
         )
-        statistics = d.worker.peer_statistics()[0]
+        statistics = d.worker.inspect().peers[0]
         assert statistics.received.wrong == statistics.received.stale == 0
 
 

@@ -21,7 +21,11 @@ async def cancelled_at(work: Coroutine[Any, Any, Any], number: int, *, again: bo
     Returns:
         False when ``work`` ended before; its error is raised.
     """
-    task = asyncio.create_task(_counted(work, number, again))
+
+    async def run() -> None:
+        await _counted(work, number, again)  # a task takes no generator, from Python 3.12 on
+
+    task = asyncio.create_task(run())
     await asyncio.wait((task,))
     if task.cancelled():
         return True

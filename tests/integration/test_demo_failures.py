@@ -46,27 +46,27 @@ class LosingDevice(CpuDevice):
         super().__init__()
         self.onloads = 0
 
-    def copy(self, route, source_ids, target_ids, after):
+    def copy(self, route, source_ids, target_ids, *args):
         self.onloads += route == ONLOAD
         if route != ONLOAD or self.onloads % 2:
-            return super().copy(route, source_ids, target_ids, after)
+            return super().copy(route, source_ids, target_ids, *args)
         first_bad_block = len(source_ids) // 2
         wrong = np.where(
             np.arange(len(source_ids)) < first_bad_block, source_ids, (source_ids + 1) % HOST_BLOCKS
         )
         return LosingCopy(
-            super().copy(route, wrong.astype(np.int32), target_ids, after), first_bad_block
+            super().copy(route, wrong.astype(np.int32), target_ids, *args), first_bad_block
         )
 
 
 class SilentDevice(CpuDevice):
     """Device that reads the last block of each onload from a wrong host block, without an error."""
 
-    def copy(self, route, source_ids, target_ids, after):
+    def copy(self, route, source_ids, target_ids, *args):
         source_ids = source_ids.copy()
         if route == ONLOAD:
             source_ids[-1] = (source_ids[-1] + 1) % HOST_BLOCKS
-        return super().copy(route, source_ids, target_ids, after)
+        return super().copy(route, source_ids, target_ids, *args)
 
 
 async def serve(model, workload, *, device_blocks, host_blocks, reuse, device=None, disconnect=0.0):

@@ -158,7 +158,7 @@ async def test_plan_that_the_worker_cannot_take_fails_and_blocks_no_later_call(m
             raise RuntimeError("no room for the plan")
 
         with monkeypatch.context() as patch:
-            patch.setattr(cache.engine.worker, "submit", broken)
+            patch.setattr(cache.engine.worker.plans, "submit", broken)
             lease = await cache.engine.match(A).allocate(len(A))
         with pytest.raises(TransferError, match="no room for the plan"):
             await lease.layers.wait_all()

@@ -395,9 +395,17 @@ async def test_conversations_under_pressure_equal_recomputation_bit_for_bit(
         host_blocks=40,
         write_policy=policies[seed],
     ) as model:
-        found = await model.converse_together(
-            rng, conversations=4, turns=24, longest=26, shortened=lambda rng: rng.randrange(3, 12)
-        )
+        found = 0
+        for _ in range(8):  # a device that copies fast may find nothing to onload in one round
+            found += await model.converse_together(
+                rng,
+                conversations=4,
+                turns=24,
+                longest=26,
+                shortened=lambda rng: rng.randrange(3, 12),
+            )
+            if sum(onloaded(model).values()) > 0:
+                break
         assert found > 0
         assert min(saved(model).values()) > 0
         assert sum(onloaded(model).values()) > 0

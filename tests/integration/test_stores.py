@@ -957,7 +957,7 @@ async def test_plan_without_one_digest_per_block_is_refused(digests):
     store = ScriptedStore()
     async with cache(store) as c:
         with pytest.raises(UsageError, match=f"digests has {len(digests)} bytes"):
-            c.engine.worker.submit(plan)
+            c.engine.worker.plans.submit(plan)
         await spin(5)
         assert store.calls["load"] == 0
 

@@ -213,6 +213,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "integration/test_sleep.py",
     ),
     "aiokv/worker/layers.py": ("unit/test_layers.py", "unit/test_controller.py"),
+    "aiokv/worker/plan_table.py": ("unit/test_plan_table.py", "unit/test_controller.py"),
     "aiokv/worker/poller.py": ("unit/test_poller.py", "unit/test_controller.py"),
     "aiokv/worker/watches.py": ("unit/test_poller.py", "unit/test_controller.py"),
     "aiokv/layout": (

@@ -107,7 +107,7 @@ async def test_cancelled_plan_with_some_layers_leaves_its_blocks_alone(backends)
     async with workers(backends) as (p, d, ticket):
         received = d.receive(ticket, PROMPT, TARGETS)
         assert await p.ended(p.send(ticket, PROMPT, SOURCES, ranges=(0, 2))) == [("done", 0)]
-        d.controller.cancel(received)
+        d.controller.plans.cancel(received)
         assert await d.ended(received) == [("cancelled", 0)]
         before = d.blocks(TARGETS)
         p.send(ticket, PROMPT, SOURCES, ranges=(2, 3))
@@ -134,7 +134,7 @@ async def test_early_plan_waits_for_its_mark_or_for_its_step(backends, opens):
             p.controller.steps.close(1, event)
         await run_until_idle(lambda: len(device.sends) == 2)
         assert {copy.after for copy in device.sends} == {event}
-        assert {copy.group for copy in device.sends} == {"0:1", "1:3"}
+        assert {copy.group for copy in device.sends} == {"attention 0:1", "attention 1:3"}
         event.complete()
         device.complete_all()
 

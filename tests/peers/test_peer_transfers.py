@@ -100,7 +100,7 @@ async def test_cancelled_receive_writes_no_block_although_parcels_arrive():
         await p.controller.tickets.open_ticket(encode(ticket, KEY))
         p.send(ticket, [0, 1], [3, 4])
         await run_until_idle(lambda: len(device.receives) > 0)
-        assert d.controller.cancel(received) == "asked"
+        assert d.controller.plans.cancel(received) == "asked"
         p.send(ticket, [2, 3], [5, 6])
         await spin(100)
         assert d.outcome(received) is None  # a copy is in flight

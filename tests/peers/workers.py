@@ -157,7 +157,7 @@ class PeerWorker:
         **layers: int,
     ) -> int:
         transfer_id = next(self._ids)
-        self.controller.submit(
+        self.controller.plans.submit(
             TransferPlan(
                 transfer_id=transfer_id,
                 route=RECEIVE if is_receive else SEND,

@@ -104,7 +104,7 @@ async def test_closing_cancelled_at_any_await_can_be_called_again(tmp_path):
             await ranked.engine.aclose()
             await asyncio.gather(*leaving)
             assert not ranked.group.path.exists()
-            assert not ranked.group._transfers
+            assert not ranked.group.plans
         if not was_cancelled:
             break
         cancelled += 1
@@ -307,7 +307,7 @@ VERBS: dict[str, Callable[[Ranked], Coroutine[Any, Any, Any]]] = {
     "drain": lambda ranked: ranked.engine.drain(),
     "resize": lambda ranked: ranked.engine.resize(4),
     "update_weights": update_weights,
-    "group_drain": lambda ranked: ranked.group.drain(),
+    "group_drain": lambda ranked: ranked.group.plans.drain(),
 }
 
 

@@ -64,7 +64,7 @@ async def test_closing_may_be_cancelled_at_its_last_await(tmp_path):
         await ranked.group.aclose()
         with pytest.raises(TransferError):
             await waiting
-        assert not ranked.group._transfers
+        assert not ranked.group.plans
         lease.release()
         for shard in ranked.shards:
             await shard.leave()

@@ -106,13 +106,13 @@ async def test_a_group_that_was_never_opened_has_initial_values_and_takes_no_pla
     assert group.group_statistics().generation == 0
     plan = TransferPlan(transfer_id=1, route=ONLOAD, source_blocks=bytes(4), target_blocks=bytes(4))
     with pytest.raises(ClosedError, match="transfer 1: the group of ranks is not open"):
-        group.submit(plan)
+        group.plans.submit(plan)
     for verb in (group.sleep, group.wake_up):
         with pytest.raises(UsageError, match="the group of ranks is not open"):
             await verb(frozenset({"host"}))
     await group.aclose()
     with pytest.raises(ClosedError, match="transfer 1: the group of ranks is closing"):
-        group.submit(plan)
+        group.plans.submit(plan)
 
 
 @pytest.mark.asyncio

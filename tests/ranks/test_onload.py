@@ -132,7 +132,7 @@ async def test_plan_cancelled_on_one_rank_only_is_not_valid(tmp_path):
         (transfer_id,) = lease.layers.transfer_ids
         first, second = await ranked.copies()
         # As if the cancellation had found the plan still queued on the first rank.
-        report = ranked.group._transfers._transfers[transfer_id]
+        report = ranked.group.plans.get(transfer_id).work
         report.end(0, TransferReport(transfer_id=transfer_id, outcome="cancelled"))
         lease.release()
         first.complete_all()

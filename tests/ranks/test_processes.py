@@ -125,8 +125,8 @@ async def test_process_killed_during_an_onload_can_be_restarted(tmp_path, monkey
         lease = ranked.engine.match(A)
         await lease.allocate(7)
         waiting = asyncio.create_task(lease.layers.wait_all())
-        transfers = ranked.group._transfers._transfers
-        await run_until_idle(lambda: [t.owing for t in transfers.values()] == [{1}], 10_000_000)
+        plans = ranked.group.plans
+        await run_until_idle(lambda: [e.work.owing for e in plans] == [{1}], 10_000_000)
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(TransferError, match="rank 1 is lost: the connection ended") as caught:
             await waiting

@@ -370,5 +370,5 @@ def refused_plans(worker: Rank) -> Iterator[None]:
         raise UsageError("no such id")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker._controller, "submit", refuse)
+        patch.setattr(worker._controller.plans, "submit", refuse)
         yield

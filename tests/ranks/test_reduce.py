@@ -42,9 +42,7 @@ async def test_failure_outside_the_plan_leaves_no_block_valid(bad_block, expecte
     transfer = GroupTransfer(PLAN, counter, num_ranks=2, num_bytes=1, since=0.0)
     assert not transfer.end(0, TransferReport(transfer_id=1, outcome="done"))
     assert transfer.end(1, failed(bad_block))
-    report = transfer.report()
-    assert (report.outcome, report.first_bad_block) == ("failed", expected)
-    assert report.reason == "rank 1: a bad page"
+    assert transfer.reduced() == CopyError(expected, "rank 1: a bad page", 1)
     assert counter.pending_layers == [0, 1]
 
 
@@ -61,7 +59,7 @@ async def test_last_layer_waits_for_the_reports_of_all_ranks():
     assert not transfer.end(0, DONE)
     assert counter.pending_layers == [0]
     assert transfer.end(1, DONE)
-    assert transfer.report().outcome == "done"
+    assert transfer.reduced() is None
     assert counter.pending_layers == []
 
 
@@ -89,9 +87,7 @@ async def test_no_layer_arrives_after_a_transfer_was_given_up():
     transfer.give_up(CopyError(2, "rank 0 is lost", 0))
     transfer.end(0, DONE)
     transfer.end(1, DONE)
-    report = transfer.report()
-    assert (report.outcome, report.first_bad_block) == ("failed", 0)
-    assert report.reason == "rank 1 is lost"
+    assert transfer.reduced() == CopyError(0, "rank 1 is lost", 1)
     assert counter.pending_layers == [0, 1]
 
 
@@ -122,7 +118,8 @@ async def test_block_is_stored_when_all_ranks_have_stored_it(results, expected):
     transfer = GroupTransfer(plan, counter, num_ranks=2, num_bytes=1, since=0.0)
     assert not transfer.end(0, TransferReport(transfer_id=1, outcome="done", results=results))
     assert transfer.end(1, TransferReport(transfer_id=1, outcome="done", results=SAVED * 4))
-    assert transfer.report().results == expected
+    assert transfer.reduced() is None
+    assert transfer.results == expected
 
 
 @pytest.mark.asyncio
@@ -141,7 +138,7 @@ async def test_rank_failure_without_a_block_leaves_no_block_valid(tmp_path, bad_
         state = ranked.group._membership.ranks[1]
         ranks = Reports(generation=1, arrived=[], ended=[report], finished_step=0)
         waiting = asyncio.create_task(lease.layers.wait_all())
-        await run_until_idle(lambda: ranked.group._transfers._transfers[transfer_id].owing == {1})
+        await run_until_idle(lambda: ranked.group.plans.get(transfer_id).work.owing == {1})
         ranked.group._membership.on_message(state, ranks)
         with pytest.raises(TransferError, match="rank 1: somewhere"):
             await waiting

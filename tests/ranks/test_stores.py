@@ -28,6 +28,7 @@ from aiokv.stores.breaker import FIRST_PAUSE_SECONDS
 from aiokv.stores.identity import StoreIdentity
 from aiokv.stores.proof import derive_keys
 from aiokv.testing import ScriptedStore, run_until_idle, running_clock, spin
+from aiokv.worker.device.base import CopyError
 from aiokv.worker.layers import LayerDoneCounter
 from tests.ranks.loopback import PATIENT, Ranked
 
@@ -274,8 +275,7 @@ async def test_save_is_stored_where_all_ranks_have_stored_it():
     group = transfer(SAVE)
     group.end(1, TransferReport(transfer_id=1, outcome="done", results=bytes([0, 3, 0])))
     assert group.end(0, TransferReport(transfer_id=1, outcome="done", results=bytes([0, 0, 4])))
-    report = group.report()
-    assert (report.outcome, report.results) == ("done", bytes([0, 3, 4]))
+    assert (group.reduced(), group.results) == (None, bytes([0, 3, 4]))
 
 
 @pytest.mark.parametrize(
@@ -289,8 +289,7 @@ async def test_save_without_results_of_a_rank_is_not_stored(bad):
     group = transfer(SAVE)
     group.end(0, TransferReport(transfer_id=1, outcome="done", results=bytes(3)))
     group.end(1, bad)
-    report = group.report()
-    assert report.outcome != "done" or report.results == bytes([4, 4, 4])
+    assert group.reduced() is not None or group.results == bytes([4, 4, 4])
 
 
 def overdue(first_bad_block: int) -> TransferReport:
@@ -310,9 +309,7 @@ async def test_overdue_fetch_releases_waiters_and_ends_with_the_reports():
     group.end(0, TransferReport(transfer_id=1, outcome="done", first_bad_block=3))
     assert not group.counter.at_rest
     assert group.end(1, overdue(1))
-    report = group.report()
-    assert (report.outcome, report.first_bad_block) == ("failed", 1)
-    assert group.counter.at_rest
+    assert group.reduced() == CopyError(1, "rank 1: too late", 1)
 
 
 async def test_only_a_fetch_may_be_overdue():
@@ -326,8 +323,9 @@ async def test_fetch_is_proven_up_to_the_first_block_that_a_rank_lacks():
     group = transfer(FETCH)
     group.end(0, TransferReport(transfer_id=1, outcome="done", first_bad_block=3))
     group.end(1, TransferReport(transfer_id=1, outcome="failed", first_bad_block=2))
-    report = group.report()
-    assert (report.outcome, report.first_bad_block) == ("failed", 2)
+    failure = group.reduced()
+    assert failure is not None
+    assert failure.first_bad_block == 2
 
 
 @pytest.mark.clock

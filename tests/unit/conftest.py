@@ -95,7 +95,7 @@ class Worker:
             priority=priority,
             after_step=after_step,
         )
-        return self.controller.submit(plan)
+        return self.controller.plans.submit(plan)
 
     async def settle(self, passes: int = 10) -> None:
         """Let the poller see all finished events without waiting for its timer."""

@@ -200,11 +200,11 @@ async def test_cancel_removes_only_unsubmitted_transfers(
         before = worker.contents()
         counters = [worker.submit("onload", [i], [i]) for i in range(3)]
         held = worker.submit("onload", [4], [4], after_step=1)
-        assert worker.controller.cancel(1) == "too late"
-        assert worker.controller.cancel(3) == "at once"
-        assert worker.controller.cancel(held.transfer_id) == "at once"
-        assert worker.controller.cancel(3) == "too late"
-        assert worker.controller.cancel(99) == "too late"
+        assert worker.controller.plans.cancel(1) == "too late"
+        assert worker.controller.plans.cancel(3) == "at once"
+        assert worker.controller.plans.cancel(held.transfer_id) == "at once"
+        assert worker.controller.plans.cancel(3) == "too late"
+        assert worker.controller.plans.cancel(99) == "too late"
         await worker.settle()
         assert worker.reports == []  # the caller has cancelled it
         for counter in (counters[2], held):
@@ -216,7 +216,7 @@ async def test_cancel_removes_only_unsubmitted_transfers(
         assert len(worker.reports) == 2
         wanted = worker.after_plain_copy(before, "onload", [0, 1], [0, 1])
         assert same_bytes(worker.contents(), wanted)
-        worker.controller.cancel(1)
+        worker.controller.plans.cancel(1)
 
 
 async def test_cancelling_a_waiter_leaves_the_transfer_alone(new_worker: type[Worker]) -> None:
@@ -242,10 +242,12 @@ async def test_a_raised_priority_counts_for_queued_and_held_transfers(
         for i in range(5):
             priority = Priority.DEMAND if i < 2 else Priority.PREFETCH
             worker.submit("onload", [i], [i], priority=priority, after_step=int(held))
-        worker.controller.raise_priority(5, Priority.DEMAND)
-        worker.controller.raise_priority(5, Priority.BACKUP)  # less urgent: without effect
-        worker.controller.raise_priority(1, Priority.DEMAND)  # it may already be in the device
-        worker.controller.raise_priority(99, Priority.DEMAND)  # unknown
+        worker.controller.plans.raise_priority(5, Priority.DEMAND)
+        worker.controller.plans.raise_priority(5, Priority.BACKUP)  # less urgent: without effect
+        worker.controller.plans.raise_priority(
+            1, Priority.DEMAND
+        )  # it may already be in the device
+        worker.controller.plans.raise_priority(99, Priority.DEMAND)  # unknown
         if held:
             worker.controller.steps.close(1, None)
         assert [copy.host_ids.tolist() for copy in device.onloads] == [[0], [1]]
@@ -287,7 +289,7 @@ async def test_no_report_is_sent_from_inside_a_call(new_worker: type[Worker]) ->
                 device.refuse = refused
                 worker.submit("offload", [1], [1])
                 held = worker.submit("onload", [1], [1], after_step=9)
-                assert worker.controller.cancel(held.transfer_id) == "at once"
+                assert worker.controller.plans.cancel(held.transfer_id) == "at once"
                 inside = False
                 device.complete_all()
                 await worker.settle()
@@ -330,7 +332,7 @@ async def test_a_report_that_raises_does_not_stop_queued_transfers(
 
         worker.on_report = raise_once
         first, second = worker.submit("onload", [1], [1]), worker.submit("onload", [2], [2])
-        waiting = asyncio.create_task(worker.controller.drain())
+        waiting = asyncio.create_task(worker.controller.plans.drain())
         await spin()
         device.complete_all()
         await worker.settle()
@@ -473,15 +475,14 @@ async def test_report_that_raises_reaches_the_loop_and_the_worker_continues(
 ) -> None:
     device = ManualDevice()
     async with new_worker(device) as worker:
-        worker.controller._transfers._on_report = lambda report: 1 // 0
+        worker.controller.plans._on_report = lambda report: 1 // 0
         worker.submit()
         device.complete_all()
         await worker.settle()
         assert [type(context["exception"]) for context in loop_errors] == [ZeroDivisionError]
         loop_errors.clear()
-        await worker.controller.drain()
-        del worker.controller._transfers._on_report
-        worker.controller._transfers._on_report = worker.reports.append
+        await worker.controller.plans.drain()
+        worker.controller.plans._on_report = worker.reports.append
         worker.submit()
         device.complete_all()
         await worker.settle()
@@ -491,10 +492,10 @@ async def test_report_that_raises_reaches_the_loop_and_the_worker_continues(
 async def test_drain_waits_for_all_transfers_and_can_be_cancelled(new_worker: type[Worker]) -> None:
     device = ManualDevice()
     async with new_worker(device) as worker:
-        await worker.controller.drain()
+        await worker.controller.plans.drain()
         for i in range(3):
             worker.submit("onload", [i], [i])
-        first, second = (asyncio.create_task(worker.controller.drain()) for _ in range(2))
+        first, second = (asyncio.create_task(worker.controller.plans.drain()) for _ in range(2))
         await spin()
         first.cancel()
         device.complete_all()
@@ -578,10 +579,11 @@ async def test_bandwidth_is_measured_by_the_devices_clock(
     monkeypatch.setattr(lanes, "LEARN_BYTES", 1)
     device = ManualDevice()
     async with new_worker(device) as worker:
-        worker.submit()
+        counter = worker.submit()
+        assert counter.started_seconds is not None
         last_layer = device.onloads[0].layer_events[-1]
         device.complete_all()
-        last_layer.finished_seconds = worker.controller._transfers._transfers[1].started_at + 2.0
+        last_layer.finished_seconds = counter.started_seconds + 2.0
         await worker.settle()
         lane = worker.controller.statistics().routes["onload"]
         assert lane.bytes_per_second == pytest.approx(lane.moved_bytes / 2.0)

@@ -66,7 +66,7 @@ async def test_both_directions_at_once(new_worker: type[Worker], same_bytes: Any
         for _ in range(10):
             worker.submit("onload", [0, 1, 2], [0, 1, 2])
             worker.submit("offload", [5, 6, 7], [9, 8, 7])
-        await worker.controller.drain()
+        await worker.controller.plans.drain()
         assert same_bytes(worker.contents(), wanted)
         assert {report.outcome for report in worker.reports} == {"done"}
         assert len(worker.reports) == 20

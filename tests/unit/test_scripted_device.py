@@ -23,7 +23,7 @@ async def test_without_a_script_copies_complete_on_their_own(
         wanted = worker.after_plain_copy(wanted, "offload", (5, 6), (7, 8))
         worker.submit("onload", (1, 2), (3, 4))
         worker.submit("offload", (5, 6), (7, 8))
-        await worker.controller.drain()
+        await worker.controller.plans.drain()
         assert same_bytes(worker.contents(), wanted)
         assert {report.outcome for report in worker.reports} == {"done"}
 
@@ -35,7 +35,7 @@ async def test_one_layer_of_one_copy_fails_and_leaves_garbage(new_worker: type[W
         for device_ids in ((0, 1), (2, 3), (4, 5)):
             worker.submit("onload", device_ids, (3, 4))
         worker.submit("offload", (6, 7), (8, 9))
-        await worker.controller.drain()
+        await worker.controller.plans.drain()
         assert [end for end in device.ends if end.failed] == [End("onload", 1, 2, failed=True)]
         outcomes = {report.transfer_id: report for report in worker.reports}
         assert [outcomes[i].outcome for i in (1, 2, 3, 4)] == ["done", "failed", "done", "done"]
@@ -52,11 +52,11 @@ async def test_a_rejected_copy_counts_and_moves_nothing(new_worker: type[Worker]
     async with new_worker(device) as worker:
         before = worker.contents()
         worker.submit("offload")
-        await worker.controller.drain()
+        await worker.controller.plans.drain()
         assert same_bytes(worker.contents(), before)
         assert (worker.reports[0].outcome, worker.reports[0].reason) == ("failed", "no more")
         worker.submit("offload")
-        await worker.controller.drain()
+        await worker.controller.plans.drain()
         assert {end.copy for end in device.ends} == {1}
 
 
@@ -72,7 +72,7 @@ async def test_layers_and_copies_end_in_the_order_of_the_script(new_worker: type
         assert device.ends == [End("offload", 0, layer, failed=False) for layer in (0, 2)]
         assert (device.running("onload"), device.running("offload")) == ([0], [0])
         held.open()
-        await worker.controller.drain()
+        await worker.controller.plans.drain()
         assert [end.layer for end in device.ends] == [0, 2, 1, 2, 0, 1]
 
 
@@ -88,7 +88,7 @@ async def test_a_delay_is_by_the_loops_clock(new_worker: type[Worker]):
         await clock.advance(0.2)
         assert [end.layer for end in device.ends] == [0, 2]
         await clock.advance(60)
-        await worker.controller.drain()
+        await worker.controller.plans.drain()
         assert worker.reports[0].outcome == "done"
         assert clock.timers == 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -10,19 +10,28 @@ from aiokv.base.plan import ONLOAD, Priority, TransferPlan
 from aiokv.errors import UsageError
 from aiokv.testing import ManualEvent
 from aiokv.worker.steps import StepClock, StepEvents
-from aiokv.worker.transfers import StepGate, Transfer, TransferQueue
+from aiokv.worker.transfers import StepGate, TransferQueue
 
 
-def transfer(number: int, priority: int = Priority.DEMAND, after_step: int = 0) -> Transfer:
-    plan = TransferPlan(
-        transfer_id=number,
-        route=ONLOAD,
-        target_blocks=b"",
-        source_blocks=b"",
-        priority=priority,
-        after_step=after_step,
+class Waiting:
+    """What queue and gate read of a plan."""
+
+    def __init__(self, plan: TransferPlan) -> None:
+        self.plan = plan
+        self.priority: int = plan.priority
+
+
+def transfer(number: int, priority: int = Priority.DEMAND, after_step: int = 0) -> Any:
+    return Waiting(
+        TransferPlan(
+            transfer_id=number,
+            route=ONLOAD,
+            target_blocks=b"",
+            source_blocks=b"",
+            priority=priority,
+            after_step=after_step,
+        )
     )
-    return Transfer(plan, cast("Any", None), num_bytes=0)
 
 
 def numbers(queue: TransferQueue) -> list[int]:
@@ -71,14 +80,14 @@ def test_raised_priority_moves_a_transfer_forward_and_keeps_its_age() -> None:
 def test_open_step_holds_transfers_and_its_close_queues_them_in_order() -> None:
     clock = StepClock()
     gate = StepGate(clock)
-    assert not gate.is_open(0)
+    assert not gate.hold(transfer(9))
     for number, step in enumerate([3, 1, 2, 1, 5]):
-        gate.hold(transfer(number, after_step=step))
+        assert gate.hold(transfer(number, after_step=step))
     assert len(gate) == 5
     clock.close(3)
     assert [freed.plan.transfer_id for freed in gate.free()] == [1, 3, 2, 0]
     assert len(gate) == 1
-    assert not gate.is_open(3)
+    assert not gate.hold(transfer(9, after_step=3))
 
 
 def test_a_step_closes_once() -> None:
@@ -99,7 +108,7 @@ def test_a_held_transfer_can_be_taken_out() -> None:
     gate.hold(held)
     gate.remove(held)
     clock.close(4)
-    assert list(gate.free()) == []
+    assert gate.free() == []
     assert len(gate) == 0
 
 
