@@ -100,8 +100,9 @@ fmt: $(VENV)/.tools ## format Python and C++
 	$(BIN)/ruff format -q .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-stubs: $(STAMP) ## regenerate aiokv/_native.pyi from the built extension
+stubs: $(STAMP) ## regenerate aiokv/_native.pyi from the built extension, aiokv/sync/verbs.pyi from the table of verbs
 	$(BIN)/python native/stubgen.py > aiokv/_native.pyi.new && mv aiokv/_native.pyi.new aiokv/_native.pyi
+	$(BIN)/python -m tests.sync.stubgen > aiokv/sync/verbs.pyi.new && mv aiokv/sync/verbs.pyi.new aiokv/sync/verbs.pyi
 
 sanitize: $(VENV)/.tools ## native unit tests under AddressSanitizer and UBSan
 	@PATH="$(CURDIR)/$(BIN):$$PATH" native/tests/run.sh build/sanitize Sanitize

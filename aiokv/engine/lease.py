@@ -886,6 +886,10 @@ class Lease(Unique):
         After a failure, ``commit`` indexes no block until this call. From this call on, ``layers``
         waits for nothing, and raises no error.
 
+        Leases that waited for the same onload share its blocks: each computes the same tokens into
+        the same blocks. When the weights change in between, ``preempt`` these leases instead, so
+        that none reads what another has computed with other weights.
+
         Returns:
             The first position to compute again, or None when no onload failed. The position is
             never inside a multimodal item: the model computes the item again from its start;

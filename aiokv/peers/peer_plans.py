@@ -56,9 +56,12 @@ class PeerPlans(Executor[_Work]):
         """Counts of each route."""
         return self._counts
 
+    def new_work(self, entry: _Entry) -> _Work:
+        """Return the state of a plan."""
+        return _Work()
+
     def submit(self, entry: _Entry) -> None:
         """Give a plan to the receiver or the sender; their refusal is its failure."""
-        entry.work = _Work()
         plan = entry.plan
         end = self._receiver() if plan.route == RECEIVE else self._sender()
         try:

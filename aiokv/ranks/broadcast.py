@@ -133,16 +133,20 @@ class TransferBroadcast(Executor[GroupTransfer]):
             )
         return layout.bytes_per_block(plan) * plan.num_blocks * len(self._membership.ranks)
 
-    def submit(self, entry: _Entry) -> None:
-        """Take a plan, which is sent with the others of this pass; no rank gets it after a loss."""
+    def new_work(self, entry: _Entry) -> GroupTransfer:
+        """Return the reduction of the reports of a plan."""
         num_ranks = len(self._membership.ranks)
-        transfer = entry.work = GroupTransfer(
+        return GroupTransfer(
             entry.plan,
             entry.counter,
             num_ranks=num_ranks,
             num_bytes=entry.num_bytes // num_ranks,
             since=self._clock(),
         )
+
+    def submit(self, entry: _Entry) -> None:
+        """Take a plan, which is sent with the others of this pass; no rank gets it after a loss."""
+        transfer = entry.work
         if (failure := self._failure()) is not None:
             transfer.give_up(CopyError(0, str(failure), failure.rank))
             self._plans.end(entry, transfer.given_up)

@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from aiokv.base.checks import Unique
 from aiokv.errors import UsageError
-from aiokv.sync.lease import inners_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
     from types import TracebackType
 
     from aiokv.engine import ComputeBatch
-    from aiokv.sync.lease import SyncLease
     from aiokv.sync.port import Port
 
 
@@ -29,11 +27,11 @@ class SyncComputing(Unique):
     scheduler makes anyway.
     """
 
-    __slots__ = ("_batch", "_leases", "_port")
+    __slots__ = ("_batch", "_make", "_port")
 
-    def __init__(self, port: Port, leases: Sequence[SyncLease]) -> None:
+    def __init__(self, port: Port, make: Callable[[], ComputeBatch]) -> None:
         self._port = port
-        self._leases: Sequence[SyncLease] | None = leases
+        self._make: Callable[[], ComputeBatch] | None = make
         self._batch: ComputeBatch | None = None
 
     def __enter__(self) -> Self:
@@ -64,11 +62,11 @@ class SyncComputing(Unique):
 
     def begin(self) -> None:
         """Begin the batch. On the loop."""
-        if self._leases is None:
+        if self._make is None:
             raise UsageError("this SyncComputing was entered already; it can be entered once")
-        batch = self._port.cache.computing(inners_of(self._leases))
+        batch = self._make()
         batch.__enter__()
-        self._batch, self._leases = batch, None
+        self._batch, self._make = batch, None
 
     def end(self, *work: Any) -> None:
         """End the batch, no earlier than ``work``. On the loop.

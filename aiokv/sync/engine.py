@@ -11,11 +11,9 @@ from aiokv.base import checks
 from aiokv.base.checks import Unique, arguments
 from aiokv.engine import CacheEngine
 from aiokv.errors import ClosedError
-from aiokv.sync.computing import SyncComputing
 from aiokv.sync.port import Port
 from aiokv.sync.thread import LoopThread
-from aiokv.sync.transfers import SyncSending
-from aiokv.sync.weights import SyncWeightsUpdate
+from aiokv.sync.verbs import EngineVerbs
 
 if TYPE_CHECKING:
     import asyncio
@@ -23,11 +21,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from types import TracebackType
 
-    import numpy as np
-    from numpy.typing import NDArray
-
     from aiokv.base.statistics import CacheStatistics, Statistics
-    from aiokv.base.types import Health, Hit, Item, TokenIds
     from aiokv.config.cache_config import CacheConfig
     from aiokv.errors import AiokvError
     from aiokv.layout.regions import Regions
@@ -37,14 +31,13 @@ if TYPE_CHECKING:
     from aiokv.stores.use import StoreUse
     from aiokv.sync.calls import Calls
     from aiokv.sync.futures import EngineFuture
-    from aiokv.sync.layers import SyncLayers
     from aiokv.sync.lease import SyncLease
-    from aiokv.worker.device.base import Device, Event
+    from aiokv.worker.device.base import Device
 
 
 @final
 @arguments()
-class SyncEngine(Unique):
+class SyncEngine(EngineVerbs, Unique):
     """A :class:`aiokv.CacheEngine` for threads: it runs on an event loop in a thread of its own.
 
     ::
@@ -145,125 +138,12 @@ class SyncEngine(Unique):
         """Return an empty list of calls, which cross together."""
         return self._port.new_calls()
 
-    def match(
-        self,
-        tokens: TokenIds,
-        *,
-        salt: str = "",
-        adapter: str = "",
-        items: Sequence[Item] = (),
-        owner: str = "",
-        read: bool = True,
-        write: bool = True,
-    ) -> SyncLease:
-        """Look up the cached prefix of a prompt; see ``CacheEngine.match``."""
-        calls = self.calls()
-        lease = calls.match(
-            tokens, salt=salt, adapter=adapter, items=items, owner=owner, read=read, write=write
-        )
-        calls.run()
-        return lease
-
-    def would_hit(
-        self,
-        tokens: TokenIds,
-        *,
-        salt: str = "",
-        adapter: str = "",
-        items: Sequence[Item] = (),
-    ) -> Hit:
-        """Return the cached prefix that ``match`` would find; see ``CacheEngine.would_hit``."""
-        return self._port.call(
-            lambda calls: calls.would_hit(tokens, salt=salt, adapter=adapter, items=items)
-        )
-
-    def extend(self, leases: Iterable[SyncLease], num_tokens: int) -> None:
-        """Add positions to each lease, or to none; see ``CacheEngine.extend``."""
-        self._port.call(lambda calls: calls.extend(leases, num_tokens))
-
-    def allocatable_blocks(
-        self, *, salt: str = "", reserve_blocks: int | None = None, limit: int | None = None
-    ) -> int:
-        """Return the blocks of the largest request that could be granted now.
-
-        See ``CacheEngine.allocatable_blocks``.
-        """
-        return self._port.call(
-            lambda calls: calls.allocatable_blocks(
-                salt=salt, reserve_blocks=reserve_blocks, limit=limit
-            )
-        )
-
-    def extendable_blocks(self, *, limit: int | None = None) -> int:
-        """Return the blocks that ``extend`` could take; see ``CacheEngine.extendable_blocks``."""
-        return self._port.call(lambda calls: calls.extendable_blocks(limit=limit))
-
-    def commit_many(self, leases: Iterable[SyncLease], num_tokens: Iterable[int]) -> int:
-        """Call ``commit`` for each lease; see ``CacheEngine.commit_many``."""
-        return self._port.call(lambda calls: calls.commit_many(leases, num_tokens))
-
     def release_many(self, leases: Iterable[SyncLease]) -> None:
         """Call ``release`` for each lease. Idempotent."""
         calls = self.calls()
         for lease in checks.sequence("leases", leases):
             calls.release(lease)
         calls.run()
-
-    def computing(self, leases: Sequence[SyncLease]) -> SyncComputing:
-        """Protect the blocks of leases while the model computes; see ``CacheEngine.computing``."""
-        return SyncComputing(self._port, checks.sequence("leases", leases))
-
-    def step(self, event: Event | None = None) -> int:
-        """Close the open step, whose work finishes with ``event``; see ``CacheEngine.step``."""
-        return self._port.call(lambda calls: calls.step(event))
-
-    def block_tables(
-        self,
-        leases: Iterable[SyncLease],
-        out: NDArray[np.int32] | None = None,
-        fill: int = -1,
-        group: str | None = None,
-    ) -> NDArray[np.int32]:
-        """Return the block tables as rows; see ``CacheEngine.block_tables``."""
-        return self._port.call(lambda calls: calls.block_tables(leases, out, fill, group))
-
-    def layers(self, leases: Iterable[SyncLease]) -> SyncLayers:
-        """Return one layer counter for a batch; see ``CacheEngine.layers``."""
-        return self._port.call(lambda calls: calls.layers(leases))
-
-    def send(self, lease: SyncLease, ticket: bytes) -> SyncSending:
-        """Send the blocks of a lease to the engine that has made a ticket.
-
-        ::
-
-            with engine.send(lease, ticket):
-                for n in chunks_of_the_prompt:
-                    ...  # compute the positions up to n
-                    lease.commit(n)
-
-        Args:
-            lease: as for ``CacheEngine.send``; so is ``ticket``.
-            ticket: ``ticket`` of the receiving engine.
-
-        Returns:
-            A context manager that can be entered once; nothing crosses before.
-        """
-        return SyncSending(self._port, lambda: self._cache.send(lease.inner, ticket))
-
-    def updating_weights(
-        self, timeout: float | None = None, *, version: str | None = None
-    ) -> SyncWeightsUpdate:
-        """Stop granting inside the ``with`` block, and drop all cached blocks at its end.
-
-        See ``CacheEngine.updating_weights``.
-
-        Args:
-            timeout: as there; so is ``version``.
-
-        Returns:
-            A context manager that can be entered once; nothing crosses before.
-        """
-        return SyncWeightsUpdate(self._port, timeout, version)
 
     # --- everything else --------------------------------------------------------------------------
 
@@ -315,10 +195,6 @@ class SyncEngine(Unique):
             return await value if inspect.isawaitable(value) else value
 
         return self._port.begin(run)
-
-    def health(self) -> Health:
-        """Return whether the engine can serve; see ``CacheEngine.health``."""
-        return self._port.call(lambda calls: calls.add(self._cache.health))
 
     def statistics(self) -> Statistics:
         """See :meth:`aiokv.CacheEngine.statistics`. Does not cross."""

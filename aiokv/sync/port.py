@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiokv.sync.calls import Calls
+from aiokv.sync.futures import EngineFuture
+from aiokv.sync.lease import SyncLease
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from aiokv.engine import CacheEngine
     from aiokv.sync.answers import Answer
-    from aiokv.sync.futures import EngineFuture
     from aiokv.sync.thread import LoopThread
 
 T = TypeVar("T")
+S = TypeVar("S", EngineFuture[Any], SyncLease)
 
 
 class Port:
@@ -39,6 +41,10 @@ class Port:
         """Return an empty list of calls."""
         return Calls(self)
 
+    def new_lease(self) -> SyncLease:
+        """Return a lease that a call is to match."""
+        return SyncLease(self)
+
     def call(self, record: Callable[[Calls], Answer[T]]) -> T:
         """Make the one call that ``record`` records, and return its value or raise its error."""
         calls = Calls(self)
@@ -49,20 +55,21 @@ class Port:
         finally:
             del calls, answer  # the traceback of an error has this frame: break the cycle
 
-    def start(self, record: Callable[[Calls], EngineFuture[T]]) -> EngineFuture[T]:
-        """Make the one call that ``record`` records, and return its future.
+    def start(self, record: Callable[[Calls], S]) -> S:
+        """Make the one call that ``record`` records, and return its future or its lease.
 
         Raises:
             KeyboardInterrupt: the future was cancelled.
         """
         calls = Calls(self)
-        future = record(calls)
+        made = record(calls)
         try:
             calls.run()
         except BaseException:
-            future.cancel()  # no caller gets it
+            if isinstance(made, EngineFuture):
+                made.cancel()  # no caller gets it
             raise
-        return future
+        return made
 
     def begin(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> EngineFuture[T]:
         """Await ``function(*args)`` on the loop; return the future of its value."""

@@ -13,9 +13,9 @@ from aiokv.errors import AiokvError, ClosedError, ControlTimeout, TransferTimeou
 from aiokv.ranks.rank import Rank
 from aiokv.sync.crossing import cross
 from aiokv.sync.futures import EngineFuture
+from aiokv.sync.on_loop import begin
 from aiokv.sync.rank_layers import RankLayers
 from aiokv.sync.thread import LoopThread
-from aiokv.sync.verbs import begin
 from aiokv.worker.thread_waits import Deadline
 
 if TYPE_CHECKING:

@@ -10,6 +10,8 @@ from aiokv.base.checks import Unique
 from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
     from aiokv.sync.futures import EngineFuture
@@ -29,12 +31,11 @@ class SyncWeightsUpdate(Unique):
     the update.
     """
 
-    __slots__ = ("_held", "_leave", "_port", "_timeout", "_version")
+    __slots__ = ("_held", "_leave", "_make", "_port")
 
-    def __init__(self, port: Port, timeout: float | None, version: str | None) -> None:
+    def __init__(self, port: Port, make: Callable[[], AbstractAsyncContextManager[None]]) -> None:
         self._port = port
-        self._timeout = timeout
-        self._version = version
+        self._make = make
         self._held: EngineFuture[None] | None = None
         self._leave: asyncio.Event | None = None
 
@@ -71,6 +72,6 @@ class SyncWeightsUpdate(Unique):
 
     async def _hold(self, begun: Future[None]) -> None:
         self._leave = asyncio.Event()
-        async with self._port.cache.updating_weights(self._timeout, version=self._version):
+        async with self._make():
             begun.set_result(None)
             await self._leave.wait()

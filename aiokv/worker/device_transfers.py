@@ -46,9 +46,9 @@ class _Work:
 
     __slots__ = ("after", "copy", "lane", "unproven")
 
-    def __init__(self, lane: Lane, after: Event | None) -> None:
+    def __init__(self, lane: Lane) -> None:
         self.lane = lane
-        self.after = after
+        self.after: Event | None = None
         self.copy: Copy | None = None
         self.unproven: dict[int, float | None] = {}
 
@@ -107,9 +107,16 @@ class DeviceTransfers(Executor[_Work]):
 
     # --- plans ------------------------------------------------------------------------------
 
+    def new_work(self, entry: _Entry) -> _Work:
+        """Return the work of a plan, with the lane of its route."""
+        return _Work(self._lanes[entry.plan.group_route])
+
     def submit(self, entry: _Entry) -> None:
         """Hold a plan until its step is closed, or queue it."""
-        self._take(entry, None)
+        lane = entry.work.lane
+        if not self._gate.hold(entry):
+            lane.queue.push(entry)
+            self._pump(lane)
 
     def cancel(self, entry: _Entry) -> Cancelled:
         """Cancel a plan that the device does not have; see :meth:`Executor.cancel`."""
@@ -177,7 +184,8 @@ class DeviceTransfers(Executor[_Work]):
         regions = blocks_of(self._memory.regions, group)
         num_bytes = regions.block_bytes * plan.num_blocks
         entry = self._plans.add(plan, self, regions.num_layers, num_bytes, on_end)
-        self._take(entry, None if isinstance(after, int) else after)
+        entry.work.after = None if isinstance(after, int) else after
+        self.submit(entry)
         return plan.transfer_id
 
     def cancel_copy(self, copy_id: int) -> Cancelled:
@@ -185,13 +193,6 @@ class DeviceTransfers(Executor[_Work]):
         return self._plans.cancel(copy_id)
 
     # --- one plan ---------------------------------------------------------------------------
-
-    def _take(self, entry: _Entry, after: Event | None) -> None:
-        lane = self._lanes[entry.plan.group_route]
-        entry.work = _Work(lane, after)
-        if not self._gate.hold(entry):
-            lane.queue.push(entry)
-            self._pump(lane)
 
     def _pump(self, lane: Lane) -> None:
         while lane.submitted < MAX_SUBMITTED and (entry := lane.queue.first()) is not None:

@@ -52,7 +52,7 @@ class PlanEntry(Generic[W]):
         failure: why it has ended; None while it goes on, and when all blocks have moved.
         moved_bytes: known when it has ended.
         report: set when it has ended.
-        work: what the executor keeps of it; set by the executor.
+        work: what the executor keeps of it.
     """
 
     __slots__ = (
@@ -69,8 +69,6 @@ class PlanEntry(Generic[W]):
         "state",
         "work",
     )
-
-    work: W
 
     def __init__(
         self,
@@ -90,6 +88,7 @@ class PlanEntry(Generic[W]):
         self.failure: CopyError | None = None
         self.moved_bytes = 0
         self.report: TransferReport | None = None
+        self.work = executor.new_work(self)
 
 
 class Executor(ABC, Generic[W]):
@@ -108,6 +107,10 @@ class Executor(ABC, Generic[W]):
     def num_layers(self) -> int:
         """Layers that a plan announces; 0 when only its end is announced."""
         return 0
+
+    @abstractmethod
+    def new_work(self, entry: PlanEntry[W]) -> W:
+        """Return ``entry.work`` of a new plan, whose other attributes are set. Changes nothing."""
 
     @abstractmethod
     def submit(self, entry: PlanEntry[W]) -> None:

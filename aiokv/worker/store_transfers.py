@@ -32,15 +32,15 @@ class _Work:
     """What the stores do for a plan.
 
     Attributes:
-        task: executes the plan.
+        task: executes the plan; None before it was submitted.
         accesses: operations that access its host blocks.
         failure: outcome of the plan; a failure until the stores have answered.
         moved_blocks: likewise, blocks that have moved.
         results: likewise, the results of a save.
     """
 
-    def __init__(self, plan: TransferPlan, task: asyncio.Task[None]) -> None:
-        self.task = task
+    def __init__(self, plan: TransferPlan) -> None:
+        self.task: asyncio.Task[None] | None = None
         self.accesses = Accesses()
         self.failure: CopyError | None = CopyError(0, "the operation was interrupted")
         self.moved_blocks = 0
@@ -50,7 +50,7 @@ class _Work:
     @property
     def running(self) -> list[asyncio.Future[Any]]:
         """Its task and its operations, as far as they have not ended."""
-        task = [] if self.task.done() else [self.task]
+        task = [] if self.task is None or self.task.done() else [self.task]
         return [*task, *self.accesses.in_flight]
 
 
@@ -78,17 +78,20 @@ class StoreTransfers(Executor[_Work]):
         """Counts of each route."""
         return self._counts
 
+    def new_work(self, entry: _Entry) -> _Work:
+        """Return the work of a plan, without its task."""
+        return _Work(entry.plan)
+
     def submit(self, entry: _Entry) -> None:
         """Take a plan; its task runs from the next pass of the loop on."""
         if self._checksums is not None:
             self._checksums.begin(entry.plan)
-        task = asyncio.get_running_loop().create_task(self._execute(entry))
-        entry.work = _Work(entry.plan, task)
+        task = entry.work.task = asyncio.get_running_loop().create_task(self._execute(entry))
         task.add_done_callback(partial(self._task_done, entry))
 
     def cancel(self, entry: _Entry) -> Cancelled:
         """Cancel a plan that no store has yet; see :meth:`Executor.cancel`."""
-        if entry.state != "waiting":
+        if entry.state != "waiting" or entry.work.task is None:
             return "too late"
         entry.work.task.cancel()
         return "at once"
@@ -111,7 +114,7 @@ class StoreTransfers(Executor[_Work]):
         """
         self._is_closed = True
         entries = self._in_flight()
-        tasks = [entry.work.task for entry in entries if not entry.work.task.done()]
+        tasks = [task for e in entries if (task := e.work.task) is not None and not task.done()]
         for task in tasks:
             task.cancel()
         if tasks:

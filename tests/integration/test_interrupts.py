@@ -284,7 +284,7 @@ async def in_transition(served: Served, monkeypatch: pytest.MonkeyPatch) -> Leas
 
 async def in_effects(served: Served, monkeypatch: pytest.MonkeyPatch) -> Lease:
     await served.to_host(A)
-    monkeypatch.setattr(served.engine.worker, "submit", out_of_memory)
+    monkeypatch.setattr(served.engine.worker.plans, "submit", out_of_memory)
     lease = served.engine.match(A)
     with pytest.raises(MemoryError):
         await lease.allocate(7)

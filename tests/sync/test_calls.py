@@ -22,6 +22,8 @@ from aiokv import (
     WouldBlock,
 )
 from aiokv.sync import Calls, SyncEngine, SyncLease
+from aiokv.sync.table import VERBS
+from aiokv.sync.verbs import EngineVerbs, LeaseVerbs, RecordedVerbs
 from aiokv.testing.loops import PATIENCE_SECONDS
 
 PROMPT = list(range(16))
@@ -301,6 +303,26 @@ def test_futures_of_a_lease_that_was_not_matched_have_the_error(engine):
         assert isinstance(future.exception(timeout=PATIENCE_SECONDS), LeaseError)
 
 
+def test_handles_have_the_cached_tokens_of_their_last_grant(engine):
+    with engine.match(PROMPT) as lease:
+        assert lease.try_allocate(17)
+        lease.commit(17)
+        assert lease.cached_tokens == 0
+        lease.preempt()
+        engine.call(engine.cache.pause)
+        assert not lease.try_allocate(17)
+        assert lease.cached_tokens == 0
+        engine.call(engine.cache.resume)
+        assert lease.try_allocate(17)
+        assert lease.cached_tokens == 12
+    calls = engine.calls()
+    lease = calls.match(PROMPT)
+    calls.try_allocate(lease, 17)
+    calls.run()
+    assert lease.cached_tokens == 12
+    lease.release()
+
+
 def test_swap_out_keeps_the_table(config):
     config = type(config)(block_tokens=4, device_blocks=8, host_blocks=8)
     with SyncEngine(config) as engine, engine.match(PROMPT) as lease:
@@ -322,12 +344,6 @@ def test_threads_have_every_method_of_a_lease():
     assert public(Lease) - public(SyncLease) == elsewhere | {"record"}
 
 
-def test_calls_have_the_methods_of_the_engine_that_never_wait():
-    crossing = {"match", "would_hit", "extend", "commit_many", "step", "block_tables", "layers"}
-    crossing |= {"allocatable_blocks", "extendable_blocks"}
-    assert crossing <= public(Calls) & public(SyncEngine) & public(CacheEngine)
-
-
 def parameters(method):
     """Return name, kind and default of each parameter, without the lease of a recorded call."""
     return [
@@ -337,26 +353,57 @@ def parameters(method):
     ]
 
 
-@pytest.mark.parametrize(
-    ("cls", "model", "at_least"),
-    [
-        (SyncEngine, CacheEngine, 13),
-        (Calls, SyncEngine, 9),
-        (SyncLease, Lease, 16),
-        (Calls, SyncLease, 16),
-    ],
-)
-def test_methods_of_one_name_have_the_same_parameters(cls, model, at_least):
-    elsewhere = {"preempt": "swap"} if model is Lease else {}  # a thread calls swap_out
-    methods = [
-        (name, getattr(cls, name), getattr(model, name))
-        for name in sorted(public(cls) & public(model))
-        if inspect.isfunction(getattr(cls, name)) and inspect.isfunction(getattr(model, name))
-    ]
-    assert len(methods) >= at_least
-    for name, method, original in methods:
-        wanted = [entry for entry in parameters(original) if entry[0] != elsewhere.get(name)]
-        assert parameters(method) == wanted, name
+def method_of(verb):
+    return verb.method.fget if isinstance(verb.method, property) else verb.method
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name or method_of(verb).__name__)
+def test_methods_have_the_parameters_and_the_text_of_their_verb(verb):
+    method = method_of(verb)
+    of_lease, name = method.__qualname__.startswith("Lease."), verb.name or method.__name__
+    assert getattr(Lease if of_lease else CacheEngine, method.__name__) is verb.method
+    wanted = [entry for entry in parameters(method) if entry[0] not in verb.fixed]
+    made = vars(LeaseVerbs if of_lease else EngineVerbs)[name]
+    assert isinstance(made, property) == isinstance(verb.method, property)
+    called = made.fget if isinstance(made, property) else made
+    assert parameters(called) == wanted
+    assert called.__doc__.startswith(verb.text or inspect.getdoc(method))
+    if verb.answer in ("block", "direct"):
+        assert not hasattr(Calls, name)
+        return
+    recorded = vars(RecordedVerbs)[name]
+    assert parameters(recorded) == wanted
+    assert ("lease" in inspect.signature(recorded).parameters) == of_lease
+    assert f"See ``{method.__qualname__}``." in recorded.__doc__
+
+
+def test_a_call_with_wrong_arguments_is_refused_where_it_is_made(engine):
+    calls = engine.calls()
+    lease = calls.match(PROMPT)
+    for wrong in (
+        lambda: calls.commit(lease),
+        lambda: calls.try_allocate(lease, 4, reserve_block=1),
+        lambda: calls.preempt(lease, swap=True),
+        lambda: lease.preempt(swap=True),
+        lambda: engine.extend([lease]),
+    ):
+        with pytest.raises(TypeError):
+            wrong()
+    assert len(calls) == 1
+    calls.run()
+    lease.release()
+
+
+def test_the_leases_of_a_call_are_those_of_its_recording(engine):
+    with engine.match(PROMPT) as lease:
+        lease.allocate(16).result()
+        running, counts = [lease], [16]
+        calls = engine.calls()
+        published = calls.commit_many(running, counts)
+        running.clear()
+        counts[0] = 99
+        calls.run()
+        assert published.value == 4
 
 
 def test_calls_after_close_are_refused_and_release_has_nothing_to_do(config):

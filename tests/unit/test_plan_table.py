@@ -48,6 +48,9 @@ class Scripted(Executor[None]):
     def counts(self) -> Mapping[GroupRoute, RouteCounts]:
         return self._counts
 
+    def new_work(self, entry: PlanEntry[None]) -> None:
+        return None
+
     def submit(self, entry: PlanEntry[None]) -> None:
         if self._ends:
             self._plans.end(entry)

@@ -1,0 +1,151 @@
+"""Calls on the engine's loop that are more than the call of an async verb."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from aiokv.base import checks
+from aiokv.base.types import as_priority
+from aiokv.errors import AiokvError, InternalError, UsageError
+from aiokv.sync.answers import without_frames
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from aiokv.engine.lease import Lease
+    from aiokv.sync.futures import EngineFuture
+    from aiokv.sync.lease import SyncLease
+    from aiokv.sync.port import Port
+
+T = TypeVar("T")
+
+
+def inner_of(lease: SyncLease) -> Lease:
+    """Return the engine's lease of a handle.
+
+    Raises:
+        UsageError: ``lease`` is not a ``SyncLease``, or is not matched yet.
+        LeaseError: the lease could not be matched.
+    """
+    try:
+        return lease.inner
+    except AttributeError:
+        raise UsageError(f"lease is {checks.shown(lease)}; it must be a SyncLease") from None
+
+
+def inners_of(leases: Sequence[SyncLease]) -> list[Lease]:
+    """Return the engine's leases of handles; raise the errors of ``inner_of``."""
+    try:
+        return [lease.inner for lease in leases]
+    except AttributeError:
+        return [inner_of(lease) for lease in leases]  # raises
+
+
+def match(lease: SyncLease, port: Port, arguments: dict[str, Any]) -> None:
+    """Match, and let ``lease`` stand for the result."""
+    try:
+        found = port.cache.match(**arguments)
+    except BaseException as error:
+        lease.match_error = error
+        raise
+    lease.hit = found.hit
+    lease.inner = found
+
+
+def allocate(future: EngineFuture[SyncLease], lease: SyncLease, arguments: dict[str, Any]) -> None:
+    """Grant now, or begin to wait: without a task where the device has room."""
+    if future.cancelled():
+        future.note_cancelled()
+        return
+    try:
+        inner = inner_of(lease)
+        checks.timeout(arguments["timeout"])
+        as_priority(arguments["priority"])
+        waits = arguments["wait_pending"] != 0.0 or arguments["wait_store"] != 0.0
+        if not waits and inner.try_allocate(
+            arguments["num_tokens"],
+            reserve_blocks=arguments["reserve_blocks"],
+            ttl_seconds=arguments["ttl_seconds"],
+        ):
+            lease.cached_tokens = inner.cached_tokens
+            if not future.settle(lease):
+                give_back(inner)
+            return
+    except AiokvError as error:
+        future.fail(without_frames(error))
+        return
+
+    async def wait() -> SyncLease:
+        await inner.allocate(**arguments)
+        lease.cached_tokens = inner.cached_tokens
+        return lease
+
+    future.start(wait(), undo=lambda: give_back(inner))
+
+
+def give_back(lease: Lease) -> None:
+    """Take back a grant whose future was cancelled in the same moment."""
+    if lease.id:
+        at_once(lease.preempt())
+
+
+def forked(port: Port, lease: Lease) -> SyncLease:
+    """Return the handle of a fork, which is granted."""
+    handle = port.new_lease()
+    handle.inner, handle.hit = lease, lease.hit
+    handle.cached_tokens = lease.cached_tokens
+    return handle
+
+
+def idle(future: EngineFuture[None], lease: SyncLease, arguments: dict[str, Any]) -> None:
+    """Settle the future now, or begin to wait: without a task for a lease that is idle."""
+    if future.cancelled():
+        future.note_cancelled()
+        return
+    try:
+        inner = inner_of(lease)
+        if inner.is_idle:
+            future.settle(None)
+            return
+    except AiokvError as error:
+        future.fail(without_frames(error))
+        return
+    future.start(inner.idle())
+
+
+def release(lease: SyncLease, arguments: dict[str, Any]) -> None:
+    """Release a lease; one that could not be matched has nothing to release."""
+    if getattr(lease, "match_error", None) is None:
+        inner_of(lease).release(**arguments)
+
+
+def begin(
+    future: EngineFuture[T],
+    function: Callable[..., Coroutine[Any, Any, T]],
+    args: tuple[Any, ...],
+) -> None:
+    """Await ``function(*args)`` in a task."""
+    if future.cancelled():
+        future.note_cancelled()
+        return
+    try:
+        coroutine = function(*args)
+    except BaseException as error:
+        future.fail(without_frames(error))
+        return
+    future.start(coroutine)
+
+
+def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that does not suspend.
+
+    Raises:
+        InternalError: it does.
+    """
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        value: T = end.value
+        return value
+    coroutine.close()
+    raise InternalError(f"{coroutine!r} has suspended")
