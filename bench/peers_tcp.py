@@ -25,11 +25,10 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from aiokv._native import verify_blocks
-from aiokv.peers.listener import listen
 from aiokv.peers.messages import Credit, Done, Landed, Proven, Want
 from aiokv.peers.ring import LandingRing
 from aiokv.peers.tcp import TcpTransport
-from aiokv.peers.wire import Connection
+from aiokv.peers.wire import Connection, connect, listen
 from bench.parcels import BATCH_BYTES, SECRET, SIZES, TICKET, Sending, Slots
 
 if TYPE_CHECKING:
@@ -89,7 +88,9 @@ async def _receive(loop_name: str, size: int, count: int, rounds: int) -> list[t
     loop = asyncio.get_running_loop()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setblocking(False)
-        options = json.dumps([loop_name, listening.getsockname()[1], listener.port, size, count])
+        options = json.dumps(
+            [loop_name, listening.getsockname()[1], listener.address[1], size, count]
+        )
         sender = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "bench.peers_tcp", options
         )
@@ -197,7 +198,7 @@ class _Receiver:
 async def _send(loop_name: str, plain_port: int, port: int, size: int, count: int) -> None:
     slots = Slots(size, MEMORY_BYTES // size)
     sender = _Sender()
-    connection = await Connection.open("127.0.0.1", port, SECRET, timeout=30.0)
+    connection = await connect("127.0.0.1", port, SECRET, timeout=30.0)
     connection.start(sender)
     transport = TcpTransport()
     await transport.open(slots.memory, slots.memory)
@@ -255,7 +256,7 @@ async def _idle(seconds: float) -> float:
 
     listener = await listen("127.0.0.1", 0, SECRET, start)
     for _ in range(IDLE_CONNECTIONS):
-        start(await Connection.open("127.0.0.1", listener.port, SECRET, timeout=30.0))
+        start(await connect("127.0.0.1", listener.address[1], SECRET, timeout=30.0))
     began, cpu_began = time.perf_counter(), time.process_time()
     await asyncio.sleep(seconds)
     share = (time.process_time() - cpu_began) / (time.perf_counter() - began) / IDLE_CONNECTIONS

@@ -30,7 +30,6 @@ import uvloop
 
 from aiokv._native import verify_blocks
 from aiokv.errors import ConfigError
-from aiokv.peers.listener import listen
 from aiokv.peers.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -45,7 +44,7 @@ from aiokv.peers.mooncake import MooncakeBackend
 from aiokv.peers.nixl import NixlBackend
 from aiokv.peers.one_sided import OneSidedTransport, Piece
 from aiokv.peers.ring import LandingRing
-from aiokv.peers.wire import Connection
+from aiokv.peers.wire import Connection, connect, listen
 from bench.parcels import GENERATION, SECRET, SIZES, TICKET, Sending, Slots
 
 if TYPE_CHECKING:
@@ -208,7 +207,7 @@ async def _receive(way: str, library: str, parcel_bytes: int, count: int) -> flo
     await transport.open(slots.memory, Slots(parcel_bytes, 0).memory)
     receiver = _Receiver(transport, slots, count)
     listener = await listen(HOST, 0, SECRET, receiver.start)
-    options = json.dumps([way, library, listener.port, parcel_bytes, count])
+    options = json.dumps([way, library, listener.address[1], parcel_bytes, count])
     command = [sys.executable, "-m", "bench.peers_transports", "send", options]
     with subprocess.Popen(command) as sender:  # noqa: ASYNC220
         try:
@@ -269,7 +268,7 @@ async def _send(way: str, library: str, port: int, parcel_bytes: int, count: int
     transport = OneSidedTransport(backend)
     await transport.open(Slots(parcel_bytes, 0).memory, slots.memory)
     sender = _Sender()
-    sender.start(await Connection.open(HOST, port, SECRET, timeout=30.0))
+    sender.start(await connect(HOST, port, SECRET, timeout=30.0))
     link = await sender.open(transport)
     if way == "raw":
         await _send_raw(sender, backend, slots, count)
@@ -333,7 +332,7 @@ async def _idle(library: str, seconds: float) -> float:
     await transports[1].open(none.memory, slots.memory)
     receiver, sender = _Receiver(transports[0], slots, 1), _Sender()
     listener = await listen(HOST, 0, SECRET, receiver.start)
-    sender.start(await Connection.open(HOST, listener.port, SECRET, timeout=30.0))
+    sender.start(await connect(HOST, listener.address[1], SECRET, timeout=30.0))
     await sender.open(transports[1])
     began, cpu_began = time.perf_counter(), time.process_time()
     await asyncio.sleep(seconds)

@@ -6,12 +6,13 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from aiokv.errors import ClosedError, PeerError
-from aiokv.peers.wire import Connection, WireLimits
+from aiokv.peers.wire import connect
+from aiokv.wire.connection import WireLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiokv.peers.wire import Handler
+    from aiokv.peers.wire import Connection, Handler
 
 IDLE_SECONDS: Final = 60.0
 CONNECT_SECONDS: Final = 5.0
@@ -75,7 +76,7 @@ class Connections:
             timeout: seconds for this caller; an attempt has ``connect_seconds``, too.
 
         Raises:
-            PeerError: see ``Connection.open``; or ``timeout`` passed.
+            PeerError: see ``connect``; or ``timeout`` passed.
             ClosedError: ``aclose`` was called.
 
         Cancellation: nothing is acquired; the attempt goes on while another caller waits for it.
@@ -124,7 +125,7 @@ class Connections:
 
     async def _attempt(self, host: str, port: int, endpoint: _Endpoint) -> Connection:
         try:
-            connection = await Connection.open(
+            connection = await connect(
                 host, port, self._secret, timeout=self._connect_seconds, limits=self._limits
             )
             try:

@@ -28,10 +28,12 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 from aiokv.base.checks import shown
 from aiokv.errors import ConfigError
+from aiokv.wire.connection import SessionKeys
+from aiokv.wire.sockets import HandshakeError
 
 Role = Literal["client", "server"]
 
@@ -40,28 +42,6 @@ NONCE_BYTES: Final = 32
 GREETING_BYTES: Final = len(MAGIC) + NONCE_BYTES
 PROOF_BYTES: Final = 32
 MIN_SECRET_BYTES: Final = 16
-
-
-class HandshakeError(Exception):
-    """The other side is not a peer, or does not know the secret.
-
-    Attributes:
-        may_be_secret: True if another secret may be the cause.
-    """
-
-    def __init__(self, message: str, *, may_be_secret: bool = False) -> None:
-        super().__init__(message)
-        self.may_be_secret = may_be_secret
-
-
-class SessionKeys(NamedTuple):
-    """Keys of the frames of one connection, 32 bytes each."""
-
-    sending: bytes
-    receiving: bytes
-
-    def __repr__(self) -> str:
-        return "SessionKeys(...)"
 
 
 class Handshake:

@@ -32,6 +32,7 @@ import msgspec
 from msgspec import Meta
 
 from aiokv.stores.base import TRAILER_BYTES
+from aiokv.wire.messages import Ping, Pong
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -267,14 +268,6 @@ class Done(_Message, frozen=True, tag="done"):
     reason: Reason = ""
 
 
-class Ping(_Message, frozen=True, tag="ping"):
-    """Ask for a ``Pong``."""
-
-
-class Pong(_Message, frozen=True, tag="pong"):
-    """The loop of the peer runs."""
-
-
 Message = (
     Open
     | Accepted
@@ -292,7 +285,6 @@ Message = (
     | Pong
 )
 
-encode: Final = msgspec.msgpack.Encoder().encode
 decode: Final[Callable[[bytes | memoryview], Message]] = msgspec.msgpack.Decoder(Message).decode
 
 

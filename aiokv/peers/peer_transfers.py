@@ -24,7 +24,6 @@ from aiokv.layout.block_layout import split_layers
 from aiokv.layout.mapping import BlockLayout
 from aiokv.peers.accepted import AcceptedConnections
 from aiokv.peers.device_parcels import DeviceParcelWork
-from aiokv.peers.listener import listen
 from aiokv.peers.mappings import Mappings
 from aiokv.peers.messages import MAX_REASON_CHARACTERS
 from aiokv.peers.parcel_work import ParcelWork
@@ -38,6 +37,7 @@ from aiokv.peers.ticket import Endpoint, decode, ticket_key
 from aiokv.peers.ticket_opener import TicketOpener
 from aiokv.peers.transport import PeerMemory
 from aiokv.peers.transports import make_transport
+from aiokv.peers.wire import listen
 from aiokv.worker.layer_marks import LayerMarks
 
 if TYPE_CHECKING:
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 
     from aiokv.base.plan import GroupRoute
     from aiokv.layout.regions import Regions
-    from aiokv.peers.listener import Listener
     from aiokv.peers.options import Peers
     from aiokv.peers.peer_work import DeviceCopies
     from aiokv.peers.slot_access import SlotAccess
     from aiokv.peers.transport import Link, Transport
     from aiokv.peers.wire import Connection
     from aiokv.stores.identity import StoreIdentity
+    from aiokv.wire.listener import Listener
     from aiokv.worker.device.base import Event
     from aiokv.worker.memory import WorkerMemory
     from aiokv.worker.plan_table import PlanTable
@@ -102,7 +102,7 @@ class PeerTransfers:
         self._poller: EventPoller | None = None
         self._identity: StoreIdentity | None = None
         self._transport: Transport = make_transport(peers)
-        self._listener: Listener | None = None
+        self._listener: Listener[Connection] | None = None
         self._accepted = AcceptedConnections(self._transport)
         self._opener: TicketOpener | None = None
         self._receiver: Receiver[Connection] | None = None
@@ -388,7 +388,7 @@ class PeerTransfers:
         """Address at which this rank listens; empty when it only sends."""
         if self._listener is None or self._identity is None:
             return []
-        host, port = self._checked().advertised(self._listener.port)
+        host, port = self._checked().advertised(self._listener.address[1])
         return [
             Endpoint(
                 host=host,

@@ -1,458 +1,197 @@
-"""Connection: the control connection of a sending and a receiving rank, over TCP.
+"""Connections of a sending and a receiving rank over TCP, which know a common secret.
 
-A connection exists only after both sides have proven that they know the secret. Each end has one
-owner, a :class:`Handler`, which gets the messages in callbacks of the loop. ``Connection.open``
-makes the end of the client, a :class:`~aiokv.peers.listener.Listener` that of the server.
-
-The socket is read and written in callbacks of the loop, without a task per connection and without
-asyncio's transports: bytes of parcels go from the outgoing slot to the kernel, and from the kernel
-to the landing slot, without a copy in between. One callback moves at most ``READ_BYTES`` or
-``WRITE_BYTES``.
-
-Liveness: a connection that received nothing for ``ping_seconds`` asks with a ``Ping``; one that
-received nothing for ``silent_pings`` of these intervals is cut, and so is one whose peer does not
-read. Intervals are counted, so that a loop that was blocked cuts no connection.
+The client proves that it knows the secret first; see :mod:`aiokv.peers.handshake`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol
 
-import msgspec
-
-from aiokv.base.checks import Unique, integer, positive
-from aiokv.errors import ConfigError, InternalError, PeerError
-from aiokv.peers.frames import READ_BYTES, FrameError, FrameReader
-from aiokv.peers.handshake import Handshake, HandshakeError
-from aiokv.peers.messages import Ping, Pong
-from aiokv.peers.sockets import connected_socket, deadline, place, prove_as_client
-from aiokv.peers.write_queue import ParcelWrites, WriteQueue
+from aiokv.base.checks import integer, shown, text
+from aiokv.errors import ConfigError, PeerError
+from aiokv.peers.handshake import GREETING_BYTES, PROOF_BYTES, Handshake, check_secret
+from aiokv.peers.messages import Landed, Message, decode
+from aiokv.wire import connection as wire
+from aiokv.wire.connection import WireLimits
+from aiokv.wire.frames import ParcelHandler
+from aiokv.wire.listener import BACKLOG, Listener
+from aiokv.wire.messages import Codec, encode
+from aiokv.wire.sockets import (
+    CLOSED,
+    HandshakeError,
+    connected_socket,
+    deadline,
+    means_any,
+    place,
+    received,
+    resolved,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable
 
-    from aiokv.peers.handshake import SessionKeys
-    from aiokv.peers.messages import Landed, Message
+MAX_MESSAGE_BYTES: Final = 256 << 10
+CODEC: Final[Codec[Message, Message]] = Codec(
+    encode=encode, decode=decode, max_message_bytes=MAX_MESSAGE_BYTES, head=Landed
+)
 
-CALL_BYTES: Final = 16 << 10  # that a system call and its frames count as, in READ_BYTES
-WAKE_BYTES: Final = 512 << 10  # of a parcel: fewer wake the loop more often than they help
-MAX_QUEUED: Final = 1 << 16  # messages that wait for the peer to read
+Connection = wire.Connection[Message, Message]
 
 
-class WireLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a listener and of its connections, or of an opened connection.
+class Handler(wire.Handler[Message], ParcelHandler[Landed], Protocol):
+    """Owner of one end of a connection of peers.
 
-    Attributes:
-        handshake_seconds: from the accepted socket to the last proof.
-        max_unauthenticated: sockets in a handshake; a further one ends the oldest.
-        max_connections: authenticated connections of a listener; further ones are refused.
-        ping_seconds: interval of the checks of a connection.
-        silent_pings: intervals without a byte from the peer, after which the connection is cut;
-            likewise intervals in which the peer reads nothing although bytes wait for it.
+    A ``Landed`` is a message only if no bytes follow it, from a one-sided transport.
     """
 
-    handshake_seconds: float = 5.0
-    max_unauthenticated: int = 64
-    max_connections: int = 1024
-    ping_seconds: float = 2.0
-    silent_pings: int = 3
 
-    def __post_init__(self) -> None:
-        """Check the values.
+async def connect(
+    host: str,
+    port: int,
+    secret: bytes,
+    *,
+    timeout: float,
+    limits: WireLimits = WireLimits(),  # noqa: B008  (frozen)
+) -> Connection:
+    """Connect to a listener, and authenticate both sides.
 
-        Raises:
-            ConfigError: one is of the wrong type or out of range.
-        """
-        for name in ("handshake_seconds", "ping_seconds"):
-            positive(name, getattr(self, name), ConfigError)
-        for name in ("max_unauthenticated", "max_connections", "silent_pings"):
-            integer(name, getattr(self, name), minimum=1, error=ConfigError)
+    Args:
+        host: name or address.
+        port: TCP port.
+        secret: of both sides.
+        timeout: seconds for name, connection and handshake together.
+        limits: of the connection.
 
+    Raises:
+        PeerError: the other side cannot be reached, is not a peer, or has another secret. Nothing
+            is left behind.
+        ConfigError: the secret is too short.
 
-class Handler(Protocol):
-    """Owner of one end of a connection. All methods are called from callbacks of the loop.
-
-    An exception of a method is reported to the loop, and cuts the connection.
+    Cancellation: nothing is left behind.
     """
-
-    def on_message(self, message: Message) -> None:
-        """Take a message, other than ``Ping`` and ``Pong``.
-
-        A ``Landed`` comes here only if no bytes follow it, from a one-sided transport.
-        """
-
-    def place(self, landed: Landed) -> memoryview | None:
-        """Return the memory for the parcel that follows, or None to discard the parcel.
-
-        The memory has exactly ``landed.parcel_bytes``. The connection writes it until
-        ``on_parcel`` or ``on_closed``, or until ``abort`` returned.
-        """
-
-    def on_parcel(self, landed: Landed) -> None:
-        """Note that all bytes of a parcel are in their place; not called for discarded parcels."""
-
-    def on_closed(self, reason: str) -> None:
-        """Note the end of the connection: it neither reads nor writes any more.
-
-        Called once, and never from inside a call of the owner.
-        """
+    handshake = Handshake(secret, "client")
+    remote = place(host, port)
+    try:
+        async with deadline(timeout):
+            connected = await connected_socket(host, port)
+            try:
+                await _prove_as_client(connected, handshake)
+            except BaseException:
+                connected.close()
+                raise
+    except TimeoutError:
+        raise PeerError(f"{remote} did not answer within {timeout} s") from None
+    except HandshakeError as error:
+        hint = "give all engines the same Peers(secret=...)" if error.may_be_secret else ""
+        raise PeerError(f"{remote}: {error}", hint=hint) from None
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise PeerError(f"cannot connect to {remote}: {error}") from error
+    return _watched(connected, remote, handshake, limits)
 
 
-class Connection(Unique):
-    """One end of an authenticated connection. Used on one loop.
+def _watched(
+    connected: socket.socket, remote: str, handshake: Handshake, limits: WireLimits
+) -> Connection:
+    connection = Connection(connected, remote, CODEC, handshake.keys())
+    connection.watch(limits)
+    return connection
 
-    ``open`` and a ``Listener`` make connections. Nothing is read before ``start``.
 
-    Attributes:
-        remote: host and port of the other end, for messages.
-        reason: why the connection ended; empty while it is open.
-        sent_bytes: frames and parcels that the kernel took.
-        received_bytes: frames and parcels that arrived.
+async def _prove_as_client(connected: socket.socket, handshake: Handshake) -> None:
+    """Exchange greetings and proofs with a listener.
+
+    Raises:
+        HandshakeError: it closed the connection, or does not know the secret.
+        OSError: the connection failed.
     """
+    loop = asyncio.get_running_loop()
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    has_proven = False
+    try:
+        await loop.sock_sendall(connected, handshake.greeting)
+        handshake.read_greeting(await received(connected, GREETING_BYTES))
+        await loop.sock_sendall(connected, handshake.proof())
+        has_proven = True
+        proof = await received(connected, PROOF_BYTES)
+    except ConnectionError:
+        cause = "its process has ended, or it is no peer"
+        if has_proven:  # only then a listener knows whether the secret is right
+            cause = "it has another secret, or too many connections, or its process has ended"
+        raise HandshakeError(f"{CLOSED}: {cause}", may_be_secret=has_proven) from None
+    handshake.check_proof(proof)
 
-    def __init__(
-        self, connected: socket.socket, remote: str, keys: SessionKeys, limits: WireLimits
-    ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._socket = connected
-        self._limits = limits
-        self._keys = keys
-        self._handler: Handler | None = None
-        self._reader: FrameReader | None = None
-        self._queue = WriteQueue(keys.sending)
-        self._flush_scheduled = False
-        self._writer_armed = False
-        self._closing = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._wake_bytes = 1  # in the kernel that make the socket readable
-        self._received = False  # since the last check
-        self._sent = False  # likewise
-        self._silent = 0  # checks since the last byte was received
-        self._stuck = 0  # checks since the last byte was sent, while bytes waited
-        self._closed: asyncio.Future[str] = self._loop.create_future()
-        self._holds = 0  # users that keep the socket open behind the end of the connection
-        self.remote = remote
-        self.reason = ""
-        self.sent_bytes = 0
-        self.received_bytes = 0
 
-    def __repr__(self) -> str:
-        state = f"ended: {self.reason}" if self.reason else "open"
-        return f"<Connection {self.remote}, {state}>"
+async def _admit(
+    secret: bytes,
+    limits: WireLimits,
+    listener: Listener[Connection],
+    accepted: socket.socket,
+    remote: str,
+) -> Connection:
+    """Authenticate both sides of a socket that was accepted; see ``Listener``."""
+    loop = asyncio.get_running_loop()
+    handshake = Handshake(secret, "server")
+    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    handshake.read_greeting(await received(accepted, GREETING_BYTES))
+    await loop.sock_sendall(accepted, handshake.greeting)
+    handshake.check_proof(await received(accepted, PROOF_BYTES))
+    with listener.room():
+        await loop.sock_sendall(accepted, handshake.proof())
+    return _watched(accepted, remote, handshake, limits)
 
-    @classmethod
-    async def open(
-        cls,
-        host: str,
-        port: int,
-        secret: bytes,
-        *,
-        timeout: float,
-        limits: WireLimits = WireLimits(),  # noqa: B008  (frozen)
-    ) -> Self:
-        """Connect to a listener, and authenticate both sides.
 
-        Args:
-            host: name or address.
-            port: TCP port.
-            secret: of both sides.
-            timeout: seconds for name, connection and handshake together.
-            limits: of the connection.
+async def listen(
+    host: str,
+    port: int,
+    secret: bytes,
+    on_connection: Callable[[Connection], None],
+    *,
+    limits: WireLimits = WireLimits(),  # noqa: B008  (frozen)
+    any_address: bool = False,
+) -> Listener[Connection]:
+    """Listen at one address.
 
-        Raises:
-            PeerError: the other side cannot be reached, is not a peer, or has another secret.
-                Nothing is left behind.
-            ConfigError: the secret is too short.
+    Args:
+        host: name or address of this machine.
+        port: TCP port; 0 for one that the system chooses.
+        secret: of both sides.
+        on_connection: gets each authenticated connection, and calls its ``start`` at once.
+        limits: of the listener and of its connections.
+        any_address: allow an address such as ``0.0.0.0``, which means all addresses.
 
-        Cancellation: nothing is left behind.
-        """
-        handshake = Handshake(secret, "client")
-        remote = place(host, port)
-        try:
-            async with deadline(timeout):
-                connected = await connected_socket(host, port)
-                try:
-                    await prove_as_client(connected, handshake)
-                except BaseException:
-                    connected.close()
-                    raise
-        except TimeoutError:
-            raise PeerError(f"{remote} did not answer within {timeout} s") from None
-        except HandshakeError as error:
-            hint = "give all engines the same Peers(secret=...)" if error.may_be_secret else ""
-            raise PeerError(f"{remote}: {error}", hint=hint) from None
-        except (OSError, OverflowError, UnicodeError) as error:
-            raise PeerError(f"cannot connect to {remote}: {error}") from error
-        return cls(connected, remote, handshake.keys(), limits)
+    Raises:
+        ConfigError: the secret is too short, the host is empty or cannot be resolved or means all
+            addresses, or the port is in use. Nothing is left behind.
 
-    def start(self, handler: Handler) -> None:
-        """Begin to deliver messages. Called once.
-
-        Args:
-            handler: gets them, and ``on_closed``, also when the connection has ended before.
-        """
-        self._handler = handler
-        if self.reason:
-            self._loop.call_soon(self._tell_closed)
-            return
-        self._reader = FrameReader(
-            self._keys.receiving, self._on_message, handler.place, handler.on_parcel
+    Cancellation: nothing is left behind.
+    """
+    check_secret(secret)
+    if not text("host", host, ConfigError):
+        raise ConfigError(f"host is {shown(host)}; it must be a name or an address")
+    integer("port", port, minimum=0, maximum=65535, error=ConfigError)
+    try:
+        family, address = (await resolved(host, port))[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"cannot listen at {place(host, port)}: {error}") from error
+    if not any_address and means_any(address[0]):
+        raise ConfigError(
+            f"cannot listen at {place(host, port)}: {address[0]} means all addresses",
+            hint="name the address that the other engines connect to",
         )
-        self._loop.add_reader(self._socket, self._on_readable)
-        self._timer = self._loop.call_later(self._limits.ping_seconds, self._check)
-
-    def send(self, message: Message) -> None:
-        """Queue a message; without effect on a connection that has ended.
-
-        Messages and parcels arrive in the order of the calls.
-        """
-        if self.reason or self._closing:
-            return
-        self._queue.add(message)
-        self._queue_changed()
-
-    def write(self, parcels: Iterable[tuple[Landed, memoryview]]) -> ParcelWrites:
-        """Queue parcels, each behind its ``Landed``.
-
-        Args:
-            parcels: each memory has ``parcel_bytes``. The connection reads it until ``ended`` of
-                the result, or until the parcel was withdrawn.
-        """
-        batch = list(parcels)
-        writes = ParcelWrites([landed for landed, _ in batch])
-        for landed, parcel in batch:
-            if len(parcel) != landed.parcel_bytes:
-                raise InternalError(f"{len(parcel)} bytes for a parcel of {landed.parcel_bytes}")
-        if self.reason or self._closing:
-            writes.fail(self.reason or "the connection is being closed")
-            return writes
-        self._queue.add_parcels(batch, writes)
-        self._queue_changed()
-        return writes
-
-    def close(self) -> None:
-        """Deliver nothing more, and end the connection when all queued bytes are sent. Idempotent.
-
-        A peer that does not read is cut as on an open connection.
-        """
-        if self.reason or self._closing:
-            return
-        self._closing = True
-        if self._reader is not None:
-            self._reader.stop()
-        self._loop.remove_reader(self._socket)
-        self._end_if_sent()
-
-    def abort(self, reason: str) -> None:
-        """End the connection now; the first reason is kept.
-
-        When it returns, the connection accesses no memory of parcels.
-        """
-        if self.reason:
-            return
-        self._loop.call_soon(self._tell_closed)
-        self.reason = reason or "aborted"
-        self._stop()
-
-    def _stop(self) -> None:
-        """Access no memory of parcels any more."""
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._reader is not None:
-            self._reader.stop()
-            self._reader = None
-        self._loop.remove_reader(self._socket)
-        self._loop.remove_writer(self._socket)
-        if not self._holds:
-            self._close_socket()
-        self._queue.fail(self.reason)
-        self._closed.set_result(self.reason)
-
-    def _tell_closed(self) -> None:
-        """Tell the handler that the connection has ended."""
-        if self._handler is not None:
-            self._handler.on_closed(self.reason)
-        self._handler = None  # without the cycle of handler and connection, both are freed at once
-
-    async def closed(self) -> str:
-        """Wait for the end of the connection; return the reason.
-
-        Cancellation: stops waiting.
-        """
-        return await asyncio.shield(self._closed)
-
-    # --- the socket behind the end, for one-sided transports --------------------------------------
-
-    def hold(self) -> None:
-        """Keep the socket open behind the end of the connection, until ``unhold``.
-
-        A sender holds its connection while it may write into the memory of the receiver: the
-        kernel then tells the receiver when no write can follow (``peer_ended``), also when the
-        process of the sender was killed.
-        """
-        self._holds += 1
-
-    def unhold(self) -> None:
-        """End one ``hold``; the last one closes the socket if the connection has ended."""
-        self._holds -= 1
-        if self.reason and not self._holds:
-            self._close_socket()
-
-    async def peer_ended(self) -> None:
-        """Wait until the peer has closed its socket, or its process has ended.
-
-        Called after the end of this connection, between ``hold`` and ``unhold``. The peer learns
-        of the end, if it runs.
-
-        Raises:
-            PeerError: the connection failed in another way, so that nothing is known of the peer.
-
-        Cancellation: stops waiting; call it again.
-        """
-        if not self.reason or not self._holds:
-            raise InternalError("peer_ended: the connection is open, or is not held")
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
-        await asyncio.sleep(0)  # uvloop stops to watch a descriptor one pass later
-        ignored = bytearray(READ_BYTES)
-        try:
-            while await self._loop.sock_recv_into(self._socket, ignored):
-                continue
-        except ConnectionError:
-            return
-        except OSError as error:
-            raise PeerError(f"{self.remote}: {error}") from error
-
-    def _close_socket(self) -> None:
-        # uvloop stops to watch a descriptor one pass later.
-        self._loop.call_soon(self._socket.close)
-
-    # --- reading ----------------------------------------------------------------------------------
-
-    def _on_readable(self) -> None:
-        reader = self._reader
-        if reader is None or reader.stopped:
-            return
-        try:
-            budget = READ_BYTES
-            while budget > 0 and (num_bytes := self._read(reader)):
-                budget -= num_bytes + CALL_BYTES
-        except FrameError as error:
-            self.abort(f"the peer sent {error}")
-        except BaseException as error:
-            self.abort(f"an internal error: {error!r}")
-            raise
-        if not self.reason:
-            self._wake_after(max(1, min(reader.parcel_bytes_left, WAKE_BYTES)))
-
-    def _read(self, reader: FrameReader) -> int:
-        """Read once; return the number of bytes, or 0 if there are probably no more of them."""
-        buffers = reader.buffers()
-        wanted = sum(map(len, buffers))
-        try:
-            num_bytes = self._socket.recvmsg_into(buffers)[0]
-        except (BlockingIOError, InterruptedError):
-            return 0
-        except OSError as error:
-            self.abort(f"the connection was lost: {error}")
-            return 0
-        if not num_bytes:
-            self.abort("the peer closed the connection")
-            return 0
-        self._received = True
-        self.received_bytes += num_bytes
-        reader.received(num_bytes)
-        return num_bytes if num_bytes == wanted and not reader.stopped else 0
-
-    def _wake_after(self, num_bytes: int) -> None:
-        """Let the kernel report the socket as readable when it has so many bytes.
-
-        A receiver that is faster than the sender would sleep and wake for each small part.
-        """
-        if num_bytes != self._wake_bytes:
-            self._wake_bytes = num_bytes
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
-
-    def _on_message(self, message: Message) -> None:
-        if isinstance(message, Ping):
-            self._queue.add_first(Pong())  # not behind parcels
-            self._queue_changed()
-        elif not isinstance(message, Pong) and self._handler is not None:
-            self._handler.on_message(message)
-
-    # --- writing ----------------------------------------------------------------------------------
-
-    def _queue_changed(self) -> None:
-        """Write in the next pass of the loop, together with what is queued until then."""
-        if self._queue.waiting > MAX_QUEUED:
-            self.abort(f"the peer did not read {MAX_QUEUED} messages")
-        elif not self._writer_armed and not self._flush_scheduled:
-            self._flush_scheduled = True
-            self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flush_scheduled = False
-        if not self._writer_armed:
-            self._on_writable()
-
-    def _on_writable(self) -> None:
-        if self.reason:
-            return
-        try:
-            if buffers := self._queue.buffers():
-                sent = self._socket.sendmsg(buffers)
-                self._sent = True
-                self.sent_bytes += sent
-                self._queue.drop_sent(sent)
-        except (BlockingIOError, InterruptedError):
-            pass
-        except OSError as error:
-            self.abort(f"the connection was lost: {error}")
-            return
-        except BaseException as error:
-            self.abort(f"an internal error: {error!r}")
-            raise
-        self._arm(bool(self._queue))
-        self._end_if_sent()
-
-    def _arm(self, wanted: bool) -> None:
-        """Write when the socket is writable, while bytes wait."""
-        if wanted == self._writer_armed:
-            return
-        self._writer_armed = wanted
-        if wanted:
-            self._loop.add_writer(self._socket, self._on_writable)
-        else:
-            self._loop.remove_writer(self._socket)
-
-    def _end_if_sent(self) -> None:
-        if self._closing and not self._queue:
-            self.abort("closed")
-
-    # --- liveness ---------------------------------------------------------------------------------
-
-    def _check(self) -> None:
-        """Count an interval in which the peer sent nothing, or read nothing."""
-        if not self._received:
-            self._on_readable()  # fewer bytes than WAKE_BYTES, or the loop was blocked
-            if self.reason:
-                return
-        self._timer = self._loop.call_later(self._limits.ping_seconds, self._check)
-        waits = bool(self._queue)
-        self._stuck = self._stuck + 1 if waits and not self._sent else 0
-        # A peer that reads parcels runs: a Ping may be queued behind them in its kernel.
-        is_alive = self._received or (waits and self._sent)
-        self._silent = 0 if is_alive else self._silent + 1
-        self._received = self._sent = False
-        limit = self._limits.silent_pings
-        seconds = limit * self._limits.ping_seconds
-        if self._silent >= limit:
-            self.abort(f"the peer sent nothing for {seconds} s")
-        elif self._stuck >= limit:
-            self.abort(f"the peer read nothing for {seconds} s")
-        elif self._silent and not waits and not self._closing:
-            self._queue.add_first(Ping())
-            self._queue_changed()
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setblocking(False)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(BACKLOG)
+        admit = partial(_admit, secret, limits)
+        return Listener(listening, place(host, port), admit, on_connection, limits)
+    except OSError as error:
+        listening.close()
+        raise ConfigError(
+            f"cannot listen at {place(host, port)}: {error}",
+            hint="choose another port, or port 0",
+        ) from error

@@ -17,8 +17,7 @@ from aiokv.base.plan import (
     group_routes,
 )
 from aiokv.errors import ClosedError, UsageError
-from aiokv.ranks.channel import MAX_FRAME_BYTES, frame_of
-from aiokv.ranks.messages import TransferBatch, encode
+from aiokv.ranks.messages import MAX_MESSAGE_BYTES, TransferBatch
 from aiokv.ranks.reduce import GroupTransfer
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.lanes import RouteCounts, worker_statistics
@@ -45,7 +44,7 @@ SAVED_ROUTES: Final = group_routes(*STORE_ROUTES, retentions=_RETENTIONS)
 SENT_ROUTES: Final = group_routes(*PEER_ROUTES)
 _ALL_ROUTES: Final = TIER_ROUTES | SAVED_ROUTES | SENT_ROUTES
 
-BATCH_BYTES: Final = MAX_FRAME_BYTES // 4  # of block ids in one batch
+BATCH_BYTES: Final = MAX_MESSAGE_BYTES // 4  # of block ids in one batch
 
 
 _Entry: TypeAlias = PlanEntry[GroupTransfer]
@@ -126,10 +125,10 @@ class TransferBroadcast(Executor[GroupTransfer]):
         layout = self._membership.layout
         if layout is None:
             raise ClosedError(f"transfer {plan.transfer_id}: the group of ranks is not open")
-        if _id_bytes(plan) > MAX_FRAME_BYTES // 2:
+        if _id_bytes(plan) > MAX_MESSAGE_BYTES // 2:
             raise UsageError(
                 f"transfer {plan.transfer_id} has {plan.num_blocks} blocks; a message holds the "
-                f"ids of at most {MAX_FRAME_BYTES // 16}"
+                f"ids of at most {MAX_MESSAGE_BYTES // 16}"
             )
         return layout.bytes_per_block(plan) * plan.num_blocks * len(self._membership.ranks)
 
@@ -185,13 +184,11 @@ class TransferBroadcast(Executor[GroupTransfer]):
             cancels=self._new_cancels,
             priorities=list(self._new_priorities.items()),
         )
-        frame = frame_of(encode(batch))
         self.batches += 1
         self.plans += len(self._new_plans)
-        self.batch_bytes += len(frame)
         self._new_plans, self._new_cancels, self._new_id_bytes = [], [], 0
         self._new_priorities = {}
-        self._membership.send(frame)
+        self.batch_bytes += self._membership.send(batch)
         for plan in batch.plans:
             if (entry := self._plans.get(plan.transfer_id)) is not None:
                 self._plans.begin(entry)
@@ -202,7 +199,7 @@ class TransferBroadcast(Executor[GroupTransfer]):
         """Process the reports of a rank, which belong to the current generation.
 
         Raises:
-            ChannelError: a layer does not exist, or a transfer other than a fetch is overdue.
+            ProtocolError: a layer does not exist, or a transfer other than a fetch is overdue.
         """
         for report in reports.overdue:
             if (entry := self._plans.get(report.transfer_id)) is not None:

@@ -6,8 +6,6 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from aiokv.errors import RankLost, UsageError
-from aiokv.ranks.channel import frame_of
-from aiokv.ranks.messages import encode
 
 if TYPE_CHECKING:
     from aiokv.base.types import Tier
@@ -60,7 +58,7 @@ class ControlRequests:
         """
         self._replies = {}
         self._number += 1
-        membership.send(frame_of(encode(verb(number=self._number, tiers=sorted(tiers), **fields))))
+        membership.send(verb(number=self._number, tiers=sorted(tiers), **fields))
         try:
             async with asyncio.timeout(self._timeouts.start):
                 while len(self._replies) < len(membership.ranks):

@@ -22,16 +22,16 @@ from aiokv.base.plan import PEER_ROUTES
 from aiokv.base.statistics import RankStatistics
 from aiokv.errors import ClosedError, ConfigError, UsageError
 from aiokv.ranks.broadcast import SAVED_ROUTES, SENT_ROUTES, TIER_ROUTES, TransferBroadcast
-from aiokv.ranks.channel import checked_path, frame_of
 from aiokv.ranks.control_requests import ControlRequests
-from aiokv.ranks.listener import Listener
 from aiokv.ranks.lookups import GroupLookups
 from aiokv.ranks.membership import Membership
-from aiokv.ranks.messages import ChangeWeights, Sleep, WakeUp, encode
+from aiokv.ranks.messages import ChangeWeights, Sleep, WakeUp
 from aiokv.ranks.processes import RankProcesses, check_entry
+from aiokv.ranks.rank_socket import RankSocket
 from aiokv.ranks.rank_state import MAX_RANKS, RankTimeouts
 from aiokv.ranks.steps import GroupSteps
 from aiokv.ranks.tickets import GroupTickets
+from aiokv.wire.unix import checked_path
 from aiokv.worker.base import UNLIMITED_BLOCKS, Capabilities, WorkerFacts, WorkerState
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.ids import check_ids
@@ -153,13 +153,13 @@ class RankGroup(Unique):
         self._on_lost: Callable[[RankLost], None] = lambda lost: None
         self._num_blocks: dict[AnyTier, int] = {}
         self._control = ControlRequests(self.timeouts)
-        self._listener = Listener(None if path is None else checked_path(path))
+        self._socket = RankSocket(None if path is None else checked_path(path))
         self._processes = (
             None if entry is None else RankProcesses(entry, lambda: self._membership.notify())
         )
         self._membership = Membership(
             num_ranks,
-            self._listener,
+            self._socket,
             self.timeouts,
             self._processes,
             clock=clock,
@@ -320,7 +320,7 @@ class RankGroup(Unique):
         A private socket has a new path per start of ranks, and exists only while they start. None
         before the first start.
         """
-        return self._listener.path
+        return self._socket.path
 
     @property
     def layout(self) -> Layout | None:
@@ -380,7 +380,7 @@ class RankGroup(Unique):
         if self._identity is not None:
             self._identity = msgspec.structs.replace(self._identity, weights_version=version)
             self._transfers.flush()
-            self._membership.send(frame_of(encode(ChangeWeights(version=version))))
+            self._membership.send(ChangeWeights(version=version))
 
     @property
     def _has_answers(self) -> bool:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aiokv.base.groups import ATTENTION
-from aiokv.ranks.channel import frame_of
-from aiokv.ranks.messages import Lookup, encode
+from aiokv.ranks.messages import Lookup
 from aiokv.stores.base import KEY_BYTES
 from aiokv.stores.store_set import NOTHING, Found, StoreAnswer
 
@@ -102,7 +101,7 @@ class GroupLookups:
         lookup = self._lookups[number] = _GroupLookup(len(self._membership.ranks), num_seconds)
         try:
             message = Lookup(number=number, digests=digests, group=group)
-            self._membership.send(frame_of(encode(message)))
+            self._membership.send(message)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._timeouts.lookup):
                     await lookup.ended

@@ -3,39 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from aiokv.base.logs import Log
 from aiokv.errors import ClosedError, RankLost
-from aiokv.ranks.channel import ChannelError, frame_of
-from aiokv.ranks.connection import Connection
 from aiokv.ranks.messages import (
+    HELLO_CODEC,
+    MANAGER_CODEC,
     PROTOCOL_VERSION,
+    AskStatistics,
     Begin,
     Broken,
     Close,
     ControlReply,
     Left,
     LookupReply,
-    Ping,
-    Pong,
+    RankConnection,
+    RankCounts,
+    Ready,
+    Refuse,
     Reports,
     TicketEnded,
     TicketReply,
-    encode,
 )
 from aiokv.ranks.rank_state import RankState
+from aiokv.wire.connection import Callbacks, WireLimits
+from aiokv.wire.frames import FrameWriter
+from aiokv.wire.listener import Listener
+from aiokv.wire.sockets import HandshakeError, check_user, first_message
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Mapping
 
     from aiokv.base.types import Tier
     from aiokv.config.cache_config import WindowGroup
-    from aiokv.ranks.channel import Channel
-    from aiokv.ranks.listener import Listener
-    from aiokv.ranks.messages import FromConnectedRank, Hello, Layout
+    from aiokv.ranks.messages import FromConnectedRank, FromManager, Hello, Layout
     from aiokv.ranks.processes import RankProcesses
+    from aiokv.ranks.rank_socket import RankSocket
     from aiokv.ranks.rank_state import RankTimeouts
     from aiokv.stores.identity import StoreIdentity
 
@@ -49,7 +56,7 @@ class Membership:
 
     Args:
         num_ranks: number of ranks.
-        listener: the socket that ranks connect to.
+        rank_socket: that ranks connect to.
         timeouts: time limits.
         processes: starts the ranks; None when they are started externally.
         clock: seconds.
@@ -74,7 +81,7 @@ class Membership:
     def __init__(
         self,
         num_ranks: int,
-        listener: Listener,
+        rank_socket: RankSocket,
         timeouts: RankTimeouts,
         processes: RankProcesses | None,
         *,
@@ -87,7 +94,7 @@ class Membership:
         has_stores: bool = False,
         has_peers: bool = False,
     ) -> None:
-        self._listener = listener
+        self._socket = rank_socket
         self._timeouts = timeouts
         self._processes = processes
         self.device_blocks = 0
@@ -99,7 +106,7 @@ class Membership:
         self._has_peers = has_peers
         self._on_ticket = on_ticket
         self._on_lost = on_lost
-        self._unauthenticated: dict[Channel, None] = {}  # peers without a Hello, oldest first
+        self._limits = WireLimits()  # of connections; set by `open`
         self._change_waiters: list[asyncio.Future[None]] = []
         self._clock = clock
         self._ticked_at = 0.0
@@ -129,7 +136,14 @@ class Membership:
         self.device_blocks = device_blocks
         self._windows = windows
         self._ticked_at = self._clock()
-        await self._listener.open(self._new_channel)
+        timeouts = self._timeouts
+        self._limits = WireLimits(
+            handshake_seconds=timeouts.hello,
+            max_unauthenticated=len(self.ranks) + SPARE_CONNECTIONS,
+            ping_seconds=timeouts.heartbeat,
+            silent_pings=max(2, math.ceil(timeouts.silence / timeouts.heartbeat)),
+        )
+        self._socket.open(self._listen)
 
     async def begin(
         self,
@@ -154,11 +168,11 @@ class Membership:
         self.generation += 1
         try:
             async with asyncio.timeout(self._timeouts.start):
-                path = await self._listener.open(self._new_channel)
+                path = self._socket.open(self._listen)
                 if self._processes is not None:
-                    away = [state.rank for state in self.ranks if state.channel is None]
+                    away = [state.rank for state in self.ranks if state.connection is None]
                     await self._processes.start(away, path)
-                await self._until(lambda state: state.channel is not None)
+                await self._until(lambda state: state.connection is not None)
                 message = Begin(
                     generation=self.generation,
                     host_blocks=host_blocks,
@@ -169,30 +183,30 @@ class Membership:
                 )
                 for state in self.ranks:
                     state.finished_step = closed_step
-                self.send(frame_of(encode(message)))
+                self.send(message)
                 await self._until(lambda state: state.ready)
                 self._running = True
         except TimeoutError:
-            late = min(self.ranks, key=lambda state: (state.channel is not None, state.ready))
-            why = "it is not ready" if late.channel is not None else self._why(late)
+            late = min(self.ranks, key=lambda state: (state.connection is not None, state.ready))
+            why = "it is not ready" if late.connection is not None else self._why(late)
             raise RankLost(
                 f"rank {late.rank}: {why}, after {self._timeouts.start} s", rank=late.rank
             ) from None
         finally:
-            if self._listener.is_private:
-                self._listener.close()  # a manager that is killed later leaves no file behind
+            if self._socket.is_private:
+                self._socket.close()  # a manager that is killed later leaves no file behind
 
     async def _until(self, condition: Callable[[RankState], bool]) -> None:
         """Wait until the condition holds for all ranks."""
-        waits_for_hello = {state.rank for state in self.ranks if state.channel is None}
+        waits_for_hello = {state.rank for state in self.ranks if state.connection is None}
         while not all(condition(state) for state in self.ranks):
             await self.next_change()
             if self.closing:
                 raise ClosedError("the group of ranks is closing")
-            waits_for_hello -= {state.rank for state in self.ranks if state.channel is not None}
+            waits_for_hello -= {state.rank for state in self.ranks if state.connection is not None}
             for state in self.ranks:
                 ended = self._processes is not None and not self._processes.is_running(state.rank)
-                if state.channel is None and (state.rank not in waits_for_hello or ended):
+                if state.connection is None and (state.rank not in waits_for_hello or ended):
                     raise RankLost(f"rank {state.rank}: {self._why(state)}", rank=state.rank)
 
     async def next_change(self) -> None:
@@ -222,42 +236,40 @@ class Membership:
         if self._processes is not None:
             self._processes.closing = True
         self.notify()
-        close = frame_of(encode(Close()))
         for state in self.ranks:
-            if state.channel is not None:
-                state.channel.send(close)
+            if state.connection is not None:
+                state.connection.send(Close())
             elif self._processes is not None:
                 self._processes.kill(state.rank)  # no connection to send Close on
-        for peer in list(self._unauthenticated):
-            peer.cut(_CLOSING)
+        self._socket.end_handshakes()
         try:
             async with asyncio.timeout(self._timeouts.close):
-                while any(state.channel is not None for state in self.ranks):
+                while any(state.connection is not None for state in self.ranks):
                     await self.next_change()
                 if self._processes is not None:
                     await self._processes.wait()
         except TimeoutError:
-            names = [state.rank for state in self.ranks if state.channel is not None]
+            names = [state.rank for state in self.ranks if state.connection is not None]
             log.warning("ranks.cut_off", ranks=names, waited_seconds=self._timeouts.close)
             for state in self.ranks:
-                if state.channel is not None:
-                    state.channel.cut(f"it did not close within {self._timeouts.close} s")
+                if state.connection is not None:
+                    state.connection.abort(f"it did not close within {self._timeouts.close} s")
         if self._processes is not None:
             await self._processes.kill_all()
-        self._listener.close()
-        while self._unauthenticated or any(state.channel is not None for state in self.ranks):
-            await self.next_change()  # the end of a channel that was cut
+        await self._socket.aclose()
+        while any(state.connection is not None for state in self.ranks):
+            await self.next_change()  # the end of a connection that was cut
         self.closed = True
 
     def terminate(self) -> None:
         """Cut all connections, kill the processes, and stop listening, without waiting."""
         self.closing = self.closed = True
-        for channel in [*self._unauthenticated, *(state.channel for state in self.ranks)]:
-            if channel is not None:
-                channel.cut(_CLOSING)
+        for state in self.ranks:
+            if state.connection is not None:
+                state.connection.abort(_CLOSING)
         if self._processes is not None:
             self._processes.terminate()
-        self._listener.close()
+        self._socket.close()
         self.notify()
 
     def close_without_loop(self) -> None:
@@ -269,13 +281,19 @@ class Membership:
         if self._processes is not None:
             self._processes.reap_all()
         with suppress(RuntimeError):  # the server's loop is closed; its file is removed before
-            self._listener.close()
+            self._socket.close()
 
-    def send(self, frame: bytes) -> None:
-        """Send the same bytes to every connected rank."""
+    def send(self, message: FromManager) -> int:
+        """Send a message, encoded once, to every connected rank; return its bytes.
+
+        Raises:
+            InternalError: the message is longer than a rank accepts.
+        """
+        encoded = MANAGER_CODEC.encoded(message)
         for state in self.ranks:
-            if state.channel is not None:
-                state.channel.send(frame)
+            if state.connection is not None:
+                state.connection.send_encoded(encoded)
+        return len(encoded)
 
     def notify(self) -> None:
         """Wake coroutines that wait for a change of a rank."""
@@ -286,10 +304,7 @@ class Membership:
     # --- liveness -------------------------------------------------------------------------------
 
     def tick(self) -> bool:
-        """Send a heartbeat to each rank, and cut off ranks that were silent for too long.
-
-        A rank is lost only after two unanswered heartbeats, however late this loop is: the loop
-        reads its sockets between two calls.
+        """Ask each rank for its counts.
 
         Returns:
             False when this loop was blocked before this call and not before the last one: reports
@@ -300,26 +315,21 @@ class Membership:
         reads_first, self._was_late = late and not self._was_late, late
         self._ticked_at = now
         for state in self.ranks:
-            if not state.ready or state.channel is None:
-                continue
-            if now - state.heard_at > self._timeouts.silence and state.unanswered >= 2:
-                self.lose(state, f"it sent nothing for {self._timeouts.silence} s")
-            else:
-                state.unanswered += 1
-                state.channel.send(_PING)
+            if state.ready and state.connection is not None:
+                state.connection.send_encoded(_ASK)
         return not reads_first
 
     def lose(self, state: RankState, reason: str) -> None:
         """Cut a rank off, and kill its process if the group has started it."""
-        if state.channel is not None:
-            state.channel.cut(reason)
+        if state.connection is not None:
+            state.connection.abort(reason)
         if self._processes is not None:
             self._processes.kill(state.rank)
         self._disconnect(state, reason)
 
     def _disconnect(self, state: RankState, reason: str) -> None:
         took_part, state.ready = self._running and state.ready, False
-        state.channel, state.absence_reason = None, reason
+        state.connection, state.absence_reason = None, reason
         state.stores, state.peers, state.endpoints = [], [], []
         if took_part and not self.closing:
             if state.has_left:
@@ -333,75 +343,94 @@ class Membership:
 
     # --- connections ----------------------------------------------------------------------------
 
-    def _new_channel(self) -> Channel:
-        while len(self._unauthenticated) >= len(self.ranks) + SPARE_CONNECTIONS:
-            oldest = next(iter(self._unauthenticated))
-            del self._unauthenticated[oldest]
-            oldest.cut("too many connections without a Hello")
-        connection = Connection(self, self._timeouts.hello)
-        self._unauthenticated[connection.channel] = None
-        if self.closing:
-            connection.channel.cut(_CLOSING)
-        return connection.channel
+    def _listen(self, listening: socket.socket, name: str) -> Listener[RankConnection]:
+        return Listener(listening, name, self._authenticated, self._start, self._limits)
 
-    def admit(self, channel: Channel, hello: Hello) -> RankState:
-        """Assign a connection to its rank.
+    async def _authenticated(
+        self, _: object, accepted: socket.socket, remote: str
+    ) -> RankConnection:
+        """Return the connection of a rank, by its user and its Hello; see ``wire.Listener``."""
+        check_user(accepted)
+        hello = await first_message(accepted, HELLO_CODEC)
+        try:
+            state = self.admit(hello)
+        except HandshakeError as refusal:
+            log.warning("rank.refused", rank=hello.rank, reason=str(refusal))
+            self.on_refused(hello.rank, str(refusal))
+            refused = MANAGER_CODEC.encoded(Refuse(reason=str(refusal)))
+            await asyncio.get_running_loop().sock_sendall(
+                accepted, FrameWriter(None).frame(refused)
+            )
+            raise
+        state.connection = RankConnection(accepted, remote, MANAGER_CODEC)
+        self.notify()
+        return state.connection
+
+    def _start(self, connection: RankConnection) -> None:
+        """Read the messages of a rank that was admitted."""
+        state = next(state for state in self.ranks if state.connection is connection)
+        connection.start(
+            Callbacks(
+                lambda message: self.on_message(state, message),
+                lambda reason: self.on_closed(connection, state, reason),
+            )
+        )
+
+    def admit(self, hello: Hello) -> RankState:
+        """Return the rank of a new connection, which takes its place.
 
         Raises:
-            ChannelError: the rank is refused.
+            HandshakeError: the rank is refused.
         """
         if hello.protocol != PROTOCOL_VERSION:
-            raise ChannelError(
+            raise HandshakeError(
                 f"rank {hello.rank} has protocol {hello.protocol}, not {PROTOCOL_VERSION}; all "
                 "ranks need the same version of aiokv"
             )
         if self.closing:
-            raise ChannelError(_CLOSING)
+            raise HandshakeError(_CLOSING)
         if not 0 <= hello.rank < len(self.ranks):
-            raise ChannelError(f"rank is {hello.rank}; it must be in [0, {len(self.ranks)})")
+            raise HandshakeError(f"rank is {hello.rank}; it must be in [0, {len(self.ranks)})")
         state = self.ranks[hello.rank]
-        if state.channel is not None:
-            raise ChannelError(f"rank {hello.rank} is connected already")
+        if state.connection is not None:
+            raise HandshakeError(f"rank {hello.rank} is connected already")
         if hello.layout.num_blocks < self.device_blocks:
-            raise ChannelError(
+            raise HandshakeError(
                 f"device_blocks is {self.device_blocks}, but the tensors of rank {hello.rank} hold "
                 f"only {hello.layout.num_blocks} blocks"
             )
         for name, group in self._windows.items():
             blocks = hello.layout.window_blocks.get(name, 0)
             if blocks < group.device_blocks:
-                raise ChannelError(
+                raise HandshakeError(
                     f"the window group {name!r} has device_blocks={group.device_blocks}, but its "
                     f"registered tensors of rank {hello.rank} hold only {blocks} blocks"
                 )
         if hello.has_stores != self._has_stores:
-            raise ChannelError(
+            raise HandshakeError(
                 f"rank {hello.rank} has {'' if hello.has_stores else 'no '}stores, but the "
                 f"RankGroup was made with has_stores={self._has_stores}"
             )
         if hello.has_peers != self._has_peers:
-            raise ChannelError(
+            raise HandshakeError(
                 f"rank {hello.rank} has {'' if hello.has_peers else 'no '}peers, but the "
                 f"RankGroup was made with has_peers={self._has_peers}"
             )
         if self.layout is None:
             self.layout = hello.layout
         elif hello.layout.fingerprint != self.layout.fingerprint:
-            raise ChannelError(f"the layout of rank {hello.rank} differs from the other ranks'")
-        state.channel, state.layout, state.has_left = channel, hello.layout, False
-        self._unauthenticated.pop(channel, None)
+            raise HandshakeError(f"the layout of rank {hello.rank} differs from the other ranks'")
+        state.layout, state.has_left = hello.layout, False
         self._note_message(state)
-        self.notify()
         return state
 
     def on_refused(self, rank: int, reason: str) -> None:
         """Note why a connection for a rank was refused."""
-        if 0 <= rank < len(self.ranks) and self.ranks[rank].channel is None:
+        if 0 <= rank < len(self.ranks) and self.ranks[rank].connection is None:
             self.ranks[rank].absence_reason = reason
 
     def _note_message(self, state: RankState) -> None:
         state.heard_at = self._clock()
-        state.unanswered = 0
 
     def on_message(self, state: RankState, message: FromConnectedRank) -> None:
         """Process a message of a connected rank."""
@@ -424,23 +453,26 @@ class Membership:
             self._on_lookup(state, message)
         elif isinstance(message, TicketReply | TicketEnded):
             self._on_ticket(state, message)
-        elif isinstance(message, Pong):
+        elif isinstance(message, RankCounts):
             state.note_statistics(message)
-        elif message.generation == self.generation:  # Ready
+        elif isinstance(message, Ready) and message.generation == self.generation:
             state.progress_at = state.heard_at
             state.endpoints, state.peer_layout = message.endpoints, message.peer_layout
             state.ticket_key, state.layer_ends = message.ticket_key, message.layer_ends
             state.unpinned_bytes = message.unpinned_bytes
             state.ready = True
+            if state.connection is not None:
+                state.connection.watch(self._limits)
             self.notify()
 
-    def on_closed(self, channel: Channel, state: RankState | None, reason: str) -> None:
-        """Take note that a connection has ended."""
-        self._unauthenticated.pop(channel, None)
-        if state is not None and state.channel is channel:
+    def on_closed(self, connection: RankConnection, state: RankState, reason: str) -> None:
+        """Take note that the connection of a rank has ended."""
+        if state.connection is connection:
+            if connection.timed_out and self._processes is not None:
+                self._processes.kill(state.rank)
             self._disconnect(state, reason)
         self.notify()
 
 
-_PING: Final = frame_of(encode(Ping()))
+_ASK: Final = MANAGER_CODEC.encoded(AskStatistics())
 _CLOSING: Final = "the group is closing"

@@ -12,11 +12,11 @@
     ControlReply ──────────────────►
           ◄───────────────────────── Lookup(digests), ChangeWeights(version): with stores only
     LookupReply ───────────────────►
-          ◄───────────────────────── Ping
+          ◄───────────────────────── AskStatistics
           ◄───────────────────────── Expect, OpenTicket, CloseTicket: with peers only
     TicketReply ───────────────────►                     to Expect, OpenTicket
     TicketEnded ───────────────────►                     a ticket that the rank sends
-    Pong(statistics) ──────────────►                     while nothing else is sent
+    RankCounts ────────────────────►                     answers AskStatistics
           ◄───────────────────────── Close
     Left ──────────────────────────►                     its process closes the rank
 
@@ -43,12 +43,16 @@ from aiokv.base.types import Tier  # noqa: TC001
 from aiokv.config.cache_config import WindowGroup  # noqa: TC001  (msgspec needs it)
 from aiokv.peers.ticket import Endpoint  # noqa: TC001
 from aiokv.stores.identity import StoreIdentity  # noqa: TC001
+from aiokv.wire.connection import Connection
+from aiokv.wire.messages import Codec, Ping, Pong, encode
 from aiokv.worker.device.cpu import device_blocks
 
 if TYPE_CHECKING:
     from aiokv.layout.regions import Regions
 
-PROTOCOL_VERSION: Final = 10
+PROTOCOL_VERSION: Final = 11
+MAX_MESSAGE_BYTES: Final = 64 << 20
+MAX_HELLO_BYTES: Final = 1024
 MAX_LAYERS: Final = 1 << 16  # the manager keeps a counter per layer and transfer
 
 
@@ -179,8 +183,8 @@ class TicketEnded(_Message, frozen=True, tag="ticket_ended"):
     reason: str
 
 
-class Pong(_Message, frozen=True, tag="pong"):
-    """The rank's loop runs.
+class RankCounts(_Message, frozen=True, tag="counts"):
+    """Answer to ``AskStatistics``.
 
     Attributes:
         worker: counts of the rank's transfers.
@@ -320,8 +324,8 @@ class ChangeWeights(_Message, frozen=True, tag="change_weights"):
     version: str
 
 
-class Ping(_Message, frozen=True, tag="ping"):
-    """Ask for a Pong."""
+class AskStatistics(_Message, frozen=True, tag="ask_statistics"):
+    """Ask for the counts of a rank; sent at each heartbeat."""
 
 
 class Close(_Message, frozen=True, tag="close"):
@@ -329,7 +333,17 @@ class Close(_Message, frozen=True, tag="close"):
 
 
 FromConnectedRank = (
-    Ready | Reports | ControlReply | LookupReply | TicketReply | TicketEnded | Pong | Broken | Left
+    Ready
+    | Reports
+    | ControlReply
+    | LookupReply
+    | TicketReply
+    | TicketEnded
+    | RankCounts
+    | Broken
+    | Left
+    | Ping
+    | Pong
 )
 FromRank = Hello | FromConnectedRank
 FromManager = (
@@ -343,14 +357,27 @@ FromManager = (
     | OpenTicket
     | CloseTicket
     | ChangeWeights
-    | Ping
+    | AskStatistics
     | Close
+    | Ping
+    | Pong
 )
 
-encode: Final = msgspec.msgpack.Encoder().encode
 decode_hello: Final = msgspec.msgpack.Decoder(Hello).decode
-decode_from_rank: Final = msgspec.msgpack.Decoder(FromRank).decode
+decode_from_rank: Final = msgspec.msgpack.Decoder(FromConnectedRank).decode
 decode_from_manager: Final = msgspec.msgpack.Decoder(FromManager).decode
+
+HELLO_CODEC: Final[Codec[Hello, Hello]] = Codec(
+    encode=encode, decode=decode_hello, max_message_bytes=MAX_HELLO_BYTES
+)
+MANAGER_CODEC: Final[Codec[FromManager, FromConnectedRank]] = Codec(
+    encode=encode, decode=decode_from_rank, max_message_bytes=MAX_MESSAGE_BYTES
+)
+RANK_CODEC: Final[Codec[FromRank, FromManager]] = Codec(
+    encode=encode, decode=decode_from_manager, max_message_bytes=MAX_MESSAGE_BYTES
+)
+RankConnection = Connection[FromManager, FromConnectedRank]  # the manager's end
+ManagerConnection = Connection[FromRank, FromManager]  # the rank's end
 
 
 def layout_of(regions: Regions) -> Layout:

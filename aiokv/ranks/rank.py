@@ -10,6 +10,7 @@ own event: the blocks that a step has computed on this rank move when that event
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -33,10 +34,11 @@ from aiokv.errors import (
 from aiokv.layout.regions import Regions
 from aiokv.peers.options import Peers, check_peers
 from aiokv.peers.ticket import decode as decode_ticket
-from aiokv.ranks.channel import Channel, check_length, checked_path, frame_of
 from aiokv.ranks.counters import Counters
 from aiokv.ranks.messages import (
     PROTOCOL_VERSION,
+    RANK_CODEC,
+    AskStatistics,
     Begin,
     Broken,
     ChangeWeights,
@@ -48,9 +50,9 @@ from aiokv.ranks.messages import (
     Left,
     Lookup,
     LookupReply,
+    ManagerConnection,
     OpenTicket,
-    Ping,
-    Pong,
+    RankCounts,
     Ready,
     Refuse,
     Sleep,
@@ -58,8 +60,6 @@ from aiokv.ranks.messages import (
     TicketReply,
     TransferBatch,
     WakeUp,
-    decode_from_manager,
-    encode,
     layout_of,
 )
 from aiokv.ranks.openings import Openings
@@ -67,6 +67,9 @@ from aiokv.ranks.outbox import Outbox
 from aiokv.ranks.rank_state import MAX_RANKS, check_positive
 from aiokv.stores.pools import StorePools
 from aiokv.stores.urls import stores_from
+from aiokv.wire.connection import Callbacks
+from aiokv.wire.sockets import HandshakeError, check_user, connected_to
+from aiokv.wire.unix import check_length, checked_path
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.base import CopyError, as_event
 from aiokv.worker.device.cpu import device_blocks
@@ -84,7 +87,7 @@ if TYPE_CHECKING:
     from aiokv.base.plan import TransferPlan
     from aiokv.base.statistics import GuardStatistics, RankPeerStatistics, WorkerStatistics
     from aiokv.base.types import Tier
-    from aiokv.ranks.messages import FromRank
+    from aiokv.ranks.messages import FromManager, FromRank
     from aiokv.stores.base import Store
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.use import StoreUse
@@ -160,7 +163,7 @@ class Rank(Unique):
         self._outbox = Outbox(self._send, lambda: self._controller.steps.clock.finished)
         self._counters = Counters()
         self.layer_waits = LayerWaits()
-        self._channel = Channel(self._on_frame, self._on_closed)
+        self._connection: ManagerConnection | None = None
         self._opened = False  # the controller
         self._step_waiter: asyncio.Future[None] | None = None
         self.connected = False
@@ -213,7 +216,8 @@ class Rank(Unique):
                 await self.aclose()
             except BaseException:  # cancelled once more: aclose() is not called again
                 self._poller.close()
-                self._channel.cut("the rank was cancelled")
+                if self._connection is not None:
+                    self._connection.abort("the rank was cancelled")
                 raise
             raise
         return self
@@ -254,10 +258,10 @@ class Rank(Unique):
             self._send(Left())
         self._counters.clear("the rank is closed")
         self._poller.close()
-        self._channel.close()
-        if self.connected and not self._disconnected.done():
+        if self._connection is not None:
+            self._connection.close()
             await asyncio.wait((self._disconnected,), timeout=HANG_UP_SECONDS)
-            self._channel.cut("the manager does not read")
+            self._connection.abort("the manager does not read")
 
     def _new_controller(self) -> CacheController:
         stores = StorePools(self._stores) if self._stores else None
@@ -267,19 +271,28 @@ class Rank(Unique):
         check_length(Path(self._path))
         try:
             async with asyncio.timeout(self._connect_timeout):
-                while not self.connected:
-                    try:
-                        await asyncio.get_running_loop().create_unix_connection(
-                            lambda: self._channel, self._path
-                        )
-                        self.connected = True
-                    except (FileNotFoundError, ConnectionRefusedError):
-                        await asyncio.sleep(RETRY_SECONDS)
+                connected = await self._connected_socket()
         except TimeoutError:
             raise TimeoutError(
                 f"rank {self.rank}: no group listens at {self._path} after "
                 f"{self._connect_timeout} s (connect_timeout)"
             ) from None
+        self.connected = True
+        try:
+            check_user(connected)
+        except HandshakeError as error:
+            connected.close()
+            raise RankLost(f"rank {self.rank}: {error}", rank=self.rank) from None
+        self._connection = ManagerConnection(connected, self._path, RANK_CODEC)
+        self._connection.start(Callbacks(self._on_message, self._on_closed))
+
+    async def _connected_socket(self) -> socket.socket:
+        """Wait until the group listens; return a socket that is connected to it."""
+        while True:
+            try:
+                return await connected_to(socket.AF_UNIX, self._path)
+            except (FileNotFoundError, ConnectionRefusedError):
+                await asyncio.sleep(RETRY_SECONDS)
 
     # --- for the model runner -------------------------------------------------------------------
 
@@ -409,9 +422,9 @@ class Rank(Unique):
 
     # --- from the manager -----------------------------------------------------------------------
 
-    def _on_frame(self, frame: bytes) -> None:
+    def _on_message(self, message: FromManager) -> None:
         try:
-            self._take(decode_from_manager(frame))
+            self._take(message)
         except BaseException as error:
             self._guard.note(error)
             raise
@@ -419,10 +432,10 @@ class Rank(Unique):
     def _take(self, message: FromManager) -> None:
         if isinstance(message, TransferBatch):
             self._on_batch(message)
-        elif isinstance(message, Ping):
+        elif isinstance(message, AskStatistics):
             state = self._controller.inspect()
             self._send(
-                Pong(
+                RankCounts(
                     worker=self._controller.statistics(),
                     poller=self._poller.statistics(),
                     stores=state.stores,
@@ -514,7 +527,8 @@ class Rank(Unique):
         reason = f"rank {self.rank} is broken by {error!r}"
         log.error("rank.broken", rank=self.rank, reason=repr(error))
         self._controller.give_up()
-        self._channel.cut(reason)
+        if self._connection is not None:
+            self._connection.abort(reason)
         self._end(reason)
 
     def _end(self, reason: str) -> None:
@@ -683,7 +697,8 @@ class Rank(Unique):
             await self._step_waiter
 
     def _send(self, message: FromRank) -> None:
-        self._channel.send(frame_of(encode(message)))
+        if self._connection is not None:
+            self._connection.send(message)
 
     def __repr__(self) -> str:
         return f"<Rank {self.rank} at {self._path}, {self._state()}>"

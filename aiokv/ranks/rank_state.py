@@ -15,8 +15,7 @@ from aiokv.worker.poller import IDLE as IDLE_POLLER
 if TYPE_CHECKING:
     from aiokv.base.statistics import GuardStatistics, RankPeerStatistics
     from aiokv.peers.ticket import Endpoint
-    from aiokv.ranks.channel import Channel
-    from aiokv.ranks.messages import Layout, Pong
+    from aiokv.ranks.messages import Layout, RankConnection, RankCounts
 
 MAX_RANKS: Final = 1024  # per group
 
@@ -41,8 +40,9 @@ class RankTimeouts:
         start: for all ranks to connect and to allocate their host memory.
         hello: for a connection to name its rank; later it is cut.
         heartbeat: between two checks for unresponsive and slow ranks.
-        silence: a rank that sends nothing for this time, and leaves two heartbeats unanswered, is
-            lost. Its loop must not be blocked for so long: run the model in a thread.
+        silence: a rank that sends nothing for this time, in whole heartbeats and at least two, is
+            lost; likewise one that reads nothing while messages wait for it. Its loop must not be
+            blocked for so long: run the model in a thread.
         transfer: for a transfer on a rank, in addition to its bytes at ``min_bytes_per_second``;
             counted from the last progress of the rank.
         min_bytes_per_second: bandwidth that a rank is expected to reach at least.
@@ -77,13 +77,12 @@ class RankState:
 
     Attributes:
         rank: its number.
-        channel: its connection; None while it is not connected.
+        connection: its connection; None while it is not connected.
         layout: of its tensors; None before the first connection.
         ready: the rank takes part in the current generation.
         absence_reason: why the rank is not connected.
         has_left: True if its process has closed it.
         heard_at: time of its last message.
-        unanswered: heartbeats that the manager has sent since then.
         progress_at: time of its last report.
         finished_step: this step and all before it have finished on the rank.
         stores: statistics of each store, from its last answer to a heartbeat; empty while the rank
@@ -101,7 +100,7 @@ class RankState:
 
     __slots__ = (
         "absence_reason",
-        "channel",
+        "connection",
         "endpoints",
         "finished_step",
         "has_left",
@@ -117,20 +116,18 @@ class RankState:
         "ready",
         "stores",
         "ticket_key",
-        "unanswered",
         "unpinned_bytes",
         "worker",
     )
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.channel: Channel | None = None
+        self.connection: RankConnection | None = None
         self.layout: Layout | None = None
         self.ready = False
         self.absence_reason = "it has not connected"
         self.has_left = False
         self.heard_at = 0.0
-        self.unanswered = 0
         self.unpinned_bytes = 0
         self.progress_at = 0.0
         self.finished_step = 0
@@ -144,11 +141,11 @@ class RankState:
         self.layer_ends: list[int] = []
         self.ticket_key = b""
 
-    def note_statistics(self, pong: Pong) -> None:
+    def note_statistics(self, counts: RankCounts) -> None:
         """Take the statistics of an answer to a heartbeat. Those of a new process begin at 0."""
-        for name, route in pong.worker.routes.items():
+        for name, route in counts.worker.routes.items():
             seconds, known = route.queue_seconds, self.worker.routes[name].queue_seconds
             self.queue_seconds[name] += seconds - known if seconds >= known else seconds
-        self.worker, self.poller = pong.worker, pong.poller
-        self.stores, self.peers = pong.stores, pong.peers
-        self.unpinned_bytes = pong.unpinned_bytes
+        self.worker, self.poller = counts.worker, counts.poller
+        self.stores, self.peers = counts.stores, counts.peers
+        self.unpinned_bytes = counts.unpinned_bytes

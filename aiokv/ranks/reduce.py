@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from aiokv.base.plan import FETCH, SAVE
-from aiokv.ranks.channel import ChannelError
 from aiokv.stores.base import Result
+from aiokv.wire.frames import ProtocolError
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.plan_table import CANCELLED
 
@@ -80,11 +80,11 @@ class GroupTransfer:
         """Note that these layers have arrived on a rank.
 
         Raises:
-            ChannelError: there is no such layer.
+            ProtocolError: there is no such layer.
         """
         for layer in layers:
             if not 0 <= layer < len(self._arrived):
-                raise ChannelError(
+                raise ProtocolError(
                     f"rank {rank} reports layer {layer}; it is not in [0, {len(self._arrived)})"
                 )
             self._arrived[layer] |= 1 << rank  # no effect on an announced one
@@ -133,10 +133,10 @@ class GroupTransfer:
         blocks that all of them have are valid then.
 
         Raises:
-            ChannelError: the transfer is not a fetch.
+            ProtocolError: the transfer is not a fetch.
         """
         if self.plan.route != FETCH:
-            raise ChannelError(
+            raise ProtocolError(
                 f"rank {rank} reports that transfer {self.plan.transfer_id} is overdue; it must be "
                 f"a fetch, and is a {self.plan.route}"
             )

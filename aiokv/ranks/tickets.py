@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from aiokv.errors import ClosedError, LayoutError, PeerError, RankLost, UsageError
 from aiokv.peers.ticket import decode
-from aiokv.ranks.channel import frame_of
-from aiokv.ranks.messages import CloseTicket, Expect, OpenTicket, TicketEnded, encode
+from aiokv.ranks.messages import CloseTicket, Expect, OpenTicket, TicketEnded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -169,7 +168,7 @@ class GroupTickets:
         self._send(CloseTicket(ticket_id=ticket_id, reason=reason))
 
     def _send(self, message: Expect | OpenTicket | CloseTicket) -> None:
-        self._membership.send(frame_of(encode(message)))
+        self._membership.send(message)
 
     def on_message(self, state: RankState, message: TicketReply | TicketEnded) -> None:
         """Note the answer of a rank, or the end of a ticket on it; a late answer is ignored."""

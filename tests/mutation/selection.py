@@ -22,6 +22,7 @@ PYTHON_FILES = (
     "aiokv/sync/*.py",
     "aiokv/stores/**/*.py",
     "aiokv/peers/*.py",
+    "aiokv/wire/*.py",
     "aiokv/events/*.py",
     "aiokv/connectors/**/*.py",
 )
@@ -225,6 +226,16 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "aiokv/worker/checksums.py": ("integration/test_verify.py",),
     "aiokv/worker/device/cpu.py": ("unit/test_cpu_device.py", "unit/test_controller.py"),
     "aiokv/ranks": ("ranks",),
+    "aiokv/wire": (
+        "peers/test_frames.py",
+        "peers/test_wire.py",
+        "peers/test_connections.py",
+        "peers/test_tcp.py",
+        "ranks/test_protocol.py",
+        "ranks/test_peers.py",
+        "ranks/test_listener.py",
+        "ranks/test_loss.py",
+    ),
     "aiokv/ranks/reduce.py": ("ranks/test_reduce.py", "ranks/test_onload.py"),
     "aiokv/sync": ("sync",),
     "aiokv/stores": (

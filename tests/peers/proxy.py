@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self
 import msgspec
 
 from aiokv.peers import ticket as tickets
-from aiokv.peers.frames import HEADER_BYTES
 from aiokv.peers.handshake import GREETING_BYTES, PROOF_BYTES
 from aiokv.peers.messages import Landed, decode
+from aiokv.wire.frames import HEADER_BYTES
 from tests.peers.engines import KEY
 
 if TYPE_CHECKING:

@@ -11,13 +11,14 @@ import pytest
 from aiokv import ClosedError, PeerError
 from aiokv.peers.connections import Connections
 from aiokv.peers.handshake import GREETING_BYTES
-from aiokv.peers.listener import Listener, listen
+from aiokv.peers.wire import listen
 from aiokv.testing import running_clock, spin
 from aiokv.testing.loops import PATIENCE_SECONDS, run_until_idle
 from tests.peers.wires import HOST, SECRET, RawSocket, Recorder
 
 if TYPE_CHECKING:
     from aiokv.peers.wire import Connection
+    from aiokv.wire.listener import Listener
 
 
 class Server:
@@ -30,7 +31,7 @@ class Server:
 
     async def open(self) -> int:
         self.listener = await listen(HOST, 0, SECRET, self.accept)
-        return self.listener.port
+        return self.listener.address[1]
 
     def accept(self, connection: Connection) -> None:
         self.recorders.append(Recorder())

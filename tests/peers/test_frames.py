@@ -10,15 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiokv import InternalError
-from aiokv.peers.frames import (
-    AHEAD_BYTES,
-    HEADER_BYTES,
-    MAX_FRAME_BYTES,
-    READ_BYTES,
-    FrameError,
-    FrameReader,
-    FrameWriter,
-)
 from aiokv.peers.messages import (
     MAX_LAYOUT_BYTES,
     Accepted,
@@ -28,17 +19,24 @@ from aiokv.peers.messages import (
     Landed,
     Message,
     Open,
-    Ping,
-    Pong,
     Proven,
     Refused,
     Return,
     SlotCredit,
     Want,
     Wrong,
-    encode,
     parcel_key,
 )
+from aiokv.peers.wire import CODEC, MAX_MESSAGE_BYTES
+from aiokv.wire.frames import (
+    AHEAD_BYTES,
+    HEADER_BYTES,
+    READ_BYTES,
+    FrameReader,
+    FrameWriter,
+    ProtocolError,
+)
+from aiokv.wire.messages import Ping, Pong, encode
 
 KEY = bytes(range(32))
 TICKET = b"a ticket, 16 b.."
@@ -83,7 +81,7 @@ class Reading:
         self.parcels: list[bytes] = []
         self.places: dict[int, bytearray] = {}
         self.discards: set[int] = set()
-        self.reader = FrameReader(key, self.messages.append, self.place, self.on_parcel)
+        self.reader = FrameReader(CODEC, key, self.messages.append, self)
 
     def place(self, message: Landed) -> memoryview | None:
         if message.slot in self.discards:
@@ -110,7 +108,7 @@ class Reading:
 
 def frames(*messages: Message) -> list[bytes]:
     writer = FrameWriter(KEY)
-    return [writer.frame(message) for message in messages]
+    return [writer.frame(encode(message)) for message in messages]
 
 
 @pytest.mark.parametrize("most", [1, 2, 19, 20, 21, 4095, 4096, 4097, 1 << 20])
@@ -137,14 +135,14 @@ def test_parcels_and_messages_arrive_however_they_are_cut(items, cuts):
         if isinstance(item, tuple):
             message = landed(item[0], slot)
             parcel = random.Random(slot).randbytes(item[0])
-            stream += writer.frame(message, has_parcel=True) + parcel
+            stream += writer.frame(encode(message), has_parcel=True) + parcel
             if item[1]:
                 reading.discards.add(slot)
                 continue
             parcels.append(parcel)
         else:
             message = item
-            stream += writer.frame(message)
+            stream += writer.frame(encode(message))
         messages.append(message)
     begin = 0
     for cut in cycle(cuts):
@@ -158,7 +156,7 @@ def test_parcels_and_messages_arrive_however_they_are_cut(items, cuts):
 
 def test_bytes_of_a_parcel_are_read_into_its_place():
     reading = Reading()
-    stream = FrameWriter(KEY).frame(landed(1 << 20), has_parcel=True)
+    stream = FrameWriter(KEY).frame(encode(landed(1 << 20)), has_parcel=True)
     reading.feed(stream)
     (place, ahead) = reading.reader.buffers()
     assert len(place) == 1 << 20
@@ -168,7 +166,7 @@ def test_bytes_of_a_parcel_are_read_into_its_place():
 
 def test_one_read_is_limited():
     reading = Reading()
-    reading.feed(FrameWriter(KEY).frame(landed(5 * READ_BYTES), has_parcel=True))
+    reading.feed(FrameWriter(KEY).frame(encode(landed(5 * READ_BYTES)), has_parcel=True))
     assert sum(map(len, reading.reader.buffers())) == READ_BYTES
     reading.discards.add(1)
     reading.feed(bytes(5 * READ_BYTES))
@@ -181,18 +179,18 @@ def test_every_changed_bit_of_a_frame_is_noticed():
         changed = bytearray(first)
         changed[bit // 8] ^= 1 << bit % 8
         reading = Reading()
-        with pytest.raises(FrameError):
+        with pytest.raises(ProtocolError):
             # A longer length waits for bytes, which a MAC then covers.
-            reading.feed(bytes(changed) + second + bytes(MAX_FRAME_BYTES))
+            reading.feed(bytes(changed) + second + bytes(MAX_MESSAGE_BYTES))
         assert reading.messages == [], bit
 
 
 def test_changed_flag_of_a_parcel_is_noticed():
     for has_parcel in (False, True):
-        frame = bytearray(FrameWriter(KEY).frame(landed(100), has_parcel=has_parcel))
+        frame = bytearray(FrameWriter(KEY).frame(encode(landed(100)), has_parcel=has_parcel))
         frame[3] ^= 0x80
         reading = Reading()
-        with pytest.raises(FrameError, match="wrong MAC"):
+        with pytest.raises(ProtocolError, match="wrong MAC"):
             reading.feed(bytes(frame) + bytes(100))
         assert reading.messages == []
         assert reading.places == {}
@@ -201,7 +199,7 @@ def test_changed_flag_of_a_parcel_is_noticed():
 def test_repeated_frame_is_refused():
     first, second = frames(Ping(), Ping())
     reading = Reading()
-    with pytest.raises(FrameError, match="wrong MAC"):
+    with pytest.raises(ProtocolError, match="wrong MAC"):
         reading.feed(first + first + second)
     assert reading.messages == [Ping()]
 
@@ -210,14 +208,14 @@ def test_reordered_and_left_out_frames_are_refused():
     first, second = frames(Ping(), Pong())
     for stream in (second, second + first):
         reading = Reading()
-        with pytest.raises(FrameError, match="wrong MAC"):
+        with pytest.raises(ProtocolError, match="wrong MAC"):
             reading.feed(stream)
         assert reading.messages == []
 
 
 def test_frame_of_another_connection_is_refused():
     reading = Reading(key=bytes(32))
-    with pytest.raises(FrameError, match="wrong MAC"):
+    with pytest.raises(ProtocolError, match="wrong MAC"):
         reading.feed(frames(Ping())[0])
 
 
@@ -230,11 +228,11 @@ def test_truncated_frame_delivers_nothing():
             assert reading.messages == []
 
 
-@pytest.mark.parametrize("length", [MAX_FRAME_BYTES + 1, (1 << 31) - 1])
+@pytest.mark.parametrize("length", [MAX_MESSAGE_BYTES + 1, (1 << 31) - 1])
 @pytest.mark.parametrize("flag", [0, 1 << 31])
 def test_oversized_length_is_refused_before_memory_is_taken(length, flag):
     reading = Reading()
-    with pytest.raises(FrameError, match=f"{length} bytes; the limit is {MAX_FRAME_BYTES}"):
+    with pytest.raises(ProtocolError, match=f"{length} bytes; the limit is {MAX_MESSAGE_BYTES}"):
         reading.feed((length | flag).to_bytes(4, "little") + bytes(HEADER_BYTES - 4))
     assert sum(map(len, reading.reader.buffers())) < AHEAD_BYTES
 
@@ -242,7 +240,7 @@ def test_oversized_length_is_refused_before_memory_is_taken(length, flag):
 def test_message_that_is_too_long_is_not_sent():
     long = Credit(slots=[SlotCredit(1 << 30, 1 << 61)] * 20_000)
     with pytest.raises(InternalError, match="the limit is"):
-        FrameWriter(KEY).frame(long)
+        CODEC.encoded(long)
 
 
 def test_long_frame_is_followed_by_short_ones_in_the_small_buffer():
@@ -254,14 +252,16 @@ def test_long_frame_is_followed_by_short_ones_in_the_small_buffer():
 
 
 def test_parcel_behind_another_message_is_refused():
-    stream = FrameWriter(KEY).frame(Ping(), has_parcel=True)
-    with pytest.raises(FrameError, match="a parcel behind the message Ping"):
+    stream = FrameWriter(KEY).frame(encode(Ping()), has_parcel=True)
+    with pytest.raises(ProtocolError, match="a parcel behind the message Ping"):
         Reading().feed(stream)
 
 
 def test_place_of_the_wrong_length_is_a_bug():
-    reader = FrameReader(KEY, print, lambda message: memoryview(bytearray(99)), print)
-    frame = FrameWriter(KEY).frame(landed(100), has_parcel=True)
+    reading = Reading()
+    reading.place = lambda message: memoryview(bytearray(99))
+    reader = reading.reader
+    frame = FrameWriter(KEY).frame(encode(landed(100)), has_parcel=True)
     reader.buffers()[0][: len(frame)] = frame
     with pytest.raises(InternalError, match="99 bytes for a parcel of 100"):
         reader.received(len(frame))
@@ -271,7 +271,7 @@ def test_place_of_the_wrong_length_is_a_bug():
 def test_stopped_reader_writes_and_delivers_nothing(parcel_bytes):
     reading = Reading()
     writer = FrameWriter(KEY)
-    reading.feed(writer.frame(landed(parcel_bytes), has_parcel=True) + b"x")
+    reading.feed(writer.frame(encode(landed(parcel_bytes)), has_parcel=True) + b"x")
     reading.reader.stop()
     place = reading.places[0]
     reading.feed(b"y" * 10)
@@ -286,7 +286,7 @@ def test_reader_that_is_stopped_by_a_message_delivers_no_more():
         messages.append(message)
         reader.stop()
 
-    reader = FrameReader(KEY, stop, lambda _: None, stop)
+    reader = FrameReader(CODEC, KEY, stop)
     stream = b"".join(frames(Ping(), Pong(), Done(ticket_id=TICKET)))
     reader.buffers()[0][: len(stream)] = stream
     reader.received(len(stream))
@@ -316,11 +316,10 @@ def test_reader_that_is_stopped_by_a_message_delivers_no_more():
     ],
     ids=lambda body: body[:24].hex(),
 )
-def test_malformed_message_is_refused(body, monkeypatch):
-    monkeypatch.setattr("aiokv.peers.frames.encode", lambda message: body)
-    (frame,) = frames(Ping())
+def test_malformed_message_is_refused(body):
+    frame = FrameWriter(KEY).frame(body)
     reading = Reading()
-    with pytest.raises(FrameError, match="a m"):
+    with pytest.raises(ProtocolError, match="a m"):
         reading.feed(frame)
     assert reading.messages == []
 

@@ -8,20 +8,25 @@ import pickle
 import socket
 import weakref
 from contextlib import suppress
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from aiokv import ConfigError, InternalError, PeerError, UsageError
-from aiokv.peers.frames import FrameWriter
 from aiokv.peers.handshake import GREETING_BYTES, MAGIC, PROOF_BYTES, Handshake
-from aiokv.peers.listener import Listener, listen
-from aiokv.peers.messages import Cancel, Done, Ping, Pong, Want
-from aiokv.peers.sockets import place
-from aiokv.peers.wire import Connection, WireLimits
+from aiokv.peers.messages import Cancel, Done, Want
+from aiokv.peers.wire import Connection, connect, listen
 from aiokv.testing import running_clock, spin
 from aiokv.testing.loops import PATIENCE_SECONDS, run_until_idle
+from aiokv.wire.connection import WireLimits
+from aiokv.wire.frames import FrameWriter
+from aiokv.wire.messages import Ping, Pong, encode
+from aiokv.wire.sockets import place
 from tests.peers.wires import HOST, SECRET, TICKET, RawSocket, Recorder, connected, landed
+
+if TYPE_CHECKING:
+    from aiokv.wire.listener import Listener
 
 WANT = Want(ticket_id=TICKET, parcels=1)
 DONE = Done(ticket_id=TICKET)
@@ -148,10 +153,10 @@ async def test_memory_of_another_length_than_its_parcel_is_a_bug():
 async def test_another_secret_is_refused_without_a_proof_of_the_server(accepted, caplog):
     listener = await listening(accepted)
     with pytest.raises(PeerError, match="it has another secret") as refused:
-        await Connection.open(HOST, listener.port, b"another secret....", timeout=PATIENCE_SECONDS)
+        await connect(HOST, listener.address[1], b"another secret....", timeout=PATIENCE_SECONDS)
     assert "Peers(secret=...)" in refused.value.hint
     await run_until_idle(lambda: listener.refused == 1)
-    raw = await RawSocket.to(listener.port)
+    raw = await RawSocket.to(listener.address[1])
     handshake = Handshake(b"another secret....", "client")
     await raw.send(handshake.greeting)
     handshake.read_greeting(await raw.receive(GREETING_BYTES))
@@ -160,7 +165,7 @@ async def test_another_secret_is_refused_without_a_proof_of_the_server(accepted,
     raw.close()
     await listener.aclose()
     assert accepted == []
-    assert "peer.refused" in caplog.text
+    assert "wire.refused" in caplog.text
     for text in (caplog.text, str(refused.value), repr(listener)):
         assert "another secret...." not in text
         assert SECRET.decode() not in text
@@ -190,7 +195,7 @@ async def test_server_that_does_not_know_the_secret_is_refused(impostor):
     server = Handshake(b"another secret....", "server")
     answering = asyncio.create_task(one_server(server.greeting + bytes(PROOF_BYTES), impostor))
     with pytest.raises(PeerError, match="does not know the secret"):
-        await Connection.open(HOST, impostor.getsockname()[1], SECRET, timeout=PATIENCE_SECONDS)
+        await connect(HOST, impostor.getsockname()[1], SECRET, timeout=PATIENCE_SECONDS)
     assert len(await answering) == PROOF_BYTES
 
 
@@ -206,7 +211,7 @@ async def test_server_that_reflects_the_challenge_and_the_proof_is_refused(impos
 
     reflecting = asyncio.create_task(reflect())
     with pytest.raises(PeerError, match="does not know the secret"):
-        await Connection.open(HOST, impostor.getsockname()[1], SECRET, timeout=PATIENCE_SECONDS)
+        await connect(HOST, impostor.getsockname()[1], SECRET, timeout=PATIENCE_SECONDS)
     await reflecting
 
 
@@ -214,7 +219,7 @@ async def test_server_that_reflects_the_challenge_and_the_proof_is_refused(impos
 async def test_connection_of_the_client_to_itself_through_the_server_is_refused(accepted):
     """A client that returns each byte of the server to it does not get in."""
     listener = await listening(accepted)
-    raw = await RawSocket.to(listener.port)
+    raw = await RawSocket.to(listener.address[1])
     await raw.send(MAGIC + bytes(32))
     await raw.send(await raw.receive(GREETING_BYTES))
     assert await raw.receive_all() == b""
@@ -227,7 +232,7 @@ async def test_connection_of_the_client_to_itself_through_the_server_is_refused(
 async def test_server_closes_after_each_cut_of_the_handshake(accepted):
     listener = await listening(accepted)
     for cut in range(GREETING_BYTES + PROOF_BYTES):
-        raw = await RawSocket.to(listener.port)
+        raw = await RawSocket.to(listener.address[1])
         handshake = Handshake(SECRET, "client")
         await raw.send(handshake.greeting[:cut])
         if cut > GREETING_BYTES:
@@ -247,7 +252,7 @@ async def test_client_fails_after_each_cut_of_the_handshake(impostor):
         answer = (server.greeting + bytes(PROOF_BYTES))[:cut]
         answering = asyncio.create_task(one_server(answer, impostor))
         with pytest.raises(PeerError, match="closed the connection during the handshake") as lost:
-            await Connection.open(HOST, impostor.getsockname()[1], SECRET, timeout=PATIENCE_SECONDS)
+            await connect(HOST, impostor.getsockname()[1], SECRET, timeout=PATIENCE_SECONDS)
         knows_secret = cut >= GREETING_BYTES  # a process that was killed blames no secret
         assert ("secret" in str(lost.value)) == knows_secret
         await answering
@@ -256,7 +261,7 @@ async def test_client_fails_after_each_cut_of_the_handshake(impostor):
 @pytest.mark.asyncio
 async def test_http_client_gets_no_reply(accepted):
     listener = await listening(accepted)
-    raw = await RawSocket.to(listener.port)
+    raw = await RawSocket.to(listener.address[1])
     await raw.send(b"GET / HTTP/1.1\r\nHost: a.example.org\r\nAccept: */*\r\n\r\n")
     assert await raw.receive_all() == b""
     raw.close()
@@ -269,19 +274,17 @@ async def test_open_fails_where_nothing_listens(impostor):
     port = impostor.getsockname()[1]
     impostor.close()
     with pytest.raises(PeerError, match=f"cannot connect to 127.0.0.1:{port}: "):
-        await Connection.open(HOST, port, SECRET, timeout=PATIENCE_SECONDS)
+        await connect(HOST, port, SECRET, timeout=PATIENCE_SECONDS)
     with pytest.raises(PeerError, match="cannot connect to 127\\.0\\.0\\.1:70000"):
-        await Connection.open(HOST, 70_000, SECRET, timeout=PATIENCE_SECONDS)
+        await connect(HOST, 70_000, SECRET, timeout=PATIENCE_SECONDS)
     with pytest.raises(ConfigError, match="secret has 5 bytes"):
-        await Connection.open(HOST, port, b"short", timeout=PATIENCE_SECONDS)
+        await connect(HOST, port, b"short", timeout=PATIENCE_SECONDS)
 
 
 @pytest.mark.clock
 @pytest.mark.asyncio
 async def test_server_that_accepts_and_sends_nothing_is_given_up(impostor):
-    opening = asyncio.create_task(
-        Connection.open(HOST, impostor.getsockname()[1], SECRET, timeout=7)
-    )
+    opening = asyncio.create_task(connect(HOST, impostor.getsockname()[1], SECRET, timeout=7))
     raw, _ = await asyncio.get_running_loop().sock_accept(impostor)
     clock = running_clock()
     await clock.advance(6.9)
@@ -295,7 +298,7 @@ async def test_server_that_accepts_and_sends_nothing_is_given_up(impostor):
 @pytest.mark.asyncio
 async def test_cancelled_open_leaves_nothing(impostor):
     opening = asyncio.create_task(
-        Connection.open(HOST, impostor.getsockname()[1], SECRET, timeout=PATIENCE_SECONDS)
+        connect(HOST, impostor.getsockname()[1], SECRET, timeout=PATIENCE_SECONDS)
     )
     raw, _ = await asyncio.get_running_loop().sock_accept(impostor)
     await spin(5)
@@ -313,7 +316,7 @@ async def test_cancelled_open_leaves_nothing(impostor):
 async def test_client_that_sends_nothing_is_closed_at_the_deadline(accepted):
     listener = await listening(accepted, handshake_seconds=5.0)
     for sent in (b"", MAGIC, MAGIC + bytes(32)):
-        raw = await RawSocket.to(listener.port)
+        raw = await RawSocket.to(listener.address[1])
         await raw.send(sent)
         await run_until_idle(lambda: listener.handshakes == 1)
         await spin(20)
@@ -333,7 +336,7 @@ async def test_client_that_sends_nothing_is_closed_at_the_deadline(accepted):
 async def test_blocked_loop_ends_no_handshake(accepted):
     """The deadline passes while the loop is blocked; the proof of the client is in the kernel."""
     listener = await listening(accepted, handshake_seconds=5.0)
-    raw = await RawSocket.to(listener.port)
+    raw = await RawSocket.to(listener.address[1])
     handshake = Handshake(SECRET, "client")
     await raw.send(handshake.greeting)
     handshake.read_greeting(await raw.receive(GREETING_BYTES))
@@ -353,7 +356,7 @@ async def test_blocked_loop_ends_no_handshake(accepted):
 @pytest.mark.asyncio
 async def test_clients_that_trickle_have_no_longer_deadline(accepted):
     listener = await listening(accepted, handshake_seconds=5.0)
-    raw = await RawSocket.to(listener.port)
+    raw = await RawSocket.to(listener.address[1])
     clock = running_clock()
     for byte in MAGIC + bytes(1):  # 4.5 s
         await raw.send(bytes([byte]))
@@ -369,10 +372,10 @@ async def test_clients_that_trickle_have_no_longer_deadline(accepted):
 @pytest.mark.asyncio
 async def test_unauthenticated_connections_are_limited_and_do_not_keep_peers_out(accepted):
     listener = await listening(accepted, max_unauthenticated=3)
-    raws = [await RawSocket.to(listener.port) for _ in range(10)]
+    raws = [await RawSocket.to(listener.address[1]) for _ in range(10)]
     await run_until_idle(lambda: listener.refused == 7)
     assert listener.handshakes == 3
-    client = await Connection.open(HOST, listener.port, SECRET, timeout=PATIENCE_SECONDS)
+    client = await connect(HOST, listener.address[1], SECRET, timeout=PATIENCE_SECONDS)
     await run_until_idle(lambda: len(accepted) == 1)
     assert listener.handshakes == 2
     for end in (client, *accepted):
@@ -385,7 +388,7 @@ async def test_unauthenticated_connections_are_limited_and_do_not_keep_peers_out
 @pytest.mark.asyncio
 async def test_socket_accepted_just_before_the_end_is_closed(accepted):
     listener = await listening(accepted)
-    with socket.create_connection((HOST, listener.port)) as raw:
+    with socket.create_connection((HOST, listener.address[1])) as raw:
         await run_until_idle(lambda: listener.handshakes == 1)
         await listener.aclose()  # before the first step of the handshake
         raw.settimeout(10)
@@ -396,15 +399,14 @@ async def test_socket_accepted_just_before_the_end_is_closed(accepted):
 async def test_authenticated_connections_are_limited(accepted):
     listener = await listening(accepted, max_connections=2)
     clients = [
-        await Connection.open(HOST, listener.port, SECRET, timeout=PATIENCE_SECONDS)
-        for _ in range(2)
+        await connect(HOST, listener.address[1], SECRET, timeout=PATIENCE_SECONDS) for _ in range(2)
     ]
     await run_until_idle(lambda: len(accepted) == 2)
     assert listener.connections == 2
     with pytest.raises(PeerError, match="too many connections"):
-        await Connection.open(HOST, listener.port, SECRET, timeout=PATIENCE_SECONDS)
+        await connect(HOST, listener.address[1], SECRET, timeout=PATIENCE_SECONDS)
     accepted[0].abort("done")
-    clients.append(await Connection.open(HOST, listener.port, SECRET, timeout=PATIENCE_SECONDS))
+    clients.append(await connect(HOST, listener.address[1], SECRET, timeout=PATIENCE_SECONDS))
     await run_until_idle(lambda: len(accepted) == 3)
     for end in (*clients, *accepted):
         end.abort("the test ended")
@@ -412,7 +414,7 @@ async def test_authenticated_connections_are_limited(accepted):
 
 
 @pytest.mark.asyncio
-async def test_clients_that_prove_at_the_same_time_do_not_exceed_the_limit(accepted):
+async def test_clients_that_prove_at_the_same_time_do_not_exceed_the_limit(accepted, monkeypatch):
     class SlowSends:
         """The loop of the listener; proofs wait."""
 
@@ -425,16 +427,17 @@ async def test_clients_that_prove_at_the_same_time_do_not_exceed_the_limit(accep
             return getattr(self.loop, name)
 
         async def sock_sendall(self, connected: Any, data: bytes) -> None:
-            if len(data) == PROOF_BYTES:
+            if len(data) == PROOF_BYTES and connected.getsockname() == listener.address:
                 self.waiting += 1
                 await self.gate.wait()
             await self.loop.sock_sendall(connected, data)
 
     listener = await listening(accepted, max_connections=2)
     slow: Any = SlowSends(asyncio.get_running_loop())
-    listener._loop = slow
+    patched = SimpleNamespace(get_running_loop=lambda: slow)
+    monkeypatch.setattr("aiokv.peers.wire.asyncio", patched)
     opening = [
-        asyncio.create_task(Connection.open(HOST, listener.port, SECRET, timeout=PATIENCE_SECONDS))
+        asyncio.create_task(connect(HOST, listener.address[1], SECRET, timeout=PATIENCE_SECONDS))
         for _ in range(4)
     ]
     await run_until_idle(lambda: slow.waiting + listener.refused == 4)
@@ -444,7 +447,7 @@ async def test_clients_that_prove_at_the_same_time_do_not_exceed_the_limit(accep
     assert (len(accepted), listener.refused) == (2, 2)
     assert sum(isinstance(end, PeerError) for end in ends) == 2
     for end in (*ends, *accepted):
-        if isinstance(end, Connection):
+        if not isinstance(end, BaseException):
             end.abort("the test ended")
     await listener.aclose()
 
@@ -454,10 +457,10 @@ async def test_refusals_are_logged_but_not_each_one(accepted, caplog):
     listener = await listening(accepted)
     with caplog.at_level(logging.WARNING, "aiokv"):
         for _ in range(5):
-            raw = await RawSocket.to(listener.port)
+            raw = await RawSocket.to(listener.address[1])
             raw.close()
         await run_until_idle(lambda: listener.refused == 5)
-    assert caplog.text.count("peer.refused") == 1
+    assert caplog.text.count("wire.refused") == 1
     await listener.aclose()
 
 
@@ -480,7 +483,7 @@ async def test_listener_without_descriptors_tries_again(accepted, monkeypatch, c
     real = listener._socket
     monkeypatch.setattr(listener, "_socket", Failing())
     opening = asyncio.create_task(
-        Connection.open(HOST, listener.port, SECRET, timeout=PATIENCE_SECONDS)
+        connect(HOST, listener.address[1], SECRET, timeout=PATIENCE_SECONDS)
     )
     await run_until_idle(lambda: not failures)
     assert "Too many open files" in caplog.text
@@ -501,10 +504,12 @@ async def test_listener_without_descriptors_tries_again(accepted, monkeypatch, c
 @pytest.mark.asyncio
 async def test_port_in_use_is_refused(accepted):
     listener = await listening(accepted)
-    with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1:{listener.port}: ") as e:
-        await listen(HOST, listener.port, SECRET, accepted.append)
+    with pytest.raises(
+        ConfigError, match=f"cannot listen at 127.0.0.1:{listener.address[1]}: "
+    ) as e:
+        await listen(HOST, listener.address[1], SECRET, accepted.append)
     assert "port 0" in e.value.hint
-    port = listener.port
+    port = listener.address[1]
     await listener.aclose()
     again = await listen(HOST, port, SECRET, accepted.append)
     await again.aclose()
@@ -520,7 +525,7 @@ async def test_address_that_means_all_addresses_is_refused_unless_allowed(host, 
 @pytest.mark.asyncio
 async def test_any_address_is_possible_where_it_is_allowed(accepted):
     listener = await listen("0.0.0.0", 0, SECRET, accepted.append, any_address=True)
-    assert listener.host == "0.0.0.0"
+    assert listener.address[0] == "0.0.0.0"
     await listener.aclose()
 
 
@@ -528,7 +533,7 @@ async def test_any_address_is_possible_where_it_is_allowed(accepted):
 async def test_listener_is_bound_to_the_named_address_only(accepted):
     listener = await listen("127.0.0.1", 0, SECRET, accepted.append)
     with pytest.raises(PeerError, match="cannot connect"):
-        await Connection.open("127.0.0.2", listener.port, SECRET, timeout=PATIENCE_SECONDS)
+        await connect("127.0.0.2", listener.address[1], SECRET, timeout=PATIENCE_SECONDS)
     await listener.aclose()
 
 
@@ -579,18 +584,18 @@ def test_addresses_of_ipv6_have_brackets():
 @pytest.mark.asyncio
 async def test_connection_that_is_cut_at_each_byte_of_a_frame_delivers_nothing(accepted):
     listener = await listening(accepted)
-    length = len(FrameWriter(bytes(32)).frame(WANT))
+    length = len(FrameWriter(bytes(32)).frame(encode(WANT)))
     for cut in range(length + 1):
-        raw = await RawSocket.to(listener.port)
+        raw = await RawSocket.to(listener.address[1])
         writer = await raw.shake_hands()
         await run_until_idle(lambda: bool(accepted))
         recorder = Recorder()
         accepted.pop().start(recorder)
-        await raw.send(writer.frame(WANT)[:cut])
+        await raw.send(writer.frame(encode(WANT))[:cut])
         raw.close()
         await run_until_idle(lambda r=recorder: bool(r.closed))
         assert recorder.messages == ([WANT] if cut == length else [])
-        assert recorder.closed == ["the peer closed the connection"]
+        assert recorder.closed == ["the other side closed the connection"]
     await listener.aclose()
 
 
@@ -598,12 +603,12 @@ async def test_connection_that_is_cut_at_each_byte_of_a_frame_delivers_nothing(a
 @pytest.mark.asyncio
 async def test_connection_that_is_cut_within_a_parcel_does_not_deliver_it(accepted, sent):
     listener = await listening(accepted)
-    raw = await RawSocket.to(listener.port)
+    raw = await RawSocket.to(listener.address[1])
     writer = await raw.shake_hands()
     await run_until_idle(lambda: bool(accepted))
     recorder = Recorder()
     accepted[0].start(recorder)
-    await raw.send(writer.frame(landed(20_000), has_parcel=True) + bytes(sent))
+    await raw.send(writer.frame(encode(landed(20_000)), has_parcel=True) + bytes(sent))
     raw.close()
     await run_until_idle(lambda: bool(recorder.closed))
     assert len(recorder.places) == 1
@@ -614,18 +619,21 @@ async def test_connection_that_is_cut_within_a_parcel_does_not_deliver_it(accept
 @pytest.mark.parametrize(
     ("attack", "reason"),
     [
-        (lambda w: w.frame(WANT) * 2, "the peer sent a frame with a wrong MAC"),
-        (lambda w: w.frame(WANT)[:-1] + b"\x09", "the peer sent a frame with a wrong MAC"),
-        (lambda w: [w.frame(DONE), w.frame(WANT)][1], "the peer sent a frame with a wrong MAC"),
-        (lambda w: b"\xff" * 40, "the peer sent a message of 2147483647 bytes"),
-        (lambda w: b"GET / HTTP/1.1\r\n\r\n" + bytes(9), "the peer sent a message of"),
+        (lambda w: w.frame(encode(WANT)) * 2, "protocol: a frame with a wrong MAC"),
+        (lambda w: w.frame(encode(WANT))[:-1] + b"\x09", "protocol: a frame with a wrong MAC"),
+        (
+            lambda w: [w.frame(encode(DONE)), w.frame(encode(WANT))][1],
+            "protocol: a frame with a wrong MAC",
+        ),
+        (lambda w: b"\xff" * 40, "protocol: a message of 2147483647 bytes"),
+        (lambda w: b"GET / HTTP/1.1\r\n\r\n" + bytes(9), "protocol: a message of"),
     ],
     ids=["replayed", "changed", "reordered", "oversized", "foreign"],
 )
 @pytest.mark.asyncio
 async def test_peer_that_violates_the_protocol_is_cut(accepted, attack, reason):
     listener = await listening(accepted)
-    raw = await RawSocket.to(listener.port)
+    raw = await RawSocket.to(listener.address[1])
     writer = await raw.shake_hands()
     await run_until_idle(lambda: bool(accepted))
     recorder = Recorder()
@@ -650,7 +658,7 @@ async def test_abort_ends_both_sides_and_reports_the_first_reason_once():
         assert await pair.client.closed() == "first"
         await run_until_idle(lambda: bool(pair.at_server.closed))
         assert pair.at_client.closed == ["first"]
-        assert pair.at_server.closed == ["the peer closed the connection"]
+        assert pair.at_server.closed == ["the other side closed the connection"]
         pair.client.send(WANT)
         failed = pair.client.write([(landed(100), memoryview(bytes(100)))])
         assert str(failed.ended.result()) == "first"
@@ -713,7 +721,7 @@ async def test_error_of_on_connection_cuts_the_connection_and_reaches_the_loop(l
 
     failed: list[Connection] = []
     listener = await listen(HOST, 0, SECRET, fail)
-    client = await Connection.open(HOST, listener.port, SECRET, timeout=PATIENCE_SECONDS)
+    client = await connect(HOST, listener.address[1], SECRET, timeout=PATIENCE_SECONDS)
     recorder = Recorder()
     client.start(recorder)
     await run_until_idle(lambda: bool(recorder.closed))
@@ -769,7 +777,7 @@ async def test_handler_of_an_ended_connection_is_freed_without_the_garbage_colle
 async def test_closed_listener_ends_handshakes_and_keeps_connections():
     async with connected() as pair:
         pair.start()
-        raw = await RawSocket.to(pair.listener.port)
+        raw = await RawSocket.to(pair.listener.address[1])
         await run_until_idle(lambda: pair.listener.handshakes == 1)
         await pair.listener.aclose()
         await pair.listener.aclose()
@@ -779,7 +787,7 @@ async def test_closed_listener_ends_handshakes_and_keeps_connections():
         pair.client.send(WANT)
         await run_until_idle(lambda: pair.at_server.messages == [WANT])
         with pytest.raises(PeerError, match="cannot connect"):
-            await Connection.open(HOST, pair.listener.port, SECRET, timeout=PATIENCE_SECONDS)
+            await connect(HOST, pair.listener.address[1], SECRET, timeout=PATIENCE_SECONDS)
 
 
 @pytest.mark.asyncio
@@ -811,20 +819,20 @@ async def test_idle_connection_stays_open_and_sends_few_pings():
 @pytest.mark.asyncio
 async def test_peer_that_sends_nothing_is_given_up_at_the_deadline(accepted, sent):
     listener = await listening(accepted)
-    raw = await RawSocket.to(listener.port)
+    raw = await RawSocket.to(listener.address[1])
     writer = await raw.shake_hands()
     await run_until_idle(lambda: bool(accepted))
     recorder = Recorder()
     accepted[0].start(recorder)
     clock = running_clock()
     for message in sent:
-        await raw.send(writer.frame(message))
+        await raw.send(writer.frame(encode(message)))
         await run_until_idle(lambda: bool(recorder.messages))
         await clock.advance(PINGS)
     await clock.advance(3 * PINGS - 0.1)
     assert recorder.closed == []
     await clock.advance(0.2)
-    assert recorder.closed == ["the peer sent nothing for 6.0 s"]
+    assert recorder.closed == ["the other side sent nothing for 6.0 s"]
     raw.close()
     await listener.aclose()
 
@@ -833,13 +841,13 @@ async def test_peer_that_sends_nothing_is_given_up_at_the_deadline(accepted, sen
 @pytest.mark.asyncio
 async def test_peer_that_sends_single_bytes_is_not_silent(accepted):
     listener = await listening(accepted)
-    raw = await RawSocket.to(listener.port)
+    raw = await RawSocket.to(listener.address[1])
     writer = await raw.shake_hands()
     await run_until_idle(lambda: bool(accepted))
     recorder = Recorder()
     accepted[0].start(recorder)
     clock = running_clock()
-    for byte in writer.frame(WANT):
+    for byte in writer.frame(encode(WANT)):
         received = accepted[0].received_bytes
         await raw.send(bytes([byte]))
         await run_until_idle(lambda r=received: accepted[0].received_bytes > r)
@@ -857,7 +865,7 @@ async def test_peer_that_sends_single_bytes_is_not_silent(accepted):
 async def test_parcel_that_arrives_slowly_is_read_and_its_peer_is_not_silent(accepted, discards):
     """The kernel wakes the loop only for more bytes than arrive within an interval."""
     listener = await listening(accepted)
-    raw = await RawSocket.to(listener.port)
+    raw = await RawSocket.to(listener.address[1])
     writer = await raw.shake_hands()
     await run_until_idle(lambda: bool(accepted))
     recorder = Recorder()
@@ -865,15 +873,15 @@ async def test_parcel_that_arrives_slowly_is_read_and_its_peer_is_not_silent(acc
     accepted[0].start(recorder)
     clock = running_clock()
     size = 2 << 20
-    await raw.send(writer.frame(landed(size), has_parcel=True))
+    await raw.send(writer.frame(encode(landed(size)), has_parcel=True))
     for _ in range(20):
         await raw.send(bytes(1000))
         await clock.advance(PINGS)
     assert recorder.closed == []
-    await raw.send(bytes(size - 20_000) + writer.frame(WANT))
+    await raw.send(bytes(size - 20_000) + writer.frame(encode(WANT)))
     await run_until_idle(lambda: recorder.messages == [WANT])
     assert len(recorder.parcels) == (not discards)
-    await raw.send(writer.frame(DONE))  # few bytes wake the loop again
+    await raw.send(writer.frame(encode(DONE)))  # few bytes wake the loop again
     await run_until_idle(lambda: recorder.messages == [WANT, DONE])
     accepted[0].abort("the test ended")
     raw.close()
@@ -884,7 +892,7 @@ async def test_parcel_that_arrives_slowly_is_read_and_its_peer_is_not_silent(acc
 @pytest.mark.asyncio
 async def test_peer_that_never_reads_is_given_up_and_the_memory_is_released(accepted):
     listener = await listening(accepted)
-    raw = await RawSocket.to(listener.port)
+    raw = await RawSocket.to(listener.address[1])
     writer = await raw.shake_hands()
     await run_until_idle(lambda: bool(accepted))
     recorder = Recorder()
@@ -894,13 +902,13 @@ async def test_peer_that_never_reads_is_given_up_and_the_memory_is_released(acce
     clock = running_clock()
     for _ in range(30):  # it sends, but does not read
         received = accepted[0].received_bytes
-        await raw.send(writer.frame(Ping()))
+        await raw.send(writer.frame(encode(Ping())))
         await run_until_idle(lambda r=received: accepted[0].received_bytes > r)
         await spin(50)
         await clock.advance(PINGS)
         if recorder.closed:
             break
-    assert recorder.closed == ["the peer read nothing for 6.0 s"]
+    assert recorder.closed == ["the other side read nothing for 6.0 s"]
     assert str(writes.ended.result()) == recorder.closed[0]
     raw.close()
     await listener.aclose()
@@ -910,7 +918,7 @@ async def test_peer_that_never_reads_is_given_up_and_the_memory_is_released(acce
 @pytest.mark.asyncio
 async def test_close_does_not_wait_for_a_peer_that_never_reads(accepted):
     listener = await listening(accepted)
-    raw = await RawSocket.to(listener.port)
+    raw = await RawSocket.to(listener.address[1])
     await raw.shake_hands()
     await run_until_idle(lambda: bool(accepted))
     accepted[0].start(Recorder())
@@ -968,12 +976,14 @@ async def test_blocked_loop_cuts_no_connection():
 @pytest.mark.asyncio
 async def test_ping_is_answered_before_queued_parcels(accepted):
     listener = await listening(accepted)
-    raw = await RawSocket.to(listener.port)
+    raw = await RawSocket.to(listener.address[1])
     writer = await raw.shake_hands()
     await run_until_idle(lambda: bool(accepted))
     recorder = Recorder()
     accepted[0].start(recorder)
-    await raw.send(writer.frame(Ping()) + writer.frame(Pong()) + writer.frame(WANT))
+    await raw.send(
+        writer.frame(encode(Ping())) + writer.frame(encode(Pong())) + writer.frame(encode(WANT))
+    )
     await run_until_idle(lambda: recorder.messages == [WANT])
     await run_until_idle(lambda: accepted[0].sent_bytes > 0)
     assert len(await raw.receive(20)) == 20
@@ -991,4 +1001,4 @@ async def test_messages_to_a_peer_that_does_not_read_are_limited():
         assert not pair.client.reason
         pair.client.send(WANT)
         await spin(2)
-        assert pair.at_client.closed == ["the peer did not read 65536 messages"]
+        assert pair.at_client.closed == ["the other side did not read 65536 messages"]

@@ -23,7 +23,7 @@ from aiokv.peers.nixl import NixlBackend
 from aiokv.peers.one_sided import OneSidedTransport
 from aiokv.peers.ring import LandingRing
 from aiokv.peers.transport import Outgoing, PeerMemory
-from aiokv.peers.wire import Connection
+from aiokv.peers.wire import Connection, connect
 from aiokv.testing.loops import PATIENCE_SECONDS
 from aiokv.worker.arena import HostArena
 from tests.peers.wires import HOST, SECRET, TICKET
@@ -234,7 +234,7 @@ async def main(role: str, name: str, port: int, mode: str) -> None:
 
     stopped: list[bool] = []
     transport = transport_of(name, stop_once)
-    connection = await Connection.open(HOST, port, SECRET, timeout=PATIENCE_SECONDS)
+    connection = await connect(HOST, port, SECRET, timeout=PATIENCE_SECONDS)
     if role == "sender":
         sender = SendingEnd(transport, connection)
         await sender.open()

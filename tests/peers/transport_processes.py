@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
-from aiokv.peers.listener import listen
+from aiokv.peers.wire import listen
 from aiokv.testing import spin
 from aiokv.testing.loops import run_until_idle
 from tests.peers.transport_child import (
@@ -38,7 +38,7 @@ async def child(
     accepted: list[Connection] = []
     listener = await listen(HOST, 0, SECRET, accepted.append)
     command = [sys.executable, "-m", "tests.peers.transport_child", role, transport]
-    command += [str(listener.port), mode]
+    command += [str(listener.address[1]), mode]
     process = subprocess.Popen(command, env=os.environ | environment)  # noqa: ASYNC220
     try:
         await run_until_idle(lambda: bool(accepted) or process.poll() is not None)

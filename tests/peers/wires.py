@@ -7,17 +7,18 @@ import socket
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from aiokv.peers.frames import FrameWriter
 from aiokv.peers.handshake import GREETING_BYTES, PROOF_BYTES, Handshake
-from aiokv.peers.listener import Listener, listen
 from aiokv.peers.messages import Landed
-from aiokv.peers.wire import Connection, WireLimits
+from aiokv.peers.wire import Connection, connect, listen
 from aiokv.testing.loops import PATIENCE_SECONDS, run_until_idle
+from aiokv.wire.connection import WireLimits
+from aiokv.wire.frames import FrameWriter
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from aiokv.peers.messages import Message
+    from aiokv.wire.listener import Listener
 
 HOST = "127.0.0.1"
 SECRET = b"a secret of at least 16 bytes"
@@ -98,8 +99,8 @@ async def connected(limits: WireLimits = WireLimits()) -> AsyncIterator[Pair]:  
     """Both ends of a connection, closed afterwards."""
     accepted: list[Connection] = []
     listener = await listen(HOST, 0, SECRET, accepted.append, limits=limits)
-    client = await Connection.open(
-        HOST, listener.port, SECRET, timeout=PATIENCE_SECONDS, limits=limits
+    client = await connect(
+        HOST, listener.address[1], SECRET, timeout=PATIENCE_SECONDS, limits=limits
     )
     await run_until_idle(lambda: bool(accepted))
     pair = Pair(listener, accepted, client)

@@ -225,8 +225,8 @@ class Ranked(Model):
         """Lose a rank, and prepare a replacement that has not connected yet."""
         shard = self.shards[rank]
         state = self.group._membership.ranks[rank]  # type: ignore[union-attr]
-        shard.worker._channel.cut("killed")
-        await run_until_idle(lambda: self.group.failure is not None and state.channel is None)
+        shard.worker._connection.abort("killed")
+        await run_until_idle(lambda: self.group.failure is not None and state.connection is None)
         await shard.leave()
         shard.fresh()
 

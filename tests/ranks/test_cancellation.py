@@ -337,7 +337,7 @@ async def test_a_rank_cancelled_at_any_await_of_its_entry_leaves_nothing(tmp_pat
                 await asyncio.wait((restarting,))
                 membership = ranked.group._membership
                 await run_until_idle(
-                    lambda r=membership: not r._unauthenticated and not r.ranks[1].channel
+                    lambda r=membership: not r._socket.handshakes and not r.ranks[1].connection
                 )
                 ranked.shards[1].fresh()
                 await ranked.restart(1)

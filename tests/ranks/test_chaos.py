@@ -67,7 +67,7 @@ class Chaos:
         if rng.random() < 0.04:
             ranked.pass_time(PATIENT.transfer + 1)
         if rng.random() < 0.03:
-            rng.choice(ranked.shards).worker._channel.cut("killed")
+            rng.choice(ranked.shards).worker._connection.abort("killed")
             await spin(4)
         if ranked.group.failure is not None:
             await self.restart()
@@ -75,7 +75,7 @@ class Chaos:
 
     async def restart(self) -> None:
         """Restart lost ranks, with other bytes."""
-        lost = [s.rank for s in self.ranked.group._membership.ranks if s.channel is None]
+        lost = [s.rank for s in self.ranked.group._membership.ranks if s.connection is None]
         for rank in lost:
             await self.ranked.shards[rank].leave()
             self.ranked.shards[rank].fresh()

@@ -11,7 +11,6 @@ from aiokv import CacheConfig, CacheEngine, ConfigError, RankLost, TransferError
 from aiokv.errors import DeviceError
 from aiokv.ranks import Rank, RankGroup
 from aiokv.ranks.__main__ import find
-from aiokv.ranks.channel import Channel
 from aiokv.ranks.counters import Counters
 from aiokv.testing import run_until_idle, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
@@ -52,15 +51,15 @@ async def test_closing_may_be_cancelled_at_its_last_await(tmp_path):
         membership = ranked.group._membership
         closing = asyncio.create_task(ranked.group.aclose())
         await run_until_idle(lambda: membership.closing)
-        stuck = Channel(lambda frame: None, lambda reason: None)
-        membership._unauthenticated[stuck] = None
+        stuck = asyncio.get_running_loop().create_future()
+        membership._socket._listener._tasks.add(stuck)
         for shard in ranked.shards:
-            shard.worker._channel.cut("killed")
+            shard.worker._connection.abort("killed")
         await run_until_idle(lambda: not ranked.group.path.exists())
         closing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await closing
-        del membership._unauthenticated[stuck]
+        stuck.cancel()
         await ranked.group.aclose()
         with pytest.raises(TransferError):
             await waiting

@@ -13,18 +13,31 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aiokv import ConfigError
-from aiokv.ranks import channel as channels
-from aiokv.ranks.channel import claimed, listen
-from aiokv.ranks.listener import PREFIX, Listener, remove_abandoned
+from aiokv.ranks.rank_socket import PREFIX, RankSocket, remove_abandoned
+from aiokv.wire import unix
+from aiokv.wire.connection import WireLimits
+from aiokv.wire.listener import Listener
+from aiokv.wire.unix import claimed, listening_socket
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from aiokv.ranks.messages import RankConnection
 
 
 def abandoned(path: Path) -> None:
     """Make a socket file without a listener."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as killed:
         killed.bind(str(path))
+
+
+def listening_at(listening: socket.socket, name: str) -> Listener[RankConnection]:
+    """Return a listener that nothing is expected to connect to."""
+
+    async def admit(*_: object) -> RankConnection:
+        pytest.fail("unexpected connection")
+
+    return Listener(listening, name, admit, lambda _: None, WireLimits())
 
 
 @pytest.fixture
@@ -39,21 +52,21 @@ def test_a_second_owner_between_probe_and_bind_is_refused(tmp_path, monkeypatch)
     path = tmp_path / "s"
     abandoned(path)
     refusals = []
-    remove = channels.remove_stale
+    remove = unix.remove_stale
 
     def remove_beside_another(stale: Path) -> None:
-        monkeypatch.setattr(channels, "remove_stale", remove)
+        monkeypatch.setattr(unix, "remove_stale", remove)
         with pytest.raises(ConfigError, match="another process holds") as refused:
-            listen(stale)
+            listening_socket(stale, 1)
         refusals.append(refused)
         remove(stale)
 
-    monkeypatch.setattr(channels, "remove_stale", remove_beside_another)
-    with listen(path):
+    monkeypatch.setattr(unix, "remove_stale", remove_beside_another)
+    with listening_socket(path, 1):
         assert len(refusals) == 1
         assert [entry.name for entry in tmp_path.iterdir()] == ["s"]
         with pytest.raises(ConfigError, match="another process listens there"):
-            listen(path)
+            listening_socket(path, 1)
 
 
 def test_lock_on_a_removed_lock_file_is_taken_again(tmp_path, monkeypatch):
@@ -68,7 +81,7 @@ def test_lock_on_a_removed_lock_file_is_taken_again(tmp_path, monkeypatch):
             lock.unlink()
         flock(descriptor, operation)
 
-    monkeypatch.setattr(channels.fcntl, "flock", lock_a_removed_file)
+    monkeypatch.setattr(unix.fcntl, "flock", lock_a_removed_file)
     with claimed(path):
         assert lock.exists()
         with pytest.raises(ConfigError), claimed(path):
@@ -84,18 +97,18 @@ def test_listener_with_a_full_backlog_counts_as_alive(tmp_path):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as first:
             first.connect(str(path))
             with pytest.raises(ConfigError, match="another process listens there"):
-                listen(path)
+                listening_socket(path, 1)
     assert path.exists()
 
 
 @pytest.mark.asyncio
 async def test_closing_leaves_the_socket_of_another_owner(tmp_path):
     path = tmp_path / "s"
-    listener = Listener(path)
-    assert await listener.open(lambda: pytest.fail("unexpected connection")) == path
-    assert await listener.open(lambda: pytest.fail("unexpected connection")) == path
+    listener = RankSocket(path)
+    assert listener.open(listening_at) == path
+    assert listener.open(listening_at) == path
     path.unlink()
-    with listen(path) as other:
+    with listening_socket(path, 1) as other:
         listener.close()
         assert path.lstat().st_ino
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as rank:
@@ -109,10 +122,10 @@ async def test_a_private_socket_is_in_a_new_directory_per_opening(short_path, mo
     monkeypatch.setattr(tempfile, "tempdir", str(short_path))
     (short_path / f"{PREFIX}of_a_killed_manager").mkdir(mode=0o700)
     abandoned(short_path / f"{PREFIX}of_a_killed_manager" / "ranks")
-    listener = Listener(None)
+    listener = RankSocket(None)
     paths = []
     for _ in range(2):
-        paths.append(await listener.open(lambda: pytest.fail("unexpected connection")))
+        paths.append(listener.open(listening_at))
         assert stat.S_IMODE(paths[-1].parent.stat().st_mode) == 0o700
         listener.close()
         assert list(short_path.iterdir()) == []
@@ -123,7 +136,7 @@ async def test_a_private_socket_is_in_a_new_directory_per_opening(short_path, mo
 async def test_a_directory_that_cannot_be_made_is_a_config_error(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"cannot create a private directory.*TMPDIR"):
-        await Listener(None).open(lambda: pytest.fail("unexpected connection"))
+        RankSocket(None).open(listening_at)
 
 
 def test_directories_of_killed_managers_are_removed_and_no_others(tmp_path, monkeypatch):
@@ -134,7 +147,7 @@ def test_directories_of_killed_managers_are_removed_and_no_others(tmp_path, monk
     abandoned(directories["dead"] / "ranks")
     (directories["files"] / "ranks").write_text("no socket")
     (tmp_path / f"{PREFIX}link").symlink_to(directories["dead"])
-    with listen(directories["alive"] / "ranks"):
+    with listening_socket(directories["alive"] / "ranks", 1):
         remove_abandoned()
     left = {entry.name.removeprefix(PREFIX) for entry in tmp_path.iterdir()}
     assert left == {"alive", "new", "files", "link"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import stat
 import struct
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from aiokv import (
     CacheConfig,
     CacheEngine,
     ConfigError,
+    InternalError,
     RankLost,
     Regions,
     TransferError,
@@ -23,9 +25,9 @@ from aiokv import (
 )
 from aiokv.base.plan import ONLOAD, TransferPlan, TransferReport
 from aiokv.ranks import Rank, RankGroup, RankTimeouts
-from aiokv.ranks import channel as channels
-from aiokv.ranks.channel import MAX_FRAME_BYTES, Channel, ChannelError, frame_of
 from aiokv.ranks.messages import (
+    MANAGER_CODEC,
+    MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     Begin,
     Hello,
@@ -34,11 +36,14 @@ from aiokv.ranks.messages import (
     TransferBatch,
     decode_from_manager,
     decode_from_rank,
-    encode,
+    decode_hello,
     layout_of,
 )
 from aiokv.testing import ManualDevice, run_until_idle, running_clock, spin
+from aiokv.wire import unix
+from aiokv.wire.messages import encode
 from tests.ranks.loopback import Ranked
+from tests.ranks.raw import Peer, frame_of, send_raw
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,7 +75,7 @@ def test_messages_are_equal_after_encoding_and_decoding():
     )
     assert decode_from_rank(encode(reports)) == reports
     hello = Hello(protocol=PROTOCOL_VERSION, rank=1, layout=layout_of(regions_of(8, 8)))
-    assert decode_from_rank(encode(hello)) == hello
+    assert decode_hello(encode(hello)) == hello
     with pytest.raises(msgspec.ValidationError):
         decode_from_rank(encode(batch))
     with pytest.raises(msgspec.ValidationError):
@@ -88,45 +93,29 @@ def test_layout_is_compared_by_region_names_and_bytes_not_by_blocks():
 
 
 def test_message_above_the_frame_limit_is_not_sent():
-    with pytest.raises(ChannelError, match="the limit is"):
-        frame_of(bytes(MAX_FRAME_BYTES + 1))
+    plan = msgspec.structs.replace(PLAN, source_blocks=bytes(MAX_MESSAGE_BYTES))
+    with pytest.raises(InternalError, match="the limit is"):
+        MANAGER_CODEC.encoded(TransferBatch(generation=1, plans=[plan], cancels=[]))
 
 
 # --- the socket -----------------------------------------------------------------------------------
 
 
 def test_only_the_user_may_open_the_socket(tmp_path):
-    with channels.listen(tmp_path / "s"):
+    with unix.listening_socket(tmp_path / "s", 1):
         assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o600
         with pytest.raises(ConfigError, match="another process listens there"):
-            channels.listen(tmp_path / "s")
-    with channels.listen(tmp_path / "s"):  # a socket file of an earlier group
+            unix.listening_socket(tmp_path / "s", 1)
+    with unix.listening_socket(tmp_path / "s", 1):  # a socket file of an earlier group
         (tmp_path / "file").write_text("")
         with pytest.raises(ConfigError, match="not a socket"):
-            channels.listen(tmp_path / "file")
+            unix.listening_socket(tmp_path / "file", 1)
         with pytest.raises(ConfigError, match="at most 107"):
-            channels.listen(tmp_path / ("s" * 120))
+            unix.listening_socket(tmp_path / ("s" * 120), 1)
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(ConfigError, match="other users may write"):
-        channels.listen(tmp_path / "open" / "s")
-
-
-class Peer:
-    """Open a raw connection to a group."""
-
-    def __init__(self) -> None:
-        self.received: list[bytes] = []
-        self.closed: list[str] = []
-        self.channel = Channel(self.received.append, self.closed.append)
-
-    async def connect(self, ranked: Ranked) -> Peer:
-        loop = asyncio.get_running_loop()
-        await loop.create_unix_connection(lambda: self.channel, str(ranked.group.path))
-        return self
-
-    async def ended(self) -> None:
-        await run_until_idle(lambda: self.closed != [])
+        unix.listening_socket(tmp_path / "open" / "s", 1)
 
 
 GARBAGE = {
@@ -135,7 +124,7 @@ GARBAGE = {
         encode(Begin(generation=1, host_blocks=1, closed_step=0, asleep=[]))
     ),
     "another first message": frame_of(encode(Ready(generation=1))),
-    "oversized": struct.pack("<I", MAX_FRAME_BYTES + 1) + b"x",
+    "oversized": struct.pack("<I", MAX_MESSAGE_BYTES + 1) + b"x",
 }
 
 
@@ -144,7 +133,7 @@ GARBAGE = {
 async def test_garbage_cuts_its_own_connection_only(tmp_path, garbage):
     async with Ranked(tmp_path, new_device=None) as ranked:
         peer = await Peer().connect(ranked)
-        peer.channel.send(garbage)
+        peer.send(garbage)
         await peer.ended()
         assert peer.received == []
         assert await ranked.serve(A) == 0
@@ -154,7 +143,7 @@ async def test_garbage_cuts_its_own_connection_only(tmp_path, garbage):
 @pytest.mark.asyncio
 async def test_rank_that_sends_garbage_is_lost(tmp_path):
     async with Ranked(tmp_path) as ranked:
-        ranked.shards[1].worker._channel.send(GARBAGE["no message"])
+        send_raw(ranked.shards[1].worker._connection, GARBAGE["no message"])
         await run_until_idle(lambda: ranked.group.failure is not None)
         assert "rank 1 is lost: protocol" in str(ranked.group.failure)
         await ranked.shards[1].leave()
@@ -168,7 +157,7 @@ async def test_frames_may_arrive_in_pieces(tmp_path):
         peer = await Peer().connect(ranked)
         hello = frame_of(encode(Hello(protocol=0, rank=0, layout=layout_of(regions_of(8, 8)))))
         for byte in hello:
-            peer.channel.send(bytes([byte]))
+            peer.send(bytes([byte]))
             await spin()
         await peer.ended()
         assert f"protocol 0, not {PROTOCOL_VERSION}".encode() in peer.received[0]
@@ -177,8 +166,8 @@ async def test_frames_may_arrive_in_pieces(tmp_path):
 @pytest.mark.asyncio
 async def test_connection_of_another_user_is_refused(tmp_path, monkeypatch):
     async with Ranked(tmp_path) as ranked:
-        mine = channels.peer_uid
-        monkeypatch.setattr(channels, "peer_uid", lambda transport: mine(transport) + 1)
+        other = (1, os.getuid() + 1, os.getgid())
+        monkeypatch.setattr("aiokv.wire.sockets._credentials", lambda connected: other)
         worker = Rank(ranked.group.path, 0, regions_of(8, 8))
         with pytest.raises(RankLost, match="runs as user"):
             await worker.__aenter__()
@@ -297,7 +286,10 @@ async def _decisions(tmp_path, name: str) -> list[bytes]:
         for tokens in prompts:
             await ranked.to_host(tokens)
         send = ranked.group._membership.send
-        ranked.group._membership.send = lambda frame: (sent.append(frame), send(frame))[1]
+        ranked.group._membership.send = lambda message: (
+            sent.append(encode(message)),
+            send(message),
+        )[1]
         leases = [ranked.engine.match(tokens) for tokens in prompts]
         for lease in leases:
             await lease.allocate(5)
@@ -312,12 +304,12 @@ async def _decisions(tmp_path, name: str) -> list[bytes]:
 @pytest.mark.asyncio
 async def test_the_plans_of_a_pass_leave_together_in_order(tmp_path):
     sent = await _decisions(tmp_path, "a")
-    batch = decode_from_manager(sent[0][4:])
+    batch = decode_from_manager(sent[0])
     assert [plan.direction for plan in batch.plans] == ["onload"] * 5
     ids = [plan.transfer_id for plan in batch.plans]
     assert ids == sorted(ids)
     assert batch.cancels == []
-    assert decode_from_manager(sent[1][4:]).cancels == ids
+    assert decode_from_manager(sent[1]).cancels == ids
 
 
 @pytest.mark.asyncio

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from aiokv.observe.metrics import families
-from aiokv.ranks.messages import Pong
+from aiokv.ranks.messages import RankCounts
 from aiokv.ranks.rank_state import RankState
 from aiokv.testing import run_until_idle
 from aiokv.worker.lanes import IDLE
@@ -16,10 +16,10 @@ from tests.ranks.loopback import PATIENT, Ranked
 A = [1, 2, 3, 4, 5, 6, 7]
 
 
-def pong(queue_seconds: float) -> Pong:
+def counts(queue_seconds: float) -> RankCounts:
     onload = msgspec.structs.replace(IDLE.routes["onload"], queue_seconds=queue_seconds)
     worker = msgspec.structs.replace(IDLE, routes={**IDLE.routes, "onload": onload})
-    return Pong(worker=worker, poller=IDLE_POLLER)
+    return RankCounts(worker=worker, poller=IDLE_POLLER)
 
 
 def samples(ranked: Ranked, name: str) -> dict[str, float]:
@@ -76,6 +76,6 @@ async def test_leases_that_lost_their_blocks_with_a_rank_are_counted(tmp_path):
 def test_the_time_in_queues_does_not_fall_when_a_rank_starts_again():
     state = RankState(0)
     for seconds, total in ((2.0, 2.0), (5.0, 5.0), (5.0, 5.0), (1.0, 6.0), (3.0, 8.0)):
-        state.note_statistics(pong(seconds))
+        state.note_statistics(counts(seconds))
         assert state.queue_seconds["onload"] == total
         assert state.queue_seconds["offload"] == 0.0

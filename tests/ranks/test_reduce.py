@@ -9,11 +9,11 @@ import pytest
 
 from aiokv import TransferError
 from aiokv.base.plan import ONLOAD, SAVE, TransferPlan, TransferReport
-from aiokv.ranks.channel import ChannelError
 from aiokv.ranks.messages import Reports
 from aiokv.ranks.reduce import GroupTransfer
 from aiokv.stores.base import Result
 from aiokv.testing import run_until_idle
+from aiokv.wire.frames import ProtocolError
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.layers import LayerDoneCounter
 from tests.ranks.loopback import Ranked
@@ -96,7 +96,7 @@ async def test_no_layer_arrives_after_a_transfer_was_given_up():
 async def test_layer_that_does_not_exist_is_refused(layer):
     counter = LayerDoneCounter(2, transfer_id=1, direction="onload")
     transfer = GroupTransfer(PLAN, counter, num_ranks=2, num_bytes=1, since=0.0)
-    with pytest.raises(ChannelError, match=r"rank 1 reports layer"):
+    with pytest.raises(ProtocolError, match=r"rank 1 reports layer"):
         transfer.arrive(1, [layer])
 
 

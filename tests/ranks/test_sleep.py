@@ -10,6 +10,7 @@ import pytest
 from aiokv import ControlTimeout, RankLost, Regions, UsageError
 from aiokv.testing import ScriptedStore, run_until_idle, running_clock
 from tests.ranks.loopback import LAYERS, Ranked
+from tests.ranks.raw import pause, resume
 
 pytestmark = pytest.mark.asyncio
 
@@ -99,7 +100,7 @@ async def test_restart_during_a_sleep_binds_no_old_tensors(tmp_path):
 async def test_rank_lost_during_a_control_request_is_named(tmp_path):
     async with Ranked(tmp_path, new_device=None) as ranked:
         shard = ranked.shards[0]
-        shard.worker._channel._transport.pause_reading()
+        pause(shard.worker._connection)
         asking = asyncio.create_task(ranked.engine.sleep(["host"]))
         await run_until_idle(lambda: ranked.group._control._number == 1)
         await ranked.lose(0)
@@ -113,7 +114,7 @@ async def test_rank_lost_during_a_control_request_is_named(tmp_path):
 @pytest.mark.clock
 async def test_a_rank_that_does_not_answer_in_time_is_named(tmp_path):
     async with Ranked(tmp_path, new_device=None) as ranked:
-        transport = ranked.shards[1].worker._channel._transport
+        connection = ranked.shards[1].worker._connection
 
         async def answers_of_the_others(asking: asyncio.Task[None]) -> None:
             """Let the time of a request pass when rank 1 alone has not answered."""
@@ -122,22 +123,22 @@ async def test_a_rank_that_does_not_answer_in_time_is_named(tmp_path):
             await running_clock().advance(1.0)
             await asking
 
-        transport.pause_reading()
+        pause(connection)
         with pytest.raises(ControlTimeout, match=r"did not answer: \[1\]") as caught:
             await answers_of_the_others(asyncio.create_task(ranked.engine.sleep(timeout=0.5)))
         assert caught.value.ranks == (1,)
         assert ranked.engine.asleep == {"device", "host"}, "the others may have freed theirs"
-        transport.resume_reading()
+        resume(connection)
         await ranked.engine.sleep(timeout=10.0)
         for shard in ranked.shards:
             shard.kv = [np.zeros_like(array) for array in shard.kv]
             shard.worker.regions = Regions(num_layers=LAYERS)
             shard.worker.regions.add("kv", layers=shard.kv)
-        transport.pause_reading()
+        pause(connection)
         with pytest.raises(ControlTimeout, match=r"did not answer: \[1\]"):
             await answers_of_the_others(asyncio.create_task(ranked.engine.wake_up(timeout=0.5)))
         assert ranked.engine.asleep == {"device", "host"}
-        transport.resume_reading()
+        resume(connection)
         await ranked.engine.wake_up(timeout=10.0)
         assert await ranked.serve(A) == 0
         assert await ranked.serve(A) == 6

@@ -13,7 +13,6 @@ import pytest
 from aiokv import RankLost, Regions
 from aiokv.base.plan import FETCH, SAVE, TransferPlan, TransferReport, id_bytes
 from aiokv.ranks import Rank, RankTimeouts
-from aiokv.ranks.channel import ChannelError, frame_of
 from aiokv.ranks.messages import (
     Begin,
     ChangeWeights,
@@ -28,9 +27,11 @@ from aiokv.stores.breaker import FIRST_PAUSE_SECONDS
 from aiokv.stores.identity import StoreIdentity
 from aiokv.stores.proof import derive_keys
 from aiokv.testing import ScriptedStore, run_until_idle, running_clock, spin
+from aiokv.wire.frames import ProtocolError
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.layers import LayerDoneCounter
 from tests.ranks.loopback import PATIENT, Ranked
+from tests.ranks.raw import frame_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -314,7 +315,7 @@ async def test_overdue_fetch_releases_waiters_and_ends_with_the_reports():
 
 async def test_only_a_fetch_may_be_overdue():
     group = transfer(SAVE)
-    with pytest.raises(ChannelError, match="rank 1 reports that transfer 1 is overdue"):
+    with pytest.raises(ProtocolError, match="rank 1 reports that transfer 1 is overdue"):
         group.release(1, overdue(0))
     assert not group.counter.given_up
 

@@ -16,7 +16,7 @@ LAYERS = (
     ("_native",),
     ("errors",),
     ("base",),
-    ("layout",),
+    ("layout", "wire"),
     ("stores", "config"),
     ("worker", "peers"),  # the controller of a worker owns its transfers with peers
     ("frameworks", "ops"),

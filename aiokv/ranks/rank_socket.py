@@ -1,8 +1,7 @@
-"""Listener: the socket of the manager, and its private directory."""
+"""RankSocket: the Unix socket of the manager, and its private directory."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import stat
@@ -11,17 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from aiokv.errors import AiokvError, ConfigError
-from aiokv.ranks.channel import claimed, listen, remove_stale
 from aiokv.ranks.rank_state import MAX_RANKS
+from aiokv.wire.unix import claimed, listening_socket, remove_stale
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
+
+    from aiokv.ranks.messages import RankConnection
+    from aiokv.wire.listener import Listener
 
 PREFIX: Final = "aiokv-ranks-"  # name of private directories
 _SOCKET: Final = "ranks"
 
 
-class Listener:
+class RankSocket:
     """A Unix socket that ranks connect to.
 
     Args:
@@ -37,36 +40,52 @@ class Listener:
         self.path = path
         self.is_private = path is None
         self._directory: Path | None = None
-        self._server: asyncio.Server | None = None
+        self._listener: Listener[RankConnection] | None = None
+        self._ending: Listener[RankConnection] | None = None  # that aclose waits for
         self._inode = 0
 
-    async def open(self, new_protocol: Callable[[], asyncio.Protocol]) -> Path:
+    @property
+    def handshakes(self) -> int:
+        """Number of accepted sockets without a Hello."""
+        return 0 if self._listener is None else self._listener.handshakes
+
+    def open(self, listen: Callable[[socket.socket, str], Listener[RankConnection]]) -> Path:
         """Listen, and return the path of the socket; idempotent while it listens.
+
+        Args:
+            listen: returns the listener of a listening socket with this name.
 
         Raises:
             ConfigError: the socket or its directory cannot be created. Nothing is left behind.
-
-        Cancellation: nothing is left behind.
         """
-        if self.path is not None and self._server is not None:
+        if self.path is not None and self._listener is not None:
             return self.path
         try:
             path = self._place()
-            listening = listen(path)
+            listening = listening_socket(path, MAX_RANKS)
             self._inode = path.stat().st_ino
-            try:
-                self._server = await asyncio.get_running_loop().create_unix_server(
-                    new_protocol, sock=listening, backlog=MAX_RANKS, start_serving=False
-                )
-            except BaseException:
-                listening.close()
-                path.unlink(missing_ok=True)
-                raise
-            await self._server.start_serving()
+            self._listener = listen(listening, str(path))
         except BaseException:
             self.close()
             raise
         return path
+
+    def end_handshakes(self) -> None:
+        """Begin to end the handshakes of all sockets without a Hello. Idempotent."""
+        if self._listener is not None:
+            self._listener.end_handshakes()
+
+    async def aclose(self) -> None:
+        """Close the socket, and wait for the ends of handshakes. Idempotent; see ``close``.
+
+        Cancellation: call it again.
+        """
+        listener = self._listener
+        if listener is not None:
+            self._ending = listener
+        self.close()
+        if self._ending is not None:
+            await self._ending.aclose()
 
     def _place(self) -> Path:
         if self.path is not None and not self.is_private:
@@ -85,14 +104,14 @@ class Listener:
     def close(self) -> None:
         """Stop listening, and remove the socket and its directory. Idempotent.
 
-        Open connections are not affected.
+        Sockets without a Hello are closed; open connections are not affected.
         """
-        if self._server is not None and self.path is not None:
-            # While this socket listens, no other process takes the path: see `listen`.
+        if self._listener is not None and self.path is not None:
+            # While this socket listens, no other process takes the path: see `listening_socket`.
             if self.path.exists() and self.path.lstat().st_ino == self._inode:
                 self.path.unlink(missing_ok=True)
-            self._server.close()
-            self._server = None
+            self._listener.close()
+            self._listener = None
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None

@@ -4,9 +4,10 @@
 
     length (31 bits) + flag (1 bit) │ MAC (16 bytes) │ message │ parcel, if the flag is set
 
-The MAC is a keyed blake2b over a counter, the length with its flag, and the message. Both sides
-count the frames of a direction: a frame that is changed, repeated, left out or out of order has a
-wrong MAC, which ends the connection. The MAC does not cover the parcel: its trailer does.
+Connections over a network have keys, and so a MAC; frames on a Unix socket have none. The MAC is a
+keyed blake2b over a counter, the length with its flag, and the message. Both sides count the frames
+of a direction: a frame that is changed, repeated, left out or out of order has a wrong MAC, which
+ends the connection. The MAC does not cover the parcel: its trailer does.
 
 A reader reads the bytes of a parcel straight into its landing slot. Together with a frame it reads
 up to ``AHEAD_BYTES`` of what follows; if these are bytes of a parcel, it copies them.
@@ -17,19 +18,19 @@ from __future__ import annotations
 import hmac
 import struct
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import msgspec
 
-from aiokv.errors import InternalError
-from aiokv.peers.messages import Landed, decode, encode
+from aiokv.errors import AiokvError, InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiokv.peers.messages import Message
+    from aiokv.wire.messages import Codec
 
-MAX_FRAME_BYTES: Final = 256 << 10  # of a message
+R = TypeVar("R")
+H_contra = TypeVar("H_contra", contravariant=True)
 MAC_BYTES: Final = 16
 AHEAD_BYTES: Final = 4 << 10  # a system call costs more than the copy of as many bytes
 READ_BYTES: Final = 1 << 20  # of one system call, which holds the loop while it copies
@@ -37,11 +38,26 @@ _DISCARD_BYTES: Final = 64 << 10
 _PARCEL: Final = 1 << 31
 _WORD: Final = struct.Struct("<I")
 _COUNTED: Final = struct.Struct("<QI")
-HEADER_BYTES: Final = _WORD.size + MAC_BYTES
+HEADER_BYTES: Final = _WORD.size + MAC_BYTES  # of a frame with a MAC
+LENGTH_BYTES: Final = _WORD.size  # header of a frame without a MAC
 
 
-class FrameError(Exception):
-    """The peer violates the protocol; the connection must end."""
+class ProtocolError(AiokvError):
+    """The other side violates the protocol; the connection must end."""
+
+
+class ParcelHandler(Protocol[H_contra]):
+    """Owner of the memory of parcels. Its methods are called from callbacks of the loop."""
+
+    def place(self, head: H_contra, /) -> memoryview | None:
+        """Return the memory for the parcel that follows, or None to discard the parcel.
+
+        The memory has exactly ``head.parcel_bytes``. The connection writes it until
+        ``on_parcel`` or ``on_closed``, or until ``abort`` returned.
+        """
+
+    def on_parcel(self, head: H_contra, /) -> None:
+        """Note that all bytes of a parcel are in their place; not called for discarded parcels."""
 
 
 class _Macs:
@@ -64,29 +80,22 @@ class FrameWriter:
     """Makes the frames of one direction of a connection.
 
     Args:
-        key: of this direction.
+        key: of this direction; None for frames without a MAC.
     """
 
-    def __init__(self, key: bytes) -> None:
-        self._macs = _Macs(key)
+    def __init__(self, key: bytes | None) -> None:
+        self._macs = None if key is None else _Macs(key)
 
-    def frame(self, message: Message, *, has_parcel: bool = False) -> bytes:
+    def frame(self, message: bytes, *, has_parcel: bool = False) -> bytes:
         """Return the next frame, which must be sent before all later ones.
 
         Args:
-            message: a ``Landed`` if ``has_parcel``.
-            has_parcel: ``message.parcel_bytes`` bytes follow.
-
-        Raises:
-            InternalError: the message is longer than the other side accepts.
+            message: encoded; at most ``Codec.max_message_bytes``.
+            has_parcel: a parcel follows.
         """
-        body = encode(message)
-        if len(body) > MAX_FRAME_BYTES:
-            raise InternalError(
-                f"a message of {len(body)} bytes; the limit is {MAX_FRAME_BYTES} bytes"
-            )
-        word = len(body) | _PARCEL if has_parcel else len(body)
-        return _WORD.pack(word) + self._macs.next(word, body) + body
+        word = len(message) | _PARCEL if has_parcel else len(message)
+        mac = b"" if self._macs is None else self._macs.next(word, message)
+        return _WORD.pack(word) + mac + message
 
 
 class FrameReader:
@@ -96,12 +105,10 @@ class FrameReader:
     ``stopped`` is set.
 
     Args:
-        key: of this direction.
+        codec: decodes the messages.
+        key: of this direction; None for frames without a MAC.
         on_message: gets each message without a parcel.
-        place: returns the memory for the parcel of a ``Landed``, of exactly ``parcel_bytes``, or
-            None to discard the parcel.
-        on_parcel: gets the ``Landed`` of a parcel when all its bytes are in their place; not called
-            for a discarded parcel.
+        parcels: gets the parcels; None if there are none.
 
     Attributes:
         stopped: no more callbacks are called; set it from a callback.
@@ -109,20 +116,22 @@ class FrameReader:
 
     def __init__(
         self,
-        key: bytes,
-        on_message: Callable[[Message], None],
-        place: Callable[[Landed], memoryview | None],
-        on_parcel: Callable[[Landed], None],
+        codec: Codec[Any, Any],
+        key: bytes | None,
+        on_message: Callable[[Any], None],
+        parcels: ParcelHandler[Any] | None = None,
     ) -> None:
-        self._macs = _Macs(key)
+        self._codec = codec
+        self._max_bytes = codec.max_message_bytes
+        self._macs = None if key is None else _Macs(key)
+        self._header_bytes = LENGTH_BYTES if key is None else HEADER_BYTES
         self._on_message = on_message
-        self._place = place
-        self._on_parcel = on_parcel
+        self._parcels = parcels
         self._small = memoryview(bytearray(AHEAD_BYTES))
         self._buffer = self._small  # a larger one while a long frame is read
         self._begin = 0  # bytes begin:end of the buffer were received and not used yet
         self._end = 0
-        self._landed: Landed | None = None  # its parcel is being read, or discarded
+        self._head: Any = None  # of the parcel that is being read
         self._rest: memoryview | None = None  # of the parcel; None while it is discarded
         self._discarding = 0  # bytes
         self.stopped = False
@@ -146,7 +155,7 @@ class FrameReader:
         """Take ``num_bytes`` that were read into ``buffers()``, and call the callbacks.
 
         Raises:
-            FrameError: the peer violates the protocol. The reader must not be used any more.
+            ProtocolError: the peer violates the protocol. The reader must not be used any more.
         """
         if self._rest is not None:
             taken = min(num_bytes, len(self._rest))
@@ -165,7 +174,7 @@ class FrameReader:
         """Call no more callbacks, and keep no memory of a parcel."""
         self.stopped = True
         self._rest = None
-        self._landed = None
+        self._head = None
 
     def _take_frames(self) -> None:
         while not self.stopped and self._rest is None and not self._discarding:
@@ -175,22 +184,23 @@ class FrameReader:
     def _take_frame(self) -> bool:
         """Take one frame; False if it has not arrived whole."""
         available = self._end - self._begin
-        if available < HEADER_BYTES:
-            self._make_room(HEADER_BYTES)
+        if available < self._header_bytes:
+            self._make_room(self._header_bytes)
             return False
         (word,) = _WORD.unpack_from(self._buffer, self._begin)
         length = word & ~_PARCEL
-        if length > MAX_FRAME_BYTES:
-            raise FrameError(f"a message of {length} bytes; the limit is {MAX_FRAME_BYTES} bytes")
-        if available < HEADER_BYTES + length:
-            self._make_room(HEADER_BYTES + length)
+        if length > self._max_bytes:
+            raise too_long(length, self._codec)
+        if available < self._header_bytes + length:
+            self._make_room(self._header_bytes + length)
             return False
-        body_at = self._begin + HEADER_BYTES
+        body_at = self._begin + self._header_bytes
         body = self._buffer[body_at : body_at + length]
-        mac = bytes(self._buffer[self._begin + _WORD.size : body_at])
-        if not hmac.compare_digest(mac, self._macs.next(word, body)):
-            raise FrameError("a frame with a wrong MAC")
-        message = _decoded(body)
+        if self._macs is not None:
+            mac = bytes(self._buffer[self._begin + _WORD.size : body_at])
+            if not hmac.compare_digest(mac, self._macs.next(word, body)):
+                raise ProtocolError("a frame with a wrong MAC")
+        message = decoded(self._codec, body)
         self._begin = body_at + length
         if word & _PARCEL:
             self._begin_parcel(message)
@@ -210,10 +220,11 @@ class FrameReader:
             self._buffer[: len(rest)] = bytes(rest)
         self._begin, self._end = 0, len(rest)
 
-    def _begin_parcel(self, message: Message) -> None:
-        if not isinstance(message, Landed):
-            raise FrameError(f"a parcel behind the message {type(message).__name__}")
-        target = self._place(message)
+    def _begin_parcel(self, message: Any) -> None:
+        head, parcels = self._codec.head, self._parcels
+        if head is None or parcels is None or not isinstance(message, head):
+            raise ProtocolError(f"a parcel behind the message {type(message).__name__}")
+        target = parcels.place(message)
         if self.stopped:
             return
         ahead = min(self._end - self._begin, message.parcel_bytes)
@@ -225,7 +236,7 @@ class FrameReader:
                     f"place returned {len(target)} bytes for a parcel of {message.parcel_bytes}"
                 )
             target[:ahead] = self._buffer[self._begin : self._begin + ahead]
-            self._landed = message
+            self._head = message
             self._rest = target[ahead:]
         self._begin += ahead
         if target is not None and ahead == message.parcel_bytes:
@@ -234,15 +245,27 @@ class FrameReader:
             self._buffer, self._begin, self._end = self._small, 0, 0
 
     def _end_parcel(self) -> None:
-        landed, self._landed, self._rest = self._landed, None, None
-        if landed is not None:
-            self._on_parcel(landed)
+        head, self._head, self._rest = self._head, None, None
+        if head is not None and self._parcels is not None:
+            self._parcels.on_parcel(head)
 
 
-def _decoded(body: memoryview) -> Message:
+def too_long(length: int, codec: Codec[Any, Any]) -> ProtocolError:
+    """Return the error of a message that is longer than its codec allows."""
+    return ProtocolError(
+        f"a message of {length} bytes; the limit is {codec.max_message_bytes} bytes"
+    )
+
+
+def decoded(codec: Codec[Any, R], body: memoryview) -> R:
+    """Return the message with these bytes.
+
+    Raises:
+        ProtocolError: it is malformed, or nested too deeply.
+    """
     try:
-        return decode(body)
+        return codec.decode(body)
     except msgspec.MsgspecError as error:
-        raise FrameError(f"a malformed message: {error}") from None
+        raise ProtocolError(f"a malformed message: {error}") from None
     except RecursionError:  # msgspec counts the nesting of what it decodes or skips
-        raise FrameError("a message that is nested too deeply") from None
+        raise ProtocolError("a message that is nested too deeply") from None

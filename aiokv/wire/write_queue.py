@@ -4,36 +4,39 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from aiokv.errors import PeerError
-from aiokv.peers.frames import FrameWriter
+from aiokv.wire.frames import FrameWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from aiokv.peers.messages import Landed, Message
+    _Buffer = tuple[memoryview, "ParcelWrites[Any] | None"]
+
 
 WRITE_BYTES: Final = 1 << 20  # of one system call, which holds the loop while it copies
 _MAX_BUFFERS: Final = 64  # of one sendmsg
 
+H = TypeVar("H")
 
-class ParcelWrites:
-    """Parcels that were given to a connection in one call.
+
+class ParcelWrites(Generic[H]):
+    """Parcels that were given to a connection in one call, by the messages in front of them.
 
     Attributes:
         ended: result None when all parcels that were not withdrawn are written, and the error when
             the connection ended before; the connection does not read their memory then.
     """
 
-    def __init__(self, parcels: Sequence[Landed]) -> None:
+    def __init__(self, heads: Sequence[H]) -> None:
         self.ended: asyncio.Future[PeerError | None] = asyncio.get_running_loop().create_future()
-        self._waiting = deque(parcels)  # their writes have not begun, in order
+        self._waiting = deque(heads)  # their writes have not begun, in order
         self._unwritten = len(self._waiting)
         self.withdrawn = False
         self._end_if_written()
 
-    def withdraw(self) -> list[Landed]:
+    def withdraw(self) -> list[H]:
         """Do not begin further writes; return the parcels that will not be written. Idempotent."""
         self.withdrawn = True
         unsent = list(self._waiting)
@@ -70,9 +73,9 @@ class _Queued:
 
     def __init__(
         self,
-        message: Message,
+        message: bytes,
         parcel: memoryview | None = None,
-        writes: ParcelWrites | None = None,
+        writes: ParcelWrites[Any] | None = None,
     ) -> None:
         self.message = message
         self.parcel = parcel
@@ -83,13 +86,13 @@ class WriteQueue:
     """Queue of what one end of a connection writes, in order.
 
     Args:
-        key: of the frames.
+        key: of the frames; None for frames without a MAC.
     """
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes | None) -> None:
         self._writer = FrameWriter(key)
         self._queue: deque[_Queued] = deque()  # without a frame
-        self._active: deque[tuple[memoryview, ParcelWrites | None]] = deque()  # frames, parcels
+        self._active: deque[_Buffer] = deque()  # frames, parcels
         self._active_bytes = 0
 
     def __bool__(self) -> bool:
@@ -100,19 +103,19 @@ class WriteQueue:
         """Number of messages and parcels that have no frame yet."""
         return len(self._queue)
 
-    def add(self, message: Message) -> None:
-        """Queue a message."""
+    def add(self, message: bytes) -> None:
+        """Queue an encoded message."""
         self._queue.append(_Queued(message))
 
-    def add_first(self, message: Message) -> None:
+    def add_first(self, message: bytes) -> None:
         """Queue a message before those that have no frame yet."""
         self._queue.appendleft(_Queued(message))
 
     def add_parcels(
-        self, parcels: Sequence[tuple[Landed, memoryview]], writes: ParcelWrites
+        self, parcels: Iterable[tuple[bytes, memoryview]], writes: ParcelWrites[Any]
     ) -> None:
-        """Queue parcels, each behind its ``Landed``."""
-        self._queue.extend(_Queued(landed, parcel, writes) for landed, parcel in parcels)
+        """Queue parcels, each behind its encoded message."""
+        self._queue.extend(_Queued(message, parcel, writes) for message, parcel in parcels)
 
     def buffers(self) -> list[memoryview]:
         """Return the next bytes to write, at most ``WRITE_BYTES``, not copied."""
@@ -128,7 +131,7 @@ class WriteQueue:
                 self._activate(queued.parcel, writes)
         return _first_bytes(self._active, WRITE_BYTES)
 
-    def _activate(self, buffer: memoryview, writes: ParcelWrites | None) -> None:
+    def _activate(self, buffer: memoryview, writes: ParcelWrites[Any] | None) -> None:
         self._active.append((buffer, writes))
         self._active_bytes += len(buffer)
 
@@ -157,9 +160,7 @@ class WriteQueue:
         self._queue.clear()
 
 
-def _first_bytes(
-    buffers: Iterable[tuple[memoryview, ParcelWrites | None]], most: int
-) -> list[memoryview]:
+def _first_bytes(buffers: Iterable[_Buffer], most: int) -> list[memoryview]:
     """Return the first ``most`` bytes of all buffers, not copied."""
     first: list[memoryview] = []
     for buffer, _ in buffers:

@@ -1,0 +1,1 @@
+"""Connections between processes of aiokv: frames, keepalive, listeners and their limits."""
