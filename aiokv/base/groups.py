@@ -17,31 +17,34 @@ RETENTIONS: Final[tuple[Retention, ...]] = ("all", "window", "last")
 
 ATTENTION: Final = "attention"
 STATE: Final = "state"
+_LAYERS: Final = f"{ATTENTION} "  # of the names of ranges of layers
+_RETENTIONS: Final[dict[str, Retention]] = {ATTENTION: "all", STATE: "last"}
 
 
 def layers_group(first: int, end: int) -> str:
     """Return the name of the layers ``first`` to ``end - 1`` of the blocks of full attention."""
-    return f"{ATTENTION} {first}:{end}"
+    return f"{_LAYERS}{first}:{end}"
 
 
 def layers_of(group: str) -> tuple[int, int] | None:
     """Return the first layer and the end of a range of layers; None for a whole group."""
-    if not group.startswith(f"{ATTENTION} "):
+    if not group.startswith(_LAYERS):
         return None
-    first, _, end = group.removeprefix(f"{ATTENTION} ").partition(":")
+    first, _, end = group.removeprefix(_LAYERS).partition(":")
     return int(first), int(end)
 
 
 def retention_of(group: str) -> Retention:
     """Return the retention of a group; each name that is not reserved is that of a window group."""
-    if group == STATE:
-        return "last"
-    return "all" if is_reserved(group) else "window"
+    retention = _RETENTIONS.get(group)
+    if retention is not None:
+        return retention
+    return "all" if group.startswith(_LAYERS) else "window"
 
 
 def is_reserved(name: str) -> bool:
     """Return True for a name that a window group must not have."""
-    return name in (ATTENTION, STATE) or name.startswith(f"{ATTENTION} ")
+    return name in _RETENTIONS or name.startswith(_LAYERS)
 
 
 class BlockGroup(NamedTuple):

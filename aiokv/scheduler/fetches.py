@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aiokv.base.plan import FETCH
 from aiokv.scheduler.groups import block_groups
 from aiokv.scheduler.guarded import guarded
 
@@ -105,7 +106,7 @@ class Fetches:
             return
         effects = self._outbox.effects
         if known is None:
-            effects.submit.append(self._plans.fetch(transfer_id, priority))
+            effects.submit.append(self._plans.store(transfer_id, FETCH, priority))
         else:
             effects.urge.append((transfer_id, priority))
         self._priorities[transfer_id] = priority

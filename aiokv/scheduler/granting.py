@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from aiokv.base.plan import Priority
+from aiokv.base.plan import ONLOAD, Priority
 from aiokv.scheduler.effects import Grant
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Granting:
         for transfer_id in joined:
             known = self.onloads.get(transfer_id)
             if known is None:
-                self._outbox.effects.submit.append(self._plans.onload(transfer_id, priority))
+                self._outbox.effects.submit.append(self._plans.copy(transfer_id, ONLOAD, priority))
                 self.onloads[transfer_id] = priority
             elif priority < known:
                 self._outbox.effects.urge.append((transfer_id, priority))

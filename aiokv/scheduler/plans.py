@@ -24,7 +24,6 @@ from aiokv.base.plan import (
     OFFLOAD,
     ONLOAD,
     RECEIVE,
-    SAVE,
     SEND,
     Priority,
     TransferPlan,
@@ -34,7 +33,7 @@ from aiokv.base.plan import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aiokv.base.plan import TransferReport
+    from aiokv.base.plan import Route, TransferReport
     from aiokv.config.cache_config import CacheConfig, WindowGroup
 
 _POLICIES = {
@@ -117,57 +116,51 @@ class Plans:
         windows_on_host = any(group.host_blocks for group in (windows or {}).values())
         self._saves_groups = saves_states or windows_on_host
 
-    def onload(self, transfer_id: int, priority: Priority) -> TransferPlan:
-        """Return the plan of an onload or a move that a grant has begun."""
-        if self._core.is_move(transfer_id):
-            return self._move(transfer_id, priority)
-        device_blocks, host_blocks, after_step = self._core.transfer(transfer_id)
+    def copy(self, transfer_id: int, route: Route, priority: Priority) -> TransferPlan:
+        """Return the plan of a copy between the tiers, of any group.
+
+        Args:
+            transfer_id: the transfer.
+            route: ``ONLOAD`` or ``OFFLOAD`` of blocks of full attention; of a transfer of another
+                group, the core knows the route.
+            priority: of the plan.
+        """
+        core = self._core
+        if core.is_move(transfer_id):
+            move_route, number, sources, targets, after_step = core.move(transfer_id)
+            route, group = _MOVE_ROUTES[move_route], self._group(number)
+        else:
+            device_blocks, host_blocks, after_step = core.transfer(transfer_id)
+            blocks = (host_blocks, device_blocks)
+            group, (sources, targets) = ATTENTION, blocks if route == ONLOAD else blocks[::-1]
         return TransferPlan(
             transfer_id=transfer_id,
-            route=ONLOAD,
-            source_blocks=host_blocks,
-            target_blocks=device_blocks,
+            route=route,
+            group=group,
+            source_blocks=sources,
+            target_blocks=targets,
             priority=priority,
             after_step=after_step,
         )
 
-    def offload(self, transfer_id: int, priority: Priority) -> TransferPlan:
-        """Return the plan of a backup of any pool, or of a swap of a table."""
-        if self._core.is_move(transfer_id):
-            return self._move(transfer_id, priority)
-        device_blocks, host_blocks, after_step = self._core.transfer(transfer_id)
-        return TransferPlan(
-            transfer_id=transfer_id,
-            route=OFFLOAD,
-            source_blocks=device_blocks,
-            target_blocks=host_blocks,
-            priority=priority,
-            after_step=after_step,
-        )
+    def store(self, transfer_id: int, route: Route, priority: Priority) -> TransferPlan:
+        """Return the plan of a fetch or a save; its ids in the stores are indices of the digests.
 
-    def fetch(self, transfer_id: int, priority: Priority) -> TransferPlan:
-        """Return the plan of a fetch; its source ids are the indices of the digests."""
+        Args:
+            transfer_id: the transfer.
+            route: ``FETCH`` or ``SAVE``.
+            priority: of the plan.
+        """
         group, host_blocks, digests = self._core.store_transfer(transfer_id)
+        indices = id_bytes(np.arange(len(host_blocks) // ID_DTYPE.itemsize))
+        fetches = route == FETCH
         return TransferPlan(
             transfer_id=transfer_id,
-            route=FETCH,
+            route=route,
             group=self._group(group),
-            source_blocks=_indices(host_blocks),
-            target_blocks=host_blocks,
+            source_blocks=indices if fetches else host_blocks,
+            target_blocks=host_blocks if fetches else indices,
             priority=priority,
-            digests=digests,
-        )
-
-    def save(self, transfer_id: int) -> TransferPlan:
-        """Return the plan of a save; its target ids are the indices of the digests."""
-        group, host_blocks, digests = self._core.store_transfer(transfer_id)
-        return TransferPlan(
-            transfer_id=transfer_id,
-            route=SAVE,
-            group=self._group(group),
-            source_blocks=host_blocks,
-            target_blocks=_indices(host_blocks),
-            priority=Priority.BACKUP,
             digests=digests,
         )
 
@@ -187,19 +180,6 @@ class Plans:
             first_range=ranges[0],
             end_range=ranges[1],
             mark=mark,
-        )
-
-    def _move(self, transfer_id: int, priority: Priority) -> TransferPlan:
-        """Return the plan of a move of a state slot, or of blocks of a window group."""
-        move_route, group, sources, targets, after_step = self._core.move(transfer_id)
-        return TransferPlan(
-            transfer_id=transfer_id,
-            route=_MOVE_ROUTES[move_route],
-            group=self._group(group),
-            source_blocks=sources,
-            target_blocks=targets,
-            priority=priority,
-            after_step=after_step,
         )
 
     def _group(self, number: int) -> str:
@@ -232,8 +212,3 @@ class Plans:
         return self._core.complete(
             report.transfer_id, outcome, report.first_bad_block, report.results
         )
-
-
-def _indices(blocks: bytes) -> bytes:
-    """Return the ids of a store's blocks: their indices."""
-    return id_bytes(np.arange(len(blocks) // ID_DTYPE.itemsize))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiokv.base.plan import Priority
+from aiokv.base.plan import OFFLOAD, Priority
 
 if TYPE_CHECKING:
     from aiokv._native import Core
@@ -116,7 +116,7 @@ class Preemption:
         if self._records_checksums:
             self._record_partial_block(lease_id)
         self._swaps[transfer_id] = lease_id
-        self._outbox.effects.submit.append(self._plans.offload(transfer_id, Priority.DEMAND))
+        self._outbox.effects.submit.append(self._plans.copy(transfer_id, OFFLOAD, Priority.DEMAND))
         return transfer_id
 
     def _record_partial_block(self, lease_id: int) -> None:

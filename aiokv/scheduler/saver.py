@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from aiokv.base.plan import Priority
+from aiokv.base.plan import OFFLOAD, Priority
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +64,7 @@ class Saver:
         return bool(begun)
 
     def _submit(self, transfer_id: int) -> None:
-        self._outbox.effects.submit.append(self._plans.offload(transfer_id, Priority.BACKUP))
+        self._outbox.effects.submit.append(self._plans.copy(transfer_id, OFFLOAD, Priority.BACKUP))
 
     def make_clean(self, num_blocks: int) -> int:
         """Begin to save the blocks that must be saved before ``num_blocks`` can be evicted.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aiokv.base.plan import SAVE, Priority
 from aiokv.scheduler.guarded import guarded
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ class StoreSaver:
         if self.is_active or (by_holder and not self.stopped and self._gate.has_one_hold):
             transfer_id = self._core.take_saves()
             if transfer_id:
-                self._outbox.effects.submit.append(self._plans.save(transfer_id))
+                plan = self._plans.store(transfer_id, SAVE, Priority.BACKUP)
+                self._outbox.effects.submit.append(plan)
                 self.want()
                 return True, self._outbox.pending
         return False, self._outbox.pending

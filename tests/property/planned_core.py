@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiokv.base.plan import Priority, TransferPlan
+from aiokv.base.plan import FETCH, OFFLOAD, ONLOAD, SAVE, Priority, TransferPlan
 from aiokv.scheduler.plans import Plans, new_core
 
 if TYPE_CHECKING:
@@ -27,31 +27,31 @@ class PlannedCore:
 
     def onload_plan(self, transfer_id: int) -> TransferPlan:
         """Return the plan of an onload that a grant has begun."""
-        return self._plans.onload(transfer_id, Priority.DEMAND)
+        return self._plans.copy(transfer_id, ONLOAD, Priority.DEMAND)
 
     def backup_plans(self) -> list[TransferPlan]:
         """Begin the saves that the write policy wants now, and return the plans."""
         begun = self._plans.take_backups()
-        return [self._plans.offload(transfer, Priority.BACKUP) for transfer in begun]
+        return [self._plans.copy(transfer, OFFLOAD, Priority.BACKUP) for transfer in begun]
 
     def save_early(self) -> TransferPlan | None:
         """Save the blocks that the write policy has queued, or return None."""
         transfer_id = self.core.take_backups()
-        return self._plans.offload(transfer_id, Priority.BACKUP) if transfer_id else None
+        return self._plans.copy(transfer_id, OFFLOAD, Priority.BACKUP) if transfer_id else None
 
     def make_clean(self, num_blocks: int) -> TransferPlan | None:
         """Save the blocks that must be saved before ``num_blocks`` are evicted, or return None."""
         transfer_id = self.core.take_write_backs(num_blocks)
-        return self._plans.offload(transfer_id, Priority.BACKUP) if transfer_id else None
+        return self._plans.copy(transfer_id, OFFLOAD, Priority.BACKUP) if transfer_id else None
 
     def fetch_plan(self, transfer_id: int) -> TransferPlan:
         """Return the plan of a fetch in flight."""
-        return self._plans.fetch(transfer_id, Priority.DEMAND)
+        return self._plans.store(transfer_id, FETCH, Priority.DEMAND)
 
     def save_plan(self) -> TransferPlan | None:
         """Begin a save, and return its plan; None when there is nothing to save."""
         transfer_id = self.core.take_saves()
-        return self._plans.save(transfer_id) if transfer_id else None
+        return self._plans.store(transfer_id, SAVE, Priority.BACKUP) if transfer_id else None
 
     def complete(self, report: TransferReport) -> None:
         """Account for the end of a transfer."""

@@ -255,5 +255,6 @@ class ServedModel:
 
     def blocks_moved(self, route: str) -> int:
         """Return the number of blocks in the ended transfers of a route, according to the log."""
-        pattern = rf"transfer\.ended .*route='{route}' blocks=(\d+) .*outcome='done'"
+        names = f"route='{route}' group='attention'"
+        pattern = rf"transfer\.ended .*{names} blocks=(\d+) .*outcome='done'"
         return sum(int(match[1]) for match in self.found(pattern))
