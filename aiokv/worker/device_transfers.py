@@ -40,16 +40,14 @@ class _Work:
         lane: of its route.
         after: event that the first byte waits for, in place of that of the plan's step; None for
             none.
-        copy: of the device; None before the device has accepted the plan.
         unproven: layer -> time of its arrival, of layers whose checksums are not verified yet.
     """
 
-    __slots__ = ("after", "copy", "lane", "unproven")
+    __slots__ = ("after", "lane", "unproven")
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
         self.after: Event | None = None
-        self.copy: Copy | None = None
         self.unproven: dict[int, float | None] = {}
 
 
@@ -204,7 +202,7 @@ class DeviceTransfers(Executor[_Work]):
         lane.submitted += 1
         self._plans.begin(entry)
         try:
-            copy = entry.work.copy = self._copy(entry)
+            copy = self._copy(entry)
             events = copy.layer_events
         except Exception as error:  # the report tells it, like any other failure of the copy
             failure = CopyError(0, str(error) or type(error).__name__)
