@@ -20,8 +20,8 @@ from aiokv.stores.options import without_query
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from aiokv import TransferSpan
     from aiokv.engine import CacheEngine
+    from aiokv.statistics import TransferSpan
 
 MAX_LEASES: Final = 128
 MAX_PREFIXES: Final = 40

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv import Statistics
+    from aiokv.statistics import Statistics
     from aiokv.trace.report import SweptTier
 
     Progress = Callable[[int], None]

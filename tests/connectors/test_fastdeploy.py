@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from aiokv import TransferError, UsageError
 from aiokv.connectors.fastdeploy import LayerSwapTimeoutError, prefix
+from aiokv.errors import TransferError, UsageError
 from aiokv.testing import ScriptedDevice
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.connectors.fastdeploy_server import BLOCK, Cluster, Request, Server, next_token

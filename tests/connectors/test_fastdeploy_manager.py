@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from aiokv import ClosedError, ConfigError, ControlTimeout, UsageError, WouldBlock
 from aiokv.connectors.fastdeploy import (
     BatchRequest,
     CacheLevel,
@@ -20,6 +19,7 @@ from aiokv.connectors.fastdeploy import (
     blocks,
 )
 from aiokv.connectors.fastdeploy import manager as manager_module
+from aiokv.errors import ClosedError, ConfigError, ControlTimeout, UsageError, WouldBlock
 from aiokv.sync import Calls
 from aiokv.testing import ScriptedDevice
 from aiokv.testing.loops import PATIENCE_SECONDS

@@ -8,12 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from aiokv import (
+from aiokv import CacheConfig, CacheEngine, Item
+from aiokv.errors import (
     AllocateTimeout,
-    CacheConfig,
-    CacheEngine,
     ControlTimeout,
-    Item,
     RequestTooLarge,
     TransferError,
     TransferTimeout,

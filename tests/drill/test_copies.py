@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aiokv import UsageError
 from aiokv.base.plan import OFFLOAD, ONLOAD
+from aiokv.errors import UsageError
 from aiokv.testing import run_until_idle
 from aiokv.worker.arena import HostArena
 from aiokv.worker.device.cpu import CpuDevice, CpuEvent

@@ -9,7 +9,8 @@ import weakref
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, ControlTimeout, Regions
+from aiokv import CacheConfig, CacheEngine, Regions
+from aiokv.errors import ControlTimeout
 from aiokv.testing import running_clock, spin
 from tests.drill.drill import Drill, prompt
 

@@ -9,13 +9,14 @@ import time
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, UnreleasedLeaseWarning
+from aiokv import CacheConfig, CacheEngine
 from aiokv.errors import (
     AllocateTimeout,
     CapacityError,
     LeaseError,
     RequestTooLarge,
     TransferError,
+    UnreleasedLeaseWarning,
     WouldBlock,
 )
 from aiokv.testing import running_clock, spin

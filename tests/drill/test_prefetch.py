@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from aiokv import TransferError
+from aiokv.errors import TransferError
 from tests.drill.drill import BLOCK_TOKENS, Drill, prompt
 
 A, B = (prompt(seed, 2) for seed in range(1, 3))

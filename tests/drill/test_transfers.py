@@ -10,8 +10,8 @@ import subprocess
 import numpy as np
 import pytest
 
-from aiokv import LayoutError, TransferError, UsageError
 from aiokv.base.plan import OFFLOAD, ONLOAD, TransferPlan
+from aiokv.errors import LayoutError, TransferError, UsageError
 from aiokv.testing import ManualDevice, ScriptedDevice, run_until_idle, running_clock, spin
 from aiokv.worker.device.base import Device
 from aiokv.worker.device.cpu import CpuDevice, CpuEvent, CpuStream

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv import PeerError
+from aiokv.errors import PeerError
 from aiokv.peers.cuda_ipc import CudaIpcEndpoint
 from aiokv.worker.device.cuda_slots import CudaSlots
 from tests.peers.engines import prompt, two_engines

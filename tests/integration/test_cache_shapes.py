@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, ConfigError, LayoutError, Regions, num_blocks_for
+from aiokv import CacheConfig, CacheEngine, Regions, num_blocks_for
+from aiokv.errors import ConfigError, LayoutError
 from aiokv.testing import ManualDevice, ScriptedStore, spin
 from aiokv.worker.arena import HostArena
 

@@ -10,11 +10,11 @@ from random import Random
 
 import pytest
 
-from aiokv import (
+from aiokv import LeaseState
+from aiokv.errors import (
     CapacityError,
     ClosedError,
     LeaseError,
-    LeaseState,
     RequestTooLarge,
     TransferError,
     UsageError,

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from aiokv import (
+from aiokv.errors import (
     BrokenEngineError,
     ClosedError,
     DeviceError,

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, Hit, RequestTooLarge, UsageError, WouldBlock
+from aiokv import CacheConfig, CacheEngine, Hit
+from aiokv.errors import RequestTooLarge, UsageError, WouldBlock
 from aiokv.testing import spin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiokv import Lease, Statistics
+    from aiokv import Lease
+    from aiokv.statistics import Statistics
 
 pytestmark = pytest.mark.asyncio
 

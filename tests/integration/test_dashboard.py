@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from aiokv import AllocateTimeout, CacheConfig, CacheEngine, Peers, WindowGroup
+from aiokv import CacheConfig, CacheEngine, Peers, WindowGroup
+from aiokv.errors import AllocateTimeout
 from aiokv.observe.metrics import CONTENT_TYPE, exposition
 from aiokv.stores.base import TRAILER_BYTES
 from aiokv.testing import run_until_idle, spin

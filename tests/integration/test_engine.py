@@ -10,11 +10,9 @@ import threading
 import numpy as np
 import pytest
 
-from aiokv import (
+from aiokv import CacheConfig, CacheEngine, Hit
+from aiokv.errors import (
     AllocateTimeout,
-    CacheConfig,
-    CacheEngine,
-    Hit,
     LeaseError,
     RequestTooLarge,
     UnreleasedLeaseWarning,

@@ -10,16 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aiokv import (
-    CacheConfig,
-    CacheEngine,
-    LeaseError,
-    LeaseState,
-    TransferError,
-    UnreleasedLeaseWarning,
-    UsageError,
-    WouldBlock,
-)
+from aiokv import CacheConfig, CacheEngine, LeaseState
+from aiokv.errors import LeaseError, TransferError, UnreleasedLeaseWarning, UsageError, WouldBlock
 from aiokv.testing import (
     record,
     replay_transitions,

@@ -7,7 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from aiokv import Hit, LeaseError, WouldBlock
+from aiokv import Hit
+from aiokv.errors import LeaseError, WouldBlock
 from aiokv.testing import ManualEvent, spin
 from tests.harness.served import Served, computed, held, resumed, swapped_out
 

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, ConfigError, Regions
+from aiokv import CacheConfig, CacheEngine, Regions
 from aiokv.base.plan import OFFLOAD, ONLOAD, STATE_CLONE, group_routes
-from aiokv.errors import LeaseError, TransferError
+from aiokv.errors import ConfigError, LeaseError, TransferError
 from aiokv.testing import ManualDevice, ManualEvent, spin
 from tests.harness.flaky import ChaosDevice
 from tests.harness.recurrence import Hybrid

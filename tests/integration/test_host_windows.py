@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, ConfigError, Regions, UsageError, WindowGroup
+from aiokv import CacheConfig, CacheEngine, Regions, WindowGroup
 from aiokv.base.plan import OFFLOAD, ONLOAD, STATE_CLONE, group_routes
-from aiokv.errors import LeaseError, TransferError
+from aiokv.errors import ConfigError, LeaseError, TransferError, UsageError
 from aiokv.testing import ManualDevice, ManualEvent, ScriptedDevice, spin
 from tests.harness.flaky import ChaosDevice
 from tests.harness.settling import settle

@@ -8,7 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, Lease, TransferError, UsageError
+from aiokv import CacheConfig, CacheEngine, Lease
+from aiokv.errors import TransferError, UsageError
 from aiokv.testing import spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from aiokv.testing.manual import ManualStream

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from aiokv import ConfigError, StoreError
+from aiokv.errors import ConfigError, StoreError
 from aiokv.observe.asgi import failed_checks
 from aiokv.observe.metrics import exposition
 from aiokv.stores import StoreUse

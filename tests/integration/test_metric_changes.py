@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv import AllocateTimeout, CacheConfig, CacheEngine, ClosedError, RequestTooLarge
+from aiokv import CacheConfig, CacheEngine
+from aiokv.errors import AllocateTimeout, ClosedError, RequestTooLarge
 from aiokv.observe.metrics import families
 from aiokv.testing import ScriptedStore, run_until_idle, spin
 from aiokv.testing.loops import PATIENCE_SECONDS

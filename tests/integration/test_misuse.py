@@ -15,18 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from aiokv import (
-    AiokvError,
-    AllocateTimeout,
-    CacheConfig,
-    CacheEngine,
-    CpuEvent,
-    Item,
-    Lease,
-    LeaseError,
-    Regions,
-    UsageError,
-)
+from aiokv import CacheConfig, CacheEngine, Item, Lease, Regions
+from aiokv.devices import CpuEvent
+from aiokv.errors import AiokvError, AllocateTimeout, LeaseError, UsageError
 from aiokv.ranks import Rank, RankGroup
 from aiokv.testing import ManualDevice, spin
 from aiokv.testing.loops import PATIENCE_SECONDS

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiokv import CacheConfig, CacheEngine, Item, LeaseError, TransferError, UsageError
+from aiokv import CacheConfig, CacheEngine, Item
+from aiokv.errors import LeaseError, TransferError, UsageError
 from tests.harness.cache import Cache
 
 BLOCK_TOKENS = 4

@@ -13,19 +13,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from aiokv import (
-    BatchSpan,
-    CacheConfig,
-    CacheEngine,
+from aiokv import CacheConfig, CacheEngine
+from aiokv.errors import (
     CapacityError,
     ClosedError,
-    LeasePhase,
     TransferError,
-    TransferSpan,
     UnreleasedLeaseWarning,
     UsageError,
     WouldBlock,
 )
+from aiokv.statistics import BatchSpan, LeasePhase, TransferSpan
 from aiokv.testing import ScriptedDevice, ScriptedStore, running_clock, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.cache import BLOCK_TOKENS, Cache

@@ -7,8 +7,15 @@ import asyncio
 import numpy as np
 import pytest
 
-from aiokv import ClosedError, Hit, LeaseError, RequestTooLarge, TransferError, WouldBlock
-from aiokv.errors import DeviceError
+from aiokv import Hit
+from aiokv.errors import (
+    ClosedError,
+    DeviceError,
+    LeaseError,
+    RequestTooLarge,
+    TransferError,
+    WouldBlock,
+)
 from aiokv.testing import spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.closing import complete_during

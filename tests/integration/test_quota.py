@@ -7,8 +7,13 @@ from random import Random
 
 import pytest
 
-from aiokv import AllocateTimeout, ClosedError, RequestTooLarge, WouldBlock
-from aiokv.errors import BrokenEngineError
+from aiokv.errors import (
+    AllocateTimeout,
+    BrokenEngineError,
+    ClosedError,
+    RequestTooLarge,
+    WouldBlock,
+)
 from aiokv.testing import ManualEvent, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.served import Served

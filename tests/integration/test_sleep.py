@@ -10,16 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from aiokv import (
-    AllocateTimeout,
-    CacheConfig,
-    CacheEngine,
-    ClosedError,
-    ControlTimeout,
-    LayoutError,
-    Regions,
-    UsageError,
-)
+from aiokv import CacheConfig, CacheEngine, Regions
+from aiokv.errors import AllocateTimeout, ClosedError, ControlTimeout, LayoutError, UsageError
 from aiokv.testing import ScriptedStore, running_clock, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt

@@ -8,16 +8,16 @@ import random
 import numpy as np
 import pytest
 
-from aiokv import (
-    CacheConfig,
-    CacheEngine,
+from aiokv import CacheConfig, CacheEngine, Regions
+from aiokv.errors import (
+    AllocateTimeout,
     ConfigError,
     LayoutError,
     LeaseError,
-    Regions,
+    TransferError,
     UsageError,
+    WouldBlock,
 )
-from aiokv.errors import AllocateTimeout, TransferError, WouldBlock
 from aiokv.testing import ManualDevice, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.recurrence import Hybrid

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv import (
-    CacheConfig,
-    CacheEngine,
+from aiokv import CacheConfig, CacheEngine
+from aiokv.base.plan import FETCH, TransferPlan, id_bytes
+from aiokv.engine.fetches import MOST_PROBE_PAUSE_SECONDS
+from aiokv.errors import (
     ClosedError,
     ConfigError,
     ControlTimeout,
@@ -18,8 +19,6 @@ from aiokv import (
     RequestTooLarge,
     UsageError,
 )
-from aiokv.base.plan import FETCH, TransferPlan, id_bytes
-from aiokv.engine.fetches import MOST_PROBE_PAUSE_SECONDS
 from aiokv.scheduler.reader import CacheReader
 from aiokv.stores import StoreUse
 from aiokv.stores.base import KEY_BYTES

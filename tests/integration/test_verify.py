@@ -7,8 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from aiokv import Hit, TransferError
-from aiokv.errors import DeviceError
+from aiokv import Hit
+from aiokv.errors import DeviceError, TransferError
 from aiokv.testing import ManualDevice, ManualEvent, spin
 from tests.harness.cache import Cache, prompt
 from tests.harness.served import Served, computed, held, resumed, swapped_out

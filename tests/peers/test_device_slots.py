@@ -9,7 +9,8 @@ import ctypes
 
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, ConfigError, LayoutError, PeerError, Peers, WindowGroup
+from aiokv import CacheConfig, CacheEngine, Peers, WindowGroup
+from aiokv.errors import ConfigError, LayoutError, PeerError
 from aiokv.peers import cuda_ipc
 from aiokv.testing import run_until_idle
 from aiokv.testing.loops import PATIENCE_SECONDS

@@ -16,24 +16,20 @@ import numpy as np
 import pytest
 import structlog
 
-from aiokv import (
+from aiokv import CacheConfig, CacheEngine, Item, LeaseState, Peers
+from aiokv.engine.flow import MAX_IN_FLIGHT
+from aiokv.engine.receiving import Receiving
+from aiokv.errors import (
     BrokenEngineError,
-    CacheConfig,
-    CacheEngine,
     ClosedError,
     ConfigError,
     ControlTimeout,
     DeviceError,
-    Item,
     LayoutError,
     LeaseError,
-    LeaseState,
     PeerError,
-    Peers,
     UsageError,
 )
-from aiokv.engine.flow import MAX_IN_FLIGHT
-from aiokv.engine.receiving import Receiving
 from aiokv.peers import ticket as tickets
 from aiokv.stores import DiskStore, StoreUse
 from aiokv.testing import ManualDevice, run_until_idle, running_clock, spin

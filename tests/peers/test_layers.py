@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv import LayoutError, LeaseError, UsageError
+from aiokv.errors import LayoutError, LeaseError, UsageError
 from aiokv.testing import (
     ManualDevice,
     ManualEvent,

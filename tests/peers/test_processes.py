@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import structlog
 
-from aiokv import CacheConfig, CacheEngine, ConfigError, PeerError, Peers
-from aiokv.errors import LayoutError
+from aiokv import CacheConfig, CacheEngine, Peers
+from aiokv.errors import ConfigError, LayoutError, PeerError
 from aiokv.stores.base import TRAILER_BYTES
 from aiokv.testing import run_until_idle, running_clock
 from aiokv.testing.loops import PATIENCE_SECONDS

@@ -7,18 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv import (
-    CacheEngine,
-    ConfigError,
-    LayoutError,
-    LeaseError,
-    PeerError,
-    Peers,
-    Regions,
-    WindowGroup,
-)
+from aiokv import CacheEngine, Peers, Regions, WindowGroup
 from aiokv.base import plan
 from aiokv.base.plan import STATE_CLONE, GroupRoute
+from aiokv.errors import ConfigError, LayoutError, LeaseError, PeerError
 from aiokv.testing import (
     ManualDevice,
     record,

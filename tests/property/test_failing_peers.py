@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from aiokv import (
+from aiokv import WindowGroup
+from aiokv.errors import (
     AllocateTimeout,
     ClosedError,
     LeaseError,
     PeerError,
     TransferError,
     UsageError,
-    WindowGroup,
+    WouldBlock,
 )
-from aiokv.errors import WouldBlock
 from aiokv.testing import running_clock, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.flaky import ChaosDevice

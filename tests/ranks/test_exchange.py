@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aiokv import ConfigError, PeerError, Peers, RankLost, UsageError
+from aiokv import Peers
+from aiokv.errors import ConfigError, PeerError, RankLost, UsageError
 from aiokv.peers.peer_transfers import PeerTransfers
 from aiokv.peers.ticket import Endpoint, Ticket, decode, encode, ticket_key
 from aiokv.ranks import Rank, RankGroup

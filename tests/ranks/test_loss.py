@@ -6,8 +6,15 @@ import asyncio
 
 import pytest
 
-from aiokv import BrokenEngineError, Hit, LeaseError, RankLost, TransferError, UsageError
-from aiokv.errors import DeviceError
+from aiokv import Hit
+from aiokv.errors import (
+    BrokenEngineError,
+    DeviceError,
+    LeaseError,
+    RankLost,
+    TransferError,
+    UsageError,
+)
 from aiokv.ranks import RankTimeouts
 from aiokv.testing import ManualEvent, run_until_idle, running_clock, spin
 from tests.ranks.loopback import PATIENT, Ranked

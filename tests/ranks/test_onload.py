@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, Hit, LeaseError, TransferError, UsageError
+from aiokv import CacheConfig, CacheEngine, Hit
 from aiokv.base.plan import TransferReport
+from aiokv.errors import LeaseError, TransferError, UsageError
 from aiokv.testing import ManualEvent, run_until_idle, spin
 from tests.ranks.loopback import Ranked
 

@@ -10,8 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from aiokv import RankLost, Regions
+from aiokv import Regions
 from aiokv.base.plan import FETCH, SAVE, TransferPlan, TransferReport, id_bytes
+from aiokv.errors import RankLost
 from aiokv.ranks import Rank, RankTimeouts
 from aiokv.ranks.messages import (
     Begin,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, RankLost, Regions, WindowGroup
+from aiokv import CacheConfig, CacheEngine, Regions, WindowGroup
+from aiokv.errors import RankLost
 from aiokv.ranks import Rank, RankGroup
 from aiokv.testing import ScriptedStore
 

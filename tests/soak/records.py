@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from aiokv import LeasePhase, TransferSpan
+from aiokv.statistics import LeasePhase, TransferSpan
 from tests.soak.load import Violation
 
 if TYPE_CHECKING:

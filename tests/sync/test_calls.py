@@ -10,17 +10,8 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from aiokv import (
-    AiokvError,
-    CacheEngine,
-    ClosedError,
-    Item,
-    Lease,
-    LeaseError,
-    LeaseState,
-    UsageError,
-    WouldBlock,
-)
+from aiokv import CacheEngine, Item, Lease, LeaseState
+from aiokv.errors import AiokvError, ClosedError, LeaseError, UsageError, WouldBlock
 from aiokv.sync import Calls, SyncEngine, SyncLease
 from aiokv.sync.table import VERBS
 from aiokv.sync.verbs import EngineVerbs, LeaseVerbs, RecordedVerbs

@@ -11,7 +11,8 @@ import threading
 import pytest
 import uvloop
 
-from aiokv import AllocateTimeout, LeaseError, LeaseState, RequestTooLarge, UsageError
+from aiokv import LeaseState
+from aiokv.errors import AllocateTimeout, LeaseError, RequestTooLarge, UsageError
 from aiokv.sync import SyncEngine
 from aiokv.testing import clocked_loop, spin
 from aiokv.testing.loops import PATIENCE_SECONDS

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aiokv import (
+from aiokv import CacheConfig
+from aiokv.devices import CpuStream
+from aiokv.errors import (
     BrokenEngineError,
-    CacheConfig,
     ClosedError,
     ConfigError,
     ControlTimeout,
-    CpuStream,
     RankLost,
     TransferError,
     TransferTimeout,

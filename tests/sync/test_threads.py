@@ -11,12 +11,10 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from aiokv import (
+from aiokv import CacheConfig, LeaseState, Regions
+from aiokv.errors import (
     AllocateTimeout,
-    CacheConfig,
     LeaseError,
-    LeaseState,
-    Regions,
     RequestTooLarge,
     TransferError,
     UncoveredCommitWarning,
@@ -230,7 +228,7 @@ def test_random_threads_leave_the_engine_whole(engine, seed):
     )
 
 
-@pytest.mark.filterwarnings("error::aiokv.UncoveredCommitWarning")
+@pytest.mark.filterwarnings("error::aiokv.errors.UncoveredCommitWarning")
 def test_strict_mode_sees_the_batches_of_the_thread():
     with SyncEngine(CacheConfig(device_blocks=8, strict=True)) as engine:
         lease = engine.match(range(40))

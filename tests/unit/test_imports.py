@@ -24,6 +24,7 @@ LAYERS = (
     ("ranks",),
     ("scheduler",),
     ("engine", "events"),  # a KV event is read from the engine
+    ("devices", "statistics"),
     ("observe",),
     ("sync",),
     ("connectors",),
@@ -39,7 +40,8 @@ ONLY = {
         *("config", "errors"),
     ),
     "connectors.fastdeploy": (
-        *("base.checks", "base.logs", "base.types", "frameworks.paddle", "ranks", "sync"),
+        *("base.checks", "base.logs", "base.types", "devices", "errors", "frameworks.paddle"),
+        *("ranks", "statistics", "sync"),
     ),
 }
 

@@ -13,9 +13,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from aiokv import CacheConfig, CacheEngine, ConfigError, UsageError
+from aiokv import CacheConfig, CacheEngine
 from aiokv._native import Histogram
 from aiokv.base.statistics import DurationHistogram
+from aiokv.errors import ConfigError, UsageError
 from aiokv.observe import prometheus
 from aiokv.observe.exposition import Family, Sample, labelled, merged, text_of
 from aiokv.observe.metrics import exposition, families

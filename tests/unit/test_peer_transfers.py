@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, LeaseError, LeaseState, UsageError, WindowGroup
+from aiokv import CacheConfig, LeaseState, WindowGroup
 from aiokv.base.groups import STATE
 from aiokv.base.plan import (
     RECEIVE,
     SEND,
     TransferReport,
 )
-from aiokv.errors import CapacityError
+from aiokv.errors import CapacityError, LeaseError, UsageError
 from aiokv.scheduler.effects import NO_EFFECTS, Moved
 from aiokv.scheduler.scheduler import CacheScheduler
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import pytest
 
-from aiokv import ConfigError, StoreError
+from aiokv.errors import ConfigError, StoreError
 from aiokv.stores import StoreUse
 from aiokv.stores import cost as cost_module
 from aiokv.stores import guard as guard_module

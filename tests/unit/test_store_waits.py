@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, ClosedError, LeaseError, RequestTooLarge
+from aiokv import CacheConfig
 from aiokv.base.plan import FETCH, SAVE, Priority, TransferReport
 from aiokv.base.types import LeaseState
+from aiokv.errors import ClosedError, LeaseError, RequestTooLarge
 from aiokv.scheduler.scheduler import CacheScheduler
 
 BLOCK_TOKENS = 4

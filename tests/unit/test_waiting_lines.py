@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, ClosedError, LeaseError, RequestTooLarge
+from aiokv import CacheConfig
 from aiokv.base.plan import TransferReport
 from aiokv.base.state_guard import StateGuard
-from aiokv.errors import BrokenEngineError
+from aiokv.errors import BrokenEngineError, ClosedError, LeaseError, RequestTooLarge
 from aiokv.scheduler.admission import Request
 from aiokv.scheduler.effects import NO_EFFECTS, Outbox
 from aiokv.scheduler.guarded import TransitionErrors

@@ -30,7 +30,7 @@ class DumpError(AiokvError):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """One lease; see ``aiokv.LeaseInfo``."""
+    """One lease; see ``aiokv.statistics.LeaseInfo``."""
 
     lease_id: int
     owner: str = ""

@@ -7,17 +7,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from aiokv import (
-    AiokvError,
-    AllocateTimeout,
-    ClosedError,
-    Hit,
-    LeaseState,
-    RequestTooLarge,
-    TransferError,
-    UsageError,
-    WouldBlock,
-)
+from aiokv import Hit, LeaseState
 from aiokv.base import checks
 from aiokv.base.logs import Log
 from aiokv.connectors.fastdeploy.requests import (
@@ -25,6 +15,15 @@ from aiokv.connectors.fastdeploy.requests import (
     items_of,
     prompt_length,
     tokens_of,
+)
+from aiokv.errors import (
+    AiokvError,
+    AllocateTimeout,
+    ClosedError,
+    RequestTooLarge,
+    TransferError,
+    UsageError,
+    WouldBlock,
 )
 
 if TYPE_CHECKING:

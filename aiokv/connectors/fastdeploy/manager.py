@@ -6,22 +6,23 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from aiokv import ControlTimeout
 from aiokv.connectors.fastdeploy import statistics
 from aiokv.connectors.fastdeploy.host import EngineHost
 from aiokv.connectors.fastdeploy.metadata import MatchResult, onload_metadata, step_metadata
 from aiokv.connectors.fastdeploy.metrics import CacheMetrics
 from aiokv.connectors.fastdeploy.requests import tokens_of
 from aiokv.connectors.fastdeploy.settings import Sizes
+from aiokv.errors import ControlTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from aiokv import Device, Hit, Regions
+    from aiokv import Hit, Regions
     from aiokv.base.types import Tier
     from aiokv.connectors.fastdeploy.blocks import Holding, RequestBlocks
     from aiokv.connectors.fastdeploy.metadata import CacheSwapMetadata
     from aiokv.connectors.fastdeploy.requests import Request
+    from aiokv.devices import Device
     from aiokv.ranks import RankGroup
     from aiokv.sync import EngineFuture, SyncEngine, SyncLayers, SyncWeightsUpdate
 

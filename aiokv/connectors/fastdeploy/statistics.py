@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aiokv import CacheStatistics
     from aiokv.connectors.fastdeploy.blocks import RequestBlocks
+    from aiokv.statistics import CacheStatistics
 
 
 def free_device_blocks(blocks: RequestBlocks) -> int:

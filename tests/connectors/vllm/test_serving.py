@@ -22,7 +22,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
-from aiokv import BrokenEngineError, CacheEngine, ConfigError, Lease, TransferError
+from aiokv import CacheEngine, Lease
 from aiokv.connectors.vllm import (
     AiokvConnector,
     connector,
@@ -38,6 +38,7 @@ from aiokv.connectors.vllm.cache import HostCache
 from aiokv.connectors.vllm.connector import check_config
 from aiokv.connectors.vllm.options import Options
 from aiokv.connectors.vllm.worker import WorkerHalf
+from aiokv.errors import BrokenEngineError, ConfigError, TransferError
 from aiokv.sync import SyncEngine, SyncLayers
 from aiokv.testing.manual import ManualEvent
 from tests.connectors.vllm.model import VOCABULARY, generate
