@@ -55,7 +55,7 @@ async def _median_us(waiters: int, repeats: int) -> float:
                 task.cancel()
         if line:
             await asyncio.wait(line)
-        if statistics.waiting != waiters or statistics.evicted_device_blocks < repeats:
+        if statistics.waiting != waiters or statistics.attention.device.evicted_blocks < repeats:
             raise InternalError(f"no lease waited, or nothing was evicted: {statistics}")
     return percentile(sorted(samples), 50)
 

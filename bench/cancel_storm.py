@@ -92,6 +92,6 @@ def _prompt(seed: int) -> np.ndarray:
 
 
 def _expect_nothing_out(engine: CacheEngine) -> None:
-    leased = engine.statistics().device_leased
+    leased = engine.statistics().attention.device.leased
     if leased:
         raise InternalError(f"{leased} blocks are still leased after the storm")

@@ -406,7 +406,7 @@ class Clients:
     def result(self) -> dict[str, Any]:
         """Return the figures."""
         tokens = sum(map(len, self._prompts))
-        waits = self._engine.request_statistics()
+        waits = self._engine.statistics().requests
         first_tokens = sorted(self._first_tokens)
         return {
             "requests_per_second": len(self._prompts) / self._seconds,

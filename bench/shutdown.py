@@ -59,7 +59,7 @@ async def _shutdown(clients: int) -> dict[str, float]:
         await engine.aclose()
         seconds = time.perf_counter() - started
         await asyncio.gather(*tasks)
-    in_flight = statistics.device_in_flight + statistics.host_in_flight
+    in_flight = statistics.attention.device.in_flight + statistics.attention.host.in_flight
     return {"seconds": seconds, "refused": served["refused"], "in_flight": in_flight}
 
 

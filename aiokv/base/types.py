@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
-
-    from aiokv._native import Histogram
 
     TokenIds = NDArray[np.integer] | Sequence[int]
 
@@ -67,210 +65,6 @@ class Item(NamedTuple):
     content_hash: bytes
     offset: int
     length: int
-
-
-class DurationHistogram(msgspec.Struct, frozen=True):
-    """Durations, counted in buckets whose upper bounds are powers of two seconds.
-
-    Attributes:
-        counts: durations per bucket: those above the bound before it, up to its own; the last
-            bucket has no bound.
-        sum_seconds: sum of all durations.
-        bounds_seconds: upper bounds of all buckets but the last: from 2**-20 s to 4096 s.
-    """
-
-    counts: list[int]
-    sum_seconds: float
-    bounds_seconds: list[float]
-
-    @classmethod
-    def of(cls, histogram: Histogram) -> Self:
-        """Return the present counts of a native histogram."""
-        return cls(histogram.counts, histogram.sum_seconds, histogram.bounds_seconds())
-
-    @property
-    def count(self) -> int:
-        """Number of durations."""
-        return sum(self.counts)
-
-
-class RequestStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Waits of requests since the engine was made, and how they ended.
-
-    Attributes:
-        capacity_wait: waits for capacity and for the salt's quota, of all leases that were not
-            granted at once, without the time that they waited for stores.
-        pending_wait: waits for blocks that another lease computes.
-        store_wait: waits for blocks from the stores.
-        peer_wait: waits for blocks that another engine sends.
-        onload: times from the submission of an onload to the arrival of its last layer.
-        hold: times for which a lease that computes had blocks, to a tick of the kernel (1 to 10
-            ms); added when it gives them back.
-        timed_out_waits: ``allocate`` calls that raised ``AllocateTimeout``.
-        cancelled_waits: ``allocate`` calls that were cancelled while they waited.
-        refused_waits: ``allocate`` calls that raised another error while they waited.
-        too_large_requests: ``allocate`` calls that raised ``RequestTooLarge``.
-        declined_fetches: requests that computed blocks that a store had, because this was sooner.
-        late_fetches: requests that stopped waiting for a store that was slower than expected.
-        prefill_tokens_per_second: configured speed of the model on prompts, or the one measured in
-            the newest batches that computed prompts; 0.0 before the first measurement.
-    """
-
-    capacity_wait: DurationHistogram
-    pending_wait: DurationHistogram
-    store_wait: DurationHistogram
-    peer_wait: DurationHistogram
-    onload: DurationHistogram
-    hold: DurationHistogram
-    timed_out_waits: int
-    cancelled_waits: int
-    refused_waits: int
-    too_large_requests: int
-    declined_fetches: int
-    late_fetches: int
-    prefill_tokens_per_second: float
-
-
-class WindowStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks of one window group: its pools, and counters since the engine was made.
-
-    A device block is free, cached, or belongs to one lease alone; a block in host memory is free,
-    cached, or the destination of a transfer. Leases have *set aside* the blocks that they have and
-    those that they will have. *Saved* blocks were copied to host memory, *stored* ones to the
-    stores. *Unstored* blocks were to be saved to the stores, and were dropped, rejected or refused,
-    or the save failed. *Fetched* and *unfetched* blocks as in :class:`Statistics`.
-    """
-
-    device_blocks: int
-    device_free: int
-    device_cached: int
-    device_set_aside: int
-    host_blocks: int
-    host_free: int
-    host_cached: int
-    saved_blocks: int
-    onloaded_blocks: int
-    evicted_host_blocks: int
-    stored_blocks: int
-    unstored_blocks: int
-    fetched_blocks: int
-    unfetched_blocks: int
-
-
-class Statistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters since the engine was made, and the current state of its pools.
-
-    The capacity of a pool is ``free + cached + leased + in_flight`` blocks: *leased* blocks belong
-    to one lease alone, *cached* blocks to the index (with or without leases that use them), and
-    *in flight* blocks are the destination of a transfer. A state slot is free, holds a snapshot, or
-    belongs to a lease; one in host memory is free, holds a snapshot, or is the destination of a
-    transfer. ``restored_states`` counts ``onloaded_states``, which came from host memory, too.
-    *Releasing* leases are released, but a batch or a transfer of a peer in flight uses their
-    blocks. ``windows`` has the blocks of each window group.
-
-    *Waiting* leases wait for capacity, and the others named so for the quota of their salt, for
-    stores, or for blocks that another lease computes. *Computed* tokens are positions that
-    ``commit`` has noted, again after a preemption; those of prompts are counted separately, too.
-    *Preemptions* gave up a block table, *swaps* began to move one to host memory, and *lost* leases
-    lost theirs with a rank. *Expired* leases were not used within their ``ttl_seconds``, and were
-    released.
-
-    Blocks are *evicted* and *dropped* by cause: ``capacity`` (room for a lease, a host copy or a
-    fetch), ``request`` (``CacheEngine.evict``), ``resize``, ``sleep``, ``reset`` or ``failure`` of
-    a copy. Dropped blocks are in no tier any more.
-
-    ``hit_store_tokens`` is a part of the hits of device and host: tokens of blocks that a fetch
-    from a store had brought. Only the first lease that is granted with such a block counts; leases
-    of pins and prefetches do not. *Fetched* blocks arrived and were verified, *unfetched* ones were
-    missing, wrong or late. Blocks that were to be saved to the stores and were not are *dropped*
-    (the queue was full, or the block was evicted or the host tier slept before), *rejected* by
-    ``CacheConfig.store_admission``, *refused* by a store and saved by none, or *failed*; snapshots
-    of recurrent state are *unstored* in all these cases.
-
-    ``receives`` and ``sends`` are transfers from and to peers, which have begun. *Received* blocks
-    and states arrived and were verified; *sent* ones were acknowledged by the receiver.
-    """
-
-    device_blocks: int
-    device_free: int
-    device_cached: int
-    device_leased: int
-    device_in_flight: int
-    host_blocks: int
-    host_free: int
-    host_cached: int
-    host_in_flight: int
-    evictable_blocks: int
-    leases: int
-    releasing_leases: int
-    waiting: int
-    waiting_for_quota: int
-    waiting_for_store: int
-    waiting_for_pending: int
-    preemptions: int
-    swaps: int
-    lost_leases: int
-    expired_leases: int
-    prompt_tokens: int
-    computed_tokens: int
-    computed_prompt_tokens: int
-    hit_device_tokens: int
-    hit_host_tokens: int
-    hit_store_tokens: int
-    grants: int
-    published_blocks: int
-    evicted_device_blocks: int
-    evicted_host_blocks: int
-    dropped_blocks: int
-    evicted_device_by_cause: dict[str, int]
-    evicted_host_by_cause: dict[str, int]
-    dropped_by_cause: dict[str, int]
-    onloaded_blocks: int
-    offloaded_blocks: int
-    failed_blocks: int
-    skipped_backups: int
-    reclaimed_twins: int
-    state_slots: int
-    state_free: int
-    state_snapshots: int
-    restored_states: int
-    evicted_snapshots: int
-    fetches: int
-    fetched_blocks: int
-    unfetched_blocks: int
-    saved_blocks: int
-    dropped_saves: int
-    rejected_saves: int
-    refused_saves: int
-    failed_saves: int
-    receives: int
-    received_blocks: int
-    received_states: int
-    received_window_blocks: int
-    failed_receives: int
-    sends: int
-    sent_blocks: int
-    sent_states: int
-    sent_window_blocks: int
-    failed_sends: int
-    host_state_slots: int
-    host_state_free: int
-    host_state_snapshots: int
-    saved_snapshots: int
-    onloaded_states: int
-    evicted_host_snapshots: int
-    stored_snapshots: int
-    unstored_snapshots: int
-    fetched_snapshots: int
-    unfetched_snapshots: int
-    windows: dict[str, WindowStatistics]
-    nodes: int
-    index_bytes: int
-    token_bytes: int
-
-    @property
-    def hit_tokens(self) -> int:
-        return self.hit_device_tokens + self.hit_host_tokens
 
 
 LeaseWait = Literal["", "pending", "store", "quota", "capacity", "onload", "offload", "batch"]
@@ -366,7 +160,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
         unpinned_bytes: host memory that the device has not page-locked yet; transfers that use it
             wait. With ranks, at most ``RankTimeouts.heartbeat`` old.
         unavailable_stores: URLs of the stores that requests do without now, each once, because a
-            store could not be opened or its operations fail. See ``engine.store_statistics``.
+            store could not be opened or its operations fail. See ``engine.statistics().stores``.
     """
 
     phase: Literal["new", "open", "closing", "closed", "abandoned"]

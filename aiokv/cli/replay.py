@@ -24,10 +24,11 @@ from aiokv.errors import UsageError
 if TYPE_CHECKING:
     import argparse
 
-    from aiokv import CacheEngine, Observation
+    from aiokv import CacheEngine
     from aiokv.cli.progress import Stages
     from aiokv.cli.sweep import Sweep
     from aiokv.demo.router import RouterName
+    from aiokv.statistics import Observation
     from aiokv.trace.disk_tier import DiskAdmission, DiskOptions, DiskPolicy
     from aiokv.trace.replay import ReplayOptions, Workload
     from aiokv.trace.report import FleetReport, ReplayReport

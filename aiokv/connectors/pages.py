@@ -29,7 +29,7 @@ from aiokv.worker.arena import HostArena
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Sequence
 
-    from aiokv.stores.guard_statistics import GuardStatistics
+    from aiokv.base.statistics import GuardStatistics
     from aiokv.stores.use import StoreUse
 
 T = TypeVar("T")

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
+    from aiokv.base.statistics import GuardStatistics
     from aiokv.connectors.pages import Page
-    from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.use import StoreUse
 
 OLDEST_RELEASE: Final = (0, 5, 20)  # earlier ones leave adapters and salts out of their hashes

@@ -121,8 +121,8 @@ class Server:
                         return await events.stream_response(send)
                     text = "".join([chr(token) async for token in self._tokens(running)])
                 await JSONResponse(_answer(running, text, ended=True))(scope, receive, send)
-            except (aiokv.AiokvError, StepError) as error:
-                status = 503 if isinstance(error, aiokv.CapacityError) else 500
+            except (aiokv.errors.AiokvError, StepError) as error:
+                status = 503 if isinstance(error, aiokv.errors.CapacityError) else 500
                 await _refusal(status, error)(scope, receive, send)
 
     @asynccontextmanager
@@ -159,7 +159,7 @@ class Server:
             async for token in self._tokens(running):
                 yield b"data: %b\n\n" % encode(_answer(running, chr(token)))
             last = _answer(running, "", ended=True)
-        except (aiokv.AiokvError, StepError) as error:  # status 200 was sent already
+        except (aiokv.errors.AiokvError, StepError) as error:  # status 200 was sent already
             last = _problem(500, error)
         yield b"data: %b\n\ndata: [DONE]\n\n" % encode(last)
 
@@ -197,7 +197,7 @@ class Server:
         while grown := [r for r in self._running if len(r.tokens) > r.lease.num_tokens]:
             try:
                 self._engine.extend([running.lease for running in grown], 1)
-            except aiokv.WouldBlock:
+            except aiokv.errors.WouldBlock:
                 newest = self._running[-1]
                 await newest.lease.preempt()
                 self._end(newest, None)
@@ -211,9 +211,9 @@ class Server:
         try:
             with self._engine.computing([running.lease for running, _ in chosen]) as batch:
                 tokens = await batch.run(self._forward, rows, layers)  # in a thread
-        except aiokv.TransferError:  # a cached block did not arrive: compute it
+        except aiokv.errors.TransferError:  # a cached block did not arrive: compute it
             for running, _ in chosen:
-                with suppress(aiokv.TransferError):
+                with suppress(aiokv.errors.TransferError):
                     await running.lease.layers.wait_all()
                 if running in self._running:  # its client may have left during the wait
                     first = running.lease.recompute_from()

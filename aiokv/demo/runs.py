@@ -23,11 +23,11 @@ from aiokv.errors import ConfigError, InternalError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from aiokv.base.statistics import RouteStatistics
     from aiokv.config.cache_config import WritePolicy
     from aiokv.demo.ledger import Ledger
     from aiokv.demo.transformer import NumpyCache, NumpyTransformer
     from aiokv.demo.workload import Workload
-    from aiokv.worker.lanes import LaneStatistics
 
     # (stage, total) -> what to call with the number of requests done since the last call
     Stages = Callable[[str, int], Callable[[int], None]]
@@ -231,7 +231,8 @@ async def _run_once(
             await server.serve(scenario.workload)
             seconds = time.perf_counter() - start
         await check_idle(engine, run.label)
-        worker, poller = engine.worker_statistics(), engine.poller_statistics()
+        statistics = engine.statistics()
+        worker, poller = statistics.worker, statistics.poller
     ledger = server.ledger
     wakeups = [poller.latency_p50_seconds, poller.latency_p99_seconds] if poller.events else []
     result = RunResult(
@@ -244,10 +245,10 @@ async def _run_once(
         repeated_tokens=ledger.repeated_rows,
         ttft_ms=Percentiles.of(server.ttft_seconds, 1e3),
         capacity_wait_ms=Percentiles.of(server.capacity_wait_seconds, 1e3),
-        onload=_traffic(worker.onload),
-        offload=_traffic(worker.offload),
-        fetch=_traffic(worker.fetch),
-        save=_traffic(worker.save),
+        onload=_traffic(worker.routes["onload"]),
+        offload=_traffic(worker.routes["offload"]),
+        fetch=_traffic(worker.routes["fetch"]),
+        save=_traffic(worker.routes["save"]),
         wakeup_us=Percentiles(*(round(1e6 * seconds, 3) for seconds in wakeups)),
         rows_not_finite=ledger.rows_not_finite,
         corrupted=corruptor.done if corruptor is not None else "",
@@ -306,7 +307,7 @@ async def check_idle(engine: aiokv.CacheEngine, label: str) -> None:
         raise InternalError(f"after {label}: {'; '.join(violations)}")
 
 
-def _traffic(lane: LaneStatistics) -> Traffic:
+def _traffic(lane: RouteStatistics) -> Traffic:
     busy = lane.busy_seconds
     speed = round(lane.moved_bytes / busy / 1e9, 3) if busy else None
     return Traffic(lane.done, lane.moved_bytes, round(busy, 6), speed)

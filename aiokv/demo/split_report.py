@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from aiokv import PeerStatistics
     from aiokv.demo.serving import Server
+    from aiokv.statistics import PeerStatistics
 
 ServerName = Literal["prefill", "decode"]
 

@@ -81,7 +81,7 @@ async def _serve(arguments: ServerArguments) -> tuple[ServerResult, Ledger]:
                 await channel.run(role.clients, role.handlers())
         await channel.aclose()
         await check_idle(engine, name)
-        return ServerResult.of(server, engine.peer_statistics(), role.sent), server.ledger
+        return ServerResult.of(server, engine.statistics().peers, role.sent), server.ledger
 
 
 class Role(ABC):

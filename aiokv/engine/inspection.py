@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from aiokv.base import checks
+from aiokv.base.statistics import Statistics
 from aiokv.base.types import Health, HotPrefixes, LeaseInfo, PrefixInfo
 from aiokv.engine.contexts import split_context
 from aiokv.stores.guard_statistics import unavailable_stores
@@ -26,8 +27,24 @@ class Inspection:
         self._read = parts.scheduler.read
         self._requests = parts.requests
         self._worker = parts.worker
+        self._poller = parts.poller
+        self._layer_waits = parts.transfers.layer_waits
         self._sleep = sleep
         self._exchange = exchange
+
+    def statistics(self) -> Statistics:
+        """See ``CacheEngine.statistics``. Any thread."""
+        state = self._worker.inspect()
+        return Statistics(
+            **msgspec.structs.asdict(self._read.statistics()),
+            requests=self._requests.statistics(),
+            worker=self._worker.statistics(),
+            layer_waits=self._layer_waits.statistics(),
+            poller=self._poller.statistics(),
+            ranks=state.ranks,
+            stores=state.stores,
+            peers=self._exchange.statistics(state.peers),
+        )
 
     def leases(self, limit: int) -> list[LeaseInfo]:
         """See ``CacheEngine.leases``."""
@@ -77,15 +94,9 @@ class Inspection:
     def dump(self) -> dict[str, object]:
         """See ``CacheEngine.dump``."""
         self._lifetime.check_thread()
-        state = self._worker.inspect()
         return {
             **self._read.describe(),
             "open_step": self._read.open_step,
             "asleep": sorted(self._sleep.asleep),
-            "statistics": msgspec.to_builtins(self._read.statistics()),
-            "requests": msgspec.to_builtins(self._requests.statistics()),
-            "worker": msgspec.to_builtins(self._worker.statistics()),
-            "peers": msgspec.to_builtins(self._exchange.statistics()),
-            "stores": msgspec.to_builtins(state.stores),
-            "ranks": msgspec.to_builtins(state.ranks),
+            "statistics": msgspec.to_builtins(self.statistics()),
         }

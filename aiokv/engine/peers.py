@@ -28,12 +28,13 @@ import msgspec
 from aiokv.base import checks
 from aiokv.base.groups import STATE
 from aiokv.base.logs import Log
+from aiokv.base.statistics import PeerStatistics, RankPeerStatistics
 from aiokv.base.types import LeaseState, lease_name
 from aiokv.engine.progress import SendProgress
 from aiokv.errors import LeaseError, PeerError, UsageError
 from aiokv.peers import ticket as tickets
 from aiokv.peers.options import CHUNK_BLOCKS
-from aiokv.peers.statistics import PeerCounts, PeerStatistics
+from aiokv.peers.statistics import PeerCounts
 from aiokv.peers.ticket import Ticket
 from aiokv.worker.device.base import as_event
 from aiokv.worker.layer_marks import layer_mark
@@ -103,15 +104,14 @@ class Exchange:
         """See ``Lifetime.check_thread``."""
         self._lifetime.check_thread()
 
-    def statistics(self) -> PeerStatistics:
-        """See ``CacheEngine.peer_statistics``."""
-        self._lifetime.check_thread()
-        running = [f for flows in self.flows.values() for f in flows if not f.ended]
+    def statistics(self, ranks: list[RankPeerStatistics]) -> PeerStatistics:
+        """Return the counts of receives and sends. Any thread."""
+        running = [f for flows in list(self.flows.values()) for f in list(flows) if not f.ended]
         receiving = sum(flow.receives for flow in running)
         return PeerStatistics(
             receiving=receiving,
             sending=len(running) - receiving,
-            ranks=self._worker.inspect().peers,
+            ranks=ranks,
             **msgspec.structs.asdict(self.counts),
         )
 

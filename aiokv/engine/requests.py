@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from aiokv._native import Histogram
-from aiokv.base.types import DurationHistogram, RequestStatistics
+from aiokv.base.statistics import DurationHistogram, RequestStatistics
 from aiokv.errors import RequestTooLarge
 
 if TYPE_CHECKING:

@@ -46,10 +46,10 @@ class Steps:
     def _log_evictions(self) -> None:
         """Log the blocks that were evicted since the last line."""
         counts = self._scheduler.read.statistics()
-        device = counts.evicted_device_blocks - self._evicted_device_blocks
-        host = counts.evicted_host_blocks - self._evicted_host_blocks
-        self._evicted_device_blocks = counts.evicted_device_blocks
-        self._evicted_host_blocks = counts.evicted_host_blocks
+        device = counts.attention.device.evicted_blocks - self._evicted_device_blocks
+        host = counts.attention.host.evicted_blocks - self._evicted_host_blocks
+        self._evicted_device_blocks = counts.attention.device.evicted_blocks
+        self._evicted_host_blocks = counts.attention.host.evicted_blocks
         if device or host:
             log.debug("blocks.evicted", device_blocks=device, host_blocks=host)
 

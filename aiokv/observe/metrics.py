@@ -5,7 +5,7 @@
     text = exposition(engine)                           # one engine, label engine="default"
     text = exposition({"chat": engine, "code": other})  # several
 
-The modules of tables (``tables.py``) name the metric of each field of each record. The text is a
+The fields of the statistics name their metrics: see :mod:`aiokv.base.statistics`. The text is a
 valid response to a scrape; see ``CONTENT_TYPE``. Labels are bounded: no metric has a label of
 tokens, requests or owners, and salts beyond the largest ones are summed up as ``"other"``.
 """
@@ -14,24 +14,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args, get_origin, get_type_hints
+
+import msgspec
 
 import aiokv
-from aiokv.base.types import DurationHistogram
-from aiokv.observe import tables
+from aiokv.base.statistics import UNKNOWN, DurationHistogram, Label, Metric, mark_of
 from aiokv.observe.exposition import CONTENT_TYPE, Family, Sample, labelled, merged, text_of
-from aiokv.worker.lanes import ROUTE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from aiokv.base.types import RequestStatistics, Statistics
+    from aiokv.base.statistics import GuardStatistics
     from aiokv.engine import CacheEngine
-    from aiokv.observe.exposition import Kind
-    from aiokv.observe.tables import Table
-    from aiokv.stores.guard_statistics import GuardStatistics
-    from aiokv.worker.lanes import WorkerStatistics
 
 __all__ = ["CONTENT_TYPE", "DEFAULT_ENGINE", "MAX_SALTS", "exposition", "families", "named_engines"]
 
@@ -42,8 +39,6 @@ MAX_SALTS: Final = 20
 """Number of salts that are labels, those with the most blocks; the others are ``"other"``."""
 
 OTHER_SALTS: Final = "other"
-BREAKER_STATES: Final = ("closed", "open", "probing", "off")
-UNKNOWN: Final = -1  # a size that a store does not know
 
 
 def exposition(
@@ -90,8 +85,6 @@ def families(engine: CacheEngine, *, salt_label: Callable[[str], str] = str) -> 
 
 def _families(engine: CacheEngine, salt_label: Callable[[str], str]) -> Iterator[Family]:
     statistics = engine.statistics()
-    peers = engine.peer_statistics()
-    worker = engine.worker_statistics()
     yield _one("aiokv_info", "Version of aiokv.", 1, version=aiokv.__version__)
     yield _one("aiokv_block_tokens", "Tokens per block.", engine.config.block_tokens)
     yield _one(
@@ -105,63 +98,12 @@ def _families(engine: CacheEngine, salt_label: Callable[[str], str]) -> Iterator
         "1 while the memory of the tier is freed by sleep; else 0.",
         [Sample("", {"tier": t}, int(t in engine.asleep)) for t in ("device", "host")],
     )
-    yield from _rows(tables.STATISTICS, statistics)
-    yield from _rows(tables.REQUESTS, engine.request_statistics())
     yield from _quota_families(engine, salt_label)
-    for group, window in statistics.windows.items():
-        yield from _rows(tables.WINDOW, window, group=group)
-    yield from _rows(tables.WORKER, worker)
-    for route in ROUTE_NAMES:
-        yield from _rows(tables.LANE, getattr(worker, route), route=route)
-    layer_waits = engine.layer_wait_statistics()
-    yield from _rows(tables.LAYER_WAITS, layer_waits)
-    yield Family(
-        "aiokv_waited_layer_seconds_total",
-        "counter",
-        "Time of all waits for a layer of an onload; a wait for all layers counts for the last.",
-        [
-            Sample("", {"layer": str(layer)}, seconds)
-            for layer, seconds in enumerate(layer_waits.layer_seconds)
-        ],
+    yield from _rows(
+        msgspec.structs.replace(statistics, stores=list(_with_names(statistics.stores))), {}
     )
-    yield from _rows(tables.POLLER, engine.poller_statistics(), rank="")
-    for rank in engine.rank_statistics():
-        yield from _rows(tables.RANK, rank, rank=str(rank.rank))
-        yield from _rows(tables.POLLER, rank.poller, rank=str(rank.rank))
-    stores = engine.store_statistics()
-    for store, name in zip(stores, _store_names(stores), strict=True):
-        yield from _store_families(store, name)
-    yield from _rows(tables.PEERS, peers)
-    for use in peers.ranks:
-        number = _rank(use.rank)
-        yield from _rows(tables.RANK_PEERS, use, rank=number)
-        yield from _rows(tables.RECEIVER, use.received, rank=number)
-        yield from _rows(tables.SENDER, use.sent, rank=number)
-    yield _failures(statistics, engine.request_statistics(), worker, stores)
-
-
-def _failures(
-    statistics: Statistics,
-    requests: RequestStatistics,
-    worker: WorkerStatistics,
-    stores: list[GuardStatistics],
-) -> Family:
-    """Return all failures by kind; other families count each of them in more detail."""
-    kinds = {
-        "allocate_timeout": requests.timed_out_waits,
-        "allocate_refused": requests.refused_waits + requests.too_large_requests,
-        "transfer": sum(getattr(worker, route).failed for route in tables.LOCAL_ROUTES),
-        "corrupt_onload": worker.corrupt,
-        "receive": statistics.failed_receives,
-        "send": statistics.failed_sends,
-        "store_timeout": sum(store.timeouts for store in stores),
-        "store_busy": sum(store.busy for store in stores),
-        "store_wrong_block": sum(store.wrong_blocks for store in stores),
-        "store_failed_block": sum(store.failed_blocks for store in stores),
-        "lost_lease": statistics.lost_leases,
-    }
-    samples = [Sample("", {"kind": kind}, count) for kind, count in kinds.items()]
-    return Family("aiokv_failures_total", "counter", "Failures by kind.", samples)
+    failures = [Sample("", {"kind": kind}, count) for kind, count in statistics.failures.items()]
+    yield Family("aiokv_failures_total", "counter", "Failures by kind.", failures)
 
 
 def _quota_families(engine: CacheEngine, salt_label: Callable[[str], str]) -> Iterator[Family]:
@@ -190,8 +132,8 @@ def _quota_families(engine: CacheEngine, salt_label: Callable[[str], str]) -> It
     )
 
 
-def _store_names(stores: list[GuardStatistics]) -> Iterator[str]:
-    """Yield the URL of each store, with ``#2`` and so on behind one that occurs again.
+def _with_names(stores: list[GuardStatistics]) -> Iterator[GuardStatistics]:
+    """Yield each store with ``#2`` and so on behind a URL that occurs again.
 
     A scrape with two samples of equal labels is invalid.
     """
@@ -199,67 +141,88 @@ def _store_names(stores: list[GuardStatistics]) -> Iterator[str]:
     for store in stores:
         place = (store.url, store.kind, store.pool, store.rank)
         seen[place] += 1
-        yield store.url if seen[place] == 1 else f"{store.url}#{seen[place]}"
-
-
-def _store_families(statistics: GuardStatistics, name: str) -> Iterator[Family]:
-    labels = {
-        "store": name,
-        "kind": statistics.kind,
-        "pool": statistics.pool,
-        "rank": _rank(statistics.rank),
-    }
-    yield from _rows(tables.GUARD, statistics, **labels)
-    yield from _rows(tables.STORE, statistics.store, **labels)
-    for operation, state in (("read", statistics.reading), ("save", statistics.saving)):
-        yield Family(
-            "aiokv_store_breaker_state",
-            "gauge",
-            "1 for the state of the store's breaker, 0 for the others: closed (in use), open "
-            "(unavailable), probing, off (not used).",
-            [
-                Sample("", {**labels, "operation": operation, "state": s}, int(s == state))
-                for s in BREAKER_STATES
-            ],
-        )
-    yield Family(
-        "aiokv_store_detail",
-        "untyped",
-        "Counters and sizes of this kind of store, by name.",
-        [
-            Sample("", {**labels, "name": name}, value)
-            for name, value in statistics.store.details.items()
-        ],
-    )
-
-
-def _rank(number: int | None) -> str:
-    """Return the label of a rank; Prometheus treats an empty label as one that is absent."""
-    return "" if number is None else str(number)
+        number = seen[place]
+        yield store if number == 1 else msgspec.structs.replace(store, url=f"{store.url}#{number}")
 
 
 def _one(name: str, text: str, value: float, **labels: str) -> Family:
     return Family(name, "gauge", text, [Sample("", labels, value)])
 
 
-def _rows(table: Table, record: Any, **labels: str) -> Iterator[Family]:
-    """Yield the families of a table for one record; sizes that a store does not know are absent."""
-    for metric in table:
-        kind: Kind = "counter" if metric.name.endswith("_total") else "gauge"
-        samples: list[Sample] = []
-        for field, metric_labels in metric.fields.items():
-            value, field_labels = getattr(record, field), {**labels, **metric_labels}
-            if isinstance(value, DurationHistogram):
-                kind = "histogram"
-                samples += _histogram(value, field_labels)
-            elif isinstance(value, dict):
-                samples += (Sample("", {**field_labels, "cause": c}, n) for c, n in value.items())
-            elif isinstance(value, bool):
-                samples.append(Sample("", field_labels, int(value)))
-            elif value != UNKNOWN:
-                samples.append(Sample("", field_labels, value))
-        if samples:
-            yield Family(f"aiokv_{metric.name}", kind, metric.help, samples)
+# --- from the fields of statistics ----------------------------------------------------------------
+
+
+class _Fields(NamedTuple):
+    """Fields of a record: labels of all its numbers, and what it shows, in order."""
+
+    labels: list[tuple[str, str]]  # field and label
+    shown: list[tuple[str, Metric | Label | None]]  # numbers have a metric, branches do not
+
+
+@cache
+def _fields_of(kind: type[msgspec.Struct]) -> _Fields:
+    hints = get_type_hints(kind)
+    fields = _Fields([], [])
+    for name in kind.__struct_fields__:
+        mark = mark_of(kind, name)
+        if isinstance(mark, Metric) or _is_branch(hints[name]):
+            fields.shown.append((name, mark))
+        elif mark is not None:
+            fields.labels.append((name, mark.name))
+    return fields
+
+
+def _is_branch(hint: Any) -> bool:
+    """Return True for the type of a record, or of a list or a dict of records."""
+    if get_origin(hint) in (list, dict):
+        hint = get_args(hint)[-1]
+    return isinstance(hint, type) and issubclass(hint, msgspec.Struct)
+
+
+def _rows(record: msgspec.Struct, labels: Mapping[str, str]) -> Iterator[Family]:
+    """Yield the families of a record and of its branches, with these labels."""
+    fields = _fields_of(type(record))
+    if fields.labels:
+        labels = {**labels, **{name: _text(getattr(record, f)) for f, name in fields.labels}}
+    for field, mark in fields.shown:
+        value = getattr(record, field)
+        if isinstance(mark, Metric):
+            samples = list(_samples(mark, value, {**labels, **dict(mark.labels)}))
+            if samples:
+                yield Family(f"aiokv_{mark.name}", mark.kind, mark.help, samples)
+        elif isinstance(value, dict):
+            assert mark is not None, field
+            for key, branch in value.items():
+                yield from _rows(branch, {**labels, mark.name: key})
+        elif isinstance(value, list):
+            for branch in value:
+                yield from _rows(branch, labels)
+        elif mark is None:
+            yield from _rows(value, labels)
+        else:
+            yield from _rows(value, {**labels, mark.name: mark.value or ""})
+
+
+def _text(value: object) -> str:
+    """Return the value of a label; Prometheus treats an empty label as one that is absent."""
+    return "" if value is None else str(value)
+
+
+def _samples(metric: Metric, value: Any, labels: Mapping[str, str]) -> Iterator[Sample]:
+    """Yield the samples of a field; a size that is not known has none."""
+    if isinstance(value, DurationHistogram):
+        yield from _histogram(value, labels)
+    elif metric.states:
+        for state in metric.states:
+            yield Sample("", {**labels, metric.key_label: state}, int(state == value))
+    elif isinstance(value, dict):
+        for key, number in value.items():
+            yield Sample("", {**labels, metric.key_label: key}, number)
+    elif isinstance(value, list):
+        for index, number in enumerate(value):
+            yield Sample("", {**labels, metric.key_label: str(index)}, number)
+    elif value != UNKNOWN:
+        yield Sample("", labels, int(value) if isinstance(value, bool) else value)
 
 
 def _histogram(histogram: DurationHistogram, labels: Mapping[str, str]) -> Iterator[Sample]:

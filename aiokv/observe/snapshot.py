@@ -20,8 +20,8 @@ from aiokv.stores.options import without_query
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from aiokv import TransferSpan
     from aiokv.engine import CacheEngine
+    from aiokv.statistics import TransferSpan
 
 MAX_LEASES: Final = 128
 MAX_PREFIXES: Final = 40
@@ -45,9 +45,9 @@ def snapshot(
             equal for equal names within one process.
 
     Returns:
-        A dict with the keys ``health``, ``config``, ``statistics``, ``worker``, ``poller``,
-        ``stores``, ``peers``, ``leases``, ``waiting``, ``transfers``, ``prefixes`` and
-        ``prefixes_complete``. ``waiting`` has the leases of ``leases`` that wait in a line, in
+        A dict with the keys ``health``, ``config``, ``statistics``, ``leases``, ``waiting``,
+        ``transfers``, ``prefixes`` and ``prefixes_complete``. ``statistics`` is the tree of
+        ``CacheEngine.statistics``. ``waiting`` has the leases of ``leases`` that wait in a line, in
         order. Times are seconds since the epoch. Salts and adapters are "" where a prompt has none.
 
     Raises:
@@ -61,14 +61,7 @@ def snapshot(
     return {
         "health": msgspec.to_builtins(engine.health()),
         "config": msgspec.to_builtins(engine.config),
-        "statistics": msgspec.to_builtins(engine.statistics()),
-        "worker": msgspec.to_builtins(engine.worker_statistics()),
-        "poller": msgspec.to_builtins(engine.poller_statistics()),
-        "stores": [
-            {**msgspec.to_builtins(store), "url": without_credentials(store.url)}
-            for store in engine.store_statistics()
-        ],
-        "peers": msgspec.to_builtins(engine.peer_statistics()),
+        "statistics": _statistics(engine),
         "leases": leases,
         "waiting": [lease for lease in leases if lease["waits_for"] in _LINES],
         "transfers": [_transfer(span, epoch) for span in spans],
@@ -95,6 +88,14 @@ def without_credentials(url: str) -> str:
         return without_query(url)
     except ValueError:  # not a URL: a store of the user's own
         return url.partition(":")[0]
+
+
+def _statistics(engine: CacheEngine) -> dict[str, Any]:
+    """Return the statistics, without the credentials in URLs of stores."""
+    statistics: dict[str, Any] = msgspec.to_builtins(engine.statistics())
+    for store in statistics["stores"]:
+        store["url"] = without_credentials(store["url"])
+    return statistics
 
 
 def _transfer(span: TransferSpan, epoch: float) -> dict[str, Any]:

@@ -29,9 +29,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from aiokv import BatchSpan, TransferSpan
 from aiokv.base.checks import Unique, flag
 from aiokv.errors import ConfigError
+from aiokv.statistics import BatchSpan, TransferSpan
 
 if TYPE_CHECKING:
     from contextvars import Context
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
     from opentelemetry.trace import TracerProvider
 
-    from aiokv import CacheEngine, LeasePhase
+    from aiokv import CacheEngine
+    from aiokv.statistics import LeasePhase
 
 _WAITS: Final = ("pending", "store", "capacity", "peer")
 _ERRORS: Final = ("timeout", "failed", "lost")

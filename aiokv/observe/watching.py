@@ -6,8 +6,8 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from aiokv import TransferSpan
 from aiokv.observe.snapshot import MAX_TRANSFERS
+from aiokv.statistics import TransferSpan
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from aiokv.base.plan import PEER_ROUTES, group_routes
+from aiokv.base.statistics import RankPeerStatistics, ReceiverCounts, SenderCounts
 from aiokv.errors import ClosedError, PeerError, UsageError
 from aiokv.layout.block_layout import split_layers
 from aiokv.layout.mapping import BlockLayout
@@ -28,9 +29,9 @@ from aiokv.peers.messages import MAX_REASON_CHARACTERS
 from aiokv.peers.parcel_work import ParcelWork
 from aiokv.peers.peer_plans import PeerPlans
 from aiokv.peers.peer_work import ReceiverWork, SenderWork, SlotWork
-from aiokv.peers.receiver import Receiver, ReceiverCounts
+from aiokv.peers.receiver import Receiver
 from aiokv.peers.ring import LandingRing
-from aiokv.peers.sender import Sender, SenderCounts
+from aiokv.peers.sender import Sender
 from aiokv.peers.slots import ArenaSlots
 from aiokv.peers.ticket import Endpoint, decode, ticket_key
 from aiokv.peers.ticket_opener import TicketOpener
@@ -59,26 +60,6 @@ if TYPE_CHECKING:
 
 LAST_MESSAGES_SECONDS: Final = 0.5  # for the last messages to be sent, when the worker closes
 LAST_WRITES_SECONDS: Final = 5.0  # for threads and writes to end, when the worker closes
-
-
-class RankPeerStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Use of the connections to peers since the engine was made.
-
-    Attributes:
-        rank: number of the rank; None without ranks.
-        received: tickets and parcels that this rank receives.
-        sent: tickets and parcels that this rank sends.
-        landing_slots: slots of the landing ring, and ``free_slots`` those without an owner.
-        free_slots: see ``landing_slots``.
-        connections: connections to receivers that are open.
-    """
-
-    rank: int | None = None
-    received: ReceiverCounts
-    sent: SenderCounts
-    landing_slots: int
-    free_slots: int
-    connections: int
 
 
 class PeerTransfers:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Protocol, TypeVa
 
 import msgspec
 
+from aiokv.base.statistics import ReceiverCounts
 from aiokv.peers.acceptance import Acceptance
 from aiokv.peers.arrivals import Parcel, Receive, SlotCopies, SlotCopy
 from aiokv.peers.assembly import AssemblySlots
@@ -88,32 +89,6 @@ class ReceiverPort(Protocol[D]):
 
     def received(self, receive: Receive) -> None:
         """Report a plan; nothing accesses its blocks. Idempotent."""
-
-
-class ReceiverCounts(msgspec.Struct, kw_only=True):
-    """Counts of a receiver since it was made.
-
-    Attributes:
-        tickets: tickets that senders may open, now.
-        opened: tickets that at least one sender has opened.
-        refused: attempts to open a ticket that were refused.
-        expired: tickets that ended at their deadline, or because no sender had opened them in time.
-        parcels: parcels that were verified.
-        received_bytes: payload of those parcels.
-        wrong: parcels with a wrong length, key or checksum.
-        stale: parcels without a valid credit.
-        dropped: parcels that arrived after their plan or ticket was given up.
-    """
-
-    tickets: int = 0
-    opened: int = 0
-    refused: int = 0
-    expired: int = 0
-    parcels: int = 0
-    received_bytes: int = 0
-    wrong: int = 0
-    stale: int = 0
-    dropped: int = 0
 
 
 Disposal = Literal["land", "discard"]

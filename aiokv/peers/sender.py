@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
 import msgspec
 
+from aiokv.base.statistics import SenderCounts
 from aiokv.errors import UsageError
 from aiokv.peers.departures import Send, SlotFill
 from aiokv.peers.messages import (
@@ -80,28 +81,6 @@ class SenderPort(Protocol[C]):
 
     def ended(self, ticket_id: bytes, reason: str) -> None:
         """Tell that a ticket has ended: no plan of it is taken any more. Idempotent."""
-
-
-class SenderCounts(msgspec.Struct, kw_only=True):
-    """Counts of a sender since it was made.
-
-    Attributes:
-        tickets: tickets in flight.
-        opened: tickets that were accepted.
-        expired: tickets that ended at their deadline.
-        parcels: parcels that were acknowledged.
-        sent_bytes: payload of those parcels.
-        retries: parcels that were written again.
-        waits: times that a ready parcel had to wait for a credit.
-    """
-
-    tickets: int = 0
-    opened: int = 0
-    expired: int = 0
-    parcels: int = 0
-    sent_bytes: int = 0
-    retries: int = 0
-    waits: int = 0
 
 
 class Sender(Generic[C]):

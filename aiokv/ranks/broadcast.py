@@ -20,7 +20,7 @@ from aiokv.errors import ClosedError, UsageError
 from aiokv.ranks.messages import MAX_MESSAGE_BYTES, TransferBatch
 from aiokv.ranks.reduce import GroupTransfer
 from aiokv.worker.device.base import CopyError
-from aiokv.worker.lanes import ROUTE_NAMES, RouteCounts, worker_statistics
+from aiokv.worker.lanes import RouteCounts, worker_statistics
 from aiokv.worker.plan_table import CANCELLED, Executor, PlanEntry
 
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
     from aiokv.base.groups import Retention
     from aiokv.base.plan import GroupRoute, TransferPlan
+    from aiokv.base.statistics import WorkerStatistics
     from aiokv.errors import RankLost
     from aiokv.ranks.membership import Membership
     from aiokv.ranks.messages import Reports
     from aiokv.ranks.rank_state import RankState, RankTimeouts
     from aiokv.worker.base import Cancelled
-    from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.plan_table import PlanTable
 
 log = Log(__name__)
@@ -105,14 +105,13 @@ class TransferBroadcast(Executor[GroupTransfer]):
         counts = worker_statistics(
             self._num_held(), {route: counts.statistics() for route, counts in self._counts.items()}
         )
-        lanes = {
+        routes = {
             name: msgspec.structs.replace(
-                getattr(counts, name),
-                queue_seconds=sum(state.queue_seconds[name] for state in ranks) / len(ranks),
+                route, queue_seconds=sum(state.queue_seconds[name] for state in ranks) / len(ranks)
             )
-            for name in ROUTE_NAMES
+            for name, route in counts.routes.items()
         }
-        return msgspec.structs.replace(counts, **lanes)
+        return msgspec.structs.replace(counts, routes=routes)
 
     # --- to the ranks ---------------------------------------------------------------------------
 

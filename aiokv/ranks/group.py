@@ -19,6 +19,7 @@ from aiokv.base.checks import Unique, arguments, flag, integer
 from aiokv.base.groups import ATTENTION, retention_of
 from aiokv.base.logs import Log
 from aiokv.base.plan import PEER_ROUTES
+from aiokv.base.statistics import RankStatistics
 from aiokv.errors import ClosedError, ConfigError, UsageError
 from aiokv.ranks.broadcast import SAVED_ROUTES, SENT_ROUTES, TIER_ROUTES, TransferBroadcast
 from aiokv.ranks.control_requests import ControlRequests
@@ -31,13 +32,7 @@ from aiokv.ranks.rank_state import MAX_RANKS, RankTimeouts
 from aiokv.ranks.steps import GroupSteps
 from aiokv.ranks.tickets import GroupTickets
 from aiokv.wire.unix import checked_path
-from aiokv.worker.base import (
-    UNLIMITED_BLOCKS,
-    Capabilities,
-    RankStatistics,
-    WorkerFacts,
-    WorkerState,
-)
+from aiokv.worker.base import UNLIMITED_BLOCKS, Capabilities, WorkerFacts, WorkerState
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.ids import check_ids
 from aiokv.worker.plan_table import PlanTable
@@ -47,6 +42,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from aiokv.base.plan import AnyTier, TransferPlan, TransferReport
+    from aiokv.base.statistics import WorkerStatistics
     from aiokv.base.types import Tier
     from aiokv.config.cache_config import WindowGroup
     from aiokv.errors import RankLost
@@ -54,7 +50,6 @@ if TYPE_CHECKING:
     from aiokv.ranks.messages import Layout, Reports
     from aiokv.ranks.rank_state import RankState
     from aiokv.stores.identity import StoreIdentity
-    from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.plan_table import Executor
     from aiokv.worker.poller import EventPoller
 

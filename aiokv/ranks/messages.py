@@ -33,17 +33,19 @@ import msgspec
 
 from aiokv.base.groups import ATTENTION
 from aiokv.base.plan import TransferPlan, TransferReport  # noqa: TC001
+from aiokv.base.statistics import (
+    GuardStatistics,  # noqa: TC001
+    PollerStatistics,  # noqa: TC001
+    RankPeerStatistics,  # noqa: TC001
+    WorkerStatistics,  # noqa: TC001
+)
 from aiokv.base.types import Tier  # noqa: TC001
 from aiokv.config.cache_config import WindowGroup  # noqa: TC001  (msgspec needs it)
-from aiokv.peers.peer_transfers import RankPeerStatistics  # noqa: TC001
 from aiokv.peers.ticket import Endpoint  # noqa: TC001
-from aiokv.stores.guard_statistics import GuardStatistics  # noqa: TC001
 from aiokv.stores.identity import StoreIdentity  # noqa: TC001
 from aiokv.wire.connection import Connection
 from aiokv.wire.messages import Codec, Ping, Pong, encode
 from aiokv.worker.device.cpu import device_blocks
-from aiokv.worker.lanes import WorkerStatistics  # noqa: TC001
-from aiokv.worker.poller import PollerStatistics  # noqa: TC001
 
 if TYPE_CHECKING:
     from aiokv.layout.regions import Regions

@@ -85,15 +85,13 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from aiokv.base.plan import TransferPlan
+    from aiokv.base.statistics import GuardStatistics, RankPeerStatistics, WorkerStatistics
     from aiokv.base.types import Tier
-    from aiokv.peers.peer_transfers import RankPeerStatistics
     from aiokv.ranks.messages import FromManager, FromRank
     from aiokv.stores.base import Store
-    from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.use import StoreUse
     from aiokv.worker.device.base import Device, Event
-    from aiokv.worker.lanes import WorkerStatistics
 
 log = Log(__name__)
 

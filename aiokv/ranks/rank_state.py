@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Final, cast
 from aiokv.base.checks import arguments
 from aiokv.errors import ConfigError
 from aiokv.worker.lanes import IDLE as IDLE_WORKER
-from aiokv.worker.lanes import ROUTE_NAMES
 from aiokv.worker.poller import IDLE as IDLE_POLLER
 
 if TYPE_CHECKING:
-    from aiokv.peers.peer_transfers import RankPeerStatistics
+    from aiokv.base.statistics import GuardStatistics, RankPeerStatistics
     from aiokv.peers.ticket import Endpoint
     from aiokv.ranks.messages import Layout, RankConnection, RankCounts
-    from aiokv.stores.guard_statistics import GuardStatistics
 
 MAX_RANKS: Final = 1024  # per group
 
@@ -137,7 +135,7 @@ class RankState:
         self.peers: list[RankPeerStatistics] = []
         self.poller = IDLE_POLLER
         self.worker = IDLE_WORKER
-        self.queue_seconds = dict.fromkeys(ROUTE_NAMES, 0.0)
+        self.queue_seconds = dict.fromkeys(IDLE_WORKER.routes, 0.0)
         self.endpoints: list[Endpoint] = []
         self.peer_layout = b""
         self.layer_ends: list[int] = []
@@ -145,9 +143,8 @@ class RankState:
 
     def note_statistics(self, counts: RankCounts) -> None:
         """Take the statistics of an answer to a heartbeat. Those of a new process begin at 0."""
-        for name in ROUTE_NAMES:
-            seconds = getattr(counts.worker, name).queue_seconds
-            known = getattr(self.worker, name).queue_seconds
+        for name, route in counts.worker.routes.items():
+            seconds, known = route.queue_seconds, self.worker.routes[name].queue_seconds
             self.queue_seconds[name] += seconds - known if seconds >= known else seconds
         self.worker, self.poller = counts.worker, counts.poller
         self.stores, self.peers = counts.stores, counts.peers

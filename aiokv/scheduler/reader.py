@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from aiokv._native import STATE_GROUP
+from aiokv._native import STATE_GROUP, CoreStatistics
 from aiokv._native import LeaseState as NativeState
-from aiokv.base.types import (
+from aiokv.base.groups import ATTENTION, STATE
+from aiokv.base.statistics import (
+    BlockGroupStatistics,
+    CacheStatistics,
     DurationHistogram,
-    Hit,
-    LeaseInfo,
-    LeaseState,
-    Statistics,
-    WindowStatistics,
+    TierStatistics,
 )
+from aiokv.base.types import Hit, LeaseInfo, LeaseState
 from aiokv.errors import UsageError
 from aiokv.scheduler.events import BlockEvents
 from aiokv.scheduler.groups import block_groups, is_storable
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from aiokv._native import Core, GroupStatistics
     from aiokv.base.groups import BlockGroup
     from aiokv.base.types import LeaseWait
-    from aiokv.config.cache_config import CacheConfig, WindowGroup
+    from aiokv.config.cache_config import CacheConfig
     from aiokv.scheduler.admission import Admission
     from aiokv.scheduler.clock import StepClock
     from aiokv.scheduler.gate import Gate
@@ -472,18 +472,20 @@ class CacheReader:
         """Return for how long leases that compute had blocks, of those that gave them back."""
         return DurationHistogram.of(self._core.hold_times)
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> CacheStatistics:
         """Return counters and the current state of the pools. Any thread."""
         core = self._core.statistics()
         fields = {name: getattr(core, name) for name in _CORE_FIELDS}
         state = self._core.group_statistics(STATE_GROUP)
-        fields |= {name: getattr(state, field) for name, field in _STATE_FIELDS.items()}
-        windows = [self._core.group_statistics(index) for index in range(len(self._config.windows))]
-        return Statistics(
-            device_blocks=self._core.device_blocks,
-            host_blocks=self._config.host_blocks,
-            state_slots=self._config.state_slots,
-            host_state_slots=self._config.host_state_slots,
+        config = self._config
+        groups = {ATTENTION: self._attention(core)}
+        if config.state_slots:
+            groups[STATE] = _auxiliary(config.state_slots, config.host_state_slots, state)
+        for index, (name, group) in enumerate(config.windows.items()):
+            counts = self._core.group_statistics(index)
+            groups[name] = _auxiliary(group.device_blocks, group.host_blocks, counts)
+        return CacheStatistics(
+            groups=groups,
             waiting=len(self._admission),
             waiting_for_quota=self._admission.waiting_for_quota,
             waiting_for_store=self._admission.waiting_for_store,
@@ -493,13 +495,42 @@ class CacheReader:
             lost_leases=self._preemption.lost_leases,
             expired_leases=self._releases.expired_leases,
             restored_states=state.cloned + state.onloaded,
-            received_window_blocks=sum(window.received for window in windows),
-            sent_window_blocks=sum(window.sent for window in windows),
-            windows={
-                name: _window_statistics(group, window)
-                for (name, group), window in zip(self._config.windows.items(), windows, strict=True)
-            },
+            reclaimed_host_copies=core.reclaimed_twins,
             **fields,
+        )
+
+    def _attention(self, core: CoreStatistics) -> BlockGroupStatistics:
+        return BlockGroupStatistics(
+            device=TierStatistics(
+                blocks=self._core.device_blocks,
+                free=core.device_free,
+                cached=core.device_cached,
+                leased=core.device_leased,
+                in_flight=core.device_in_flight,
+                evicted_by_cause=core.evicted_device_by_cause,
+            ),
+            host=TierStatistics(
+                blocks=self._config.host_blocks,
+                free=core.host_free,
+                cached=core.host_cached,
+                leased=0,
+                in_flight=core.host_in_flight,
+                evicted_by_cause=core.evicted_host_by_cause,
+            ),
+            set_aside_blocks=0,
+            onloaded_blocks=core.onloaded_blocks,
+            offloaded_blocks=core.offloaded_blocks,
+            fetched_blocks=core.fetched_blocks,
+            unfetched_blocks=core.unfetched_blocks,
+            saved_blocks=core.saved_blocks,
+            unsaved_by_cause={
+                "dropped": core.dropped_saves,
+                "rejected": core.rejected_saves,
+                "refused": core.refused_saves,
+                "failed": core.failed_saves,
+            },
+            received_blocks=core.received_blocks,
+            sent_blocks=core.sent_blocks,
         )
 
     def leases(self, limit: int) -> list[LeaseInfo]:
@@ -624,61 +655,39 @@ _STATES = {
     NativeState.SWAPPED: LeaseState.SWAPPED,
     NativeState.RELEASING: LeaseState.RELEASED,
 }
-_OTHER_FIELDS = (
-    "device_blocks",
-    "host_blocks",
-    "state_slots",
-    "host_state_slots",
-    "waiting",
-    "waiting_for_quota",
-    "waiting_for_store",
-    "waiting_for_pending",
-    "preemptions",
-    "swaps",
-    "lost_leases",
-    "expired_leases",
-    "restored_states",
-    "received_window_blocks",
-    "sent_window_blocks",
-    "windows",
-)
-_STATE_FIELDS = {  # of Statistics: the field in the statistics of the group of recurrent state
-    "state_free": "device_free",
-    "state_snapshots": "device_cached",
-    "evicted_snapshots": "evicted_device",
-    "received_states": "received",
-    "sent_states": "sent",
-    "host_state_free": "host_free",
-    "host_state_snapshots": "host_cached",
-    "saved_snapshots": "saved",
-    "onloaded_states": "onloaded",
-    "evicted_host_snapshots": "evicted_host",
-    "stored_snapshots": "stored",
-    "unstored_snapshots": "unstored",
-    "fetched_snapshots": "fetched",
-    "unfetched_snapshots": "unfetched",
-}
 _CORE_FIELDS = tuple(
-    name
-    for name in Statistics.__struct_fields__
-    if name not in _OTHER_FIELDS and name not in _STATE_FIELDS
+    name for name in CacheStatistics.__struct_fields__ if hasattr(CoreStatistics, name)
 )
 
 
-def _window_statistics(group: WindowGroup, blocks: GroupStatistics) -> WindowStatistics:
-    return WindowStatistics(
-        device_blocks=group.device_blocks,
-        device_free=blocks.device_free,
-        device_cached=blocks.device_cached,
-        device_set_aside=blocks.device_set_aside,
-        host_blocks=group.host_blocks,
-        host_free=blocks.host_free,
-        host_cached=blocks.host_cached,
-        saved_blocks=blocks.saved,
-        onloaded_blocks=blocks.onloaded,
-        evicted_host_blocks=blocks.evicted_host,
-        stored_blocks=blocks.stored,
-        unstored_blocks=blocks.unstored,
-        fetched_blocks=blocks.fetched,
-        unfetched_blocks=blocks.unfetched,
+def _auxiliary(
+    device_blocks: int, host_blocks: int, counts: GroupStatistics
+) -> BlockGroupStatistics:
+    """Return the statistics of a group besides attention, whose evictions all make room."""
+    return BlockGroupStatistics(
+        device=TierStatistics(
+            blocks=device_blocks,
+            free=counts.device_free,
+            cached=counts.device_cached,
+            leased=device_blocks - counts.device_free - counts.device_cached,
+            in_flight=0,
+            evicted_by_cause={"capacity": counts.evicted_device},
+        ),
+        host=TierStatistics(
+            blocks=host_blocks,
+            free=counts.host_free,
+            cached=counts.host_cached,
+            leased=0,
+            in_flight=host_blocks - counts.host_free - counts.host_cached,
+            evicted_by_cause={"capacity": counts.evicted_host},
+        ),
+        set_aside_blocks=counts.device_set_aside,
+        onloaded_blocks=counts.onloaded,
+        offloaded_blocks=counts.saved,
+        fetched_blocks=counts.fetched,
+        unfetched_blocks=counts.unfetched,
+        saved_blocks=counts.stored,
+        unsaved_by_cause={"unsaved": counts.unstored},
+        received_blocks=counts.received,
+        sent_blocks=counts.sent,
     )

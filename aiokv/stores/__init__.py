@@ -8,7 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
-from aiokv.stores.base import Result, Store, StoreMemory, StoreStatistics
+from aiokv.base.statistics import StoreStatistics
+from aiokv.stores.base import Result, Store, StoreMemory
 from aiokv.stores.use import StoreUse
 
 if TYPE_CHECKING:

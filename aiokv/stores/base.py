@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from aiokv.base.statistics import StoreStatistics
+
 KEY_BYTES: Final = 32
 TRAILER_BYTES: Final = 64
 PITCH_BYTES: Final = 4096  # host blocks begin at multiples of this when there are stores
@@ -101,26 +103,6 @@ class StoreMemory(msgspec.Struct, frozen=True, kw_only=True):
         """Return the bytes of the object of a block, not copied."""
         begin = block * self.pitch_bytes
         return self.view[begin : begin + self.object_bytes]
-
-
-class StoreStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters of a store since it was opened, and its present size.
-
-    Attributes:
-        blocks: objects in the store; -1 if unknown.
-        used_bytes: bytes of these objects on the medium; -1 if unknown.
-        capacity_bytes: limit of ``used_bytes``; -1 if unknown or unlimited.
-        evicted_blocks: objects dropped to make room.
-        quarantined_blocks: objects or slots that are no longer used because their bytes were wrong.
-        details: further counters of the kind of store, by name.
-    """
-
-    blocks: int = -1
-    used_bytes: int = -1
-    capacity_bytes: int = -1
-    evicted_blocks: int = 0
-    quarantined_blocks: int = 0
-    details: dict[str, int] = {}
 
 
 class Store(Protocol):

@@ -19,11 +19,12 @@ from aiokv import _native
 from aiokv.base.groups import ATTENTION
 from aiokv.base.logs import Log
 from aiokv.base.plan import Priority
+from aiokv.base.statistics import GuardStatistics, StoreStatistics
 from aiokv.errors import AiokvError, ConfigError, StoreError
-from aiokv.stores.base import KEY_BYTES, Result, StoreStatistics, medium_name
+from aiokv.stores.base import KEY_BYTES, Result, medium_name
 from aiokv.stores.breaker import Breaker
 from aiokv.stores.cost import Cost
-from aiokv.stores.guard_statistics import GuardCounts, GuardStatistics
+from aiokv.stores.guard_statistics import GuardCounts
 from aiokv.stores.opening import Opening
 from aiokv.stores.options import without_user
 from aiokv.stores.slots import Slots

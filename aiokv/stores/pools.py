@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from aiokv.base.plan import TransferPlan
+    from aiokv.base.statistics import GuardStatistics
     from aiokv.stores.accesses import Accesses
     from aiokv.stores.base import StoreMemory
-    from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.store_set import Fetched, Found, Saved, StoreAnswer
     from aiokv.stores.use import StoreUse
 

@@ -10,8 +10,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import ConfigError, StoreError
-from aiokv.stores.base import Result, Store, StoreMemory, StoreStatistics, split_keys
+from aiokv.stores.base import Result, Store, StoreMemory, split_keys
 from aiokv.stores.options import url_options, url_text, without_query
 from aiokv.stores.threads import StoreThreads
 from aiokv.stores.waiting import all_ended

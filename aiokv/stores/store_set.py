@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.base.plan import TransferPlan
+    from aiokv.base.statistics import GuardStatistics
     from aiokv.stores.accesses import Accesses
     from aiokv.stores.base import Store, StoreMemory
     from aiokv.stores.guard import Lookup, Reply
-    from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.search import Search
 
 REMEMBERED_LOOKUPS: Final = 256

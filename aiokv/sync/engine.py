@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from types import TracebackType
 
-    from aiokv.base.types import Statistics
+    from aiokv.base.statistics import CacheStatistics, Statistics
     from aiokv.config.cache_config import CacheConfig
     from aiokv.errors import AiokvError
     from aiokv.layout.regions import Regions
@@ -197,8 +197,12 @@ class SyncEngine(EngineVerbs, Unique):
         return self._port.begin(run)
 
     def statistics(self) -> Statistics:
-        """Return counters and the current state of the pools. Does not cross."""
+        """See :meth:`aiokv.CacheEngine.statistics`. Does not cross."""
         return self._cache.statistics()
+
+    def cache_statistics(self) -> CacheStatistics:
+        """See :meth:`aiokv.CacheEngine.cache_statistics`. Does not cross."""
+        return self._cache.cache_statistics()
 
     def __repr__(self) -> str:
         return repr(self._cache).replace("CacheEngine", "SyncEngine", 1)

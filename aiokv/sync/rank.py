@@ -24,16 +24,18 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from aiokv.base.statistics import (
+        GuardStatistics,
+        LayerWaitStatistics,
+        RankPeerStatistics,
+        WorkerStatistics,
+    )
     from aiokv.layout.regions import Regions
     from aiokv.peers.options import Peers
-    from aiokv.peers.peer_transfers import RankPeerStatistics
     from aiokv.stores.base import Store
-    from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.use import StoreUse
     from aiokv.sync.rank_layers import Arrived
     from aiokv.worker.device.base import Device, Event
-    from aiokv.worker.lanes import WorkerStatistics
-    from aiokv.worker.layer_waits import LayerWaitStatistics
     from aiokv.worker.views import LayerView
 
 

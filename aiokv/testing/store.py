@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 
+from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import StoreError, UsageError
-from aiokv.stores.base import KEY_BYTES, Result, Store, StoreStatistics, split_keys
+from aiokv.stores.base import KEY_BYTES, Result, Store, split_keys
 from aiokv.testing.rules import Delay, Gate, Hold, Rule, Script
 
 if TYPE_CHECKING:

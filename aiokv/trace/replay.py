@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv import Statistics
+    from aiokv.statistics import Statistics
     from aiokv.trace.report import SweptTier
 
     Progress = Callable[[int], None]
@@ -572,7 +572,7 @@ def _make_report(
         prompt_tokens=prompt_tokens,
         hit_tokens=hit_tokens,
         hit_rate=hit_tokens["total"] / prompt_tokens,
-        evicted_blocks=run.statistics.evicted_device_blocks,
+        evicted_blocks=run.statistics.attention.device.evicted_blocks,
         failed_onloads=run.failed_onloads,
         index_seconds=run.cpu_seconds,
         requests_per_second=requests / run.cpu_seconds,
@@ -598,7 +598,7 @@ def _hit_tokens(run: _Run) -> dict[str, int]:
 def _memory(run: _Run, rss_before: int) -> MemoryReport:
     statistics = run.statistics
     # Nearly every block of the smaller tier is also in the larger tier.
-    cached_blocks = max(statistics.device_cached, statistics.host_cached)
+    cached_blocks = max(statistics.attention.device.cached, statistics.attention.host.cached)
     return MemoryReport(
         rss_delta_bytes=run.rss_bytes - rss_before,
         cached_blocks=cached_blocks,
@@ -613,13 +613,13 @@ def _traffic(run: _Run, options: ReplayOptions) -> TrafficReport:
     block_bytes = run.payload.block_bytes if run.payload else options.block_bytes
     return TrafficReport(
         block_bytes=block_bytes,
-        onloaded_blocks=statistics.onloaded_blocks,
-        offloaded_blocks=statistics.offloaded_blocks,
-        onloaded_bytes=statistics.onloaded_blocks * block_bytes,
-        offloaded_bytes=statistics.offloaded_blocks * block_bytes,
-        evicted_host_blocks=statistics.evicted_host_blocks,
+        onloaded_blocks=statistics.attention.onloaded_blocks,
+        offloaded_blocks=statistics.attention.offloaded_blocks,
+        onloaded_bytes=statistics.attention.onloaded_blocks * block_bytes,
+        offloaded_bytes=statistics.attention.offloaded_blocks * block_bytes,
+        evicted_host_blocks=statistics.attention.host.evicted_blocks,
         skipped_backups=statistics.skipped_backups,
-        reclaimed_twins=statistics.reclaimed_twins,
+        reclaimed_twins=statistics.reclaimed_host_copies,
         dropped_blocks=statistics.dropped_blocks,
     )
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 import msgspec
 
 from aiokv.base.plan import FETCH, RECEIVE, STATE_CLONE, GroupRoute
-from aiokv.worker.poller import PollerStatistics  # noqa: TC001  (msgspec)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -24,17 +23,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.base.plan import TransferPlan, TransferReport
+    from aiokv.base.statistics import (
+        GuardStatistics,
+        RankPeerStatistics,
+        RankStatistics,
+        WorkerStatistics,
+    )
     from aiokv.base.types import Tier
     from aiokv.config.cache_config import WindowGroup
     from aiokv.errors import RankLost
     from aiokv.layout.regions import Regions
-    from aiokv.peers.peer_transfers import RankPeerStatistics
     from aiokv.peers.ticket import Endpoint
-    from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.store_set import Found, StoreAnswer
     from aiokv.worker.device.base import Event
-    from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.layers import LayerDoneCounter
     from aiokv.worker.poller import EventPoller
 
@@ -99,28 +101,6 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     device_blocks: int
     device_name: str
     block_bytes: int
-
-
-class RankStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """State of one rank.
-
-    Attributes:
-        rank: its number.
-        connected: the rank takes part in the transfers of the group.
-        state: ``"ready"``, or why the rank is not connected.
-        silent_seconds: time since its last message.
-        finished_step: newest step that has finished on the rank, with all steps before it.
-        owes_reply: the rank has not answered the newest ``sleep`` or ``wake_up``.
-        poller: of its event poller, as of its last answer to a heartbeat.
-    """
-
-    rank: int
-    connected: bool
-    state: str
-    silent_seconds: float
-    finished_step: int
-    owes_reply: bool
-    poller: PollerStatistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

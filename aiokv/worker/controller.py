@@ -25,6 +25,7 @@ from aiokv.worker.transfers import StepGate
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from aiokv.base.statistics import WorkerStatistics
     from aiokv.base.types import Tier
     from aiokv.config.cache_config import WindowGroup
     from aiokv.errors import RankLost
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.pools import StorePools
     from aiokv.worker.device.base import Device
-    from aiokv.worker.lanes import WorkerStatistics
     from aiokv.worker.plan_table import Executor
     from aiokv.worker.poller import EventPoller
 

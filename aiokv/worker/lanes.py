@@ -5,9 +5,18 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
-from aiokv.base.plan import STATE_CLONE
+from aiokv.base.groups import RETENTIONS
+from aiokv.base.plan import (
+    CLONE,
+    FETCH,
+    OFFLOAD,
+    ONLOAD,
+    RECEIVE,
+    SAVE,
+    SEND,
+    STATE_CLONE,
+)
+from aiokv.base.statistics import RouteStatistics, WorkerStatistics
 from aiokv.worker.transfers import TransferQueue
 
 if TYPE_CHECKING:
@@ -20,87 +29,7 @@ BANDWIDTH_WEIGHT: Final = 0.2  # of the newest transfer in the moving average
 LEARN_BYTES: Final = 1 << 20  # smaller transfers are mostly latency: no measure of bandwidth
 
 
-class LaneStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of one route.
-
-    Attributes:
-        queued: transfers that wait for the device.
-        submitted: transfers that the device has.
-        done: transfers that have copied all their blocks.
-        failed: transfers that have not, because of an error.
-        cancelled: transfers that never reached the device.
-        moved_bytes: of the transfers that are done.
-        busy_seconds: time during which at least one transfer that moved its bytes was submitted.
-        queue_seconds: time from the submission of a plan until the device had it, over the
-            transfers that are done or failed; includes the wait for its step. 0.0 on routes of
-            stores and peers, which have no queue. With ranks: the mean over the ranks, as of their
-            last answers to heartbeats.
-        bytes_per_second: moving average over transfers of 1 MiB and more; 0.0 before the first.
-    """
-
-    queued: int
-    submitted: int
-    done: int
-    failed: int
-    cancelled: int
-    moved_bytes: int
-    busy_seconds: float
-    queue_seconds: float
-    bytes_per_second: float
-
-
-class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of a worker, per route.
-
-    Attributes:
-        held: transfers whose step is still open.
-        corrupt: onloads whose bytes did not have the checksums of the committed blocks.
-        onload: host to device.
-        offload: device to host.
-        state: slots of recurrent state, within the device.
-        state_onload: slots of recurrent state, host to device.
-        state_offload: slots of recurrent state, device to host.
-        fetch: stores to host; ``done`` when all blocks of the plan arrived.
-        save: host to stores; ``moved_bytes`` are those of the blocks that a store has taken.
-        receive: peers to device; ``done`` when all blocks of the plan arrived.
-        send: device to peers; ``done`` when the receiver has acknowledged all blocks of the plan.
-        state_fetch: slots of recurrent state, stores to host.
-        state_save: slots of recurrent state, host to stores.
-        window_onload: blocks of sliding windows, host to device; likewise the other routes of
-            windows.
-        state_receive: slots of recurrent state, peers to device.
-        state_send: slots of recurrent state, device to peers.
-    """
-
-    held: int
-    corrupt: int
-    onload: LaneStatistics
-    offload: LaneStatistics
-    state: LaneStatistics
-    fetch: LaneStatistics
-    save: LaneStatistics
-    state_onload: LaneStatistics
-    state_offload: LaneStatistics
-    state_fetch: LaneStatistics
-    state_save: LaneStatistics
-    window_onload: LaneStatistics
-    window_offload: LaneStatistics
-    receive: LaneStatistics
-    send: LaneStatistics
-    window_fetch: LaneStatistics
-    window_save: LaneStatistics
-    state_receive: LaneStatistics
-    state_send: LaneStatistics
-    window_receive: LaneStatistics
-    window_send: LaneStatistics
-
-
-ROUTE_NAMES: Final = tuple(
-    name for name in WorkerStatistics.__struct_fields__ if name not in ("held", "corrupt")
-)
-"""Fields of :class:`WorkerStatistics` that are a route."""
-
-_IDLE_LANE: Final = LaneStatistics(
+_IDLE_LANE: Final = RouteStatistics(
     queued=0,
     submitted=0,
     done=0,
@@ -117,23 +46,28 @@ _PREFIXES: Final[dict[Retention, str]] = {"all": "", "last": "state_", "window":
 
 
 def _name(retention: Retention, route: Route) -> str:
-    """Return the field of a route of the groups of a retention."""
+    """Return the name in statistics of a route of the groups of a retention."""
     is_state = (retention, route) == STATE_CLONE
     return "state" if is_state else _PREFIXES[retention] + route.name
 
 
+ROUTE_NAMES: Final = tuple(
+    _name(retention, route)
+    for retention in RETENTIONS
+    for route in (ONLOAD, OFFLOAD, CLONE, FETCH, SAVE, RECEIVE, SEND)
+    if route != CLONE or (retention, route) == STATE_CLONE
+)
+"""Names of the routes in :class:`WorkerStatistics`."""
+
+
 def worker_statistics(
-    held: int, routes: Mapping[GroupRoute, LaneStatistics], corrupt: int = 0
+    held: int, routes: Mapping[GroupRoute, RouteStatistics], corrupt: int = 0
 ) -> WorkerStatistics:
     """Return the statistics of a worker; a route that it lacks has moved nothing."""
-    by_name: dict[str, LaneStatistics] = {
-        _name(*route): statistics for route, statistics in routes.items()
-    }
-    return WorkerStatistics(
-        held=held,
-        corrupt=corrupt,
-        **{name: by_name.get(name, _IDLE_LANE) for name in ROUTE_NAMES},
-    )
+    by_name: dict[str, RouteStatistics] = dict.fromkeys(ROUTE_NAMES, _IDLE_LANE)
+    for route, statistics in routes.items():
+        by_name[_name(*route)] = statistics
+    return WorkerStatistics(held=held, corrupt=corrupt, routes=by_name)
 
 
 IDLE: Final = worker_statistics(0, {})
@@ -185,9 +119,9 @@ class RouteCounts:
         """Mean over the time in which a transfer was in flight; 0.0 before the first end."""
         return self.moved_bytes / self.busy_seconds if self.busy_seconds else 0.0
 
-    def statistics(self) -> LaneStatistics:
+    def statistics(self) -> RouteStatistics:
         """Return the counts. Any thread."""
-        return LaneStatistics(
+        return RouteStatistics(
             queued=self.queued,
             submitted=self.submitted,
             done=self.outcomes["done"],

@@ -4,26 +4,8 @@ from __future__ import annotations
 
 import threading
 
-import msgspec
-
 from aiokv._native import Histogram
-from aiokv.base.types import DurationHistogram
-
-
-class LayerWaitStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Waits for layers that had not arrived when they began, of coroutines, threads and streams.
-
-    A wait ends when the layer arrives, or with an error. ``gpu_wait`` counts the time until the
-    layer was submitted, for which it blocks its caller; how long the stream waits is not known.
-
-    Attributes:
-        waits: durations of the waits.
-        layer_seconds: time of all waits for a layer, by layer; a wait for all layers counts for the
-            last one. Empty before the first wait.
-    """
-
-    waits: DurationHistogram
-    layer_seconds: list[float]
+from aiokv.base.statistics import DurationHistogram, LayerWaitStatistics
 
 
 class LayerWaits:

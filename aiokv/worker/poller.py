@@ -18,16 +18,17 @@ see :class:`~aiokv.base.state_guard.StateGuard`.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-import msgspec
+import numpy as np
 
 from aiokv import _native
 from aiokv.base.percentiles import percentile
 from aiokv.base.state_guard import StateGuard
-from aiokv.base.types import DurationHistogram
+from aiokv.base.statistics import DurationHistogram, PollerStatistics
 from aiokv.errors import ClosedError, DeviceError, UsageError
 from aiokv.worker.watches import Stream, Watch, next_query
 
@@ -46,36 +47,6 @@ LEAD_SHRINKAGE_SECONDS: Final = 0.4e-6  # for an end that was observed
 BURST_SECONDS: Final = 20e-6  # queries without a break, while the loop has nothing else to do:
 IDLE_PASS_SECONDS: Final = 20e-6  # its pass from poll to poll takes no longer than this
 LATENCY_SAMPLES: Final = 4096
-
-
-class PollerStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Latency and CPU time of waiting.
-
-    Attributes:
-        events: events that finished and were announced.
-        queries: queries of events.
-        pending: events that are watched now.
-        latency_p50_seconds: from the end of an event to its callback, over the latest 4096 events.
-            By the device's clock where events tell it, else since the query before.
-        latency_p99_seconds: likewise.
-        busy_seconds: time in the poller's callbacks, without the announced callbacks.
-        pending_seconds: time during which at least one event was watched.
-        latency: from the end of an event to its callback, of all events.
-    """
-
-    events: int
-    queries: int
-    pending: int
-    latency_p50_seconds: float
-    latency_p99_seconds: float
-    busy_seconds: float
-    pending_seconds: float
-    latency: DurationHistogram
-
-    @property
-    def cpu_share(self) -> float:
-        """Share of the time with something pending that the poller used itself."""
-        return self.busy_seconds / self.pending_seconds if self.pending_seconds else 0.0
 
 
 IDLE: Final = PollerStatistics(
@@ -102,6 +73,7 @@ class EventPoller:
     def __init__(self, guard: StateGuard | None = None) -> None:
         self._guard = guard or StateGuard()
         self._bound_loop: asyncio.AbstractEventLoop | None = None
+        self._thread_id = threading.get_ident()  # of the loop
         self.lead_seconds = FIRST_LEAD_SECONDS  # how long before an expected end polling begins
         self._streams: dict[Hashable, Stream] = {}
         self._ended: deque[tuple[Stream, Watch, float]] = deque()  # announced, when seen; see _pass
@@ -116,7 +88,7 @@ class EventPoller:
         self._closed = False
         self._events = 0
         self._queries = 0
-        self._latencies: deque[float] = deque(maxlen=LATENCY_SAMPLES)
+        self._latencies = np.zeros(LATENCY_SAMPLES)  # of the newest events, in a ring
         self._latency = _native.Histogram()
         self._busy_seconds = 0.0
         self._callback_seconds = 0.0
@@ -132,6 +104,7 @@ class EventPoller:
         if self._bound_loop is not None and not self._closed:
             raise UsageError("the event poller is open already", hint="close() it first")
         self._bound_loop = loop
+        self._thread_id = threading.get_ident()
         self._closed = False
 
     @property
@@ -234,12 +207,13 @@ class EventPoller:
             watch.cancel()
 
     def statistics(self) -> PollerStatistics:
-        """Return what waiting has cost so far."""
-        self._account()
-        pending_seconds = self._pending_seconds
+        """Return what waiting has cost so far. Any thread."""
+        if threading.get_ident() == self._thread_id:
+            self._account()
+        pending_seconds, pending_since = self._pending_seconds, self._pending_since
         if self._streams:
-            pending_seconds += time.monotonic() - self._pending_since
-        ordered = sorted(self._latencies)
+            pending_seconds += time.monotonic() - pending_since
+        ordered: list[float] = np.sort(self._latencies[: self._events]).tolist()
         return PollerStatistics(
             events=self._events,
             queries=self._queries,
@@ -281,8 +255,8 @@ class EventPoller:
             self._timer = None
 
     def _watches(self) -> Iterator[Watch]:
-        for stream in self._streams.values():
-            yield from stream.queue
+        for stream in list(self._streams.values()):  # copies: another thread may read statistics
+            yield from list(stream.queue)
 
     def _discard(self, watch: Watch) -> None:
         self._account()
@@ -412,10 +386,10 @@ class EventPoller:
 
     def _note_end(self, stream: Stream, watch: Watch, now: float) -> float:
         """Count an event that is done; return when it ended, as far as can be known."""
-        self._events += 1
         finished_at: float | None = getattr(watch.event, "finished_seconds", None)
         latency = max(now - (finished_at or stream.asked_at or now), 0.0)
-        self._latencies.append(latency)
+        self._latencies[self._events % LATENCY_SAMPLES] = latency
+        self._events += 1
         self._latency.add(latency)
         seen = stream.asked_at >= stream.due
         if stream.slept:

@@ -16,7 +16,7 @@ from aiokv.worker.store_transfers import StoreTransfers
 if TYPE_CHECKING:
     from aiokv.base.groups import Retention
     from aiokv.base.plan import GroupRoute
-    from aiokv.stores.guard_statistics import GuardStatistics
+    from aiokv.base.statistics import GuardStatistics
     from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.store_set import StoreAnswer
     from aiokv.worker.checksums import Checksums

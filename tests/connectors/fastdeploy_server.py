@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from aiokv import CpuEvent, Regions
+from aiokv import Regions
 from aiokv.connectors.fastdeploy import (
     BatchRequest,
     CacheController,
@@ -29,6 +29,7 @@ from aiokv.connectors.fastdeploy import (
     LayerDoneCounter,
     PrefixCacheManager,
 )
+from aiokv.devices import CpuEvent
 from aiokv.ranks import RankGroup
 from aiokv.testing.loops import PATIENCE_SECONDS
 

@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from aiokv import TransferError, UsageError
 from aiokv.connectors.fastdeploy import LayerSwapTimeoutError, prefix
+from aiokv.errors import TransferError, UsageError
 from aiokv.testing import ScriptedDevice
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.connectors.fastdeploy_server import BLOCK, Cluster, Request, Server, next_token
@@ -71,7 +71,7 @@ def test_random_requests_get_their_outputs(policy, kind):
                 assert request.output_token_ids == outputs_of(request), request.request_id
         assert server.worker.read_positions > 500
         statistics = server.manager.engine.statistics()
-        assert statistics.onloaded_blocks > 10, statistics
+        assert statistics.attention.onloaded_blocks > 10, statistics
         assert server.scheduler.preemptions > 0
         assert server.manager.metrics.hit_req_ratio > 0.2
         server.drain()
@@ -253,6 +253,6 @@ def test_two_ranks_compute_while_the_next_batch_is_scheduled(kind, policy, tmp_p
         for request in requests:
             assert request.output_token_ids == outputs_of(request), request.request_id
         statistics = cluster.manager.engine.statistics()
-        assert statistics.onloaded_blocks > 10, statistics
+        assert statistics.attention.onloaded_blocks > 10, statistics
         assert cluster.workers[1].read_positions > 500
         assert cluster.empty_batches < cluster.sent_batches

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from aiokv import ConfigError, ControlTimeout, LayoutError, TransferError, UsageError
 from aiokv.connectors.fastdeploy import (
     BatchRequest,
     CacheController,
@@ -18,6 +17,7 @@ from aiokv.connectors.fastdeploy import (
     LayerDoneCounter,
 )
 from aiokv.connectors.fastdeploy.caches import cache_name, regions_of
+from aiokv.errors import ConfigError, ControlTimeout, LayoutError, TransferError, UsageError
 from aiokv.ranks import RankGroup
 from aiokv.testing import ScriptedDevice
 from tests.connectors.fastdeploy_server import (

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from aiokv import ClosedError, ConfigError, ControlTimeout, UsageError, WouldBlock
 from aiokv.connectors.fastdeploy import (
     BatchRequest,
     CacheLevel,
@@ -20,6 +19,7 @@ from aiokv.connectors.fastdeploy import (
     blocks,
 )
 from aiokv.connectors.fastdeploy import manager as manager_module
+from aiokv.errors import ClosedError, ConfigError, ControlTimeout, UsageError, WouldBlock
 from aiokv.sync import Calls
 from aiokv.testing import ScriptedDevice
 from aiokv.testing.loops import PATIENCE_SECONDS
@@ -155,7 +155,7 @@ def test_room_that_was_promised_can_be_taken_although_blocks_must_be_saved_first
         manager.match_prefix(request)
         assert manager.can_allocate_device_blocks(8)
         assert len(manager.allocate_device_blocks(request, 8)) == 8
-        assert manager.engine.statistics().offloaded_blocks == 8
+        assert manager.engine.statistics().attention.offloaded_blocks == 8
         finish(manager, request)
 
 
@@ -193,7 +193,7 @@ def test_room_counts_what_requests_hold_in_advance():
         request.num_computed_tokens = request.num_total_tokens - 1
         manager.issue_pending_backup_to_batch_request()
         blocks = manager.engine.statistics()
-        assert blocks.device_free == 3, "two blocks were taken in advance"
+        assert blocks.attention.device.free == 3, "two blocks were taken in advance"
         assert manager.num_free_device_blocks == 5
         assert manager.can_allocate_device_blocks(5), "blocks taken in advance are given back"
         other = Request("b", prompt(2, 5))
@@ -887,7 +887,7 @@ def test_step_of_64_decoding_requests_crosses_once(monkeypatch):
             manager.check_and_add_pending_backup()
             assert len(counts) == 1, counts
         assert taken == 64 * 10
-        tables = [manager.engine.statistics().device_leased]
+        tables = [manager.engine.statistics().attention.device.leased]
         assert tables[0] <= 64 * 14
 
 

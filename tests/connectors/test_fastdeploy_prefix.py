@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from aiokv import ConfigError, UsageError, WouldBlock
 from aiokv.connectors.fastdeploy import PrefixCacheManager
+from aiokv.errors import ConfigError, UsageError, WouldBlock
 from aiokv.testing import ScriptedDevice
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.connectors.fastdeploy_server import (

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from aiokv import ConfigError, StoreError, UsageError
 from aiokv.connectors.pages import PageStore
+from aiokv.errors import ConfigError, StoreError, UsageError
 from aiokv.stores import StoreUse, stores_from
 from aiokv.testing import ScriptedStore
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv import ConfigError, UsageError
+from aiokv.errors import ConfigError, UsageError
 from tests.stores.servers_redis import needs_server, running_server
 
 with warnings.catch_warnings():

@@ -94,7 +94,11 @@ def test_each_method_that_the_documentation_names_exists(owner, classes):
     assert sorted(names - known) == []
 
 
-@pytest.mark.parametrize("module", [aiokv, aiokv.sync, aiokv.stores, aiokv.ranks], ids=repr)
+@pytest.mark.parametrize(
+    "module",
+    [aiokv, aiokv.devices, aiokv.statistics, aiokv.sync, aiokv.stores, aiokv.ranks],
+    ids=repr,
+)
 def test_the_reference_has_each_public_name(module):
     page = (DOCS / "reference/api.md").read_text()
     names = {

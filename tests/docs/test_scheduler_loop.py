@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.asyncio,
-    pytest.mark.filterwarnings("error::aiokv.UncoveredCommitWarning"),
+    pytest.mark.filterwarnings("error::aiokv.errors.UncoveredCommitWarning"),
 ]
 
 PAGE = Path(__file__).parents[2] / "docs/guide/decoding.md"

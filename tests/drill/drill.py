@@ -54,8 +54,8 @@ class Drill(Cache):
         assert self.statistics.leases == 0
         await self.engine.evict(self.engine.config.device_blocks)
         await self.engine.evict(self.engine.config.host_blocks, "host")
-        assert self.statistics.device_free == self.statistics.device_blocks
-        assert self.statistics.host_free == self.statistics.host_blocks
+        assert self.statistics.attention.device.free == self.statistics.attention.device.blocks
+        assert self.statistics.attention.host.free == self.statistics.attention.host.blocks
         assert self.engine.check_invariants() == []
 
 

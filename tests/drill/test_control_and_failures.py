@@ -8,12 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from aiokv import (
+from aiokv import CacheConfig, CacheEngine, Item
+from aiokv.errors import (
     AllocateTimeout,
-    CacheConfig,
-    CacheEngine,
     ControlTimeout,
-    Item,
     RequestTooLarge,
     TransferError,
     TransferTimeout,
@@ -179,7 +177,7 @@ async def test_blocks_released_during_a_reset_return_to_the_pool():
         lease.release()
         backup.open()
         await resetting
-        assert drill.statistics.device_free == 16
+        assert drill.statistics.attention.device.free == 16
         await drill.nothing_lost()
 
 
@@ -237,8 +235,8 @@ async def test_counters_begin_at_zero_and_never_decrease():
     async with Drill(device_blocks=16) as drill:
         empty = drill.engine.statistics()
         assert (empty.hit_tokens, empty.prompt_tokens, empty.grants) == (0, 0, 0)
-        drill.engine.worker_statistics()
-        assert drill.engine.poller_statistics().cpu_share == 0.0
+        drill.engine.statistics()
+        assert drill.engine.statistics().poller.cpu_share == 0.0
         counters = [
             name
             for name in type(empty).__struct_fields__

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aiokv import UsageError
 from aiokv.base.plan import OFFLOAD, ONLOAD
+from aiokv.errors import UsageError
 from aiokv.testing import run_until_idle
 from aiokv.worker.arena import HostArena
 from aiokv.worker.device.cpu import CpuDevice, CpuEvent
@@ -127,7 +127,7 @@ async def test_transfer_of_any_length_is_one_submission():
         await drill.running("offload")
         (copy,) = drill.device.offloads
         assert len(copy.host_ids) == 100
-        worker = drill.engine.worker_statistics()
-        assert (worker.offload.submitted, worker.offload.queued) == (1, 0)
+        worker = drill.engine.statistics().worker
+        assert (worker.routes["offload"].submitted, worker.routes["offload"].queued) == (1, 0)
         held.open()
-        await run_until_idle(lambda: drill.statistics.host_cached == 100)
+        await run_until_idle(lambda: drill.statistics.attention.host.cached == 100)

@@ -9,7 +9,8 @@ import weakref
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, ControlTimeout, Regions
+from aiokv import CacheConfig, CacheEngine, Regions
+from aiokv.errors import ControlTimeout
 from aiokv.testing import running_clock, spin
 from tests.drill.drill import Drill, prompt
 
@@ -26,10 +27,10 @@ async def test_idle_engine_makes_no_calls():
         await drill.fill(A)
         await drill.engine.drain()
         await spin(5)
-        poller = drill.engine.poller_statistics()
+        poller = drill.engine.statistics().poller
         assert (poller.pending, clock.timers) == (0, 0)
         await clock.advance(3600.0)
-        assert drill.engine.poller_statistics().queries == poller.queries
+        assert drill.engine.statistics().poller.queries == poller.queries
 
 
 async def test_close_frees_all_memory():

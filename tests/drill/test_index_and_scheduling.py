@@ -9,13 +9,14 @@ import time
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, UnreleasedLeaseWarning
+from aiokv import CacheConfig, CacheEngine
 from aiokv.errors import (
     AllocateTimeout,
     CapacityError,
     LeaseError,
     RequestTooLarge,
     TransferError,
+    UnreleasedLeaseWarning,
     WouldBlock,
 )
 from aiokv.testing import running_clock, spin
@@ -36,7 +37,7 @@ async def test_eviction_takes_leaves_before_their_prefix():
         for left in reversed(range(6)):
             assert await drill.engine.evict(1) == 1
             assert drill.hit(LONG) == (left, 0)
-            assert drill.statistics.device_cached == left
+            assert drill.statistics.attention.device.cached == left
 
 
 async def test_block_table_of_two_tiers_is_in_prompt_order():
@@ -130,7 +131,7 @@ async def test_allocated_blocks_are_matched_only_after_commit():
         assert drill.hit(A) == (1, 0), "as far as it was computed, not as far as it has blocks"
         lease.release()
         assert drill.hit(A) == (1, 0)
-        assert drill.statistics.device_free == 7
+        assert drill.statistics.attention.device.free == 7
         (await drill.serve(A)).release()
 
 
@@ -146,7 +147,7 @@ async def test_write_through_saves_blocks_of_the_first_request():
             drill.memory.write(lease.block_table[block : block + 1], words)
             lease.commit((block + 1) * BLOCK_TOKENS)
             await drill.engine.drain()
-            assert drill.statistics.offloaded_blocks == block + 1
+            assert drill.statistics.attention.offloaded_blocks == block + 1
         lease.release()
 
 
@@ -159,13 +160,13 @@ async def test_blocks_in_use_are_backed_up_and_host_copies_are_reclaimed():
     ) as drill:
         hot = [await drill.serve(A) for _ in range(2)]
         await drill.engine.drain()
-        assert drill.statistics.host_cached == 2, "saved while both leases are out"
+        assert drill.statistics.attention.host.cached == 2, "saved while both leases are out"
         others = [await drill.serve(B) for _ in range(2)]
         await drill.engine.drain()
-        assert drill.statistics.host_free == 0
+        assert drill.statistics.attention.host.free == 0
         others[0].release()
         await others[1].preempt(swap=True)  # its partial block needs a host block
-        assert drill.statistics.reclaimed_twins > 0
+        assert drill.statistics.reclaimed_host_copies > 0
         for lease in (*hot, others[1]):
             lease.release()
         await drill.nothing_lost()
@@ -179,7 +180,9 @@ async def test_onloaded_blocks_can_be_evicted_again():
         await drill.to_host(A)
         for _ in range(3):
             (await drill.serve(A)).release()
-            assert drill.statistics.evictable_blocks == drill.statistics.device_cached == 2
+            assert (
+                drill.statistics.evictable_blocks == drill.statistics.attention.device.cached == 2
+            )
             assert await drill.engine.evict(2) == 2
             assert drill.hit(A) == (0, 2)
 
@@ -243,7 +246,7 @@ async def test_second_device_copy_is_not_confused_with_a_host_copy(shift: int):
         for used in (lease, *before):
             used.release()
         s = drill.statistics
-        assert s.device_free + s.device_cached == s.device_blocks
+        assert s.attention.device.free + s.attention.device.cached == s.attention.device.blocks
         (await drill.serve(A)).release()
         await drill.nothing_lost()
 
@@ -256,11 +259,13 @@ async def test_shrunk_pool_hands_out_no_larger_ids():
         low, high = await drill.serve(A), await drill.serve(B)
         with pytest.raises(TimeoutError):
             await drill.engine.resize(4, 0.0)
-        assert drill.statistics.device_blocks == 12
+        assert drill.statistics.attention.device.blocks == 12
         for lease in (low, high, high):
             lease.release()
         await drill.engine.resize(4)
-        assert drill.statistics.device_free + drill.statistics.device_cached == 4
+        assert (
+            drill.statistics.attention.device.free + drill.statistics.attention.device.cached == 4
+        )
         for seed in range(5, 10):
             lease = await drill.serve(prompt(seed, 3))
             assert sorted(lease.block_table) == [0, 1, 2, 3]
@@ -313,7 +318,7 @@ async def test_eviction_time_does_not_grow_with_the_cache():
                 begin = time.thread_time()
                 await requests(engine, first * 100_000_000, 100, 10)
                 best = min(best, time.thread_time() - begin)
-            assert engine.statistics().evicted_device_blocks > 1000
+            assert engine.statistics().attention.device.evicted_blocks > 1000
         return best
 
     async def requests(engine: CacheEngine, first: int, count: int, num_tokens: int) -> None:
@@ -415,9 +420,9 @@ async def test_each_shortage_is_reported_as_documented():
             assert str(caught.value)
         lease.release()
         after = drill.statistics
-        assert (after.device_free, after.device_leased) == (
-            before.device_free,
-            before.device_leased,
+        assert (after.attention.device.free, after.attention.device.leased) == (
+            before.attention.device.free,
+            before.attention.device.leased,
         )
         holder.release()
 

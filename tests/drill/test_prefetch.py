@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from aiokv import TransferError
+from aiokv.errors import TransferError
 from tests.drill.drill import BLOCK_TOKENS, Drill, prompt
 
 A, B = (prompt(seed, 2) for seed in range(1, 3))
@@ -63,7 +63,7 @@ async def test_prefetch_evicts_when_no_block_is_free():
     async with Drill(device_blocks=4, host_blocks=16) as drill:
         await drill.to_host(A)
         await drill.fill(prompt(5, 3))
-        assert drill.statistics.device_free == 1
+        assert drill.statistics.attention.device.free == 1
         await drill.engine.drain()
         assert (await drill.engine.prefetch(A)).device_tokens == 8
 

@@ -10,8 +10,8 @@ import subprocess
 import numpy as np
 import pytest
 
-from aiokv import LayoutError, TransferError, UsageError
 from aiokv.base.plan import OFFLOAD, ONLOAD, TransferPlan
+from aiokv.errors import LayoutError, TransferError, UsageError
 from aiokv.testing import ManualDevice, ScriptedDevice, run_until_idle, running_clock, spin
 from aiokv.worker.device.base import Device
 from aiokv.worker.device.cpu import CpuDevice, CpuEvent, CpuStream
@@ -77,7 +77,7 @@ async def test_directions_do_not_wait_for_each_other(stuck):
             lease = drill.engine.match(A)
             await lease.allocate(len(A))
             await drill.fill(B)
-            await run_until_idle(lambda: drill.statistics.offloaded_blocks == 4)
+            await run_until_idle(lambda: drill.statistics.attention.offloaded_blocks == 4)
             assert drill.device.running("onload") == [0]
         else:
             await drill.fill(B)
@@ -100,10 +100,10 @@ async def test_wait_for_layers_keeps_its_deadline_without_spinning():
         waiting = asyncio.create_task(lease.layers.wait(1, timeout=5.0))
         await clock.advance(4.0)
         assert not waiting.done()
-        before = drill.engine.poller_statistics().queries
+        before = drill.engine.statistics().poller.queries
         passes = 5_000
         await spin(passes)
-        assert drill.engine.poller_statistics().queries - before < passes / 2
+        assert drill.engine.statistics().poller.queries - before < passes / 2
         await clock.advance(2.0)
         with pytest.raises(TimeoutError, match="layer 1 did not arrive within 5"):
             await waiting
@@ -230,8 +230,8 @@ async def test_backups_do_not_starve_onloads():
         drill.device.hold("offload")
         for seed in range(10, 16):
             await drill.fill(prompt(seed, 2))
-        worker = drill.engine.worker_statistics()
-        assert (worker.offload.submitted, worker.offload.queued) == (2, 4)
+        worker = drill.engine.statistics().worker
+        assert (worker.routes["offload"].submitted, worker.routes["offload"].queued) == (2, 4)
         lease = await drill.serve(A)
         assert lease.cached_tokens == 8
         lease.release()
@@ -359,7 +359,7 @@ async def test_queued_transfers_have_priorities_and_can_be_cancelled():
             await wanting.allocate(9)
         leases[2].release()
         await spin(3)
-        assert drill.engine.worker_statistics().onload.cancelled == 1
+        assert drill.engine.statistics().worker.routes["onload"].cancelled == 1
         for used in (*leases, lease):
             used.release()
         drill.device.end_script()
@@ -445,10 +445,10 @@ async def test_offload_counts_only_after_its_own_event():
         await spin(20)
         assert [end.layer for end in drill.device.ends] == [0]
         assert not draining.done()
-        assert drill.statistics.host_cached == 0
+        assert drill.statistics.attention.host.cached == 0
         last.open()
         await draining
-        assert drill.statistics.host_cached == 2
+        assert drill.statistics.attention.host.cached == 2
     device, regions = CpuDevice(), regions_of(3, k=((8,), "u1", (0, 1, 2)))
     shaped = Shaped(regions, device)
     async with shaped.engine:

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from aiokv import LayoutError, Regions
+from aiokv import Regions
+from aiokv.errors import LayoutError
 
 DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn", "uint8", "int8", "int64"]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, ConfigError
+from aiokv import CacheConfig, CacheEngine
+from aiokv.errors import ConfigError
 from aiokv.model.shape import LayerShape
 from aiokv.model.tensors import create_tensors
 

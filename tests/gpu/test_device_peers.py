@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv import PeerError
+from aiokv.errors import PeerError
 from aiokv.peers.cuda_ipc import CudaIpcEndpoint
 from aiokv.worker.device.cuda_slots import CudaSlots
 from tests.peers.engines import prompt, two_engines
@@ -95,7 +95,7 @@ async def test_changed_bytes_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> 
             assert await p.prefill(tokens, receiving.ticket, step=LENGTH) == (LENGTH, None)
             assert await receiving.wait() == LENGTH
         d.check(lease, tokens)
-        (rank,) = d.engine.peer_statistics().ranks
+        (rank,) = d.engine.statistics().peers.ranks
         assert rank.received.wrong == len(changed) == 5
 
 

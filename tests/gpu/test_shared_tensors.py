@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, DeviceError, Regions, UsageError
+from aiokv import CacheConfig, CacheEngine, Regions
+from aiokv.errors import DeviceError, UsageError
 from aiokv.frameworks.ipc import open_shared, share
 from tests.gpu.share_child import BLOCKS, WIDTH
 

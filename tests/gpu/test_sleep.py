@@ -69,7 +69,7 @@ async def test_both_tiers_sleep_and_wake_up_repeatedly():
         hit = await read_back(engine, tensors, prompt(9), 4, stream)
         assert hit.host_tokens == TOKENS
         await engine.sleep(timeout=10.0)
-        with pytest.raises(aiokv.LayoutError, match="31 blocks"):
+        with pytest.raises(aiokv.errors.LayoutError, match="31 blocks"):
             await engine.wake_up(regions=new_tensors(31)[0])
         await engine.wake_up(regions=new_tensors()[0])
         assert engine.check_invariants() == []

@@ -167,14 +167,14 @@ async def test_snapshots_in_host_memory_are_restored_with_equal_bytes(apart):
             assert cached == 0
             assert not any(layer.any() for layer in found)
         statistics = engine.statistics()
-        assert statistics.evicted_snapshots >= 2
-        assert statistics.saved_snapshots == len(prompts)
+        assert statistics.groups["state"].device.evicted_blocks >= 2
+        assert statistics.groups["state"].offloaded_blocks == len(prompts)
         for n in (0, 1, 5, 2):
             cached, found = await serve(engine, state, stream, prompts[n], 0.0)
             assert cached == 8
             for layer, bytes_found in enumerate(found):
                 assert (bytes_found == 10.0 * n + 1 + layer).all()
-        assert engine.statistics().onloaded_states >= 2
+        assert engine.statistics().groups["state"].onloaded_blocks >= 2
         assert engine.check_invariants() == []
 
 

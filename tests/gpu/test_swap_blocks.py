@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiokv import LayoutError, UsageError
+from aiokv.errors import LayoutError, UsageError
 from aiokv.ops import swap_blocks
 
 DEVICE_BLOCKS, HOST_BLOCKS, LAYERS = 40, 64, 3

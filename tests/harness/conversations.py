@@ -7,7 +7,7 @@ import random
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 
-from aiokv import WouldBlock
+from aiokv.errors import WouldBlock
 from aiokv.testing import run_until_idle
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.closing import close

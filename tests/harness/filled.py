@@ -9,13 +9,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from aiokv import CacheConfig
-from aiokv.base.types import DurationHistogram, RequestStatistics, Statistics
-from aiokv.peers.statistics import PeerStatistics
-from aiokv.stores.guard_statistics import GuardStatistics
-from aiokv.worker.base import RankStatistics
-from aiokv.worker.lanes import WorkerStatistics
-from aiokv.worker.layer_waits import LayerWaitStatistics
-from aiokv.worker.poller import PollerStatistics
+from aiokv.base.groups import ATTENTION
+from aiokv.base.statistics import DurationHistogram, Statistics
 
 _numbers = count(1_000)
 
@@ -40,16 +35,12 @@ def filled(kind: Any) -> Any:
 
 def filled_records() -> dict[str, Any]:
     """Return filled statistics by the name of the method of an engine that returns such."""
+    statistics = filled(Statistics)
+    statistics.groups[ATTENTION] = statistics.groups.pop("a")
     return {
-        "statistics": filled(Statistics),
-        "request_statistics": filled(RequestStatistics),
+        "statistics": statistics,
+        "cache_statistics": statistics,
         "salt_statistics": filled(dict[str, int]),
-        "worker_statistics": filled(WorkerStatistics),
-        "layer_wait_statistics": filled(LayerWaitStatistics),
-        "poller_statistics": filled(PollerStatistics),
-        "rank_statistics": [filled(RankStatistics)],
-        "peer_statistics": filled(PeerStatistics),
-        "store_statistics": [filled(GuardStatistics)],
     }
 
 

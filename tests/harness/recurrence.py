@@ -126,4 +126,4 @@ class Hybrid(TwiceComputed):
 
     @property
     def can_fork(self) -> bool:
-        return self.engine.statistics().state_free > 0
+        return self.engine.statistics().groups["state"].device.free > 0

@@ -77,10 +77,10 @@ class Served(OverBytes):
 
     async def settle(self) -> None:
         """Let the engine process all transfers that the device has ended."""
-        statistics = self.engine.worker_statistics
 
         def reported() -> bool:
-            submitted = statistics().onload.submitted + statistics().offload.submitted
+            routes = self.engine.statistics().worker.routes
+            submitted = routes["onload"].submitted + routes["offload"].submitted
             return submitted == len(self.device.copies)
 
         await run_until_idle(reported)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import uvloop
 
-from aiokv import CacheConfig, CacheEngine, ClosedError, Regions
+from aiokv import CacheConfig, CacheEngine, Regions
+from aiokv.errors import ClosedError
 from aiokv.testing import spin
 from tests.harness.leftovers import running_threads
 

@@ -12,7 +12,8 @@ import threading
 import numpy as np
 import uvloop
 
-from aiokv import BrokenEngineError, CacheConfig, CacheEngine, Regions
+from aiokv import CacheConfig, CacheEngine, Regions
+from aiokv.errors import BrokenEngineError
 
 TOKENS = list(range(9))
 

@@ -16,14 +16,8 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from aiokv import (
-    CacheConfig,
-    CacheEngine,
-    ConfigError,
-    DeviceError,
-    Peers,
-    TransferError,
-)
+from aiokv import CacheConfig, CacheEngine, Peers
+from aiokv.errors import ConfigError, DeviceError, TransferError
 from aiokv.observe.asgi import asgi, failed_checks
 from aiokv.observe.snapshot import hidden, snapshot, without_credentials
 from aiokv.testing import ManualDevice, ScriptedStore, run_until_idle, running_clock, spin

@@ -7,7 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from aiokv import Hit, LeaseError, TransferError, UsageError, WouldBlock
+from aiokv import Hit
+from aiokv.errors import LeaseError, TransferError, UsageError, WouldBlock
 from aiokv.testing import spin
 from tests.harness.served import Served
 

@@ -120,7 +120,7 @@ async def test_slow_store_is_declined_and_measured_again():
             await advance(1.0)
         assert cached[0] == 0
         assert cached[-1] == NUM_TOKENS - 1
-        counts = model.engine.request_statistics()
+        counts = model.engine.statistics().requests
         assert (counts.declined_fetches, counts.late_fetches) == (len(cached) - 1, 0)
 
 
@@ -128,10 +128,10 @@ async def test_loads_of_blocks_measure_the_store_for_snapshots_too():
     store = await filled(A, B)
     async with Model(store) as model:
         await measured(model, store, A, 1.2)
-        shown = {one.pool: one.load_seconds for one in model.engine.store_statistics()}
+        shown = {one.pool: one.load_seconds for one in model.engine.statistics().stores}
         assert shown["host_state"] == shown["host"] == pytest.approx(1.2, rel=0.1)
         assert await served(model, B, 0.0) == 0  # 1.2 s for blocks, and as long for the snapshot
-        assert model.engine.request_statistics().declined_fetches == 1
+        assert model.engine.statistics().requests.declined_fetches == 1
 
 
 async def test_snapshots_measure_a_slow_store_if_no_block_is_missing():
@@ -141,11 +141,11 @@ async def test_snapshots_measure_a_slow_store_if_no_block_is_missing():
             await model.serve(tokens)
             await model.engine.drain()
         await measured(model, store, B, 3.0)
-        before = model.engine.worker_statistics().state_fetch.done
+        before = model.engine.statistics().worker.routes["state_fetch"].done
         assert await served(model, A, 0.0) == 0
-        assert model.engine.statistics().fetched_blocks == 20  # those of B
-        assert model.engine.worker_statistics().state_fetch.done == before + 1
-        assert model.engine.request_statistics().declined_fetches == 1
+        assert model.engine.statistics().attention.fetched_blocks == 20  # those of B
+        assert model.engine.statistics().worker.routes["state_fetch"].done == before + 1
+        assert model.engine.statistics().requests.declined_fetches == 1
 
 
 async def test_request_does_not_wait_for_a_late_snapshot():
@@ -153,12 +153,15 @@ async def test_request_does_not_wait_for_a_late_snapshot():
     async with Model(store) as model:
         late = store.parts["state"].hold("load")
         assert await served(model, A, 1.0) == 0  # all blocks take 2 s to compute
-        assert model.engine.request_statistics().late_fetches == 1
+        assert model.engine.statistics().requests.late_fetches == 1
         late.open()
         await advance(0.1)
         assert await served(model, A, 0.0) == NUM_TOKENS - 1
         statistics = model.engine.statistics()
-        assert (statistics.fetched_blocks, statistics.fetched_snapshots) == (20, 1)
+        assert (statistics.attention.fetched_blocks, statistics.groups["state"].fetched_blocks) == (
+            20,
+            1,
+        )
 
 
 async def test_blocks_before_a_late_part_are_a_hit_where_a_snapshot_is_stored(monkeypatch):
@@ -167,7 +170,7 @@ async def test_blocks_before_a_late_part_are_a_hit_where_a_snapshot_is_stored(mo
     store.block_seconds, store.slow_seconds, store.fast_blocks = 0.05, 9.0, 10
     async with Model(store) as model:
         assert await served(model, A, 1.5) == len(HEAD_OF_A) - 1
-        counts = model.engine.request_statistics()
+        counts = model.engine.statistics().requests
         assert (counts.declined_fetches, counts.late_fetches) == (0, 1)
         await advance(100.0)
 
@@ -178,8 +181,8 @@ async def test_fetch_ends_when_its_parts_are_slower_than_computing(monkeypatch):
     store.slow_seconds = 0.12  # computing takes 0.1 s per block
     async with Model(store) as model:
         assert await served(model, A, 0.5) == 0
-        assert model.engine.statistics().fetched_blocks == 3
-        counts = model.engine.request_statistics()
+        assert model.engine.statistics().attention.fetched_blocks == 3
+        counts = model.engine.statistics().requests
         assert (counts.declined_fetches, counts.late_fetches) == (1, 0)
 
 
@@ -205,6 +208,6 @@ async def test_rest_of_a_fetch_counts_with_the_speed_of_its_first_parts(monkeypa
         await advance(0.6)
         assert not first.done()
         assert await served(model, B, 0.0) == 0  # 1.8 s behind the rest of the first
-        assert model.engine.request_statistics().declined_fetches == 1
+        assert model.engine.statistics().requests.declined_fetches == 1
         await advance(2.0)
         assert await first == NUM_TOKENS - 1

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, ConfigError, LayoutError, Regions, num_blocks_for
+from aiokv import CacheConfig, CacheEngine, Regions, num_blocks_for
+from aiokv.errors import ConfigError, LayoutError
 from aiokv.testing import ManualDevice, ScriptedStore, spin
 from aiokv.worker.arena import HostArena
 
@@ -212,7 +213,7 @@ async def test_prompt_is_offloaded_and_onloaded_layer_by_layer(shape: Shape) -> 
                 await lease.layers.wait(layer)
                 assert expected_of(shape, layer, table) == expected[layer]
             await engine.drain()
-        moved = engine.worker_statistics().onload.moved_bytes
+        moved = engine.statistics().worker.routes["onload"].moved_bytes
         assert moved == PROMPT_BLOCKS * shape.regions.block_bytes
         assert engine.check_invariants() == []
     assert_nothing_else_changed(shape, table)

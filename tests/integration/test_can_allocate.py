@@ -10,11 +10,11 @@ from random import Random
 
 import pytest
 
-from aiokv import (
+from aiokv import LeaseState
+from aiokv.errors import (
     CapacityError,
     ClosedError,
     LeaseError,
-    LeaseState,
     RequestTooLarge,
     TransferError,
     UsageError,
@@ -35,15 +35,17 @@ async def test_blocks_that_write_back_must_save_first_are_not_available():
         await cache.fill(prompt(1, 3))
         lease = cache.engine.match(prompt(2, 3))
         statistics = cache.statistics
-        assert statistics.device_free + statistics.evictable_blocks >= 4
+        assert statistics.attention.device.free + statistics.evictable_blocks >= 4
         assert not lease.can_allocate(13)
         assert cache.device.offloads == [], "can_allocate saves nothing"
         assert not lease.try_allocate(13)
         assert not lease.can_allocate(13)
         await cache.finish()
-        evicted = cache.statistics.evicted_device_blocks
+        evicted = cache.statistics.attention.device.evicted_blocks
         assert lease.can_allocate(13)
-        assert cache.statistics.evicted_device_blocks == evicted, "can_allocate evicts nothing"
+        assert cache.statistics.attention.device.evicted_blocks == evicted, (
+            "can_allocate evicts nothing"
+        )
         assert lease.try_allocate(13)
         lease.release()
 
@@ -99,7 +101,7 @@ async def test_allocatable_blocks_counts_no_block_that_write_back_must_save_firs
         engine = cache.engine
         await cache.fill(prompt(1, 2))
         statistics = cache.statistics
-        assert statistics.device_free + statistics.evictable_blocks == 4
+        assert statistics.attention.device.free + statistics.evictable_blocks == 4
         assert (engine.allocatable_blocks(), engine.extendable_blocks()) == (2, 2)
         assert cache.device.offloads == [], "the question saves nothing"
         lease = engine.match(prompt(2, 1))

@@ -39,7 +39,7 @@ async def test_cancellation_in_the_pass_of_the_grant_returns_the_blocks(cancel_f
         second.release()
         assert first.try_allocate(8)  # it may try again
         first.release()
-        assert served.engine.statistics().device_free == 4
+        assert served.engine.statistics().attention.device.free == 4
 
 
 async def test_cancelled_grant_cancels_its_onload():
@@ -128,4 +128,8 @@ async def test_a_storm_of_cancellations_ends_with_full_pools(seed):
         await complete_during(served.engine.evict(99), served.device)
         await served.engine.evict(99, "host")
         statistics = served.engine.statistics()
-        assert (statistics.device_free, statistics.host_free, statistics.leases) == (6, 8, 0)
+        assert (
+            statistics.attention.device.free,
+            statistics.attention.host.free,
+            statistics.leases,
+        ) == (6, 8, 0)

@@ -82,7 +82,10 @@ async def test_waiter_holds_no_blocks_and_follows_chunked_commits_of_the_owner()
             owner.commit(end)
             await spin(3)
             assert not waiting.done()
-            assert cache.statistics.device_leased + cache.statistics.device_cached == 5
+            assert (
+                cache.statistics.attention.device.leased + cache.statistics.attention.device.cached
+                == 5
+            )
         owner.commit(16)
         assert await waiting == 16
         owner.release()
@@ -240,8 +243,12 @@ async def test_a_storm_of_a_thousand_requests_neither_starves_nor_leaks():
             assert task.cancelled() or task.result() % BLOCK_TOKENS == 0
         await cache.finish()
         statistics = cache.statistics
-        assert (statistics.leases, statistics.waiting, statistics.device_leased) == (0, 0, 0)
-        assert statistics.device_free + statistics.device_cached == 16
+        assert (statistics.leases, statistics.waiting, statistics.attention.device.leased) == (
+            0,
+            0,
+            0,
+        )
+        assert statistics.attention.device.free + statistics.attention.device.cached == 16
 
 
 async def test_grant_examines_only_the_first_waiter(monkeypatch):

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from aiokv import (
+from aiokv.errors import (
     BrokenEngineError,
     ClosedError,
     DeviceError,
@@ -79,7 +79,7 @@ async def test_a_cancelled_request_keeps_its_blocks_while_its_thread_writes():
         assert client.cancelled()
         statistics = cache.statistics
         assert (statistics.leases, statistics.releasing_leases) == (0, 1)
-        assert statistics.device_free == 0
+        assert statistics.attention.device.free == 0
         assert cache.engine.check_invariants() == []
         waiting = asyncio.create_task(cache.serve(B))
         await spin(3)
@@ -104,7 +104,7 @@ async def test_run_returns_the_result_and_raises_the_error_of_its_function():
             assert not batch.done
         assert batch.done
         lease.release()
-        assert cache.statistics.device_free == 8
+        assert cache.statistics.attention.device.free == 8
 
 
 @pytest.mark.parametrize("how", ["release", "preempt", "truncate", "collect"])
@@ -136,7 +136,7 @@ async def test_blocks_that_a_lease_returns_during_a_batch_are_free_after_its_end
         work.set_result(None)
         await spin(2)
         assert batch.done
-        assert cache.statistics.device_free == (7 if how == "truncate" else 8)
+        assert cache.statistics.attention.device.free == (7 if how == "truncate" else 8)
         if how in ("preempt", "truncate"):
             lease.release()
         assert cache.statistics.releasing_leases == 0
@@ -181,7 +181,7 @@ async def test_a_preempted_lease_is_resumed_beside_the_batch_that_keeps_its_bloc
         work.set_result(None)
         await spin(2)
         cache.check(lease, A)
-        assert cache.statistics.device_free == 4
+        assert cache.statistics.attention.device.free == 4
         lease.release()
 
 
@@ -200,7 +200,7 @@ async def test_a_lease_in_two_batches_waits_for_both_in_any_order():
             assert cache.statistics.releasing_leases == (1 if order[0] == 0 else 2)
             work[order[1]].set_result(None)
             await spin(2)
-            assert cache.statistics.device_free == 8
+            assert cache.statistics.attention.device.free == 8
 
 
 async def test_a_shared_prefix_stays_while_one_of_its_batches_reads_it():
@@ -245,12 +245,12 @@ async def test_an_event_ends_a_batch():
         with cache.engine.computing([lease]) as batch:
             batch.ends_with(event)
         lease.release()
-        assert cache.statistics.device_free == 4
+        assert cache.statistics.attention.device.free == 4
         event.complete()
         while not batch.done:
             await spin()
-        assert cache.statistics.device_free == 8
-        assert cache.statistics.device_leased == 0
+        assert cache.statistics.attention.device.free == 8
+        assert cache.statistics.attention.device.leased == 0
 
 
 async def test_batch_without_event_on_a_stream_ends_with_the_open_step():
@@ -391,11 +391,13 @@ async def test_fork_in_a_batch_keeps_the_shared_blocks():
         child_table = child.block_table.tolist()
         parent.release()
         child.release()
-        assert cache.statistics.device_free == 3
+        assert cache.statistics.attention.device.free == 3
         assert len(set(child_table)) == 4
         work.set_result(None)
         await spin(2)
-        assert cache.statistics.device_free + cache.statistics.device_cached == 8
+        assert (
+            cache.statistics.attention.device.free + cache.statistics.attention.device.cached == 8
+        )
 
 
 async def test_a_swap_waits_for_the_batches_of_its_lease():
@@ -506,7 +508,7 @@ async def test_misuse_is_refused_and_changes_nothing():
             each.release()
         with pytest.raises(LeaseError), cache.engine.computing([lease]):
             pass
-        assert cache.statistics.device_free == 8
+        assert cache.statistics.attention.device.free == 8
 
 
 async def test_an_exception_in_the_block_ends_the_batch():
@@ -516,7 +518,7 @@ async def test_an_exception_in_the_block_ends_the_batch():
             raise ZeroDivisionError
         assert batch.done
         lease.release()
-        assert cache.statistics.device_free == 8
+        assert cache.statistics.attention.device.free == 8
 
 
 async def test_a_new_match_does_not_join_a_cancelled_onload():
@@ -583,11 +585,11 @@ async def test_a_grant_that_is_cancelled_while_a_batch_computes_with_it_keeps_it
         allocating.cancel()
         await asyncio.wait([allocating])
         assert cache.engine.check_invariants() == []
-        assert cache.statistics.device_free == 0
+        assert cache.statistics.attention.device.free == 0
         assert cache.engine.dump()["leases"][-1]["owner"] == "request"
         work.set_result(None)
         await spin(2)
-        assert cache.statistics.device_free == 4
+        assert cache.statistics.attention.device.free == 4
         lease.release()
 
 
@@ -631,11 +633,11 @@ async def test_event_announced_twice_does_not_end_its_batch_early(monkeypatch):
         for _ in range(2):
             announce[0](None)
         assert not batch.done
-        assert cache.statistics.device_free == 4
+        assert cache.statistics.attention.device.free == 4
         work.set_result(None)
         await spin(2)
         assert batch.done
-        assert cache.statistics.device_free == 8
+        assert cache.statistics.attention.device.free == 8
 
 
 class LostEvent(ManualEvent):

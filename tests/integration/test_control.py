@@ -114,7 +114,7 @@ async def test_reset_returns_when_a_transfer_that_it_waits_for_is_cancelled():
         resetting = asyncio.create_task(cache.engine.reset())
         await spin(3)
         assert not resetting.done()
-        assert cache.engine.worker_statistics().onload.queued == 1, "the device has two"
+        assert cache.engine.statistics().worker.routes["onload"].queued == 1, "the device has two"
         for lease in reversed(leases):
             lease.release()
         cache.device.complete_all()
@@ -232,7 +232,11 @@ async def test_quiesce_waits_for_leases_and_for_transfers_that_follow_from_them(
         cache.device.complete_all()
         await quiet
         statistics = cache.statistics
-        assert (statistics.host_in_flight, statistics.device_leased, statistics.waiting) == (
+        assert (
+            statistics.attention.host.in_flight,
+            statistics.attention.device.leased,
+            statistics.waiting,
+        ) == (
             0,
             0,
             1,
@@ -327,9 +331,9 @@ async def test_reset_frees_host_blocks_of_granted_leases():
     async with Cache() as cache:
         lease = await cache.serve(A)
         await cache.finish()
-        assert cache.statistics.host_cached == 2
+        assert cache.statistics.attention.host.cached == 2
         await cache.engine.reset()
-        assert cache.statistics.host_free == 8
+        assert cache.statistics.attention.host.free == 8
         cache.check(lease, A)
         lease.release()
 
@@ -342,7 +346,7 @@ async def test_commit_of_a_lease_from_before_the_reset_is_not_cached():
         cache.compute(lease, A)
         lease.release()
         assert cache.hit(A) == (0, 0)
-        assert cache.statistics.device_free == 8
+        assert cache.statistics.attention.device.free == 8
 
 
 # ---- weights
@@ -475,7 +479,7 @@ async def test_shrinking_waits_for_leases_on_removed_blocks():
         assert not resizing.done()
         high.release()
         await resizing
-        assert cache.statistics.device_blocks == 4
+        assert cache.statistics.attention.device.blocks == 4
         with pytest.raises(RequestTooLarge):
             await cache.serve(prompt(5, 4))
         await cache.engine.resize(12)
@@ -491,7 +495,7 @@ async def test_shrinking_completes_at_the_end_of_a_transfer():
         assert not resizing.done()
         cache.device.complete_all()
         await resizing
-        assert cache.statistics.device_blocks == 2
+        assert cache.statistics.attention.device.blocks == 2
 
 
 async def test_shrinking_keeps_blocks_with_a_host_copy():
@@ -560,7 +564,7 @@ async def test_a_resize_that_times_out_names_the_owners_and_changes_nothing():
         await lease.allocate(9)
         with pytest.raises(TimeoutError, match="req-7"):
             await cache.engine.resize(2, 0.001)
-        assert cache.statistics.device_blocks == 8
+        assert cache.statistics.attention.device.blocks == 8
         lease.release()
         for blocks in (9, 0):
             with pytest.raises(UsageError, match=f"resize: device_blocks is {blocks}[,;]"):
@@ -591,11 +595,11 @@ async def test_a_resize_that_times_out_evicts_nothing():
         with pytest.raises(TimeoutError):
             await cache.engine.resize(8, 0.001)
         assert cache.hit(prompt(1, 4)) == (4, 0)
-        assert cache.statistics.device_blocks == 16
+        assert cache.statistics.attention.device.blocks == 16
         cache.device.complete_all()
         await swapping
         await cache.engine.resize(8)
-        assert cache.statistics.device_blocks == 8
+        assert cache.statistics.attention.device.blocks == 8
 
 
 async def test_shrinking_fails_a_waiting_request_that_no_longer_fits():

@@ -115,7 +115,7 @@ async def cancel_after(verb: str, passes: int) -> None:
             holder.release(after=event)
         await undo(cache, verb)
         assert not cache.engine.dump()["paused"]
-        if verb == "shrink" and cache.statistics.device_blocks == 5:
+        if verb == "shrink" and cache.statistics.attention.device.blocks == 5:
             with pytest.raises(RequestTooLarge):
                 await waiting
         else:
@@ -124,5 +124,5 @@ async def cancel_after(verb: str, passes: int) -> None:
             await drive(cache, asyncio.create_task(serve_and_release(cache, tokens)))
         await drive(cache, asyncio.create_task(cache.engine.drain()))
         statistics = cache.statistics
-        assert (statistics.device_leased, statistics.device_in_flight) == (0, 0)
+        assert (statistics.attention.device.leased, statistics.attention.device.in_flight) == (0, 0)
         cache.engine.step()

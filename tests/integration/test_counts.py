@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, Hit, RequestTooLarge, UsageError, WouldBlock
+from aiokv import CacheConfig, CacheEngine, Hit
+from aiokv.errors import RequestTooLarge, UsageError, WouldBlock
 from aiokv.testing import spin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiokv import Lease, Statistics
+    from aiokv import Lease
+    from aiokv.statistics import Statistics
 
 pytestmark = pytest.mark.asyncio
 
@@ -52,13 +54,18 @@ class Books(CacheEngine):
 
     @property
     def cached(self) -> int:
-        return self.statistics().device_cached
+        return self.statistics().attention.device.cached
 
 
 async def test_a_new_cache_is_empty():
     async with Books(host_blocks=50) as engine:
         s = engine.statistics()
-        assert (s.device_free, s.host_free, s.device_cached, s.leases) == (100, 50, 0, 0)
+        assert (
+            s.attention.device.free,
+            s.attention.host.free,
+            s.attention.device.cached,
+            s.leases,
+        ) == (100, 50, 0, 0)
         assert engine.found([1]) == 0
         with pytest.raises(UsageError):
             engine.match([])
@@ -69,10 +76,10 @@ async def test_each_block_can_be_allocated_exactly_once():
     async with Books() as engine:
         five = engine.match(range(5))
         assert five.try_allocate(5)
-        assert engine.statistics().device_free == 95
+        assert engine.statistics().attention.device.free == 95
         rest = engine.match([900])
         assert not rest.try_allocate(96)
-        assert engine.statistics().device_free == 95, "no part of it was taken"
+        assert engine.statistics().attention.device.free == 95, "no part of it was taken"
         assert rest.try_allocate(95)
         assert sorted([*five.block_table, *rest.block_table]) == list(range(100))
         more = engine.match([901])
@@ -80,7 +87,7 @@ async def test_each_block_can_be_allocated_exactly_once():
             more.try_allocate(101)
         for lease in (five, rest, more):
             lease.release()
-        assert engine.statistics().device_free == 100
+        assert engine.statistics().attention.device.free == 100
 
 
 @pytest.mark.parametrize("nothing", [0, -1])
@@ -90,7 +97,7 @@ async def test_allocation_of_zero_positions_is_refused(nothing):
         lease = engine.match([1])
         with pytest.raises(UsageError):
             await lease.allocate(nothing)
-        assert engine.statistics().device_free == 100
+        assert engine.statistics().attention.device.free == 100
         lease.release()
 
 
@@ -121,7 +128,7 @@ async def test_second_copy_of_a_block_is_freed():
         assert (first.block_table.tolist(), second.block_table.tolist()) == ([0, 1], [2, 3])
         first.release()
         second.release()
-        assert (engine.cached, engine.statistics().device_free) == (2, 98)
+        assert (engine.cached, engine.statistics().attention.device.free) == (2, 98)
         third = engine.hold([1, 2, 3])
         assert third.block_table.tolist()[:2] == [0, 1]
         third.release()
@@ -167,7 +174,7 @@ async def test_eviction_takes_evictable_blocks_only():
         await engine.drain()
         assert await engine.evict(0) == 0
         assert await engine.evict(1) == 1
-        assert (engine.cached, engine.statistics().host_cached) == (4, 5)
+        assert (engine.cached, engine.statistics().attention.host.cached) == (4, 5)
         assert await engine.evict(50) == 2
         assert await engine.evict(50) == 0
         assert await engine.evict(50, "host") == 3, "the other two are on the device as well"
@@ -199,7 +206,7 @@ async def test_repeated_offload_and_onload_lose_no_block():
             lease.release()
             await engine.drain()
             assert engine.match([1, 2, 3, 4]).hit == Hit(3, 0)
-            assert (engine.evictable, engine.statistics().host_cached) == (3, 3)
+            assert (engine.evictable, engine.statistics().attention.host.cached) == (3, 3)
         await spin(2)
 
 
@@ -251,7 +258,7 @@ async def test_reset_clears_the_index():
         assert engine.statistics().nodes == nodes + 3
         await engine.reset()
         s = engine.statistics()
-        assert (s.device_free, s.host_free, s.nodes) == (100, 8, nodes)
+        assert (s.attention.device.free, s.attention.host.free, s.nodes) == (100, 8, nodes)
         assert engine.found([1, 2]) == 0
 
 
@@ -259,11 +266,15 @@ async def test_counts_are_exact_from_match_to_release():
     async with Books() as engine:
         engine.insert([1, 2, 3])
         s = engine.statistics()
-        assert (s.device_free, s.device_cached, s.evictable_blocks) == (97, 3, 3)
+        assert (s.attention.device.free, s.attention.device.cached, s.evictable_blocks) == (
+            97,
+            3,
+            3,
+        )
         second = engine.match([1, 2, 9])
         assert second.hit.device_tokens == 2
         assert second.try_allocate(3)
-        assert engine.statistics().device_free == 96, "two are shared, one is new"
+        assert engine.statistics().attention.device.free == 96, "two are shared, one is new"
         second.commit(3)
         second.release()
         assert engine.cached == 4
@@ -274,7 +285,7 @@ async def test_allocation_on_a_full_device_evicts():
     async with Books() as engine:
         engine.insert(*(range(100 * i, 100 * i + 10) for i in range(10)))
         s = engine.statistics()
-        assert (s.device_free, s.evictable_blocks) == (0, 100)
+        assert (s.attention.device.free, s.evictable_blocks) == (0, 100)
         engine.insert([5000, 5001, 5002])
         assert engine.found([5000, 5001, 5002]) == 3
         assert engine.cached == 100
@@ -289,7 +300,7 @@ async def test_without_caching_all_blocks_are_freed():
             assert lease.try_allocate(3)
             assert lease.commit(3) == 0
             lease.release()
-        assert engine.statistics().device_free == 100
+        assert engine.statistics().attention.device.free == 100
 
 
 async def test_host_blocks_run_out_without_loss():
@@ -299,11 +310,11 @@ async def test_host_blocks_run_out_without_loss():
         with pytest.raises(WouldBlock):
             await lease.preempt(swap=True)
         assert lease.block_table.tolist() == [0, 1, 2, 3]
-        assert engine.statistics().host_free == 3
+        assert engine.statistics().attention.host.free == 3
         lease.release()
         small = engine.hold([7, 8])
         await small.preempt(swap=True)
-        assert engine.statistics().host_free == 1
+        assert engine.statistics().attention.host.free == 1
         await small.resume(3)
         await small.layers.wait_all()
         small.release()
@@ -314,17 +325,17 @@ async def test_each_block_is_backed_up_once():
     """A backup is issued once, and none is issued without blocks."""
     async with Books(host_blocks=50) as engine:
         await engine.drain()
-        assert engine.worker_statistics().offload.done == 0
+        assert engine.statistics().worker.routes["offload"].done == 0
         engine.insert([1, 2], [1, 3])
         await engine.drain()
-        first = engine.statistics().offloaded_blocks
+        first = engine.statistics().attention.offloaded_blocks
         engine.insert([1, 2], [1, 3])
         await engine.drain()
-        assert (first, engine.statistics().offloaded_blocks) == (3, 3)
+        assert (first, engine.statistics().attention.offloaded_blocks) == (3, 3)
     async with Books(host_blocks=0) as engine:
         engine.insert([1, 2])
         await engine.drain()
-        assert engine.worker_statistics().offload.done == 0
+        assert engine.statistics().worker.routes["offload"].done == 0
 
 
 async def test_generated_tokens_complete_blocks_one_by_one():
@@ -408,4 +419,4 @@ async def test_tasks_never_share_an_id():
                 lease.release()
 
         await asyncio.gather(*(client(seed) for seed in range(16)))
-        assert engine.statistics().device_free == 12
+        assert engine.statistics().attention.device.free == 12

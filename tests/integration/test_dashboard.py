@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from aiokv import AllocateTimeout, CacheConfig, CacheEngine, Peers, WindowGroup
+from aiokv import CacheConfig, CacheEngine, Peers, WindowGroup
+from aiokv.errors import AllocateTimeout
 from aiokv.observe.metrics import CONTENT_TYPE, exposition
 from aiokv.stores.base import TRAILER_BYTES
 from aiokv.testing import run_until_idle, spin
@@ -118,7 +119,7 @@ class Decode:
         for seed in range(1, 9):
             await self.serve(prompt(21, seed))  # evicts on both tiers
         await self.serve(prompt(21, 8))  # hits the device
-        await run_until_idle(lambda: engine.statistics().saved_blocks > 0)
+        await run_until_idle(lambda: engine.statistics().attention.saved_blocks > 0)
         await engine.evict(16)
         await self.serve(prompt(21, 8))  # hits host memory
         await engine.evict(16)
@@ -282,7 +283,7 @@ async def test_each_expression_has_a_finite_result(tmp_path: Path):
             await scraped.next_sample()
             await decode.work(prefill)
             ranked.pass_time(1.0)  # a heartbeat: the statistics of the ranks
-            await run_until_idle(lambda: ranked.engine.rank_statistics())
+            await run_until_idle(lambda: ranked.engine.statistics().ranks)
             await scraped.next_sample()
             at = await scraped.next_sample()
             bad = {}

@@ -178,14 +178,14 @@ async def test_blocks_of_a_cancelled_step_are_kept_until_its_thread_has_left_it(
             with pytest.raises(asyncio.CancelledError):
                 await serving
             kept = engine.statistics()
-            assert kept.device_free + kept.evictable_blocks < 256
+            assert kept.attention.device.free + kept.evictable_blocks < 256
             ended = asyncio.Event()
             runner.held.add_done_callback(lambda _: engine_loop.call_soon_threadsafe(ended.set))
             engine_loop = asyncio.get_running_loop()
             runner.report()
             await ended.wait()
             freed = engine.statistics()
-            assert freed.device_free + freed.evictable_blocks == 256
+            assert freed.attention.device.free + freed.evictable_blocks == 256
             assert engine.check_invariants() == []
 
 

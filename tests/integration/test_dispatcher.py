@@ -80,7 +80,7 @@ async def test_grant_in_the_pass_of_a_cancellation_is_taken_back():
         assert lease.layers.is_done
         lease.release()
         await cache.finish()
-        assert cache.statistics.device_in_flight == 0
+        assert cache.statistics.attention.device.in_flight == 0
 
 
 async def test_applied_effects_are_not_returned_again():

@@ -10,11 +10,9 @@ import threading
 import numpy as np
 import pytest
 
-from aiokv import (
+from aiokv import CacheConfig, CacheEngine, Hit
+from aiokv.errors import (
     AllocateTimeout,
-    CacheConfig,
-    CacheEngine,
-    Hit,
     LeaseError,
     RequestTooLarge,
     UnreleasedLeaseWarning,
@@ -39,9 +37,9 @@ async def test_many_requests_on_the_cpu_device_get_their_own_kv(manual):
             await served.serve(random.integers(0, 2, random.integers(1, 12)).tolist())
             await served.engine.drain()
         statistics = served.engine.statistics()
-        assert statistics.onloaded_blocks > 0
+        assert statistics.attention.onloaded_blocks > 0
         assert statistics.hit_device_tokens > 0
-        assert statistics.evicted_device_blocks > 0
+        assert statistics.attention.device.evicted_blocks > 0
         assert statistics.leases == 0
 
 
@@ -233,7 +231,7 @@ async def test_released_and_foreign_leases_are_refused():
         with pytest.raises(LeaseError, match=r"released at .*test_engine\.py"):
             first.commit(1)
         second.release()
-        assert one.engine.statistics().device_free == 8
+        assert one.engine.statistics().attention.device.free == 8
 
 
 @pytest.mark.parametrize("how", ["async with", "exit stack", "release_many"])
@@ -275,7 +273,7 @@ async def test_a_collected_lease_frees_itself():
             del lease
         await spin(1)
         assert served.engine.statistics().leases == 0
-        assert served.engine.statistics().device_free == 8
+        assert served.engine.statistics().attention.device.free == 8
         lease = served.engine.match([1])
         del lease  # held nothing: no warning
         await spin(1)

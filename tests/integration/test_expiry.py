@@ -10,16 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aiokv import (
-    CacheConfig,
-    CacheEngine,
-    LeaseError,
-    LeaseState,
-    TransferError,
-    UnreleasedLeaseWarning,
-    UsageError,
-    WouldBlock,
-)
+from aiokv import CacheConfig, CacheEngine, LeaseState
+from aiokv.errors import LeaseError, TransferError, UnreleasedLeaseWarning, UsageError, WouldBlock
 from aiokv.testing import (
     record,
     replay_transitions,
@@ -49,11 +41,15 @@ async def test_unused_lease_is_released_when_its_ttl_has_passed():
         await lease.allocate(9, ttl_seconds=5.0)
         await clock.advance(4.9)
         assert lease.state is LeaseState.GRANTED
-        assert cache.statistics.device_free == 5
+        assert cache.statistics.attention.device.free == 5
         await clock.advance(0.2)
         assert lease.state is LeaseState.RELEASED
         statistics = cache.statistics
-        assert (statistics.device_free, statistics.leases, statistics.expired_leases) == (8, 0, 1)
+        assert (statistics.attention.device.free, statistics.leases, statistics.expired_leases) == (
+            8,
+            0,
+            1,
+        )
         expected = (
             r"r1, expired at \d+-\d+-\d+ \d+:\d+:\d+\.\d+ UTC, unused for 5 s> cannot be used"
         )
@@ -197,9 +193,9 @@ async def test_blocks_of_a_batch_stay_with_it_after_the_expiry():
             lease.expire_after(1.0)
             await clock.advance(2.0)
             assert lease.state is LeaseState.RELEASED
-            assert cache.statistics.device_free == 5
+            assert cache.statistics.attention.device.free == 5
             assert cache.statistics.releasing_leases == 1
-        assert cache.statistics.device_free == 8
+        assert cache.statistics.attention.device.free == 8
 
 
 async def test_onload_in_flight_keeps_its_blocks_after_the_expiry():
@@ -213,7 +209,7 @@ async def test_onload_in_flight_keeps_its_blocks_after_the_expiry():
         assert len(cache.device.onloads) == 1
         await clock.advance(2.0)
         assert lease.state is LeaseState.RELEASED
-        assert cache.statistics.device_in_flight == 2, "the copy still writes them"
+        assert cache.statistics.attention.device.in_flight == 2, "the copy still writes them"
         assert cache.engine.check_invariants() == []
         await cache.finish()
         assert sum(cache.hit(PROMPT)) == 2
@@ -309,7 +305,7 @@ async def test_expiry_during_an_update_of_the_weights_caches_nothing():
         await updating.__aexit__(None, None, None)
         cache.memory.weights += 1
         assert cache.hit(PROMPT) == (0, 0)
-        assert cache.statistics.device_free == 8
+        assert cache.statistics.attention.device.free == 8
 
 
 async def test_expiry_in_a_batch_leaves_its_computed_blocks_unindexed_and_uncorrupted():

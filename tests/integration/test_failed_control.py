@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
-from aiokv import ControlTimeout, LayoutError, Peers, UsageError
+from aiokv import Peers
+from aiokv.errors import ControlTimeout, LayoutError, UsageError
 from aiokv.stores import StoreUse
 from aiokv.testing import ScriptedStore, running_clock, spin
 from aiokv.testing.loops import PATIENCE_SECONDS

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from aiokv import BrokenEngineError, Hit, TransferError
-from aiokv.errors import DeviceError, LeaseError
+from aiokv import Hit
+from aiokv.errors import BrokenEngineError, DeviceError, LeaseError, TransferError
 from aiokv.testing import ManualEvent, spin
 from aiokv.testing.manual import ManualStream
 from tests.harness.served import Served

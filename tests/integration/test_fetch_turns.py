@@ -36,7 +36,7 @@ async def test_request_whose_turn_comes_too_late_computes_and_is_counted():
         lease = await last
         assert lease.cached_tokens == 0
         lease.release()
-        assert c.engine.request_statistics().late_fetches == 1
+        assert c.engine.statistics().requests.late_fetches == 1
         for gate in gates:
             gate.open()
         await run_until_idle(lambda: all(task.done() for task in first))

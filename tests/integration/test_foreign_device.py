@@ -51,7 +51,7 @@ async def test_a_hit_is_copied_into_the_blocks_that_the_server_names():
         await lease.idle()
         assert lease.transfer_ids == ()
         assert lease.block_table.tolist() == [20, 7, 21, 8]
-        assert cache.engine.statistics().onloaded_blocks == 3
+        assert cache.engine.statistics().attention.onloaded_blocks == 3
         lease.release()
 
 
@@ -153,7 +153,7 @@ async def test_saves_of_consecutive_commits_do_not_wait_for_each_other():
         assert cache.hit(A) == (0, 0)
         _, third = cache.device.offloads
         third.complete_all()
-        await run_until_idle(lambda: cache.engine.worker_statistics().offload.done == 2)
+        await run_until_idle(lambda: cache.engine.statistics().worker.routes["offload"].done == 2)
         assert cache.hit(A) == (0, 0)
         assert not lease.is_idle
         first.complete_all()
@@ -178,7 +178,7 @@ async def test_two_leases_save_a_block_once():
         assert not cache.device.copies
         for lease in (first, second, third):
             lease.release()
-        assert cache.engine.statistics().host_cached == 3
+        assert cache.engine.statistics().attention.host.cached == 3
 
 
 async def test_a_fork_of_prompts_is_saved_below_a_block_that_is_being_saved():
@@ -253,7 +253,7 @@ async def test_the_adaptive_and_the_lru_host_tier_evict_old_prompts():
         async with ForeignCache(host_blocks=6, eviction_policy=policy) as cache:
             for tokens in (A, B, C):
                 await cache.store(tokens, range(4))
-            assert cache.engine.statistics().evicted_host_blocks == 3
+            assert cache.engine.statistics().attention.host.evicted_blocks == 3
             assert cache.hit(C) == (0, 3)
 
 
@@ -389,13 +389,13 @@ async def test_an_onload_into_blocks_in_use_is_refused():
         saving = await cache.compute_new(B, range(8, 12))
         onloading = await cache.begin(A, range(12, 16))
         lease = await cache.granted(A)
-        before = cache.engine.statistics()
+        before = cache.engine.cache_statistics()
         for ids, use in (([0, 9, 2, 3], "a save reads block 9"), ([0, 1, 13, 3], "block 13")):
             with pytest.raises(UsageError, match=use) as error:
                 lease.assign(ids)
             assert "idle" in error.value.hint
             assert lease.block_table.tolist() == []
-            assert cache.engine.statistics() == before
+            assert cache.engine.cache_statistics() == before
         with pytest.raises(UsageError, match="an onload in flight writes block 14"):
             lease.assign([0, 1, 2, 14])  # to be computed
         lease.assign([0, 1, 2, 3])
@@ -716,7 +716,7 @@ async def test_a_failed_save_leaves_its_blocks_uncached_and_ends_the_saves_of_th
         first.fail_all()
         await lease.idle()
         assert cache.hit(A) == (0, 0)
-        assert cache.engine.statistics().host_free == 24
+        assert cache.engine.statistics().attention.host.free == 24
         assert lease.commit(13) == 0
         lease.release()
         await cache.store(A, range(4))
@@ -759,7 +759,7 @@ async def test_a_block_that_a_store_brings_while_it_is_saved_is_saved_twice_belo
         await cache.saves_begun()
         first_save, *others = cache.device.offloads
         first_save.complete_all()
-        await run_until_idle(lambda: cache.engine.statistics().offloaded_blocks == 2)
+        await run_until_idle(lambda: cache.engine.statistics().attention.offloaded_blocks == 2)
         assert cache.engine.check_invariants() == []
         for copy in reversed(others):
             copy.complete_all()
@@ -1098,7 +1098,7 @@ async def test_blocks_reach_the_stores_and_come_back_from_there():
     again = ScriptedStore(objects=store.objects)
     async with ForeignCache(device=ScriptedDevice(), stores=[again]) as cache:
         assert await _on_cpu(cache, A, [8, 9, 10, 11], wait_store=math.inf) == 12
-        assert cache.engine.statistics().fetched_blocks == 3
+        assert cache.engine.statistics().attention.fetched_blocks == 3
         await cache.engine.evict(3, "host")
         found = asyncio.create_task(cache.engine.prefetch(A))
         await run_until_idle(found.done)
@@ -1195,6 +1195,6 @@ async def test_usage_and_statistics_count_host_hits():
         assert (usage.cached_device_tokens, usage.cached_host_tokens) == (0, 12)
         statistics = cache.engine.statistics()
         assert (statistics.hit_host_tokens, statistics.published_blocks) == (12, 3)
-        assert (statistics.device_blocks, statistics.device_free) == (24, 0)
-        assert statistics.offloaded_blocks == 3
+        assert (statistics.attention.device.blocks, statistics.attention.device.free) == (24, 0)
+        assert statistics.attention.offloaded_blocks == 3
         lease.release()

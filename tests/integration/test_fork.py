@@ -7,7 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from aiokv import Hit, LeaseError, WouldBlock
+from aiokv import Hit
+from aiokv.errors import LeaseError, WouldBlock
 from aiokv.testing import ManualEvent, spin
 from tests.harness.served import Served, computed, held, resumed, swapped_out
 
@@ -54,7 +55,7 @@ async def test_samples_diverge(policy):
             sample.release()
             assert served.engine.check_invariants() == []
         await served.complete_offloads()
-        assert served.engine.statistics().device_leased == 0
+        assert served.engine.statistics().attention.device.leased == 0
         for named in tokens:
             async with served.engine.match(named) as lease:
                 await lease.allocate(len(named))
@@ -179,7 +180,7 @@ async def test_forks_are_swapped_out_and_resumed():
         decode(served, child, tokens[1], 9)
         await swapped_out(served, parent)
         await swapped_out(served, child)
-        assert served.engine.statistics().device_leased == 0
+        assert served.engine.statistics().attention.device.leased == 0
         await served.engine.evict(12)
         assert await served.engine.evict(16, tier="host") == 0
         for array in served.kv:
@@ -203,7 +204,7 @@ async def test_a_fork_that_fails_leaves_nothing(monkeypatch):
         with pytest.raises(MemoryError):
             parent.fork()
         assert served.engine.statistics().leases == 1
-        assert served.engine.statistics().device_free == 4
+        assert served.engine.statistics().attention.device.free == 4
         parent.release()
 
 

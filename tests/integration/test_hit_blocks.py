@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from aiokv import LeaseError, UsageError
+from aiokv.errors import LeaseError, UsageError
 from aiokv.testing import spin
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 

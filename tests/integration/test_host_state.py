@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, ConfigError, Regions
+from aiokv import CacheConfig, CacheEngine, Regions
 from aiokv.base.plan import OFFLOAD, ONLOAD, STATE_CLONE, group_routes
-from aiokv.errors import LeaseError, TransferError
+from aiokv.errors import ConfigError, LeaseError, TransferError
 from aiokv.testing import ManualDevice, ManualEvent, spin
 from tests.harness.flaky import ChaosDevice
 from tests.harness.recurrence import Hybrid
@@ -34,9 +34,9 @@ async def serve_and_save(hybrid: Hybrid, tokens=PROMPT) -> int:
 
 async def restored(hybrid: Hybrid, tokens=PROMPT) -> int:
     """Serve a request; return the tokens whose state came from host memory."""
-    before = hybrid.engine.statistics().onloaded_states
+    before = hybrid.engine.statistics().groups["state"].onloaded_blocks
     cached = await serve_and_save(hybrid, tokens)
-    return cached * (hybrid.engine.statistics().onloaded_states - before)
+    return cached * (hybrid.engine.statistics().groups["state"].onloaded_blocks - before)
 
 
 async def saved_on(device: ManualDevice, hybrid: Hybrid) -> None:
@@ -55,11 +55,17 @@ async def test_a_snapshot_outlives_its_device_slot():
         await serve_and_save(hybrid)
         await serve_and_save(hybrid, OTHER)
         statistics = hybrid.engine.statistics()
-        assert (statistics.evicted_snapshots, statistics.saved_snapshots) == (1, 2)
-        assert (statistics.host_state_free, statistics.host_state_snapshots) == (2, 2)
+        assert (
+            statistics.groups["state"].device.evicted_blocks,
+            statistics.groups["state"].offloaded_blocks,
+        ) == (1, 2)
+        assert (statistics.groups["state"].host.free, statistics.groups["state"].host.cached) == (
+            2,
+            2,
+        )
         assert await restored(hybrid) == 6
-        assert hybrid.engine.worker.statistics().state_onload.done == 1
-        assert hybrid.engine.worker.statistics().state_offload.done == 2
+        assert hybrid.engine.worker.statistics().routes["state_onload"].done == 1
+        assert hybrid.engine.worker.statistics().routes["state_offload"].done == 2
 
 
 async def test_blocks_and_state_both_return_from_the_host():
@@ -77,7 +83,7 @@ async def test_the_device_is_preferred():
         await serve_and_save(hybrid)
         assert await serve_and_save(hybrid) == 6
         statistics = hybrid.engine.statistics()
-        assert (statistics.restored_states, statistics.onloaded_states) == (1, 0)
+        assert (statistics.restored_states, statistics.groups["state"].onloaded_blocks) == (1, 0)
 
 
 async def test_the_deepest_border_counts_wherever_its_snapshot_is():
@@ -97,7 +103,7 @@ async def test_the_least_recently_used_host_snapshot_makes_room():
         await serve_and_save(hybrid, OTHER)
         assert await serve_and_save(hybrid) == 6, "used now"
         await serve_and_save(hybrid, [2, *PROMPT])
-        assert hybrid.engine.statistics().evicted_host_snapshots == 1
+        assert hybrid.engine.statistics().groups["state"].host.evicted_blocks == 1
         assert await restored(hybrid) == 6
         assert await restored(hybrid, OTHER) == 0
 
@@ -107,9 +113,9 @@ async def test_the_selective_policy_saves_at_the_second_use():
         state_slots=3, write_policy="write_through_selective", write_through_threshold=2
     ) as hybrid:
         await serve_and_save(hybrid)
-        assert hybrid.engine.statistics().saved_snapshots == 0
+        assert hybrid.engine.statistics().groups["state"].offloaded_blocks == 0
         await serve_and_save(hybrid)
-        assert hybrid.engine.statistics().saved_snapshots == 1
+        assert hybrid.engine.statistics().groups["state"].offloaded_blocks == 1
         for name in range(3):
             await serve_and_save(hybrid, [name, *PROMPT])
         assert await restored(hybrid) == 6
@@ -119,13 +125,15 @@ async def test_write_back_saves_what_is_evicted_next():
     async with hybrid_with_host(state_slots=4, write_policy="write_back") as hybrid:
         for name in range(2):
             await serve_and_save(hybrid, [name, *PROMPT])
-        assert hybrid.engine.statistics().saved_snapshots == 0, "there are free slots"
+        assert hybrid.engine.statistics().groups["state"].offloaded_blocks == 0, (
+            "there are free slots"
+        )
         for name in range(2, 5):
             await serve_and_save(hybrid, [name, *PROMPT])
         statistics = hybrid.engine.statistics()
-        assert statistics.evicted_snapshots == 2
+        assert statistics.groups["state"].device.evicted_blocks == 2
         # How many are saved ahead depends on when the loop looks: the newest never is.
-        assert 3 <= statistics.saved_snapshots <= 4
+        assert 3 <= statistics.groups["state"].offloaded_blocks <= 4
         assert await restored(hybrid, [0, *PROMPT]) == 6
         assert await restored(hybrid, [1, *PROMPT]) == 6
 
@@ -133,7 +141,7 @@ async def test_write_back_saves_what_is_evicted_next():
 async def test_without_a_write_policy_nothing_is_saved():
     async with hybrid_with_host(write_policy="none") as hybrid:
         await serve_and_save(hybrid)
-        assert hybrid.engine.statistics().saved_snapshots == 0
+        assert hybrid.engine.statistics().groups["state"].offloaded_blocks == 0
 
 
 async def test_a_slot_that_is_being_saved_is_not_reused():
@@ -160,7 +168,7 @@ async def test_a_slot_that_is_being_saved_is_not_reused():
         first.release()
         second.release()
         await settle(hybrid.engine, device)
-        assert hybrid.engine.statistics().host_state_snapshots == 1
+        assert hybrid.engine.statistics().groups["state"].host.cached == 1
 
 
 @pytest.mark.parametrize("arrived_layers", [0, 1])
@@ -182,7 +190,10 @@ async def test_a_failed_save_leaves_no_host_snapshot(arrived_layers: int):
         save.fail_all()
         await settle(hybrid.engine, device)
         statistics = hybrid.engine.statistics()
-        assert (statistics.saved_snapshots, statistics.host_state_free) == (0, 4)
+        assert (
+            statistics.groups["state"].offloaded_blocks,
+            statistics.groups["state"].host.free,
+        ) == (0, 4)
         assert hybrid.engine.match(PROMPT).hit.total == 6, "the device has it"
         other = hybrid.engine.match(OTHER)
         await other.allocate(8)
@@ -255,12 +266,18 @@ async def test_a_lease_released_during_its_restore_keeps_slot_and_snapshot_in_us
         await spin()
         assert hybrid.engine.check_invariants() == []
         statistics = hybrid.engine.statistics()
-        assert (statistics.state_free, statistics.host_state_snapshots) == (1, 0)
-        assert statistics.host_state_free == 1, "the transfer still reads the other"
+        assert (statistics.groups["state"].device.free, statistics.groups["state"].host.cached) == (
+            1,
+            0,
+        )
+        assert statistics.groups["state"].host.free == 1, "the transfer still reads the other"
         await settle(hybrid.engine, device)
         await reset
         statistics = hybrid.engine.statistics()
-        assert (statistics.state_free, statistics.host_state_free) == (2, 2)
+        assert (statistics.groups["state"].device.free, statistics.groups["state"].host.free) == (
+            2,
+            2,
+        )
 
 
 async def test_a_cancelled_allocate_gives_back_the_slot_and_keeps_the_snapshot():
@@ -277,7 +294,7 @@ async def test_a_cancelled_allocate_gives_back_the_slot_and_keeps_the_snapshot()
         for lease in (*held, late):
             lease.release()
         await settle(hybrid.engine, device)
-        assert hybrid.engine.statistics().state_free == 2
+        assert hybrid.engine.statistics().groups["state"].device.free == 2
         assert hybrid.engine.match(PROMPT).hit.total == 6
 
 
@@ -297,7 +314,10 @@ async def test_a_reset_during_a_save_frees_both_slots():
         await settle(hybrid.engine, device)
         await reset
         statistics = hybrid.engine.statistics()
-        assert (statistics.state_free, statistics.host_state_free) == (2, 4)
+        assert (statistics.groups["state"].device.free, statistics.groups["state"].host.free) == (
+            2,
+            4,
+        )
         assert hybrid.engine.match(PROMPT).hit.total == 0
 
 
@@ -321,14 +341,14 @@ async def test_a_save_waits_until_the_step_of_its_snapshot_is_closed():
         lease.release()
         hybrid.engine.step()
         await settle(hybrid.engine, device)
-        assert hybrid.engine.statistics().saved_snapshots == 1
+        assert hybrid.engine.statistics().groups["state"].offloaded_blocks == 1
 
 
 async def test_sleep_of_the_device_leaves_the_host_snapshots():
     async with hybrid_with_host() as hybrid:
         await serve_and_save(hybrid)
         await hybrid.engine.sleep(["device"])
-        assert hybrid.engine.statistics().state_snapshots == 0
+        assert hybrid.engine.statistics().groups["state"].device.cached == 0
         for tensor in (*hybrid.kv, *hybrid.state):
             tensor[:] = 77
         await hybrid.engine.wake_up(regions=hybrid.new_regions())
@@ -339,7 +359,7 @@ async def test_sleep_of_the_host_discards_its_snapshots():
     async with hybrid_with_host() as hybrid:
         await serve_and_save(hybrid)
         await hybrid.engine.sleep(["host"])
-        assert hybrid.engine.statistics().host_state_free == 4
+        assert hybrid.engine.statistics().groups["state"].host.free == 4
         await hybrid.engine.wake_up()
         assert await serve_and_save(hybrid) == 6, "from the device"
         await serve_and_save(hybrid, OTHER)
@@ -364,7 +384,10 @@ async def test_dropping_a_block_drops_its_host_snapshot():
         await hybrid.engine.evict(8)
         await hybrid.engine.evict(8, tier="host")
         statistics = hybrid.engine.statistics()
-        assert (statistics.host_state_snapshots, statistics.host_state_free) == (0, 4)
+        assert (statistics.groups["state"].host.cached, statistics.groups["state"].host.free) == (
+            0,
+            4,
+        )
         assert hybrid.engine.match(PROMPT).hit.total == 0
 
 
@@ -385,8 +408,8 @@ async def test_conversations_with_failing_copies_equal_recomputation_bit_for_bit
         )
         assert found > 0
         statistics = hybrid.engine.statistics()
-        assert statistics.saved_snapshots > 0
-        assert statistics.onloaded_states > 0
+        assert statistics.groups["state"].offloaded_blocks > 0
+        assert statistics.groups["state"].onloaded_blocks > 0
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -416,7 +439,7 @@ async def test_random_failures_never_serve_a_wrong_state(seed: int):
             await spin(2)
             assert hybrid.engine.check_invariants() == []
         assert device.faults.count > 0
-        assert hybrid.engine.statistics().onloaded_states > 0
+        assert hybrid.engine.statistics().groups["state"].onloaded_blocks > 0
 
 
 async def test_settings_that_cannot_save_are_refused():
@@ -446,4 +469,4 @@ async def test_host_snapshots_are_tracked_without_tensors():
                 lease.commit(2)
                 lease.snapshot(2)
             await engine.drain()
-        assert engine.statistics().onloaded_states == 1
+        assert engine.statistics().groups["state"].onloaded_blocks == 1

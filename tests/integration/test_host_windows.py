@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, ConfigError, Regions, UsageError, WindowGroup
+from aiokv import CacheConfig, CacheEngine, Regions, WindowGroup
 from aiokv.base.plan import OFFLOAD, ONLOAD, STATE_CLONE, group_routes
-from aiokv.errors import LeaseError, TransferError
+from aiokv.errors import ConfigError, LeaseError, TransferError, UsageError
 from aiokv.testing import ManualDevice, ManualEvent, ScriptedDevice, spin
 from tests.harness.flaky import ChaosDevice
 from tests.harness.settling import settle
@@ -31,11 +31,13 @@ def windowed(**config) -> Windowed:
 
 
 def onloaded(model: Windowed) -> dict[str, int]:
-    return {name: w.onloaded_blocks for name, w in model.engine.statistics().windows.items()}
+    groups = model.engine.statistics().groups
+    return {name: groups[name].onloaded_blocks for name in NEEDED}
 
 
 def saved(model: Windowed) -> dict[str, int]:
-    return {name: w.saved_blocks for name, w in model.engine.statistics().windows.items()}
+    groups = model.engine.statistics().groups
+    return {name: groups[name].offloaded_blocks for name in NEEDED}
 
 
 def others(count: int = 2) -> list[list[int]]:
@@ -66,8 +68,8 @@ async def test_windows_outlive_their_device_blocks():
         assert await serve_and_save(model, [*PROMPT, 7]) == 20
         assert onloaded(model) == NEEDED
         worker = model.engine.worker.statistics()
-        assert worker.window_onload.done == 2, "one transfer per group"
-        assert worker.window_offload.done > 0
+        assert worker.routes["window_onload"].done == 2, "one transfer per group"
+        assert worker.routes["window_offload"].done > 0
         assert await serve_and_save(model, [*PROMPT, 8]) == 20
         assert onloaded(model) == NEEDED, "the device has them again"
 
@@ -105,9 +107,9 @@ async def test_the_least_recently_used_host_blocks_make_room():
     async with windowed(host_windows=12) as model:
         for tokens in (PROMPT, *others()):
             await serve_and_save(model, tokens)
-        statistics = model.engine.statistics().windows["near"]
-        assert (statistics.host_blocks, statistics.host_free) == (12, 0)
-        assert statistics.evicted_host_blocks > 0
+        statistics = model.engine.statistics().groups["near"]
+        assert (statistics.host.blocks, statistics.host.free) == (12, 0)
+        assert statistics.host.evicted_blocks > 0
         assert await serve_and_save(model, [*PROMPT, 7]) == 0
         assert await serve_and_save(model, [*others()[1], 7]) == 20
 
@@ -223,8 +225,7 @@ async def test_a_failed_save_leaves_no_host_block():
     async with windowed(device=device) as model:
         await serve_and_save(model)
         assert saved(model) == {"near": 0, "far": 0}
-        windows = model.engine.statistics().windows
-        assert windows["near"].host_free == 40
+        assert model.engine.statistics().groups["near"].host.free == 40
         assert await model.serve([*PROMPT, 7]) == 20, "the device has it"
         device.end_script()
 
@@ -259,9 +260,10 @@ async def test_a_reset_during_onloads_and_saves_frees_all_blocks():
         assert model.engine.check_invariants() == []
         await settle(model.engine, device)
         await reset
-        for group in model.engine.statistics().windows.values():
-            assert (group.device_free, group.host_free) == (12, 40)
-            assert group.device_set_aside == 0
+        for name in NEEDED:
+            group = model.engine.statistics().groups[name]
+            assert (group.device.free, group.host.free) == (12, 40)
+            assert group.set_aside_blocks == 0
         assert model.engine.match([*PROMPT, 7]).hit.total == 0
 
 
@@ -340,7 +342,7 @@ async def test_sleep_of_the_device_leaves_the_host_blocks():
     async with windowed() as model:
         await serve_and_save(model)
         await model.engine.sleep(["device"])
-        assert model.engine.statistics().windows["far"].device_cached == 0
+        assert model.engine.statistics().groups["far"].device.cached == 0
         for tensor in (model.kv, *model.near_and_far.values()):
             tensor[:] = 77
         await model.engine.wake_up(regions=model.new_regions())
@@ -352,7 +354,7 @@ async def test_sleep_of_the_host_discards_its_blocks():
     async with windowed() as model:
         await serve_and_save(model)
         await model.engine.sleep(["host"])
-        assert model.engine.statistics().windows["far"].host_free == 40
+        assert model.engine.statistics().groups["far"].host.free == 40
         await model.engine.wake_up()
         assert await serve_and_save(model, [*PROMPT, 7]) == 20, "from the device"
         for tokens in others():
@@ -475,4 +477,4 @@ async def test_host_windows_are_tracked_without_tensors():
                 for end in (2, 4):
                     lease.commit(end)
             await engine.drain()
-        assert engine.statistics().windows["near"].onloaded_blocks > 0
+        assert engine.statistics().groups["near"].onloaded_blocks > 0

@@ -137,7 +137,7 @@ async def test_answers_to_200_clients_are_those_without_a_cache(model, monkeypat
         assert found.hit_device_tokens > 0
         assert found.hit_host_tokens > 0
         assert preempted
-        assert found.device_free + found.device_cached == DEVICE_BLOCKS
+        assert found.attention.device.free + found.attention.device.cached == DEVICE_BLOCKS
 
 
 @pytest.mark.asyncio
@@ -291,7 +291,7 @@ async def test_a_failure_outside_the_model_does_not_end_the_loop_of_steps(model,
     async with serving(model) as served:
 
         def fail(*args):
-            raise aiokv.BrokenEngineError("a failure of the engine")
+            raise aiokv.errors.BrokenEngineError("a failure of the engine")
 
         for name in ("extend", "step"):
             with monkeypatch.context() as patch:
@@ -314,7 +314,7 @@ async def test_a_client_that_leaves_after_a_failed_onload_fails_no_other_request
         def fail_once(self, rows, *args):
             if len(rows.spans) == 2 and not failed:
                 failed.append(True)
-                raise aiokv.TransferError("an onload failed")
+                raise aiokv.errors.TransferError("an onload failed")
             return forward(self, rows, *args)
 
         async def leave_during_the_wait(self):

@@ -8,7 +8,8 @@ import threading
 import msgspec
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, LeaseState, UsageError
+from aiokv import CacheConfig, CacheEngine, LeaseState
+from aiokv.errors import UsageError
 from aiokv.testing import ManualDevice, ManualEvent, run_until_idle, spin
 from tests.harness.served import Served, begin, computed
 

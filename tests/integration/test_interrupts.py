@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import uvloop
 
-from aiokv import BrokenEngineError, CacheConfig, CacheEngine, ClosedError, TransferError
+from aiokv import CacheConfig, CacheEngine
+from aiokv.errors import BrokenEngineError, ClosedError, TransferError
 from aiokv.testing import ManualEvent, ScriptedStore, run_until_idle, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.interrupting import Interrupter, first_of_each

@@ -8,7 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, Lease, TransferError, UsageError
+from aiokv import CacheConfig, CacheEngine, Lease
+from aiokv.errors import TransferError, UsageError
 from aiokv.testing import spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from aiokv.testing.manual import ManualStream
@@ -51,7 +52,7 @@ async def test_a_request_that_joins_a_prefetch_goes_before_later_requests(how: s
             await user.allocate(5)
         later.append(engine.match(prompt(4)))
         await later[1].allocate(5)
-        assert engine.worker_statistics().onload.queued == 3
+        assert engine.statistics().worker.routes["onload"].queued == 3
         device.onloads[0].complete_all()
         await served.settle()
         device.onloads[1].complete_all()

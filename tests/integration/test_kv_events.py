@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, ClosedError, Item, UsageError
+from aiokv import CacheConfig, CacheEngine, Item
+from aiokv.errors import ClosedError, UsageError
 from aiokv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from aiokv.events.schema import BatchEncoder
 from aiokv.testing import TransitionLog, record, replay_transitions, spin

@@ -51,7 +51,7 @@ def cache(store: Store) -> Cache:
 
 def failure_of(c: Cache) -> str:
     """Return the reason why the store is not open; the health of the engine has its URL."""
-    (store,) = c.engine.store_statistics()
+    (store,) = c.engine.statistics().stores
     assert c.engine.health().unavailable_stores == [store.url]
     return store.failure
 

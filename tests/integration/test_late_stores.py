@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from aiokv import ConfigError, StoreError
+from aiokv.errors import ConfigError, StoreError
 from aiokv.observe.asgi import failed_checks
 from aiokv.observe.metrics import exposition
 from aiokv.stores import StoreUse
@@ -36,7 +36,7 @@ async def test_engine_starts_without_a_store_that_fails_and_uses_it_later(caplog
     async with StoreCache(store) as c:
         assert c.engine.health().unavailable_stores == ["scripted:memory"]
         assert failed_checks(c.engine) == {"stores": "unavailable: scripted:memory"}
-        (shown,) = c.engine.store_statistics()
+        (shown,) = c.engine.statistics().stores
         assert (shown.reading, shown.saving, shown.failure) == ("open", "open", "no disk")
         states = [
             line
@@ -51,7 +51,7 @@ async def test_engine_starts_without_a_store_that_fails_and_uses_it_later(caplog
         await running_clock().advance(3 * FIRST_PAUSE_SECONDS)
         assert c.engine.health().unavailable_stores == []
         assert failed_checks(c.engine) == {}
-        assert c.engine.store_statistics()[0].failure == ""
+        assert c.engine.statistics().stores[0].failure == ""
         await c.fill(B)
         await c.finish()
         await c.engine.reset()
@@ -168,7 +168,7 @@ async def test_pool_whose_part_of_a_store_fails_is_used_later(failing_pool):
     sizes = {"state_slots": 4, "host_state_slots": 4, "host_blocks": 32}
     async with Hybrid(stores=[store], **sizes) as model:
         await model.serve(tokens)
-        states = {s.pool: s.reading for s in model.engine.store_statistics()}
+        states = {s.pool: s.reading for s in model.engine.statistics().stores}
         assert states == {"host": "closed", "host_state": "closed", failing_pool: "open"}
         await running_clock().advance(FIRST_PAUSE_SECONDS)
         await model.engine.reset()

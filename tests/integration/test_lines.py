@@ -10,8 +10,15 @@ from random import Random
 
 import pytest
 
-from aiokv import AllocateTimeout, CapacityError, ClosedError, DeviceError, LeaseError, UsageError
-from aiokv.errors import BrokenEngineError
+from aiokv.errors import (
+    AllocateTimeout,
+    BrokenEngineError,
+    CapacityError,
+    ClosedError,
+    DeviceError,
+    LeaseError,
+    UsageError,
+)
 from aiokv.testing import ManualEvent, run_until_idle, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt

@@ -237,8 +237,8 @@ async def test_the_page_shows_several_engines_with_all_their_pools():
             await watched.becomes("document.querySelectorAll('#tiers .tier').length === 4")
             await watched.becomes("document.querySelectorAll('#leases tr').length === 1")
             tiers = await watched.page.locator("#tiers .tier").all_inner_texts()
-            assert [text.split()[0] for text in tiers] == ["device", "host", "local", "state"]
-            assert "leased 1" in tiers[3]
+            assert [text.split()[0] for text in tiers] == ["device", "host", "state", "local"]
+            assert "leased 1" in tiers[2]
             lease.release()
 
 
@@ -254,7 +254,7 @@ async def test_the_page_shows_what_was_exchanged_with_peers():
             await watched.becomes("document.querySelectorAll('#peers tr').length === 1")
             assert await watched.text("#peers-note") == "received 21 of 21 tokens; delivered 0"
             cells = await watched.page.locator("#peers td").all_inner_texts()
-            (use,) = decode.engine.peer_statistics().ranks
+            (use,) = decode.engine.statistics().peers.ranks
             assert use.received.parcels > 0
             assert cells[2].startswith(f"{use.received.parcels} · ")
             assert cells[3:5] == ["0", f"{use.free_slots} of {use.landing_slots}"]

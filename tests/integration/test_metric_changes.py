@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv import AllocateTimeout, CacheConfig, CacheEngine, ClosedError, RequestTooLarge
+from aiokv import CacheConfig, CacheEngine
+from aiokv.errors import AllocateTimeout, ClosedError, RequestTooLarge
 from aiokv.observe.metrics import families
 from aiokv.testing import ScriptedStore, run_until_idle, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
@@ -127,11 +128,11 @@ async def test_a_host_hit_after_a_call_of_evict():
             "grants": 1,
             "published_blocks": 3,
             "hold_seconds": 1,
-            "copied_blocks offload": 3,
+            "copied_blocks attention offload": 3,
             "transfers offload done": changed["transfers offload done"],
         }
         await served.engine.evict(3)
-        assert changes.take() == {"evicted_blocks device request": 3}
+        assert changes.take() == {"evicted_blocks attention device request": 3}
         async with served.engine.match(PROMPT) as lease:
             await lease.allocate(7)
             served.device.complete_all()
@@ -142,7 +143,7 @@ async def test_a_host_hit_after_a_call_of_evict():
                 "prompt_tokens": 7,
                 "hit_tokens host": 6,
                 "grants": 1,
-                "copied_blocks onload": 3,
+                "copied_blocks attention onload": 3,
                 "transfers onload done": 1,
                 "onload_seconds": 1,
             }
@@ -150,8 +151,8 @@ async def test_a_host_hit_after_a_call_of_evict():
         await served.engine.evict(3)
         await served.engine.evict(3, tier="host")
         assert changes.take() == {
-            "evicted_blocks device request": 3,
-            "evicted_blocks host request": 3,
+            "evicted_blocks attention device request": 3,
+            "evicted_blocks attention host request": 3,
             "dropped_blocks request": 3,
         }
 
@@ -168,7 +169,7 @@ async def test_a_failed_onload():
                 "prompt_tokens": 7,
                 "hit_tokens host": 6,
                 "grants": 1,
-                "copied_blocks onload": 1,
+                "copied_blocks attention onload": 1,
                 "failed_blocks": 2,
                 "dropped_blocks failure": 2,
                 "transfers onload failed": 1,
@@ -215,18 +216,25 @@ async def test_evictions_by_cause():
         await served.serve(PROMPT)
         assert causes() == {}
         await served.serve(OTHER)
-        assert causes() == {"evicted_blocks device capacity": 3, "dropped_blocks capacity": 3}
+        assert causes() == {
+            "evicted_blocks attention device capacity": 3,
+            "dropped_blocks capacity": 3,
+        }
         await served.engine.reset()
         assert causes() == {"dropped_blocks reset": 3}
         await served.serve(PROMPT)
         await served.engine.resize(1)
         resized = causes()
-        assert resized["evicted_blocks device resize"] == resized["dropped_blocks resize"] >= 2
+        assert (
+            resized["evicted_blocks attention device resize"]
+            == resized["dropped_blocks resize"]
+            >= 2
+        )
         await served.engine.resize(4)
         await served.serve(PROMPT)
         causes()
         await served.engine.sleep(["device"])
-        assert causes() == {"evicted_blocks device sleep": 3, "dropped_blocks sleep": 3}
+        assert causes() == {"evicted_blocks attention device sleep": 3, "dropped_blocks sleep": 3}
         await served.engine.wake_up(["device"], regions=served.memory.regions)
     async with Served(host_blocks=3, device_blocks=4) as served:
         changes = Changes(served.engine)
@@ -234,10 +242,13 @@ async def test_evictions_by_cause():
         await served.serve(OTHER)
         await complete_during(served.engine.evict(3), served.device)  # saves them first
         changed = changes.take()
-        assert changed["evicted_blocks host capacity"] == 3
+        assert changed["evicted_blocks attention host capacity"] == 3
         assert changed["dropped_blocks capacity"] == 3
         await served.engine.sleep(["host"])
-        assert changes.take() == {"evicted_blocks host sleep": 3, "dropped_blocks sleep": 3}
+        assert changes.take() == {
+            "evicted_blocks attention host sleep": 3,
+            "dropped_blocks sleep": 3,
+        }
         await served.engine.wake_up(["host"])
 
 
@@ -291,7 +302,7 @@ async def test_a_wait_that_the_closing_engine_refuses():
     with pytest.raises(ClosedError):
         await task
     first.release()
-    assert engine.request_statistics().refused_waits == 1
+    assert engine.statistics().requests.refused_waits == 1
 
 
 async def test_a_pending_wait():
@@ -326,11 +337,11 @@ async def test_the_time_for_which_a_lease_has_blocks_ends_with_the_preemption():
             pass
         preempting = now()
         await lease.preempt()
-        hold = served.engine.request_statistics().hold
+        hold = served.engine.statistics().requests.hold
         assert hold.count == 1
         assert preempting - granted - 1e-6 <= hold.sum_seconds <= now() - before + 1e-6
         lease.release()
-        assert served.engine.request_statistics().hold == hold
+        assert served.engine.statistics().requests.hold == hold
 
 
 async def test_preemptions_by_kind():
@@ -394,15 +405,15 @@ async def test_the_time_in_the_queue_ends_when_the_device_has_the_transfer():
         leases = [served.engine.match(tokens) for tokens in prompts]
         for lease in leases:
             await lease.allocate(7)
-        lane = served.engine.worker_statistics().onload
+        lane = served.engine.statistics().worker.routes["onload"]
         assert (lane.submitted, lane.queued, lane.queue_seconds) == (2, 1, 0.0)
         await asyncio.sleep(0)
         served.device.complete_all()
         await served.settle()
-        before = served.engine.worker_statistics().onload.queue_seconds
+        before = served.engine.statistics().worker.routes["onload"].queue_seconds
         served.device.complete_all()
         await served.settle()
-        after = served.engine.worker_statistics().onload
+        after = served.engine.statistics().worker.routes["onload"]
         assert after.done == 3
         assert after.queue_seconds > before > 0
         for lease in leases:
@@ -419,7 +430,7 @@ async def test_a_cancelled_onload_has_no_time_in_the_queue():
             await lease.allocate(7)
         leases[2].release()  # its onload is queued behind the two others
         await spin(5)
-        lane = served.engine.worker_statistics().onload
+        lane = served.engine.statistics().worker.routes["onload"]
         assert (lane.cancelled, lane.queue_seconds) == (1, 0.0)
         served.device.complete_all()
         await served.settle()
@@ -433,7 +444,7 @@ async def test_a_wait_for_a_store():
         engine = served.engine
         await served.serve(PROMPT)
         await engine.drain()
-        await run_until_idle(lambda: engine.statistics().saved_blocks == 3)
+        await run_until_idle(lambda: engine.statistics().attention.saved_blocks == 3)
         await engine.evict(8)
         await engine.evict(16, tier="host")
         gate = store.hold("load")
@@ -449,7 +460,7 @@ async def test_a_wait_for_a_store():
             changed = changes.take()
             assert changed["wait_seconds store"] == 1
             assert changed["hit_store_tokens"] == 6
-            assert changed["fetch_blocks fetched"] == 3
+            assert changed["fetch_blocks attention fetched"] == 3
             labels = f"{store.url} scripted host "
             assert changed[f"store_blocks {labels} loaded"] == 3
             assert changed[f"store_asked_blocks {labels}"] == 3
@@ -470,7 +481,7 @@ async def test_a_wait_for_another_engine():
         assert changed["peer_received_tokens"] == 20
         assert changed["peer_wanted_tokens"] == 20
         assert changed["peer_complete_tickets receive"] == 1
-        assert changed["peer_blocks receive"] == 5
+        assert changed["peer_blocks attention receive"] == 5
         assert "computed_tokens" not in changed
 
 

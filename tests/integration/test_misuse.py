@@ -15,18 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from aiokv import (
-    AiokvError,
-    AllocateTimeout,
-    CacheConfig,
-    CacheEngine,
-    CpuEvent,
-    Item,
-    Lease,
-    LeaseError,
-    Regions,
-    UsageError,
-)
+from aiokv import CacheConfig, CacheEngine, Item, Lease, Regions
+from aiokv.devices import CpuEvent
+from aiokv.errors import AiokvError, AllocateTimeout, LeaseError, UsageError
 from aiokv.ranks import Rank, RankGroup
 from aiokv.testing import ManualDevice, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
@@ -60,7 +51,7 @@ async def granted(engine: CacheEngine) -> Lease:
 def state(engine: CacheEngine) -> dict[str, Any]:
     """Return the state without the counters of matches: some calls match before they fail."""
     found: dict[str, Any] = engine.dump() | {"step": engine.open_step}
-    found["statistics"] |= {"leases": 0, "prompt_tokens": 0, "hit_device_tokens": 0}
+    found["statistics"] |= {"leases": 0, "prompt_tokens": 0, "hit_device_tokens": 0, "poller": {}}
     found["leases"] = [lease for lease in found["leases"] if lease["granted"]]
     return found
 
@@ -305,8 +296,7 @@ async def test_an_infinite_drain_timeout_waits_for_the_last_lease():
 READS: dict[str, Callable[[CacheEngine], object]] = {
     "dump": lambda e: e.dump(),
     "statistics": lambda e: e.statistics(),
-    "worker_statistics": lambda e: e.worker_statistics(),
-    "poller_statistics": lambda e: e.poller_statistics(),
+    "cache_statistics": lambda e: e.cache_statistics(),
     "check_invariants": lambda e: e.check_invariants(),
     "asleep": lambda e: e.asleep,
     "open_step": lambda e: e.open_step,
@@ -346,9 +336,8 @@ async def test_reading_calls_work_on_an_engine_of_ranks_before_entry(tmp_path):
 
 ANY_THREAD = {
     "CacheEngine": {
-        "statistics", "worker_statistics", "asleep", "has_begun", "open_step", "regions",
-        "scheduler", "worker", "loop", "request_statistics", "salt_statistics",
-        "layer_wait_statistics", "sentinel_state_slot",
+        "statistics", "cache_statistics", "asleep", "has_begun", "open_step", "regions",
+        "scheduler", "worker", "loop", "salt_statistics", "sentinel_state_slot",
     },
     "Lease": {"block_table", "window_table", "id", "owner", "salt", "layers"},
 }  # fmt: skip

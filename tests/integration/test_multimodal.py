@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiokv import CacheConfig, CacheEngine, Item, LeaseError, TransferError, UsageError
+from aiokv import CacheConfig, CacheEngine, Item
+from aiokv.errors import LeaseError, TransferError, UsageError
 from tests.harness.cache import Cache
 
 BLOCK_TOKENS = 4
@@ -80,7 +81,7 @@ async def test_a_request_with_images_can_be_kept_out_of_the_cache() -> None:
         async with engine.match(tokens, items=[image], read=False, write=False) as lease:
             await lease.allocate(len(tokens))
             assert lease.commit(len(tokens)) == 0
-        assert engine.statistics().device_cached == 0
+        assert engine.statistics().attention.device.cached == 0
         assert hit(engine, tokens, [image]) == 0
         await serve(engine, tokens, [image])
         assert hit(engine, tokens, [image]) == 16

@@ -13,19 +13,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from aiokv import (
-    BatchSpan,
-    CacheConfig,
-    CacheEngine,
+from aiokv import CacheConfig, CacheEngine
+from aiokv.errors import (
     CapacityError,
     ClosedError,
-    LeasePhase,
     TransferError,
-    TransferSpan,
     UnreleasedLeaseWarning,
     UsageError,
     WouldBlock,
 )
+from aiokv.statistics import BatchSpan, LeasePhase, TransferSpan
 from aiokv.testing import ScriptedDevice, ScriptedStore, running_clock, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.cache import BLOCK_TOKENS, Cache
@@ -644,7 +641,7 @@ async def test_each_grant_ends_once_under_random_cancellations(seed):
         check_times(seen)
         grants = Counter(p.lease_id for p in seen.phases if p.phase == "granted")
         assert len(grants) > 30
-        moved = engine.worker_statistics()
+        moved = engine.statistics().worker
         ends = Counter((span.route, span.outcome) for span in seen.transfers)
-        assert ends["onload", "done"] == moved.onload.done
-        assert ends["offload", "done"] == moved.offload.done
+        assert ends["onload", "done"] == moved.routes["onload"].done
+        assert ends["offload", "done"] == moved.routes["offload"].done

@@ -30,7 +30,7 @@ async def test_timeout_of_a_wait_for_an_open_step_names_the_step():
         with pytest.raises(AllocateTimeout, match=r"1 transfers wait.*step 1.*engine\.step"):
             await lease.allocate(len(B), timeout=0.001)
         assert cache.engine.dump()["open_step"] == 1
-        assert cache.engine.dump()["worker"]["held"] == 1
+        assert cache.engine.dump()["statistics"]["worker"]["held"] == 1
         for call in (cache.engine.quiesce, lambda timeout: _update(cache, timeout)):
             with pytest.raises(TimeoutError, match="step 1, which is open"):
                 await call(timeout=0.001)
@@ -55,10 +55,10 @@ async def test_a_step_that_stays_open_is_logged_once(caplog):
         with caplog.at_level(logging.WARNING, "aiokv"):
             evicting = [asyncio.create_task(cache.engine.evict(2))]
             await clock.advance(LONG_SECONDS)
-            assert cache.engine.worker_statistics().held == 1
+            assert cache.engine.statistics().worker.held == 1
             evicting.append(asyncio.create_task(cache.engine.evict(4)))
             await clock.advance(LONG_SECONDS)
-        assert cache.engine.worker_statistics().held == 2
+        assert cache.engine.statistics().worker.held == 2
         (record,) = [r for r in caplog.records if r.event == "step.left_open"]
         assert (record.step, record.waiting_transfers) == (1, 1)
         cache.engine.step()

@@ -361,7 +361,7 @@ async def test_pins_end_when_the_index_is_cleared(end, reason):
         assert reason in pin.release_reason
         assert f"<Pin 8 tokens, released: {pin.release_reason}>" == repr(pin)
         assert cache.engine.dump()["pins"] == 0
-        assert cache.statistics.device_free == 8
+        assert cache.statistics.attention.device.free == 8
         pin.release()
         assert reason in pin.release_reason
 
@@ -380,7 +380,7 @@ async def test_a_reset_while_the_blocks_of_a_pin_load_leaves_nothing_pinned(verb
         else:
             assert brought.total == 0
         assert cache.statistics.leases == 0
-        assert cache.statistics.device_free == 8
+        assert cache.statistics.attention.device.free == 8
 
 
 async def test_a_prefetch_without_tensors_returns_when_a_match_finds_the_blocks():
@@ -424,7 +424,7 @@ async def test_hit_below_min_onload_tokens_is_computed(min_tokens, onloaded):
         cache.device.complete_all()
         lease = await task
         assert lease.cached_tokens == onloaded * BLOCK_TOKENS
-        assert cache.statistics.onloaded_blocks == onloaded
+        assert cache.statistics.attention.onloaded_blocks == onloaded
         lease.release()
 
 

@@ -7,8 +7,15 @@ import asyncio
 import numpy as np
 import pytest
 
-from aiokv import ClosedError, Hit, LeaseError, RequestTooLarge, TransferError, WouldBlock
-from aiokv.errors import DeviceError
+from aiokv import Hit
+from aiokv.errors import (
+    ClosedError,
+    DeviceError,
+    LeaseError,
+    RequestTooLarge,
+    TransferError,
+    WouldBlock,
+)
 from aiokv.testing import spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.closing import complete_during
@@ -28,8 +35,8 @@ async def test_resume_restores_the_whole_table(policy, tokens):
         before = held(served, lease)
         await swapped_out(served, lease)
         statistics = served.engine.statistics()
-        assert statistics.device_leased == 0
-        assert statistics.device_free + statistics.evictable_blocks == 8
+        assert statistics.attention.device.leased == 0
+        assert statistics.attention.device.free + statistics.evictable_blocks == 8
         await complete_during(served.engine.evict(8), served.device)
         wipe(served)
         await resumed(served, lease, len(tokens) + 3)
@@ -211,7 +218,7 @@ async def test_preempt_without_swap_drops_a_swap_under_way():
         await lease.preempt()  # drops the host copies
         await served.engine.evict(8)
         await served.engine.evict(16, tier="host")
-        assert served.engine.statistics().host_free == 16
+        assert served.engine.statistics().attention.host.free == 16
         lease.release()
 
 
@@ -230,8 +237,8 @@ async def test_reset_discards_a_swapped_table(when, tokens):
         if when == "swapped":
             await served.engine.reset()
         if when != "resuming":
-            assert served.engine.statistics().device_free == 8
-            assert served.engine.statistics().host_free == 16
+            assert served.engine.statistics().attention.device.free == 8
+            assert served.engine.statistics().attention.host.free == 16
         else:
             await served.engine.evict(8)
         await lease.resume(8)
@@ -335,7 +342,9 @@ async def test_failed_resume_reports_the_first_token_to_recompute(bad, first_bad
         served.check(lease, tokens, 8)
         assert served.engine.match(tokens).hit == Hit(8, 0)
         lease.release()
-        assert served.engine.statistics().host_free == 16 - (0 if bad == 0 else min(bad, 3))
+        assert served.engine.statistics().attention.host.free == 16 - (
+            0 if bad == 0 else min(bad, 3)
+        )
 
 
 async def test_release_while_the_table_is_swapped_in():
@@ -347,11 +356,11 @@ async def test_release_while_the_table_is_swapped_in():
         (copy,) = served.device.onloads
         lease.release()
         assert served.engine.check_invariants() == []
-        assert served.engine.statistics().device_free == 4
+        assert served.engine.statistics().attention.device.free == 4
         copy.complete_all()
         await served.settle()
         assert served.engine.match(A).hit == Hit(6, 0)
-        assert served.engine.statistics().host_free == 13  # the tail's copy was dropped
+        assert served.engine.statistics().attention.host.free == 13  # the tail's copy was dropped
 
 
 async def test_a_resume_in_line_can_be_cancelled():
@@ -494,7 +503,7 @@ async def test_a_swapped_lease_that_is_dropped_frees_its_host_blocks():
             del lease
         await spin(2)
         assert await served.engine.evict(8, tier="host") == 3
-        assert served.engine.statistics().host_free == 16
+        assert served.engine.statistics().attention.host.free == 16
 
 
 async def test_many_swapped_leases_share_a_prefix():

@@ -7,8 +7,13 @@ from random import Random
 
 import pytest
 
-from aiokv import AllocateTimeout, ClosedError, RequestTooLarge, WouldBlock
-from aiokv.errors import BrokenEngineError
+from aiokv.errors import (
+    AllocateTimeout,
+    BrokenEngineError,
+    ClosedError,
+    RequestTooLarge,
+    WouldBlock,
+)
 from aiokv.testing import ManualEvent, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.served import Served
@@ -229,7 +234,7 @@ async def test_random_cancellations_leak_no_quota_and_never_exceed_it():
         assert unexpected == []
         assert sum(result is None for result in results) > 50
         assert [served.engine.scheduler.read.quota_held(salt) for salt in "abc"] == [0, 0, 0]
-        assert served.engine.statistics().device_free == 8
+        assert served.engine.statistics().attention.device.free == 8
 
 
 async def test_request_that_fits_does_not_overtake_one_that_waits_for_the_same_quota():

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, ClosedError, Item, UsageError
+from aiokv import CacheConfig, CacheEngine, Item
 from aiokv.engine import trace_writer
 from aiokv.engine.trace_writer import HASH_BLOCK_TOKENS, TraceFile, TraceWriter
+from aiokv.errors import ClosedError, UsageError
 from aiokv.testing import spin
 from aiokv.trace.format import expand_tokens, read_trace
 from aiokv.trace.replay import ReplayOptions, replay, workload_of

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, ClosedError
+from aiokv import CacheConfig, CacheEngine
+from aiokv.errors import ClosedError
 from aiokv.testing import spin
 from tests.harness.served import Served
 

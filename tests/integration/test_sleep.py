@@ -10,16 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from aiokv import (
-    AllocateTimeout,
-    CacheConfig,
-    CacheEngine,
-    ClosedError,
-    ControlTimeout,
-    LayoutError,
-    Regions,
-    UsageError,
-)
+from aiokv import CacheConfig, CacheEngine, Regions
+from aiokv.errors import AllocateTimeout, ClosedError, ControlTimeout, LayoutError, UsageError
 from aiokv.testing import ScriptedStore, running_clock, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
@@ -199,13 +191,13 @@ async def test_tiers_sleep_and_wake_one_by_one():
 async def test_unsaved_device_blocks_are_saved_before_sleep(policy: WritePolicy):
     async with Cache(write_policy=policy, device_blocks=8, host_blocks=3) as cache:
         await cache.fill(A, B)
-        assert cache.statistics.host_cached == 0
+        assert cache.statistics.attention.host.cached == 0
         sleeping = asyncio.create_task(cache.engine.sleep(("device",)))
         while not sleeping.done():
             cache.device.complete_all()
             await spin()
         await sleeping
-        assert cache.statistics.host_cached == 3, "as many as fit"
+        assert cache.statistics.attention.host.cached == 3, "as many as fit"
         await cache.engine.wake_up(regions=new_memory(cache))
         assert cache.hit(A)[1] + cache.hit(B)[1] == 3
 
@@ -297,7 +289,7 @@ async def test_sleep_frees_device_and_host_memory():
             await lease.allocate(len(A))
             lease.commit(len(A))
         await engine.drain()
-        assert engine.statistics().host_cached == 2
+        assert engine.statistics().attention.host.cached == 2
 
 
 async def test_close_of_an_engine_that_is_asleep_or_falling_asleep():

@@ -8,16 +8,16 @@ import random
 import numpy as np
 import pytest
 
-from aiokv import (
-    CacheConfig,
-    CacheEngine,
+from aiokv import CacheConfig, CacheEngine, Regions
+from aiokv.errors import (
+    AllocateTimeout,
     ConfigError,
     LayoutError,
     LeaseError,
-    Regions,
+    TransferError,
     UsageError,
+    WouldBlock,
 )
-from aiokv.errors import AllocateTimeout, TransferError, WouldBlock
 from aiokv.testing import ManualDevice, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.recurrence import Hybrid
@@ -71,10 +71,13 @@ async def test_a_lease_has_a_slot_of_its_own_while_it_is_granted():
         await first.preempt()
         assert first.state_slot == -1
         statistics = hybrid.engine.statistics()
-        assert (statistics.state_free, statistics.state_snapshots) == (2, 0)
+        assert (
+            statistics.groups["state"].device.free,
+            statistics.groups["state"].device.cached,
+        ) == (2, 0)
         first.release()
         second.release()
-        assert hybrid.engine.statistics().state_free == 3
+        assert hybrid.engine.statistics().groups["state"].device.free == 3
 
 
 async def test_slots_are_zeroed_before_use_and_snapshots_remain_after_release():
@@ -86,7 +89,7 @@ async def test_slots_are_zeroed_before_use_and_snapshots_remain_after_release():
             hybrid.prefill(lease, tokens)
             lease.release()
             assert await hybrid.serve(tokens) == 6
-        assert hybrid.engine.statistics().evicted_snapshots >= 2
+        assert hybrid.engine.statistics().groups["state"].device.evicted_blocks >= 2
 
 
 async def test_snapshot_eviction_evicts_no_block_and_takes_the_oldest():
@@ -95,9 +98,9 @@ async def test_snapshot_eviction_evicts_no_block_and_takes_the_oldest():
         await hybrid.serve(prompts[0])
         await hybrid.serve(prompts[1])
         assert await hybrid.serve(prompts[0]) == 6, "used now"
-        cached = hybrid.engine.statistics().device_cached
+        cached = hybrid.engine.statistics().attention.device.cached
         await hybrid.serve(prompts[2])
-        assert hybrid.engine.statistics().device_cached == cached + 4
+        assert hybrid.engine.statistics().attention.device.cached == cached + 4
         assert hybrid.engine.match(prompts[1]).hit.total == 0
         assert hybrid.engine.match(prompts[0]).hit.total == 6
 
@@ -118,7 +121,7 @@ async def test_the_only_slot_is_taken_over_from_the_snapshot():
         assert lease.layers.is_done, "there was nothing to copy"
         assert lease.cached_tokens == 6
         hybrid.check(lease, PROMPT, 6)
-        assert hybrid.engine.statistics().state_snapshots == 0
+        assert hybrid.engine.statistics().groups["state"].device.cached == 0
         other.release()
         lease.release()
 
@@ -133,7 +136,9 @@ async def test_request_without_a_free_slot_waits_for_one():
         waiting = asyncio.ensure_future(lease.allocate(7))
         await spin(3)
         assert not waiting.done()
-        assert hybrid.engine.statistics().device_leased == 4, "a waiting lease holds nothing"
+        assert hybrid.engine.statistics().attention.device.leased == 4, (
+            "a waiting lease holds nothing"
+        )
         holder.release()
         await waiting
         lease.release()
@@ -153,7 +158,7 @@ async def test_slots_of_a_copy_in_flight_are_not_reused():
         assert len(device.state_moves) == 2, "two copies of one snapshot at once"
         leases[0].release()
         assert hybrid.engine.check_invariants() == []
-        assert hybrid.engine.statistics().state_free == 0
+        assert hybrid.engine.statistics().groups["state"].device.free == 0
         late = hybrid.engine.match([1, 2, 3])
         assert not late.try_allocate(3), "a slot that is being written, or read, is in use"
         await settle(hybrid.engine, device)
@@ -293,7 +298,7 @@ async def test_a_pin_keeps_the_snapshot_and_takes_no_slot():
         await hybrid.serve(PROMPT)
         pin = await hybrid.engine.pin(PROMPT)
         assert pin.tokens == 6
-        assert hybrid.engine.statistics().state_free == 1
+        assert hybrid.engine.statistics().groups["state"].device.free == 1
         for first in range(3):
             await hybrid.serve([first, *PROMPT])
         assert await hybrid.serve(PROMPT) == 6
@@ -319,7 +324,7 @@ async def test_state_is_saved_at_committed_block_borders_and_cannot_be_rolled_ba
         await blind.layers.wait_all()
         hybrid.prefill(blind, PROMPT)
         assert blind.snapshot_points == ()
-        assert hybrid.engine.statistics().state_snapshots == 0
+        assert hybrid.engine.statistics().groups["state"].device.cached == 0
         blind.release()
 
 
@@ -336,7 +341,7 @@ async def test_a_copy_that_raises_saves_nothing(monkeypatch: pytest.MonkeyPatch)
             patch.setattr(hybrid.engine.worker.steps, "clone", fail)
             with pytest.raises(UsageError):
                 lease.snapshot(6)
-        assert hybrid.engine.statistics().state_snapshots == 0
+        assert hybrid.engine.statistics().groups["state"].device.cached == 0
         assert hybrid.engine.check_invariants() == []
         assert lease.snapshot(6)
         lease.release()
@@ -347,7 +352,7 @@ async def test_a_reset_clears_the_snapshots():
         await hybrid.serve(PROMPT)
         lease = await granted(hybrid)
         await hybrid.engine.reset()
-        assert hybrid.engine.statistics().state_snapshots == 0
+        assert hybrid.engine.statistics().groups["state"].device.cached == 0
         hybrid.compute(lease, PROMPT, 6, 7)
         hybrid.check(lease, PROMPT, 7)
         lease.release()
@@ -361,7 +366,7 @@ async def test_state_that_is_computed_during_an_update_of_weights_is_not_saved()
         async with hybrid.engine.updating_weights():
             hybrid.weights = 1
             hybrid.prefill(lease, PROMPT)
-            assert hybrid.engine.statistics().state_snapshots == 0
+            assert hybrid.engine.statistics().groups["state"].device.cached == 0
             child = lease.fork()
             hybrid.check(child, PROMPT, len(PROMPT))
             child.release()
@@ -447,7 +452,7 @@ async def test_conversations_under_pressure_equal_recomputation_bit_for_bit(seed
         assert found > 0
         statistics = hybrid.engine.statistics()
         assert statistics.restored_states > 0
-        assert statistics.evicted_snapshots > 0
+        assert statistics.groups["state"].device.evicted_blocks > 0
 
 
 async def test_sleep_discards_the_state_and_waits_for_swapped_leases():
@@ -460,7 +465,7 @@ async def test_sleep_discards_the_state_and_waits_for_swapped_leases():
             await hybrid.engine.sleep(["device"], timeout=0.001)
         lease.release()
         await hybrid.engine.sleep(["device"])
-        assert hybrid.engine.statistics().state_snapshots == 0
+        assert hybrid.engine.statistics().groups["state"].device.cached == 0
         for tensor in (*hybrid.kv, *hybrid.state):
             tensor[:] = 77
         await hybrid.engine.wake_up(regions=hybrid.new_regions())

@@ -49,8 +49,11 @@ async def test_restart_continues_from_a_snapshot_on_disk(kind, tmp_path):
     async with hybrid(store()) as model:
         assert await from_stores(model, PROMPT) == 6
         statistics = model.engine.statistics()
-        assert (statistics.fetched_blocks, statistics.fetched_snapshots) == (3, 1)
-        assert statistics.onloaded_states == 1
+        assert (statistics.attention.fetched_blocks, statistics.groups["state"].fetched_blocks) == (
+            3,
+            1,
+        )
+        assert statistics.groups["state"].onloaded_blocks == 1
         assert statistics.hit_store_tokens == 6
         assert await from_stores(model, PROMPT) == 6
         assert model.engine.statistics().fetches == 1
@@ -59,12 +62,12 @@ async def test_restart_continues_from_a_snapshot_on_disk(kind, tmp_path):
 async def test_statistics_tell_pools_apart():
     async with hybrid(store := await filled(PROMPT)) as model:
         assert await from_stores(model, PROMPT) == 6
-        blocks, snapshots = model.engine.store_statistics()
+        blocks, snapshots = model.engine.statistics().stores
         assert (blocks.pool, blocks.loaded_blocks) == ("host", 3)
         assert (snapshots.pool, snapshots.loaded_blocks) == ("host_state", 1)
         worker = model.engine.worker.statistics()
-        assert (worker.fetch.done, worker.state_fetch.done) == (1, 1)
-        assert worker.state_fetch.moved_bytes == snapshots.loaded_bytes > 0
+        assert (worker.routes["fetch"].done, worker.routes["state_fetch"].done) == (1, 1)
+        assert worker.routes["state_fetch"].moved_bytes == snapshots.loaded_bytes > 0
     assert store.calls["load"] == 1
     assert store.parts["state"].calls["load"] == 1
 
@@ -84,7 +87,10 @@ async def test_snapshot_is_fetched_alone_when_the_blocks_are_cached():
         calls = store.calls.copy()
         assert await from_stores(model, PROMPT) == 6
         statistics = model.engine.statistics()
-        assert (statistics.fetched_blocks, statistics.fetched_snapshots) == (0, 1)
+        assert (statistics.attention.fetched_blocks, statistics.groups["state"].fetched_blocks) == (
+            0,
+            1,
+        )
         assert store.calls == calls, "no block was missing"
 
 
@@ -99,7 +105,7 @@ async def test_blocks_behind_the_deepest_snapshot_are_not_fetched():
     async with hybrid(store := await filled(PROMPT, LONGER)) as model:
         store.parts["state"].answer("lookup", results=[0, 0, 1, 0])
         assert await from_stores(model, LONGER) == 6
-        assert model.engine.statistics().fetched_blocks == 3
+        assert model.engine.statistics().attention.fetched_blocks == 3
 
 
 @pytest.mark.parametrize(("wrong", "cached"), [(1, 6), (2, 0)])
@@ -109,8 +115,8 @@ async def test_wrong_snapshot_makes_the_hit_shorter(wrong, cached):
             store.parts["state"].corrupt("load", call)
         assert await from_stores(model, LONGER) == cached
         statistics = model.engine.statistics()
-        assert statistics.unfetched_snapshots == wrong
-        assert statistics.fetched_snapshots == (cached > 0)
+        assert statistics.groups["state"].unfetched_blocks == wrong
+        assert statistics.groups["state"].fetched_blocks == (cached > 0)
 
 
 async def test_snapshot_without_its_blocks_is_not_fetched():
@@ -167,7 +173,7 @@ async def test_snapshot_is_saved_at_its_nth_use(uses):
         for _ in range(uses):
             await model.serve(PROMPT)
             await model.engine.drain()
-        assert model.engine.statistics().stored_snapshots == (uses == 2)
+        assert model.engine.statistics().groups["state"].saved_blocks == (uses == 2)
 
 
 async def test_admission_of_reused_snapshots_only():
@@ -176,7 +182,10 @@ async def test_admission_of_reused_snapshots_only():
             await model.serve(PROMPT)
             await model.engine.drain()
         statistics = model.engine.statistics()
-        assert (statistics.stored_snapshots, statistics.unstored_snapshots) == (1, 1)
+        assert (
+            statistics.groups["state"].saved_blocks,
+            statistics.groups["state"].unsaved_blocks,
+        ) == (1, 1)
 
 
 async def test_snapshots_are_saved_shortly_before_their_eviction():
@@ -184,10 +193,10 @@ async def test_snapshots_are_saved_shortly_before_their_eviction():
         for name in range(2):
             await model.serve([name, *PROMPT])
             await model.engine.drain()
-        assert model.engine.statistics().stored_snapshots == 0, "a host slot is free"
+        assert model.engine.statistics().groups["state"].saved_blocks == 0, "a host slot is free"
         await model.serve(PROMPT)
         await model.engine.drain()
-        assert model.engine.statistics().stored_snapshots == 1
+        assert model.engine.statistics().groups["state"].saved_blocks == 1
 
 
 async def test_snapshot_of_other_weights_is_not_found():
@@ -223,4 +232,4 @@ async def test_two_models_share_a_directory(tmp_path):
             async with hybrid(store, model=model_name) as model:
                 model.weights = dtype
                 await from_stores(model, PROMPT)
-    assert model.engine.statistics().fetched_snapshots == 1
+    assert model.engine.statistics().groups["state"].fetched_blocks == 1

@@ -38,7 +38,8 @@ async def from_stores(model: Windowed, tokens: list[int]) -> int:
 
 
 def fetched(model: Windowed) -> dict[str, int]:
-    return {name: w.fetched_blocks for name, w in model.engine.statistics().windows.items()}
+    groups = model.engine.statistics().groups
+    return {name: groups[name].fetched_blocks for name in model.engine.config.windows}
 
 
 @pytest.mark.parametrize("kind", [DiskStore, DirectoryStore])
@@ -50,11 +51,11 @@ async def test_restart_continues_from_windows_on_disk(kind, tmp_path):
         assert await from_stores(model, PROMPT) == 0
     async with windowed(store()) as model:
         assert await from_stores(model, LONGER) == 20
-        assert model.engine.statistics().fetched_blocks == 10
+        assert model.engine.statistics().attention.fetched_blocks == 10
         assert fetched(model) == NEEDED
-        pools = [store.pool for store in model.engine.store_statistics()]
+        pools = [store.pool for store in model.engine.statistics().stores]
         assert pools == ["host", *(f"host_window:{name}" for name in WINDOWS)]
-        assert model.engine.worker.statistics().window_fetch.done == 2
+        assert model.engine.worker.statistics().routes["window_fetch"].done == 2
         assert await from_stores(model, LONGER) == 20
         assert fetched(model) == NEEDED
 
@@ -87,7 +88,7 @@ async def test_wrong_window_block_makes_the_hit_shorter():
         store.parts["far"].corrupt("load", block=0)
         cached = await from_stores(model, LONGER)
         assert cached < 20
-        assert model.engine.statistics().windows["far"].unfetched_blocks > 0
+        assert model.engine.statistics().groups["far"].unfetched_blocks > 0
 
 
 async def test_store_has_only_the_beginning_of_a_window():
@@ -121,9 +122,9 @@ async def test_window_blocks_are_saved_by_the_policy(policy):
     async with windowed(ScriptedStore(), store_policy=policy, host_windows=16) as model:
         await model.serve(PROMPT)
         await model.engine.drain()
-        first = model.engine.statistics().windows["far"].stored_blocks
+        first = model.engine.statistics().groups["far"].saved_blocks
         assert (first > 0) == (policy == "at_commit")
         await model.serve(LONGER)
         await model.serve([*range(100, 120)])
         await model.engine.drain()
-        assert model.engine.statistics().windows["far"].stored_blocks > first
+        assert model.engine.statistics().groups["far"].saved_blocks > first

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv import (
-    CacheConfig,
-    CacheEngine,
+from aiokv import CacheConfig, CacheEngine
+from aiokv.base.plan import FETCH, TransferPlan, id_bytes
+from aiokv.engine.fetches import MOST_PROBE_PAUSE_SECONDS
+from aiokv.errors import (
     ClosedError,
     ConfigError,
     ControlTimeout,
@@ -18,8 +19,6 @@ from aiokv import (
     RequestTooLarge,
     UsageError,
 )
-from aiokv.base.plan import FETCH, TransferPlan, id_bytes
-from aiokv.engine.fetches import MOST_PROBE_PAUSE_SECONDS
 from aiokv.scheduler.reader import CacheReader
 from aiokv.stores import StoreUse
 from aiokv.stores.base import KEY_BYTES
@@ -94,7 +93,7 @@ async def test_closing_saves_what_was_committed_and_a_restart_finds_it():
         assert (usage.cached_host_tokens, usage.fetched_tokens) == (16, 16)
         assert usage.store_wait_seconds is not None
         statistics = c.statistics
-        assert (statistics.fetches, statistics.fetched_blocks) == (1, 4)
+        assert (statistics.fetches, statistics.attention.fetched_blocks) == (1, 4)
         assert statistics.hit_store_tokens == 16
         assert c.hit(A) == (4, 0)
 
@@ -140,7 +139,7 @@ async def test_close_saves_blocks_whose_backup_is_in_flight():
     lease.release()
     c.engine.step()
     await spin(20)
-    assert c.statistics.host_in_flight == 4
+    assert c.statistics.attention.host.in_flight == 4
     closing = asyncio.create_task(c.engine.aclose())
     await spin(20)
     backup.open()
@@ -176,7 +175,7 @@ async def test_longer_prompt_is_fetched_behind_its_cached_prefix():
         lease = await c.serve(LONG, wait_store=math.inf)
         assert lease.cached_tokens == 6 * BLOCK_TOKENS
         lease.release()
-        assert c.statistics.fetched_blocks == 4
+        assert c.statistics.attention.fetched_blocks == 4
 
 
 async def test_generated_blocks_are_saved_and_fetched_with_their_prompt():
@@ -216,7 +215,7 @@ async def test_long_prompt_is_fetched_part_by_part(stored, parts):
         lease = await c.serve(LONG, wait_store=math.inf)
         assert lease.cached_tokens == stored * BLOCK_TOKENS
         lease.release()
-        assert (c.statistics.fetches, c.statistics.fetched_blocks) == (parts, stored)
+        assert (c.statistics.fetches, c.statistics.attention.fetched_blocks) == (parts, stored)
 
 
 async def test_two_leases_share_one_fetch():
@@ -437,7 +436,7 @@ async def test_wrong_blocks_end_the_fetch_before_them():
         lease = await c.serve_from_stores(A)
         assert lease.cached_tokens == 2 * BLOCK_TOKENS
         lease.release()
-        assert c.engine.store_statistics()[0].wrong_blocks == 1
+        assert c.engine.statistics().stores[0].wrong_blocks == 1
 
 
 async def test_fetched_block_is_not_compared_with_the_earlier_owner_of_its_host_block():
@@ -462,12 +461,12 @@ async def test_blocks_of_an_overdue_load_are_not_reused_before_it_ends():
         lease = await serving
         assert lease.cached_tokens == 0
         lease.release()
-        assert c.statistics.host_in_flight == 4  # still the transfer's
+        assert c.statistics.attention.host.in_flight == 4  # still the transfer's
         await c.fill(B)
         assert c.engine.check_invariants() == []
         gate.open()
         await spin(20)
-        assert c.statistics.host_in_flight == 0
+        assert c.statistics.attention.host.in_flight == 0
 
 
 @pytest.mark.parametrize("operation", ["load", "save"])
@@ -490,10 +489,10 @@ async def test_blocks_stay_owned_when_all_tasks_are_cancelled(operation):
         await spin(20)
         after = c.statistics
         # No report before the store has ended: the host blocks stay the transfer's.
-        assert before.host_in_flight == (4 if operation == "load" else 0)
-        assert before.failed_saves == 0
-        assert after.host_in_flight == 0
-        assert after.failed_saves == (4 if operation == "save" else 0)
+        assert before.attention.host.in_flight == (4 if operation == "load" else 0)
+        assert before.attention.unsaved_by_cause["failed"] == 0
+        assert after.attention.host.in_flight == 0
+        assert after.attention.unsaved_by_cause["failed"] == (4 if operation == "save" else 0)
         assert c.engine.check_invariants() == []
 
 
@@ -524,7 +523,7 @@ async def test_dead_store_is_waited_for_once_and_then_costs_nothing():
             await running_clock().advance(0.3)
             (await serving).release()
             await c.engine.reset()
-        assert c.engine.store_statistics()[0].reading == "open"
+        assert c.engine.statistics().stores[0].reading == "open"
         for _ in range(20):
             (await c.serve(B, wait_store=math.inf)).release()  # the clock stands still
             await c.engine.reset()
@@ -568,7 +567,7 @@ async def test_parts_before_a_late_part_are_a_hit():
         lease = await serving
         assert (lease.cached_tokens, lease.usage.fetched_tokens) == (8, 8)  # the first part
         lease.release()
-        assert c.engine.request_statistics().late_fetches == 1
+        assert c.engine.statistics().requests.late_fetches == 1
         late.open()
         await running_clock().advance(0.01)
 
@@ -599,7 +598,7 @@ async def test_slow_store_fetches_blocks_that_arrive_before_the_model_is_free():
             lease.release()
             await c.finish()
             await c.engine.reset()
-        assert c.engine.request_statistics().declined_fetches == 1
+        assert c.engine.statistics().requests.declined_fetches == 1
 
 
 async def test_fetches_of_earlier_requests_count_in_the_comparison():
@@ -667,7 +666,7 @@ async def test_next_store_serves_prompts_while_the_loads_of_the_first_hang():
         await run_until_idle(serving.done)  # the clock stands still
         lease = await serving
         assert lease.usage.fetched_tokens == 16
-        assert c.engine.request_statistics().late_fetches == 1
+        assert c.engine.statistics().requests.late_fetches == 1
         lease.release()
         (await c.serve_from_stores(A)).release()
         lease = await c.serve_from_stores(B)
@@ -858,7 +857,10 @@ async def test_saves_that_sleep_has_no_time_for_are_counted():
         await running_clock().advance(60)
         await sleeping
         statistics = c.statistics
-        assert (statistics.saved_blocks, statistics.dropped_saves) == (512, 88)
+        assert (
+            statistics.attention.saved_blocks,
+            statistics.attention.unsaved_by_cause["dropped"],
+        ) == (512, 88)
         assert c.engine.check_invariants() == []
         await c.engine.wake_up(["host"])
 
@@ -898,12 +900,12 @@ async def test_statistics_and_dump_show_the_stores():
     async with cache(store) as c:
         (await c.serve(A, wait_store=math.inf)).release()
         await c.finish()
-        (shown,) = c.engine.dump()["stores"]  # type: ignore[misc]
+        (shown,) = c.engine.dump()["statistics"]["stores"]  # type: ignore[index]
         assert (shown["url"], shown["loaded_blocks"], shown["reading"]) == (
             "scripted:memory", 4, "closed",
         )  # fmt: skip
-        assert c.engine.worker_statistics().fetch.done == 1
-        assert c.engine.worker_statistics().fetch.moved_bytes == shown["loaded_bytes"]
+        assert c.engine.statistics().worker.routes["fetch"].done == 1
+        assert c.engine.statistics().worker.routes["fetch"].moved_bytes == shown["loaded_bytes"]
 
 
 async def test_blocks_that_a_store_has_move_no_bytes_when_they_are_saved_again():
@@ -913,10 +915,12 @@ async def test_blocks_that_a_store_has_move_no_bytes_when_they_are_saved_again()
         async with cache(store, device_blocks=16, store_policy="at_commit") as c:
             await c.fill(A)
             await c.finish()
-            (shown,) = c.engine.store_statistics()
+            (shown,) = c.engine.statistics().stores
             assert (shown.saved_blocks, shown.present_blocks) == (written, 4 - written)
-            assert c.engine.worker_statistics().save.moved_bytes == shown.saved_bytes
-            assert c.statistics.saved_blocks == 4  # the engine knows that the store has them
+            assert c.engine.statistics().worker.routes["save"].moved_bytes == shown.saved_bytes
+            assert (
+                c.statistics.attention.saved_blocks == 4
+            )  # the engine knows that the store has them
 
 
 async def test_stores_that_cannot_be_opened_leave_nothing_open():

@@ -9,15 +9,16 @@ from concurrent.futures import Future as ThreadFuture
 
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, ConfigError, UncoveredCommitWarning
+from aiokv import CacheConfig, CacheEngine
 from aiokv.engine.coverage import MAX_WARNINGS
+from aiokv.errors import ConfigError, UncoveredCommitWarning
 from tests.harness.served import Served
 from tests.peers.engines import Side, two_engines
 from tests.peers.engines import prompt as long_prompt
 
 pytestmark = [
     pytest.mark.asyncio,
-    pytest.mark.filterwarnings("error::aiokv.UncoveredCommitWarning"),
+    pytest.mark.filterwarnings("error::aiokv.errors.UncoveredCommitWarning"),
 ]
 
 A = [1, 2, 3, 4, 5, 6, 7]

@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, ClosedError, TransferSpan, UsageError, cli
+from aiokv import CacheConfig, CacheEngine, cli
 from aiokv.engine.timeline import timeline_of
+from aiokv.errors import ClosedError, UsageError
+from aiokv.statistics import TransferSpan
 from aiokv.testing import running_clock, spin
 from tests.harness.served import Served, computed, resumed, swapped_out
 

@@ -13,7 +13,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from aiokv import AllocateTimeout, CacheConfig, CacheEngine, ConfigError, TransferError, UsageError
+from aiokv import CacheConfig, CacheEngine
+from aiokv.errors import AllocateTimeout, ConfigError, TransferError, UsageError
 from aiokv.observe.tracing import EngineTracer
 from aiokv.testing import spin
 from tests.harness.served import Served

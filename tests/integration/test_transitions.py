@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, Item, LeaseError, UsageError
+from aiokv import CacheConfig, CacheEngine, Item
+from aiokv.errors import LeaseError, UsageError
 from aiokv.scheduler.fetches import Fetches
 from aiokv.scheduler.peers import Peers
 from aiokv.scheduler.pins import Pins

@@ -7,8 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from aiokv import Hit, TransferError
-from aiokv.errors import DeviceError
+from aiokv import Hit
+from aiokv.errors import DeviceError, TransferError
 from aiokv.testing import ManualDevice, ManualEvent, spin
 from tests.harness.cache import Cache, prompt
 from tests.harness.served import Served, computed, held, resumed, swapped_out
@@ -274,7 +274,7 @@ async def test_step_whose_event_fails_is_closed_by_the_next_step():
         assert not device.copies  # the blocks are not known to be computed
         cache.engine.step()
         await cache.finish()
-        assert cache.statistics.offloaded_blocks == 2
+        assert cache.statistics.attention.offloaded_blocks == 2
         lease.release()
         await cache.engine.evict(8)
         (await cache.engine.match(prompt(1, 2)).allocate(9)).release()

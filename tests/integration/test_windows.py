@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, LeaseError, UsageError, WindowGroup, WouldBlock
-from aiokv.errors import ConfigError
+from aiokv import CacheConfig, CacheEngine, WindowGroup
+from aiokv.errors import ConfigError, LeaseError, UsageError, WouldBlock
 from tests.harness.windows import Windowed
 
 if TYPE_CHECKING:

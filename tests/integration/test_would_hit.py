@@ -8,7 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, ClosedError, Hit, Item, UsageError
+from aiokv import CacheConfig, CacheEngine, Hit, Item
+from aiokv.errors import ClosedError, UsageError
 
 
 async def serve(engine: CacheEngine, tokens: list[int], **names: object) -> None:

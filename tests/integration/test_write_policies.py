@@ -38,7 +38,7 @@ async def test_blocks_that_exceed_the_host_are_skipped_and_dropped_later():
     async with Cache(write_policy="write_through", host_blocks=1) as cache:
         await cache.fill(A)
         await cache.finish()
-        assert cache.statistics.offloaded_blocks == 1
+        assert cache.statistics.attention.offloaded_blocks == 1
         assert cache.statistics.skipped_backups == 0, "its eviction is far: no copy is due yet"
         assert await cache.engine.evict(2) == 2
         assert cache.statistics.skipped_backups == 1
@@ -65,7 +65,7 @@ async def test_selective_saves_a_hot_block_at_its_nth_use(threshold: int):
         await cache.finish()
         for lease in leases:
             lease.release()
-        assert cache.statistics.offloaded_blocks == 2
+        assert cache.statistics.attention.offloaded_blocks == 2
 
 
 async def test_selective_counts_each_block_by_itself():
@@ -75,9 +75,11 @@ async def test_selective_counts_each_block_by_itself():
     async with Cache(write_policy="write_through_selective") as cache:
         await cache.fill(A, fork)
         await cache.finish()
-        assert cache.statistics.offloaded_blocks == 1
+        assert cache.statistics.attention.offloaded_blocks == 1
         assert await complete_during(cache.engine.evict(8), cache.device) == 3
-        assert cache.statistics.offloaded_blocks == 3, "the tails are saved before their eviction"
+        assert cache.statistics.attention.offloaded_blocks == 3, (
+            "the tails are saved before their eviction"
+        )
         assert (cache.hit(A), cache.hit(fork)) == ((0, 2), (0, 2))
 
 
@@ -88,7 +90,7 @@ async def test_write_back_saves_before_it_evicts_and_not_before():
     async with Cache(device_blocks=6, write_policy="write_back") as cache:
         await cache.fill(A, B)
         await cache.finish()
-        assert cache.statistics.offloaded_blocks == 0
+        assert cache.statistics.attention.offloaded_blocks == 0
         waiting = asyncio.create_task(cache.serve(BIG))  # 6 blocks: all of A and B have to go
         await spin(3)
         (offload,) = cache.device.offloads
@@ -131,7 +133,7 @@ async def test_a_match_rescues_blocks_that_are_being_saved():
         assert rescued.hit.device_tokens == 8
         offload.complete_all()
         assert await evicting == 0
-        assert cache.statistics.evicted_device_blocks == 0
+        assert cache.statistics.attention.device.evicted_blocks == 0
         cache.check(rescued, A)
         rescued.release()
         assert cache.hit(A) == (2, 0)
@@ -173,8 +175,8 @@ async def test_full_host_evicts_for_blocks_evicted_from_the_device():
             task = asyncio.create_task(_serve_and_release(cache, tokens))
             await run_until_idle(lambda task=task: _moved(cache, task))
         await cache.finish()
-        assert cache.statistics.evicted_host_blocks > 0
-        assert cache.statistics.host_cached > 0
+        assert cache.statistics.attention.host.evicted_blocks > 0
+        assert cache.statistics.attention.host.cached > 0
 
 
 async def test_host_whose_blocks_are_all_being_read_delays_no_allocation():
@@ -233,7 +235,7 @@ async def test_low_watermark_keeps_that_many_blocks_free_or_clean():
     async with Cache(device_blocks=8, write_policy="write_back", low_watermark_blocks=4) as cache:
         await cache.fill(A, B)  # 4 free
         await cache.finish()
-        assert cache.statistics.offloaded_blocks == 0
+        assert cache.statistics.attention.offloaded_blocks == 0
         await cache.fill(C)  # 2 free: two more have to be clean
         assert [len(copy.host_ids) for copy in cache.device.offloads] == [2]
         await cache.finish()
@@ -248,10 +250,10 @@ async def test_saved_block_that_is_used_again_no_longer_counts_for_the_watermark
     async with Cache(device_blocks=8, write_policy="write_back", low_watermark_blocks=4) as cache:
         await cache.fill(A, B, C)
         await cache.finish()
-        assert cache.statistics.offloaded_blocks == 2  # A
+        assert cache.statistics.attention.offloaded_blocks == 2  # A
         await cache.fill(A)
         await cache.finish()
-        assert cache.statistics.offloaded_blocks == 4, "B goes first now"
+        assert cache.statistics.attention.offloaded_blocks == 4, "B goes first now"
         lease = cache.engine.match(prompt(8, 3))
         assert lease.try_allocate(13)
         assert cache.hit(B) == (0, 2)
@@ -267,7 +269,7 @@ async def test_host_copies_are_reclaimed_for_blocks_near_eviction():
         await cache.finish()
         await cache.fill(B)  # next to be evicted, while A is in use and has both host copies
         await cache.finish()
-        assert cache.statistics.reclaimed_twins == 2
+        assert cache.statistics.reclaimed_host_copies == 2
         assert await cache.engine.evict(2) == 2
         assert cache.hit(B) == (0, 2)
         assert cache.hit(A) == (2, 0)
@@ -284,10 +286,10 @@ async def test_block_computed_again_beside_its_host_copy_is_on_both_tiers():
         await cache.finish()
         assert await cache.engine.evict(2) == 2
         hot = await cache.serve(A)  # too small an onload
-        assert cache.statistics.onloaded_blocks == 0
+        assert cache.statistics.attention.onloaded_blocks == 0
         await cache.fill(B)
         await cache.finish()
-        assert cache.statistics.reclaimed_twins == 2
+        assert cache.statistics.reclaimed_host_copies == 2
         hot.release()
 
 
@@ -300,7 +302,7 @@ async def test_saving_ahead_keeps_host_copies_of_blocks_evicted_sooner():
         await cache.finish()
         await cache.fill(B)
         await cache.finish()
-        assert cache.statistics.reclaimed_twins == 0
+        assert cache.statistics.reclaimed_host_copies == 0
         assert await cache.engine.evict(2) == 2
         assert cache.hit(A) == (0, 2)
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import zmq
 
-from aiokv import CacheConfig, CacheEngine, UsageError
+from aiokv import CacheConfig, CacheEngine
+from aiokv.errors import UsageError
 from aiokv.events import ZmqPublisher
 from aiokv.testing import spin
 from aiokv.testing.loops import PATIENCE_SECONDS

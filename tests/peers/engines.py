@@ -129,12 +129,12 @@ class Side:
         if empty:
             await complete_during(self.engine.reset(), self.device)
             statistics = self.engine.statistics()
-            assert statistics.device_free == statistics.device_blocks
-            assert statistics.host_free == statistics.host_blocks
+            assert statistics.attention.device.free == statistics.attention.device.blocks
+            assert statistics.attention.host.free == statistics.attention.host.blocks
             assert not statistics.leases
         assert self.engine.check_invariants() == []
         assert self.engine.worker.tickets.violations() == []  # type: ignore[attr-defined]
-        (rank,) = self.engine.peer_statistics().ranks
+        (rank,) = self.engine.statistics().peers.ranks
         assert rank.free_slots == rank.landing_slots
 
     def is_at_rest(self) -> bool:
@@ -142,7 +142,7 @@ class Side:
         if isinstance(self.device, ManualDevice):
             self.device.complete_all()
         statistics = self.engine.statistics()
-        peers = self.engine.peer_statistics()
+        peers = self.engine.statistics().peers
         (rank,) = peers.ranks
         return (
             not statistics.releasing_leases

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import uvloop
 
-from aiokv import AiokvError
+from aiokv.errors import AiokvError
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.leftovers import open_descriptors, running_threads
 from tests.peers.engines import Side, prompt

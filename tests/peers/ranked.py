@@ -216,7 +216,7 @@ class RankedSide(Side):
         if empty:
             await self.engine.reset()
             statistics = self.engine.statistics()
-            assert statistics.device_free == statistics.device_blocks
+            assert statistics.attention.device.free == statistics.attention.device.blocks
             assert not statistics.leases
         assert self.engine.check_invariants() == []
         await self.heard()
@@ -231,7 +231,7 @@ class RankedSide(Side):
         """Return True if no transfer moves, as far as the engine knows."""
         if self.num_ranks == 1:
             return super().is_at_rest()
-        peers = self.engine.peer_statistics()
+        peers = self.engine.statistics().peers
         return not self.engine.statistics().releasing_leases + peers.receiving + peers.sending
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from aiokv import AiokvError, WindowGroup
+from aiokv import WindowGroup
+from aiokv.errors import AiokvError
 from aiokv.testing import spin
 
 from .engines import Side, prompt, two_engines

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aiokv import ClosedError, PeerError
+from aiokv.errors import ClosedError, PeerError
 from aiokv.peers.connections import Connections
 from aiokv.peers.handshake import GREETING_BYTES
 from aiokv.peers.wire import listen

@@ -9,7 +9,8 @@ import ctypes
 
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, ConfigError, LayoutError, PeerError, Peers, WindowGroup
+from aiokv import CacheConfig, CacheEngine, Peers, WindowGroup
+from aiokv.errors import ConfigError, LayoutError, PeerError
 from aiokv.peers import cuda_ipc
 from aiokv.testing import run_until_idle
 from aiokv.testing.loops import PATIENCE_SECONDS
@@ -61,7 +62,7 @@ async def test_changed_bytes_are_sent_again(cuda):
             assert await p.prefill(tokens, receiving.ticket) == (30, None)
             assert await receiving.wait() == 30
         d.check(lease, tokens)
-        (rank,) = d.engine.peer_statistics().ranks
+        (rank,) = d.engine.statistics().peers.ranks
         assert rank.received.wrong == 2
 
 

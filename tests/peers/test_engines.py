@@ -16,24 +16,20 @@ import numpy as np
 import pytest
 import structlog
 
-from aiokv import (
+from aiokv import CacheConfig, CacheEngine, Item, LeaseState, Peers
+from aiokv.engine.flow import MAX_IN_FLIGHT
+from aiokv.engine.receiving import Receiving
+from aiokv.errors import (
     BrokenEngineError,
-    CacheConfig,
-    CacheEngine,
     ClosedError,
     ConfigError,
     ControlTimeout,
     DeviceError,
-    Item,
     LayoutError,
     LeaseError,
-    LeaseState,
     PeerError,
-    Peers,
     UsageError,
 )
-from aiokv.engine.flow import MAX_IN_FLIGHT
-from aiokv.engine.receiving import Receiving
 from aiokv.peers import ticket as tickets
 from aiokv.stores import DiskStore, StoreUse
 from aiokv.testing import ManualDevice, run_until_idle, running_clock, spin
@@ -115,8 +111,8 @@ async def test_blocks_that_the_receiver_has_are_not_sent():
                 assert await p.prefill(tokens, receiving.ticket) == (18, None)
                 assert await receiving.wait() == 30
             d.check(lease, tokens)
-        assert p.engine.statistics().sent_blocks == 5
-        assert d.engine.statistics().received_blocks == 5
+        assert p.engine.statistics().attention.sent_blocks == 5
+        assert d.engine.statistics().attention.received_blocks == 5
 
 
 async def test_cached_blocks_are_sent_before_anything_is_computed():
@@ -242,7 +238,7 @@ async def test_layouts_that_cannot_be_mapped_are_refused(transport):
             await source.allocate(30)
             with pytest.raises(LayoutError):
                 await engine.send(source, receiving.ticket).__aenter__()
-            assert engine.peer_statistics().sending == 0
+            assert engine.statistics().peers.sending == 0
 
 
 async def test_items_and_salt_travel_with_the_prompt():
@@ -273,12 +269,12 @@ async def test_many_tickets_share_a_small_ring():
                 d.check(lease, tokens)
 
         await asyncio.gather(*map(decode, prompts))
-        statistics = d.engine.peer_statistics()
+        statistics = d.engine.statistics().peers
         assert statistics.complete_receives == statistics.receives == 12
         assert statistics.received_tokens == statistics.wanted_tokens == sum(map(len, prompts))
         assert statistics.receive_wait_seconds > 0
-        assert p.engine.peer_statistics().complete_sends == 12
-        assert p.engine.peer_statistics().delivered_tokens == sum(map(len, prompts))
+        assert p.engine.statistics().peers.complete_sends == 12
+        assert p.engine.statistics().peers.delivered_tokens == sum(map(len, prompts))
 
 
 async def test_lease_sends_to_several_receivers():
@@ -357,7 +353,7 @@ async def test_receive_that_is_left_gives_its_blocks_back():
             assert sending.failure
             assert sending.delivered_tokens >= 16
             d.check(lease, tokens)
-        assert d.engine.statistics().received_blocks == 4
+        assert d.engine.statistics().attention.received_blocks == 4
 
 
 async def test_cancelled_send_shortens_the_received_prefix():
@@ -538,7 +534,7 @@ async def test_rest_is_received_from_another_engine():
             assert await receiving.wait() == 40
         d.check(lease, tokens)
         assert lease.usage.received_tokens == 40
-        assert d.engine.peer_statistics().complete_receives == 1
+        assert d.engine.statistics().peers.complete_receives == 1
 
 
 async def test_cancelled_wait_changes_nothing():
@@ -607,11 +603,11 @@ async def test_receiver_gives_up_as_soon_as_it_has_accepted():
             async with lease.receive(timeout=60) as receiving:
                 sending = p.engine.send(source, receiving.ticket)
                 opening = asyncio.create_task(sending.__aenter__())
-                await run_until_idle(lambda: d.engine.peer_statistics().ranks[0].received.opened)
+                await run_until_idle(lambda: d.engine.statistics().peers.ranks[0].received.opened)
                 receiving.cancel()
                 with pytest.raises(PeerError, match="the receiver gave up: "):
                     await opening
-            assert p.engine.peer_statistics().ranks[0].sent.tickets == 0
+            assert p.engine.statistics().peers.ranks[0].sent.tickets == 0
 
 
 @pytest.mark.clock
@@ -675,7 +671,7 @@ async def test_ticket_that_no_engine_sends_ends_at_its_deadline():
             waiting = asyncio.create_task(receiving.wait())
             await running_clock().advance(3.1)
             assert await waiting == 0
-        assert d.engine.peer_statistics().receiving == 0
+        assert d.engine.statistics().peers.receiving == 0
 
 
 @pytest.mark.clock
@@ -690,7 +686,7 @@ async def test_receive_ends_when_no_engine_opens_the_ticket_in_time(given, secon
             assert await waiting == 0
             reason = "no sender has opened the ticket" if seconds < 10.0 else "deadline"
             assert reason in (receiving.failure or "")
-        assert d.engine.peer_statistics().ranks[0].received.expired == 1
+        assert d.engine.statistics().peers.ranks[0].received.expired == 1
 
 
 @pytest.mark.clock
@@ -791,7 +787,7 @@ async def test_no_late_byte_reaches_a_lease_that_takes_the_blocks(ends):
             await complete_during(taking, device)
             with d.engine.computing([taker]):
                 d.compute(taker, others, 0, 40)
-            await run_until_idle(lambda: not p.engine.peer_statistics().sending)
+            await run_until_idle(lambda: not p.engine.statistics().peers.sending)
         await d.at_rest()
         d.check(taker, others)
         taker.release()
@@ -819,7 +815,7 @@ async def test_blocks_that_arrive_for_an_ended_ticket_are_dropped():
                     async with await d.granted(others) as taker:
                         with d.engine.computing([taker]):
                             d.compute(taker, others, 0, 80)
-                        await run_until_idle(lambda: not p.engine.peer_statistics().sending)
+                        await run_until_idle(lambda: not p.engine.statistics().peers.sending)
                         d.check(taker, others)
             await d.engine.reset()
 
@@ -844,8 +840,8 @@ async def test_ticket_for_another_prompt_is_refused(names):
         ):
             with pytest.raises(UsageError, match=r"send: the ticket is for another prompt"):
                 await p.engine.send(source, receiving.ticket).__aenter__()
-        assert p.engine.peer_statistics().refused_sends == 1
-        assert d.engine.peer_statistics().received_tokens == 0
+        assert p.engine.statistics().peers.refused_sends == 1
+        assert d.engine.statistics().peers.received_tokens == 0
 
 
 async def test_ticket_for_more_positions_than_are_known_is_refused():
@@ -990,7 +986,7 @@ async def test_wrong_secret_is_refused():
     ):
         with pytest.raises(PeerError):
             await p.engine.send(source, receiving.ticket).__aenter__()
-        assert p.engine.peer_statistics().refused_sends == 1
+        assert p.engine.statistics().peers.refused_sends == 1
 
 
 async def test_ticket_that_has_ended_is_refused():
@@ -1063,7 +1059,7 @@ async def test_forged_ticket_lets_no_engine_connect():
             ):
                 with pytest.raises(PeerError, match="another secret made it"):
                     await p.engine.send(source, blob).__aenter__()
-            assert p.engine.peer_statistics().ranks[0].connections == 0
+            assert p.engine.statistics().peers.ranks[0].connections == 0
             await spin(20)
             assert accepted == []
             assert await p.prefill(tokens, receiving.ticket) == (30, None)
@@ -1099,7 +1095,7 @@ async def test_wrong_calls_of_receive_change_nothing():
                 await receiving.wait()
             with d.engine.computing([lease]), pytest.raises(LeaseError, match="batch computes"):
                 await receiving.__aenter__()
-            assert d.engine.peer_statistics().receiving == 0
+            assert d.engine.statistics().peers.receiving == 0
             async with receiving:
                 with pytest.raises(UsageError, match="entered once"):
                     await receiving.__aenter__()
@@ -1149,7 +1145,7 @@ async def test_engine_without_peers_refuses_both():
             await lease.receive(timeout=PATIENCE_SECONDS).__aenter__()
         with pytest.raises(UsageError, match="send: the engine has no peers"):
             await engine.send(lease, b"").__aenter__()
-        assert engine.peer_statistics().ranks == []
+        assert engine.statistics().peers.ranks == []
 
 
 async def test_engine_that_only_sends_cannot_receive():
@@ -1270,7 +1266,7 @@ async def test_lease_released_while_a_send_connects():
             source.release()
             with pytest.raises(LeaseError):
                 await entering
-            assert p.engine.peer_statistics().sending == 0
+            assert p.engine.statistics().peers.sending == 0
 
 
 async def test_cancelled_connect_leaves_nothing_behind():
@@ -1289,7 +1285,7 @@ async def test_cancelled_connect_leaves_nothing_behind():
                 entering.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await entering
-                assert p.engine.peer_statistics().sending == 0
+                assert p.engine.statistics().peers.sending == 0
                 await p.at_rest()
 
 
@@ -1301,7 +1297,7 @@ async def test_failed_onload_ends_the_receive_before_it_begins():
         await d.serve(tokens[:17])
         await spin(2)
         device.complete_all()
-        await run_until_idle(lambda: d.engine.statistics().offloaded_blocks == 4)
+        await run_until_idle(lambda: d.engine.statistics().attention.offloaded_blocks == 4)
         await d.engine.evict(64)
         async with await d.granted(tokens) as lease:
             async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
@@ -1388,7 +1384,7 @@ async def test_leaving_a_send_waits_for_the_onloads_of_its_lease():
         await p.serve(tokens[:17])
         await spin(2)
         device.complete_all()
-        await run_until_idle(lambda: p.engine.statistics().offloaded_blocks == 4)
+        await run_until_idle(lambda: p.engine.statistics().attention.offloaded_blocks == 4)
         await p.engine.evict(64)
         async with await d.granted(tokens) as lease, await p.granted(tokens) as source:
             async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
@@ -1413,7 +1409,7 @@ async def test_wait_returns_when_no_onload_writes_the_lease_any_more(ends, fails
         await d.serve(tokens[:17])
         await spin(2)
         device.complete_all()
-        await run_until_idle(lambda: d.engine.statistics().offloaded_blocks == 4)
+        await run_until_idle(lambda: d.engine.statistics().attention.offloaded_blocks == 4)
         await d.engine.evict(64)
         async with await d.granted(tokens) as lease:
             receiving = lease.receive(timeout=3.0)
@@ -1460,7 +1456,7 @@ async def test_send_whose_lease_ends_while_it_connects_leaves_nothing_behind():
                         await entering
                 with suppress(PeerError, UsageError):
                     await again
-                (rank,) = p.engine.peer_statistics().ranks
+                (rank,) = p.engine.statistics().peers.ranks
                 assert rank.sent.tickets == 0
                 with suppress(PeerError):
                     await p.prefill(tokens, receiving.ticket)
@@ -1469,7 +1465,7 @@ async def test_send_whose_lease_ends_while_it_connects_leaves_nothing_behind():
                 d.finish(lease, tokens, await waiting)
             await run_until_idle(lambda: p.is_at_rest() and d.is_at_rest())
             await running_clock().advance(61.0)
-            (rank,) = p.engine.peer_statistics().ranks
+            (rank,) = p.engine.statistics().peers.ranks
             assert rank.connections == 0, "a use of the connection was not ended"
         if was_late:
             return
@@ -1522,7 +1518,7 @@ async def test_stores_of_an_engine_with_peers_keep_their_limit(tmp_path):
         async with engine:
             sides.append(
                 (
-                    [store.store.capacity_bytes for store in engine.store_statistics()],
+                    [store.store.capacity_bytes for store in engine.statistics().stores],
                     sorted(path.name for path in (tmp_path / name).iterdir()),
                 )
             )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiokv import InternalError
+from aiokv.errors import InternalError
 from aiokv.peers.messages import (
     MAX_LAYOUT_BYTES,
     Accepted,

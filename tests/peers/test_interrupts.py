@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import uvloop
 
-from aiokv import AiokvError, BrokenEngineError
+from aiokv.errors import AiokvError, BrokenEngineError
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.interrupting import Interrupter, first_of_each
 from tests.peers.engines import Side, prompt

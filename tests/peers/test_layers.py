@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv import LayoutError, LeaseError, UsageError
+from aiokv.errors import LayoutError, LeaseError, UsageError
 from aiokv.testing import (
     ManualDevice,
     ManualEvent,
@@ -46,7 +46,7 @@ def sides(layer_ranges: int = 3, **options: Any) -> tuple[Side, Side]:
 
 def parcels(side: Side) -> int:
     """Return the parcels that an engine has received and verified."""
-    (rank,) = side.engine.peer_statistics().ranks
+    (rank,) = side.engine.statistics().peers.ranks
     return rank.received.parcels
 
 
@@ -105,7 +105,7 @@ async def test_layers_arrive_before_the_commit_and_are_used_after_it():
             assert await receiving.wait() == 30
         d.check(lease, tokens)
         assert parcels(d) == 3 * 5 + 3
-        assert d.engine.statistics().received_blocks == 8
+        assert d.engine.statistics().attention.received_blocks == 8
 
 
 async def cancel(p: Side, source: Lease, sending: Sending) -> None:
@@ -370,7 +370,7 @@ async def test_layers_computed_behind_a_failed_onload_are_not_sent():
     p = Side(device, listen=None, write_policy="write_through", **options)
     async with two_engines(p, Side(**options)) as (_, d):
         await p.serve(tokens[:17])
-        await complete(device, until=lambda: p.engine.statistics().offloaded_blocks == 4)
+        await complete(device, until=lambda: p.engine.statistics().attention.offloaded_blocks == 4)
         await p.engine.evict(64)
         async with await d.granted(tokens) as lease, await p.granted(tokens) as source:
             async with (

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from aiokv import ConfigError, Peers
+from aiokv import Peers
+from aiokv.errors import ConfigError
 from aiokv.peers.mooncake import MooncakeBackend, import_engine
 from aiokv.peers.one_sided import OneSidedTransport
 from aiokv.testing.loops import PATIENCE_SECONDS

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from aiokv import ConfigError
+from aiokv.errors import ConfigError
 from aiokv.peers.nixl import NixlBackend, import_bindings
 from aiokv.peers.one_sided import OneSidedTransport
 from aiokv.peers.transport import PeerMemory

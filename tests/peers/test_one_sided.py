@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from aiokv import ConfigError, InternalError, PeerError
+from aiokv.errors import ConfigError, InternalError, PeerError
 from aiokv.peers import one_sided
 from aiokv.peers.messages import Return, SlotCredit
 from aiokv.peers.one_sided import EndpointError, OneSidedTransport

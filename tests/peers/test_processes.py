@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import structlog
 
-from aiokv import CacheConfig, CacheEngine, ConfigError, PeerError, Peers
-from aiokv.errors import LayoutError
+from aiokv import CacheConfig, CacheEngine, Peers
+from aiokv.errors import ConfigError, LayoutError, PeerError
 from aiokv.stores.base import TRAILER_BYTES
 from aiokv.testing import run_until_idle, running_clock
 from aiokv.testing.loops import PATIENCE_SECONDS
@@ -92,11 +92,11 @@ async def progress(
     side: Side, field: str, share: float, moves: Sequence[asyncio.Task[Any]]
 ) -> None:
     """Wait until a share of all positions of ``moves`` has moved, or one of them has ended."""
-    before = getattr(side.engine.peer_statistics(), field)
+    before = getattr(side.engine.statistics().peers, field)
     wanted = before + int(share * len(moves) * LENGTH)
 
     def is_reached() -> bool:
-        moved = getattr(side.engine.peer_statistics(), field)
+        moved = getattr(side.engine.statistics().peers, field)
         return moved >= wanted or any(move.done() for move in moves)
 
     await run_until_idle(is_reached)
@@ -226,7 +226,7 @@ async def test_sender_ends_in_the_middle_of_a_chunk(nursery, end, committed):
 
 def parcels(side: Side) -> int:
     """Return the parcels that an engine has received and verified."""
-    (rank,) = side.engine.peer_statistics().ranks
+    (rank,) = side.engine.statistics().peers.ranks
     return rank.received.parcels
 
 
@@ -388,7 +388,7 @@ async def test_thousand_tickets_at_once_share_a_ring_of_two_slots(nursery):
         ends = await in_time(asyncio.gather(*map(decode, range(1, count + 1))))
         assert ends == [length] * count
         await d.at_rest(empty=True)
-        assert not d.engine.peer_statistics().ranks[0].received.tickets
+        assert not d.engine.statistics().peers.ranks[0].received.tickets
 
 
 @pytest.mark.clock
@@ -399,11 +399,11 @@ async def test_tickets_that_no_engine_uses_leave_nothing_behind():
         for lease in leases:
             receiving = await lease.receive(timeout=5.0).__aenter__()
             waits.append(asyncio.create_task(receiving.wait()))
-        assert d.engine.peer_statistics().ranks[0].received.tickets == 1000
+        assert d.engine.statistics().peers.ranks[0].received.tickets == 1000
         await running_clock().advance(5.1)
         assert await asyncio.gather(*waits) == [0] * 1000
-        assert not d.engine.peer_statistics().ranks[0].received.tickets
-        assert not d.engine.peer_statistics().receiving
+        assert not d.engine.statistics().peers.ranks[0].received.tickets
+        assert not d.engine.statistics().peers.receiving
         for seed, lease in enumerate(leases, 1):
             d.finish(lease, prompt(6, seed), 0)
             lease.release()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv import AiokvError, LayoutError
+from aiokv.errors import AiokvError, LayoutError
 from aiokv.testing import run_until_idle
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.peers.engines import prompt

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from aiokv import InternalError, UsageError
+from aiokv.errors import InternalError, UsageError
 from aiokv.peers.messages import SlotCredit
 from aiokv.peers.ring import LandingRing
 

@@ -7,18 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv import (
-    CacheEngine,
-    ConfigError,
-    LayoutError,
-    LeaseError,
-    PeerError,
-    Peers,
-    Regions,
-    WindowGroup,
-)
+from aiokv import CacheEngine, Peers, Regions, WindowGroup
 from aiokv.base import plan
 from aiokv.base.plan import STATE_CLONE, GroupRoute
+from aiokv.errors import ConfigError, LayoutError, LeaseError, PeerError
 from aiokv.testing import (
     ManualDevice,
     record,
@@ -75,8 +67,8 @@ async def test_state_and_windows_arrive_behind_the_prompt(model, length, step):
         assert lease.usage.received_tokens == length
         assert lease.usage.computed_blocks == 0
         for side, verb in ((p, "send"), (d, "receive")):
-            lanes = side.engine.worker_statistics()
-            state, window = (getattr(lanes, f"{name}_{verb}") for name in ("state", "window"))
+            routes = side.engine.statistics().worker.routes
+            state, window = (routes[f"{name}_{verb}"] for name in ("state", "window"))
             assert state.done == ("state_slots" in model)
             assert window.done == len(model.get("windows", {}))
             assert bool(state.moved_bytes) == bool(state.done)
@@ -250,7 +242,8 @@ async def test_receive_that_is_cancelled_before_it_is_told_of_its_windows(model,
             tell = exchange._tell_flow
 
             def cancel_and_tell(moved: Any) -> None:
-                has_windows = d.engine.statistics().received_window_blocks > 0
+                groups = d.engine.statistics().groups
+                has_windows = any(groups[name].received_blocks for name in d.engine.config.windows)
                 if has_windows and not exchange._read.peer_transfers(lease.id):
                     receiving.cancel()
                 tell(moved)
@@ -318,7 +311,7 @@ async def complete_blocks(
         for copy in device.copies:
             if not is_held(copy):
                 copy.complete_all()
-        return d.engine.statistics().received_blocks == num_blocks
+        return d.engine.statistics().attention.received_blocks == num_blocks
 
     await run_until_idle(step)
 
@@ -490,9 +483,13 @@ async def test_state_is_sent_when_the_batch_that_computes_it_has_ended(model):
     ):
         with p.engine.computing([source]):
             p.compute(source, tokens, 0, 20)
-            await run_until_idle(lambda: d.engine.statistics().received_blocks == 5)
-            await run_until_idle(lambda: p.engine.statistics().sent_blocks == 5)  # all reported
-            assert p.engine.statistics().sends == p.engine.statistics().sent_blocks // 2 + 1
+            await run_until_idle(lambda: d.engine.statistics().attention.received_blocks == 5)
+            await run_until_idle(
+                lambda: p.engine.statistics().attention.sent_blocks == 5
+            )  # all reported
+            assert (
+                p.engine.statistics().sends == p.engine.statistics().attention.sent_blocks // 2 + 1
+            )
             assert sending.failure is None
         assert await receiving.wait() == 20
         d.check_sides(lease, tokens)
@@ -511,7 +508,7 @@ async def test_state_is_sent_after_exactly_the_positions_of_the_ticket(model):
             p.compute(source, tokens, 0, sending.num_tokens)
             assert await receiving.wait() == 18
             await run_until_idle(
-                lambda: sending.failure is None and not p.engine.peer_statistics().sending
+                lambda: sending.failure is None and not p.engine.statistics().peers.sending
             )
             p.compute(source, tokens, 18, 30)
             p.check_sides(source, tokens)
@@ -671,7 +668,7 @@ async def test_decisions_of_both_engines_replay(model):
                 lease.receive(timeout=PATIENCE_SECONDS) as receiving,
             ):
                 prefill = asyncio.create_task(p.prefill(lost, receiving.ticket))
-                await run_until_idle(lambda: d.engine.statistics().received_blocks > 8)
+                await run_until_idle(lambda: d.engine.statistics().attention.received_blocks > 8)
                 receiving.cancel()
                 await prefill
     for recording, verb in ((sent, "send"), (received, "receive")):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from aiokv import InternalError, PeerError
+from aiokv.errors import InternalError, PeerError
 from aiokv.peers.messages import Credit, Done, Proven, Return, SlotCredit, Want
 from aiokv.peers.ring import LandingRing
 from aiokv.peers.tcp import TcpTransport

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv import ConfigError, InternalError, PeerError, UsageError
+from aiokv.errors import ConfigError, InternalError, PeerError, UsageError
 from aiokv.peers.handshake import GREETING_BYTES, MAGIC, PROOF_BYTES, Handshake
 from aiokv.peers.messages import Cancel, Done, Want
 from aiokv.peers.wire import Connection, connect, listen

@@ -263,8 +263,8 @@ class World:
             await asyncio.sleep(0)
         self.verify()
         end = self.engine.statistics()
-        assert end.device_free == end.device_blocks, end
-        assert end.host_free == end.host_blocks, end
+        assert end.attention.device.free == end.attention.device.blocks, end
+        assert end.attention.host.free == end.attention.host.blocks, end
 
     async def operate(self) -> None:
         engine, rng = self.engine, self.rng

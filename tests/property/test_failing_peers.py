@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from aiokv import (
+from aiokv import WindowGroup
+from aiokv.errors import (
     AllocateTimeout,
     ClosedError,
     LeaseError,
     PeerError,
     TransferError,
     UsageError,
-    WindowGroup,
+    WouldBlock,
 )
-from aiokv.errors import WouldBlock
 from aiokv.testing import running_clock, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.flaky import ChaosDevice
@@ -491,8 +491,8 @@ class Load:
             await engine.complete(asyncio.ensure_future(side.engine.reset()))
             await side.at_rest()
             statistics = side.engine.statistics()
-            assert statistics.device_free == statistics.device_blocks
-            assert statistics.host_free == statistics.host_blocks
+            assert statistics.attention.device.free == statistics.attention.device.blocks
+            assert statistics.attention.host.free == statistics.attention.host.blocks
             assert not statistics.leases
 
     async def until(self, condition: Callable[[], bool], seconds: float) -> None:
@@ -507,7 +507,7 @@ class Load:
                 await asyncio.sleep(0)
             await running_clock().advance(0.1)
             self.check()
-        states = [engine.side.engine.peer_statistics() for engine in self.engines]
+        states = [engine.side.engine.statistics().peers for engine in self.engines]
         raise AssertionError(f"not within {seconds} s: {self.requests} {self.control} {states}")
 
     async def run(self) -> None:

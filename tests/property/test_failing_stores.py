@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv import AllocateTimeout
+from aiokv.errors import AllocateTimeout
 from aiokv.stores import StoreUse
 from aiokv.testing import ScriptedDevice, ScriptedStore, running_clock, spin
 from tests.harness.cache import Cache, prompt

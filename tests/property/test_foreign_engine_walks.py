@@ -298,7 +298,7 @@ class Walk:
         regions = self.cache.memory.regions if "device" in tiers else None
         await self.completing(self.engine.wake_up(tiers, regions=regions))
         if "host" in tiers:
-            assert self.engine.statistics().host_free == HOST_BLOCKS
+            assert self.engine.statistics().attention.host.free == HOST_BLOCKS
 
     # --- the walk -------------------------------------------------------------------------------
 
@@ -383,7 +383,9 @@ async def test_random_walk_serves_the_right_bytes(policy: str, seed: int, tmp_pa
     moved = [span for span in spans if isinstance(span, TransferSpan)]
     assert len(moved) == len({span.transfer_id for span in moved})
     assert sum(span.blocks for span in moved if not is_cancelled_onload(span)) == (
-        statistics.onloaded_blocks + statistics.offloaded_blocks + statistics.failed_blocks
+        statistics.attention.onloaded_blocks
+        + statistics.attention.offloaded_blocks
+        + statistics.failed_blocks
     )
     granted = [s for s in spans if isinstance(s, LeasePhase) and s.phase == "granted"]
     assert len(granted) == statistics.grants

@@ -162,7 +162,7 @@ async def test_walks_with_updates_reach_forks_of_several_versions_and_fetches():
     for seed in range(100, 200):
         world = await simulate_updates(seed, 300)
         forks += world.mixed_forks
-        fetches += world.engine.statistics().fetched_blocks
+        fetches += world.engine.statistics().attention.fetched_blocks
         if forks > 5 and fetches:
             break
     assert forks > 5

@@ -627,10 +627,12 @@ class PeerWalk:
         self.end_all()
         assert self.awaited == {}
         statistics = self.read.statistics()
-        assert statistics.device_free + statistics.device_cached == DEVICE_BLOCKS
+        assert (
+            statistics.attention.device.free + statistics.attention.device.cached == DEVICE_BLOCKS
+        )
         assert (self.read.num_leases, self.read.quota_held("s")) == (0, 0)
         assert replay_transitions(self.recording.log) == len(self.recording.log.transitions)
-        self.seen["received blocks"] += statistics.received_blocks
+        self.seen["received blocks"] += statistics.attention.received_blocks
 
 
 @pytest.mark.parametrize("seed", range(50))

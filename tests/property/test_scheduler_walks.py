@@ -555,8 +555,13 @@ class Walk:
         assert (read.num_leases, read.num_waiting) == (0, 0)
         assert [read.quota_held(salt) for salt in ("a", "b", "")] == [0, 0, 0]
         statistics = read.statistics()
-        assert statistics.device_free + statistics.device_cached == DEVICE_BLOCKS
-        assert (statistics.device_in_flight, statistics.host_in_flight) == (0, 0)
+        assert (
+            statistics.attention.device.free + statistics.attention.device.cached == DEVICE_BLOCKS
+        )
+        assert (statistics.attention.device.in_flight, statistics.attention.host.in_flight) == (
+            0,
+            0,
+        )
         assert read.steps_finished
         self.fall_asleep()
         assert replay_transitions(self.recording.log) == len(self.recording.log.transitions)
@@ -570,9 +575,9 @@ class Walk:
         assert not self.apply(self.scheduler.store_saver.collect())
         self.apply(self.scheduler.release(lease_id))
         statistics = self.scheduler.read.statistics()
-        assert (statistics.host_free, statistics.device_free) == (
-            statistics.host_blocks,
-            statistics.device_blocks,
+        assert (statistics.attention.host.free, statistics.attention.device.free) == (
+            statistics.attention.host.blocks,
+            statistics.attention.device.blocks,
         )
         self.apply(self.scheduler.wake_up())
 
@@ -617,7 +622,7 @@ def test_walks_reach_the_effects() -> None:
         walk = Walk(seed, has_stores=seed % 2 == 0, has_state=seed % 4 == 0, has_peers=seed >= 120)
         walk.run(400)
         seen += walk.seen
-        offloads += walk.scheduler.read.statistics().offloaded_blocks
+        offloads += walk.scheduler.read.statistics().attention.offloaded_blocks
     for name in (
         "submit", "granted", "turns", "refused", "resumed", "unpinned", "computed",
         "cancel", "collect", "urge", "fetches", "saves", "end_store_wait", "snapshot_fetches",

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv import AiokvError, CacheConfig, CacheEngine, Lease, WindowGroup
+from aiokv import CacheConfig, CacheEngine, Lease, WindowGroup
+from aiokv.errors import AiokvError
 from aiokv.testing import record, replay_transitions
 
 if TYPE_CHECKING:

@@ -266,7 +266,7 @@ async def test_calls_after_a_cancelled_control_call_find_no_half_of_it(tmp_path,
         async with ranked.engine.updating_weights(version="2"):
             pass
         await ranked.engine.resize(6)
-        assert ranked.engine.statistics().device_blocks == 6
+        assert ranked.engine.statistics().attention.device.blocks == 6
         await ranked.engine.quiesce()
         ranked.engine.resume()
         await is_served(ranked)

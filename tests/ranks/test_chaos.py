@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from aiokv import BrokenEngineError, LeaseError, TransferError
+from aiokv.errors import BrokenEngineError, LeaseError, TransferError
 from aiokv.testing import spin
 from tests.harness.flaky import ChaosDevice
 from tests.ranks.loopback import PATIENT, Ranked

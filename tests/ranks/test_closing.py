@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, ConfigError, RankLost, TransferError, UsageError
-from aiokv.errors import DeviceError
+from aiokv import CacheConfig, CacheEngine
+from aiokv.errors import ConfigError, DeviceError, RankLost, TransferError, UsageError
 from aiokv.ranks import Rank, RankGroup
 from aiokv.ranks.__main__ import find
 from aiokv.ranks.counters import Counters

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from aiokv import ClosedError, TransferError, UsageError
 from aiokv.base.plan import ONLOAD, TransferPlan, id_bytes
+from aiokv.errors import ClosedError, TransferError, UsageError
 from aiokv.ranks import counters as module
 from aiokv.ranks.counters import Counters
 from aiokv.testing.loops import PATIENCE_SECONDS

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aiokv import ConfigError, PeerError, Peers, RankLost, UsageError
+from aiokv import Peers
+from aiokv.errors import ConfigError, PeerError, RankLost, UsageError
 from aiokv.peers.peer_transfers import PeerTransfers
 from aiokv.peers.ticket import Endpoint, Ticket, decode, encode, ticket_key
 from aiokv.ranks import Rank, RankGroup
@@ -152,7 +153,7 @@ async def test_ticket_that_a_rank_refuses_is_expected_by_none(tmp_path, monkeypa
             patch.setattr(controller.tickets, "expect", _refuse)
             with pytest.raises(PeerError, match="rank 1: no"):
                 await receiving.receive(timeout=PATIENCE_SECONDS).__aenter__()
-        assert d.engine.peer_statistics().receives == 0
+        assert d.engine.statistics().peers.receives == 0
         entering = asyncio.create_task(receiving.receive(timeout=PATIENCE_SECONDS).__aenter__())
         await asyncio.sleep(0)
         entering.cancel()

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from aiokv import Hit, LeaseError, Regions, TransferError
+from aiokv import Hit, Regions
+from aiokv.errors import LeaseError, TransferError
 from aiokv.testing import run_until_idle, spin
 from tests.ranks.loopback import LAYERS, Ranked
 

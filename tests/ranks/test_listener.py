@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aiokv import ConfigError
+from aiokv.errors import ConfigError
 from aiokv.ranks.rank_socket import PREFIX, RankSocket, remove_abandoned
 from aiokv.wire import unix
 from aiokv.wire.connection import WireLimits

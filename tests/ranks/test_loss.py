@@ -6,8 +6,15 @@ import asyncio
 
 import pytest
 
-from aiokv import BrokenEngineError, Hit, LeaseError, RankLost, TransferError, UsageError
-from aiokv.errors import DeviceError
+from aiokv import Hit
+from aiokv.errors import (
+    BrokenEngineError,
+    DeviceError,
+    LeaseError,
+    RankLost,
+    TransferError,
+    UsageError,
+)
 from aiokv.ranks import RankTimeouts
 from aiokv.testing import ManualEvent, run_until_idle, running_clock, spin
 from tests.ranks.loopback import PATIENT, Ranked
@@ -37,10 +44,10 @@ async def test_slow_rank_is_named_and_its_late_report_is_ignored(tmp_path):
         with pytest.raises(LeaseError, match="may still write"):
             lease.recompute_from()
         lease.release()
-        in_flight = ranked.engine.statistics().device_in_flight
+        in_flight = ranked.engine.statistics().attention.device.in_flight
         assert in_flight == 3  # ids that the second rank writes are not reallocated
         second.complete_all()  # too late
-        await run_until_idle(lambda: ranked.engine.statistics().device_in_flight == 0)
+        await run_until_idle(lambda: ranked.engine.statistics().attention.device.in_flight == 0)
         assert ranked.engine.match(A).hit == Hit(0, 0)
         assert ranked.group.failure is None
         assert ranked.group.group_statistics().given_up == 1
@@ -131,9 +138,9 @@ async def test_loss_of_a_rank_clears_the_index(tmp_path):
         with pytest.raises(LeaseError, match="has lost its blocks: rank 1 is lost"):
             writer.block_table  # noqa: B018
         assert first.pending_layers == [0, 1]  # the other rank still writes: I3
-        assert ranked.engine.statistics().device_in_flight == 3
+        assert ranked.engine.statistics().attention.device.in_flight == 3
         await ranked.restart(1)
-        assert ranked.engine.statistics().device_in_flight == 0
+        assert ranked.engine.statistics().attention.device.in_flight == 0
         assert ranked.engine.check_invariants() == []
         assert ranked.engine.match(A).hit == Hit(0, 0)
         await writer.resume(5)
@@ -160,7 +167,7 @@ async def test_loss_of_an_idle_rank_is_detected(tmp_path):
         assert pin.tokens == 6
         await ranked.lose(0)
         assert pin.released
-        away, there = ranked.engine.dump()["ranks"]
+        away, there = ranked.engine.dump()["statistics"]["ranks"]
         assert "connection" in away["state"]
         assert there["state"] == "ready"
         with pytest.raises(BrokenEngineError, match="rank 0"):
@@ -179,7 +186,7 @@ async def test_loss_of_all_ranks_is_handled(tmp_path):
             await ranked.lose(rank)
         assert ranked.group.failure.rank == 2
         await ranked.restart(0, 1, 2)
-        assert ranked.engine.statistics().device_in_flight == 0
+        assert ranked.engine.statistics().attention.device.in_flight == 0
         await lease.resume(7)
         assert lease.cached_tokens == 0
         lease.release()

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aiokv import ClosedError, ConfigError, UsageError
 from aiokv.base.plan import ONLOAD, TransferPlan
+from aiokv.errors import ClosedError, ConfigError, UsageError
 from aiokv.ranks import Rank, RankGroup, RankTimeouts
 from aiokv.ranks.rank_state import MAX_RANKS
 from aiokv.worker.base import UNLIMITED_BLOCKS

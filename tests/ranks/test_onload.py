@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, Hit, LeaseError, TransferError, UsageError
+from aiokv import CacheConfig, CacheEngine, Hit
 from aiokv.base.plan import TransferReport
+from aiokv.errors import LeaseError, TransferError, UsageError
 from aiokv.testing import ManualEvent, run_until_idle, spin
 from tests.ranks.loopback import Ranked
 
@@ -23,8 +24,8 @@ async def test_bytes_are_restored_on_every_rank(tmp_path, num_ranks):
         assert ranked.engine.match(A).hit == Hit(0, 6)
         assert await ranked.serve(A) == 6
         await ranked.finish()
-        assert ranked.engine.worker_statistics().onload.done == 1
-        assert ranked.engine.worker_statistics().onload.moved_bytes == 3 * 16 * num_ranks
+        assert ranked.engine.statistics().worker.routes["onload"].done == 1
+        assert ranked.engine.statistics().worker.routes["onload"].moved_bytes == 3 * 16 * num_ranks
 
 
 async def test_restart_without_a_lost_rank_is_refused(tmp_path):
@@ -95,11 +96,11 @@ async def test_a_backup_waits_on_each_rank_for_its_own_step(tmp_path):
             quick.worker.step(number)
             await run_until_idle(lambda: quick.device.offloads != [])
             assert slow.device.offloads == []
-            assert ranked.engine.worker_statistics().held == 1
-            assert ranked.engine.statistics().host_in_flight == 3
+            assert ranked.engine.statistics().worker.held == 1
+            assert ranked.engine.statistics().attention.host.in_flight == 3
             slow.worker.step(number)
         await ranked.finish()
-        assert ranked.engine.worker_statistics().offload.done == 1
+        assert ranked.engine.statistics().worker.routes["offload"].done == 1
 
 
 async def test_abandoned_onload_is_cancelled_on_every_rank(tmp_path):
@@ -111,11 +112,12 @@ async def test_abandoned_onload_is_cancelled_on_every_rank(tmp_path):
         leases = [ranked.engine.match(tokens) for tokens in (A, B, C)]
         for lease, tokens in zip(leases, (A, B, C), strict=True):
             await lease.allocate(len(tokens))
-        assert ranked.engine.worker_statistics().onload.submitted == 3
+        assert ranked.engine.statistics().worker.routes["onload"].submitted == 3
         await run_until_idle(lambda: all(len(s.device.onloads) == 2 for s in ranked.shards))
         leases[2].release()  # its plan waits behind two others
-        onload = ranked.engine.worker_statistics
-        await run_until_idle(lambda: onload().onload.cancelled == 1)
+        await run_until_idle(
+            lambda: ranked.engine.statistics().worker.routes["onload"].cancelled == 1
+        )
         leases[0].release()
         leases[1].release()
         await ranked.finish()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from aiokv import RankLost
+from aiokv.errors import RankLost
 from aiokv.ranks import Rank, membership
 from aiokv.ranks.messages import (
     MAX_HELLO_BYTES,

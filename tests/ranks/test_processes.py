@@ -14,16 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
-from aiokv import (
-    BrokenEngineError,
-    CacheConfig,
-    CacheEngine,
-    ClosedError,
-    ConfigError,
-    Hit,
-    RankLost,
-    TransferError,
-)
+from aiokv import CacheConfig, CacheEngine, Hit
+from aiokv.errors import BrokenEngineError, ClosedError, ConfigError, RankLost, TransferError
 from aiokv.ranks import RankGroup
 from aiokv.ranks.processes import RankProcesses
 from aiokv.testing import run_until_idle, spin

@@ -13,17 +13,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from aiokv import (
-    CacheConfig,
-    CacheEngine,
-    ConfigError,
-    InternalError,
-    RankLost,
-    Regions,
-    TransferError,
-    UsageError,
-)
+from aiokv import CacheConfig, CacheEngine, Regions
 from aiokv.base.plan import ONLOAD, TransferPlan, TransferReport
+from aiokv.errors import ConfigError, InternalError, RankLost, TransferError, UsageError
 from aiokv.ranks import Rank, RankGroup, RankTimeouts
 from aiokv.ranks.messages import (
     MANAGER_CODEC,

@@ -17,8 +17,9 @@ A = [1, 2, 3, 4, 5, 6, 7]
 
 
 def counts(queue_seconds: float) -> RankCounts:
-    onload = msgspec.structs.replace(IDLE.onload, queue_seconds=queue_seconds)
-    return RankCounts(worker=msgspec.structs.replace(IDLE, onload=onload), poller=IDLE_POLLER)
+    onload = msgspec.structs.replace(IDLE.routes["onload"], queue_seconds=queue_seconds)
+    worker = msgspec.structs.replace(IDLE, routes={**IDLE.routes, "onload": onload})
+    return RankCounts(worker=worker, poller=IDLE_POLLER)
 
 
 def samples(ranked: Ranked, name: str) -> dict[str, float]:
@@ -35,12 +36,12 @@ async def test_the_manager_shows_queues_and_pollers_of_its_ranks(tmp_path):
             await lease.allocate(7)
             await ranked.finish()
         group, shards = ranked.group, ranked.shards
-        assert group.statistics().onload.queue_seconds == 0.0
+        assert group.statistics().routes["onload"].queue_seconds == 0.0
         ranked.pass_time(PATIENT.silence - 1)
         await run_until_idle(lambda: all(r.poller.events for r in group.inspect().ranks))
-        waited = [shard.worker.statistics().onload.queue_seconds for shard in shards]
+        waited = [shard.worker.statistics().routes["onload"].queue_seconds for shard in shards]
         assert all(seconds > 0 for seconds in waited)
-        assert group.statistics().onload.queue_seconds == sum(waited) / 2
+        assert group.statistics().routes["onload"].queue_seconds == sum(waited) / 2
         events = {r.rank: r.poller.events for r in group.inspect().ranks}
         assert samples(ranked, "aiokv_poller_events_total") == {
             "": 0, "0": events[0], "1": events[1],

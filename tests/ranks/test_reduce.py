@@ -7,8 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from aiokv import TransferError
 from aiokv.base.plan import ONLOAD, SAVE, TransferPlan, TransferReport
+from aiokv.errors import TransferError
 from aiokv.ranks.messages import Reports
 from aiokv.ranks.reduce import GroupTransfer
 from aiokv.stores.base import Result

@@ -7,7 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from aiokv import ControlTimeout, RankLost, Regions, UsageError
+from aiokv import Regions
+from aiokv.errors import ControlTimeout, RankLost, UsageError
 from aiokv.testing import ScriptedStore, run_until_idle, running_clock
 from tests.ranks.loopback import LAYERS, Ranked
 from tests.ranks.raw import pause, resume

@@ -10,8 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from aiokv import RankLost, Regions
+from aiokv import Regions
 from aiokv.base.plan import FETCH, SAVE, TransferPlan, TransferReport, id_bytes
+from aiokv.errors import RankLost
 from aiokv.ranks import Rank, RankTimeouts
 from aiokv.ranks.messages import (
     Begin,
@@ -90,7 +91,7 @@ async def test_dead_store_of_one_rank_makes_misses_and_no_errors(tmp_path, opera
         assert cached == (8 if operation == "save" else 0)
         await r.serve(list(range(50, 59)), wait_store=math.inf)
         await r.finish()
-        saved = r.engine.statistics().saved_blocks
+        saved = r.engine.statistics().attention.saved_blocks
         assert saved == (0 if operation == "save" else 8)
         assert r.group.failure is None
 
@@ -113,14 +114,14 @@ async def test_stuck_load_releases_its_waiters_and_does_not_lose_the_rank(tmp_pa
         await run_until_idle(lambda: stores[1].calls["load"] == 1)
         r.pass_time(PATIENT.transfer + 1)
         assert await serving == 0
-        await run_until_idle(lambda: r.engine.worker_statistics().offload.done == 1)
+        await run_until_idle(lambda: r.engine.statistics().worker.routes["offload"].done == 1)
         for _ in range(3):
             r.pass_time(PATIENT.transfer + 1)
         assert r.group.failure is None
-        assert r.engine.statistics().host_in_flight >= 4
+        assert r.engine.statistics().attention.host.in_flight >= 4
         gate.open()
         await r.finish()
-        assert r.engine.statistics().host_in_flight == 0
+        assert r.engine.statistics().attention.host.in_flight == 0
 
 
 @pytest.mark.clock
@@ -137,16 +138,16 @@ async def test_load_beyond_the_deadline_of_the_store_releases_its_waiters(tmp_pa
         await running_clock().advance(0.2)
         await run_until_idle(serving.done)  # no time of the group has passed
         assert await serving == 0
-        assert r.engine.statistics().host_in_flight >= 4  # still the fetch's
+        assert r.engine.statistics().attention.host.in_flight >= 4  # still the fetch's
         assert r.engine.check_invariants() == []
-        await run_until_idle(lambda: r.engine.worker_statistics().offload.done == 1)
+        await run_until_idle(lambda: r.engine.statistics().worker.routes["offload"].done == 1)
         for _ in range(3):
             r.pass_time(PATIENT.transfer + 1)
         assert r.group.failure is None
         assert r.group.group_statistics().given_up == 0
         gate.open()
         await r.finish()
-        assert r.engine.statistics().host_in_flight == 0
+        assert r.engine.statistics().attention.host.in_flight == 0
 
 
 async def test_updated_weights_change_the_keys_of_all_ranks(tmp_path):
@@ -165,13 +166,13 @@ async def test_updated_weights_change_the_keys_of_all_ranks(tmp_path):
 async def test_statistics_show_the_stores_of_each_rank(tmp_path):
     stores = await filled(tmp_path)
     async with ranked(tmp_path, stores) as r:
-        assert r.engine.store_statistics() == []
+        assert r.engine.statistics().stores == []
         stores[1].corrupt("load", call=0, block=0)
         assert await r.serve(A, wait_store=math.inf) == 0
         await r.finish()
         r.pass_time(1.0)  # a heartbeat
-        await run_until_idle(lambda: len(r.engine.store_statistics()) == 2)
-        shown = r.engine.store_statistics()
+        await run_until_idle(lambda: len(r.engine.statistics().stores) == 2)
+        shown = r.engine.statistics().stores
         assert [(s.rank, s.url, s.reading) for s in shown] == [
             (0, "scripted:rank 0", "closed"), (1, "scripted:rank 1", "closed"),
         ]  # fmt: skip
@@ -179,12 +180,12 @@ async def test_statistics_show_the_stores_of_each_rank(tmp_path):
         for shard, statistics in zip(r.shards, shown, strict=True):
             (own,) = shard.worker.store_statistics()
             assert statistics.loaded_bytes == own.loaded_bytes > 0
-        assert [row["rank"] for row in r.engine.dump()["stores"]] == [0, 1]  # type: ignore[attr-defined]
+        assert [row["rank"] for row in r.engine.dump()["statistics"]["stores"]] == [0, 1]  # type: ignore[attr-defined]
         await r.lose(1)
-        assert [s.rank for s in r.engine.store_statistics()] == [0]
+        assert [s.rank for s in r.engine.statistics().stores] == [0]
         await r.restart(1)
         r.pass_time(1.0)
-        await run_until_idle(lambda: len(r.engine.store_statistics()) == 2)
+        await run_until_idle(lambda: len(r.engine.statistics().stores) == 2)
 
 
 async def test_lost_rank_ends_waits_for_stores_and_comes_back(tmp_path):
@@ -344,5 +345,5 @@ async def test_store_of_one_rank_that_fails_to_open_is_used_later(tmp_path):
         await r.engine.reset()
         assert await r.serve(A, wait_store=math.inf) == 8
         r.pass_time(PATIENT.heartbeat + 1)
-        await run_until_idle(lambda: len(r.engine.store_statistics()) == 2)
+        await run_until_idle(lambda: len(r.engine.statistics().stores) == 2)
         assert r.engine.health().unavailable_stores == []

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, LayoutError, Peers, Regions, WindowGroup
+from aiokv import CacheConfig, CacheEngine, Peers, Regions, WindowGroup
+from aiokv.errors import LayoutError
 from aiokv.ranks import Rank, RankGroup, RankTimeouts
 from aiokv.testing.loops import PATIENCE_SECONDS
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, RankLost, Regions, WindowGroup
+from aiokv import CacheConfig, CacheEngine, Regions, WindowGroup
+from aiokv.errors import RankLost
 from aiokv.ranks import Rank, RankGroup
 from aiokv.testing import ScriptedStore
 
@@ -94,10 +95,10 @@ async def test_window_blocks_return_on_every_rank(tmp_path):
         assert await serve(engine, ranks, windows, prompt) == 0
     assert await serve(engine, ranks, windows, PROMPTS[0]) == 10
     assert await serve(engine, ranks, windows, PROMPTS[2]) == 10
-    statistics = engine.statistics().windows["local"]
+    statistics = engine.statistics().groups["local"]
     assert statistics.onloaded_blocks == 4
-    worker = engine.worker_statistics()
-    assert worker.window_onload.moved_bytes == 4 * 8 * 2
+    worker = engine.statistics().worker
+    assert worker.routes["window_onload"].moved_bytes == 4 * 8 * 2
     await leave(engine, ranks)
 
 
@@ -114,7 +115,7 @@ async def test_window_blocks_return_from_the_stores_of_every_rank(tmp_path, miss
             stores[1].parts["local"].answer("lookup", results=[1, 1, 1, 1, 0])
         cached = await serve(engine, ranks, windows, PROMPTS[0], math.inf)
         assert cached == (0 if run == 0 else 8 if missing else 10)
-        statistics = engine.statistics().windows["local"]
+        statistics = engine.statistics().groups["local"]
         assert statistics.fetched_blocks == (2 if run else 0)
         await leave(engine, ranks)
 

@@ -301,9 +301,9 @@ class Round:
         violations += await self._remote_violations()
         statistics = engine.statistics()
         violations += engine.check_invariants()
-        if statistics.device_free != statistics.device_blocks:
+        if statistics.attention.device.free != statistics.attention.device.blocks:
             violations.append("the device pool is not full")
-        if statistics.host_free != statistics.host_blocks:
+        if statistics.attention.host.free != statistics.attention.host.blocks:
             violations.append("the host pool is not full")
         if statistics.leases or statistics.waiting:
             violations.append("leases are out")
@@ -334,11 +334,11 @@ class Round:
         totals.corrupted_blocks += load.corrupted_blocks
         totals.corrupted_found += load.corrupted_found
         totals.faults += self.device.faults.count
-        totals.onloaded_blocks += statistics.onloaded_blocks
-        totals.offloaded_blocks += statistics.offloaded_blocks
-        totals.evicted_blocks += statistics.evicted_device_blocks
-        totals.saved_blocks += statistics.saved_blocks
-        totals.fetched_blocks += statistics.fetched_blocks
+        totals.onloaded_blocks += statistics.attention.onloaded_blocks
+        totals.offloaded_blocks += statistics.attention.offloaded_blocks
+        totals.evicted_blocks += statistics.attention.device.evicted_blocks
+        totals.saved_blocks += statistics.attention.saved_blocks
+        totals.fetched_blocks += statistics.attention.fetched_blocks
         totals.hit_store_tokens += statistics.hit_store_tokens
         if self.events is not None:
             totals.event_views_compared += self.events.views

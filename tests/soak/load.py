@@ -303,7 +303,10 @@ class Load:
             return
         statistics = self.engine.statistics()
         try:
-            if statistics.device_leased or statistics.device_in_flight + statistics.host_in_flight:
+            if (
+                statistics.attention.device.leased
+                or statistics.attention.device.in_flight + statistics.attention.host.in_flight
+            ):
                 raise Violation(f"not quiet after quiesce: {statistics}")
         finally:
             self.engine.resume()

@@ -5,8 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Self
 
-from aiokv import AllocateTimeout, ClosedError, PeerError, Peers, UsageError
-from aiokv.errors import ControlTimeout, RequestTooLarge
+from aiokv import Peers
+from aiokv.errors import (
+    AllocateTimeout,
+    ClosedError,
+    ControlTimeout,
+    PeerError,
+    RequestTooLarge,
+    UsageError,
+)
 from aiokv.stores.base import TRAILER_BYTES
 from aiokv.testing import spin
 from tests.peers.engines import SECRET, Side

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from aiokv import LeasePhase, TransferSpan
+from aiokv.statistics import LeasePhase, TransferSpan
 from tests.soak.load import Violation
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class RoundRecords:
     def __exit__(self, exc_type: object, exc: object, traceback: object) -> None:
         if exc is not None or not self._is_on:
             return
-        lanes = msgspec.to_builtins(self._engine.worker_statistics())
+        lanes = msgspec.to_builtins(self._engine.statistics().worker)
         for route, lane in lanes.items():
             done = self._ends[route, "done"]
             if isinstance(lane, dict) and done != lane["done"]:

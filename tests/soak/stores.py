@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiokv.stores.base import StoreMemory, StoreStatistics
+    from aiokv.base.statistics import StoreStatistics
+    from aiokv.stores.base import StoreMemory
 
 DEADLINE_SECONDS = 0.05
 # Half of the engines have a deadline that faults exceed, the others one that no busy machine does.

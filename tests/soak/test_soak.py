@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, LeasePhase, TransferSpan
+from aiokv import CacheConfig, CacheEngine
 from aiokv.scheduler.events import BlockEvents
+from aiokv.statistics import LeasePhase, TransferSpan
 from aiokv.stores import proof
 from aiokv.testing import TransitionLog, replay_transitions
 from aiokv.worker.checksums import Checksums

@@ -20,16 +20,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import StoreError
-from aiokv.stores.base import (
-    KEY_BYTES,
-    PITCH_BYTES,
-    TRAILER_BYTES,
-    Result,
-    Store,
-    StoreMemory,
-    StoreStatistics,
-)
+from aiokv.stores.base import KEY_BYTES, PITCH_BYTES, TRAILER_BYTES, Result, Store, StoreMemory
 from aiokv.testing.loops import PATIENCE_SECONDS
 
 if TYPE_CHECKING:

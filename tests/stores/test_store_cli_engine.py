@@ -38,7 +38,7 @@ def disk_store(path: Path) -> Store:
 
 def wrong_bytes_are_gone(cache: Cache, path: Path, flipped: Path) -> bool:
     if flipped.parent == path:  # a segment
-        return cache.engine.store_statistics()[0].store.quarantined_blocks == 1
+        return cache.engine.statistics().stores[0].store.quarantined_blocks == 1
     return not flipped.exists()
 
 
@@ -69,7 +69,7 @@ def serve(
             if flipped is not None:
                 await run_until_idle(lambda: wrong_bytes_are_gone(cache, path, flipped))
                 # A second load may find the block before it is removed.
-                assert cache.engine.store_statistics()[0].wrong_blocks in (1, 2)
+                assert cache.engine.statistics().stores[0].wrong_blocks in (1, 2)
             cache.compute(lease, A)
             lease.release()
             for tokens in others:

@@ -8,7 +8,8 @@ import threading
 
 import numpy as np
 
-from aiokv import CacheConfig, ClosedError, Regions
+from aiokv import CacheConfig, Regions
+from aiokv.errors import ClosedError
 from aiokv.sync import SyncEngine
 from aiokv.testing.loops import PATIENCE_SECONDS
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from aiokv import CacheConfig, ClosedError, Regions
+from aiokv import CacheConfig, Regions
+from aiokv.errors import ClosedError
 from aiokv.sync import RankThread, SyncEngine
 from aiokv.sync import thread as thread_module
 from aiokv.testing.manual import ManualStream

@@ -10,17 +10,8 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from aiokv import (
-    AiokvError,
-    CacheEngine,
-    ClosedError,
-    Item,
-    Lease,
-    LeaseError,
-    LeaseState,
-    UsageError,
-    WouldBlock,
-)
+from aiokv import CacheEngine, Item, Lease, LeaseState
+from aiokv.errors import AiokvError, ClosedError, LeaseError, UsageError, WouldBlock
 from aiokv.sync import Calls, SyncEngine, SyncLease
 from aiokv.sync.table import VERBS
 from aiokv.sync.verbs import EngineVerbs, LeaseVerbs, RecordedVerbs
@@ -242,14 +233,14 @@ def test_blocks_stay_with_a_batch_until_its_work_has_ended(engine):
     with computing:
         computing.ends_with(work)
         lease.release()
-        assert engine.statistics().device_free == 3
+        assert engine.statistics().attention.device.free == 3
         with pytest.raises(UsageError, match="entered once"):
             computing.__enter__()
-    assert engine.statistics().device_free == 3
+    assert engine.statistics().attention.device.free == 3
     work.set_result(None)
     engine.call(engine.cache.quiesce, timeout=PATIENCE_SECONDS)
     engine.call(engine.cache.resume)
-    assert engine.statistics().device_free == 8
+    assert engine.statistics().attention.device.free == 8
 
 
 def test_batch_whose_work_is_refused_has_not_ended(engine):
@@ -264,15 +255,15 @@ def test_batch_whose_work_is_refused_has_not_ended(engine):
         calls.end_computing(batch, work, refused)
         with pytest.raises(UsageError, match="work is"):
             calls.run()
-        assert engine.statistics().device_free == 3
+        assert engine.statistics().attention.device.free == 3
     calls = engine.calls()
     calls.end_computing(batch, work)
     calls.run()
-    assert engine.statistics().device_free == 3
+    assert engine.statistics().attention.device.free == 3
     work.set_result(None)
     engine.call(engine.cache.quiesce, timeout=PATIENCE_SECONDS)
     engine.call(engine.cache.resume)
-    assert engine.statistics().device_free == 8
+    assert engine.statistics().attention.device.free == 8
 
 
 def test_a_batch_without_other_work_ends_with_its_block(engine):
@@ -280,8 +271,8 @@ def test_a_batch_without_other_work_ends_with_its_block(engine):
         lease.allocate(17).result()
         with engine.computing([lease]):
             lease.release()
-            assert engine.statistics().device_free == 3
-        assert engine.statistics().device_free == 8
+            assert engine.statistics().attention.device.free == 3
+        assert engine.statistics().attention.device.free == 8
 
 
 def test_a_fork_knows_its_cached_tokens(engine):

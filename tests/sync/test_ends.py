@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from aiokv import BrokenEngineError, CacheConfig, ClosedError, ConfigError, UsageError
+from aiokv import CacheConfig
+from aiokv.errors import BrokenEngineError, ClosedError, ConfigError, UsageError
 from aiokv.sync import SyncEngine
 from aiokv.sync.answers import Answer
 from aiokv.sync.crossing import Crossing

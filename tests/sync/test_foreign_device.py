@@ -7,7 +7,8 @@ from concurrent.futures import wait
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, Regions, UsageError
+from aiokv import CacheConfig, Regions
+from aiokv.errors import UsageError
 from aiokv.sync import SyncEngine
 from aiokv.testing.loops import PATIENCE_SECONDS
 

@@ -11,7 +11,8 @@ import threading
 import pytest
 import uvloop
 
-from aiokv import AllocateTimeout, LeaseError, LeaseState, RequestTooLarge, UsageError
+from aiokv import LeaseState
+from aiokv.errors import AllocateTimeout, LeaseError, RequestTooLarge, UsageError
 from aiokv.sync import SyncEngine
 from aiokv.testing import clocked_loop, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
@@ -108,7 +109,7 @@ def test_a_grant_in_the_moment_of_the_cancellation_is_taken_back(engine, full):
         calls.run()
         assert cancelled.value is True
         assert lease.state is LeaseState.MATCHED
-        assert engine.statistics().device_leased == 0
+        assert engine.statistics().attention.device.leased == 0
         assert lease.allocate(ALL).result(timeout=PATIENCE_SECONDS) is lease
 
 

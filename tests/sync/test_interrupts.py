@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv import CacheConfig, ClosedError, ControlTimeout
+from aiokv import CacheConfig
+from aiokv.errors import ClosedError, ControlTimeout
 from aiokv.sync import RankThread, SyncEngine
 from tests.harness.patience import PROGRAM_SECONDS
 from tests.sync.served_ranks import LONG, Device, Served, new_regions

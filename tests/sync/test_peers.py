@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, LeaseError, Peers, Regions, UsageError
+from aiokv import CacheConfig, Peers, Regions
+from aiokv.errors import LeaseError, UsageError
 from aiokv.sync import SyncEngine
 from aiokv.testing.loops import PATIENCE_SECONDS
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aiokv import (
+from aiokv import CacheConfig
+from aiokv.devices import CpuStream
+from aiokv.errors import (
     BrokenEngineError,
-    CacheConfig,
     ClosedError,
     ConfigError,
     ControlTimeout,
-    CpuStream,
     RankLost,
     TransferError,
     TransferTimeout,
@@ -79,7 +79,7 @@ def test_threads_of_two_ranks_wait_for_their_bytes(tmp_path):
                 assert layers.is_done
                 assert layers.failures() == []
                 layers.raise_for_error()
-            assert [rank.statistics().onload.done for rank in served.ranks] == [1, 1]
+            assert [rank.statistics().routes["onload"].done for rank in served.ranks] == [1, 1]
 
 
 def test_a_wait_ends_when_its_layer_has_arrived(loading):

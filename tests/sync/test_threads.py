@@ -11,12 +11,10 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from aiokv import (
+from aiokv import CacheConfig, LeaseState, Regions
+from aiokv.errors import (
     AllocateTimeout,
-    CacheConfig,
     LeaseError,
-    LeaseState,
-    Regions,
     RequestTooLarge,
     TransferError,
     UncoveredCommitWarning,
@@ -79,7 +77,7 @@ def test_a_runner_thread_waits_for_layers(loading, device):
     layers.wait_all()
     layers.raise_for_error()
     assert layers.is_done
-    statistics = engine.cache.layer_wait_statistics()
+    statistics = engine.statistics().layer_waits
     assert statistics.layer_seconds == [layers.wait_seconds(layer) for layer in range(2)]
     assert statistics.waits.count >= 1
     with pytest.raises(UsageError):
@@ -128,7 +126,7 @@ def test_any_thread_may_collect_a_lease(engine):
     thread.start()
     thread.join()
     engine.call(lambda: None)
-    assert engine.statistics().device_leased == 0
+    assert engine.statistics().attention.device.leased == 0
     assert engine.statistics().leases == 0
 
 
@@ -223,11 +221,14 @@ def test_random_threads_leave_the_engine_whole(engine, seed):
     engine.call(engine.cache.quiesce, timeout=PATIENCE_SECONDS)
     engine.call(engine.cache.resume)
     statistics = engine.statistics()
-    assert (statistics.leases, statistics.waiting, statistics.device_leased) == (0, 0, 0)
-    assert statistics.device_free + statistics.device_cached == statistics.device_blocks
+    assert (statistics.leases, statistics.waiting, statistics.attention.device.leased) == (0, 0, 0)
+    assert (
+        statistics.attention.device.free + statistics.attention.device.cached
+        == statistics.attention.device.blocks
+    )
 
 
-@pytest.mark.filterwarnings("error::aiokv.UncoveredCommitWarning")
+@pytest.mark.filterwarnings("error::aiokv.errors.UncoveredCommitWarning")
 def test_strict_mode_sees_the_batches_of_the_thread():
     with SyncEngine(CacheConfig(device_blocks=8, strict=True)) as engine:
         lease = engine.match(range(40))

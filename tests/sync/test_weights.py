@@ -7,7 +7,8 @@ import os
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, ClosedError, ControlTimeout, Regions, UsageError
+from aiokv import CacheConfig, Regions
+from aiokv.errors import ClosedError, ControlTimeout, UsageError
 from aiokv.sync import SyncEngine, weights
 from aiokv.testing import ManualDevice
 from aiokv.testing.loops import PATIENCE_SECONDS

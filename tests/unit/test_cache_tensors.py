@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, ConfigError
+from aiokv import CacheConfig, CacheEngine
+from aiokv.errors import ConfigError
 from aiokv.model.shape import LayerShape, ModelShape, StateShape
 from aiokv.model.tensors import create_tensors, tensor_layouts
 from tests.unit import model_configs as configs

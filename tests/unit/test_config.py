@@ -8,8 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, ConfigError, Regions, WindowGroup
+from aiokv import CacheConfig, Regions, WindowGroup
 from aiokv._native import Core
+from aiokv.errors import ConfigError
 from aiokv.scheduler.plans import new_core
 
 

@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, LayoutError, Regions
+from aiokv import CacheConfig, CacheEngine, Regions
+from aiokv.errors import LayoutError
 
 BFLOAT16, FLOAT8_E4M3FN, FLOAT4_E2M1FN = 4, 10, 17  # DLPack's codes of types
 

@@ -214,7 +214,7 @@ def test_grant_from_the_host_submits_one_onload_that_others_join():
     report = TransferReport(transfer_id=plan.transfer_id, outcome="cancelled")
     applied(scheduler, scheduler.complete(report)[1])
     assert scheduler.violations() == []
-    assert scheduler.read.statistics().device_in_flight == 0
+    assert scheduler.read.statistics().attention.device.in_flight == 0
 
 
 def test_verified_commits_name_the_blocks_that_were_computed():

@@ -116,9 +116,9 @@ def test_an_engine_that_is_not_entered_can_be_read():
     engine = CacheEngine(CacheConfig(device_blocks=8, host_blocks=4))
     dump = engine.dump()
     assert (dump["leases"], dump["pins"], dump["open_step"]) == ([], 0, 0)
-    assert engine.worker_statistics().held == 0
-    assert engine.poller_statistics() is not None
-    assert engine.statistics().device_free == 8
+    assert engine.statistics().worker.held == 0
+    assert engine.statistics().poller is not None
+    assert engine.statistics().attention.device.free == 8
     assert engine.open_step == 1
     assert engine.asleep == frozenset()
     assert engine.check_invariants() == []

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiokv import LeaseError
 from aiokv.engine.flow import MAX_IN_FLIGHT, Flow
+from aiokv.errors import LeaseError
 
 
 class Exchange:

@@ -24,6 +24,7 @@ LAYERS = (
     ("ranks",),
     ("scheduler",),
     ("engine", "events"),  # a KV event is read from the engine
+    ("devices", "statistics"),
     ("observe",),
     ("sync",),
     ("connectors",),
@@ -34,11 +35,13 @@ LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Narrower than the order of the layers: what the modules of a folder may import.
 ONLY = {
     "scheduler": (
-        *("_native", "base.checks", "base.groups", "base.plan", "base.state_guard", "base.types"),
+        *("_native", "base.checks", "base.groups", "base.plan", "base.state_guard"),
+        *("base.statistics", "base.types"),
         *("config", "errors"),
     ),
     "connectors.fastdeploy": (
-        *("base.checks", "base.logs", "base.types", "frameworks.paddle", "ranks", "sync"),
+        *("base.checks", "base.logs", "base.types", "devices", "errors", "frameworks.paddle"),
+        *("ranks", "statistics", "sync"),
     ),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiokv import UsageError
+from aiokv.errors import UsageError
 from aiokv.worker.layer_marks import LayerMarks, layer_mark, split_layer_mark
 
 TICKET, OTHER = b"t" * 16, b"o" * 16

@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from aiokv import ConfigError, Regions
+from aiokv import Regions
+from aiokv.errors import ConfigError
 from aiokv.model.shape import KV_DTYPES, ModelShape
 from tests.unit import model_configs as configs
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from aiokv import CacheConfig, ConfigError, WindowGroup
+from aiokv import CacheConfig, WindowGroup
+from aiokv.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "aiokv"

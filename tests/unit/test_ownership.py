@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, Regions, UsageError
+from aiokv import CacheConfig, CacheEngine, Regions
+from aiokv.errors import UsageError
 from aiokv.ranks import Rank, RankGroup
 from aiokv.testing import ManualDevice
 from aiokv.worker.device.cpu import CpuDevice

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiokv import ConfigError
+from aiokv.errors import ConfigError
 from aiokv.peers.options import Peers, split_address
 
 SECRET = "0123456789abcdef"

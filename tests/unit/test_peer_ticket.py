@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiokv import PeerError, UsageError
+from aiokv.errors import PeerError, UsageError
 from aiokv.peers import ticket as tickets
 from aiokv.peers.ticket import Endpoint, Ticket, decode, encode, ticket_key
 

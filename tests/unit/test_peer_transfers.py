@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, LeaseError, LeaseState, UsageError, WindowGroup
+from aiokv import CacheConfig, LeaseState, WindowGroup
 from aiokv.base.groups import STATE
 from aiokv.base.plan import (
     RECEIVE,
     SEND,
     TransferReport,
 )
-from aiokv.errors import CapacityError
+from aiokv.errors import CapacityError, LeaseError, UsageError
 from aiokv.scheduler.effects import NO_EFFECTS, Moved
 from aiokv.scheduler.scheduler import CacheScheduler
 
@@ -82,7 +82,7 @@ class Cache:
 
     @property
     def free(self) -> int:
-        return self.read.statistics().device_free
+        return self.read.statistics().attention.device.free
 
 
 # --- plans and ends -------------------------------------------------------------------------------
@@ -239,12 +239,20 @@ def test_statistics_count_transfers_and_blocks():
     cache.end(cache.send(lease_id, 0, 1), "cancelled")
 
     statistics = cache.read.statistics()
-    assert (statistics.receives, statistics.received_blocks, statistics.failed_receives) == (
+    assert (
+        statistics.receives,
+        statistics.attention.received_blocks,
+        statistics.failed_receives,
+    ) == (
         2,
         3,
         1,
     )
-    assert (statistics.sends, statistics.sent_blocks, statistics.failed_sends) == (3, 4, 1)
+    assert (statistics.sends, statistics.attention.sent_blocks, statistics.failed_sends) == (
+        3,
+        4,
+        1,
+    )
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -751,7 +759,7 @@ def test_received_state_commits_the_positions_before_it():
     assert cache.moved[-1] == (transfer_id, lease_id, 1)
     assert cache.read.computed_tokens(lease_id) == 18
     assert len(cache.read.cached_blocks()) == 4
-    assert cache.read.statistics().received_states == 1
+    assert cache.read.statistics().groups["state"].received_blocks == 1
     assert cache.commit_received(lease_id, 18) == 0
 
 
@@ -823,13 +831,13 @@ def test_slot_given_back_while_its_state_is_received_is_free_after_the_report(ve
     cache, lease_id = recurrent()
     cache.end(cache.receive(lease_id, 0, 5))
     transfer_id = receive_group(cache, lease_id, STATE, 18)
-    assert cache.read.statistics().state_free == 2
+    assert cache.read.statistics().groups["state"].device.free == 2
     cache.apply(getattr(cache.scheduler, verb)(lease_id))
 
     assert cache.cancelled == [transfer_id]
-    assert cache.read.statistics().state_free == 2
+    assert cache.read.statistics().groups["state"].device.free == 2
     cache.end(transfer_id)
-    assert cache.read.statistics().state_free == 3
+    assert cache.read.statistics().groups["state"].device.free == 3
     assert cache.read.cached_blocks() == []
 
 
@@ -849,7 +857,7 @@ def test_sent_state_is_the_one_after_the_computed_positions():
     assert plan.target_ids.tolist() == [0]
     cache.end(transfer_id)
     assert cache.moved == [(transfer_id, lease_id, 1)]
-    assert cache.read.statistics().sent_states == 1
+    assert cache.read.statistics().groups["state"].sent_blocks == 1
     cache.commit(lease_id, 18)
 
 
@@ -902,7 +910,8 @@ def test_received_windows_are_the_sink_and_the_window_behind_the_positions():
     cache.end(near)
     assert cache.moved[-2:] == [(far, lease_id, 4), (near, lease_id, 2)]
     assert cache.commit_received(lease_id, 26) == 6
-    assert cache.read.statistics().received_window_blocks == 6
+    groups = cache.read.statistics().groups
+    assert (groups["far"].received_blocks, groups["near"].received_blocks) == (4, 2)
     batch = cache.apply(cache.scheduler.begin_batch([lease_id]))
     cache.apply(cache.scheduler.end_batch(batch, in_open_step=False))
     assert cache.apply(cache.scheduler.extend([lease_id], 4))
@@ -1037,7 +1046,8 @@ def test_sent_windows_are_those_behind_the_computed_positions():
             call()
     cache.end(near)
     cache.end(far)
-    assert cache.read.statistics().sent_window_blocks == 6
+    groups = cache.read.statistics().groups
+    assert (groups["far"].sent_blocks, groups["near"].sent_blocks) == (4, 2)
     cache.send(lease_id, 0, 7)
 
 

@@ -22,32 +22,29 @@ import aiokv.testing
 from aiokv import (
     CacheConfig,
     CacheEngine,
-    ConfigError,
     CpuDevice,
     CudaDevice,
-    CudaOptions,
     Hit,
     Item,
-    LeasePhase,
     Peers,
     Regions,
-    Statistics,
-    TransferSpan,
     Usage,
-    UsageError,
     WindowGroup,
 )
+from aiokv.devices import CudaOptions
+from aiokv.errors import ConfigError, UsageError
 from aiokv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from aiokv.model.shape import ModelShape
 from aiokv.model.sizing import CacheSizes, Memory, cache_sizes
 from aiokv.ranks import RankGroup, RankTimeouts
+from aiokv.statistics import LeasePhase, Statistics, TransferSpan
 from aiokv.testing import ManualDevice
 from aiokv.worker.device.names import named_device
 from tests.unit import model_configs
 
 PUBLIC = {
     name: getattr(module, name)
-    for module in (aiokv, aiokv.events, aiokv.ranks)
+    for module in (aiokv, aiokv.devices, aiokv.events, aiokv.ranks, aiokv.statistics)
     for name in module.__all__
 }
 
@@ -119,11 +116,12 @@ SAMPLES: dict[type, dict[str, Any]] = {
 
 
 def test_names_are_sorted_and_exist():
-    assert aiokv.__all__ == sorted(aiokv.__all__)
-    assert {
-        "CpuDevice", "CudaDevice", "CudaOptions", "Event", "LayerView", "Pin", "PollerStatistics",
-        "Statistics", "Stream", "WorkerStatistics",
-    } <= set(aiokv.__all__)  # fmt: skip
+    for module in (aiokv, aiokv.devices, aiokv.statistics):
+        assert module.__all__ == sorted(module.__all__)
+    assert {"CpuDevice", "CudaDevice", "LayerView", "Pin"} <= set(aiokv.__all__)
+    assert len(aiokv.__all__) <= 20
+    assert {"CudaOptions", "Event", "Stream"} <= set(aiokv.devices.__all__)
+    assert {"PollerStatistics", "Statistics"} <= set(aiokv.statistics.__all__)
     assert {CacheConfig, CudaOptions, Hit, Item, RankTimeouts, Statistics, Usage} <= set(RECORDS)
     names = {record.__name__ for record in MORE_RECORDS}
     assert {"StoreUse", "StoreStatistics", "End", "ModelShape", "CacheSizes"} <= names

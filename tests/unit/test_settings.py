@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import aiokv
-from aiokv import CacheConfig, ConfigError, Regions, WindowGroup, cli
+from aiokv import CacheConfig, Regions, WindowGroup, cli
 from aiokv.cli.toml import toml_lines
 from aiokv.config.settings import FIELDS, OTHER_VARIABLES, Settings
+from aiokv.errors import ConfigError
 
 ROOT = Path(aiokv.__file__).parents[1]
 

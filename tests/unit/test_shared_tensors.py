@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from aiokv import ClosedError, ConfigError, DeviceError, LayoutError, Regions, UsageError
+from aiokv import Regions
+from aiokv.errors import ClosedError, ConfigError, DeviceError, LayoutError, UsageError
 from aiokv.frameworks import ipc
 from aiokv.frameworks.ipc import SharedTensor, open_shared, share
 

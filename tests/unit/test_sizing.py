@@ -7,7 +7,8 @@ import tomllib
 
 import pytest
 
-from aiokv import CacheConfig, ConfigError, WindowGroup, cli
+from aiokv import CacheConfig, WindowGroup, cli
+from aiokv.errors import ConfigError
 from aiokv.model.shape import ModelShape
 from aiokv.model.sizing import Memory, cache_sizes, weight_bytes
 from aiokv.scheduler.plans import new_core

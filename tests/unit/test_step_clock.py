@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiokv import UsageError
+from aiokv.errors import UsageError
 from aiokv.scheduler.clock import StepClock
 from aiokv.scheduler.gate import Gate
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import pytest
 
-from aiokv import ConfigError, StoreError
+from aiokv.errors import ConfigError, StoreError
 from aiokv.stores import StoreUse
 from aiokv.stores import cost as cost_module
 from aiokv.stores import guard as guard_module
@@ -23,8 +23,7 @@ from aiokv.testing import ScriptedStore, running_clock, spin
 from tests.unit.store_memory import Arena, digests, ids
 
 if TYPE_CHECKING:
-    from aiokv.stores.base import StoreStatistics
-    from aiokv.stores.guard_statistics import GuardStatistics
+    from aiokv.base.statistics import GuardStatistics, StoreStatistics
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.clock]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aiokv import ConfigError, LayoutError, StoreError
+from aiokv.errors import ConfigError, LayoutError, StoreError
 from aiokv.stores import StoreUse
 from aiokv.stores.base import Result
 from aiokv.stores.breaker import FIRST_PAUSE_SECONDS

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import pytest
 
-from aiokv import ConfigError, StoreError
 from aiokv.base.plan import FETCH, SAVE, TransferPlan, id_bytes
+from aiokv.errors import ConfigError, StoreError
 from aiokv.stores import StoreUse
 from aiokv.stores.base import Result, split_keys
 from aiokv.stores.cost import LATE_SECONDS

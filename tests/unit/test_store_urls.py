@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from aiokv import ConfigError, stores
+from aiokv import stores
+from aiokv.errors import ConfigError
 from aiokv.stores import RedisStore, S3Store, StoreUse, stores_from, stores_from_environment
 from aiokv.testing import ScriptedStore
 

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, ClosedError, LeaseError, RequestTooLarge
+from aiokv import CacheConfig
 from aiokv.base.plan import FETCH, SAVE, Priority, TransferReport
 from aiokv.base.types import LeaseState
+from aiokv.errors import ClosedError, LeaseError, RequestTooLarge
 from aiokv.scheduler.scheduler import CacheScheduler
 
 BLOCK_TOKENS = 4
@@ -205,7 +206,7 @@ def test_fetched_blocks_are_hit_and_counted():
     assert scheduler.read.cached_store_tokens(lease_id) == 8
     statistics = scheduler.read.statistics()
     assert (statistics.hit_store_tokens, statistics.fetches) == (8, 1)
-    assert (statistics.fetched_blocks, statistics.unfetched_blocks) == (2, 1)
+    assert (statistics.attention.fetched_blocks, statistics.attention.unfetched_blocks) == (2, 1)
 
 
 def test_long_prompt_is_fetched_in_parts_of_2048_blocks():
@@ -284,7 +285,10 @@ def test_end_of_a_backup_requests_a_save():
     assert plan.digests == digests
     completed(scheduler, plan.transfer_id, results=b"\0\3")
     statistics = scheduler.read.statistics()
-    assert (statistics.saved_blocks, statistics.refused_saves) == (1, 1)
+    assert (
+        statistics.attention.saved_blocks,
+        statistics.attention.unsaved_by_cause["refused"],
+    ) == (1, 1)
     assert scheduler.store_saver.collect()[0] is False
 
 

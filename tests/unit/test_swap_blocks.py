@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiokv import ConfigError, CpuEvent, CpuStream, LayoutError, UsageError
+from aiokv.devices import CpuEvent, CpuStream
+from aiokv.errors import ConfigError, LayoutError, UsageError
 from aiokv.ops import swap_blocks
 
 

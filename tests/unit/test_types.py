@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aiokv import Hit, UsageError
+from aiokv import Hit
 from aiokv.base.types import as_tokens
+from aiokv.errors import UsageError
 
 
 def test_an_int32_array_is_not_copied():

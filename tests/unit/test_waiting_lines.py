@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiokv import CacheConfig, ClosedError, LeaseError, RequestTooLarge
+from aiokv import CacheConfig
 from aiokv.base.plan import TransferReport
 from aiokv.base.state_guard import StateGuard
-from aiokv.errors import BrokenEngineError
+from aiokv.errors import BrokenEngineError, ClosedError, LeaseError, RequestTooLarge
 from aiokv.scheduler.admission import Request
 from aiokv.scheduler.effects import NO_EFFECTS, Outbox
 from aiokv.scheduler.guarded import TransitionErrors
@@ -180,13 +180,13 @@ def test_stop_waiting_of_a_released_lease_leaves_its_blocks_with_the_batch():
     scheduler.release(request)
     scheduler.stop_waiting(request)
     assert scheduler.violations() == []
-    assert scheduler.read.statistics().device_free == 0
+    assert scheduler.read.statistics().attention.device.free == 0
     assert scheduler.read.quota_held("b") == 4
     scheduler.end_batch(batch_id, in_open_step=False)
     assert scheduler.violations() == []
     assert scheduler.read.num_leases == 0
     assert scheduler.read.quota_held("b") == 0
-    assert scheduler.read.statistics().device_free == 4
+    assert scheduler.read.statistics().attention.device.free == 4
 
 
 # --- pending blocks -------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The parts of ``/dump`` that are shown, and the client that reads them.
 
-Fields that a server does not send have defaults, and other fields are ignored: the server may have
+Fields that a server does not send are zeros, and unknown fields are ignored: the server may have
 another version of aiokv.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 import base64
 import http.client
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args, get_origin, get_type_hints
 from urllib.parse import unquote, urlsplit
 
 import msgspec
 
+from aiokv.base.statistics import Statistics
 from aiokv.errors import AiokvError, UsageError
 
 if TYPE_CHECKING:
@@ -28,76 +29,8 @@ class DumpError(AiokvError):
     """No state of an aiokv engine can be read from a URL."""
 
 
-class Pools(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters and pools of one engine; see :class:`aiokv.Statistics`."""
-
-    device_blocks: int
-    prompt_tokens: int
-    device_free: int = 0
-    device_cached: int = 0
-    device_leased: int = 0
-    device_in_flight: int = 0
-    host_blocks: int = 0
-    host_free: int = 0
-    host_cached: int = 0
-    host_in_flight: int = 0
-    state_slots: int = 0
-    state_free: int = 0
-    state_snapshots: int = 0
-    leases: int = 0
-    waiting: int = 0
-    hit_device_tokens: int = 0
-    hit_host_tokens: int = 0
-    hit_store_tokens: int = 0
-    grants: int = 0
-    evicted_device_blocks: int = 0
-    failed_blocks: int = 0
-
-
-class Lane(msgspec.Struct, frozen=True, kw_only=True):
-    """Transfers of one route; see ``aiokv.LaneStatistics``."""
-
-    queued: int = 0
-    submitted: int = 0
-    done: int = 0
-    failed: int = 0
-    moved_bytes: int = 0
-
-
-class Poller(msgspec.Struct, frozen=True, kw_only=True):
-    """Waiting for transfers; see ``aiokv.PollerStatistics``."""
-
-    latency_p50_seconds: float = 0.0
-    latency_p99_seconds: float = 0.0
-    busy_seconds: float = 0.0
-
-
-class StoreUsed(msgspec.Struct, frozen=True, kw_only=True):
-    """Size of a store; -1 for unknown."""
-
-    blocks: int = -1
-    used_bytes: int = -1
-
-
-class StoreState(msgspec.Struct, frozen=True, kw_only=True):
-    """Use of one store; see ``GuardStatistics``."""
-
-    url: str
-    pool: str = "host"
-    reading: str = ""
-    saving: str = ""
-    lookup_keys: int = 0
-    found_keys: int = 0
-    loaded_blocks: int = 0
-    saved_blocks: int = 0
-    wrong_blocks: int = 0
-    failed_blocks: int = 0
-    timeouts: int = 0
-    store: StoreUsed | None = None
-
-
-class LeaseState(msgspec.Struct, frozen=True, kw_only=True):
-    """One lease."""
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """One lease; see ``aiokv.statistics.LeaseInfo``."""
 
     lease_id: int
     owner: str = ""
@@ -109,21 +42,69 @@ class LeaseState(msgspec.Struct, frozen=True, kw_only=True):
     waits_for: str = ""
 
 
-class EngineState(msgspec.Struct, frozen=True, kw_only=True):
+class EngineState(NamedTuple):
     """State of one engine."""
 
-    statistics: Pools
-    worker: dict[str, Lane | int] = {}
-    poller: Poller = Poller()
-    stores: list[StoreState] = []
-    leases: list[LeaseState] = []
+    statistics: Statistics
+    leases: list[Lease]
 
 
-class Dump(msgspec.Struct, frozen=True, kw_only=True):
+class Dump(NamedTuple):
     """State of the engines of a server."""
 
     time_seconds: float
     engines: dict[str, EngineState]
+
+
+class _Engine(msgspec.Struct, frozen=True, kw_only=True):
+    statistics: dict[str, Any]
+    leases: list[Lease] = []
+
+
+class _Body(msgspec.Struct, frozen=True, kw_only=True):
+    time_seconds: float
+    engines: dict[str, _Engine]
+
+
+def dump_of(body: bytes) -> Dump:
+    """Return the state that the body of an answer has.
+
+    Raises:
+        msgspec.DecodeError: the body is not a dump of aiokv.
+        UnicodeDecodeError: likewise.
+    """
+    decoded = msgspec.json.decode(body, type=_Body)
+    engines = {}
+    for name, engine in decoded.engines.items():
+        if "groups" not in engine.statistics:
+            raise msgspec.ValidationError(f"the statistics of {name!r} have no groups of blocks")
+        statistics = msgspec.convert(_completed(Statistics, engine.statistics), Statistics)
+        engines[name] = EngineState(statistics, engine.leases)
+    return Dump(decoded.time_seconds, engines)
+
+
+def _completed(kind: Any, value: Any) -> Any:
+    """Return a decoded value of a type, with zeros for the fields that it lacks."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
+        hints = get_type_hints(kind)
+        missing = {
+            field.name: _zero(hints[field.name])
+            for field in msgspec.structs.fields(kind)
+            if field.required and field.name not in value
+        }
+        known = {name: part for name, part in value.items() if name in hints}
+        return {name: _completed(hints[name], part) for name, part in (known | missing).items()}
+    if get_origin(kind) is dict and isinstance(value, dict):
+        return {key: _completed(get_args(kind)[1], part) for key, part in value.items()}
+    if get_origin(kind) is list and isinstance(value, list):
+        return [_completed(get_args(kind)[0], part) for part in value]
+    return value
+
+
+def _zero(kind: Any) -> Any:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return {}
+    return (get_origin(kind) or kind)()
 
 
 class DumpClient:
@@ -167,7 +148,7 @@ class DumpClient:
         except http.client.HTTPException as error:
             raise DumpError(f"{self.url} does not speak HTTP: {error!r}") from None
         try:
-            return msgspec.json.decode(body, type=Dump)
+            return dump_of(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise DumpError(f"{self.url} is not a dump of aiokv: {error}", hint=_HINT) from None
 

@@ -8,6 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from aiokv.base.groups import ATTENTION
 from aiokv.base.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from aiokv.cli.top.figures import EngineFigures, HitFigures
+    from aiokv.base.statistics import RouteStatistics, Statistics, TierStatistics
+    from aiokv.cli.top.figures import EngineFigures
 
 BAR_CELLS: Final = 20
 UNKNOWN: Final = "-"
@@ -47,51 +49,72 @@ def fixed_lines(engines: Mapping[str, EngineFigures]) -> int:
     """Return the lines that a screen has without leases."""
     lines = 2
     for figures in engines.values():
-        tables = (len(figures.tiers), len(figures.routes), len(figures.stores))
+        total = figures.total
+        tables = (len(_shown_tiers(total)), len(_shown_routes(total)), len(total.stores))
         lines += 6 + sum(rows + 1 for rows in tables if rows)
     return lines
 
 
 def _engine(name: str, figures: EngineFigures, max_leases: int) -> Iterator[RenderableType]:
+    total, recent, seconds = figures.total, figures.recent, figures.seconds
     yield _plain(f"engine {name}", "bold")
-    yield Text(_hits("since the start", figures.total))
-    if figures.recent is not None and figures.seconds is not None:
-        recent = _hits(f"last {format_seconds(figures.seconds)}", figures.recent)
-        yield Text(f"{recent}, {figures.recent.prompt_tokens / figures.seconds:,.0f} tokens/s")
+    yield Text(_hits("since the start", total))
+    if recent is not None and seconds is not None:
+        text = _hits(f"last {format_seconds(seconds)}", recent)
+        yield Text(f"{text}, {recent.prompt_tokens / seconds:,.0f} tokens/s")
+    granted, evicted, cpu = UNKNOWN, UNKNOWN, UNKNOWN
+    if recent is not None and seconds is not None:
+        granted = _rate(recent.grants / seconds)
+        evicted = _rate(recent.attention.device.evicted_blocks / seconds)
+        cpu = _share(recent.poller.busy_seconds / seconds)
     yield Text(
-        f"leases {figures.num_leases:,}, waiting {figures.waiting:,}, granted "
-        f"{_rate(figures.grants_per_second)}, evicted {_rate(figures.evictions_per_second)} blocks,"
-        f" poller p99 {format_seconds(figures.poller_p99_seconds)}, CPU "
-        f"{_share(figures.poller_share)}"
+        f"leases {total.leases:,}, waiting {total.waiting:,}, granted {granted}, "
+        f"evicted {evicted} blocks, poller p99 "
+        f"{format_seconds(total.poller.latency_p99_seconds)}, CPU {cpu}"
     )
-    yield _tiers(figures)
-    if figures.routes:
+    yield _tiers(total)
+    if _shown_routes(total):
         yield _routes(figures)
-    if figures.stores:
-        yield _stores(figures)
+    if total.stores:
+        yield _stores(total)
     if figures.leases and max_leases > 0:
         yield _leases(figures, max_leases)
 
 
-def _hits(name: str, hits: HitFigures) -> str:
-    hit = hits.device + hits.host
+def _hits(name: str, statistics: Statistics) -> str:
+    def share(tokens: int) -> str:
+        return _share(tokens / statistics.prompt_tokens if statistics.prompt_tokens else None)
+
     text = (
-        f"{name}: {hits.prompt_tokens:,} prompt tokens, {_share(hits.share(hit))} cached "
-        f"(device {_share(hits.share(hits.device))}, host {_share(hits.share(hits.host))})"
+        f"{name}: {statistics.prompt_tokens:,} prompt tokens, {share(statistics.hit_tokens)} "
+        f"cached (device {share(statistics.hit_device_tokens)}, "
+        f"host {share(statistics.hit_host_tokens)})"
     )
-    return f"{text}, {_share(hits.share(hits.store))} from stores" if hits.store else text
+    store = statistics.hit_store_tokens
+    return f"{text}, {share(store)} from stores" if store else text
 
 
-def _tiers(figures: EngineFigures) -> Table:
+def _shown_tiers(statistics: Statistics) -> dict[str, TierStatistics]:
+    """Return the tiers of each group that have a capacity, by name."""
+    found = {}
+    for name, group in statistics.groups.items():
+        is_attention = name == ATTENTION
+        found["device" if is_attention else name] = group.device
+        if group.host.blocks:
+            found["host" if is_attention else f"{name}, host"] = group.host
+    return found
+
+
+def _tiers(statistics: Statistics) -> Table:
     table = _table("tier", "used", "", "blocks", "cached", "leased", "moving", "free", left=1)
-    for tier in figures.tiers:
+    for name, tier in _shown_tiers(statistics).items():
         share = tier.used_share
         filled = round(share * BAR_CELLS)
         table.add_row(
-            tier.name,
+            _plain(name),
             f"{share:.1%}",
             "█" * filled + "░" * (BAR_CELLS - filled),
-            f"{tier.capacity:,}",
+            f"{tier.blocks:,}",
             f"{tier.cached:,}",
             f"{tier.leased:,}",
             f"{tier.in_flight:,}",
@@ -100,18 +123,26 @@ def _tiers(figures: EngineFigures) -> Table:
     return table
 
 
+def _shown_routes(statistics: Statistics) -> dict[str, RouteStatistics]:
+    """Return the routes that have moved something, or are to."""
+    routes = statistics.worker.routes.items()
+    return {name: r for name, r in routes if r.queued or r.submitted or r.done or r.failed}
+
+
 def _routes(figures: EngineFigures) -> Table:
     table = _table("route", "queued", "running", "done", "rate", "moved", "speed", "failed", left=1)
-    for route in figures.routes:
-        speed = UNKNOWN
-        if route.bytes_per_second is not None:
-            speed = f"{format_bytes(round(route.bytes_per_second))}/s"
+    for name, route in _shown_routes(figures.total).items():
+        rate = speed = UNKNOWN
+        if figures.recent is not None and figures.seconds is not None:
+            recent = figures.recent.worker.routes[name]
+            rate = _rate(recent.done / figures.seconds)
+            speed = f"{format_bytes(round(recent.moved_bytes / figures.seconds))}/s"
         table.add_row(
-            _plain(route.name.replace("_", " ")),
+            _plain(name.replace("_", " ")),
             f"{route.queued:,}",
             f"{route.submitted:,}",
             f"{route.done:,}",
-            _rate(route.done_per_second),
+            rate,
             format_bytes(route.moved_bytes),
             speed,
             Text(f"{route.failed:,}", style="red" if route.failed else ""),
@@ -119,21 +150,23 @@ def _routes(figures: EngineFigures) -> Table:
     return table
 
 
-def _stores(figures: EngineFigures) -> Table:
+def _stores(statistics: Statistics) -> Table:
     table = _table(
         "store", "pool", "reads", "saves", "found", "loaded", "saved", "used", "failures"
     )
-    for store in figures.stores:
+    for store in statistics.stores:
+        failures = store.wrong_blocks + store.failed_blocks + store.timeouts
+        used_bytes = store.store.used_bytes
         table.add_row(
             _plain(store.url),
             _plain(store.pool),
             _breaker(store.reading),
             _breaker(store.saving),
-            _share(store.found_share),
+            _share(store.found_keys / store.lookup_keys if store.lookup_keys else None),
             f"{store.loaded_blocks:,}",
             f"{store.saved_blocks:,}",
-            format_bytes(store.used_bytes) if store.used_bytes >= 0 else UNKNOWN,
-            Text(f"{store.failures:,}", style="red" if store.failures else ""),
+            format_bytes(used_bytes) if used_bytes >= 0 else UNKNOWN,
+            Text(f"{failures:,}", style="red" if failures else ""),
         )
     return table
 
@@ -173,8 +206,8 @@ def _table(*columns: str, left: int = 4) -> Table:
     return table
 
 
-def _rate(per_second: float | None) -> str:
-    return UNKNOWN if per_second is None else f"{per_second:,.1f}/s"
+def _rate(per_second: float) -> str:
+    return f"{per_second:,.1f}/s"
 
 
 def _share(share: float | None) -> str:

@@ -7,17 +7,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from aiokv import (
-    AiokvError,
-    AllocateTimeout,
-    ClosedError,
-    Hit,
-    LeaseState,
-    RequestTooLarge,
-    TransferError,
-    UsageError,
-    WouldBlock,
-)
+from aiokv import Hit, LeaseState
 from aiokv.base import checks
 from aiokv.base.logs import Log
 from aiokv.connectors.fastdeploy.requests import (
@@ -25,6 +15,15 @@ from aiokv.connectors.fastdeploy.requests import (
     items_of,
     prompt_length,
     tokens_of,
+)
+from aiokv.errors import (
+    AiokvError,
+    AllocateTimeout,
+    ClosedError,
+    RequestTooLarge,
+    TransferError,
+    UsageError,
+    WouldBlock,
 )
 
 if TYPE_CHECKING:
@@ -566,8 +565,8 @@ class RequestBlocks:
                 return True
         if self._wait_for_departures(wait_seconds) and self._has_room(num_blocks):
             return True
-        statistics = self.engine.statistics()
-        if statistics.device_free + statistics.evictable_blocks < num_blocks:
+        statistics = self.engine.cache_statistics()
+        if statistics.attention.device.free + statistics.evictable_blocks < num_blocks:
             return False
         return self._wait_for_saves(num_blocks, wait_seconds)
 
@@ -629,13 +628,13 @@ class RequestBlocks:
         block, a block that could have been dropped has to be saved first.
         """
         cache = self.engine.cache
-        if cache.statistics().device_free < num_blocks:
+        if cache.cache_statistics().attention.device.free < num_blocks:
             lease = cache.match([0], read=False, write=False, owner="FastDeploy")
             with suppress(RequestTooLarge):
                 lease.try_allocate(num_blocks * self._block_tokens, reserve_blocks=0)
             lease.release()
             self._close_step()
-        return cache.statistics().device_free
+        return cache.cache_statistics().attention.device.free
 
 
 def _release(calls: Calls, holding: Holding) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from aiokv import ConfigError, LayoutError, Regions
+from aiokv import Regions
+from aiokv.errors import ConfigError, LayoutError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from aiokv import ConfigError, UsageError
 from aiokv.base.logs import join_log
 from aiokv.connectors.fastdeploy.caches import cache_name, regions_of
 from aiokv.connectors.fastdeploy.layers import LayerDoneCounter
 from aiokv.connectors.fastdeploy.metadata import step_of, transfer_ids_of
+from aiokv.errors import ConfigError, UsageError
 from aiokv.sync import RankThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from aiokv import Device
     from aiokv.connectors.fastdeploy.layers import Layers
+    from aiokv.devices import Device
 
 
 class LayerSource(Protocol):
@@ -256,7 +256,7 @@ class CacheController:
         }
         if self._rank is not None and self._rank.is_ready:
             counts = self._rank.statistics()
-            stats |= {"swap_in": counts.onload, "swap_out": counts.offload}
+            stats |= {"swap_in": counts.routes["onload"], "swap_out": counts.routes["offload"]}
         return stats
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from aiokv import ClosedError, ControlTimeout
 from aiokv.base.logs import join_log
 from aiokv.connectors.fastdeploy.blocks import RequestBlocks
+from aiokv.errors import ClosedError, ControlTimeout
 from aiokv.sync import SyncEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from aiokv import Device, Regions
+    from aiokv import Regions
     from aiokv.connectors.fastdeploy.settings import Sizes
+    from aiokv.devices import Device
     from aiokv.ranks import RankGroup
 
 

@@ -6,22 +6,23 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from aiokv import ControlTimeout
 from aiokv.connectors.fastdeploy import statistics
 from aiokv.connectors.fastdeploy.host import EngineHost
 from aiokv.connectors.fastdeploy.metadata import MatchResult, onload_metadata, step_metadata
 from aiokv.connectors.fastdeploy.metrics import CacheMetrics
 from aiokv.connectors.fastdeploy.requests import tokens_of
 from aiokv.connectors.fastdeploy.settings import Sizes
+from aiokv.errors import ControlTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from aiokv import Device, Hit, Regions
+    from aiokv import Hit, Regions
     from aiokv.base.types import Tier
     from aiokv.connectors.fastdeploy.blocks import Holding, RequestBlocks
     from aiokv.connectors.fastdeploy.metadata import CacheSwapMetadata
     from aiokv.connectors.fastdeploy.requests import Request
+    from aiokv.devices import Device
     from aiokv.ranks import RankGroup
     from aiokv.sync import EngineFuture, SyncEngine, SyncLayers, SyncWeightsUpdate
 
@@ -157,7 +158,11 @@ class CacheManager:
     @property
     def num_free_host_blocks(self) -> int:
         """Number of host blocks that hold nothing. Does not cross."""
-        return self.engine.statistics().host_free if self._host.is_open else self.num_cpu_blocks
+        return (
+            self.engine.cache_statistics().attention.host.free
+            if self._host.is_open
+            else self.num_cpu_blocks
+        )
 
     @property
     def gpu_free_block_list(self) -> BlockCount:
@@ -322,8 +327,10 @@ class CacheManager:
         has_scheduled, self._has_scheduled = self._has_scheduled, False
         if not self._host.has_ranks or step == self._sent_step:
             return None
-        counts = self.engine.statistics()
-        if not (has_scheduled or counts.device_in_flight or counts.host_in_flight):
+        counts = self.engine.cache_statistics()
+        if not (
+            has_scheduled or counts.attention.device.in_flight or counts.attention.host.in_flight
+        ):
             return None
         self._sent_step = step
         return step_metadata(step)
@@ -333,7 +340,7 @@ class CacheManager:
 
     def get_pending_backup_count(self) -> int:
         """Return the number of blocks that are being copied to host memory. Does not cross."""
-        return self.engine.statistics().host_in_flight if self._host.is_open else 0
+        return self.engine.cache_statistics().attention.host.in_flight if self._host.is_open else 0
 
     # --- stores -----------------------------------------------------------------------------------
 
@@ -371,8 +378,8 @@ class CacheManager:
 
     def can_allocate_host_blocks(self, num: int) -> bool:
         """Return True if ``num`` host blocks are free, or cached and in no transfer."""
-        counts = self.engine.statistics()
-        return counts.host_free + counts.host_cached >= num
+        counts = self.engine.cache_statistics()
+        return counts.attention.host.free + counts.attention.host.cached >= num
 
     def free_all_device_blocks(self) -> int:
         """Take the blocks of all requests back, and evict everything from the device.
@@ -506,7 +513,7 @@ class CacheManager:
 
     def gauges(self) -> dict[str, float]:
         """Return values for ``main_process_metrics``, by the names of its gauges."""
-        counts = self.engine.statistics()
+        counts = self.engine.cache_statistics()
         return {
             **statistics.gauges(counts, self.num_free_device_blocks),
             **self.metrics.as_gauges(),

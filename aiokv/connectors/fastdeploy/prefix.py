@@ -5,9 +5,9 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
 
-from aiokv import TransferError, WouldBlock
 from aiokv.connectors.fastdeploy.manager import CacheManager
 from aiokv.connectors.fastdeploy.settings import check_role
+from aiokv.errors import TransferError, WouldBlock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

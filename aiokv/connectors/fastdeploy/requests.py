@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
-from aiokv import Item, UsageError
+from aiokv import Item
 from aiokv.base.types import as_tokens
+from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

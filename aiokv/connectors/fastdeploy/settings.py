@@ -6,8 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from aiokv import CacheConfig, ConfigError
+from aiokv import CacheConfig
 from aiokv.base import checks
+from aiokv.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

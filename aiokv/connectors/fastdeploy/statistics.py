@@ -5,38 +5,38 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aiokv import Statistics
     from aiokv.connectors.fastdeploy.blocks import RequestBlocks
+    from aiokv.statistics import CacheStatistics
 
 
 def free_device_blocks(blocks: RequestBlocks) -> int:
     """Return the device blocks that hold nothing, those that requests have ahead included."""
-    counts = blocks.engine.statistics()
+    counts = blocks.engine.cache_statistics()
     # In another thread, a step between the two readings can count its blocks twice.
-    return min(counts.device_free + blocks.spare_blocks, counts.device_blocks)
+    return min(counts.attention.device.free + blocks.spare_blocks, counts.attention.device.blocks)
 
 
 def stats(blocks: RequestBlocks) -> dict[str, Any]:
     """Return counts of both tiers, of the index and of the transfers."""
-    counts = blocks.engine.statistics()
+    counts = blocks.engine.cache_statistics()
     device_free = free_device_blocks(blocks)
     return {
         "initialized": True,
-        "num_gpu_blocks": counts.device_blocks,
-        "num_cpu_blocks": counts.host_blocks,
+        "num_gpu_blocks": counts.attention.device.blocks,
+        "num_cpu_blocks": counts.attention.host.blocks,
         "block_size": blocks.engine.config.block_tokens,
-        "device_pool": _pool(counts.device_blocks, device_free),
-        "host_pool": _pool(counts.host_blocks, counts.host_free),
+        "device_pool": _pool(counts.attention.device.blocks, device_free),
+        "host_pool": _pool(counts.attention.host.blocks, counts.attention.host.free),
         "radix_tree": {
             "node_count": counts.nodes,
             "evictable_device_count": counts.evictable_blocks,
-            "cached_device_count": counts.device_cached,
-            "cached_host_count": counts.host_cached,
+            "cached_device_count": counts.attention.device.cached,
+            "cached_host_count": counts.attention.host.cached,
         },
         "num_free_device_blocks": device_free,
-        "num_free_host_blocks": counts.host_free,
-        "swap_in_blocks": counts.onloaded_blocks,
-        "swap_out_blocks": counts.offloaded_blocks,
+        "num_free_host_blocks": counts.attention.host.free,
+        "swap_in_blocks": counts.attention.onloaded_blocks,
+        "swap_out_blocks": counts.attention.offloaded_blocks,
         "failed_blocks": counts.failed_blocks,
         "preemptions": counts.preemptions,
     }
@@ -44,21 +44,21 @@ def stats(blocks: RequestBlocks) -> dict[str, Any]:
 
 def memory_usage(blocks: RequestBlocks) -> dict[str, Any]:
     """Return total, used and free blocks of both tiers."""
-    counts = blocks.engine.statistics()
+    counts = blocks.engine.cache_statistics()
     return {
-        "device": _usage(counts.device_blocks, free_device_blocks(blocks)),
-        "host": _usage(counts.host_blocks, counts.host_free),
+        "device": _usage(counts.attention.device.blocks, free_device_blocks(blocks)),
+        "host": _usage(counts.attention.host.blocks, counts.attention.host.free),
     }
 
 
-def gauges(counts: Statistics, device_free: int) -> dict[str, float]:
+def gauges(counts: CacheStatistics, device_free: int) -> dict[str, float]:
     """Return the pool sizes by the names of FastDeploy's gauges."""
     return {
-        "max_gpu_block_num": counts.device_blocks,
-        "max_cpu_block_num": counts.host_blocks,
+        "max_gpu_block_num": counts.attention.device.blocks,
+        "max_cpu_block_num": counts.attention.host.blocks,
         "free_gpu_block_num": device_free,
         "available_gpu_block_num": device_free + counts.evictable_blocks,
-        "available_gpu_resource": device_free / counts.device_blocks,
+        "available_gpu_resource": device_free / counts.attention.device.blocks,
     }
 
 

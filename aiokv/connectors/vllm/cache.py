@@ -14,10 +14,9 @@ if TYPE_CHECKING:
 
     from vllm.distributed.kv_events import KVCacheEvent
 
-    from aiokv.base.types import RequestStatistics, Statistics
+    from aiokv.base.statistics import CacheStatistics, Statistics
     from aiokv.connectors.vllm.events import EventCollector
     from aiokv.connectors.vllm.tensors_here import Tensors
-    from aiokv.stores.guard_statistics import GuardStatistics
     from aiokv.sync import Answer, Calls, SyncEngine, SyncLayers, SyncLease
     from aiokv.worker.device.base import Event
 
@@ -140,25 +139,17 @@ class HostCache:
         if self._tensors is not None:
             self._tensors.note_load(layers)
 
+    def cache_statistics(self) -> CacheStatistics:
+        """Return the statistics of leases and pools."""
+        return self._engine.cache_statistics()
+
     def statistics(self) -> Statistics:
-        """Return the counters of the engine."""
+        """Return all statistics of the engine."""
         return self._engine.statistics()
-
-    def request_statistics(self) -> RequestStatistics:
-        """Return the waits and fetch decisions of requests."""
-        return self._engine.cache.request_statistics()
-
-    def store_statistics(self) -> list[GuardStatistics]:
-        """Return the statistics of the stores; an empty list after a failure of the engine."""
-        try:
-            stores: list[GuardStatistics] = self._engine.call(self._engine.cache.store_statistics)
-        except AiokvError:
-            return []
-        return stores
 
     def load_rate(self) -> float:
         """Return the measured speed of loads in bytes per second; 0.0 before the first load."""
-        return self._engine.cache.worker_statistics().onload.bytes_per_second
+        return self._engine.statistics().worker.routes["onload"].bytes_per_second
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the changes of the blocks in host memory since the last call."""

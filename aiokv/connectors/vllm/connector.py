@@ -206,16 +206,14 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Return what has been counted since the last report of this half; None for nothing new."""
         now = time.monotonic()
         if self._scheduler is not None:
-            counts = self._counts.report(self._cache.statistics(), errors=self._cache.num_errors)
+            counts = self._counts.report(
+                self._cache.cache_statistics(), errors=self._cache.num_errors
+            )
             counts["requests"] = self._scheduler.num_requests
             counts["usable"] = int(self._cache.is_usable)
             if self._options.stores and now - self._reported >= REPORT_SECONDS:
                 self._reported = now
-                counts |= self._counts.report_stores(
-                    self._cache.statistics(),
-                    self._cache.request_statistics(),
-                    self._cache.store_statistics(),
-                )
+                counts |= self._counts.report_stores(self._cache.statistics())
             return ConnectorStatistics(counts)
         loads = self._half_of_worker.take_counts()
         if not any(loads.values()) and now - self._reported < REPORT_SECONDS:

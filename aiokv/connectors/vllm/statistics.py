@@ -12,12 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from vllm.config import VllmConfig
 
-    from aiokv.base.types import RequestStatistics, Statistics
-    from aiokv.stores.guard_statistics import GuardStatistics
+    from aiokv.base.statistics import CacheStatistics, Statistics
 
 COUNTERS: Final = {
     "loaded_blocks": "Blocks that were loaded into the KV cache, summed over ranks",
@@ -102,33 +99,28 @@ class EngineCounts:
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
 
-    def report(self, statistics: Statistics, *, errors: int) -> dict[str, float]:
+    def report(self, statistics: CacheStatistics, *, errors: int) -> dict[str, float]:
         """Return what has been counted since the last call."""
         now: dict[str, float] = {
             "loaded_tokens": statistics.hit_host_tokens,
-            "saved_blocks": statistics.offloaded_blocks,
+            "saved_blocks": statistics.attention.offloaded_blocks,
             "store_hit_tokens": statistics.hit_store_tokens,
-            "evicted_blocks": statistics.evicted_host_blocks,
+            "evicted_blocks": statistics.attention.host.evicted_blocks,
             "errors": errors,
         }
         return self._since_last(now) | {
-            "host_blocks": statistics.host_blocks,
-            "host_cached_blocks": statistics.host_cached,
+            "host_blocks": statistics.attention.host.blocks,
+            "host_cached_blocks": statistics.attention.host.cached,
         }
 
-    def report_stores(
-        self,
-        statistics: Statistics,
-        requests: RequestStatistics,
-        stores: Sequence[GuardStatistics],
-    ) -> dict[str, float]:
+    def report_stores(self, statistics: Statistics) -> dict[str, float]:
         """Return the counts of the stores since the last call, and the present speeds."""
+        requests, stores = statistics.requests, statistics.stores
+        blocks = statistics.attention
         now: dict[str, float] = {
-            "store_fetched_blocks": statistics.fetched_blocks,
-            "stored_blocks": statistics.saved_blocks,
-            "unstored_blocks": statistics.dropped_saves
-            + statistics.refused_saves
-            + statistics.failed_saves,
+            "store_fetched_blocks": blocks.fetched_blocks,
+            "stored_blocks": blocks.saved_blocks,
+            "unstored_blocks": blocks.unsaved_blocks - blocks.unsaved_by_cause["rejected"],
             "store_wait_seconds": requests.store_wait.sum_seconds,
             "declined_fetches": requests.declined_fetches,
             "late_fetches": requests.late_fetches,

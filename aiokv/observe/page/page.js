@@ -76,7 +76,7 @@ function remember(name, engine, time) {
   let history = state.histories.get(name);
   const sample = { time, bytes: 0 };
   for (const counter of COUNTERS) sample[counter] = engine.statistics[counter];
-  for (const lane of Object.values(engine.worker)) sample.bytes += lane.moved_bytes || 0;
+  for (const route of Object.values(engine.statistics.worker.routes)) sample.bytes += route.moved_bytes;
   const last = history && history.samples[history.samples.length - 1];
   if (!history || sample.prompt_tokens < last.prompt_tokens) {
     history = { samples: [], lines: { device: [], host: [], store: [] }, transfers: new Map() };
@@ -140,7 +140,7 @@ function drawTiles(engine, history) {
     [number(s.leases), `leases; ${number(s.grants)} grants`],
     [number(engine.waiting.length), "waiting leases"],
     [moved === null ? "–" : `${bytes(moved)}/s`, "moved between tiers"],
-    [seconds(engine.poller.latency_p50_seconds), `wake-up p50; p99 ${seconds(engine.poller.latency_p99_seconds)}`],
+    [seconds(s.poller.latency_p50_seconds), `wake-up p50; p99 ${seconds(s.poller.latency_p99_seconds)}`],
   ];
   replace("tiles", tiles.map(([value, label]) =>
     element("div", "tile", element("b", "", value), element("span", "", label))));
@@ -156,29 +156,26 @@ function tier(name, total, parts, note) {
   return element("div", "tier", element("span", "", name), bar(titled, total), legend);
 }
 
+const NOTES = { attention: "", state: "slots of recurrent state" };
+
 function drawTiers(engine) {
   const s = engine.statistics, asleep = engine.health.asleep;
-  const tiers = [tier("device", s.device_blocks, [
-    ["cached-device", s.device_cached, "cached"], ["leased", s.device_leased, "leased"],
-    ["flight", s.device_in_flight, "in flight"], ["free", s.device_free, "free"],
-  ], asleep.includes("device") ? "asleep" : `${number(s.evicted_device_blocks)} evicted since start`)];
-  if (s.host_blocks) {
-    tiers.push(tier("host", s.host_blocks, [
-      ["cached-host", s.host_cached, "cached"], ["flight", s.host_in_flight, "in flight"],
-      ["free", s.host_free, "free"],
-    ], asleep.includes("host") ? "asleep" : `${number(s.evicted_host_blocks)} evicted since start`));
-  }
-  for (const [name, w] of Object.entries(s.windows)) {
-    tiers.push(tier(name, w.device_blocks, [
-      ["cached-device", w.device_cached, "cached"], ["leased", w.device_blocks - w.device_free - w.device_cached, "leased"],
-      ["free", w.device_free, "free"],
-    ], "sliding window, device"));
-  }
-  if (s.state_slots) {
-    tiers.push(tier("state", s.state_slots, [
-      ["cached-device", s.state_snapshots, "snapshots"], ["leased", s.state_slots - s.state_free - s.state_snapshots, "leased"],
-      ["free", s.state_free, "free"],
-    ], "slots of recurrent state"));
+  const tiers = [];
+  for (const [group, pools] of Object.entries(s.groups)) {
+    for (const place of ["device", "host"]) {
+      const pool = pools[place];
+      if (!pool.blocks && (group !== "attention" || place === "host")) continue;
+      const evicted = Object.values(pool.evicted_by_cause).reduce((sum, count) => sum + count, 0);
+      const notes = [NOTES[group] ?? "sliding window",
+        asleep.includes(place) ? "asleep" : `${number(evicted)} evicted since start`];
+      const name = group === "attention" ? place : place === "host" ? `${group}, host` : group;
+      tiers.push(tier(name, pool.blocks, [
+        [`cached-${place}`, pool.cached, group === "state" ? "snapshots" : "cached"],
+        ["leased", pool.leased, "leased"], ["flight", pool.in_flight, "in flight"],
+        ["free", pool.free, "free"],
+      ].filter(([className, amount]) => amount || !["leased", "flight"].includes(className)),
+      notes.filter(Boolean).join(" · ")));
+    }
   }
   replace("tiers", tiers);
   byId("tiers-note").textContent = `blocks of ${engine.config.block_tokens} tokens; ${number(s.nodes)} blocks in the index`;
@@ -203,8 +200,8 @@ function line(values, color) {
 
 function drawHits(engine, history) {
   const shown = ["device"];
-  if (engine.statistics.host_blocks) shown.push("host");
-  if (engine.stores.length) shown.push("store");
+  if (engine.statistics.groups.attention.host.blocks) shown.push("host");
+  if (engine.statistics.stores.length) shown.push("store");
   replace("hits", shown.map(name => {
     const values = history.lines[name];
     return element("div", "hit", element("span", "", name), line(values, name),
@@ -352,9 +349,9 @@ function drawPrefixes(engine) {
 }
 
 function drawStores(engine) {
-  const card = byId("stores-card");
-  card.hidden = !engine.stores.length;
-  replace("stores", engine.stores.map(store => {
+  const card = byId("stores-card"), { stores } = engine.statistics;
+  card.hidden = !stores.length;
+  replace("stores", stores.map(store => {
     const where = store.pool === "host" ? store.url : `${store.url} (${store.pool})`;
     const name = store.rank === null ? where : `rank ${store.rank}: ${where}`;
     const failures = store.failed_blocks + store.wrong_blocks + store.timeouts;
@@ -369,12 +366,12 @@ function drawStores(engine) {
     ];
     return element("tr", "", ...cells.map(([cls, text]) => element("td", cls, text)));
   }));
-  const open = engine.stores.filter(store => store.reading !== "closed" && store.reading !== "off").length;
+  const open = stores.filter(store => store.reading !== "closed" && store.reading !== "off").length;
   byId("stores-note").textContent = "dots: state of the breaker" + (open ? `; ${open} unavailable` : "");
 }
 
 function drawPeers(engine) {
-  const { peers } = engine;
+  const { peers } = engine.statistics;
   byId("peers-card").hidden = !peers.ranks.length;
   replace("peers", peers.ranks.map(({ rank, received, sent, ...own }) => {
     const cells = [

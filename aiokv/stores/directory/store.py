@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 
 from aiokv.base.logs import Log
+from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import ConfigError, StoreError
-from aiokv.stores.base import Result, Store, StoreMemory, StoreStatistics, split_keys
+from aiokv.stores.base import Result, Store, StoreMemory, split_keys
 from aiokv.stores.directory.files import NoRoom, ObjectFiles
 from aiokv.stores.directory.quota import DirectoryQuota
 from aiokv.stores.options import parse_bytes, parse_flag, store_path, url_options, url_path

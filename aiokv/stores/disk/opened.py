@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import StoreError
-from aiokv.stores.base import StoreStatistics
 from aiokv.stores.disk.committer import Committer
 from aiokv.stores.disk.layouts import find_layout
 from aiokv.stores.disk.lock import DirectoryLock

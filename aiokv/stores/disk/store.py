@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from aiokv.base import checks
+from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import ConfigError, StoreError
-from aiokv.stores.base import KEY_BYTES, Result, Store, StoreStatistics, medium_name
+from aiokv.stores.base import KEY_BYTES, Result, Store, medium_name
 from aiokv.stores.disk.opened import OpenStore
 from aiokv.stores.disk.room import NO_ROOM
 from aiokv.stores.disk.transfers import SHORT, error_text

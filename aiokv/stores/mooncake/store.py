@@ -9,8 +9,9 @@ from urllib.parse import urlsplit
 import msgspec
 import numpy as np
 
+from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import ConfigError, StoreError
-from aiokv.stores.base import Store, StoreMemory, StoreStatistics, split_keys
+from aiokv.stores.base import Store, StoreMemory, split_keys
 from aiokv.stores.mooncake.client import ClientOptions, MooncakeClient, import_library
 from aiokv.stores.mooncake.link import MasterLink
 from aiokv.stores.options import parse_bytes, url_options

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 
 from aiokv.base.groups import ATTENTION
+from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import ConfigError, StoreError
-from aiokv.stores.base import Result, Store, StoreMemory, StoreStatistics, split_keys
+from aiokv.stores.base import Result, Store, StoreMemory, split_keys
 from aiokv.stores.options import parted_url, url_options, url_text
 from aiokv.stores.redis import commands
 from aiokv.stores.redis.commands import Item

@@ -22,7 +22,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
-from aiokv import BrokenEngineError, CacheEngine, ConfigError, Lease, TransferError
+from aiokv import CacheEngine, Lease
 from aiokv.connectors.vllm import (
     AiokvConnector,
     connector,
@@ -38,6 +38,7 @@ from aiokv.connectors.vllm.cache import HostCache
 from aiokv.connectors.vllm.connector import check_config
 from aiokv.connectors.vllm.options import Options
 from aiokv.connectors.vllm.worker import WorkerHalf
+from aiokv.errors import BrokenEngineError, ConfigError, TransferError
 from aiokv.sync import SyncEngine, SyncLayers
 from aiokv.testing.manual import ManualEvent
 from tests.connectors.vllm.model import VOCABULARY, generate
@@ -276,7 +277,7 @@ def test_step_does_not_wait_for_a_load_behind_one_that_has_not_begun(
     second = server.add("r1", prompts[1], 2)  # its load would suit a step of its own
     server.step()
     engine = server.connector.engine
-    assert engine.call(engine.cache.statistics).onloaded_blocks == 0
+    assert engine.cache.statistics().attention.onloaded_blocks == 0
     assert second.status == RequestStatus.WAITING_FOR_REMOTE_KVS
     monkeypatch.undo()
     server.run()
@@ -371,7 +372,7 @@ def test_load_of_a_step_waits_for_the_step_that_writes_blocks_of_a_preempted_req
     server.run()
     assert len(waits) == 1
     engine = server.connector.engine
-    assert engine.call(engine.cache.statistics).onloaded_blocks == 20  # 10 before the reset
+    assert engine.cache.statistics().attention.onloaded_blocks == 20  # 10 before the reset
     assert server.outputs["b"] == generate(tokens, 0, 8)
 
 

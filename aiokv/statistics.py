@@ -1,0 +1,44 @@
+"""Statistics of an engine, and records of transfers, leases and batches."""
+
+from aiokv.base.statistics import (
+    BlockGroupStatistics,
+    CacheStatistics,
+    DurationHistogram,
+    LayerWaitStatistics,
+    PeerStatistics,
+    PollerStatistics,
+    RequestStatistics,
+    RouteStatistics,
+    Statistics,
+    TierStatistics,
+    WorkerStatistics,
+)
+from aiokv.base.types import Health, HotPrefixes, LeaseInfo, PrefixInfo
+from aiokv.engine.observation import Observation
+from aiokv.engine.observers import BatchSpan, LeasePhase, TransferSpan
+from aiokv.engine.trace_writer import RecordingStatistics
+from aiokv.peers.statistics import ReceivingStatistics
+
+__all__ = [
+    "BatchSpan",
+    "BlockGroupStatistics",
+    "CacheStatistics",
+    "DurationHistogram",
+    "Health",
+    "HotPrefixes",
+    "LayerWaitStatistics",
+    "LeaseInfo",
+    "LeasePhase",
+    "Observation",
+    "PeerStatistics",
+    "PollerStatistics",
+    "PrefixInfo",
+    "ReceivingStatistics",
+    "RecordingStatistics",
+    "RequestStatistics",
+    "RouteStatistics",
+    "Statistics",
+    "TierStatistics",
+    "TransferSpan",
+    "WorkerStatistics",
+]
