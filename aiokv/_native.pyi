@@ -246,7 +246,7 @@ class CoreStatistics:
     def skipped_backups(self) -> int: ...
 
     @property
-    def reclaimed_twins(self) -> int: ...
+    def reclaimed_host_copies(self) -> int: ...
 
     @property
     def hit_store_tokens(self) -> int: ...
@@ -418,7 +418,7 @@ class LeaseState(enum.Enum):
 class Core:
     """Prefix index, block pools, leases and eviction; not thread-safe."""
 
-    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: str = 'lru', state_slots: int = 0, windows: Sequence[tuple[int, int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None, host_state_slots: int = 0, foreign_device: bool = False, splits_items: bool = False) -> None: ...
+    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: str = 'lru', state_slots: int = 0, windows: Sequence[tuple[int, int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None, host_state_slots: int = 0, external_device: bool = False, splits_items: bool = False) -> None: ...
 
     def match(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str = '', reads: bool = True, writes: bool = True) -> tuple[int, int, int]:
         """
@@ -515,19 +515,19 @@ class Core:
         """Return leases that have become idle."""
 
     def take_advanced(self) -> list[int]:
-        """Return leases of which foreign saves have made blocks matchable."""
+        """Return leases of which external saves have made blocks matchable."""
 
     def take_queued_ids(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
         """
-        Return the device ids of the foreign saves that were queued since the last call.
+        Return the device ids of the external saves that were queued since the last call.
         """
 
     def give_up_saves(self) -> None:
-        """Save nothing of what foreign saves have queued."""
+        """Save nothing of what external saves have queued."""
 
     def end_saved(self) -> list[int]:
         """
-        Return the released leases that waited for foreign saves only, and end them.
+        Return the released leases that waited for external saves only, and end them.
         """
 
     def release(self, lease: int, step: int = 0, used_in: int = 0) -> bool:
@@ -559,7 +559,7 @@ class Core:
     def block_table(self, lease: int, group: int = -1) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
         """Of all layers but those of window groups, or of one group."""
 
-    def reach_tokens(self, lease: int) -> int:
+    def max_extend_tokens(self, lease: int) -> int:
         """Positions that have blocks in every window group."""
 
     @property
@@ -613,7 +613,7 @@ class Core:
         Begin to fetch missing blocks, or join the fetch that brings the first, unless it is `replaced`; 0: none.
         """
 
-    def borders(self, lease: int, skip: int = 0) -> tuple[int, int, int, bytes, bytes]:
+    def boundaries(self, lease: int, skip: int = 0) -> tuple[int, int, int, bytes, bytes]:
         """
         (hit, cached, first_block, digests, may_end) of the blocks behind the hit, from block hit + skip on; may_end: one byte per block, 0 where a hit would cut an item.
         """

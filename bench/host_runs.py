@@ -63,8 +63,8 @@ def main() -> int:
 
 def run_lengths(ids: np.ndarray) -> Counter[int]:
     """Return the number of blocks by the length of their run."""
-    borders = np.flatnonzero(np.diff(ids) != 1) + 1
-    lengths = np.diff(np.concatenate(([0], borders, [len(ids)])))
+    boundaries = np.flatnonzero(np.diff(ids) != 1) + 1
+    lengths = np.diff(np.concatenate(([0], boundaries, [len(ids)])))
     blocks: Counter[int] = Counter()
     for length in lengths.tolist():
         blocks[length] += length

@@ -1,4 +1,4 @@
-"""Speed of cutting parcels out of host blocks, and of placing them, on one core.
+"""Speed of cutting fragments out of host blocks, and of placing them, on one core.
 
 The blocks are those of 32 layers of keys and values, 8 heads of 128 bfloat16 elements. Each case
 names the sender and the receiver: tokens per block, order of axes (``thd`` is [tokens, heads, dim],
@@ -74,19 +74,19 @@ def _case(
     block_bytes = mapping.sender.pool().block_bytes
     num_blocks = arena_bytes // block_bytes // 4 * 4  # whole blocks of the receiver
     num_kept = num_blocks * ours[0] // theirs[0]
-    blocks, parcels = _rows(num_blocks, block_bytes), _rows(num_blocks, mapping.parcel_bytes)
+    blocks, fragments = _rows(num_blocks, block_bytes), _rows(num_blocks, mapping.fragment_bytes)
     kept = _rows(num_kept, mapping.receiver.pool().block_bytes)
-    sources, targets = _addresses(blocks), _addresses(parcels)
+    sources, targets = _addresses(blocks), _addresses(fragments)
     by_index = dict(enumerate(_addresses(kept)))
     indices = range(num_blocks)
-    moved = parcels.nbytes / 1e9
+    moved = fragments.nbytes / 1e9
     cut = moved / _best_seconds(lambda: mapping.cut(sources, targets))
     place = moved / _best_seconds(lambda: mapping.place(targets, indices, by_index))
-    same_size = _rows(num_blocks, mapping.parcel_bytes)
+    same_size = _rows(num_blocks, mapping.fragment_bytes)
 
     def memcpy() -> None:
         for i in indices:
-            np.copyto(same_size[i], parcels[i])
+            np.copyto(same_size[i], fragments[i])
 
     plain = moved / _best_seconds(memcpy)
     return {

@@ -1,11 +1,11 @@
-"""Bytes per second of parcels from one process to another over loopback TCP.
+"""Bytes per second of fragments from one process to another over loopback TCP.
 
-Per size of a parcel, in turns, on asyncio and on uvloop:
+Per size of a fragment, in turns, on asyncio and on uvloop:
 
 * ``plain``: ``sock_sendall`` and ``sock_recv_into`` of the same sizes on one connection, between
   the same slots; nothing is framed, proven or acknowledged;
-* ``peers``: a sender seals each parcel, waits for a credit, and writes it with ``TcpLink``; the
-  receiver verifies each parcel, acknowledges it and gives the slot of the next.
+* ``peers``: a sender seals each fragment, waits for a credit, and writes it with ``TcpLink``; the
+  receiver verifies each fragment, acknowledges it and gives the slot of the next.
 
 Each number is the median of the rounds; ``ratio_to_plain`` is the median of the ratios within each
 round. ``idle`` is the CPU time of both ends of connections that carry nothing, as a share of the
@@ -29,7 +29,7 @@ from aiokv.peers.messages import Credit, Done, Landed, Proven, Want
 from aiokv.peers.ring import LandingRing
 from aiokv.peers.tcp import TcpTransport
 from aiokv.peers.wire import Connection, connect, listen
-from bench.parcels import BATCH_BYTES, SECRET, SIZES, TICKET, Sending, Slots
+from bench.fragments import BATCH_BYTES, SECRET, SIZES, TICKET, Sending, Slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -49,17 +49,17 @@ IDLE_CONNECTIONS = 16
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Return GB/s by size of a parcel and loop, and the CPU share of idle connections."""
+    """Return GB/s by size of a fragment and loop, and the CPU share of idle connections."""
     rounds = 1 if quick else 9
     total = TOTAL_BYTES // 16 if quick else TOTAL_BYTES
     results: dict[str, Any] = {}
-    for name, parcel_bytes in SIZES.items():
-        count = max(4, total // parcel_bytes)
+    for name, fragment_bytes in SIZES.items():
+        count = max(4, total // fragment_bytes)
         seconds = {
-            loop: run_on(_receive(loop, parcel_bytes, count, rounds))
+            loop: run_on(_receive(loop, fragment_bytes, count, rounds))
             for loop, run_on in LOOPS.items()
         }
-        results[name] = _summary(seconds, count * parcel_bytes)
+        results[name] = _summary(seconds, count * fragment_bytes)
     results["idle"] = {
         f"cpu_share_{loop}": run_on(_idle(1.0 if quick else 10.0)) for loop, run_on in LOOPS.items()
     }
@@ -81,7 +81,7 @@ def _summary(seconds: dict[str, list[tuple[float, float]]], num_bytes: int) -> d
 
 
 async def _receive(loop_name: str, size: int, count: int, rounds: int) -> list[tuple[float, float]]:
-    """Return the seconds in which ``count`` parcels arrived, plain and as a peer, per round."""
+    """Return the seconds in which ``count`` fragments arrived, plain and as a peer, per round."""
     slots = Slots(size, MEMORY_BYTES // size)
     receiver = _Receiver(slots)
     listener = await listen("127.0.0.1", 0, SECRET, receiver.start)
@@ -117,8 +117,8 @@ async def _receive(loop_name: str, size: int, count: int, rounds: int) -> list[t
 
 async def _receive_plain(plain: socket.socket, memory: PeerMemory, count: int) -> None:
     loop = asyncio.get_running_loop()
-    for parcel in range(count):
-        target = memory.slot(parcel % memory.num_slots, memory.slot_bytes)
+    for fragment in range(count):
+        target = memory.slot(fragment % memory.num_slots, memory.slot_bytes)
         while target:
             target = target[await loop.sock_recv_into(plain, target) :]
 
@@ -141,14 +141,14 @@ class _Receiver:
         connection.start(self)
 
     async def receive(self, count: int) -> None:
-        """Return when ``count`` parcels are proven."""
+        """Return when ``count`` fragments are proven."""
         self.left = count
         self.ended = asyncio.get_running_loop().create_future()
         await self.ended
 
     def on_message(self, message: Message) -> None:
         if isinstance(message, Want):
-            self.ring.want("sender", message.parcels)
+            self.ring.want("sender", message.fragments)
             self.give_credit()
 
     def give_credit(self) -> None:
@@ -158,9 +158,9 @@ class _Receiver:
     def place(self, landed: Landed) -> memoryview | None:
         if not self.ring.land("sender", landed.credit):
             return None
-        return self.slots.memory.slot(landed.slot, landed.parcel_bytes)
+        return self.slots.memory.slot(landed.slot, landed.fragment_bytes)
 
-    def on_parcel(self, landed: Landed) -> None:
+    def on_fragment(self, landed: Landed) -> None:
         self.ring.landed(landed.slot)
         self.arrived.append(landed)
         if self.proving is None:
@@ -169,11 +169,11 @@ class _Receiver:
     async def prove(self) -> None:
         while self.arrived:
             landed, self.arrived = self.arrived, []
-            blocks = [parcel.sender_block for parcel in landed]
-            slots = [parcel.slot for parcel in landed]
+            blocks = [fragment.sender_block for fragment in landed]
+            slots = [fragment.slot for fragment in landed]
             results = await self.slots.proof(verify_blocks, slots, blocks)
             if results.any():
-                raise RuntimeError("peers_tcp: a parcel is wrong")
+                raise RuntimeError("peers_tcp: a fragment is wrong")
             for slot in slots:
                 self.ring.free(slot)
             self.proven += blocks
@@ -220,8 +220,8 @@ async def _send(loop_name: str, plain_port: int, port: int, size: int, count: in
 
 async def _send_plain(plain: socket.socket, memory: PeerMemory, count: int) -> None:
     loop = asyncio.get_running_loop()
-    for parcel in range(count):
-        await loop.sock_sendall(plain, memory.slot(parcel % memory.num_slots, memory.slot_bytes))
+    for fragment in range(count):
+        await loop.sock_sendall(plain, memory.slot(fragment % memory.num_slots, memory.slot_bytes))
 
 
 class _Sender:
@@ -236,7 +236,7 @@ class _Sender:
     def place(self, landed: Landed) -> memoryview | None:
         return None
 
-    def on_parcel(self, landed: Landed) -> None:
+    def on_fragment(self, landed: Landed) -> None:
         pass
 
     def on_closed(self, reason: str) -> None:

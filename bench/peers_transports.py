@@ -1,11 +1,11 @@
-"""Bytes per second of parcels through NIXL and Mooncake, from one process to another.
+"""Bytes per second of fragments through NIXL and Mooncake, from one process to another.
 
-Per transport that is installed, and per size of a parcel, in turns:
+Per transport that is installed, and per size of a fragment, in turns:
 
 * ``raw``: the library alone writes half of the slots per call, again and again; nothing is framed,
   proven or acknowledged;
-* ``peers``: a sender seals each parcel, waits for a credit, and writes it with a link; the receiver
-  verifies each parcel, acknowledges it and gives the slot of the next.
+* ``peers``: a sender seals each fragment, waits for a credit, and writes it with a link; the
+  receiver verifies each fragment, acknowledges it and gives the slot of the next.
 
 Each number is the median of the rounds; ``ratio_to_raw`` is the median of the ratios within each
 round. ``idle`` is the CPU time of both ends of a connection that carries nothing, as a share of the
@@ -45,7 +45,7 @@ from aiokv.peers.nixl import NixlBackend
 from aiokv.peers.one_sided import OneSidedTransport, Piece
 from aiokv.peers.ring import LandingRing
 from aiokv.peers.wire import Connection, connect, listen
-from bench.parcels import GENERATION, SECRET, SIZES, TICKET, Sending, Slots
+from bench.fragments import GENERATION, SECRET, SIZES, TICKET, Sending, Slots
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +67,7 @@ MAX_WRITES = 4  # number of batches that are written while the next one is seale
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Return GB/s by transport and size of a parcel, and the CPU share of idle connections."""
+    """Return GB/s by transport and size of a fragment, and the CPU share of idle connections."""
     results: dict[str, Any] = {}
     for name, (library, environment) in TRANSPORTS.items():
         # A separate process: the libraries read their environment once and keep descriptors.
@@ -96,13 +96,13 @@ def measure(library: str, quick: bool) -> dict[str, Any] | None:
     rounds = 1 if quick else 3
     total = TOTAL_BYTES // 16 if quick else TOTAL_BYTES
     results: dict[str, Any] = {}
-    for name, parcel_bytes in SIZES.items():
+    for name, fragment_bytes in SIZES.items():
         seconds: dict[str, list[float]] = defaultdict(list)
-        count = max(4, total // parcel_bytes)
+        count = max(4, total // fragment_bytes)
         for _ in range(rounds):
             for way in WAYS:
-                seconds[way].append(uvloop.run(_receive(way, library, parcel_bytes, count)))
-        gigabytes = count * parcel_bytes / 1e9
+                seconds[way].append(uvloop.run(_receive(way, library, fragment_bytes, count)))
+        gigabytes = count * fragment_bytes / 1e9
         gbps = {f"{way}_gbps": gigabytes / statistics.median(seconds[way]) for way in WAYS}
         ratios = [raw / ours for raw, ours in zip(seconds["raw"], seconds["peers"], strict=True)]
         results[name] = gbps | {"ratio_to_raw": statistics.median(ratios)}
@@ -115,7 +115,7 @@ def _backend(library: str) -> NixlBackend | MooncakeBackend:
 
 
 class _End:
-    """Handler of one end; parcels do not travel on the connection."""
+    """Handler of one end; fragments do not travel on the connection."""
 
     def __init__(self) -> None:
         self.connection: Any = None
@@ -128,8 +128,8 @@ class _End:
     def place(self, landed: Landed) -> memoryview | None:
         return None
 
-    def on_parcel(self, landed: Landed) -> None:
-        raise RuntimeError("peers_transports: a parcel came on the connection")
+    def on_fragment(self, landed: Landed) -> None:
+        raise RuntimeError("peers_transports: a fragment came on the connection")
 
     def on_closed(self, reason: str) -> None:
         self.closed.set_result(reason)
@@ -157,11 +157,11 @@ class _Receiver(_End):
             self.tasks.add(asyncio.ensure_future(self.accept(message.transport_metadata)))
         elif isinstance(message, Want):
             self.began = self.began or time.perf_counter()
-            self.ring.want("sender", message.parcels)
+            self.ring.want("sender", message.fragments)
             self.give_credit()
         elif isinstance(message, Landed):
             if not self.ring.land("sender", message.credit):
-                raise RuntimeError("peers_transports: a parcel has no credit")
+                raise RuntimeError("peers_transports: a fragment has no credit")
             self.ring.landed(message.slot)
             self.arrived.append(message)
             if self.proving is None:
@@ -184,11 +184,11 @@ class _Receiver(_End):
     async def prove(self) -> None:
         while self.arrived:
             landed, self.arrived = self.arrived, []
-            blocks = [parcel.sender_block for parcel in landed]
-            slots = [parcel.slot for parcel in landed]
+            blocks = [fragment.sender_block for fragment in landed]
+            slots = [fragment.slot for fragment in landed]
             results = await self.slots.proof(verify_blocks, slots, blocks)
             if results.any():
-                raise RuntimeError("peers_transports: a parcel is wrong")
+                raise RuntimeError("peers_transports: a fragment is wrong")
             for slot in slots:
                 self.ring.free(slot)
             self.give_credit()
@@ -200,14 +200,14 @@ class _Receiver(_End):
             self.connection.send(Done(ticket_id=TICKET))
 
 
-async def _receive(way: str, library: str, parcel_bytes: int, count: int) -> float:
-    """Return the seconds in which ``count`` parcels of another process arrived."""
-    slots = Slots(parcel_bytes, MEMORY_BYTES // parcel_bytes)
+async def _receive(way: str, library: str, fragment_bytes: int, count: int) -> float:
+    """Return the seconds in which ``count`` fragments of another process arrived."""
+    slots = Slots(fragment_bytes, MEMORY_BYTES // fragment_bytes)
     transport = OneSidedTransport(_backend(library))
-    await transport.open(slots.memory, Slots(parcel_bytes, 0).memory)
+    await transport.open(slots.memory, Slots(fragment_bytes, 0).memory)
     receiver = _Receiver(transport, slots, count)
     listener = await listen(HOST, 0, SECRET, receiver.start)
-    options = json.dumps([way, library, listener.address[1], parcel_bytes, count])
+    options = json.dumps([way, library, listener.address[1], fragment_bytes, count])
     command = [sys.executable, "-m", "bench.peers_transports", "send", options]
     with subprocess.Popen(command) as sender:  # noqa: ASYNC220
         try:
@@ -262,11 +262,11 @@ class _Sender(_End):
         return await transport.connect(self.connection, await self.accepted)
 
 
-async def _send(way: str, library: str, port: int, parcel_bytes: int, count: int) -> None:
-    slots = Slots(parcel_bytes, MEMORY_BYTES // parcel_bytes)
+async def _send(way: str, library: str, port: int, fragment_bytes: int, count: int) -> None:
+    slots = Slots(fragment_bytes, MEMORY_BYTES // fragment_bytes)
     backend = _ObservedBackend(_backend(library))
     transport = OneSidedTransport(backend)
-    await transport.open(Slots(parcel_bytes, 0).memory, slots.memory)
+    await transport.open(Slots(fragment_bytes, 0).memory, slots.memory)
     sender = _Sender()
     sender.start(await connect(HOST, port, SECRET, timeout=30.0))
     link = await sender.open(transport)
@@ -298,7 +298,7 @@ class _ObservedBackend:
 
 async def _send_raw(sender: _Sender, backend: Any, slots: Slots, count: int) -> None:
     """Write half of the slots per call, of the credits that the ring has given once."""
-    sender.connection.send(Want(ticket_id=TICKET, parcels=1))
+    sender.connection.send(Want(ticket_id=TICKET, fragments=1))
     await sender.sending.credit()
     target = msgspec.msgpack.decode(sender.accepted.result())[0]  # address of the landing slots
     memory = slots.memory

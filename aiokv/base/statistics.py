@@ -725,23 +725,23 @@ _RECEIVER_TICKETS: Final = counter(
     "Tickets that at least one sender has opened, whose opening was refused, or that expired: at "
     "their deadline, or because no sender had opened them in time.",
 )
-_RECEIVED_PARCELS: Final = counter(
-    "peer_received_parcels_total",
-    "Parcels that arrived: verified; with a wrong length, key or checksum (wrong); without a valid "
-    "credit (stale); or after their plan or ticket was given up (dropped).",
+_RECEIVED_FRAGMENTS: Final = counter(
+    "peer_received_fragments_total",
+    "Fragments that arrived: verified; with a wrong length, key or checksum (wrong); without a "
+    "valid credit (stale); or after their plan or ticket was given up (dropped).",
 )
 _SENDER_TICKETS: Final = counter(
     "peer_sender_tickets_total",
     "Tickets that were accepted by their receiver, or that expired.",
 )
-_SENT_PARCELS: Final = counter(
-    "peer_sent_parcels_total",
-    "Parcels that were acknowledged, or written again (retried).",
+_SENT_FRAGMENTS: Final = counter(
+    "peer_sent_fragments_total",
+    "Fragments that were acknowledged, or written again (retried).",
 )
 
 
 class ReceiverCounts(msgspec.Struct, kw_only=True):
-    """Tickets and parcels that a rank receives, since its worker was made."""
+    """Tickets and fragments that a rank receives, since its worker was made."""
 
     tickets: Annotated[
         int, gauge("peer_receiver_tickets", "Tickets that senders may open now.")
@@ -749,31 +749,31 @@ class ReceiverCounts(msgspec.Struct, kw_only=True):
     opened: Annotated[int, _RECEIVER_TICKETS(outcome="opened")] = 0
     refused: Annotated[int, _RECEIVER_TICKETS(outcome="refused")] = 0
     expired: Annotated[int, _RECEIVER_TICKETS(outcome="expired")] = 0
-    parcels: Annotated[int, _RECEIVED_PARCELS(outcome="verified")] = 0
-    wrong: Annotated[int, _RECEIVED_PARCELS(outcome="wrong")] = 0
-    stale: Annotated[int, _RECEIVED_PARCELS(outcome="stale")] = 0
-    dropped: Annotated[int, _RECEIVED_PARCELS(outcome="dropped")] = 0
+    fragments: Annotated[int, _RECEIVED_FRAGMENTS(outcome="verified")] = 0
+    wrong: Annotated[int, _RECEIVED_FRAGMENTS(outcome="wrong")] = 0
+    stale: Annotated[int, _RECEIVED_FRAGMENTS(outcome="stale")] = 0
+    dropped: Annotated[int, _RECEIVED_FRAGMENTS(outcome="dropped")] = 0
     received_bytes: Annotated[
-        int, counter("peer_received_bytes_total", "Payload of verified parcels.")
+        int, counter("peer_received_bytes_total", "Payload of verified fragments.")
     ] = 0
 
 
 class SenderCounts(msgspec.Struct, kw_only=True):
-    """Tickets and parcels that a rank sends, since its worker was made."""
+    """Tickets and fragments that a rank sends, since its worker was made."""
 
     tickets: Annotated[int, gauge("peer_sender_tickets", "Tickets that are being sent.")] = 0
     opened: Annotated[int, _SENDER_TICKETS(outcome="opened")] = 0
     expired: Annotated[int, _SENDER_TICKETS(outcome="expired")] = 0
-    parcels: Annotated[int, _SENT_PARCELS(outcome="acknowledged")] = 0
-    retries: Annotated[int, _SENT_PARCELS(outcome="retried")] = 0
+    fragments: Annotated[int, _SENT_FRAGMENTS(outcome="acknowledged")] = 0
+    retries: Annotated[int, _SENT_FRAGMENTS(outcome="retried")] = 0
     sent_bytes: Annotated[
-        int, counter("peer_sent_bytes_total", "Payload of acknowledged parcels.")
+        int, counter("peer_sent_bytes_total", "Payload of acknowledged fragments.")
     ] = 0
     waits: Annotated[
         int,
         counter(
             "peer_credit_waits_total",
-            "Times that a ready parcel had to wait for a credit of its receiver.",
+            "Times that a ready fragment had to wait for a credit of its receiver.",
         ),
     ] = 0
 
@@ -784,10 +784,10 @@ class RankPeerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     rank: Annotated[int | None, Label("rank")] = None
     received: ReceiverCounts
     sent: SenderCounts
-    landing_slots: Annotated[int, gauge("peer_landing_slots", "Slots for arriving parcels.")]
+    landing_slots: Annotated[int, gauge("peer_landing_slots", "Slots for arriving fragments.")]
     free_slots: Annotated[
         int,
-        gauge("peer_free_landing_slots", "Slots for arriving parcels without an owner."),
+        gauge("peer_free_landing_slots", "Slots for arriving fragments without an owner."),
     ]
     connections: Annotated[int, gauge("peer_connections", "Open connections to receivers.")]
 

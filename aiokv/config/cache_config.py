@@ -24,7 +24,7 @@ DEFAULT_EVICTION_POLICY: Final[EvictionPolicy] = "adaptive"
 StorePolicy = Literal["at_commit", "at_nth_use", "on_eviction"]
 StoreAdmission = Literal["all", "reused"]
 _RENAMED_POLICIES = {"s3fifo": "adaptive"}
-_NOT_WITH_FOREIGN_DEVICE: Final[
+_NOT_WITH_EXTERNAL_DEVICE: Final[
     tuple[tuple[str, object, str], ...]
 ] = (  # (field, value that leaves it unset, reason)
     ("state_slots", 0, "the server has the recurrent state, and names no slots of it"),
@@ -116,7 +116,7 @@ class CacheConfig:
             that no batch of ``engine.computing`` covers (once per owner), and to log at debug the
             positions that are released uncommitted. None for the debug mode of asyncio, which
             ``python -X dev`` and ``PYTHONASYNCIODEBUG=1`` set. It has no effect with
-            ``foreign_device``.
+            ``external_device``.
         state_slots: rows of the recurrent state's tensors (:meth:`Regions.add_state`), for leases
             and snapshots; 0 for models without recurrent state.
         sentinel_state_slot: True if the state tensors have one more row than ``state_slots``, which
@@ -141,7 +141,7 @@ class CacheConfig:
             that blocks which are used once do not wear the disk; ``"all"`` saves each block.
         store_queue_blocks: blocks that may wait for a save; further blocks are not saved, and
             counted in ``dropped_saves`` of the statistics.
-        foreign_device: True if a server owns the device blocks, and names them with
+        external_device: True if a server owns the device blocks, and names them with
             ``lease.assign``: the engine keeps host memory and the stores only. ``device_blocks`` is
             then the number of blocks of the server's tensors, whose ids are 0 to
             ``device_blocks - 1``.
@@ -179,7 +179,7 @@ class CacheConfig:
     store_admission: StoreAdmission = "all"
     store_queue_blocks: int = 4_096
     prefill_tokens_per_second: float | None = None
-    foreign_device: bool = False
+    external_device: bool = False
 
     def __post_init__(self) -> None:
         _require_int("device_blocks", self.device_blocks, 1)
@@ -230,25 +230,25 @@ class CacheConfig:
         )
         _check_windows(self.windows, self.host_blocks)
         self._check_stores()
-        if checks.flag("foreign_device", self.foreign_device, ConfigError):
-            self._check_foreign_device()
+        if checks.flag("external_device", self.external_device, ConfigError):
+            self._check_external_device()
 
-    def _check_foreign_device(self) -> None:
+    def _check_external_device(self) -> None:
         if not self.host_blocks:
             raise ConfigError(
-                "host_blocks is 0, and foreign_device is True: the engine would keep no block",
+                "host_blocks is 0, and external_device is True: the engine would keep no block",
                 hint="set host_blocks, best larger than device_blocks",
             )
-        for name, unset, reason in _NOT_WITH_FOREIGN_DEVICE:
+        for name, unset, reason in _NOT_WITH_EXTERNAL_DEVICE:
             if (value := getattr(self, name)) != unset:
                 raise ConfigError(
-                    f"{name} is {checks.shown(value)}, and foreign_device is True: {reason}",
-                    hint=f"set {name}={unset!r}, or foreign_device=False",
+                    f"{name} is {checks.shown(value)}, and external_device is True: {reason}",
+                    hint=f"set {name}={unset!r}, or external_device=False",
                 )
         if self.write_policy == "write_back":
             raise ConfigError(
-                "write_policy is 'write_back', and foreign_device is True: the engine does not see "
-                "the server's evictions, so it cannot save blocks before them",
+                "write_policy is 'write_back', and external_device is True: the engine does not "
+                "see the server's evictions, so it cannot save blocks before them",
                 hint="use 'write_through' or 'write_through_selective'",
             )
 

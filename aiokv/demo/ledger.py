@@ -83,7 +83,7 @@ class Ledger:
     rows: dict[tuple[str, int], bytes] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     repeated_rows: int = 0
-    unequal_twins: list[tuple[str, int]] = field(default_factory=list)
+    unequal_copies: list[tuple[str, int]] = field(default_factory=list)
     rows_not_finite: int = 0
     computed_blocks: dict[bytes, set[bytes]] = field(default_factory=dict)
     blocks_read: int = 0
@@ -95,7 +95,7 @@ class Ledger:
             key = (request, position)
             self.repeated_rows += key in self.rows
             if self.rows.setdefault(key, digest) != digest:
-                self.unequal_twins.append(key)
+                self.unequal_copies.append(key)
 
     def record_tokens(self, request: str, tokens: list[int]) -> None:
         self.tokens[request] = tokens
@@ -114,7 +114,7 @@ class Ledger:
         """Add the rows and blocks of another server, which may have computed what this one read."""
         for (request, position), row in other.rows.items():
             self.record_rows(request, position, [row])
-        self.unequal_twins += other.unequal_twins
+        self.unequal_copies += other.unequal_copies
         self.rows_not_finite += other.rows_not_finite
         self.blocks_read += other.blocks_read
         self.wrong_blocks += other.wrong_blocks
@@ -134,7 +134,7 @@ class Ledger:
         """
         common = [key for key in self.rows if key in reference.rows]
         wrong = [key for key in common if self.rows[key] != reference.rows[key]]
-        wrong += self.unequal_twins
+        wrong += self.unequal_copies
         compared = different = 0
         for request, expected in reference.tokens.items():
             found = self.tokens.get(request, [])

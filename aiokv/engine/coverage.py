@@ -43,7 +43,7 @@ class Coverage:
         A server that owns the device blocks protects them itself.
         """
         strict = loop.get_debug() if self._config.strict is None else self._config.strict
-        self.active = strict and not self._config.foreign_device
+        self.active = strict and not self._config.external_device
 
     def check_commit(self, record: LeaseRecord, num_tokens: int) -> None:
         """Warn, once per owner, if the commit includes positions that no batch covers.

@@ -78,7 +78,7 @@ class Dispatcher:
         """Call ``callback(lease_id, reason)`` for each pin that ends."""
         self._on_unpinned = callback
 
-    def tell_moved(self, callback: Callable[[Moved], None]) -> None:
+    def on_moved(self, callback: Callable[[Moved], None]) -> None:
         """Call ``callback(moved)`` for each end of a transfer from or to a peer.
 
         It makes no transition.

@@ -599,7 +599,7 @@ class CacheEngine(Unique):
         """Copy the cached prefix of a prompt from the stores and host memory to the device.
 
         Does not wait for capacity: without room, the blocks stay in host memory. With
-        ``CacheConfig.foreign_device``, they are copied from the stores to host memory only.
+        ``CacheConfig.external_device``, they are copied from the stores to host memory only.
 
         Args:
             tokens: ``[N]`` token ids of the prompt, as for ``match``.
@@ -614,7 +614,7 @@ class CacheEngine(Unique):
 
         Returns:
             The prefix that is on the device at the end, as ``device_tokens``; with
-            ``CacheConfig.foreign_device``, the prefix in host memory, as ``host_tokens``.
+            ``CacheConfig.external_device``, the prefix in host memory, as ``host_tokens``.
 
         Raises:
             UsageError: ``ttl_seconds`` is negative or not a number. Nothing changed.

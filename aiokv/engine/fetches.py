@@ -6,8 +6,8 @@ Blocks that the model computes sooner are not fetched: see :mod:`aiokv.engine.co
 that was too slow is measured again with small fetches for which no lease waits.
 
 With recurrent state or sliding windows, a hit may end only where a tier has a snapshot, or the
-window: see :class:`~aiokv.engine.borders.BorderSearch`. The blocks before such a border are fetched
-in parts, too; the copies of other groups follow as the last part.
+window: see :class:`~aiokv.engine.boundaries.BoundarySearch`. The blocks before such a boundary are
+fetched in parts, too; the copies of other groups follow as the last part.
 
 A fetch belongs to no lease: blocks that arrive after a lease has stopped waiting are cached, too.
 """
@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.base.plan import Priority
-from aiokv.engine.borders import BorderSearch
+from aiokv.engine.boundaries import BoundarySearch
 from aiokv.engine.comparison import PARTS, Comparison, Part, rest_of
 from aiokv.engine.fetch_line import AT_A_TIME, FetchLine
 from aiokv.errors import AiokvError
@@ -144,7 +144,7 @@ class Fetches:
     def is_incomplete(self, lease_id: int) -> bool:
         """Return True if the tiers lack something that a longer hit of the lease needs."""
         if self._groups:
-            return bool(self._read.borders(lease_id).digests)
+            return bool(self._read.boundaries(lease_id).digests)
         return bool(self._read.missing(lease_id)[1])
 
     def begin(self, lease_id: int, timeout: float | None, queued_tokens: int) -> StoreWait:
@@ -220,7 +220,7 @@ class Fetches:
         try:
             async with asyncio.timeout(timeout):
                 if self._groups:
-                    await self._bring_to_border(lease_id, priority, comparison)
+                    await self._bring_to_boundary(lease_id, priority, comparison)
                 else:
                     await self._bring(lease_id, priority, comparison)
         except TimeoutError:
@@ -340,13 +340,13 @@ class Fetches:
             reached, _ = self._read.missing(lease_id)
         return reached
 
-    def _probe(self, lease_id: int, comparison: Comparison, border: int = 0) -> None:
+    def _probe(self, lease_id: int, comparison: Comparison, boundary: int = 0) -> None:
         """Begin a small fetch that measures the stores again, without waiting for it.
 
         Args:
             lease_id: the lease.
             comparison: knows a suitable number of blocks.
-            border: blocks of a hit whose copies are fetched if no block is missing; 0 for none.
+            boundary: blocks of a hit whose copies are fetched if no block is missing; 0 for none.
         """
         is_measured = self._num_compared or not self._line.is_empty
         if is_measured or self._lifetime.loop.time() < self._probe_at:
@@ -355,9 +355,9 @@ class Fetches:
         transfer_id = self._dispatcher.apply(
             self._scheduler.fetches.begin(lease_id, blocks, Priority.BACKUP)
         )
-        for group in self._groups if border else ():
+        for group in self._groups if boundary else ():
             transfer_id = transfer_id or self._dispatcher.apply(
-                self._scheduler.fetches.begin_group(lease_id, border, group.name, Priority.BACKUP)
+                self._scheduler.fetches.begin_group(lease_id, boundary, group.name, Priority.BACKUP)
             )
         if transfer_id:
             self._note_compared(transfer_id)
@@ -418,17 +418,17 @@ class Fetches:
                 break
         return reached, digests
 
-    async def _bring_to_border(
+    async def _bring_to_boundary(
         self, lease_id: int, priority: Priority, comparison: Comparison | None
     ) -> None:
-        """Bring the blocks before a border, and the copies of other groups that a hit needs.
+        """Bring the blocks before a boundary, and the copies of other groups that a hit needs.
 
         The blocks come first: a copy is attached to its block. When something does not arrive, the
-        next best border is tried.
+        next best boundary is tried.
         """
-        search = await self._find_borders(lease_id)
+        search = await self._find_boundaries(lease_id)
         if comparison is not None:
-            await self._bring_to_border_while_sooner(lease_id, priority, search, comparison)
+            await self._bring_to_boundary_while_sooner(lease_id, priority, search, comparison)
             return
         while end := search.best(None):
             reached, _ = await self._bring_blocks(lease_id, end, priority, _Newest())
@@ -436,12 +436,12 @@ class Fetches:
             if reached >= end and await self._bring_copies(lease_id, end, priority, search):
                 return
 
-    async def _bring_to_border_while_sooner(
-        self, lease_id: int, priority: Priority, search: BorderSearch, comparison: Comparison
+    async def _bring_to_boundary_while_sooner(
+        self, lease_id: int, priority: Priority, search: BoundarySearch, comparison: Comparison
     ) -> None:
-        """Bring a border's blocks in parts, then its copies, while this is sooner than computing.
+        """Bring a boundary's blocks in parts, then its copies, while this is sooner than computing.
 
-        The comparison before each part includes the copies. When a part is late, the border may
+        The comparison before each part includes the copies. When a part is late, the boundary may
         become one among the blocks that have arrived.
         """
         is_short = False
@@ -454,7 +454,7 @@ class Fetches:
                     self._line.note(place, search.seconds(end))
                     first, _ = self._read.missing(lease_id)
                     if first < end:
-                        is_short = not await self._bring_part_of_border(
+                        is_short = not await self._bring_part_of_boundary(
                             lease_id, first, end, priority, search, comparison
                         )
                     elif await self._bring_copies_in_time(
@@ -463,21 +463,21 @@ class Fetches:
                         return
             finally:
                 self._line.leave(place)
-        border = search.best(None)
-        if border and not is_short:
+        boundary = search.best(None)
+        if boundary and not is_short:
             self._requests.note_declined_fetch()
-            self._probe(lease_id, comparison, border)
+            self._probe(lease_id, comparison, boundary)
 
-    async def _bring_part_of_border(
+    async def _bring_part_of_boundary(
         self,
         lease_id: int,
         first: int,
         end: int,
         priority: Priority,
-        search: BorderSearch,
+        search: BoundarySearch,
         comparison: Comparison,
     ) -> bool:
-        """Fetch the next part of the blocks of a border; return True if all of it has arrived."""
+        """Fetch the next part of the blocks of a boundary; return True if all of it has arrived."""
         loop = self._lifetime.loop
         part = comparison.first_part(search.block_seconds(first, end))
         began = loop.time()
@@ -493,7 +493,7 @@ class Fetches:
         lease_id: int,
         end: int,
         priority: Priority,
-        search: BorderSearch,
+        search: BoundarySearch,
         comparison: Comparison,
     ) -> bool:
         """As ``_bring_copies``; return True, too, if the wait has ended because they are late."""
@@ -511,7 +511,7 @@ class Fetches:
         lease_id: int,
         end: int,
         priority: Priority,
-        search: BorderSearch,
+        search: BoundarySearch,
         *,
         is_compared: bool = False,
     ) -> bool:
@@ -526,21 +526,21 @@ class Fetches:
                     self._note_compared(transfer_id)
         for transfer_id in begun:
             await self._transfers.settled(transfer_id)
-        if self._read.borders(lease_id).hit >= end:
+        if self._read.boundaries(lease_id).hit >= end:
             return True
         self._note_cached(search, lease_id)
         search.note_failure(end)
         return False
 
-    async def _find_borders(self, lease_id: int) -> BorderSearch:
+    async def _find_boundaries(self, lease_id: int) -> BoundarySearch:
         """Ask the stores for the blocks of a prompt behind its hit, and for copies of those that
         can be reached."""
-        search = BorderSearch(self._read.borders(lease_id), self._groups, self._block_tokens)
+        search = BoundarySearch(self._read.boundaries(lease_id), self._groups, self._block_tokens)
         while search.digests:
             answer = await self._worker.stores.lookup(search.missing_digests)
             found = await self._find_copies(search.reachable(answer))
             if search.note(answer, found):
-                search.go_on(self._read.borders(lease_id, search.asked))
+                search.go_on(self._read.boundaries(lease_id, search.asked))
         self._note_cached(search, lease_id)
         return search
 
@@ -550,13 +550,13 @@ class Fetches:
             *(self._worker.stores.find(group.name, digests) for group in self._groups)
         )
 
-    def _note_cached(self, search: BorderSearch, lease_id: int) -> None:
+    def _note_cached(self, search: BoundarySearch, lease_id: int) -> None:
         for group in self._groups:
             end = search.hit + search.asked
             search.note_cached(group.name, self._read.has_copies(lease_id, group, search.hit, end))
 
 
-def _share_of(search: BorderSearch, end: int, comparison: Comparison) -> Part:
-    """Return the part of a fetch to a border for which a wait must not take longer."""
+def _share_of(search: BoundarySearch, end: int, comparison: Comparison) -> Part:
+    """Return the part of a fetch to a boundary for which a wait must not take longer."""
     blocks = max(math.ceil((end - search.hit) / PARTS), comparison.probe_blocks)
     return Part(blocks, 0.0, search.seconds(end))

@@ -276,7 +276,7 @@ class Lease(Unique):
         released.
 
         Recurrent state and sliding windows stay on the device, where another lease may take their
-        place. The lease then resumes at the last block border that can still be hit.
+        place. The lease then resumes at the last block boundary that can still be hit.
 
         Args:
             swap: True to move the whole block table, including the partial last block, to host
@@ -612,7 +612,7 @@ class Lease(Unique):
         return self.record.leases.read.block_table(self.record.live_id(), group)
 
     @property
-    def reach_tokens(self) -> int:
+    def max_extend_tokens(self) -> int:
         """First position without a block in some window group: the next step must end there.
 
         ``commit`` increases it; while window blocks of the lease are onloaded, the end of the
@@ -620,7 +620,7 @@ class Lease(Unique):
         """
         record = self.record
         record.leases.check_thread()
-        return record.leases.read.reach_tokens(record.live_id())
+        return record.leases.read.max_extend_tokens(record.live_id())
 
     @property
     def state_slot(self) -> int:
@@ -639,7 +639,7 @@ class Lease(Unique):
         """Positions after the hit at which a snapshot of the state helps later prompts most.
 
         These are the position where this prompt diverges from cached prompts, since other prompts
-        may diverge there, too, and the last block border that an equal prompt can hit. Ascending;
+        may diverge there, too, and the last block boundary that an equal prompt can hit. Ascending;
         let chunks of the prompt end there.
         """
         record = self.record
@@ -649,7 +649,7 @@ class Lease(Unique):
     # --- device blocks of a server ----------------------------------------------------------------
 
     def assign(self, block_ids: TokenIds, *, computed_tokens: int = 0) -> None:
-        """Set the device blocks of the next positions, with ``CacheConfig.foreign_device``.
+        """Set the device blocks of the next positions, with ``CacheConfig.external_device``.
 
         The first call after a grant begins the onload of the cached positions into these blocks:
         ``layers`` waits for it. Its blocks must cover ``cached_tokens``. Later calls append blocks,

@@ -211,7 +211,7 @@ class Lifecycle:
     async def _wait_for_leases(self, timeout: float | None) -> None:
         read = self._scheduler.read
         conditions = self._dispatcher.conditions
-        if self._config.foreign_device:
+        if self._config.external_device:
             began = time.monotonic()
             if await conditions.wait_for(lambda: not read.has_handles, timeout) and read.open_step:
                 self._steps.close(None)  # saves of released leases wait for it

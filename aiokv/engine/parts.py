@@ -256,11 +256,11 @@ def _check_stores(config: CacheConfig) -> None:
 
 
 def _check_peers(config: CacheConfig) -> None:
-    if config.foreign_device:
+    if config.external_device:
         raise ConfigError(
-            "peers are given, and CacheConfig.foreign_device is True: leases that send or receive "
+            "peers are given, and CacheConfig.external_device is True: leases that send or receive "
             "need device blocks of the engine",
-            hint="leave the peers out, or set foreign_device=False",
+            hint="leave the peers out, or set external_device=False",
         )
     if not config.model:
         raise ConfigError(

@@ -93,7 +93,7 @@ class Exchange:
         self.groups = [*self._windows, *([STATE] if parts.config.state_slots else ())]
         self.counts = PeerCounts()
         self.flows: dict[int, list[Flow]] = {}
-        parts.dispatcher.tell_moved(self._note_moved)
+        parts.dispatcher.on_moved(self._note_moved)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:

@@ -80,7 +80,7 @@ class Pins:
     """Pins of one engine, and the onloads of their prefixes."""
 
     def __init__(self, parts: Parts, leases: Leases, fetches: Fetches) -> None:
-        self._foreign_device = parts.config.foreign_device
+        self._external_device = parts.config.external_device
         self._lifetime = parts.lifetime
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
@@ -114,7 +114,7 @@ class Pins:
         )
         record = await self._fetched(match, timeout)
         found = self._scheduler.read.hit(record.id)
-        if self._foreign_device:
+        if self._external_device:
             self._leases.release(record)
             return found
         pin = await self._bring(record, found, until_used=ttl_seconds > 0)
@@ -137,9 +137,9 @@ class Pins:
         timeout: float | None,
     ) -> Pin:
         """See ``CacheEngine.pin``."""
-        if self._foreign_device:
+        if self._external_device:
             raise UsageError(
-                "pin: with CacheConfig.foreign_device, a server owns the device blocks, not the "
+                "pin: with CacheConfig.external_device, a server owns the device blocks, not the "
                 "engine",
                 hint="a lease keeps its cached blocks in host memory from allocate to release",
             )

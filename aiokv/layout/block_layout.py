@@ -47,7 +47,7 @@ _Index: TypeAlias = Annotated[int, Meta(ge=0, le=checks.MAX_INT32)]
 
 
 def aligned(size_bytes: int) -> int:
-    """Return the bytes that a piece takes in a host block or parcel."""
+    """Return the bytes that a piece takes in a host block or fragment."""
     return -(-size_bytes // HOST_ALIGNMENT_BYTES) * HOST_ALIGNMENT_BYTES
 
 

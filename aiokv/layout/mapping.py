@@ -1,13 +1,13 @@
 """Mapping of blocks between two servers whose layouts may differ.
 
-A *parcel* is what one sender rank sends of one of its blocks to one receiver rank: the heads that
+A *fragment* is what one sender rank sends of one of its blocks to one receiver rank: the heads that
 both have, all tokens of the block, in the sender's order of axes; pieces by layer and then by the
-sender's regions, each aligned to 64 bytes. The sender cuts parcels out of its host blocks; the
+sender's regions, each aligned to 64 bytes. The sender cuts fragments out of its host blocks; the
 receiver places them in its own. Blocks count positions from the begin of the prompt on both sides::
 
     sender, 48 tokens per block     |       0       |       1       |
     receiver, 32 tokens per block   |    0    |    1    |    2    |
-                                         parcel 1 has tokens of the receiver's blocks 1 and 2
+                                         fragment 1 has tokens of the receiver's blocks 1 and 2
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Mapping:
         receiver: layout of the rank that receives.
         pool: ``"blocks"``; ``"state"`` for slots of recurrent state, each of which is one block;
             ``"window NAME"`` for blocks of a group of sliding-window layers.
-        layers: first and end of the layers in a parcel; None for all. The sender cuts parcels out
-            of host blocks with these layers only; the receiver places them in its whole host
+        layers: first and end of the layers in a fragment; None for all. The sender cuts fragments
+            out of host blocks with these layers only; the receiver places them in its whole host
             blocks, unless ``is_identity``.
 
     Attributes:
-        parcel_bytes: bytes of a parcel; 0 if the two ranks have no heads in common.
-        is_identity: a parcel is the sender's host block as it is, and the receiver's.
-        parcel_is_block: a parcel is the sender's host block as it is: nothing has to be cut.
+        fragment_bytes: bytes of a fragment; 0 if the two ranks have no heads in common.
+        is_identity: a fragment is the sender's host block as it is, and the receiver's.
+        fragment_is_block: a fragment is the sender's host block as it is: nothing has to be cut.
 
     Raises:
         LayoutError: blocks of one side cannot become blocks of the other one; names both sides and
@@ -79,15 +79,17 @@ class Mapping:
         sender_bytes = sent.num_bytes
         receiver_bytes = receiver.pool(pool).block_bytes
         num_pieces = sent.num_pieces
-        self.parcel_bytes = sum(aligned(box.copy.num_bytes) for box in boxes)
-        self.parcel_is_block = len(boxes) == num_pieces and all(box.copy.is_whole for box in boxes)
+        self.fragment_bytes = sum(aligned(box.copy.num_bytes) for box in boxes)
+        self.fragment_is_block = len(boxes) == num_pieces and all(
+            box.copy.is_whole for box in boxes
+        )
         self.is_identity = (
-            self.parcel_is_block
+            self.fragment_is_block
             and self._sender_tokens == self._receiver_tokens
             and all(box.copy.is_equal and box.source == box.target - kept.offset for box in boxes)
         )
         cutting, placing = _Program(), _Program()
-        if self.parcel_is_block:
+        if self.fragment_is_block:
             cutting.add_whole(sender_bytes)
         else:
             cutting.add_cuts(boxes)
@@ -95,8 +97,8 @@ class Mapping:
             placing.add_whole(sender_bytes)
         else:
             placing.add_places(boxes)
-        self._cut = cutting.compiled(sender_bytes, self.parcel_bytes)
-        self._place = placing.compiled(self.parcel_bytes, receiver_bytes)
+        self._cut = cutting.compiled(sender_bytes, self.fragment_bytes)
+        self._place = placing.compiled(self.fragment_bytes, receiver_bytes)
 
     def receiver_blocks(self, sender_block: int) -> range:
         """Return the indices of the receiver's blocks that have tokens of a sender's block."""
@@ -105,70 +107,71 @@ class Mapping:
     def sender_blocks(self, receiver_block: int) -> range:
         """Return the indices of the sender's blocks that have tokens of a receiver's block.
 
-        A receiver's block is complete when the parcels of all of them have been placed, from every
-        rank of ``sources``; blocks behind the last token of the prompt do not exist.
+        A receiver's block is complete when the fragments of all of them have been placed, from
+        every rank of ``sources``; blocks behind the last token of the prompt do not exist.
         """
         return _overlapping(receiver_block, self._receiver_tokens, self._sender_tokens)
 
     def cut(
-        self, block_addresses: int | Sequence[int], parcel_addresses: int | Sequence[int]
+        self, block_addresses: int | Sequence[int], fragment_addresses: int | Sequence[int]
     ) -> None:
-        """Cut one parcel out of each host block of the sender. Call it in a thread.
+        """Cut one fragment out of each host block of the sender. Call it in a thread.
 
-        The GIL is released while bytes are copied. The bytes between the pieces of a parcel are
-        zero, unless the parcel is the block as it is.
+        The GIL is released while bytes are copied. The bytes between the pieces of a fragment are
+        zero, unless the fragment is the block as it is.
 
         Args:
             block_addresses: of the host blocks.
-            parcel_addresses: where the parcels go; ``parcel_bytes`` each. They do not overlap any
-                of the blocks.
+            fragment_addresses: where the fragments go; ``fragment_bytes`` each. They do not overlap
+                any of the blocks.
 
         Raises:
-            UsageError: other numbers of blocks than of parcels. No address is checked.
+            UsageError: other numbers of blocks than of fragments. No address is checked.
         """
-        blocks, parcels = _integers(block_addresses), _integers(parcel_addresses)
-        if len(blocks) != len(parcels):
+        blocks, fragments = _integers(block_addresses), _integers(fragment_addresses)
+        if len(blocks) != len(fragments):
             raise UsageError(
-                f"cut: {len(blocks)} blocks and {len(parcels)} parcels; pass one parcel per block"
+                f"cut: {len(blocks)} blocks and {len(fragments)} fragments; pass one fragment "
+                "per block"
             )
         tokens = self._sender_tokens
-        _run(self._cut, [(b, p, 0, 0, tokens) for b, p in zip(blocks, parcels, strict=True)])
+        _run(self._cut, [(b, p, 0, 0, tokens) for b, p in zip(blocks, fragments, strict=True)])
 
     def place(
         self,
-        parcel_addresses: int | Sequence[int],
+        fragment_addresses: int | Sequence[int],
         sender_blocks: int | Sequence[int],
         receiver_addresses: Dictionary[int, int],
     ) -> None:
-        """Write the tokens of parcels to the receiver's host blocks. Call it in a thread.
+        """Write the tokens of fragments to the receiver's host blocks. Call it in a thread.
 
         The GIL is released while bytes are copied. Other bytes of the host blocks do not change, so
-        parcels of several ranks and of neighbouring blocks may be placed at the same time.
+        fragments of several ranks and of neighbouring blocks may be placed at the same time.
 
         Args:
-            parcel_addresses: of the parcels.
-            sender_blocks: index of the sender's block of each parcel.
+            fragment_addresses: of the fragments.
+            sender_blocks: index of the sender's block of each fragment.
             receiver_addresses: addresses of the host blocks by the index of the receiver's block;
                 tokens of other blocks are left out.
 
         Raises:
-            UsageError: other numbers of parcels than of blocks. No address is checked.
+            UsageError: other numbers of fragments than of blocks. No address is checked.
         """
-        parcels, blocks = _integers(parcel_addresses), _integers(sender_blocks)
-        if len(parcels) != len(blocks):
+        fragments, blocks = _integers(fragment_addresses), _integers(sender_blocks)
+        if len(fragments) != len(blocks):
             raise UsageError(
-                f"place: {len(parcels)} parcels and {len(blocks)} sender blocks; pass one block "
-                "per parcel"
+                f"place: {len(fragments)} fragments and {len(blocks)} sender blocks; pass one "
+                "block per fragment"
             )
         sent, kept = self._sender_tokens, self._receiver_tokens
         parts = []
-        for parcel, block in zip(parcels, blocks, strict=True):
+        for fragment, block in zip(fragments, blocks, strict=True):
             for index in self.receiver_blocks(block):
                 if (address := receiver_addresses.get(index)) is not None:
                     begin = max(block * sent, index * kept)
                     end = min((block + 1) * sent, (index + 1) * kept)
                     first = (begin - block * sent, begin - index * kept)
-                    parts.append((parcel, address, *first, end - begin))
+                    parts.append((fragment, address, *first, end - begin))
         _run(self._place, parts)
 
 
@@ -261,9 +264,9 @@ class _Missing:
 
 
 class _Copy(NamedTuple):
-    """Copies of one piece: sender's host block to parcel, and parcel to receiver's host block."""
+    """Copies of one piece: sender's host block to fragment to receiver's host block."""
 
-    num_bytes: int  # in the parcel
+    num_bytes: int  # in the fragment
     source_shift: int  # of the first common head in the sender's piece, bytes
     target_shift: int  # and in the receiver's
     cut: _Geometry
@@ -273,7 +276,7 @@ class _Copy(NamedTuple):
 
 
 class _Box(NamedTuple):
-    """One piece of a parcel, and its places in the host blocks of both sides."""
+    """One piece of a fragment, and its places in the host blocks of both sides."""
 
     layer: int
     source: int
@@ -319,22 +322,22 @@ class _Program:
         self._pieces[_Geometry(num_bytes)].append((0, 0))
 
     def add_cuts(self, boxes: Iterable[_Box]) -> None:
-        for parcel, box in _in_parcel(boxes):
-            self._pieces[box.copy.cut].append((box.source, parcel))
-            end = parcel + box.copy.num_bytes
+        for fragment, box in _in_fragment(boxes):
+            self._pieces[box.copy.cut].append((box.source, fragment))
+            end = fragment + box.copy.num_bytes
             if gap := aligned(end) - end:
                 self._gaps.append((end, gap))
 
     def add_places(self, boxes: Iterable[_Box]) -> None:
-        for parcel, box in _in_parcel(boxes):
-            self._pieces[box.copy.place].append((parcel, box.target))
+        for fragment, box in _in_fragment(boxes):
+            self._pieces[box.copy.place].append((fragment, box.target))
 
     def compiled(self, source_bytes: int, target_bytes: int) -> Repack:
         groups = [(*geometry, pieces) for geometry, pieces in self._pieces.items()]
         return Repack(groups, self._gaps, source_bytes=source_bytes, target_bytes=target_bytes)
 
 
-def _in_parcel(boxes: Iterable[_Box]) -> Iterator[tuple[int, _Box]]:
+def _in_fragment(boxes: Iterable[_Box]) -> Iterator[tuple[int, _Box]]:
     offset = 0
     for box in boxes:
         yield offset, box
@@ -342,7 +345,7 @@ def _in_parcel(boxes: Iterable[_Box]) -> Iterator[tuple[int, _Box]]:
 
 
 def _boxes(sender: BlockLayout, receiver: BlockLayout, pool: str) -> Iterator[_Box]:
-    """Iterate over the pieces of a parcel, in its order."""
+    """Iterate over the pieces of a fragment, in its order."""
     copies: dict[tuple[PieceLayout, PieceLayout], _Copy | None] = {}
     targets = {(layer, region): offset for layer, region, offset in _places(receiver, pool)}
     sent = _pairs(sender, receiver, pool)

@@ -76,20 +76,20 @@ class Acceptance:
         if message.transport != self._transport:
             return f"the transport is {message.transport!r}; here it is {self._transport!r}"
         if message.sender_rank in incoming.sources or incoming.done:
-            # Also of one that has ended: its parcels may be in assemblies.
+            # Also of one that has ended: its fragments may be in assemblies.
             return f"a sender of rank {message.sender_rank} has, or had, the ticket"
         return ""
 
     def _check_room(self, source: Source) -> None:
-        """Check that a parcel fits in a slot, and that there are enough assembly slots.
+        """Check that a fragment fits in a slot, and that there are enough assembly slots.
 
         Raises:
             LayoutError: otherwise.
         """
-        parcel_bytes = max(source.parcel_bytes(group) for group in range(len(source.mappings)))
-        if parcel_bytes > self._slot_bytes:
+        fragment_bytes = max(source.fragment_bytes(group) for group in range(len(source.mappings)))
+        if fragment_bytes > self._slot_bytes:
             raise LayoutError(
-                f"a parcel of the sender takes {parcel_bytes} bytes, a landing slot of the "
+                f"a fragment of the sender takes {fragment_bytes} bytes, a landing slot of the "
                 f"receiver {self._slot_bytes} bytes",
                 hint="send with smaller blocks than the receiver has, or with equal ones",
             )

@@ -2,7 +2,7 @@
 
 ::
 
-    connection ─► first Open ─► accept of the transport ─► messages and parcels ─► Receiver
+    connection ─► first Open ─► accept of the transport ─► messages and fragments ─► Receiver
     end of the connection ─► fence of the transport ─► its slots are free
 
 Only a one-sided transport accepts and fences: its senders may write landing slots after the end of
@@ -44,8 +44,8 @@ class _ReceiverEnd:
     def place(self, landed: Landed) -> memoryview | None:
         return self._accepted.slot_for(self._connection, landed)
 
-    def on_parcel(self, landed: Landed) -> None:
-        self._accepted.on_parcel(self._connection, landed)
+    def on_fragment(self, landed: Landed) -> None:
+        self._accepted.on_fragment(self._connection, landed)
 
     def on_closed(self, reason: str) -> None:
         self._accepted.on_closed(self._connection, reason)
@@ -55,7 +55,7 @@ class AcceptedConnections:
     """Connections of senders; those that come while there is no receiver wait for the next one.
 
     Args:
-        transport: of the parcels.
+        transport: of the fragments.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -78,7 +78,7 @@ class AcceptedConnections:
         return self._metadata.get(connection, b"")
 
     def serve(self, receiver: Receiver[Connection], landing: PeerMemory) -> None:
-        """Give messages and parcels to a receiver.
+        """Give messages and fragments to a receiver.
 
         Args:
             receiver: new.
@@ -125,8 +125,8 @@ class AcceptedConnections:
             else:
                 waiting.append(message)
         elif isinstance(message, Landed):  # of a one-sided transport
-            if self._begin_parcel(connection, message):
-                self.on_parcel(connection, message)
+            if self._begin_fragment(connection, message):
+                self.on_fragment(connection, message)
         elif receiver is None:
             if isinstance(message, Open):
                 refused = Refused(ticket_id=message.ticket_id, kind="ticket", reason="it sleeps")
@@ -174,26 +174,26 @@ class AcceptedConnections:
         except Exception as error:
             abort_for(connection, error)
 
-    # --- parcels ----------------------------------------------------------------------------------
+    # --- fragments --------------------------------------------------------------------------------
 
     def slot_for(self, connection: Connection, landed: Landed) -> memoryview | None:
-        """Return the slot for a parcel, or None to discard it."""
+        """Return the slot for a fragment, or None to discard it."""
         landing = self._landing
-        if landing is None or not self._begin_parcel(connection, landed):
+        if landing is None or not self._begin_fragment(connection, landed):
             return None
-        return landing.slot(landed.slot, landed.parcel_bytes)
+        return landing.slot(landed.slot, landed.fragment_bytes)
 
-    def _begin_parcel(self, connection: Connection, landed: Landed) -> bool:
-        """Return False for a parcel to discard."""
+    def _begin_fragment(self, connection: Connection, landed: Landed) -> bool:
+        """Return False for a fragment to discard."""
         receiver, landing = self._receiver, self._landing
-        if receiver is None or landing is None or landed.parcel_bytes > landing.slot_bytes:
+        if receiver is None or landing is None or landed.fragment_bytes > landing.slot_bytes:
             return False
-        return receiver.begin_parcel(connection, landed) == "land"
+        return receiver.begin_fragment(connection, landed) == "land"
 
-    def on_parcel(self, connection: Connection, landed: Landed) -> None:
-        """Note that a parcel is in its slot."""
+    def on_fragment(self, connection: Connection, landed: Landed) -> None:
+        """Note that a fragment is in its slot."""
         if self._receiver is not None:
-            self._receiver.end_parcel(connection, landed)
+            self._receiver.end_fragment(connection, landed)
 
     # --- ends -------------------------------------------------------------------------------------
 

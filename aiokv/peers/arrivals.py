@@ -1,4 +1,4 @@
-"""Arrivals: parcels, the blocks that they become, and the plans that wait for these. Pure."""
+"""Arrivals: fragments, the blocks that they become, and the plans that wait for these. Pure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Mapping(Protocol):
-    """Mapping of one sender rank's parcels to blocks of this rank; see ``aiokv.layout.mapping``."""
+    """Map one sender rank's fragments to blocks of this rank; see ``aiokv.layout.mapping``."""
 
     is_identity: bool
-    parcel_bytes: int
+    fragment_bytes: int
 
     def receiver_blocks(self, sender_block: int) -> range:
         """Return the blocks of the receiver that have tokens of a block of the sender."""
@@ -41,19 +41,19 @@ class Source(NamedTuple):
 
     @property
     def is_identity(self) -> bool:
-        """True when the parcels of all groups are blocks of the receiver as they are.
+        """True when the fragments of all groups are blocks of the receiver as they are.
 
         Otherwise several ranks may have parts of a block, or all of it, of any group.
         """
         return all(mapping.is_identity for mapping in self.mappings)
 
-    def parcel_bytes(self, group: int) -> int:
-        """Return the bytes of a parcel of a group with its trailer."""
-        return bytes_with_trailer(self.mappings[group].parcel_bytes)
+    def fragment_bytes(self, group: int) -> int:
+        """Return the bytes of a fragment of a group with its trailer."""
+        return bytes_with_trailer(self.mappings[group].fragment_bytes)
 
 
-class Parcel(NamedTuple):
-    """A parcel in a landing slot, which belongs to it.
+class Fragment(NamedTuple):
+    """A fragment in a landing slot, which belongs to it.
 
     Attributes:
         ticket_id: of its ticket.
@@ -112,20 +112,20 @@ class Receive:
         """Number of leading blocks of the plan that are in the device."""
         return min((self.positions[block] for block in self.missing), default=len(self.positions))
 
-    def note_copied(self, parcels: Iterable[int], num_ranges: int) -> None:
-        """Note that parcels, by ``block_key``, are in the device.
+    def note_copied(self, fragments: Iterable[int], num_ranges: int) -> None:
+        """Note that fragments, by ``block_key``, are in the device.
 
         Args:
-            parcels: whole blocks, or ranges of their layers.
-            num_ranges: ranges that make up a block; 0 if the parcels are whole blocks.
+            fragments: whole blocks, or ranges of their layers.
+            num_ranges: ranges that make up a block; 0 if the fragments are whole blocks.
         """
         if not num_ranges:
-            self.missing.difference_update(parcels)
+            self.missing.difference_update(fragments)
             return
-        for parcel in parcels:
-            block = block_key(self.group, split_key(parcel)[1])
+        for fragment in fragments:
+            block = block_key(self.group, split_key(fragment)[1])
             parts = self.parts.setdefault(block, set())
-            parts.add(parcel)
+            parts.add(fragment)
             if len(parts) == num_ranges:
                 self.missing.discard(block)
                 del self.parts[block]
@@ -146,7 +146,7 @@ class SlotCopy:
 
     Attributes:
         receive: the plan.
-        group: of the parcels in the slots.
+        group: of the fragments in the slots.
         blocks: by ``block_key``.
         slots: slots that are read; taken when they are freed.
         num_ranges: ranges of layers that make up a block; 0 for whole blocks.
@@ -182,7 +182,7 @@ class SlotCopy:
 
 
 class SlotCopies:
-    """Copies of blocks that have arrived together: one per plan and group of their parcels.
+    """Copies of blocks that have arrived together: one per plan and group of their fragments.
 
     Args:
         is_assembled: their slots are assembly slots.

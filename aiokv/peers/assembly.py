@@ -1,4 +1,4 @@
-"""AssemblySlots: slots in which blocks are put together from parcels of other layouts. Pure.
+"""AssemblySlots: slots in which blocks are put together from fragments of other layouts. Pure.
 
 ::
 
@@ -14,12 +14,12 @@ from __future__ import annotations
 
 
 class Assembly:
-    """A block that parcels are being placed in.
+    """A block that fragments are being placed in.
 
     Attributes:
         slot: assembly slot; -1 after it was freed.
-        placed: parcels that it has, by rank and block of the sender.
-        placing: parcels that a thread is writing to it.
+        placed: fragments that it has, by rank and block of the sender.
+        placing: fragments that a thread is writing to it.
         is_dropped: its plan was given up; the slot is freed when no thread writes it.
     """
 
@@ -54,7 +54,7 @@ class AssemblySlots:
         return Assembly(self._free.pop())
 
     def end_write(self, assembly: Assembly, place: tuple[int, int]) -> None:
-        """Note that a thread has written a parcel, by rank and block of the sender."""
+        """Note that a thread has written a fragment, by rank and block of the sender."""
         assembly.placing -= 1
         assembly.placed.add(place)
         if assembly.is_dropped:

@@ -1,4 +1,4 @@
-"""CudaIpcBackend: parcels from one GPU to another on the same server, by its copy engines.
+"""CudaIpcBackend: fragments from one GPU to another on the same server, by its copy engines.
 
 The receiver exports the memory of its landing slots, and the sender maps it: CUDA's inter-process
 communication, over NVLink or PCIe. Nothing listens beside the control connection, which carries the
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _cuda: Any = getattr(_native, "cuda", None)  # absent when aiokv was built without a CUDA compiler
 
 # Behind the end of the process of a sender, the driver stops its copies, each of which takes less
-# than a millisecond. The proof of a parcel is computed again while it is copied to device blocks.
+# than a millisecond. The proof of a fragment is computed again while it is copied to device blocks.
 LAST_COPIES_SECONDS: Final = 0.05
 
 

@@ -1,4 +1,4 @@
-"""DeferredParcels: parcels that senders keep until the receiver has room for them. Pure."""
+"""DeferredFragments: fragments that senders keep until the receiver has room for them. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound="Hashable")  # a connection
 
 
-class DeferredParcel(NamedTuple, Generic[C]):
-    """A parcel that its sender may send again.
+class DeferredFragment(NamedTuple, Generic[C]):
+    """A fragment that its sender may send again.
 
     Attributes:
         ticket_id: of its ticket.
-        sender: rank that has the parcel.
+        sender: rank that has the fragment.
         block: of the sender, by ``block_key``.
     """
 
@@ -27,10 +27,10 @@ class DeferredParcel(NamedTuple, Generic[C]):
     block: int
 
 
-class DeferredParcels(Generic[C]):
-    """Deferred parcels of all tickets of one rank, in order.
+class DeferredFragments(Generic[C]):
+    """Deferred fragments of all tickets of one rank, in order.
 
-    Each ticket with deferred parcels is listed; those without are removed when they are met.
+    Each ticket with deferred fragments is listed; those without are removed when they are met.
 
     Args:
         slots: assembly slots of the rank.
@@ -41,14 +41,14 @@ class DeferredParcels(Generic[C]):
         self._tickets: dict[Incoming[C], None] = {}
 
     def add(self, incoming: Incoming[C], place: tuple[int, int]) -> None:
-        """Add a parcel, by rank and block of the sender."""
+        """Add a fragment, by rank and block of the sender."""
         incoming.deferred[place] = None
         self._tickets[incoming] = None
 
-    def take(self) -> Iterator[DeferredParcel[C]]:
-        """Remove, and yield, the parcels for which there is room now.
+    def take(self) -> Iterator[DeferredFragment[C]]:
+        """Remove, and yield, the fragments for which there is room now.
 
-        Parcels of senders that have ended are removed, too.
+        Fragments of senders that have ended are removed, too.
         """
         room = self._slots.num_free
         for incoming in list(self._tickets):
@@ -65,7 +65,7 @@ class DeferredParcels(Generic[C]):
                     continue
                 room -= needed
                 del incoming.deferred[place]
-                yield DeferredParcel(incoming.ticket.ticket_id, sender, place[1])
+                yield DeferredFragment(incoming.ticket.ticket_id, sender, place[1])
 
     def violations(self, tickets: Iterable[Incoming[C]]) -> list[str]:
         """Return a description of each violated invariant.
@@ -74,7 +74,7 @@ class DeferredParcels(Generic[C]):
             tickets: all tickets of the rank.
         """
         return [
-            f"ticket {incoming.ticket.ticket_id.hex()} has deferred parcels, but is not listed"
+            f"ticket {incoming.ticket.ticket_id.hex()} has deferred fragments, but is not listed"
             for incoming in tickets
             if incoming.deferred and incoming not in self._tickets
         ]

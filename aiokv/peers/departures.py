@@ -1,4 +1,4 @@
-"""Departures: plans that send blocks, and the parcels that these become. Pure."""
+"""Departures: plans that send blocks, and the fragments that these become. Pure."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound="Hashable")  # a connection
 
 
-class Parcel(Generic[C]):
+class Fragment(Generic[C]):
     """A block on its way to one receiver rank.
 
     Attributes:
         send: its plan.
         block: of the prompt, by ``block_key``.
-        queue: of parcels to the receiver.
+        queue: of fragments to the receiver.
         key: of its trailer.
-        mapping: of blocks of its group to parcels for the receiver.
+        mapping: of blocks of its group to fragments for the receiver.
         num_bytes: payload and trailer.
         num_slots: outgoing slots that it takes: one more if it is cut out of a block.
         slot: its outgoing slot; None before it has one, and after the slot was freed.
-        block_slot: slot of the whole block that the parcel is cut out of; None if it is the block.
-        credit: landing slot that it is written to.
+        block_slot: slot of the whole block that the fragment is cut out of; None if it is the
+        block. credit: landing slot that it is written to.
         busy: a copy, a thread or the transport uses the slot.
         proven: the receiver has acknowledged it.
         dropped: nothing of it is sent any more.
@@ -44,8 +44,8 @@ class Parcel(Generic[C]):
         self.queue = queue
         self.key = key
         self.mapping = target.mappings[self.group]
-        self.num_bytes = target.parcel_bytes(self.group)
-        self.num_slots = 1 if self.mapping.parcel_is_block else 2
+        self.num_bytes = target.fragment_bytes(self.group)
+        self.num_slots = 1 if self.mapping.fragment_is_block else 2
         self.slot: int | None = None
         self.block_slot: int | None = None
         self.credit: SlotCredit | None = None
@@ -63,10 +63,10 @@ class Parcel(Generic[C]):
 
 
 class Mapping(Protocol):
-    """Mapping of this rank's blocks to parcels for one receiver; see ``aiokv.layout.mapping``."""
+    """Mapping of this rank's blocks to fragments for one receiver; see ``aiokv.layout.mapping``."""
 
-    parcel_is_block: bool
-    parcel_bytes: int
+    fragment_is_block: bool
+    fragment_bytes: int
 
 
 class Target(NamedTuple, Generic[C]):
@@ -74,20 +74,20 @@ class Target(NamedTuple, Generic[C]):
 
     Attributes:
         connection: to the rank.
-        mappings: of the blocks of this rank to parcels for the receiver, by group.
+        mappings: of the blocks of this rank to fragments for the receiver, by group.
     """
 
     connection: C
     mappings: Sequence[Mapping]
 
-    def parcel_bytes(self, group: int) -> int:
-        """Return the bytes of a parcel of a group with its trailer."""
-        return bytes_with_trailer(self.mappings[group].parcel_bytes)
+    def fragment_bytes(self, group: int) -> int:
+        """Return the bytes of a fragment of a group with its trailer."""
+        return bytes_with_trailer(self.mappings[group].fragment_bytes)
 
     @property
-    def largest_parcel_bytes(self) -> int:
-        """Bytes of the largest parcel of all groups."""
-        return max(self.parcel_bytes(group) for group in range(len(self.mappings)))
+    def largest_fragment_bytes(self) -> int:
+        """Bytes of the largest fragment of all groups."""
+        return max(self.fragment_bytes(group) for group in range(len(self.mappings)))
 
 
 class Send:
@@ -137,20 +137,20 @@ class SlotFill:
         group: of its blocks.
     """
 
-    def __init__(self, send: Send, group: int, parcels: list[Parcel[Any]]) -> None:
+    def __init__(self, send: Send, group: int, fragments: list[Fragment[Any]]) -> None:
         self.send = send
         self.group = group
-        self.parcels = parcels
+        self.fragments = fragments
         self.copy_id = 0  # for the port
 
     @property
     def device_ids(self) -> list[int]:
         """Device block of each slot."""
         send = self.send
-        return [send.device_ids[send.positions[parcel.block]] for parcel in self.parcels]
+        return [send.device_ids[send.positions[fragment.block]] for fragment in self.fragments]
 
     @property
     def slots(self) -> list[int]:
         """Outgoing slots that are written."""
-        slots = [p.slot if p.block_slot is None else p.block_slot for p in self.parcels]
+        slots = [p.slot if p.block_slot is None else p.block_slot for p in self.fragments]
         return [-1 if slot is None else slot for slot in slots]

@@ -20,7 +20,7 @@ infeasible.
 The keys of the frames are derived from the secret and both nonces, one key per direction: frames of
 another connection, or of the other direction, have a wrong MAC.
 
-The parcels themselves are neither encrypted nor authenticated; the trailers detect damage, not an
+The fragments themselves are neither encrypted nor authenticated; the trailers detect damage, not an
 attacker who changes packets on the way.
 """
 

@@ -10,7 +10,7 @@ from aiokv.peers.messages import block_key, shown_block, split_key
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
-    from aiokv.peers.arrivals import Mapping, Parcel, Receive, Source
+    from aiokv.peers.arrivals import Fragment, Mapping, Receive, Source
     from aiokv.peers.assembly import Assembly, AssemblySlots
     from aiokv.peers.ticket import Ticket
 
@@ -29,7 +29,7 @@ class OpenSender(Generic[C]):
 class Incoming(Generic[C]):
     """A ticket that senders may open. Blocks are named by ``block_key``.
 
-    A block of a plan waits until its parcel, or the parcels of all ranges of its layers, have
+    A block of a plan waits until its fragment, or the fragments of all ranges of its layers, have
     arrived, or until it was put together in an assembly; or until its plan is given up. Ranges that
     have arrived, and assemblies, are those of waiting blocks.
 
@@ -46,15 +46,15 @@ class Incoming(Generic[C]):
         senders: by rank; those that have ended are removed.
         sources: blocks of all ranks that have opened it; each has a part of each block.
         done: reason why a sender, which has sent all that it had, sends nothing more.
-        waiting: block -> plan, of blocks without a parcel.
-        in_hand: parcels that are being verified, by rank and block of the sender.
+        waiting: block -> plan, of blocks without a fragment.
+        in_hand: fragments that are being verified, by rank and block of the sender.
         parked: verified slots of blocks that no plan has asked for yet, by block.
         ranges: ranges of layers that have arrived, of blocks in ``waiting`` that are not complete.
         planned: blocks that a plan has, or had.
         planned_groups: groups that have, or had, a plan. Those of state and windows have one plan.
-        assemblies: blocks of ``waiting`` that parcels are being placed in.
-        placing: parcels that are being placed, with the assemblies that they are written to.
-        deferred: parcels that the senders keep for want of room here, by rank and block of the
+        assemblies: blocks of ``waiting`` that fragments are being placed in.
+        placing: fragments that are being placed, with the assemblies that they are written to.
+        deferred: fragments that the senders keep for want of room here, by rank and block of the
             sender, in order.
         is_covered: the senders together have all heads of this rank.
     """
@@ -77,14 +77,14 @@ class Incoming(Generic[C]):
         self.done = ""
         self.receives: dict[int, Receive] = {}
         self.waiting: dict[int, Receive] = {}
-        self.in_hand: dict[tuple[int, int], Parcel] = {}
+        self.in_hand: dict[tuple[int, int], Fragment] = {}
         self.parked: dict[int, int] = {}
         self.ranges: dict[int, set[int]] = {}
         self.planned: set[int] = set()
         self.planned_groups: set[int] = set()
         self.wrong: dict[int, int] = {}
         self.assemblies: dict[int, Assembly] = {}
-        self.placing: dict[Parcel, dict[int, Assembly]] = {}
+        self.placing: dict[Fragment, dict[int, Assembly]] = {}
         self.deferred: dict[tuple[int, int], None] = {}
         self.is_covered = False
         self.closed = ""
@@ -96,16 +96,16 @@ class Incoming(Generic[C]):
 
     @property
     def num_unplanned(self) -> int:
-        """Number of landing slots with parcels of blocks that no plan has asked for yet.
+        """Number of landing slots with fragments of blocks that no plan has asked for yet.
 
         They are parked, or will be when they are verified.
         """
-        in_hand = (place for place, parcel in self.in_hand.items() if parcel.mapping is None)
+        in_hand = (place for place, fragment in self.in_hand.items() if fragment.mapping is None)
         return len(self.parked) + sum(self.whole(block) not in self.planned for _, block in in_hand)
 
     @property
     def has_transfers(self) -> bool:
-        """True while it has plans, or parcels that are being verified or placed."""
+        """True while it has plans, or fragments that are being verified or placed."""
         return bool(self.receives or self.in_hand or self.placing)
 
     # --- groups and places ------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class Incoming(Generic[C]):
         return block_key(0, block) if self.is_range(group) else key
 
     def num_ranges(self, group: int) -> int:
-        """Return the parcels of a group that make up a block, which is not put together.
+        """Return the fragments of a group that make up a block, which is not put together.
 
         Returns:
             0 for whole blocks.
@@ -190,7 +190,7 @@ class Incoming(Generic[C]):
     # --- blocks that are put together -------------------------------------------------------------
 
     def waiting_blocks(self, mapping: Mapping | None, place: tuple[int, int]) -> list[int]:
-        """Return the blocks that wait for a parcel of this rank and block of the sender."""
+        """Return the blocks that wait for a fragment of this rank and block of the sender."""
         blocks = [] if mapping is None else self.receiver_keys(mapping, place[1])
         return [
             block
@@ -200,7 +200,7 @@ class Incoming(Generic[C]):
         ]
 
     def may_be_planned(self, mapping: Mapping, sender_block: int) -> bool:
-        """Return True if a parcel has tokens of a block that has no plan yet."""
+        """Return True if a fragment has tokens of a block that has no plan yet."""
         ticket, group = self.ticket, split_key(self.whole(sender_block))[0]
         if group:
             return group not in self.planned_groups
@@ -212,7 +212,7 @@ class Incoming(Generic[C]):
         )
 
     def reserved(self, place: tuple[int, int]) -> int:
-        """Return the assembly slots that a parcel must leave free, by rank and block of the sender.
+        """Return the assembly slots that a fragment leaves free, by rank and block of the sender.
 
         The sender may still compute the block of a range of layers that is not the last one: half
         of the slots remain for blocks that will be complete soon.
@@ -223,7 +223,7 @@ class Incoming(Generic[C]):
         return self._slots.num_slots // 2 if is_early else 0
 
     def slots_needed(self, source: Source, place: tuple[int, int]) -> int | None:
-        """Return the assembly slots that a deferred parcel needs at least; None if it must wait."""
+        """Return the least assembly slots for a deferred fragment; None if it must wait."""
         if source.is_identity:
             return 0 if self.whole(place[1]) in self.planned else None
         mapping = source.mappings[split_key(place[1])[0]]
@@ -236,13 +236,13 @@ class Incoming(Generic[C]):
             return 1
         return None if self.may_be_planned(mapping, place[1]) else 0
 
-    def begin_placing(self, parcel: Parcel) -> dict[int, int]:
-        """Return the assembly slots of the blocks that a parcel has tokens of.
+    def begin_placing(self, fragment: Fragment) -> dict[int, int]:
+        """Return the assembly slots of the blocks that a fragment has tokens of.
 
-        Blocks for which there is no room are left out: the parcel comes again for them.
+        Blocks for which there is no room are left out: the fragment comes again for them.
         """
-        waiting = self.waiting_blocks(parcel.mapping, parcel.place)
-        reserved = self.reserved(parcel.place)
+        waiting = self.waiting_blocks(fragment.mapping, fragment.place)
+        reserved = self.reserved(fragment.place)
         targets = []
         for block in waiting if self.is_covered and not self.closed else ():
             if block not in self.assemblies and self._slots.num_free > reserved:
@@ -254,19 +254,19 @@ class Incoming(Generic[C]):
         assemblies = {block: self.assemblies[block] for block in targets}
         for assembly in assemblies.values():
             assembly.placing += 1
-        self.placing[parcel] = assemblies
+        self.placing[fragment] = assemblies
         return {block: assembly.slot for block, assembly in assemblies.items()}
 
     def place(
-        self, parcel: Parcel, assemblies: dict[int, Assembly]
+        self, fragment: Fragment, assemblies: dict[int, Assembly]
     ) -> Iterator[tuple[int, int, Receive]]:
-        """Note that a parcel was placed in assemblies, by block.
+        """Note that a fragment was placed in assemblies, by block.
 
         Yields:
             Each block that is complete now, its assembly slot and its plan.
         """
         for block, assembly in assemblies.items():
-            self._slots.end_write(assembly, parcel.place)
+            self._slots.end_write(assembly, fragment.place)
             is_written = not assembly.is_dropped and not assembly.placing
             if is_written and self._is_complete(block, assembly):
                 receive = self.waiting.pop(block)
@@ -274,7 +274,7 @@ class Incoming(Generic[C]):
                 yield block, assembly.slot, receive
 
     def _is_complete(self, block: int, assembly: Assembly) -> bool:
-        """Return True when a block has the parcels of all ranks that have opened the ticket."""
+        """Return True when a block has the fragments of all ranks that have opened the ticket."""
         end = self.ticket.num_tokens
         group, index = split_key(block)
         return all(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from aiokv.peers.messages import Open
     from aiokv.peers.ticket import Endpoint, Ticket
 
-MIN_CUT_SLOTS: Final = 2  # a block, and the parcel that is cut out of it
+MIN_CUT_SLOTS: Final = 2  # a block, and the fragment that is cut out of it
 MAX_MAPPINGS: Final = 256
 
 
@@ -28,7 +28,7 @@ class Mappings:
     Args:
         own: layout of the rank.
         outgoing_slots: slots for sending.
-        only_equal: refuse layouts whose parcels are no whole blocks.
+        only_equal: refuse layouts whose fragments are no whole blocks.
         layer_ranges: wanted; see ``Peers.layer_ranges``.
 
     Attributes:
@@ -116,7 +116,7 @@ class Mappings:
             if self._own.rank not in sources(senders, receiver):
                 continue
             mappings = self._of_groups(self._own, receiver, len(self.ranges))
-            is_cut = not all(mapping.parcel_is_block for mapping in mappings)
+            is_cut = not all(mapping.fragment_is_block for mapping in mappings)
             if is_cut and self._outgoing_slots < MIN_CUT_SLOTS:
                 raise LayoutError(
                     f"the engine has {self._outgoing_slots} outgoing slots; blocks of another "

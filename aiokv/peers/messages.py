@@ -6,19 +6,19 @@ MessagePack, never pickle.
     sender (prefill)                     receiver (decode)
     Open ───────────────────────────────►                        one per ticket
          ◄─────────────────────────────── Accepted, or Refused
-    Want(2 parcels are ready) ──────────►
+    Want(2 fragments are ready) ──────────►
          ◄─────────────────────────────── Credit(slots 5 and 9)
-    Landed(block 0, slot 5) + parcel ───►                         verified, copied, slot freed
-    Landed(block 1, slot 9) + parcel ───►
+    Landed(block 0, slot 5) + fragment ───►                         verified, copied, slot freed
+    Landed(block 1, slot 9) + fragment ───►
          ◄─────────────────────────────── Proven(blocks 0 and 1), or Wrong(block 1)
          ◄─────────────────────────────── Again(block 1), after a Wrong for want of room
     Return(slots), unused credits ──────►                         after a Cancel
-    Done ───────────────────────────────►                         all parcels were acknowledged
+    Done ───────────────────────────────►                         all fragments were acknowledged
     Cancel ◄────────────────────────────► Cancel                  from either side, at any time
     Ping, Pong ◄────────────────────────► Ping, Pong              handled by the Connection
 
-Slots belong to the connection, not to a ticket: the sender uses a credit for any parcel that is
-ready. With a one-sided transport the bytes of a parcel are in its slot before ``Landed`` is sent;
+Slots belong to the connection, not to a ticket: the sender uses a credit for any fragment that is
+ready. With a one-sided transport the bytes of a fragment are in its slot before ``Landed`` is sent;
 with ``tcp`` they follow the frame of ``Landed``.
 """
 
@@ -42,7 +42,7 @@ ID_BYTES: Final = 16  # of a ticket, and of a generation
 MAX_LAYOUT_BYTES: Final = 64 << 10
 MAX_METADATA_BYTES: Final = 64 << 10
 MAX_REASON_CHARACTERS: Final = 1024
-MAX_PARCEL_BYTES: Final = 1 << 30
+MAX_FRAGMENT_BYTES: Final = 1 << 30
 MAX_LISTED: Final = 8192  # blocks or slots in one message
 
 Id = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
@@ -85,16 +85,16 @@ def by_group(keys: Iterable[int]) -> dict[int, list[int]]:
 
 
 def bytes_with_trailer(payload_bytes: int) -> int:
-    """Return the bytes of a parcel; the payload of a short one is padded."""
+    """Return the bytes of a fragment; the payload of a short one is padded."""
     return max(payload_bytes, TRAILER_BYTES) + TRAILER_BYTES
 
 
 class SlotCredit(NamedTuple):
-    """Permission to write one parcel into a landing slot.
+    """Permission to write one fragment into a landing slot.
 
     Attributes:
         slot: index in the landing ring of the receiver.
-        generation: of the slot; a parcel of an earlier generation is discarded.
+        generation: of the slot; a fragment of an earlier generation is discarded.
     """
 
     slot: Index
@@ -121,7 +121,7 @@ class Open(_Message, frozen=True, tag="open"):
         receiver_rank: rank that the sender means to reach.
         sender_block_tokens: positions per block of the sender.
         layout: ``BlockLayout.encode()`` of the sender's rank.
-        transport: name of the transport of the parcels.
+        transport: name of the transport of the fragments.
         transport_metadata: ``Transport.metadata()`` of the sender.
         layer_ranges: ranges of layers in which the sender may send blocks; 0 for whole blocks only.
     """
@@ -139,15 +139,15 @@ class Open(_Message, frozen=True, tag="open"):
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):
-    """Reply to ``Open``: parcels may be announced with ``Want``.
+    """Reply to ``Open``: fragments may be announced with ``Want``.
 
     Attributes:
-        slot_bytes: bytes of a landing slot; a parcel with its trailer must fit.
+        slot_bytes: bytes of a landing slot; a fragment with its trailer must fit.
         transport_metadata: ``Transport.metadata()`` of the receiver.
     """
 
     ticket_id: Id
-    slot_bytes: Annotated[int, Meta(ge=1, le=MAX_PARCEL_BYTES)]
+    slot_bytes: Annotated[int, Meta(ge=1, le=MAX_FRAGMENT_BYTES)]
     transport_metadata: Metadata = b""
 
 
@@ -166,30 +166,30 @@ class Refused(_Message, frozen=True, tag="refused"):
 
 
 class Want(_Message, frozen=True, tag="want"):
-    """Announce parcels that can be written at once, and ask for a slot for each.
+    """Announce fragments that can be written at once, and ask for a slot for each.
 
     Attributes:
-        parcels: number of parcels that became ready since the last ``Want`` of the ticket.
+        fragments: number of fragments that became ready since the last ``Want`` of the ticket.
     """
 
     ticket_id: Id
-    parcels: Annotated[int, Meta(ge=1, le=MAX_LISTED)]
+    fragments: Annotated[int, Meta(ge=1, le=MAX_LISTED)]
 
 
 class Credit(_Message, frozen=True, tag="credit"):
-    """Landing slots that the sender may write one parcel into, each."""
+    """Landing slots that the sender may write one fragment into, each."""
 
     slots: Slots
 
 
 class Return(_Message, frozen=True, tag="return"):
-    """Credits that the sender does not use, and parcels that it wants no slot for any more.
+    """Credits that the sender does not use, and fragments that it wants no slot for any more.
 
     No write of the sender into these slots is, or will be, in progress.
 
     Attributes:
         slots: credits that go back; may be empty.
-        unwanted: parcels of earlier ``Want`` that need no credit any more.
+        unwanted: fragments of earlier ``Want`` that need no credit any more.
     """
 
     slots: Annotated[list[SlotCredit], Meta(max_length=MAX_LISTED)] = []
@@ -197,34 +197,34 @@ class Return(_Message, frozen=True, tag="return"):
 
 
 class Landed(_Message, frozen=True, tag="landed"):
-    """A parcel is in its slot (one-sided transports), or follows this frame (``tcp``).
+    """A fragment is in its slot (one-sided transports), or follows this frame (``tcp``).
 
     Attributes:
         sender_block: index of the block in the prompt, in blocks of the sender.
         slot: landing slot, from a ``Credit``.
         slot_generation: of that credit.
-        parcel_bytes: payload and trailer.
+        fragment_bytes: payload and trailer.
         group: 0 for the blocks of the prompt; then those of recurrent state and of the window
             groups, in the order of ``BlockLayout.pools``. A state has one block, 0. The groups
             behind them are ranges of layers of the blocks of the prompt: such a block has arrived
-            when its whole parcel, or those of all ranges, have arrived.
+            when its whole fragment, or those of all ranges, have arrived.
     """
 
     ticket_id: Id
     sender_block: Index
     slot: Index
     slot_generation: Generation
-    parcel_bytes: Annotated[int, Meta(gt=TRAILER_BYTES, le=MAX_PARCEL_BYTES)]
+    fragment_bytes: Annotated[int, Meta(gt=TRAILER_BYTES, le=MAX_FRAGMENT_BYTES)]
     group: Group = 0
 
     @property
     def credit(self) -> SlotCredit:
-        """The credit that the parcel uses."""
+        """The credit that the fragment uses."""
         return SlotCredit(self.slot, self.slot_generation)
 
 
 class Proven(_Message, frozen=True, tag="proven"):
-    """The parcels of these blocks arrived, and their trailers are right."""
+    """The fragments of these blocks arrived, and their trailers are right."""
 
     ticket_id: Id
     sender_blocks: Blocks
@@ -232,7 +232,7 @@ class Proven(_Message, frozen=True, tag="proven"):
 
 
 class Wrong(_Message, frozen=True, tag="wrong"):
-    """The parcels of these blocks were dropped: a wrong length, key or checksum, or no room.
+    """The fragments of these blocks were dropped: a wrong length, key or checksum, or no room.
 
     Attributes:
         is_busy: they may be right, but the receiver had no room for their blocks; the sender sends
@@ -247,7 +247,7 @@ class Wrong(_Message, frozen=True, tag="wrong"):
 
 
 class Again(_Message, frozen=True, tag="again"):
-    """The receiver has room for parcels that it had answered with ``Wrong(is_busy=True)``."""
+    """The receiver has room for fragments that it had answered with ``Wrong(is_busy=True)``."""
 
     ticket_id: Id
     sender_blocks: Blocks
@@ -255,14 +255,14 @@ class Again(_Message, frozen=True, tag="again"):
 
 
 class Cancel(_Message, frozen=True, tag="cancel"):
-    """The ticket was given up: no parcel of it is sent, or accepted, any more."""
+    """The ticket was given up: no fragment of it is sent, or accepted, any more."""
 
     ticket_id: Id
     reason: Reason
 
 
 class Done(_Message, frozen=True, tag="done"):
-    """All parcels that were sent of the ticket were acknowledged; nothing of it follows."""
+    """All fragments that were sent of the ticket were acknowledged; nothing of it follows."""
 
     ticket_id: Id
     reason: Reason = ""
@@ -288,7 +288,7 @@ Message = (
 decode: Final[Callable[[bytes | memoryview], Message]] = msgspec.msgpack.Decoder(Message).decode
 
 
-def parcel_key(
+def fragment_key(
     ticket_id: bytes,
     generation: bytes,
     sender_rank: int,
@@ -296,10 +296,10 @@ def parcel_key(
     receiver_rank: int,
     group: int = 0,
 ) -> bytes:
-    """Return the key of a parcel's trailer, 32 bytes.
+    """Return the key of a fragment's trailer, 32 bytes.
 
-    A parcel of another ticket, generation, pair of ranks or place has another key, and never
+    A fragment of another ticket, generation, pair of ranks or place has another key, and never
     verifies.
     """
     place = _KEY.pack(ticket_id, generation, sender_rank, sender_block, receiver_rank, group)
-    return hashlib.sha256(b"aiokv parcel 1" + place).digest()
+    return hashlib.sha256(b"aiokv fragment 1" + place).digest()

@@ -1,4 +1,4 @@
-"""MooncakeBackend: parcels through the Transfer Engine of Mooncake.
+"""MooncakeBackend: fragments through the Transfer Engine of Mooncake.
 
 An endpoint listens on two ports of all interfaces, without authentication, and writes what arrives
 into registered memory: use a network that only the engines reach.

@@ -1,4 +1,4 @@
-"""NixlBackend: parcels through NIXL and UCX, from and to host memory or the memory of GPUs.
+"""NixlBackend: fragments through NIXL and UCX, from and to host memory or the memory of GPUs.
 
 UCX chooses the way: RDMA, shared memory, NVLink or TCP. It listens without authentication, and
 writes what arrives into memory: use a network that only the engines reach.

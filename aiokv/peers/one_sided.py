@@ -1,4 +1,4 @@
-"""OneSidedTransport: parcels through a library that writes into the memory of another process.
+"""OneSidedTransport: fragments through a library that writes into the memory of another process.
 
 Each connection has an endpoint of the library on either side, with a thread that runs its blocking
 calls. An endpoint is closed with its connection, so that a peer that fails affects no other one.
@@ -105,7 +105,7 @@ class Backend(Protocol):
         name: of the transport.
         is_reused: an endpoint whose connection ended without a write in progress serves the next
             connection, because a new one is expensive.
-        write_bytes: of one call of ``Endpoint.write``; its parcels are announced together.
+        write_bytes: of one call of ``Endpoint.write``; its fragments are announced together.
     """
 
     name: str
@@ -460,10 +460,10 @@ class OneSidedLink:
         connection.hold()
         self._closing = asyncio.get_running_loop().create_task(self._close_behind())
 
-    async def write(self, parcels: Sequence[Outgoing]) -> None:
-        """Write parcels; see :meth:`~aiokv.peers.transport.Link.write`."""
+    async def write(self, fragments: Sequence[Outgoing]) -> None:
+        """Write fragments; see :meth:`~aiokv.peers.transport.Link.write`."""
         batches = [
-            (batch, self._pieces(batch)) for batch in _batches(parcels, self._channel.write_bytes)
+            (batch, self._pieces(batch)) for batch in _batches(fragments, self._channel.write_bytes)
         ]
         if self._connection.reason or not self._is_held:
             raise PeerError(self._why("the link was closed"))
@@ -496,29 +496,29 @@ class OneSidedLink:
         pieces = []
         target = self._target
         for slot, landed in batch:
-            self._outgoing.check(slot, landed.parcel_bytes)
-            if landed.slot >= target.num_slots or landed.parcel_bytes > target.slot_bytes:
+            self._outgoing.check(slot, landed.fragment_bytes)
+            if landed.slot >= target.num_slots or landed.fragment_bytes > target.slot_bytes:
                 raise PeerError(
                     f"the receiver gave credit for slot {landed.slot}; it has {target.num_slots} "
                     f"slots of {target.slot_bytes} bytes"
                 )
             source = self._outgoing.address + slot * self._outgoing.slot_bytes
             place = target.address + landed.slot * target.slot_bytes
-            pieces.append(Piece(source, place, landed.parcel_bytes))
+            pieces.append(Piece(source, place, landed.fragment_bytes))
         return pieces
 
     def _announce(self, batch: Sequence[Outgoing]) -> None:
-        for parcel in batch:
-            self._connection.send(parcel.landed)
+        for fragment in batch:
+            self._connection.send(fragment.landed)
 
     async def _withdraw(self, writes: Iterable[tuple[list[Outgoing], Future[None]]]) -> None:
         """Return the credits of writes that have not begun; wait for the others."""
         begun = [(batch, written) for batch, written in writes if not written.cancel()]
         unsent = [
-            parcel.landed.credit
+            fragment.landed.credit
             for batch, written in writes
             if written.cancelled()
-            for parcel in batch
+            for fragment in batch
         ]
         if unsent:
             self._connection.send(Return(slots=unsent))
@@ -561,16 +561,16 @@ class OneSidedLink:
         self._transport.link_ended(self, None)
 
 
-def _batches(parcels: Sequence[Outgoing], write_bytes: int) -> list[list[Outgoing]]:
-    """Return the parcels in order, cut into calls of about ``write_bytes``."""
+def _batches(fragments: Sequence[Outgoing], write_bytes: int) -> list[list[Outgoing]]:
+    """Return the fragments in order, cut into calls of about ``write_bytes``."""
     batches: list[list[Outgoing]] = []
     room = 0
-    for parcel in parcels:
-        num_bytes = parcel.landed.parcel_bytes
+    for fragment in fragments:
+        num_bytes = fragment.landed.fragment_bytes
         if num_bytes > room:
             batches.append([])
             room = max(write_bytes, num_bytes)
-        batches[-1].append(parcel)
+        batches[-1].append(fragment)
         room -= num_bytes
     return batches
 

@@ -1,12 +1,12 @@
-"""OutgoingTicket: a ticket that receivers have accepted, and its parcels. Pure."""
+"""OutgoingTicket: a ticket that receivers have accepted, and its fragments. Pure."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from aiokv.base.groups import STATE
-from aiokv.peers.departures import Parcel
-from aiokv.peers.messages import parcel_key, split_key
+from aiokv.peers.departures import Fragment
+from aiokv.peers.messages import fragment_key, split_key
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
@@ -27,12 +27,12 @@ class OutgoingTicket(Generic[C]):
         deadline: by the clock of the sender.
         rank: number of this rank.
         targets: by receiver rank; connections differ.
-        queues: of parcels to the ranks, likewise.
+        queues: of fragments to the ranks, likewise.
 
     Attributes:
         queues: by receiver rank.
         sends: plans in flight, by transfer id.
-        parcels: by connection and block.
+        fragments: by connection and block.
         planned: blocks that a plan has, or had.
         cancelled: connections of ranks that have cancelled.
         closed: reason why it has ended; "" before.
@@ -50,7 +50,7 @@ class OutgoingTicket(Generic[C]):
         self.deadline = deadline
         self.queues = queues
         self.sends: dict[int, Send] = {}
-        self.parcels: dict[tuple[C, int], Parcel[C]] = {}
+        self.fragments: dict[tuple[C, int], Fragment[C]] = {}
         self.planned: set[int] = set()
         self.cancelled: set[C] = set()
         self.closed = ""
@@ -70,37 +70,37 @@ class OutgoingTicket(Generic[C]):
         blocks = range(ticket.first_position // block_tokens, -(-ticket.num_tokens // block_tokens))
         return [key for key in send.positions if split_key(key)[1] in blocks]
 
-    def add_parcels(self, send: Send, receiver_rank: int) -> list[Parcel[C]]:
-        """Add the parcels of a plan to one receiver rank, and return them."""
+    def add_fragments(self, send: Send, receiver_rank: int) -> list[Fragment[C]]:
+        """Add the fragments of a plan to one receiver rank, and return them."""
         ticket, queue = self.ticket, self.queues[receiver_rank]
         new = []
         for block in send.unproven:
             group, index = split_key(block)
-            key = parcel_key(
+            key = fragment_key(
                 ticket.ticket_id, ticket.generation, self._rank, index, receiver_rank, group
             )
-            parcel = Parcel(send, block, queue, self._targets[receiver_rank], key)
-            self.parcels[queue.connection, block] = parcel
-            new.append(parcel)
+            fragment = Fragment(send, block, queue, self._targets[receiver_rank], key)
+            self.fragments[queue.connection, block] = fragment
+            new.append(fragment)
         return new
 
-    def drop(self, send: Send, queue: SendQueue[C]) -> Iterator[Parcel[C]]:
-        """Let nothing of the parcels of a plan to one receiver rank be sent any more.
+    def drop(self, send: Send, queue: SendQueue[C]) -> Iterator[Fragment[C]]:
+        """Let nothing of the fragments of a plan to one receiver rank be sent any more.
 
         Yields:
-            Each parcel that was not acknowledged by all ranks.
+            Each fragment that was not acknowledged by all ranks.
         """
         for block in send.unproven:
-            parcel = self.parcels.get((queue.connection, block))
-            if parcel is not None and parcel.send is send:
-                parcel.dropped = True
-                yield parcel
+            fragment = self.fragments.get((queue.connection, block))
+            if fragment is not None and fragment.send is send:
+                fragment.dropped = True
+                yield fragment
 
     @property
     def may_be_proven(self) -> bool:
-        """True while acknowledgements of parcels may be on their way.
+        """True while acknowledgements of fragments may be on their way.
 
         The acknowledgements of a rank come before its cancellation.
         """
-        unproven = {p.queue.connection for p in self.parcels.values() if not p.proven}
+        unproven = {p.queue.connection for p in self.fragments.values() if not p.proven}
         return bool(unproven) and unproven.isdisjoint(self.cancelled)

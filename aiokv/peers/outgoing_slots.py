@@ -1,6 +1,7 @@
-"""OutgoingSlots: slots that parcels are copied to, sealed in and written from. Pure.
+"""OutgoingSlots: slots that fragments are copied to, sealed in and written from. Pure.
 
-A parcel that is cut out of a block takes two slots: one for the block, until the parcel is sealed.
+A fragment that is cut out of a block takes two slots: one for the block, until the fragment is
+sealed.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aiokv.peers.departures import Parcel
+    from aiokv.peers.departures import Fragment
 
 
 class OutgoingSlots:
@@ -28,41 +29,41 @@ class OutgoingSlots:
 
     @property
     def num_free(self) -> int:
-        """Slots that no parcel has."""
+        """Slots that no fragment has."""
         return len(self._free)
 
-    def has_room(self, parcel: Parcel[Any]) -> bool:
-        """Return True if a parcel without a slot may take the slots that it needs."""
-        return len(self._free) >= parcel.num_slots and parcel.queue.slots < self._most
+    def has_room(self, fragment: Fragment[Any]) -> bool:
+        """Return True if a fragment without a slot may take the slots that it needs."""
+        return len(self._free) >= fragment.num_slots and fragment.queue.slots < self._most
 
-    def take(self, parcel: Parcel[Any]) -> None:
-        """Give a parcel the slots that it needs, for which there is room."""
-        parcel.slot = self._free.pop()
-        if parcel.num_slots == 2:
-            parcel.block_slot = self._free.pop()
-        parcel.queue.slots += parcel.num_slots
+    def take(self, fragment: Fragment[Any]) -> None:
+        """Give a fragment the slots that it needs, for which there is room."""
+        fragment.slot = self._free.pop()
+        if fragment.num_slots == 2:
+            fragment.block_slot = self._free.pop()
+        fragment.queue.slots += fragment.num_slots
 
-    def free(self, parcel: Parcel[Any]) -> None:
-        """Free the slots of a parcel, unless they are in use. Idempotent."""
-        if parcel.busy or parcel.slot is None:
+    def free(self, fragment: Fragment[Any]) -> None:
+        """Free the slots of a fragment, unless they are in use. Idempotent."""
+        if fragment.busy or fragment.slot is None:
             return
-        self.free_block(parcel)
-        slot, parcel.slot = parcel.slot, None
-        parcel.queue.slots -= 1
+        self.free_block(fragment)
+        slot, fragment.slot = fragment.slot, None
+        fragment.queue.slots -= 1
         self._free.append(slot)
 
-    def free_block(self, parcel: Parcel[Any]) -> None:
-        """Free the slot of the block that a parcel was cut out of. Idempotent."""
-        if parcel.block_slot is not None:
-            slot, parcel.block_slot = parcel.block_slot, None
-            parcel.queue.slots -= 1
+    def free_block(self, fragment: Fragment[Any]) -> None:
+        """Free the slot of the block that a fragment was cut out of. Idempotent."""
+        if fragment.block_slot is not None:
+            slot, fragment.block_slot = fragment.block_slot, None
+            fragment.queue.slots -= 1
             self._free.append(slot)
 
     def violations(self, num_used: int) -> list[str]:
         """Return a description of each violated invariant.
 
         Args:
-            num_used: slots that parcels of connections have; those of connections that have ended
+            num_used: slots that fragments of connections have; those of connections that have ended
                 may be in use, too.
         """
         free, problems = self._free, []

@@ -23,10 +23,10 @@ from aiokv.errors import ClosedError, PeerError, UsageError
 from aiokv.layout.block_layout import split_layers
 from aiokv.layout.mapping import BlockLayout
 from aiokv.peers.accepted import AcceptedConnections
-from aiokv.peers.device_parcels import DeviceParcelWork
+from aiokv.peers.device_fragments import DeviceFragmentWork
+from aiokv.peers.fragment_work import FragmentWork
 from aiokv.peers.mappings import Mappings
 from aiokv.peers.messages import MAX_REASON_CHARACTERS
-from aiokv.peers.parcel_work import ParcelWork
 from aiokv.peers.peer_plans import PeerPlans
 from aiokv.peers.peer_work import ReceiverWork, SenderWork, SlotWork
 from aiokv.peers.receiver import Receiver
@@ -186,7 +186,7 @@ class PeerTransfers:
         identity = self._identity_now()
         slots = ArenaSlots.of(self._checked(), regions)
         per_slot = slots.blocks_per_slot(identity.block_tokens)
-        border = slots.first_outgoing * slots.block_bytes
+        boundary = slots.first_outgoing * slots.block_bytes
         num_landing = slots.first_assembly // per_slot
         access, whole = self._open_work(memory)
         landing = msgspec.structs.replace(
@@ -197,9 +197,9 @@ class PeerTransfers:
         )
         outgoing = msgspec.structs.replace(
             whole,
-            address=whole.address + border,
+            address=whole.address + boundary,
             num_slots=slots.outgoing,
-            view=whole.view and whole.view[border:],
+            view=whole.view and whole.view[boundary:],
         )
         await self._transport.open(landing, outgoing)
         layout = BlockLayout.of(
@@ -275,7 +275,7 @@ class PeerTransfers:
         )
 
     def _link(self, connection: Connection) -> Link | None:
-        """Return the link over which parcels are written; None if the connection has ended."""
+        """Return the link over which fragments are written; None if the connection has ended."""
         return None if self._opener is None else self._opener.link(connection)
 
     def _open_work(self, memory: WorkerMemory) -> tuple[SlotAccess, PeerMemory]:
@@ -284,7 +284,7 @@ class PeerTransfers:
         if poller is None:
             raise ClosedError("the worker is not open")
         if slots is not None:
-            self._work = DeviceParcelWork(slots, poller)
+            self._work = DeviceFragmentWork(slots, poller)
             return self._work, PeerMemory(
                 address=slots.address,
                 num_slots=slots.num_slots,
@@ -293,7 +293,7 @@ class PeerTransfers:
                 owner=slots.memory,
             )
         arena = memory.peer_arena
-        self._work = self._work or ParcelWork(poller)
+        self._work = self._work or FragmentWork(poller)
         return self._work, PeerMemory(
             address=arena.pointer,
             num_slots=arena.num_blocks,

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aiokv.base.plan import Route, TransferPlan
-    from aiokv.peers.arrivals import Parcel as Received
+    from aiokv.peers.arrivals import Fragment as Received
     from aiokv.peers.arrivals import Receive, SlotCopy
-    from aiokv.peers.departures import Parcel as Sent
+    from aiokv.peers.departures import Fragment as Sent
     from aiokv.peers.departures import Send, SlotFill
     from aiokv.peers.mappings import Mappings
     from aiokv.peers.messages import Message
@@ -107,29 +107,29 @@ class ReceiverWork:
         """Send a message."""
         connection.send(message)
 
-    def verify(self, parcels: Sequence[Received]) -> None:
-        """Verify parcels, together with the others of this pass of the loop."""
-        self._parts.access.verify(self._landing, parcels, self._verified)
+    def verify(self, fragments: Sequence[Received]) -> None:
+        """Verify fragments, together with the others of this pass of the loop."""
+        self._parts.access.verify(self._landing, fragments, self._verified)
 
-    def _verified(self, parcels: list[Received], are_right: list[bool]) -> None:
-        self._receiver.verified(parcels, are_right)
+    def _verified(self, fragments: list[Received], are_right: list[bool]) -> None:
+        self._receiver.verified(fragments, are_right)
 
-    def place(self, parcels: Sequence[Received], slots: Sequence[dict[int, int]]) -> None:
-        """Place parcels in assembly slots."""
+    def place(self, fragments: Sequence[Received], slots: Sequence[dict[int, int]]) -> None:
+        """Place fragments in assembly slots."""
         memory, arena = self._landing, self._parts.arena
         first = memory.address + arena.first_assembly * arena.block_bytes
         addresses = [
             {split_key(key)[1]: first + slot * arena.block_bytes for key, slot in targets.items()}
             for targets in slots
         ]
-        then = partial(self._placed, list(parcels))
-        self._parts.access.place(memory, parcels, addresses, then)
+        then = partial(self._placed, list(fragments))
+        self._parts.access.place(memory, fragments, addresses, then)
 
-    def _placed(self, parcels: list[Received], is_done: bool) -> None:
+    def _placed(self, fragments: list[Received], is_done: bool) -> None:
         if not is_done:
-            for parcel in parcels:
-                self._receiver.close_ticket(parcel.ticket_id, "an internal error")
-        self._receiver.placed(parcels)
+            for fragment in fragments:
+                self._receiver.close_ticket(fragment.ticket_id, "an internal error")
+        self._receiver.placed(fragments)
 
     def copy(self, copy: SlotCopy) -> None:
         """Copy landing slots or assembly slots to device blocks."""
@@ -172,9 +172,9 @@ class SenderWork:
         parts: of the worker.
         outgoing: outgoing slots.
         marks: layers of blocks that are being computed.
-        writes: tasks that write parcels; those in progress are in it.
-        link: returns the link over which a connection's parcels are written; None if it has ended.
-        on_ticket_end: gets the id of each ticket that has ended, and the reason.
+        writes: tasks that write fragments; those in progress are in it.
+        link: returns the link over which a connection's fragments are written; None if it has
+        ended. on_ticket_end: gets the id of each ticket that has ended, and the reason.
     """
 
     _sender: Sender[Connection]
@@ -222,41 +222,41 @@ class SenderWork:
             [parts.arena.first_outgoing + slot for slot in fill.slots],
             self._marks.event(plan.peer, plan.mark) if is_noted else plan.after_step,
             partial(sender.filled, fill),
-            parts.access.outgoing_keys(fill.parcels),
+            parts.access.outgoing_keys(fill.fragments),
         )
         parts.plans.begin(plan.transfer_id)
 
-    def seal(self, parcels: Sequence[Sent[Connection]]) -> None:
-        """Cut parcels, and write their trailers."""
-        self._parts.access.seal(self._outgoing, parcels, self._sealed)
+    def seal(self, fragments: Sequence[Sent[Connection]]) -> None:
+        """Cut fragments, and write their trailers."""
+        self._parts.access.seal(self._outgoing, fragments, self._sealed)
 
-    def _sealed(self, parcels: list[Sent[Connection]], is_done: bool) -> None:
+    def _sealed(self, fragments: list[Sent[Connection]], is_done: bool) -> None:
         if not is_done:
-            for parcel in parcels:
-                self._sender.close_ticket(parcel.send.plan.peer, "an internal error")
-        self._sender.sealed(parcels)
+            for fragment in fragments:
+                self._sender.close_ticket(fragment.send.plan.peer, "an internal error")
+        self._sender.sealed(fragments)
 
-    def write(self, connection: Connection, parcels: Sequence[Sent[Connection]]) -> None:
-        """Write parcels to the slots of their credits."""
+    def write(self, connection: Connection, fragments: Sequence[Sent[Connection]]) -> None:
+        """Write fragments to the slots of their credits."""
         batch = [
             Outgoing(
-                parcel.slot,
+                fragment.slot,
                 Landed(
-                    ticket_id=parcel.send.plan.peer,
-                    sender_block=split_key(parcel.block)[1],
-                    slot=parcel.credit.slot,
-                    slot_generation=parcel.credit.generation,
-                    parcel_bytes=parcel.num_bytes,
-                    group=parcel.group,
+                    ticket_id=fragment.send.plan.peer,
+                    sender_block=split_key(fragment.block)[1],
+                    slot=fragment.credit.slot,
+                    slot_generation=fragment.credit.generation,
+                    fragment_bytes=fragment.num_bytes,
+                    group=fragment.group,
                 ),
             )
-            for parcel in parcels
-            if parcel.slot is not None and parcel.credit is not None
+            for fragment in fragments
+            if fragment.slot is not None and fragment.credit is not None
         ]
         task = asyncio.get_running_loop().create_task(self._write(connection, batch))
         self._writes.add(task)
         task.add_done_callback(self._writes.discard)
-        task.add_done_callback(partial(self._written, list(parcels)))
+        task.add_done_callback(partial(self._written, list(fragments)))
 
     async def _write(self, connection: Connection, batch: list[Outgoing]) -> None:
         link = self._link(connection)
@@ -269,8 +269,8 @@ class SenderWork:
         except Exception as error:
             abort_for(connection, error)
 
-    def _written(self, parcels: list[Sent[Connection]], task: asyncio.Future[Any]) -> None:
-        self._sender.written(parcels)
+    def _written(self, fragments: list[Sent[Connection]], task: asyncio.Future[Any]) -> None:
+        self._sender.written(fragments)
 
     def sent(self, send: Send) -> None:
         """Report a SEND plan. Idempotent."""

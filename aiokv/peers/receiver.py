@@ -1,4 +1,4 @@
-"""Receiver: tickets that this rank receives, and the parcels that arrive for them. No I/O.
+"""Receiver: tickets that this rank receives, and the fragments that arrive for them. No I/O.
 
 ::
 
@@ -6,13 +6,13 @@
               Want ─► Credit            as the landing ring has free slots
               Landed ─► slot ─► verify ─► copy to the device block of a plan ─► slot free
                                  │  └► other layouts: place in assembly slots ─► copy
-                                 └► Wrong: the sender may send the parcel again; if there was no
+                                 └► Wrong: the sender may send the fragment again; if there was no
                                     room, after an Again
 
 A plan ends when all its blocks are there, or when it was given up: at the deadline of its ticket,
 when its sender is gone, when it is cancelled. It is reported after its last copy has ended, so no
-byte of it reaches a block that was given to another lease (I11): parcels that arrive later stay in
-their landing slots, and are dropped there.
+byte of it reaches a block that was given to another lease (I11): fragments that arrive later stay
+in their landing slots, and are dropped there.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import msgspec
 
 from aiokv.base.statistics import ReceiverCounts
 from aiokv.peers.acceptance import Acceptance
-from aiokv.peers.arrivals import Parcel, Receive, SlotCopies, SlotCopy
+from aiokv.peers.arrivals import Fragment, Receive, SlotCopies, SlotCopy
 from aiokv.peers.assembly import AssemblySlots
-from aiokv.peers.deferred import DeferredParcels
+from aiokv.peers.deferred import DeferredFragments
 from aiokv.peers.incoming import Incoming, OpenSender
 from aiokv.peers.messages import (
     Accepted,
@@ -43,11 +43,11 @@ from aiokv.peers.messages import (
     Wrong,
     block_key,
     by_group,
-    parcel_key,
+    fragment_key,
     shown_block,
     split_key,
 )
-from aiokv.peers.unplanned import UnplannedParcels
+from aiokv.peers.unplanned import UnplannedFragments
 from aiokv.stores.base import TRAILER_BYTES
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound="Hashable")  # a connection
 D = TypeVar("D", bound="Hashable", contravariant=True)  # likewise
 
-MAX_WRONG: Final = 3  # wrong parcels of one block, before the ticket is given up
+MAX_WRONG: Final = 3  # wrong fragments of one block, before the ticket is given up
 
 
 class ReceiverPort(Protocol[D]):
@@ -72,12 +72,12 @@ class ReceiverPort(Protocol[D]):
     def send(self, connection: D, message: Message) -> None:
         """Send a message, in order; one to a connection that has ended is dropped."""
 
-    def verify(self, parcels: Sequence[Parcel]) -> None:
-        """Verify parcels, then call ``Receiver.verified`` with the slots whose bytes are right."""
+    def verify(self, fragments: Sequence[Fragment]) -> None:
+        """Verify fragments, then call ``Receiver.verified`` with the slots of correct bytes."""
 
-    def place(self, parcels: Sequence[Parcel], slots: Sequence[dict[int, int]]) -> None:
-        """Place each parcel in assembly slots, by ``block_key`` of the receiver's blocks, then call
-        ``Receiver.placed``."""
+    def place(self, fragments: Sequence[Fragment], slots: Sequence[dict[int, int]]) -> None:
+        """Place each fragment in assembly slots, by ``block_key`` of the receiver's blocks, then
+        call ``Receiver.placed``."""
 
     def copy(self, copy: SlotCopy) -> None:
         """Copy slots to the device blocks of a plan if ``Receiver.admit`` allows it, then call
@@ -108,7 +108,7 @@ class Receiver(Generic[C]):
         covers: returns True when ranks of these layouts together have all heads of this rank.
         group: returns the group of the blocks of a plan.
         num_pools: groups of whole blocks; the groups behind them are ranges of layers.
-        num_assembly: assembly slots, in which blocks are put together from parcels of other
+        num_assembly: assembly slots, in which blocks are put together from fragments of other
             layouts.
         transport: name of the transport.
         metadata: returns what a sender on a connection needs to write into the landing slots.
@@ -151,8 +151,8 @@ class Receiver(Generic[C]):
         self._connections: set[C] = set()  # that have opened a ticket
         self._tickets: dict[bytes, Incoming[C]] = {}
         self._receives: dict[int, Receive] = {}
-        self._unplanned = UnplannedParcels(ring.num_slots)
-        self._deferred: DeferredParcels[C] = DeferredParcels(self._assembly)
+        self._unplanned = UnplannedFragments(ring.num_slots)
+        self._deferred: DeferredFragments[C] = DeferredFragments(self._assembly)
         self._counts = ReceiverCounts()
 
     # --- tickets and plans ------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class Receiver(Generic[C]):
         return receive
 
     def _take_parked(self, incoming: Incoming[C], receive: Receive) -> None:
-        """Copy the parked parcels of the blocks of a plan."""
+        """Copy the parked fragments of the blocks of a plan."""
         ready = SlotCopies()
         for key in [k for k in incoming.parked if incoming.whole(k) in receive.positions]:
             slot = incoming.parked.pop(key)
@@ -259,7 +259,7 @@ class Receiver(Generic[C]):
     # --- messages of senders ----------------------------------------------------------------------
 
     def on_message(self, connection: C, message: Message) -> None:
-        """Handle a message of a sender, except for ``Landed``, for which see :meth:`begin_parcel`.
+        """Handle a message of a sender, except ``Landed``: see :meth:`begin_fragment`.
 
         Messages about unknown tickets are ignored: the ticket has ended.
         """
@@ -303,7 +303,7 @@ class Receiver(Generic[C]):
         # Also for a ticket that has ended: the sender counts its wishes by connection, and takes
         # back those that it has for nothing.
         if connection in self._connections:
-            self._ring.want(connection, message.parcels)
+            self._ring.want(connection, message.fragments)
             self._grant()
 
     def _on_end(self, connection: C, message: Done | Cancel) -> None:
@@ -342,17 +342,17 @@ class Receiver(Generic[C]):
         self._ring.confirm(connection)
         self._grant()
 
-    # --- parcels ----------------------------------------------------------------------------------
+    # --- fragments --------------------------------------------------------------------------------
 
-    def begin_parcel(self, connection: C, message: Landed) -> Disposal:
-        """Return where the bytes of a parcel may go: into its slot, or nowhere."""
+    def begin_fragment(self, connection: C, message: Landed) -> Disposal:
+        """Return where the bytes of a fragment may go: into its slot, or nowhere."""
         if not self._ring.land(connection, message.credit):
             self._answer_wrong(connection, message, "its credit has ended")
             return "discard"
         return "land"
 
-    def end_parcel(self, connection: C, message: Landed) -> None:
-        """Note that the bytes of a parcel are in its slot."""
+    def end_fragment(self, connection: C, message: Landed) -> None:
+        """Note that the bytes of a fragment are in its slot."""
         self._ring.landed(message.slot)
         self._take(connection, message)
         self._grant()  # the slot may be free again
@@ -372,7 +372,7 @@ class Receiver(Generic[C]):
             self.close_ticket(
                 message.ticket_id, f"{shown_block(block)} of the sender is not in the ticket"
             )
-        elif message.parcel_bytes != source.parcel_bytes(group):
+        elif message.fragment_bytes != source.fragment_bytes(group):
             self._reject(incoming, sender, message.slot, block, "its length is wrong")
         elif is_identity and not self._is_useful(incoming, sender.rank, block):
             self._drop(message.slot)
@@ -381,25 +381,25 @@ class Receiver(Generic[C]):
             else:
                 self._defer(incoming, sender, block)
         else:
-            parcel = self._parcel(incoming, sender, message)
-            if parcel.place in incoming.in_hand:
+            fragment = self._fragment(incoming, sender, message)
+            if fragment.place in incoming.in_hand:
                 self._drop(message.slot)
                 return
-            incoming.in_hand[parcel.place] = parcel
+            incoming.in_hand[fragment.place] = fragment
             self._unplanned.note(incoming)
-            self._port.verify([parcel])
+            self._port.verify([fragment])
 
-    def _parcel(self, incoming: Incoming[C], sender: OpenSender[C], message: Landed) -> Parcel:
-        """Return the parcel that has landed in a slot."""
+    def _fragment(self, incoming: Incoming[C], sender: OpenSender[C], message: Landed) -> Fragment:
+        """Return the fragment that has landed in a slot."""
         source, group = sender.source, message.group
-        return Parcel(
+        return Fragment(
             ticket_id=message.ticket_id,
             sender_rank=sender.rank,
             sender_block=message.sender_block,
             group=group,
             slot=message.slot,
-            num_bytes=message.parcel_bytes,
-            key=parcel_key(
+            num_bytes=message.fragment_bytes,
+            key=fragment_key(
                 message.ticket_id,
                 incoming.ticket.generation,
                 sender.rank,
@@ -411,73 +411,73 @@ class Receiver(Generic[C]):
         )
 
     def _is_useful(self, incoming: Incoming[C], rank: int, block: int) -> bool:
-        """Return True for a block without a parcel that a plan waits for, or may wait for."""
+        """Return True for a block without a fragment that a plan waits for, or may wait for."""
         if (rank, block) in incoming.in_hand or block in incoming.parked:
             return False
         if incoming.whole(block) in incoming.planned:
             return incoming.lacks(block)
         return self._unplanned.has_room
 
-    def verified(self, parcels: Sequence[Parcel], are_right: Sequence[bool]) -> None:
-        """Take the parcels that are right; the others may be sent again. Idempotent."""
+    def verified(self, fragments: Sequence[Fragment], are_right: Sequence[bool]) -> None:
+        """Take the fragments that are right; the others may be sent again. Idempotent."""
         ready = SlotCopies()
-        to_place: list[Parcel] = []
+        to_place: list[Fragment] = []
         places: list[dict[int, int]] = []
         proven: dict[tuple[C, bytes], list[int]] = {}
-        for parcel, is_right in zip(parcels, are_right, strict=True):
-            incoming = self._tickets.get(parcel.ticket_id)
-            place = parcel.place
-            if incoming is None or incoming.in_hand.get(place) is not parcel:
+        for fragment, is_right in zip(fragments, are_right, strict=True):
+            incoming = self._tickets.get(fragment.ticket_id)
+            place = fragment.place
+            if incoming is None or incoming.in_hand.get(place) is not fragment:
                 continue
             del incoming.in_hand[place]
-            block, sender = place[1], incoming.senders.get(parcel.sender_rank)
+            block, sender = place[1], incoming.senders.get(fragment.sender_rank)
             if not is_right:
-                self._reject(incoming, sender, parcel.slot, block, "its trailer is wrong")
+                self._reject(incoming, sender, fragment.slot, block, "its trailer is wrong")
                 continue
-            if parcel.mapping is not None:
-                if targets := incoming.begin_placing(parcel):
-                    to_place.append(parcel)
+            if fragment.mapping is not None:
+                if targets := incoming.begin_placing(fragment):
+                    to_place.append(fragment)
                     places.append(targets)
                 else:
-                    self._drop(parcel.slot)
-                    self._answer_unplaced(incoming, sender, parcel)
+                    self._drop(fragment.slot)
+                    self._answer_unplaced(incoming, sender, fragment)
                 continue
-            self._count(parcel)
+            self._count(fragment)
             if sender is not None and not incoming.closed:
-                proven.setdefault((sender.connection, parcel.ticket_id), []).append(block)
+                proven.setdefault((sender.connection, fragment.ticket_id), []).append(block)
             if (receive := incoming.arrive(block)) is not None:
-                ready.add(receive, block, parcel.slot, incoming.num_ranges(parcel.group))
+                ready.add(receive, block, fragment.slot, incoming.num_ranges(fragment.group))
             elif incoming.closed or incoming.whole(block) in incoming.planned:
-                self._drop(parcel.slot)
+                self._drop(fragment.slot)
             else:
-                incoming.parked[block] = parcel.slot
+                incoming.parked[block] = fragment.slot
         if to_place:
             self._port.place(to_place, places)
         self._copy_all(ready)
         for (connection, ticket_id), blocks in proven.items():
             self._tell(connection, Proven, ticket_id, blocks)
-        for ticket_id in {parcel.ticket_id for parcel in parcels}:
+        for ticket_id in {fragment.ticket_id for fragment in fragments}:
             self._check_ended(ticket_id)
         self._grant()
 
-    # --- parcels of other layouts -----------------------------------------------------------------
+    # --- fragments of other layouts ---------------------------------------------------------------
 
     def _answer_unplaced(
-        self, incoming: Incoming[C], sender: OpenSender[C] | None, parcel: Parcel
+        self, incoming: Incoming[C], sender: OpenSender[C] | None, fragment: Fragment
     ) -> None:
-        """Answer a parcel that was not placed, or not in all blocks that wait for it."""
-        mapping = parcel.mapping
+        """Answer a fragment that was not placed, or not in all blocks that wait for it."""
+        mapping = fragment.mapping
         if sender is None or mapping is None or incoming.closed:
             return
-        if incoming.waiting_blocks(mapping, parcel.place) or incoming.may_be_planned(
-            mapping, parcel.place[1]
+        if incoming.waiting_blocks(mapping, fragment.place) or incoming.may_be_planned(
+            mapping, fragment.place[1]
         ):
-            self._defer(incoming, sender, parcel.place[1])
+            self._defer(incoming, sender, fragment.place[1])
         else:
-            self._prove(sender, parcel)  # nothing waits for it any more
+            self._prove(sender, fragment)  # nothing waits for it any more
 
-    def _prove(self, sender: OpenSender[C], parcel: Parcel) -> None:
-        self._tell(sender.connection, Proven, parcel.ticket_id, [parcel.place[1]])
+    def _prove(self, sender: OpenSender[C], fragment: Fragment) -> None:
+        self._tell(sender.connection, Proven, fragment.ticket_id, [fragment.place[1]])
 
     def _tell(
         self,
@@ -492,39 +492,39 @@ class Receiver(Generic[C]):
             )
 
     def _defer(self, incoming: Incoming[C], sender: OpenSender[C], block: int) -> None:
-        """Let the sender keep a parcel until there is room for it."""
+        """Let the sender keep a fragment until there is room for it."""
         self._deferred.add(incoming, (sender.rank, block))
         ticket_id = incoming.ticket.ticket_id
         self._tell_wrong(sender.connection, ticket_id, block, "no room", is_busy=True)
 
     def _ask_again(self) -> None:
-        """Ask for the parcels that were deferred, as far as there is room for them now."""
-        for parcel in self._deferred.take():
-            self._tell(parcel.sender.connection, Again, parcel.ticket_id, [parcel.block])
+        """Ask for the fragments that were deferred, as far as there is room for them now."""
+        for fragment in self._deferred.take():
+            self._tell(fragment.sender.connection, Again, fragment.ticket_id, [fragment.block])
 
-    def placed(self, parcels: Sequence[Parcel]) -> None:
-        """Note that parcels were placed; copy the blocks that are complete. Idempotent."""
+    def placed(self, fragments: Sequence[Fragment]) -> None:
+        """Note that fragments were placed; copy the blocks that are complete. Idempotent."""
         ready = SlotCopies(is_assembled=True)
-        for parcel in parcels:
-            incoming = self._tickets.get(parcel.ticket_id)
-            assemblies = None if incoming is None else incoming.placing.pop(parcel, None)
+        for fragment in fragments:
+            incoming = self._tickets.get(fragment.ticket_id)
+            assemblies = None if incoming is None else incoming.placing.pop(fragment, None)
             if incoming is None or assemblies is None:
                 continue
-            self._ring.free(parcel.slot)
-            self._count(parcel)
-            for block, slot, receive in incoming.place(parcel, assemblies):
+            self._ring.free(fragment.slot)
+            self._count(fragment)
+            for block, slot, receive in incoming.place(fragment, assemblies):
                 ready.add(receive, block, slot)
-            sender = incoming.senders.get(parcel.sender_rank)
-            self._answer_unplaced(incoming, sender, parcel)  # if more blocks wait for it
+            sender = incoming.senders.get(fragment.sender_rank)
+            self._answer_unplaced(incoming, sender, fragment)  # if more blocks wait for it
         self._copy_all(ready)
-        for ticket_id in {parcel.ticket_id for parcel in parcels}:
+        for ticket_id in {fragment.ticket_id for fragment in fragments}:
             self._check_ended(ticket_id)
         self._ask_again()
         self._grant()
 
-    def _count(self, parcel: Parcel) -> None:
-        self._counts.parcels += 1
-        self._counts.received_bytes += parcel.num_bytes - TRAILER_BYTES
+    def _count(self, fragment: Fragment) -> None:
+        self._counts.fragments += 1
+        self._counts.received_bytes += fragment.num_bytes - TRAILER_BYTES
 
     def _copy_all(self, copies: SlotCopies) -> None:
         for copy in copies:
@@ -574,7 +574,7 @@ class Receiver(Generic[C]):
         self._settle(receive)
 
     def _end_ticket(self, incoming: Incoming[C], reason: str) -> None:
-        """Give up what a ticket misses; its parcels in hand are dropped when they are verified."""
+        """Give up what a ticket misses; drop its fragments in hand when they are verified."""
         if not incoming.closed:
             incoming.closed = reason
             for sender in list(incoming.senders.values()):
@@ -590,7 +590,7 @@ class Receiver(Generic[C]):
         self._grant()
 
     def _check_ended(self, ticket_id: bytes) -> None:
-        """End a ticket of which a sender has sent all, when the last parcels were placed."""
+        """End a ticket of which a sender has sent all, when the last fragments were placed."""
         incoming = self._tickets.get(ticket_id)
         if incoming is None:
             return
@@ -616,7 +616,7 @@ class Receiver(Generic[C]):
         del self._receives[transfer_id]
 
     def _forget(self, incoming: Incoming[C]) -> None:
-        """Forget a ticket that has ended, when it has neither a plan nor a parcel any more."""
+        """Forget a ticket that has ended, when it has neither a plan nor a fragment any more."""
         if incoming.closed and not incoming.has_transfers:
             self._tickets.pop(incoming.ticket.ticket_id, None)
             self._unplanned.forget(incoming)
@@ -628,7 +628,7 @@ class Receiver(Generic[C]):
     def _reject(
         self, incoming: Incoming[C], sender: OpenSender[C] | None, slot: int, block: int, why: str
     ) -> None:
-        """Drop a wrong parcel; after ``MAX_WRONG`` of one block the ticket ends."""
+        """Drop a wrong fragment; after ``MAX_WRONG`` of one block the ticket ends."""
         self._counts.wrong += 1
         self._ring.free(slot)
         times = incoming.wrong[block] = incoming.wrong.get(block, 0) + 1
@@ -678,7 +678,7 @@ class Receiver(Generic[C]):
         used += sum(len(copy.slots) for copy in copies if not copy.is_assembled)
         landed = self._ring.statistics().landed
         if landed != used:
-            problems.append(f"{landed} slots have parcels, but tickets and copies have {used}")
+            problems.append(f"{landed} slots have fragments, but tickets and copies have {used}")
         assembling = sum(len(copy.slots) for copy in copies if copy.is_assembled)
         assembling += sum(len(incoming.slots_used()) for incoming in tickets)
         problems += self._assembly.violations(assembling)

@@ -10,7 +10,7 @@
      │ confirm        quarantined (one-sided transports only; otherwise free at once)
      └──────────────────┘
 
-Each grant raises the generation of the slot. A parcel names slot and generation: one that arrives
+Each grant raises the generation of the slot. A fragment names slot and generation: one that arrives
 after its credit ended is stale, and is discarded (I11).
 
 Conservation: free + granted + landing + landed + quarantined == num_slots.
@@ -50,13 +50,13 @@ class RingStatistics(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         free: slots without an owner.
         granted: slots that a connection has a credit for.
-        landing: slots that a parcel is being read into.
-        landed: slots whose parcel is being verified or copied.
+        landing: slots that a fragment is being read into.
+        landed: slots whose fragment is being verified or copied.
         quarantined: slots that a lost connection may still write.
         wanted: credits that connections wait for.
         credits: credits given.
-        returned: credits that came back without a parcel.
-        stale: parcels whose credit had ended, or that never had one.
+        returned: credits that came back without a fragment.
+        stale: fragments whose credit had ended, or that never had one.
     """
 
     free: int
@@ -175,14 +175,14 @@ class LandingRing(Generic[C]):
         self._release(credit.slot, slot)
         return True
 
-    # --- parcels ----------------------------------------------------------------------------------
+    # --- fragments --------------------------------------------------------------------------------
 
     def land(self, connection: C, credit: SlotCredit) -> bool:
-        """Begin to receive a parcel into the slot of a credit.
+        """Begin to receive a fragment into the slot of a credit.
 
         Returns:
-            False if the parcel is stale: the connection does not have the credit, or has used it.
-            Nothing changed then; the bytes of the parcel must not be written to the slot.
+            False if the fragment is stale: the connection does not have the credit, or has used it.
+            Nothing changed then; the bytes of the fragment must not be written to the slot.
         """
         slot = self._granted(connection, credit)
         if slot is None:
@@ -192,12 +192,12 @@ class LandingRing(Generic[C]):
         return True
 
     def landed(self, slot: int) -> None:
-        """Note that all bytes of a parcel are in its slot, which nothing writes any more.
+        """Note that all bytes of a fragment are in its slot, which nothing writes any more.
 
         The slot belongs to the caller until ``free``; ``revoke`` does not affect it.
 
         Raises:
-            InternalError: no parcel was landing in the slot.
+            InternalError: no fragment was landing in the slot.
         """
         entry = self._in_state(slot, SlotState.LANDING)
         if entry.owner is not None:
@@ -206,10 +206,10 @@ class LandingRing(Generic[C]):
         self._change(entry, SlotState.LANDED)
 
     def free(self, slot: int) -> None:
-        """Free a slot whose parcel was copied or dropped.
+        """Free a slot whose fragment was copied or dropped.
 
         Raises:
-            InternalError: the slot has no parcel that has landed.
+            InternalError: the slot has no fragment that has landed.
         """
         self._release(slot, self._in_state(slot, SlotState.LANDED))
 

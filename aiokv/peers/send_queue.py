@@ -1,4 +1,4 @@
-"""SendQueue: parcels to one receiver rank that wait for credits, and the credits. Pure."""
+"""SendQueue: fragments to one receiver rank that wait for credits, and the credits. Pure."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from aiokv.peers.messages import Return
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-    from aiokv.peers.departures import Parcel
+    from aiokv.peers.departures import Fragment
     from aiokv.peers.messages import SlotCredit
 
 C = TypeVar("C", bound="Hashable")  # a connection
 
 
 class SendQueue(Generic[C]):
-    """Parcels of all tickets to one receiver rank, in order.
+    """Fragments of all tickets to one receiver rank, in order.
 
-    Each waiting parcel has a credit, or one is asked for; when the sender has handled an event,
+    Each waiting fragment has a credit, or one is asked for; when the sender has handled an event,
     there are no others: those are given back.
 
     Args:
@@ -27,31 +27,31 @@ class SendQueue(Generic[C]):
 
     Attributes:
         connection: to the receiver rank.
-        credits: landing slots that no parcel uses yet.
-        waiting: parcels that are ready and have no credit, in order.
+        credits: landing slots that no fragment uses yet.
+        waiting: fragments that are ready and have no credit, in order.
         wanted: credits that were asked for and did not come yet.
-        slots: outgoing slots that its parcels have.
+        slots: outgoing slots that its fragments have.
         tickets: that use it.
     """
 
     def __init__(self, connection: C) -> None:
         self.connection = connection
         self.credits: deque[SlotCredit] = deque()
-        self.waiting: deque[Parcel[C]] = deque()
+        self.waiting: deque[Fragment[C]] = deque()
         self.wanted = 0
         self.slots = 0
         self.tickets: set[bytes] = set()
 
     @property
-    def next(self) -> Parcel[C] | None:
-        """The first parcel, if there is a credit for it."""
+    def next(self) -> Fragment[C] | None:
+        """The first fragment, if there is a credit for it."""
         return self.waiting[0] if self.credits and self.waiting else None
 
-    def add(self, parcels: Sequence[Parcel[C]]) -> int:
-        """Add parcels; return the number of credits to ask for."""
-        self.waiting.extend(parcels)
-        spare = len(self.credits) + self.wanted - (len(self.waiting) - len(parcels))
-        missing = max(len(parcels) - max(spare, 0), 0)
+    def add(self, fragments: Sequence[Fragment[C]]) -> int:
+        """Add fragments; return the number of credits to ask for."""
+        self.waiting.extend(fragments)
+        spare = len(self.credits) + self.wanted - (len(self.waiting) - len(fragments))
+        missing = max(len(fragments) - max(spare, 0), 0)
         self.wanted += missing
         return missing
 
@@ -60,18 +60,18 @@ class SendQueue(Generic[C]):
         self.credits.extend(slots)
         self.wanted = max(self.wanted - len(slots), 0)
 
-    def take(self) -> Parcel[C]:
-        """Remove the next parcel, and give it a credit; both are there."""
-        parcel = self.waiting.popleft()
-        parcel.credit = self.credits.popleft()
-        return parcel
+    def take(self) -> Fragment[C]:
+        """Remove the next fragment, and give it a credit; both are there."""
+        fragment = self.waiting.popleft()
+        fragment.credit = self.credits.popleft()
+        return fragment
 
     def remove_dropped(self) -> None:
-        """Remove the parcels of which nothing is sent any more."""
-        self.waiting = deque(parcel for parcel in self.waiting if not parcel.dropped)
+        """Remove the fragments of which nothing is sent any more."""
+        self.waiting = deque(fragment for fragment in self.waiting if not fragment.dropped)
 
     def take_spare(self) -> Return | None:
-        """Remove the credits, and the wishes for them, that no parcel waits for.
+        """Remove the credits, and the wishes for them, that no fragment waits for.
 
         Returns:
             The message to the receiver that gives them back; None if there are none.
@@ -95,4 +95,4 @@ class SendQueue(Generic[C]):
         if found == len(self.waiting):
             return []
         known = f"{len(self.credits)} are there and {self.wanted} are asked for"
-        return [f"{len(self.waiting)} parcels wait for credits, but {known}"]
+        return [f"{len(self.waiting)} fragments wait for credits, but {known}"]

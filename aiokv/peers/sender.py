@@ -1,4 +1,4 @@
-"""Sender: tickets that this rank sends, and the parcels on their way. No I/O.
+"""Sender: tickets that this rank sends, and the fragments on their way. No I/O.
 
 ::
 
@@ -8,9 +8,9 @@
          └──────────────── slot free, next credit ───────────────────────┘
     A receiver of another layout gets a part of the block, cut out of a second slot before the seal.
 
-A parcel takes an outgoing slot only when it has a credit, so a receiver that stalls holds no more
-slots than it gave credits. A plan is reported when all its parcels are acknowledged, or when it was
-given up; at the earliest when no copy reads its device blocks any more.
+A fragment takes an outgoing slot only when it has a credit, so a receiver that stalls holds no more
+slots than it gave credits. A plan is reported when all its fragments are acknowledged, or when it
+was given up; at the earliest when no copy reads its device blocks any more.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping as Dictionary
 
     from aiokv.base.plan import TransferPlan
-    from aiokv.peers.departures import Parcel, Target
+    from aiokv.peers.departures import Fragment, Target
     from aiokv.peers.messages import Message, SlotCredit
     from aiokv.peers.ticket import Ticket
 
 C = TypeVar("C", bound="Hashable")  # a connection
 
-MAX_TRIES: Final = 3  # of one parcel
+MAX_TRIES: Final = 3  # of one fragment
 MAX_REASONS: Final = 256  # of tickets that the engine has not closed yet
 
 
@@ -69,12 +69,12 @@ class SenderPort(Protocol[C]):
         """Copy device blocks to outgoing slots if ``Sender.admit`` allows it, then call
         ``Sender.filled``."""
 
-    def seal(self, parcels: Sequence[Parcel[C]]) -> None:
-        """Cut parcels out of their ``block_slot`` if they have one, write the trailers, then call
+    def seal(self, fragments: Sequence[Fragment[C]]) -> None:
+        """Cut fragments out of their ``block_slot`` if they have one, write the trailers, then call
         ``Sender.sealed``."""
 
-    def write(self, connection: C, parcels: Sequence[Parcel[C]]) -> None:
-        """Write parcels to the slots of their credits, then call ``Sender.written``."""
+    def write(self, connection: C, fragments: Sequence[Fragment[C]]) -> None:
+        """Write fragments to the slots of their credits, then call ``Sender.written``."""
 
     def sent(self, send: Send) -> None:
         """Report a plan; nothing reads its blocks. Idempotent."""
@@ -185,21 +185,23 @@ class Sender(Generic[C]):
                 self._release(outgoing, send)
 
     def _release(self, outgoing: OutgoingTicket[C], send: Send) -> None:
-        """Announce the parcels of a plan whose work was submitted. Idempotent."""
+        """Announce the fragments of a plan whose work was submitted. Idempotent."""
         if not send.is_held or send.failure is not None or self._port.is_open(send.plan):
             return
         send.is_held = False
         for rank, queue in outgoing.queues.items():
-            parcels = outgoing.add_parcels(send, rank)
-            self._want(queue, outgoing.ticket.ticket_id, parcels)
+            fragments = outgoing.add_fragments(send, rank)
+            self._want(queue, outgoing.ticket.ticket_id, fragments)
             self._pump(queue)
 
-    def _want(self, queue: SendQueue[C], ticket_id: bytes, parcels: Sequence[Parcel[C]]) -> None:
-        missing = queue.add(parcels)
+    def _want(
+        self, queue: SendQueue[C], ticket_id: bytes, fragments: Sequence[Fragment[C]]
+    ) -> None:
+        missing = queue.add(fragments)
         self._counts.waits += missing
         while missing > 0:
             count = min(missing, MAX_LISTED)
-            self._port.send(queue.connection, Want(ticket_id=ticket_id, parcels=count))
+            self._port.send(queue.connection, Want(ticket_id=ticket_id, fragments=count))
             missing -= count
 
     def cancel(self, transfer_id: int, reason: str) -> bool:
@@ -247,7 +249,7 @@ class Sender(Generic[C]):
 
     @property
     def free_slots(self) -> int:
-        """Outgoing slots that no parcel has."""
+        """Outgoing slots that no fragment has."""
         return self._slots.num_free
 
     def counts(self) -> SenderCounts:
@@ -294,16 +296,16 @@ class Sender(Generic[C]):
             return
         sends = set()
         for block in _keys_of(message):
-            parcel = outgoing.parcels.get((connection, block))
-            if parcel is None or parcel.proven or not parcel.tries:
+            fragment = outgoing.fragments.get((connection, block))
+            if fragment is None or fragment.proven or not fragment.tries:
                 continue
-            parcel.proven = True
-            self._counts.parcels += 1
-            self._counts.sent_bytes += parcel.num_bytes - TRAILER_BYTES
-            send = parcel.send
+            fragment.proven = True
+            self._counts.fragments += 1
+            self._counts.sent_bytes += fragment.num_bytes - TRAILER_BYTES
+            send = fragment.send
             send.note_proven(block)
             sends.add(send)
-            self._slots.free(parcel)
+            self._slots.free(fragment)
         for send in sends:
             self._settle(send)
         self._pump_all()
@@ -313,45 +315,45 @@ class Sender(Generic[C]):
         if outgoing is None:
             return
         for block in _keys_of(message):
-            parcel = outgoing.parcels.get((connection, block))
-            if parcel is None or parcel.proven or parcel.dropped or not parcel.tries:
+            fragment = outgoing.fragments.get((connection, block))
+            if fragment is None or fragment.proven or fragment.dropped or not fragment.tries:
                 continue
             if message.is_busy:
-                parcel.deferred = True
-                self._slots.free(parcel)
+                fragment.deferred = True
+                self._slots.free(fragment)
                 continue
-            if parcel.tries >= MAX_TRIES:
-                times = f"{parcel.tries} times: {message.reason}"
+            if fragment.tries >= MAX_TRIES:
+                times = f"{fragment.tries} times: {message.reason}"
                 reason = f"{shown_block(block)} was refused {times}"
                 self._end_ticket(outgoing, reason, tell=True)
                 return
-            parcel.again = True
-            if not parcel.busy:
-                self._again(parcel)
-        self._pump_all()  # parcels that were deferred have freed their slots
+            fragment.again = True
+            if not fragment.busy:
+                self._again(fragment)
+        self._pump_all()  # fragments that were deferred have freed their slots
 
     def _on_again(self, connection: C, message: Again) -> None:
         outgoing = self._tickets.get(message.ticket_id)
         for block in _keys_of(message):
-            parcel = None if outgoing is None else outgoing.parcels.get((connection, block))
-            if parcel is None or not parcel.deferred or parcel.proven or parcel.dropped:
+            fragment = None if outgoing is None else outgoing.fragments.get((connection, block))
+            if fragment is None or not fragment.deferred or fragment.proven or fragment.dropped:
                 continue
-            parcel.deferred = False
-            parcel.tries -= 1
-            parcel.again = True
-            if not parcel.busy:
-                self._again(parcel)
+            fragment.deferred = False
+            fragment.tries -= 1
+            fragment.again = True
+            if not fragment.busy:
+                self._again(fragment)
 
-    def _again(self, parcel: Parcel[C]) -> None:
-        """Copy and write a parcel once more, with the next credit.
+    def _again(self, fragment: Fragment[C]) -> None:
+        """Copy and write a fragment once more, with the next credit.
 
         It keeps no outgoing slot until then: those before it in line may wait for the slot.
         """
-        parcel.again = False
-        self._slots.free(parcel)
+        fragment.again = False
+        self._slots.free(fragment)
         self._counts.retries += 1
-        self._want(parcel.queue, parcel.send.plan.peer, [parcel])
-        self._pump(parcel.queue)
+        self._want(fragment.queue, fragment.send.plan.peer, [fragment])
+        self._pump(fragment.queue)
 
     def on_closed(self, connection: C, reason: str) -> None:
         """Note the end of a connection: its tickets end."""
@@ -365,29 +367,29 @@ class Sender(Generic[C]):
             self._end_ticket(outgoing, text, tell=len(outgoing.queues) > 1)
         del self._queues[connection]
 
-    # --- parcels ----------------------------------------------------------------------------------
+    # --- fragments --------------------------------------------------------------------------------
 
     def _pump_all(self) -> None:
         for queue in list(self._queues.values()):
             self._pump(queue)
 
     def _pump(self, queue: SendQueue[C]) -> None:
-        """Begin to send as many parcels as there are credits and outgoing slots."""
-        fills: dict[tuple[Send, int], list[Parcel[C]]] = {}
+        """Begin to send as many fragments as there are credits and outgoing slots."""
+        fills: dict[tuple[Send, int], list[Fragment[C]]] = {}
         while self._next(queue) is not None:
-            parcel = queue.take()
-            parcel.tries += 1
-            parcel.busy = True
-            self._slots.take(parcel)
-            fills.setdefault((parcel.send, parcel.group), []).append(parcel)
-        for (send, group), parcels in fills.items():
-            self._port.fill(SlotFill(send, group, parcels))
+            fragment = queue.take()
+            fragment.tries += 1
+            fragment.busy = True
+            self._slots.take(fragment)
+            fills.setdefault((fragment.send, fragment.group), []).append(fragment)
+        for (send, group), fragments in fills.items():
+            self._port.fill(SlotFill(send, group, fragments))
         self._return_spare(queue)
 
-    def _next(self, queue: SendQueue[C]) -> Parcel[C] | None:
-        """Return the next parcel of a queue, if there are a credit and outgoing slots for it."""
-        parcel = queue.next
-        return parcel if parcel is not None and self._slots.has_room(parcel) else None
+    def _next(self, queue: SendQueue[C]) -> Fragment[C] | None:
+        """Return the next fragment of a queue, if there are a credit and outgoing slots for it."""
+        fragment = queue.next
+        return fragment if fragment is not None and self._slots.has_room(fragment) else None
 
     def _return_spare(self, queue: SendQueue[C]) -> None:
         if (message := queue.take_spare()) is not None:
@@ -398,7 +400,7 @@ class Sender(Generic[C]):
 
         The slots of a copy whose plan was given up meanwhile are freed.
         """
-        if not fill.parcels:
+        if not fill.fragments:
             return False
         if fill.send.failure is not None and fill not in fill.send.fills:
             self.filled(fill, None)
@@ -408,54 +410,54 @@ class Sender(Generic[C]):
 
     def filled(self, fill: SlotFill, failure: CopyError | None) -> None:
         """Note the end of a copy from device blocks. Idempotent."""
-        send, parcels = fill.send, fill.parcels
-        fill.parcels = []
+        send, fragments = fill.send, fill.fragments
+        fill.fragments = []
         send.fills.discard(fill)
         if failure is not None:
             self._give_up(send, failure.reason)
-        ready = self._continue(parcels)
+        ready = self._continue(fragments)
         if ready:
             self._port.seal(ready)
         self._settle(send)
-        self._pump_all()  # a failure, or a dropped parcel, has freed slots
+        self._pump_all()  # a failure, or a dropped fragment, has freed slots
 
-    def sealed(self, parcels: Sequence[Parcel[C]]) -> None:
-        """Write parcels whose trailers are there."""
-        for parcel in parcels:
-            self._slots.free_block(parcel)
-        ready: dict[C, list[Parcel[C]]] = {}
-        for parcel in self._continue(parcels):
-            ready.setdefault(parcel.queue.connection, []).append(parcel)
+    def sealed(self, fragments: Sequence[Fragment[C]]) -> None:
+        """Write fragments whose trailers are there."""
+        for fragment in fragments:
+            self._slots.free_block(fragment)
+        ready: dict[C, list[Fragment[C]]] = {}
+        for fragment in self._continue(fragments):
+            ready.setdefault(fragment.queue.connection, []).append(fragment)
         for connection, its in ready.items():
             self._port.write(connection, its)
         self._pump_all()  # with the slots of whole blocks
 
-    def written(self, parcels: Sequence[Parcel[C]]) -> None:
-        """Note that the transport reads the slots of these parcels no more."""
-        for parcel in parcels:
-            parcel.busy = False
-            parcel.credit = None
-            if parcel.dropped or parcel.proven:
-                self._slots.free(parcel)
-            elif parcel.again:
-                self._again(parcel)
-            elif parcel.deferred:
-                self._slots.free(parcel)
+    def written(self, fragments: Sequence[Fragment[C]]) -> None:
+        """Note that the transport reads the slots of these fragments no more."""
+        for fragment in fragments:
+            fragment.busy = False
+            fragment.credit = None
+            if fragment.dropped or fragment.proven:
+                self._slots.free(fragment)
+            elif fragment.again:
+                self._again(fragment)
+            elif fragment.deferred:
+                self._slots.free(fragment)
         self._pump_all()
 
-    def _continue(self, parcels: Sequence[Parcel[C]]) -> list[Parcel[C]]:
-        """Return the parcels that are still to be sent; free the slots of the others."""
+    def _continue(self, fragments: Sequence[Fragment[C]]) -> list[Fragment[C]]:
+        """Return the fragments that are still to be sent; free the slots of the others."""
         spare: dict[C, list[SlotCredit]] = {}
         ready = []
-        for parcel in parcels:
-            if not parcel.dropped:
-                ready.append(parcel)
+        for fragment in fragments:
+            if not fragment.dropped:
+                ready.append(fragment)
                 continue
-            parcel.busy = False
-            credit, parcel.credit = parcel.credit, None
+            fragment.busy = False
+            credit, fragment.credit = fragment.credit, None
             if credit is not None:
-                spare.setdefault(parcel.queue.connection, []).append(credit)
-            self._slots.free(parcel)
+                spare.setdefault(fragment.queue.connection, []).append(credit)
+            self._slots.free(fragment)
         for connection, slots in spare.items():
             self._port.send(connection, Return(slots=slots))
         if spare:
@@ -470,8 +472,8 @@ class Sender(Generic[C]):
         outgoing = self._tickets.get(send.plan.peer)
         if outgoing is not None and send.failure is not None:
             for queue in outgoing.queues.values():
-                for parcel in outgoing.drop(send, queue):
-                    self._slots.free(parcel)
+                for fragment in outgoing.drop(send, queue):
+                    self._slots.free(fragment)
                 queue.remove_dropped()
                 self._return_spare(queue)
         self._settle(send)
@@ -500,7 +502,7 @@ class Sender(Generic[C]):
         if not send.at_rest or self._sends.get(transfer_id) is not send:
             return
         if not send.unproven:
-            send.failure = None  # its last parcel was acknowledged after all
+            send.failure = None  # its last fragment was acknowledged after all
         self._port.sent(send)
         outgoing = self._tickets.get(send.plan.peer)
         if outgoing is not None:
@@ -527,9 +529,9 @@ class Sender(Generic[C]):
         problems = self._slots.violations(sum(queue.slots for queue in queues))
         problems += [problem for queue in queues for problem in queue.violations()]
         problems += [
-            f"{shown_block(parcel.block)} waits, but has a credit and outgoing slots"
+            f"{shown_block(fragment.block)} waits, but has a credit and outgoing slots"
             for queue in queues
-            if (parcel := self._next(queue)) is not None
+            if (fragment := self._next(queue)) is not None
         ]
         problems += [
             f"plan {transfer_id} is at rest, but was not reported"

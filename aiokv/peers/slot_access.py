@@ -1,4 +1,4 @@
-"""SlotAccess: access to the bytes of parcels in their slots, in threads, kernels or on the loop."""
+"""SlotAccess: access to the bytes of fragments in slots, in threads, kernels or on the loop."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aiokv.peers.arrivals import Parcel as Received
-    from aiokv.peers.departures import Parcel as Sent
+    from aiokv.peers.arrivals import Fragment as Received
+    from aiokv.peers.departures import Fragment as Sent
     from aiokv.peers.transport import PeerMemory
     from aiokv.worker.poller import EventPoller
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SlotAccess(ABC):
-    """Verifies and places received parcels, cuts and seals parcels to be sent.
+    """Verifies and places received fragments, cuts and seals fragments to be sent.
 
     Each call returns at once. Its continuation ``then`` is called in a later callback of the loop.
 
@@ -51,61 +51,61 @@ class SlotAccess(ABC):
         """
         return b""
 
-    def outgoing_keys(self, parcels: Sequence[Sent[Any]]) -> bytes:
+    def outgoing_keys(self, fragments: Sequence[Sent[Any]]) -> bytes:
         """Return the keys with which a copy to outgoing slots seals these, 32 bytes each.
 
         Empty when ``seal`` does.
         """
         return b""
 
-    def verify(self, memory: PeerMemory, parcels: Sequence[Received], then: Verified) -> None:
-        """Verify parcels, together with the others of this pass of the loop.
+    def verify(self, memory: PeerMemory, fragments: Sequence[Received], then: Verified) -> None:
+        """Verify fragments, together with the others of this pass of the loop.
 
         Args:
             memory: landing slots.
-            parcels: of any layouts.
-            then: gets parcels, and for each True if its bytes are right.
+            fragments: of any layouts.
+            then: gets fragments, and for each True if its bytes are right.
         """
         if not self._unverified:
             self.soon(partial(self._verify_all, memory, then))
-        self._unverified += parcels
+        self._unverified += fragments
 
     def _verify_all(self, memory: PeerMemory, then: Verified) -> None:
-        """Begin to verify all parcels."""
-        parcels, self._unverified = self._unverified, []
-        self._begin_verification(memory, parcels, then)
+        """Begin to verify all fragments."""
+        fragments, self._unverified = self._unverified, []
+        self._begin_verification(memory, fragments, then)
 
     @abstractmethod
     def _begin_verification(
-        self, memory: PeerMemory, parcels: list[Received], then: Verified
+        self, memory: PeerMemory, fragments: list[Received], then: Verified
     ) -> None:
-        """Begin to verify parcels."""
+        """Begin to verify fragments."""
 
     @abstractmethod
     def place(
         self,
         memory: PeerMemory,
-        parcels: Sequence[Received],
+        fragments: Sequence[Received],
         addresses: Sequence[dict[int, int]],
         then: Callable[[bool], None],
     ) -> None:
-        """Place parcels in host blocks.
+        """Place fragments in host blocks.
 
         Args:
             memory: landing slots.
-            parcels: of other layouts.
-            addresses: of the host blocks of each parcel, by block.
+            fragments: of other layouts.
+            addresses: of the host blocks of each fragment, by block.
             then: gets False if an error has left blocks incomplete.
         """
 
     @abstractmethod
-    def seal(self, memory: PeerMemory, parcels: Sequence[Sent[Any]], then: Sealed) -> None:
-        """Cut parcels out of their ``block_slot``, if they have one, and write their trailers.
+    def seal(self, memory: PeerMemory, fragments: Sequence[Sent[Any]], then: Sealed) -> None:
+        """Cut fragments out of their ``block_slot``, if they have one, and write their trailers.
 
         Args:
             memory: outgoing slots.
-            parcels: for any receivers.
-            then: gets parcels, and False if an error has left them without trailers.
+            fragments: for any receivers.
+            then: gets fragments, and False if an error has left them without trailers.
         """
 
     def soon(self, action: Callable[[], object]) -> None:
@@ -117,5 +117,5 @@ class SlotAccess(ABC):
 def report_error(error: BaseException) -> None:
     """Give an error in the access to slots to the loop's exception handler."""
     asyncio.get_running_loop().call_exception_handler(
-        {"message": "aiokv: work on the parcels of peers raised", "exception": error}
+        {"message": "aiokv: work on the fragments of peers raised", "exception": error}
     )

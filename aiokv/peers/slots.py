@@ -6,7 +6,7 @@
     block │ block  | block │ block        | block    |     | block    |
 
 Each block has room for a trailer behind a host block, a state slot or a window block, whichever is
-the largest. Received parcels arrive in landing slots, which
+the largest. Received fragments arrive in landing slots, which
 are larger where a sender may have larger blocks.
 """
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from aiokv.peers.options import Peers
 
 ASSEMBLY_SHARE: Final = 4  # 1 of as many blocks of the ring puts blocks of other layouts together
-PARCEL_TOKENS: Final = 64  # of the largest blocks that fit in a landing slot, if the ring is large
+FRAGMENT_TOKENS: Final = (
+    64  # of the largest blocks that fit in a landing slot, if the ring is large
+)
 MIN_LANDING_SLOTS: Final = 8  # a ring with fewer has smaller slots
 # A copy engine of an H200 moves slots at multiples of 4 KiB to another GPU at 350 GB/s, others at
 # 285 GB/s.
@@ -40,7 +42,7 @@ class ArenaSlots(NamedTuple):
     Attributes:
         block_bytes: distance between blocks.
         ring: blocks for landing and assembly.
-        assembly: blocks of the ring in which parcels of other layouts are put together.
+        assembly: blocks of the ring in which fragments of other layouts are put together.
         outgoing: blocks for sending.
     """
 
@@ -78,7 +80,7 @@ class ArenaSlots(NamedTuple):
                 )
             blocks.append(size // block_bytes)
         ring = 0 if options.listen is None else blocks[0]
-        # Parcels in the memory of a GPU are not put together: the layouts are equal.
+        # Fragments in the memory of a GPU are not put together: the layouts are equal.
         is_mapped = not options.slots_on_device and any(
             piece.axes is not None for piece in regions.all_pieces()
         )
@@ -93,7 +95,7 @@ class ArenaSlots(NamedTuple):
         """Return the blocks of a landing slot: 1, unless blocks can be mapped to larger ones."""
         if not self.assembly:
             return 1
-        wanted = -(-PARCEL_TOKENS // block_tokens)
+        wanted = -(-FRAGMENT_TOKENS // block_tokens)
         return max(min(wanted, (self.ring - self.assembly) // MIN_LANDING_SLOTS), 1)
 
     @property

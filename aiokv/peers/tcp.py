@@ -1,7 +1,7 @@
-"""TcpTransport: parcels on the control connection itself; needs no package and no driver.
+"""TcpTransport: fragments on the control connection itself; needs no package and no driver.
 
-A parcel follows the frame of its ``Landed``. The sender's kernel copies it from the outgoing slot,
-and the receiver's kernel copies it into the landing slot: no byte of it is copied by Python.
+A fragment follows the frame of its ``Landed``. The sender's kernel copies it from the outgoing
+slot, and the receiver's kernel copies it into the landing slot: no byte of it is copied by Python.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ class TcpLink:
         self._connection = connection
         self._outgoing = outgoing
 
-    async def write(self, parcels: Sequence[Outgoing]) -> None:
-        """Write parcels; see :meth:`~aiokv.peers.transport.Link.write`."""
+    async def write(self, fragments: Sequence[Outgoing]) -> None:
+        """Write fragments; see :meth:`~aiokv.peers.transport.Link.write`."""
         writes = self._connection.write(
-            (parcel.landed, self._outgoing.slot(parcel.slot, parcel.landed.parcel_bytes))
-            for parcel in parcels
+            (fragment.landed, self._outgoing.slot(fragment.slot, fragment.landed.fragment_bytes))
+            for fragment in fragments
         )
         try:
             failure = await asyncio.shield(writes.ended)

@@ -42,10 +42,10 @@ class _SenderEnd:
         self._opener.on_message(self._connection, message)
 
     def place(self, landed: Landed) -> memoryview | None:
-        return None  # a receiver sends no parcels
+        return None  # a receiver sends no fragments
 
-    def on_parcel(self, landed: Landed) -> None:
-        """Do nothing: ``place`` discards all parcels."""
+    def on_fragment(self, landed: Landed) -> None:
+        """Do nothing: ``place`` discards all fragments."""
 
     def on_closed(self, reason: str) -> None:
         self._opener.on_closed(self._connection, reason)
@@ -216,10 +216,10 @@ class TicketOpener:
             )
             async with asyncio.timeout(timeout):
                 accepted = await reply
-            if accepted.slot_bytes < target.largest_parcel_bytes:
+            if accepted.slot_bytes < target.largest_fragment_bytes:
                 raise LayoutError(
-                    f"the receiver at {where} has slots of {accepted.slot_bytes} bytes; a parcel "
-                    f"takes {target.largest_parcel_bytes} bytes"
+                    f"the receiver at {where} has slots of {accepted.slot_bytes} bytes; a fragment "
+                    f"takes {target.largest_fragment_bytes} bytes"
                 )
             await self._connect_link(connection, accepted.transport_metadata)
         except TimeoutError:

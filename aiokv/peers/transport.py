@@ -1,13 +1,13 @@
-"""Transport: moves parcels from outgoing slots of a sender into landing slots of a receiver.
+"""Transport: moves fragments from outgoing slots of a sender into landing slots of a receiver.
 
 The messages of a ticket are the same for all transports. A transport decides only how the bytes
-of a parcel reach the slot that the receiver has given credit for.
+of a fragment reach the slot that the receiver has given credit for.
 
 ::
 
                       tcp                              one-sided (RDMA)
     Open, Accepted    metadata is empty                metadata names the agent and its memory
-    parcel            Landed, then its bytes, on the   the transport writes into the slot of the
+    fragment            Landed, then its bytes, on the   the transport writes into the slot of the
                       control connection               receiver; then Landed
     receiver          the connection reads the bytes   the bytes are in the slot when Landed arrives
                       into the slot
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 class PeerMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Slots of an arena for parcels. Slot ``i`` begins at ``address + i * slot_bytes``.
+    """Slots of an arena for fragments. Slot ``i`` begins at ``address + i * slot_bytes``.
 
     Attributes:
         address: address of slot 0.
         num_slots: number of slots.
-        slot_bytes: distance between slots; the most bytes of a parcel with its trailer.
+        slot_bytes: distance between slots; the most bytes of a fragment with its trailer.
         view: all slots as one writable buffer; None in the memory of a GPU.
         device: ordinal of the GPU that has the memory; None in host memory.
         owner: object that keeps the memory allocated, beside ``view``.
@@ -81,7 +81,7 @@ class PeerMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outgoing(NamedTuple):
-    """A parcel to write.
+    """A fragment to write.
 
     Attributes:
         slot: outgoing slot that has the payload and, behind it, the trailer.
@@ -93,23 +93,23 @@ class Outgoing(NamedTuple):
 
 
 class Link(Protocol):
-    """Way of the parcels of one sender rank to one receiver rank. Used on one loop.
+    """Way of the fragments of one sender rank to one receiver rank. Used on one loop.
 
     A link gives itself up behind the end of its connection.
     """
 
-    async def write(self, parcels: Sequence[Outgoing]) -> None:
-        """Write parcels into the landing slots of their credits, each followed by its ``Landed``.
+    async def write(self, fragments: Sequence[Outgoing]) -> None:
+        """Write fragments into the landing slots of their credits, each followed by its ``Landed``.
 
-        Returns when the transport no longer reads the outgoing slots; whether the parcels are
+        Returns when the transport no longer reads the outgoing slots; whether the fragments are
         right, the receiver tells later with ``Proven`` or ``Wrong``. Concurrent calls are executed
         in the order of the calls.
 
         Raises:
             PeerError: the connection ended, or a write failed. The outgoing slots are not read any
-                more. Which parcels have arrived is unknown.
+                more. Which fragments have arrived is unknown.
 
-        Cancellation: the call ends when the outgoing slots are not read any more. Parcels whose
+        Cancellation: the call ends when the outgoing slots are not read any more. Fragments whose
             write had not begun are not written, and their credits go back with ``Return``.
         """
 

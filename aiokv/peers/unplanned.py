@@ -1,4 +1,4 @@
-"""UnplannedParcels: landing slots with parcels of blocks that no plan has asked for yet. Pure."""
+"""UnplannedFragments: landing slots with fragments of blocks without a plan so far. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from aiokv.peers.incoming import Incoming
 
 
-class UnplannedParcels:
-    """Unplanned parcels of all tickets of one rank, which have no more than half of the slots.
+class UnplannedFragments:
+    """Unplanned fragments of all tickets of one rank, which have no more than half of the slots.
 
     The other half lets blocks that have a plan arrive.
 
@@ -24,7 +24,7 @@ class UnplannedParcels:
         self._tickets: dict[Incoming[Any], None] = {}  # all that have some, and others
 
     def note(self, incoming: Incoming[Any]) -> None:
-        """Note that a ticket may have unplanned parcels from now on."""
+        """Note that a ticket may have unplanned fragments from now on."""
         self._tickets[incoming] = None
 
     def forget(self, incoming: Incoming[Any]) -> None:
@@ -33,7 +33,7 @@ class UnplannedParcels:
 
     @property
     def has_room(self) -> bool:
-        """True if one more landing slot may have an unplanned parcel."""
+        """True if one more landing slot may have an unplanned fragment."""
         counts = {incoming: incoming.num_unplanned for incoming in self._tickets}
         self._tickets = {incoming: None for incoming, count in counts.items() if count}
         return sum(counts.values()) < self._most
@@ -46,12 +46,12 @@ class UnplannedParcels:
         """
         counts = {incoming: incoming.num_unplanned for incoming in tickets}
         problems = [
-            f"ticket {incoming.ticket.ticket_id.hex()} has unplanned parcels, but is not noted"
+            f"ticket {incoming.ticket.ticket_id.hex()} has unplanned fragments, but is not noted"
             for incoming, count in counts.items()
             if count and incoming not in self._tickets
         ]
         if (found := sum(counts.values())) > self._most:
             problems.append(
-                f"{found} slots have parcels that no plan waits for; at most {self._most} may"
+                f"{found} slots have fragments that no plan waits for; at most {self._most} may"
             )
         return problems

@@ -16,7 +16,7 @@ from aiokv.peers.handshake import GREETING_BYTES, PROOF_BYTES, Handshake, check_
 from aiokv.peers.messages import Landed, Message, decode
 from aiokv.wire import connection as wire
 from aiokv.wire.connection import WireLimits
-from aiokv.wire.frames import ParcelHandler
+from aiokv.wire.frames import FragmentHandler
 from aiokv.wire.listener import BACKLOG, Listener
 from aiokv.wire.messages import Codec, encode
 from aiokv.wire.sockets import (
@@ -41,7 +41,7 @@ CODEC: Final[Codec[Message, Message]] = Codec(
 Connection = wire.Connection[Message, Message]
 
 
-class Handler(wire.Handler[Message], ParcelHandler[Landed], Protocol):
+class Handler(wire.Handler[Message], FragmentHandler[Landed], Protocol):
     """Owner of one end of a connection of peers.
 
     A ``Landed`` is a message only if no bytes follow it, from a one-sided transport.

@@ -69,7 +69,7 @@ class Effects:
         unpinned: pins that have ended, and the reason of each.
         moved: ends of transfers from and to peers; none for a lease that was released or preempted.
         idle: leases, also released ones, whose device blocks no transfer uses any more; only with
-            ``CacheConfig.foreign_device``.
+            ``CacheConfig.external_device``.
         cancel: transfers that no lease needs; the worker cancels them if they have not begun.
         collect: True if ``collect_backups`` and, with stores, ``store_saver.collect`` must be
             called at the end of this pass of the loop.

@@ -75,7 +75,7 @@ def new_core(config: CacheConfig, has_stores: bool = False) -> Core:
         eviction=config.eviction_policy,
         state_slots=config.state_slots,
         host_state_slots=config.host_state_slots,
-        foreign_device=config.foreign_device,
+        external_device=config.external_device,
         splits_items=config.item_hits == "partial",
         windows=[
             (

@@ -49,7 +49,7 @@ _Described: TypeAlias = tuple[int, float, int, int, int, int, int]
 _Stretch: TypeAlias = tuple[int, int, str, int, int, int, int, int, int, int]
 
 
-class Borders(NamedTuple):
+class Boundaries(NamedTuple):
     """Blocks of a prompt behind its hit, of which a tier may have some.
 
     Attributes:
@@ -191,12 +191,12 @@ class CacheReader:
 
         Returns:
             (block, digests): index of the first one, and 32 bytes per block, up to the hit limit.
-            No digests if there is none, or there are no stores. With further groups, ``borders``
+            No digests if there is none, or there are no stores. With further groups, ``boundaries``
             says where a hit may end.
         """
         return self._core.missing(lease_id)
 
-    def borders(self, lease_id: int, skip: int = 0) -> Borders:
+    def boundaries(self, lease_id: int, skip: int = 0) -> Boundaries:
         """Return the blocks behind the hit of a matched lease, and where a hit may end.
 
         One call returns as many blocks as one of ``missing``.
@@ -205,8 +205,8 @@ class CacheReader:
             lease_id: the lease.
             skip: blocks behind the hit that are left out.
         """
-        hit, cached, first, digests, may_end = self._core.borders(lease_id, skip)
-        return Borders(
+        hit, cached, first, digests, may_end = self._core.boundaries(lease_id, skip)
+        return Boundaries(
             hit=hit,
             cached=cached,
             first=first,
@@ -247,9 +247,9 @@ class CacheReader:
             )
         return self._windows[group]
 
-    def reach_tokens(self, lease_id: int) -> int:
+    def max_extend_tokens(self, lease_id: int) -> int:
         """Return the first position without a block in some window group."""
-        return self._core.reach_tokens(lease_id)
+        return self._core.max_extend_tokens(lease_id)
 
     def state_slot(self, lease_id: int) -> int:
         """Return the row of the recurrent state; -1 for none."""
@@ -495,7 +495,7 @@ class CacheReader:
             lost_leases=self._preemption.lost_leases,
             expired_leases=self._releases.expired_leases,
             restored_states=state.cloned + state.onloaded,
-            reclaimed_host_copies=core.reclaimed_twins,
+            reclaimed_host_copies=core.reclaimed_host_copies,
             **fields,
         )
 

@@ -22,8 +22,8 @@ from aiokv.errors import (
 from aiokv.scheduler.admission import Admission, Request, already_waits
 from aiokv.scheduler.clock import StepClock
 from aiokv.scheduler.effects import Fork, Grant, Outbox
+from aiokv.scheduler.external import ExternalBlocks
 from aiokv.scheduler.fetches import Fetches
-from aiokv.scheduler.foreign import ForeignBlocks
 from aiokv.scheduler.gate import Gate
 from aiokv.scheduler.granting import Granting
 from aiokv.scheduler.guarded import TransitionErrors, guarded
@@ -200,9 +200,9 @@ class CacheScheduler:
             pending=self._pending,
             lost=self._granting.lost,
         )
-        self._foreign: ForeignBlocks | None = None
-        if config.foreign_device:
-            self._foreign = ForeignBlocks(
+        self._external: ExternalBlocks | None = None
+        if config.external_device:
+            self._external = ExternalBlocks(
                 core,
                 self._outbox,
                 self._granting,
@@ -237,8 +237,8 @@ class CacheScheduler:
 
     def _settle(self) -> Effects:
         """End a transition that may have freed blocks: serve the leases that wait for them."""
-        if self._foreign is not None:
-            self._foreign.settle()
+        if self._external is not None:
+            self._external.settle()
         if self.pins.num_until_used:
             self.pins.end_used()
         if self._granting.onloads:
@@ -595,12 +595,12 @@ class CacheScheduler:
             UsageError: the server has no such block, the lease has it already, a transfer in flight
                 uses it, ``computed_tokens`` is out of range, or the engine owns the device blocks.
         """
-        if self._foreign is None:
+        if self._external is None:
             raise UsageError(
-                "assign: CacheConfig.foreign_device is False, so allocate names the device blocks",
-                hint="CacheConfig(foreign_device=True, ...) for device blocks of a server",
+                "assign: CacheConfig.external_device is False, so allocate names the device blocks",
+                hint="CacheConfig(external_device=True, ...) for device blocks of a server",
             )
-        grant = self._foreign.assign(lease_id, block_ids, computed_tokens, onload_priority)
+        grant = self._external.assign(lease_id, block_ids, computed_tokens, onload_priority)
         return grant, self._settle()
 
     def append(
@@ -649,9 +649,9 @@ class CacheScheduler:
         try:
             core = self._core
             step = self._clock.next if closes_step else self._clock.open
-            if self._foreign is not None:
+            if self._external is not None:
                 published = core.commit(lease_id, num_tokens, step)
-                self._foreign.settle()
+                self._external.settle()
             elif self._records_checksums:
                 first = core.computed_tokens(lease_id) // self._block_tokens
                 published = core.commit(lease_id, num_tokens, step)
@@ -881,10 +881,10 @@ class CacheScheduler:
 
     def _collect_backups(self) -> bool:
         begun = self._saver.collect()
-        if self._foreign is not None:  # what cannot be saved is given up
+        if self._external is not None:  # what cannot be saved is given up
             if not self._saver.is_active:
                 self._core.give_up_saves()
-            self._foreign.settle()
+            self._external.settle()
         return begun
 
     @guarded
@@ -947,9 +947,9 @@ class CacheScheduler:
         """
         if tier == "host":
             return (self._core.evict_host(num_blocks), 0), self._settle()
-        if self._foreign is not None:
+        if self._external is not None:
             raise UsageError(
-                "evict: with CacheConfig.foreign_device, the engine has no device blocks",
+                "evict: with CacheConfig.external_device, the engine has no device blocks",
                 hint="evict host blocks with tier='host'",
             )
         evicted = self._core.evict_device(num_blocks)
@@ -978,7 +978,7 @@ class CacheScheduler:
         Raises:
             UsageError: a server owns the device blocks.
         """
-        if self._foreign is not None:
+        if self._external is not None:
             self._core.resize_device(device_blocks)  # raises
         try:
             self._core.resize_device(device_blocks)

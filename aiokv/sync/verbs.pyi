@@ -143,7 +143,7 @@ class RecordedVerbs:
     def assign(
         self, lease: SyncLease, block_ids: TokenIds, *, computed_tokens: int = 0
     ) -> Answer[None]:
-        """Set the device blocks of the next positions, with ``CacheConfig.foreign_device``.
+        """Set the device blocks of the next positions, with ``CacheConfig.external_device``.
 
         See ``Lease.assign``.
         """
@@ -468,7 +468,7 @@ class LeaseVerbs:
         """
 
     def assign(self, block_ids: TokenIds, *, computed_tokens: int = 0) -> None:
-        """Set the device blocks of the next positions, with ``CacheConfig.foreign_device``.
+        """Set the device blocks of the next positions, with ``CacheConfig.external_device``.
 
         The first call after a grant begins the onload of the cached positions into these blocks:
         ``layers`` waits for it. Its blocks must cover ``cached_tokens``. Later calls append blocks,

@@ -619,7 +619,7 @@ def _traffic(run: _Run, options: ReplayOptions) -> TrafficReport:
         offloaded_bytes=statistics.attention.offloaded_blocks * block_bytes,
         evicted_host_blocks=statistics.attention.host.evicted_blocks,
         skipped_backups=statistics.skipped_backups,
-        reclaimed_twins=statistics.reclaimed_host_copies,
+        reclaimed_host_copies=statistics.reclaimed_host_copies,
         dropped_blocks=statistics.dropped_blocks,
     )
 

@@ -67,7 +67,7 @@ class TrafficReport(msgspec.Struct, frozen=True, kw_only=True):
         offloaded_bytes: bytes of these offloaded blocks.
         evicted_host_blocks: blocks evicted from host memory.
         skipped_backups: blocks that were due for a save while the host tier was full.
-        reclaimed_twins: host copies that were evicted while the block was on the device, too.
+        reclaimed_host_copies: host copies that were evicted while the block was on the device, too.
         dropped_blocks: blocks whose last copy was evicted.
     """
 
@@ -78,7 +78,7 @@ class TrafficReport(msgspec.Struct, frozen=True, kw_only=True):
     offloaded_bytes: int
     evicted_host_blocks: int
     skipped_backups: int
-    reclaimed_twins: int
+    reclaimed_host_copies: int
     dropped_blocks: int
 
     @property

@@ -5,7 +5,7 @@ its two sides have authenticated each other. Each end has one owner, a :class:`H
 the messages in callbacks of the loop.
 
 The socket is read and written in callbacks of the loop, without a task per connection and without
-asyncio's transports: bytes of parcels go from their memory to the kernel, and from the kernel to
+asyncio's transports: bytes of fragments go from their memory to the kernel, and from the kernel to
 their memory, without a copy in between. One callback moves at most ``READ_BYTES`` or
 ``WRITE_BYTES``.
 
@@ -27,9 +27,9 @@ import msgspec
 
 from aiokv.base.checks import Unique, integer, positive
 from aiokv.errors import ConfigError, InternalError, PeerError
-from aiokv.wire.frames import READ_BYTES, FrameReader, ParcelHandler, ProtocolError
+from aiokv.wire.frames import READ_BYTES, FragmentHandler, FrameReader, ProtocolError
 from aiokv.wire.messages import PING, PONG, Ping, Pong
-from aiokv.wire.write_queue import ParcelWrites, WriteQueue
+from aiokv.wire.write_queue import FragmentWrites, WriteQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from aiokv.wire.messages import Codec
 
 CALL_BYTES: Final = 16 << 10  # that a system call and its frames count as, in READ_BYTES
-WAKE_BYTES: Final = 512 << 10  # of a parcel: fewer wake the loop more often than they help
+WAKE_BYTES: Final = 512 << 10  # of a fragment: fewer wake the loop more often than they help
 MAX_QUEUED: Final = 1 << 16  # messages that wait for the other side to read
 
 S = TypeVar("S")
@@ -94,7 +94,7 @@ class Handler(Protocol[R_contra]):
     """
 
     def on_message(self, message: R_contra, /) -> None:
-        """Take a message, other than ``Ping`` and ``Pong``, that no parcel follows."""
+        """Take a message, other than ``Ping`` and ``Pong``, that no fragment follows."""
 
     def on_closed(self, reason: str) -> None:
         """Note the end of the connection: it neither reads nor writes any more.
@@ -124,8 +124,8 @@ class Connection(Unique, Generic[S, R]):
         remote: the other end, for messages.
         reason: why the connection ended; empty while it is open.
         timed_out: True if it was cut because the other side was silent, or did not read.
-        sent_bytes: frames and parcels that the kernel took.
-        received_bytes: frames and parcels that arrived.
+        sent_bytes: frames and fragments that the kernel took.
+        received_bytes: frames and fragments that arrived.
     """
 
     def __init__(
@@ -170,14 +170,14 @@ class Connection(Unique, Generic[S, R]):
 
         Args:
             handler: gets them, and ``on_closed``, also when the connection has ended before. With
-                ``Codec.head``, it is a ``ParcelHandler``, too.
+                ``Codec.head``, it is a ``FragmentHandler``, too.
         """
         self._handler = handler
         if self.reason:
             self._loop.call_soon(self._tell_closed)
             return
-        parcels = None if self._codec.head is None else cast("ParcelHandler[Any]", handler)
-        self._reader = FrameReader(self._codec, self._receiving_key, self._on_message, parcels)
+        fragments = None if self._codec.head is None else cast("FragmentHandler[Any]", handler)
+        self._reader = FrameReader(self._codec, self._receiving_key, self._on_message, fragments)
         self._loop.add_reader(self._socket, self._on_readable)
         if self._limits is not None:
             self.watch(self._limits)
@@ -195,7 +195,7 @@ class Connection(Unique, Generic[S, R]):
     def send(self, message: S) -> None:
         """Queue a message; without effect on a connection that has ended.
 
-        Messages and parcels arrive in the order of the calls.
+        Messages and fragments arrive in the order of the calls.
 
         Raises:
             InternalError: the message is longer than the other side accepts.
@@ -212,22 +212,26 @@ class Connection(Unique, Generic[S, R]):
         self._queue.add(message)
         self._queue_changed()
 
-    def write(self, parcels: Iterable[tuple[H, memoryview]]) -> ParcelWrites[H]:
-        """Queue parcels, each behind its message, of the class ``Codec.head``.
+    def write(self, fragments: Iterable[tuple[H, memoryview]]) -> FragmentWrites[H]:
+        """Queue fragments, each behind its message, of the class ``Codec.head``.
 
         Args:
-            parcels: each memory has ``parcel_bytes``. The connection reads it until ``ended`` of
-                the result, or until the parcel was withdrawn.
+            fragments: each memory has ``fragment_bytes``. The connection reads it until ``ended``
+                of the result, or until the fragment was withdrawn.
         """
-        batch: list[tuple[Any, memoryview]] = list(parcels)
-        writes: ParcelWrites[H] = ParcelWrites([head for head, _ in batch])
-        for head, parcel in batch:
-            if len(parcel) != head.parcel_bytes:
-                raise InternalError(f"{len(parcel)} bytes for a parcel of {head.parcel_bytes}")
+        batch: list[tuple[Any, memoryview]] = list(fragments)
+        writes: FragmentWrites[H] = FragmentWrites([head for head, _ in batch])
+        for head, fragment in batch:
+            if len(fragment) != head.fragment_bytes:
+                raise InternalError(
+                    f"{len(fragment)} bytes for a fragment of {head.fragment_bytes}"
+                )
         if self.reason or self._closing:
             writes.fail(self.reason or "the connection is being closed")
             return writes
-        self._queue.add_parcels([(self._encoded(head), parcel) for head, parcel in batch], writes)
+        self._queue.add_fragments(
+            [(self._encoded(head), fragment) for head, fragment in batch], writes
+        )
         self._queue_changed()
         return writes
 
@@ -247,7 +251,7 @@ class Connection(Unique, Generic[S, R]):
     def abort(self, reason: str) -> None:
         """End the connection now; the first reason is kept.
 
-        When it returns, the connection accesses no memory of parcels.
+        When it returns, the connection accesses no memory of fragments.
         """
         if self.reason:
             return
@@ -256,7 +260,7 @@ class Connection(Unique, Generic[S, R]):
         self._stop()
 
     def _stop(self) -> None:
-        """Access no memory of parcels any more."""
+        """Access no memory of fragments any more."""
         if self._timer is not None:
             self._timer.cancel()
         if self._reader is not None:
@@ -344,7 +348,7 @@ class Connection(Unique, Generic[S, R]):
             self.abort(f"an internal error: {error!r}")
             raise
         if not self.reason:
-            self._wake_after(max(1, min(reader.parcel_bytes_left, WAKE_BYTES)))
+            self._wake_after(max(1, min(reader.fragment_bytes_left, WAKE_BYTES)))
 
     def _read(self, reader: FrameReader) -> int:
         """Read once; return the number of bytes, or 0 if there are probably no more of them."""
@@ -376,7 +380,7 @@ class Connection(Unique, Generic[S, R]):
 
     def _on_message(self, message: R) -> None:
         if isinstance(message, Ping):
-            self._queue.add_first(PONG)  # not behind parcels
+            self._queue.add_first(PONG)  # not behind fragments
             self._queue_changed()
         elif not isinstance(message, Pong) and self._handler is not None:
             self._handler.on_message(message)
@@ -444,7 +448,7 @@ class Connection(Unique, Generic[S, R]):
         self._timer = self._loop.call_later(limits.ping_seconds, self._check)
         waits = bool(self._queue)
         self._stuck = self._stuck + 1 if waits and not self._sent else 0
-        # A process that reads parcels runs: a Ping may be queued behind them in its kernel.
+        # A process that reads fragments runs: a Ping may be queued behind them in its kernel.
         is_alive = self._received or (waits and self._sent)
         self._silent = 0 if is_alive else self._silent + 1
         self._received = self._sent = False

@@ -1,16 +1,16 @@
-"""Frames: messages with a MAC, and parcels behind them, as bytes. No I/O.
+"""Frames: messages with a MAC, and fragments behind them, as bytes. No I/O.
 
 ::
 
-    length (31 bits) + flag (1 bit) │ MAC (16 bytes) │ message │ parcel, if the flag is set
+    length (31 bits) + flag (1 bit) │ MAC (16 bytes) │ message │ fragment, if the flag is set
 
 Connections over a network have keys, and so a MAC; frames on a Unix socket have none. The MAC is a
 keyed blake2b over a counter, the length with its flag, and the message. Both sides count the frames
 of a direction: a frame that is changed, repeated, left out or out of order has a wrong MAC, which
-ends the connection. The MAC does not cover the parcel: its trailer does.
+ends the connection. The MAC does not cover the fragment: its trailer does.
 
-A reader reads the bytes of a parcel straight into its landing slot. Together with a frame it reads
-up to ``AHEAD_BYTES`` of what follows; if these are bytes of a parcel, it copies them.
+A reader reads the bytes of a fragment straight into its landing slot. Together with a frame it
+reads up to ``AHEAD_BYTES`` of what follows; if these are bytes of a fragment, it copies them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAC_BYTES: Final = 16
 AHEAD_BYTES: Final = 4 << 10  # a system call costs more than the copy of as many bytes
 READ_BYTES: Final = 1 << 20  # of one system call, which holds the loop while it copies
 _DISCARD_BYTES: Final = 64 << 10
-_PARCEL: Final = 1 << 31
+_FRAGMENT: Final = 1 << 31
 _WORD: Final = struct.Struct("<I")
 _COUNTED: Final = struct.Struct("<QI")
 HEADER_BYTES: Final = _WORD.size + MAC_BYTES  # of a frame with a MAC
@@ -46,18 +46,18 @@ class ProtocolError(AiokvError):
     """The other side violates the protocol; the connection must end."""
 
 
-class ParcelHandler(Protocol[H_contra]):
-    """Owner of the memory of parcels. Its methods are called from callbacks of the loop."""
+class FragmentHandler(Protocol[H_contra]):
+    """Owner of the memory of fragments. Its methods are called from callbacks of the loop."""
 
     def place(self, head: H_contra, /) -> memoryview | None:
-        """Return the memory for the parcel that follows, or None to discard the parcel.
+        """Return the memory for the fragment that follows, or None to discard the fragment.
 
-        The memory has exactly ``head.parcel_bytes``. The connection writes it until
-        ``on_parcel`` or ``on_closed``, or until ``abort`` returned.
+        The memory has exactly ``head.fragment_bytes``. The connection writes it until
+        ``on_fragment`` or ``on_closed``, or until ``abort`` returned.
         """
 
-    def on_parcel(self, head: H_contra, /) -> None:
-        """Note that all bytes of a parcel are in their place; not called for discarded parcels."""
+    def on_fragment(self, head: H_contra, /) -> None:
+        """Note that all bytes of a fragment have arrived; not called for discarded fragments."""
 
 
 class _Macs:
@@ -86,14 +86,14 @@ class FrameWriter:
     def __init__(self, key: bytes | None) -> None:
         self._macs = None if key is None else _Macs(key)
 
-    def frame(self, message: bytes, *, has_parcel: bool = False) -> bytes:
+    def frame(self, message: bytes, *, has_fragment: bool = False) -> bytes:
         """Return the next frame, which must be sent before all later ones.
 
         Args:
             message: encoded; at most ``Codec.max_message_bytes``.
-            has_parcel: a parcel follows.
+            has_fragment: a fragment follows.
         """
-        word = len(message) | _PARCEL if has_parcel else len(message)
+        word = len(message) | _FRAGMENT if has_fragment else len(message)
         mac = b"" if self._macs is None else self._macs.next(word, message)
         return _WORD.pack(word) + mac + message
 
@@ -107,8 +107,8 @@ class FrameReader:
     Args:
         codec: decodes the messages.
         key: of this direction; None for frames without a MAC.
-        on_message: gets each message without a parcel.
-        parcels: gets the parcels; None if there are none.
+        on_message: gets each message without a fragment.
+        fragments: gets the fragments; None if there are none.
 
     Attributes:
         stopped: no more callbacks are called; set it from a callback.
@@ -119,26 +119,26 @@ class FrameReader:
         codec: Codec[Any, Any],
         key: bytes | None,
         on_message: Callable[[Any], None],
-        parcels: ParcelHandler[Any] | None = None,
+        fragments: FragmentHandler[Any] | None = None,
     ) -> None:
         self._codec = codec
         self._max_bytes = codec.max_message_bytes
         self._macs = None if key is None else _Macs(key)
         self._header_bytes = LENGTH_BYTES if key is None else HEADER_BYTES
         self._on_message = on_message
-        self._parcels = parcels
+        self._fragments = fragments
         self._small = memoryview(bytearray(AHEAD_BYTES))
         self._buffer = self._small  # a larger one while a long frame is read
         self._begin = 0  # bytes begin:end of the buffer were received and not used yet
         self._end = 0
-        self._head: Any = None  # of the parcel that is being read
-        self._rest: memoryview | None = None  # of the parcel; None while it is discarded
+        self._head: Any = None  # of the fragment that is being read
+        self._rest: memoryview | None = None  # of the fragment; None while it is discarded
         self._discarding = 0  # bytes
         self.stopped = False
 
     @property
-    def parcel_bytes_left(self) -> int:
-        """Bytes that the parcel that is being read still needs; 0 between parcels."""
+    def fragment_bytes_left(self) -> int:
+        """Bytes that the fragment that is being read still needs; 0 between fragments."""
         return len(self._rest) if self._rest is not None else self._discarding
 
     def buffers(self) -> list[memoryview]:
@@ -163,7 +163,7 @@ class FrameReader:
             self._end += num_bytes - taken
             if self._rest:
                 return
-            self._end_parcel()
+            self._end_fragment()
         elif self._discarding:
             self._discarding -= num_bytes
         else:
@@ -171,7 +171,7 @@ class FrameReader:
         self._take_frames()
 
     def stop(self) -> None:
-        """Call no more callbacks, and keep no memory of a parcel."""
+        """Call no more callbacks, and keep no memory of a fragment."""
         self.stopped = True
         self._rest = None
         self._head = None
@@ -188,7 +188,7 @@ class FrameReader:
             self._make_room(self._header_bytes)
             return False
         (word,) = _WORD.unpack_from(self._buffer, self._begin)
-        length = word & ~_PARCEL
+        length = word & ~_FRAGMENT
         if length > self._max_bytes:
             raise too_long(length, self._codec)
         if available < self._header_bytes + length:
@@ -202,8 +202,8 @@ class FrameReader:
                 raise ProtocolError("a frame with a wrong MAC")
         message = decoded(self._codec, body)
         self._begin = body_at + length
-        if word & _PARCEL:
-            self._begin_parcel(message)
+        if word & _FRAGMENT:
+            self._begin_fragment(message)
         else:
             self._on_message(message)
         return True
@@ -220,34 +220,34 @@ class FrameReader:
             self._buffer[: len(rest)] = bytes(rest)
         self._begin, self._end = 0, len(rest)
 
-    def _begin_parcel(self, message: Any) -> None:
-        head, parcels = self._codec.head, self._parcels
-        if head is None or parcels is None or not isinstance(message, head):
-            raise ProtocolError(f"a parcel behind the message {type(message).__name__}")
-        target = parcels.place(message)
+    def _begin_fragment(self, message: Any) -> None:
+        head, fragments = self._codec.head, self._fragments
+        if head is None or fragments is None or not isinstance(message, head):
+            raise ProtocolError(f"a fragment behind the message {type(message).__name__}")
+        target = fragments.place(message)
         if self.stopped:
             return
-        ahead = min(self._end - self._begin, message.parcel_bytes)
+        ahead = min(self._end - self._begin, message.fragment_bytes)
         if target is None:
-            self._discarding = message.parcel_bytes - ahead
+            self._discarding = message.fragment_bytes - ahead
         else:
-            if len(target) != message.parcel_bytes:
+            if len(target) != message.fragment_bytes:
                 raise InternalError(
-                    f"place returned {len(target)} bytes for a parcel of {message.parcel_bytes}"
+                    f"place returned {len(target)} bytes for a fragment of {message.fragment_bytes}"
                 )
             target[:ahead] = self._buffer[self._begin : self._begin + ahead]
             self._head = message
             self._rest = target[ahead:]
         self._begin += ahead
-        if target is not None and ahead == message.parcel_bytes:
-            self._end_parcel()
-        elif ahead < message.parcel_bytes:  # all that was received is used
+        if target is not None and ahead == message.fragment_bytes:
+            self._end_fragment()
+        elif ahead < message.fragment_bytes:  # all that was received is used
             self._buffer, self._begin, self._end = self._small, 0, 0
 
-    def _end_parcel(self) -> None:
+    def _end_fragment(self) -> None:
         head, self._head, self._rest = self._head, None, None
-        if head is not None and self._parcels is not None:
-            self._parcels.on_parcel(head)
+        if head is not None and self._fragments is not None:
+            self._fragments.on_fragment(head)
 
 
 def too_long(length: int, codec: Codec[Any, Any]) -> ProtocolError:

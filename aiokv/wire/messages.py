@@ -44,8 +44,8 @@ class Codec(Generic[S, R]):
         decode: returns a message of the other side. The union that it accepts has ``Ping`` and
             ``Pong``; it raises a ``msgspec.MsgspecError`` for anything else.
         max_message_bytes: a longer message, in either direction, is refused.
-        head: class of the messages that parcels follow, with a number ``parcel_bytes``; None if
-            there are no parcels.
+        head: class of the messages that fragments follow, with a number ``fragment_bytes``; None if
+            there are no fragments.
     """
 
     encode: Callable[[S], bytes]

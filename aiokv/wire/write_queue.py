@@ -1,4 +1,4 @@
-"""WriteQueue: messages and parcels that one end of a connection is to write."""
+"""WriteQueue: messages and fragments that one end of a connection is to write."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aiokv.wire.frames import FrameWriter
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    _Buffer = tuple[memoryview, "ParcelWrites[Any] | None"]
+    _Buffer = tuple[memoryview, "FragmentWrites[Any] | None"]
 
 
 WRITE_BYTES: Final = 1 << 20  # of one system call, which holds the loop while it copies
@@ -21,12 +21,12 @@ _MAX_BUFFERS: Final = 64  # of one sendmsg
 H = TypeVar("H")
 
 
-class ParcelWrites(Generic[H]):
-    """Parcels that were given to a connection in one call, by the messages in front of them.
+class FragmentWrites(Generic[H]):
+    """Fragments that were given to a connection in one call, by the messages in front of them.
 
     Attributes:
-        ended: result None when all parcels that were not withdrawn are written, and the error when
-            the connection ended before; the connection does not read their memory then.
+        ended: result None when all fragments that were not withdrawn are written, and the error
+            when the connection ended before; the connection does not read their memory then.
     """
 
     def __init__(self, heads: Sequence[H]) -> None:
@@ -37,7 +37,7 @@ class ParcelWrites(Generic[H]):
         self._end_if_written()
 
     def withdraw(self) -> list[H]:
-        """Do not begin further writes; return the parcels that will not be written. Idempotent."""
+        """Begin no further writes; return the fragments that will not be written. Idempotent."""
         self.withdrawn = True
         unsent = list(self._waiting)
         self._waiting.clear()
@@ -48,11 +48,11 @@ class ParcelWrites(Generic[H]):
     # --- for the connection -----------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Note that the write of the next parcel begins."""
+        """Note that the write of the next fragment begins."""
         self._waiting.popleft()
 
     def note_written(self) -> None:
-        """Note that the connection no longer reads a parcel whose write had begun."""
+        """Note that the connection no longer reads a fragment whose write had begun."""
         self._unwritten -= 1
         self._end_if_written()
 
@@ -67,18 +67,18 @@ class ParcelWrites(Generic[H]):
 
 
 class _Queued:
-    """A message, with or without a parcel, that has no frame yet."""
+    """A message, with or without a fragment, that has no frame yet."""
 
-    __slots__ = ("message", "parcel", "writes")
+    __slots__ = ("fragment", "message", "writes")
 
     def __init__(
         self,
         message: bytes,
-        parcel: memoryview | None = None,
-        writes: ParcelWrites[Any] | None = None,
+        fragment: memoryview | None = None,
+        writes: FragmentWrites[Any] | None = None,
     ) -> None:
         self.message = message
-        self.parcel = parcel
+        self.fragment = fragment
         self.writes = writes
 
 
@@ -92,7 +92,7 @@ class WriteQueue:
     def __init__(self, key: bytes | None) -> None:
         self._writer = FrameWriter(key)
         self._queue: deque[_Queued] = deque()  # without a frame
-        self._active: deque[_Buffer] = deque()  # frames, parcels
+        self._active: deque[_Buffer] = deque()  # frames, fragments
         self._active_bytes = 0
 
     def __bool__(self) -> bool:
@@ -100,7 +100,7 @@ class WriteQueue:
 
     @property
     def waiting(self) -> int:
-        """Number of messages and parcels that have no frame yet."""
+        """Number of messages and fragments that have no frame yet."""
         return len(self._queue)
 
     def add(self, message: bytes) -> None:
@@ -111,27 +111,27 @@ class WriteQueue:
         """Queue a message before those that have no frame yet."""
         self._queue.appendleft(_Queued(message))
 
-    def add_parcels(
-        self, parcels: Iterable[tuple[bytes, memoryview]], writes: ParcelWrites[Any]
+    def add_fragments(
+        self, fragments: Iterable[tuple[bytes, memoryview]], writes: FragmentWrites[Any]
     ) -> None:
-        """Queue parcels, each behind its encoded message."""
-        self._queue.extend(_Queued(message, parcel, writes) for message, parcel in parcels)
+        """Queue fragments, each behind its encoded message."""
+        self._queue.extend(_Queued(message, fragment, writes) for message, fragment in fragments)
 
     def buffers(self) -> list[memoryview]:
         """Return the next bytes to write, at most ``WRITE_BYTES``, not copied."""
         while self._queue and self._active_bytes < WRITE_BYTES:
             queued = self._queue.popleft()
             writes = queued.writes
-            if writes is None or queued.parcel is None:
+            if writes is None or queued.fragment is None:
                 self._activate(memoryview(self._writer.frame(queued.message)), None)
             elif not writes.withdrawn:
                 writes.begin()
-                frame = self._writer.frame(queued.message, has_parcel=True)
+                frame = self._writer.frame(queued.message, has_fragment=True)
                 self._activate(memoryview(frame), None)
-                self._activate(queued.parcel, writes)
+                self._activate(queued.fragment, writes)
         return _first_bytes(self._active, WRITE_BYTES)
 
-    def _activate(self, buffer: memoryview, writes: ParcelWrites[Any] | None) -> None:
+    def _activate(self, buffer: memoryview, writes: FragmentWrites[Any] | None) -> None:
         self._active.append((buffer, writes))
         self._active_bytes += len(buffer)
 

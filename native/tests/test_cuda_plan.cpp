@@ -89,7 +89,7 @@ TEST(runs_become_one_copy_each) {
 
 TEST(no_copy_crosses_a_registration_border) {
     const Layout layout = make_layout(3, 64);  // 384 bytes a block
-    const std::size_t chunk = 1000;            // borders fall into blocks
+    const std::size_t chunk = 1000;            // boundaries fall into blocks
     Ids ids;
     for (int i = 0; i < 40; ++i) ids.push_back(i);
     for (const Window window : {layout.window(0, 3), layout.window(1, 2)}) {

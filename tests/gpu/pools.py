@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from aiokv.worker.device.cuda import CudaCopy
 
 SMALL_SLOT_BYTES = 1 << 20  # many pieces, so that the ring is reused
-SMALL_CHUNK_BYTES = 4 << 20  # registration borders inside the pool
+SMALL_CHUNK_BYTES = 4 << 20  # registration boundaries inside the pool
 
 
 class Pools:

@@ -63,7 +63,7 @@ def test_pinning_failure_names_the_limit_to_change():
 
 
 def test_odd_addresses_and_chunks_are_refused():
-    with pytest.raises(UsageError, match="page border"):
+    with pytest.raises(UsageError, match="page boundary"):
         _native.cuda.HostRegistration(4096 + 8, CHUNK, device=0)
     with pytest.raises(UsageError, match="multiple of"):
         _native.cuda.HostRegistration(4096, CHUNK, device=0, chunk_bytes=CHUNK + 4096)

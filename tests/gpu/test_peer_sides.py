@@ -56,7 +56,7 @@ class Side:
 
         first = lease.cached_tokens
         while first < end:
-            stop = min(end, lease.reach_tokens, first + 8)
+            stop = min(end, lease.max_extend_tokens, first + 8)
             with self.stream:
                 for position in range(first, stop):
                     block, row = divmod(position, BLOCK)

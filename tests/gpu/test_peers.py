@@ -132,7 +132,7 @@ async def test_layers_on_the_gpu_arrive_behind_their_events(
         assert (found == prompt.get()).all()
         statistics = d.worker.inspect().peers[0].received
         assert statistics.wrong == statistics.stale == 0
-        assert statistics.parcels > len(PROMPT) // sender_tokens + 1, "no block came in layers"
+        assert statistics.fragments > len(PROMPT) // sender_tokens + 1, "no block came in layers"
         step(p, stream)
         step(d, stream)
 
@@ -164,7 +164,7 @@ async def test_blocks_arrive_after_the_sleep_of_the_device():
 
 @pytest.mark.asyncio
 async def test_cancelled_receive_leaves_blocks_of_others_alone():
-    """I11: the blocks are taken by another lease at once, while parcels are still on their way."""
+    """I11: another lease takes the blocks at once, while fragments are still on their way."""
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)

@@ -127,7 +127,7 @@ class Windowed(TwiceComputed):
         computed = lease.cached_tokens
         while computed < len(tokens):
             end = min(computed + STEP_TOKENS, len(tokens))
-            assert end <= lease.reach_tokens
+            assert end <= lease.max_extend_tokens
             self.compute(lease, tokens, computed, end)
             lease.commit(end)
             computed = end

@@ -484,9 +484,9 @@ async def test_a_quota_counts_blocks_that_batches_keep():
 
 async def test_misuse_is_refused_and_changes_nothing():
     async with Cache() as cache, Cache() as other:
-        lease, foreign = await granted(cache, A), await granted(other, A)
+        lease, external = await granted(cache, A), await granted(other, A)
         matched = cache.engine.match(B)
-        for leases in ([lease, lease], [lease, matched], [lease, foreign]):
+        for leases in ([lease, lease], [lease, matched], [lease, external]):
             with pytest.raises(LeaseError), cache.engine.computing(leases):
                 pass
         batch = cache.engine.computing([lease])
@@ -504,7 +504,7 @@ async def test_misuse_is_refused_and_changes_nothing():
             batch.__enter__()
         assert batch.done
         assert cache.engine.check_invariants() == []
-        for each in (lease, foreign, matched):
+        for each in (lease, external, matched):
             each.release()
         with pytest.raises(LeaseError), cache.engine.computing([lease]):
             pass

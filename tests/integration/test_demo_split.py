@@ -130,7 +130,7 @@ def test_blocks_of_another_server_are_right_once_its_ledger_is_added() -> None:
     decode.record_rows("a", 3, [b"other"])
     decode.add(prefill)
     assert [str(read) for read in decode.wrong_blocks] == ["b, block 1"]
-    assert decode.unequal_twins == [("a", 3)]
+    assert decode.unequal_copies == [("a", 3)]
 
 
 def test_call_of_a_process_that_has_ended_fails() -> None:

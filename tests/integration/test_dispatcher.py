@@ -12,7 +12,7 @@ from aiokv.errors import AllocateTimeout, TransferError
 from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.testing import spin
 from tests.harness.cache import Cache, prompt
-from tests.harness.foreign import ForeignCache
+from tests.harness.external import ExternalCache
 
 if TYPE_CHECKING:
     from aiokv import Lease
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.asyncio
 
 
 async def test_each_first_assign_of_a_lease_shows_its_own_onload():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         await cache.store(A, range(3))
         lease = await cache.begin(A, [4, 5, 6])
         await cache.finish()

@@ -22,7 +22,7 @@ from aiokv.testing import (
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.cache import Cache, prompt
 from tests.harness.closing import complete_during
-from tests.harness.foreign import ForeignCache
+from tests.harness.external import ExternalCache
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -392,9 +392,9 @@ async def test_leases_compute_the_blocks_promised_by_an_expired_lease():
 
 
 @pytest.mark.parametrize("phase", ["onload", "save"])
-async def test_expired_foreign_lease_is_idle_after_its_transfers(phase: str):
+async def test_expired_external_lease_is_idle_after_its_transfers(phase: str):
     clock = running_clock()
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         if phase == "onload":
             await cache.store(PROMPT, range(3))
         lease = cache.engine.match(PROMPT)

@@ -86,7 +86,7 @@ async def test_the_device_is_preferred():
         assert (statistics.restored_states, statistics.groups["state"].onloaded_blocks) == (1, 0)
 
 
-async def test_the_deepest_border_counts_wherever_its_snapshot_is():
+async def test_the_deepest_boundary_counts_wherever_its_snapshot_is():
     longer = [*PROMPT, 12, 13, 14]
     async with hybrid_with_host(state_slots=3) as hybrid:
         await serve_and_save(hybrid)

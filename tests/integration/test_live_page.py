@@ -255,8 +255,8 @@ async def test_the_page_shows_what_was_exchanged_with_peers():
             assert await watched.text("#peers-note") == "received 21 of 21 tokens; delivered 0"
             cells = await watched.page.locator("#peers td").all_inner_texts()
             (use,) = decode.engine.statistics().peers.ranks
-            assert use.received.parcels > 0
-            assert cells[2].startswith(f"{use.received.parcels} · ")
+            assert use.received.fragments > 0
+            assert cells[2].startswith(f"{use.received.fragments} · ")
             assert cells[3:5] == ["0", f"{use.free_slots} of {use.landing_slots}"]
             assert cells[7:] == ["0", "0", "0"]
 

@@ -1,4 +1,4 @@
-"""Models with recurrent state: slots, snapshots at block borders, and hits that end there."""
+"""Models with recurrent state: slots, snapshots at block boundaries, and hits that end there."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ async def test_a_pin_keeps_the_snapshot_and_takes_no_slot():
         assert hit.device_tokens == 6
 
 
-async def test_state_is_saved_at_committed_block_borders_and_cannot_be_rolled_back():
+async def test_state_is_saved_at_committed_block_boundaries_and_cannot_be_rolled_back():
     async with Hybrid() as hybrid:
         lease = await granted(hybrid)
         hybrid.compute(lease, PROMPT, 0, 5)

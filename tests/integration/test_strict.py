@@ -248,7 +248,7 @@ async def test_received_positions_do_not_warn():
 
 
 async def test_blocks_of_a_server_do_not_warn():
-    config = CacheConfig(device_blocks=8, host_blocks=8, foreign_device=True, strict=True)
+    config = CacheConfig(device_blocks=8, host_blocks=8, external_device=True, strict=True)
     async with CacheEngine(config) as engine, engine.match(range(40)) as lease:
         await lease.allocate(40)
         lease.assign([3, 4, 5])

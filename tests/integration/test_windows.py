@@ -143,7 +143,7 @@ async def test_requests_that_windows_cannot_serve_raise_typed_errors():
         with pytest.raises(UsageError, match="'wide'"):
             lease.window_table("wide")
         await lease.allocate(30)
-        assert lease.reach_tokens < 30
+        assert lease.max_extend_tokens < 30
         with pytest.raises(LeaseError, match="step_tokens"):
             lease.commit(30)
         with pytest.raises(UsageError, match="fork"):

@@ -46,7 +46,7 @@ NATIVE_TESTS: dict[str, tuple[str, ...]] = {
         "components",
         "events",
         "eviction",
-        "foreign",
+        "external",
         "host_state",
         "hot_prefixes",
         "index",
@@ -110,9 +110,9 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "property/test_scheduler_walks.py",
         "integration/test_lines.py",
     ),
-    "aiokv/scheduler/foreign.py": (
-        "integration/test_foreign_device.py",
-        "property/test_foreign_engine_walks.py",
+    "aiokv/scheduler/external.py": (
+        "integration/test_external_device.py",
+        "property/test_external_engine_walks.py",
     ),
     "aiokv/scheduler/peers.py": ("peers/test_engines.py", "peers/test_layers.py"),
     "aiokv/scheduler/pins.py": ("unit/test_waiting_lines.py", "integration/test_pins.py"),
@@ -141,8 +141,8 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "integration/test_verify.py",
         "integration/test_write_policies.py",
     ),
-    "aiokv/engine/borders.py": (
-        "unit/test_borders.py",
+    "aiokv/engine/boundaries.py": (
+        "unit/test_boundaries.py",
         "integration/test_stored_state.py",
         "integration/test_stored_windows.py",
     ),
@@ -251,7 +251,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "integration/test_stores.py",
         "integration/test_stored_state.py",
         "integration/test_stored_windows.py",
-        "integration/test_border_fetches.py",
+        "integration/test_boundary_fetches.py",
         "property/test_failing_stores.py",
         "stores/test_inspection.py",
         "stores/test_probes.py",
@@ -296,7 +296,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "peers/test_assembly.py",
         "peers/test_acceptance.py",
         "peers/test_tcp.py",
-        "peers/test_parcel_work.py",
+        "peers/test_fragment_work.py",
         "peers/test_peer_states.py",
         "peers/test_peer_transfers.py",
         "peers/test_cancelled_sends.py",
@@ -363,15 +363,15 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "stores/test_disk_damage.py",
         "stores/test_disk_power_cut.py",
     ),
-    "native/src/index/foreign_blocks.cpp": (
-        "integration/test_foreign_device.py",
-        "property/test_foreign_blocks_machine.py",
-        "property/test_foreign_engine_walks.py",
+    "native/src/index/external_blocks.cpp": (
+        "integration/test_external_device.py",
+        "property/test_external_blocks_machine.py",
+        "property/test_external_engine_walks.py",
     ),
-    "native/src/index/foreign_saves.cpp": (
-        "integration/test_foreign_device.py",
-        "property/test_foreign_blocks_machine.py",
-        "property/test_foreign_engine_walks.py",
+    "native/src/index/external_saves.cpp": (
+        "integration/test_external_device.py",
+        "property/test_external_blocks_machine.py",
+        "property/test_external_engine_walks.py",
     ),
     "native/src/index": (
         "property/test_core_state_machine.py",

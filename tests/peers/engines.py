@@ -161,7 +161,7 @@ class Side:
     def compute(self, lease: Lease, tokens: np.ndarray, first: int, end: int) -> None:
         """Write positions, as a model would, and commit them."""
         while first < end:
-            stop = min(end, lease.reach_tokens)
+            stop = min(end, lease.max_extend_tokens)
             words = self.memory.position_words(tokens[:stop], lease.salt)
             self.memory.write(self._places(lease, first, stop), words[first:])
             self.memory.compute_sides(lease, words, first, stop)

@@ -23,7 +23,7 @@ Fault = Literal[
     "none",
     "cut",  # before the unit
     "cut inside",  # in the middle of it
-    "flip",  # a bit of a frame or a parcel
+    "flip",  # a bit of a frame or a fragment
     "replay",  # send it twice
     "swap",  # with the next unit
     "drop",
@@ -31,12 +31,12 @@ Fault = Literal[
     "trickle",  # forward it in small pieces
 ]
 FAULTS: Final[tuple[Fault, ...]] = Fault.__args__  # type: ignore[attr-defined]
-_PARCEL: Final = 1 << 31
+_FRAGMENT: Final = 1 << 31
 _READ_BYTES: Final = 64 << 10
 
 
 class Unit(NamedTuple):
-    """Bytes that belong together: a handshake message, a frame, or a parcel.
+    """Bytes that belong together: a handshake message, a frame, or a fragment.
 
     Attributes:
         kind: of the unit.
@@ -44,7 +44,7 @@ class Unit(NamedTuple):
         to_server: True in the direction from the sender of blocks to the receiver.
     """
 
-    kind: Literal["handshake", "frame", "parcel"]
+    kind: Literal["handshake", "frame", "fragment"]
     data: bytes
     to_server: bool
 
@@ -74,17 +74,17 @@ class _Units:
             if len(self._bytes) < HEADER_BYTES:
                 return None
             (word,) = struct.unpack_from("<I", self._bytes)
-            length = HEADER_BYTES + (word & ~_PARCEL)
+            length = HEADER_BYTES + (word & ~_FRAGMENT)
         if len(self._bytes) < length:
             return None
         data = bytes(self._bytes[:length])
         del self._bytes[:length]
         if self._next:
             self._next.pop(0)
-        if kind == "frame" and word & _PARCEL:
+        if kind == "frame" and word & _FRAGMENT:
             landed = decode(memoryview(data)[HEADER_BYTES:])
             assert isinstance(landed, Landed)
-            self._next.append(("parcel", landed.parcel_bytes))
+            self._next.append(("fragment", landed.fragment_bytes))
         return Unit(kind, data, self._to_server)  # type: ignore[arg-type]
 
 

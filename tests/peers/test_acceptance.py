@@ -14,12 +14,12 @@ from aiokv.peers.assembly import AssemblySlots
 from aiokv.peers.incoming import Incoming
 from aiokv.peers.messages import PROTOCOL_VERSION, Open, Refused
 
-from .world import EQUAL, PARCEL_BYTES, SPLIT, World
+from .world import EQUAL, FRAGMENT_BYTES, SPLIT, World
 
 EQUAL_BLOCKS, SPLIT_BLOCKS = (Source((mapping,), None, 4) for mapping in (EQUAL, SPLIT))
 
 
-def acceptance(source=EQUAL_BLOCKS, *, slot_bytes=PARCEL_BYTES, num_assembly=2):
+def acceptance(source=EQUAL_BLOCKS, *, slot_bytes=FRAGMENT_BYTES, num_assembly=2):
     def blocks(message):
         if source is None:
             raise LayoutError("x" * 2000)
@@ -87,7 +87,7 @@ def test_second_sender_of_a_rank_is_refused(incoming, changes):
 @pytest.mark.parametrize(
     ("checks", "reason"),
     [
-        (acceptance(slot_bytes=PARCEL_BYTES - 1), "takes 192 bytes, a landing slot .* 191 bytes"),
+        (acceptance(slot_bytes=FRAGMENT_BYTES - 1), "takes 192 bytes, a landing slot .* 191 bytes"),
         (acceptance(SPLIT_BLOCKS, num_assembly=1), "room for 1 blocks of .*; it needs 2"),
         (acceptance(None), "^x{1024}$"),
     ],

@@ -39,11 +39,11 @@ class Port:
     def fill(self, fill: Any) -> None:
         self.jobs.append(lambda: self.logic.admit(fill) and self.logic.filled(fill, None))
 
-    def seal(self, parcels: Any) -> None:
-        self.jobs.append(lambda: self.logic.sealed(parcels))
+    def seal(self, fragments: Any) -> None:
+        self.jobs.append(lambda: self.logic.sealed(fragments))
 
-    def write(self, connection: str, parcels: Any) -> None:
-        self.jobs.append(lambda: self.logic.written(parcels))
+    def write(self, connection: str, fragments: Any) -> None:
+        self.jobs.append(lambda: self.logic.written(fragments))
 
     def sent(self, send: Any) -> None:
         self.reports.append(send)

@@ -25,7 +25,7 @@ from aiokv.peers.messages import (
     SlotCredit,
     Want,
     Wrong,
-    parcel_key,
+    fragment_key,
 )
 from aiokv.peers.wire import CODEC, MAX_MESSAGE_BYTES
 from aiokv.wire.frames import (
@@ -54,10 +54,10 @@ MESSAGES: list[Message] = [
     ),
     Accepted(ticket_id=TICKET, slot_bytes=1 << 20),
     Refused(ticket_id=TICKET, kind="layout", reason="dtype"),
-    Want(ticket_id=TICKET, parcels=3),
+    Want(ticket_id=TICKET, fragments=3),
     Credit(slots=[SlotCredit(1, 2), SlotCredit(3, 4)]),
     Return(slots=[SlotCredit(1, 2)], unwanted=4),
-    Landed(ticket_id=TICKET, sender_block=5, slot=6, slot_generation=7, parcel_bytes=100),
+    Landed(ticket_id=TICKET, sender_block=5, slot=6, slot_generation=7, fragment_bytes=100),
     Proven(ticket_id=TICKET, sender_blocks=[1, 2]),
     Wrong(ticket_id=TICKET, sender_blocks=[3], reason="checksum"),
     Cancel(ticket_id=TICKET, reason="deadline"),
@@ -67,9 +67,13 @@ MESSAGES: list[Message] = [
 ]
 
 
-def landed(parcel_bytes: int, slot: int = 0) -> Landed:
+def landed(fragment_bytes: int, slot: int = 0) -> Landed:
     return Landed(
-        ticket_id=TICKET, sender_block=0, slot=slot, slot_generation=1, parcel_bytes=parcel_bytes
+        ticket_id=TICKET,
+        sender_block=0,
+        slot=slot,
+        slot_generation=1,
+        fragment_bytes=fragment_bytes,
     )
 
 
@@ -78,7 +82,7 @@ class Reading:
 
     def __init__(self, key: bytes = KEY) -> None:
         self.messages: list[Message] = []
-        self.parcels: list[bytes] = []
+        self.fragments: list[bytes] = []
         self.places: dict[int, bytearray] = {}
         self.discards: set[int] = set()
         self.reader = FrameReader(CODEC, key, self.messages.append, self)
@@ -86,12 +90,12 @@ class Reading:
     def place(self, message: Landed) -> memoryview | None:
         if message.slot in self.discards:
             return None
-        self.places[message.slot] = bytearray(message.parcel_bytes)
+        self.places[message.slot] = bytearray(message.fragment_bytes)
         return memoryview(self.places[message.slot])
 
-    def on_parcel(self, message: Landed) -> None:
+    def on_fragment(self, message: Landed) -> None:
         self.messages.append(message)
-        self.parcels.append(bytes(self.places[message.slot]))
+        self.fragments.append(bytes(self.places[message.slot]))
 
     def feed(self, data: bytes, most: int = 1 << 30) -> None:
         """Read ``data`` as from a socket that has up to ``most`` bytes at a time."""
@@ -129,17 +133,17 @@ def test_messages_arrive_in_order_however_they_are_cut(most):
     ),
     st.lists(st.integers(1, 10_000), min_size=5, max_size=50),
 )
-def test_parcels_and_messages_arrive_however_they_are_cut(items, cuts):
-    writer, reading, stream, parcels, messages = FrameWriter(KEY), Reading(), b"", [], []
+def test_fragments_and_messages_arrive_however_they_are_cut(items, cuts):
+    writer, reading, stream, fragments, messages = FrameWriter(KEY), Reading(), b"", [], []
     for slot, item in enumerate(items):
         if isinstance(item, tuple):
             message = landed(item[0], slot)
-            parcel = random.Random(slot).randbytes(item[0])
-            stream += writer.frame(encode(message), has_parcel=True) + parcel
+            fragment = random.Random(slot).randbytes(item[0])
+            stream += writer.frame(encode(message), has_fragment=True) + fragment
             if item[1]:
                 reading.discards.add(slot)
                 continue
-            parcels.append(parcel)
+            fragments.append(fragment)
         else:
             message = item
             stream += writer.frame(encode(message))
@@ -151,12 +155,12 @@ def test_parcels_and_messages_arrive_however_they_are_cut(items, cuts):
         reading.feed(stream[begin : begin + cut])
         begin += cut
     assert reading.messages == messages
-    assert reading.parcels == parcels
+    assert reading.fragments == fragments
 
 
-def test_bytes_of_a_parcel_are_read_into_its_place():
+def test_bytes_of_a_fragment_are_read_into_its_place():
     reading = Reading()
-    stream = FrameWriter(KEY).frame(encode(landed(1 << 20)), has_parcel=True)
+    stream = FrameWriter(KEY).frame(encode(landed(1 << 20)), has_fragment=True)
     reading.feed(stream)
     (place, ahead) = reading.reader.buffers()
     assert len(place) == 1 << 20
@@ -166,15 +170,15 @@ def test_bytes_of_a_parcel_are_read_into_its_place():
 
 def test_one_read_is_limited():
     reading = Reading()
-    reading.feed(FrameWriter(KEY).frame(encode(landed(5 * READ_BYTES)), has_parcel=True))
+    reading.feed(FrameWriter(KEY).frame(encode(landed(5 * READ_BYTES)), has_fragment=True))
     assert sum(map(len, reading.reader.buffers())) == READ_BYTES
     reading.discards.add(1)
     reading.feed(bytes(5 * READ_BYTES))
-    assert len(reading.parcels) == 1
+    assert len(reading.fragments) == 1
 
 
 def test_every_changed_bit_of_a_frame_is_noticed():
-    first, second = frames(Want(ticket_id=TICKET, parcels=3), Done(ticket_id=TICKET))
+    first, second = frames(Want(ticket_id=TICKET, fragments=3), Done(ticket_id=TICKET))
     for bit in range(8 * len(first)):
         changed = bytearray(first)
         changed[bit // 8] ^= 1 << bit % 8
@@ -185,9 +189,9 @@ def test_every_changed_bit_of_a_frame_is_noticed():
         assert reading.messages == [], bit
 
 
-def test_changed_flag_of_a_parcel_is_noticed():
-    for has_parcel in (False, True):
-        frame = bytearray(FrameWriter(KEY).frame(encode(landed(100)), has_parcel=has_parcel))
+def test_changed_flag_of_a_fragment_is_noticed():
+    for has_fragment in (False, True):
+        frame = bytearray(FrameWriter(KEY).frame(encode(landed(100)), has_fragment=has_fragment))
         frame[3] ^= 0x80
         reading = Reading()
         with pytest.raises(ProtocolError, match="wrong MAC"):
@@ -251,9 +255,9 @@ def test_long_frame_is_followed_by_short_ones_in_the_small_buffer():
     assert sum(map(len, reading.reader.buffers())) <= AHEAD_BYTES
 
 
-def test_parcel_behind_another_message_is_refused():
-    stream = FrameWriter(KEY).frame(encode(Ping()), has_parcel=True)
-    with pytest.raises(ProtocolError, match="a parcel behind the message Ping"):
+def test_fragment_behind_another_message_is_refused():
+    stream = FrameWriter(KEY).frame(encode(Ping()), has_fragment=True)
+    with pytest.raises(ProtocolError, match="a fragment behind the message Ping"):
         Reading().feed(stream)
 
 
@@ -261,21 +265,21 @@ def test_place_of_the_wrong_length_is_a_bug():
     reading = Reading()
     reading.place = lambda message: memoryview(bytearray(99))
     reader = reading.reader
-    frame = FrameWriter(KEY).frame(encode(landed(100)), has_parcel=True)
+    frame = FrameWriter(KEY).frame(encode(landed(100)), has_fragment=True)
     reader.buffers()[0][: len(frame)] = frame
-    with pytest.raises(InternalError, match="99 bytes for a parcel of 100"):
+    with pytest.raises(InternalError, match="99 bytes for a fragment of 100"):
         reader.received(len(frame))
 
 
-@pytest.mark.parametrize("parcel_bytes", [100, AHEAD_BYTES, 3 * AHEAD_BYTES])
-def test_stopped_reader_writes_and_delivers_nothing(parcel_bytes):
+@pytest.mark.parametrize("fragment_bytes", [100, AHEAD_BYTES, 3 * AHEAD_BYTES])
+def test_stopped_reader_writes_and_delivers_nothing(fragment_bytes):
     reading = Reading()
     writer = FrameWriter(KEY)
-    reading.feed(writer.frame(encode(landed(parcel_bytes)), has_parcel=True) + b"x")
+    reading.feed(writer.frame(encode(landed(fragment_bytes)), has_fragment=True) + b"x")
     reading.reader.stop()
     place = reading.places[0]
     reading.feed(b"y" * 10)
-    assert bytes(place) == b"x" + bytes(parcel_bytes - 1)
+    assert bytes(place) == b"x" + bytes(fragment_bytes - 1)
     assert reading.messages == []
 
 
@@ -324,11 +328,11 @@ def test_malformed_message_is_refused(body):
     assert reading.messages == []
 
 
-def test_key_of_a_parcel_depends_on_each_part_of_its_place():
+def test_key_of_a_fragment_depends_on_each_part_of_its_place():
     place = (TICKET, bytes(16), 1, 2, 3, 4)
-    keys = {parcel_key(*place)}
+    keys = {fragment_key(*place)}
     for index, other in enumerate((bytes(16), TICKET, 9, 9, 9, 9)):
-        keys.add(parcel_key(*place[:index], other, *place[index + 1 :]))
-    keys.add(parcel_key(TICKET, bytes(16), 3, 2, 1, 4))
+        keys.add(fragment_key(*place[:index], other, *place[index + 1 :]))
+    keys.add(fragment_key(TICKET, bytes(16), 3, 2, 1, 4))
     assert len(keys) == 8
     assert {len(key) for key in keys} == {32}

@@ -1,14 +1,14 @@
-"""Incoming, DeferredParcels, UnplannedParcels: blocks and parcels of a ticket that wait."""
+"""Incoming, DeferredFragments, UnplannedFragments: blocks and fragments of a ticket that wait."""
 
 from __future__ import annotations
 
 from aiokv.base.plan import RECEIVE, TransferPlan, id_bytes
-from aiokv.peers.arrivals import Parcel, Receive, Source
+from aiokv.peers.arrivals import Fragment, Receive, Source
 from aiokv.peers.assembly import AssemblySlots
-from aiokv.peers.deferred import DeferredParcels
+from aiokv.peers.deferred import DeferredFragments
 from aiokv.peers.incoming import Incoming, OpenSender
 from aiokv.peers.messages import block_key
-from aiokv.peers.unplanned import UnplannedParcels
+from aiokv.peers.unplanned import UnplannedFragments
 
 from .world import EQUAL, SPLIT, World
 
@@ -24,7 +24,7 @@ class Receiving:
     def __init__(self, num_slots=4, *, mapping=SPLIT, num_ranges=0):
         self.mapping = mapping
         self.slots = AssemblySlots(num_slots)
-        self.deferred = DeferredParcels(self.slots)
+        self.deferred = DeferredFragments(self.slots)
         self._world = World(0, mapping=mapping)
         self._source = Source((mapping,) * (1 + num_ranges), None, 4)
 
@@ -42,17 +42,17 @@ class Receiving:
         incoming.plan(receive)
         return receive
 
-    def parcel(self, incoming, block, group=0):
-        return Parcel(incoming.ticket.ticket_id, 0, block, group, 0, 0, b"", self.mapping)
+    def fragment(self, incoming, block, group=0):
+        return Fragment(incoming.ticket.ticket_id, 0, block, group, 0, 0, b"", self.mapping)
 
     def place(self, incoming, block):
         """Place a block of the sender; return the blocks that are complete."""
-        parcel = self.parcel(incoming, block)
-        incoming.begin_placing(parcel)
-        return [done for done, _, _ in incoming.place(parcel, incoming.placing.pop(parcel))]
+        fragment = self.fragment(incoming, block)
+        incoming.begin_placing(fragment)
+        return [done for done, _, _ in incoming.place(fragment, incoming.placing.pop(fragment))]
 
     def taken(self):
-        return [parcel.block for parcel in self.deferred.take()]
+        return [fragment.block for fragment in self.deferred.take()]
 
 
 # --- blocks of plans ------------------------------------------------------------------------------
@@ -85,13 +85,13 @@ def test_withdrawn_plan_leaves_neither_ranges_nor_assemblies():
     incoming = receiving.ticket(2)
     receive = receiving.plan(incoming, 0, 1)
     assert receiving.place(incoming, 0) == []
-    parcel = receiving.parcel(incoming, 2)
-    assert list(incoming.begin_placing(parcel)) == [1]
+    fragment = receiving.fragment(incoming, 2)
+    assert list(incoming.begin_placing(fragment)) == [1]
     assert (receiving.slots.num_free, len(incoming.slots_used())) == (0, 2)
     incoming.withdraw(receive)
     incoming.withdraw(receive)  # again, after an interrupt
     assert receiving.slots.num_free == 1, "a thread writes the slot of block 1"
-    assert list(incoming.place(parcel, incoming.placing.pop(parcel))) == []
+    assert list(incoming.place(fragment, incoming.placing.pop(fragment))) == []
     assert receiving.slots.violations(0) == incoming.violations() == []
 
 
@@ -109,7 +109,7 @@ def test_ranges_of_a_withdrawn_plan_are_forgotten():
 # --- blocks that are put together -----------------------------------------------------------------
 
 
-def test_block_is_complete_with_its_last_parcel():
+def test_block_is_complete_with_its_last_fragment():
     receiving = Receiving()
     incoming = receiving.ticket(2)
     receiving.plan(incoming, 0, 1)
@@ -119,14 +119,14 @@ def test_block_is_complete_with_its_last_parcel():
     assert list(incoming.waiting) == list(incoming.assemblies) == [1]
 
 
-def test_parcel_without_room_or_without_all_heads_is_not_placed():
+def test_fragment_without_room_or_without_all_heads_is_not_placed():
     receiving = Receiving(1)
     incoming = receiving.ticket(2)
     receiving.plan(incoming, 0, 1)
     assert receiving.place(incoming, 0) == []
-    assert incoming.begin_placing(receiving.parcel(incoming, 2)) == {}
+    assert incoming.begin_placing(receiving.fragment(incoming, 2)) == {}
     incoming.is_covered = False
-    assert incoming.begin_placing(receiving.parcel(incoming, 1)) == {}
+    assert incoming.begin_placing(receiving.fragment(incoming, 1)) == {}
     assert not incoming.placing
 
 
@@ -134,16 +134,16 @@ def test_early_layers_leave_half_of_the_slots_to_others():
     receiving = Receiving(4, num_ranges=2)
     incoming = receiving.ticket(4)
     receiving.plan(incoming, 0, 1, 2, 3)
-    placed = [incoming.begin_placing(receiving.parcel(incoming, 2 * i, LAYERS)) for i in range(3)]
+    placed = [incoming.begin_placing(receiving.fragment(incoming, 2 * i, LAYERS)) for i in range(3)]
     assert [list(slots) for slots in placed] == [[0], [1], []]
-    last = receiving.parcel(incoming, 4, LAYERS + 1)
+    last = receiving.fragment(incoming, 4, LAYERS + 1)
     assert list(incoming.begin_placing(last)) == [2]
 
 
-# --- parcels that senders keep --------------------------------------------------------------------
+# --- fragments that senders keep ------------------------------------------------------------------
 
 
-def test_deferred_parcels_are_taken_in_order_as_far_as_there_is_room():
+def test_deferred_fragments_are_taken_in_order_as_far_as_there_is_room():
     receiving = Receiving(1)
     tickets = [receiving.ticket(2), receiving.ticket(2)]
     for block, incoming in enumerate(tickets):
@@ -158,7 +158,7 @@ def test_deferred_parcels_are_taken_in_order_as_far_as_there_is_room():
     assert receiving.deferred.violations(tickets) == []
 
 
-def test_deferred_parcel_of_a_block_that_has_a_slot_needs_no_other_slot():
+def test_deferred_fragment_of_a_block_that_has_a_slot_needs_no_other_slot():
     receiving = Receiving(1)
     incoming = receiving.ticket(1)
     receiving.plan(incoming, 0)
@@ -167,7 +167,7 @@ def test_deferred_parcel_of_a_block_that_has_a_slot_needs_no_other_slot():
     assert receiving.taken() == [1]
 
 
-def test_deferred_parcel_of_early_layers_waits_for_a_slot_beyond_the_reserved_half():
+def test_deferred_fragment_of_early_layers_waits_for_a_slot_beyond_the_reserved_half():
     receiving = Receiving(4, num_ranges=2)
     incoming = receiving.ticket(1)
     receiving.plan(incoming, 0)
@@ -180,7 +180,7 @@ def test_deferred_parcel_of_early_layers_waits_for_a_slot_beyond_the_reserved_ha
     assert receiving.taken() == [early]
 
 
-def test_deferred_parcel_waits_for_the_plan_of_its_block():
+def test_deferred_fragment_waits_for_the_plan_of_its_block():
     for mapping in (SPLIT, EQUAL):
         receiving = Receiving(mapping=mapping)
         incoming = receiving.ticket(1)
@@ -190,7 +190,7 @@ def test_deferred_parcel_waits_for_the_plan_of_its_block():
         assert receiving.taken() == [0]
 
 
-def test_deferred_parcel_that_no_plan_can_need_is_taken_at_once():
+def test_deferred_fragment_that_no_plan_can_need_is_taken_at_once():
     """The receiver answers it, so that the plan of the sender ends."""
     receiving = Receiving(0)
     incoming = receiving.ticket(1)
@@ -199,7 +199,7 @@ def test_deferred_parcel_that_no_plan_can_need_is_taken_at_once():
     assert receiving.taken() == [0]
 
 
-def test_deferred_parcel_of_a_sender_that_has_ended_is_removed():
+def test_deferred_fragment_of_a_sender_that_has_ended_is_removed():
     receiving = Receiving()
     incoming = receiving.ticket(1)
     receiving.plan(incoming, 0)
@@ -209,20 +209,20 @@ def test_deferred_parcel_of_a_sender_that_has_ended_is_removed():
     assert not incoming.deferred
 
 
-def test_deferred_parcel_of_a_ticket_that_is_not_listed_is_a_violation():
+def test_deferred_fragment_of_a_ticket_that_is_not_listed_is_a_violation():
     receiving = Receiving()
     incoming = receiving.ticket(1)
     incoming.deferred[0, 0] = None
     (problem,) = receiving.deferred.violations([incoming])
-    assert problem.endswith("has deferred parcels, but is not listed")
+    assert problem.endswith("has deferred fragments, but is not listed")
 
 
-# --- parcels that arrive before their plan --------------------------------------------------------
+# --- fragments that arrive before their plan ------------------------------------------------------
 
 
-def test_unplanned_parcels_take_at_most_half_of_the_landing_slots():
+def test_unplanned_fragments_take_at_most_half_of_the_landing_slots():
     receiving = Receiving(mapping=EQUAL)
-    unplanned = UnplannedParcels(4)
+    unplanned = UnplannedFragments(4)
     tickets = [receiving.ticket(2), receiving.ticket(2)]
     for slot, incoming in enumerate(tickets):
         assert unplanned.has_room
@@ -235,22 +235,22 @@ def test_unplanned_parcels_take_at_most_half_of_the_landing_slots():
     assert unplanned.violations(tickets) == []
 
 
-def test_parcel_in_hand_counts_until_a_plan_asks_for_its_block():
+def test_fragment_in_hand_counts_until_a_plan_asks_for_its_block():
     receiving = Receiving(mapping=EQUAL)
-    unplanned = UnplannedParcels(2)
+    unplanned = UnplannedFragments(2)
     incoming = receiving.ticket(1)
     unplanned.note(incoming)
-    parcel = receiving.parcel(incoming, 0)._replace(mapping=None)
-    incoming.in_hand[parcel.place] = parcel
+    fragment = receiving.fragment(incoming, 0)._replace(mapping=None)
+    incoming.in_hand[fragment.place] = fragment
     assert not unplanned.has_room
     receiving.plan(incoming, 0)
     assert unplanned.has_room
 
 
-def test_violations_name_unplanned_parcels_beyond_the_half_and_tickets_that_are_not_noted():
+def test_violations_name_unplanned_fragments_beyond_the_half_and_tickets_that_are_not_noted():
     receiving = Receiving(mapping=EQUAL)
     incoming = receiving.ticket(2)
     incoming.parked |= {0: 0, 1: 1}
-    not_noted, too_many = UnplannedParcels(2).violations([incoming])
-    assert not_noted.endswith("has unplanned parcels, but is not noted")
-    assert too_many == "2 slots have parcels that no plan waits for; at most 1 may"
+    not_noted, too_many = UnplannedFragments(2).violations([incoming])
+    assert not_noted.endswith("has unplanned fragments, but is not noted")
+    assert too_many == "2 slots have fragments that no plan waits for; at most 1 may"

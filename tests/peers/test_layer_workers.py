@@ -56,8 +56,8 @@ async def workers(
             backend.open_gates()
 
 
-def parcels(d: PeerWorker) -> int:
-    return d.controller.tickets.statistics()[0].received.parcels
+def fragments(d: PeerWorker) -> int:
+    return d.controller.tickets.statistics()[0].received.fragments
 
 
 async def test_ranges_of_layers_become_blocks(backends):
@@ -69,15 +69,15 @@ async def test_ranges_of_layers_become_blocks(backends):
             assert await p.ended(sent) == [("done", 0)]
         assert await d.ended(received) == [("done", 0)]
         assert d.blocks(TARGETS) == p.blocks(SOURCES)
-        assert parcels(d) == 3 * len(PROMPT)
+        assert fragments(d) == 3 * len(PROMPT)
 
 
 async def test_layers_that_arrive_before_their_plan_wait_in_the_ring(backends):
     async with workers(backends) as (p, d, ticket):
         sent = [p.send(ticket, PROMPT, SOURCES, ranges=(i, i + 1)) for i in range(3)]
-        await run_until_idle(lambda: parcels(d) == 4)  # half of the slots
+        await run_until_idle(lambda: fragments(d) == 4)  # half of the slots
         await spin(20)
-        assert parcels(d) == 4
+        assert fragments(d) == 4
         received = d.receive(ticket, PROMPT, TARGETS)
         assert await d.ended(received) == [("done", 0)]
         for transfer_id in sent:
@@ -147,4 +147,4 @@ async def test_early_plan_with_the_last_layers_fails(backends):
             assert await p.ended(sent) == [("failed", 0)]
         sent = p.send(ticket, PROMPT, SOURCES, ranges=(1, 4))
         assert await p.ended(sent) == [("failed", 0)]
-        assert parcels(d) == 0
+        assert fragments(d) == 0

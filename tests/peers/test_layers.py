@@ -44,10 +44,10 @@ def sides(layer_ranges: int = 3, **options: Any) -> tuple[Side, Side]:
     return Side(listen=None, **options), Side(**options)
 
 
-def parcels(side: Side) -> int:
-    """Return the parcels that an engine has received and verified."""
+def fragments(side: Side) -> int:
+    """Return the fragments that an engine has received and verified."""
     (rank,) = side.engine.statistics().peers.ranks
-    return rank.received.parcels
+    return rank.received.fragments
 
 
 @asynccontextmanager
@@ -64,9 +64,9 @@ async def transfer(
 
 
 async def arrival(side: Side, count: int) -> None:
-    """Wait until so many parcels have arrived, and check that no further one does."""
-    await run_until_idle(lambda: parcels(side) >= count)
-    assert parcels(side) == count
+    """Wait until so many fragments have arrived, and check that no further one does."""
+    await run_until_idle(lambda: fragments(side) >= count)
+    assert fragments(side) == count
 
 
 @pytest.mark.parametrize("length", [1, 4, 5, 30, 131])
@@ -85,7 +85,7 @@ async def test_prompt_arrives_in_layers(length, step, layer_ranges):
         d.check(lease, tokens)
         assert d.engine.statistics().published_blocks == length // 4
         # Some blocks may have been committed before their first layers could be sent.
-        assert 0 < parcels(d) <= -(-length // 4) * min(layer_ranges, LAYERS)
+        assert 0 < fragments(d) <= -(-length // 4) * min(layer_ranges, LAYERS)
 
 
 async def test_layers_arrive_before_the_commit_and_are_used_after_it():
@@ -104,7 +104,7 @@ async def test_layers_arrive_before_the_commit_and_are_used_after_it():
             p.compute(source, tokens, 21, 30)  # in whole blocks
             assert await receiving.wait() == 30
         d.check(lease, tokens)
-        assert parcels(d) == 3 * 5 + 3
+        assert fragments(d) == 3 * 5 + 3
         assert d.engine.statistics().attention.received_blocks == 8
 
 
@@ -190,7 +190,7 @@ async def test_layers_of_a_later_call_do_not_bring_those_of_an_earlier_one():
             p.compute(source, tokens, 0, 16)
             assert await receiving.wait() == 16
         d.check(lease, tokens)
-        assert parcels(d) == 5 * 4
+        assert fragments(d) == 5 * 4
 
 
 async def test_without_ranges_layers_are_sent_when_they_are_committed():
@@ -202,7 +202,7 @@ async def test_without_ranges_layers_are_sent_when_they_are_committed():
             source.commit(16)
             assert await receiving.wait() == 16
         d.check(lease, tokens)
-        assert parcels(d) == 4
+        assert fragments(d) == 4
 
 
 async def test_long_prompt_with_more_parts_than_transfers_in_flight():
@@ -245,7 +245,7 @@ async def test_blocks_of_other_sizes_arrive_in_layers(sizes):
     async with two_engines(p, d), await d.granted(tokens) as lease:
         async with transfer(p, lease, tokens) as (receiving, source, sending):
             p.compute_layers(source, tokens, range(48), sending)
-            await run_until_idle(lambda: parcels(d) > 0)
+            await run_until_idle(lambda: fragments(d) > 0)
             assert receiving.received_tokens == 0
             source.commit(48)
             assert await receiving.wait(32) >= 32
@@ -263,7 +263,7 @@ async def test_assembly_slots_are_left_for_committed_blocks():
     async with two_engines(p, d), await d.granted(one) as lease, await d.granted(other) as second:
         async with transfer(p, lease, one) as (receiving, source, sending):
             p.compute_layers(source, one, range(120), sending)
-            await run_until_idle(lambda: parcels(d) > 0)
+            await run_until_idle(lambda: fragments(d) > 0)
             async with second.receive(timeout=PATIENCE_SECONDS) as arriving:
                 assert await p.prefill(other, arriving.ticket, by_layer=True) == (96, None)
                 assert await arriving.wait() == 96
@@ -274,7 +274,7 @@ async def test_assembly_slots_are_left_for_committed_blocks():
 
 
 @pytest.mark.parametrize("sizes", [(8, 4), (8, 12)])
-async def test_parcels_without_room_leave_their_outgoing_slots_to_others(sizes):
+async def test_fragments_without_room_leave_their_outgoing_slots_to_others(sizes):
     """Layers fill their half of the assembly slots; the last layers then need an outgoing slot."""
     tokens = prompt(42)
     p = Side(listen=None, layers=LAYERS, layer_ranges=3, block_tokens=sizes[0], ring_blocks=2)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tests.peers.wires import Pair
 
 SLOT_BYTES = 1 << 20
-BATCH = one_sided.WRITE_BYTES // SLOT_BYTES  # parcels of one call of the library
+BATCH = one_sided.WRITE_BYTES // SLOT_BYTES  # fragments of one call of the library
 
 pytestmark = pytest.mark.asyncio
 
@@ -100,18 +100,18 @@ async def sides(*, is_reused: bool = False, machine: str = "here") -> AsyncItera
             await both.close()
 
 
-def parcels(count: int, first: int = 0) -> list[Outgoing]:
+def fragments(count: int, first: int = 0) -> list[Outgoing]:
     slots = range(first, first + count)
     return [Outgoing(slot, landed(SLOT_BYTES, slot=11 - slot, block=slot)) for slot in slots]
 
 
-async def test_parcels_are_announced_when_they_are_in_their_slots():
+async def test_fragments_are_announced_when_they_are_in_their_slots():
     async with sides() as s:
         s.pair.at_server.at_message = lambda message: seen.append(
             s.landing.slot(message.slot, 1)[0]
         )
         seen: list[int] = []
-        await s.link.write(parcels(12))
+        await s.link.write(fragments(12))
         await run_until_idle(lambda: len(seen) == 12)
         assert seen == list(range(1, 13))
         assert s.landed_slots() == {11 - slot: slot + 1 for slot in range(12)}
@@ -137,7 +137,7 @@ async def test_cancelled_write_returns_the_credits_of_what_has_not_begun(num_can
     async with sides() as s:
         gate = s.backends[0].writing
         gate.shut()
-        writing = asyncio.create_task(s.link.write(parcels(12)))
+        writing = asyncio.create_task(s.link.write(fragments(12)))
         await run_until_idle(gate.reached.is_set)
         for _ in range(num_cancels):
             writing.cancel()
@@ -157,7 +157,7 @@ async def test_failed_write_closes_its_endpoint_before_it_is_reported():
     async with sides() as s:
         s.backends[0].failures["write"] = EndpointError("the wire broke")
         s.backends[0].closing.shut()
-        writing = asyncio.create_task(s.link.write(parcels(12)))
+        writing = asyncio.create_task(s.link.write(fragments(12)))
         await run_until_idle(s.backends[0].closing.reached.is_set)
         await spin(3)
         assert not writing.done()  # the library may read the slots
@@ -165,7 +165,7 @@ async def test_failed_write_closes_its_endpoint_before_it_is_reported():
         with pytest.raises(PeerError, match="the wire broke"):
             await writing
         with pytest.raises(PeerError, match="ended"):
-            await s.link.write(parcels(1))
+            await s.link.write(fragments(1))
         assert s.landed_slots() == {}
         assert s.pair.at_server.messages == []
 
@@ -174,7 +174,7 @@ async def test_write_whose_connection_ends_is_reported_when_the_library_has_ende
     async with sides() as s:
         gate = s.backends[0].writing
         gate.shut()
-        writing = asyncio.create_task(s.link.write(parcels(12)))
+        writing = asyncio.create_task(s.link.write(fragments(12)))
         await run_until_idle(gate.reached.is_set)
         s.pair.client.abort("the peer sent nothing for 6.0 s")
         await spin(10)
@@ -185,7 +185,7 @@ async def test_write_whose_connection_ends_is_reported_when_the_library_has_ende
         assert len(s.landed_slots()) == BATCH  # what had begun
         await run_until_idle(lambda: s.backends[0].endpoints[0].is_closed)
         with pytest.raises(PeerError, match="the peer sent nothing for"):
-            await s.link.write(parcels(1))
+            await s.link.write(fragments(1))
 
 
 async def test_slots_are_fenced_only_when_the_late_write_has_ended():
@@ -193,7 +193,7 @@ async def test_slots_are_fenced_only_when_the_late_write_has_ended():
     async with sides() as s:
         gate = s.backends[0].writing
         gate.shut()
-        writing = asyncio.create_task(s.link.write(parcels(1)))
+        writing = asyncio.create_task(s.link.write(fragments(1)))
         await run_until_idle(gate.reached.is_set)
         s.pair.server.abort("the peer sent nothing for 6.0 s")
         fence = asyncio.create_task(s.receiver.fence(s.pair.server, may_write=True))
@@ -243,7 +243,7 @@ async def test_endpoint_without_writes_serves_the_next_connection(may_write):
         second.start()
         metadata = await s.receiver.accept(second.server, s.sender.metadata())
         link = await s.sender.connect(second.client, metadata)
-        await link.write(parcels(1))
+        await link.write(fragments(1))
         assert s.landed_slots() == {11: 1}
         assert len(s.backends[0].endpoints) == 1
         assert len(s.backends[1].endpoints) == (2 if may_write else 1)
@@ -270,7 +270,7 @@ async def test_endpoint_with_a_write_in_progress_is_not_kept():
     async with sides(is_reused=True) as s, connected() as second:
         gate = s.backends[0].writing
         gate.shut()
-        writing = asyncio.create_task(s.link.write(parcels(1)))
+        writing = asyncio.create_task(s.link.write(fragments(1)))
         await run_until_idle(gate.reached.is_set)
         s.pair.client.abort("lost")
         await spin(10)
@@ -281,7 +281,7 @@ async def test_endpoint_with_a_write_in_progress_is_not_kept():
         with pytest.raises(PeerError, match="lost"):
             await writing
         await run_until_idle(lambda: s.backends[0].endpoints[0].is_closed)
-        await link.write(parcels(2))
+        await link.write(fragments(2))
         assert len(s.backends[0].endpoints) == 2
 
 
@@ -355,12 +355,12 @@ async def test_closing_leaves_behind_what_does_not_end(stuck, monkeypatch, caplo
 
 async def test_closed_transport_can_be_opened_again():
     async with sides() as s, connected() as second:
-        await s.link.write(parcels(1))
+        await s.link.write(fragments(1))
         s.pair.client.abort("the engine sleeps")
         await s.sender.aclose()
         await s.receiver.aclose()
         s.landing = memory(12)
         s.pair = second
         await s.open()
-        await s.link.write(parcels(2))
+        await s.link.write(fragments(2))
         assert s.landed_slots() == {11: 1, 10: 2}

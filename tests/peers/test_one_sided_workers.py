@@ -281,10 +281,10 @@ async def test_messages_of_a_sender_that_is_not_accepted_yet_are_limited(monkeyp
         opener: Any = w.p.controller.tickets._opener
         ((connection, _),) = opener._replies
         for _ in range(2):
-            connection.send(Want(ticket_id=ticket.ticket_id, parcels=1))
+            connection.send(Want(ticket_id=ticket.ticket_id, fragments=1))
         await spin(50)
         assert not connection.reason
-        connection.send(Want(ticket_id=ticket.ticket_id, parcels=1))
+        connection.send(Want(ticket_id=ticket.ticket_id, fragments=1))
         with pytest.raises(PeerError, match="the connection to the receiver ended"):
             await opening
         w.receiving.open_gates()

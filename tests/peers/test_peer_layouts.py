@@ -192,7 +192,7 @@ async def test_small_rings_exchange_blocks_of_other_layouts():
         await exchange(from_ranks, to_ranks)
 
 
-async def test_parcels_that_do_not_fit_in_a_slot_are_refused_at_the_handshake():
+async def test_fragments_that_do_not_fit_in_a_slot_are_refused_at_the_handshake():
     async with AsyncExitStack() as stack:
         from_ranks = await servers(stack, 1, 64, has_prompt=True)
         to_ranks = await servers(stack, 1, 16, has_prompt=False, slots=8)

@@ -1,4 +1,4 @@
-"""States of tickets and parcels in random order: nothing wrong is reported, and all plans end."""
+"""States of tickets and fragments in random order: nothing wrong is reported, and all plans end."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_500_tickets_all_end_done(landing, outgoing):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("landing", "outgoing"), [(2, 2), (3, 8), (8, 3)])
 def test_blocks_are_put_together_with_few_slots(seed, landing, outgoing):
-    """Blocks of 40 tickets want the same assembly slots: parcels wait at their senders."""
+    """Blocks of 40 tickets want the same assembly slots: fragments wait at their senders."""
     world = World(seed, landing=landing, outgoing=outgoing, mapping=SPLIT)
     tickets = [world.expect(3) for _ in range(40)]
     for ticket in tickets:
@@ -204,7 +204,7 @@ def test_layers_ahead_of_the_plans_leave_slots_for_the_others(landing, outgoing,
     world.finish()
 
 
-def test_parcel_that_is_sent_again_keeps_no_slot_that_others_wait_for():
+def test_fragment_that_is_sent_again_keeps_no_slot_that_others_wait_for():
     world = World(1, senders=1, landing=2, outgoing=1)
     ticket = world.expect(2)
     received = world.receive(ticket, [0, 1])
@@ -212,7 +212,7 @@ def test_parcel_that_is_sent_again_keeps_no_slot_that_others_wait_for():
     world.run()
     world.send(world.senders[0], ticket, [0, 1])
     world.corruptions = 1.0
-    while not any(parcel is not None for _, parcel in world.wires[0].to_receiver):
+    while not any(fragment is not None for _, fragment in world.wires[0].to_receiver):
         world.run_job_or_reply()
     world.corruptions = 0.0
     world.run()
@@ -232,7 +232,7 @@ def test_assembly_slot_of_a_cancelled_plan_is_not_reused_while_a_thread_writes_i
     world.send(world.senders[0], ticket, [0])
     while receiver.free_assembly_slots == 3:
         world.step()
-    assert len(world.jobs) == 1  # a thread places the parcel
+    assert len(world.jobs) == 1  # a thread places the fragment
     receiver.cancel(received, "cancelled")
     assert world.reports[received][1] is not None
     assert receiver.free_assembly_slots == 2
@@ -241,8 +241,8 @@ def test_assembly_slot_of_a_cancelled_plan_is_not_reused_while_a_thread_writes_i
     world.finish()
 
 
-def test_parcel_of_another_ticket_never_verifies():
-    """The parcels of two tickets for the same block change places: both are sent again."""
+def test_fragment_of_another_ticket_never_verifies():
+    """The fragments of two tickets for the same block change places: both are sent again."""
     world = World(1, senders=1, landing=2)
     tickets = [world.expect(1), world.expect(1)]
     received = [world.receive(ticket, [0]) for ticket in tickets]
@@ -252,7 +252,7 @@ def test_parcel_of_another_ticket_never_verifies():
     for ticket in tickets:
         world.send(world.senders[0], ticket, [0])
     queue = world.wires[0].to_receiver
-    while sum(parcel is not None for _, parcel in queue) < 2:
+    while sum(fragment is not None for _, fragment in queue) < 2:
         world.run_job_or_reply()
     (first, one), (second, other) = [entry for entry in queue if entry[1] is not None]
     queue.clear()
@@ -293,7 +293,7 @@ def test_two_senders_for_one_ticket_are_not_mixed():
     world.finish()
 
 
-def test_second_parcel_for_a_block_is_dropped():
+def test_second_fragment_for_a_block_is_dropped():
     """A sender that sends a block twice: the block of the plan is written once."""
     world = World(1, senders=1)
     ticket = world.expect(1)
@@ -314,7 +314,7 @@ def test_second_parcel_for_a_block_is_dropped():
     assert world.memory[0] == dict.fromkeys(range(RANGES), (ticket.ticket_id, 0))
 
 
-def test_parcel_of_a_block_that_is_being_verified_is_dropped():
+def test_fragment_of_a_block_that_is_being_verified_is_dropped():
     world = World(1, senders=1)
     ticket = world.expect(1)
     received = world.receive(ticket, [0])
@@ -322,16 +322,16 @@ def test_parcel_of_a_block_that_is_being_verified_is_dropped():
     world.run()
     world.send(world.senders[0], ticket, [0])
     queue = world.wires[0].to_receiver
-    while not any(parcel is not None for _, parcel in queue):
+    while not any(fragment is not None for _, fragment in queue):
         world.run_job_or_reply()
     landed, contents = queue[0]
     receiver = world.receiver.logic
-    receiver.on_message(world.wires[0], Want(ticket_id=ticket.ticket_id, parcels=1))
+    receiver.on_message(world.wires[0], Want(ticket_id=ticket.ticket_id, fragments=1))
     credit = world.wires[0].to_sender.popleft().slots[0]
     again = msgspec.structs.replace(landed, slot=credit.slot, slot_generation=credit.generation)
     queue.append((again, contents))
     while queue or world.wires[0].landing:
-        world.deliver_parcel(0)
+        world.deliver_fragment(0)
     world.check()
     world.run()
     assert receiver.counts().dropped >= 1
@@ -339,7 +339,7 @@ def test_parcel_of_a_block_that_is_being_verified_is_dropped():
     world.finish()
 
 
-def test_connection_that_is_cut_within_a_parcel_frees_its_slot():
+def test_connection_that_is_cut_within_a_fragment_frees_its_slot():
     world = World(1, senders=1, landing=1)
     ticket = world.expect(1)
     received = world.receive(ticket, [0])
@@ -348,7 +348,7 @@ def test_connection_that_is_cut_within_a_parcel_frees_its_slot():
     world.send(world.senders[0], ticket, [0])
     while world.wires[0].landing is None:
         assert world.step()
-    assert world.receiver.slots[0] is None  # the parcel is not whole
+    assert world.receiver.slots[0] is None  # the fragment is not whole
     world.cut(world.wires[0])
     world.run()
     assert world.reports[received][1] is not None
@@ -373,7 +373,7 @@ def test_ticket_is_not_taken_up_after_a_reconnect():
     world.finish()
 
 
-def test_parcel_with_a_revoked_credit_is_discarded():
+def test_fragment_with_a_revoked_credit_is_discarded():
     world = World(1, senders=2, landing=1)
     first, second = world.senders
     ticket = world.expect(1)
@@ -381,7 +381,7 @@ def test_parcel_with_a_revoked_credit_is_discarded():
     world.open(first, ticket)
     world.run()
     world.send(first, ticket, [0])
-    while not any(parcel is not None for _, parcel in world.wires[0].to_receiver):
+    while not any(fragment is not None for _, fragment in world.wires[0].to_receiver):
         assert world.step()
     message, _ = world.wires[0].to_receiver.popleft()
     world.cut(world.wires[0])
@@ -390,9 +390,9 @@ def test_parcel_with_a_revoked_credit_is_discarded():
     world.receive(other, [0])
     world.open(second, other)
     world.run()
-    # The late parcel arrives on the new connection, and on the old one.
+    # The late fragment arrives on the new connection, and on the old one.
     for wire in world.wires:
-        assert world.receiver.logic.begin_parcel(wire, message) == "discard"
+        assert world.receiver.logic.begin_fragment(wire, message) == "discard"
     assert world.reports[received][1] is not None
     assert world.receiver.logic.counts().stale == 2
     world.finish()

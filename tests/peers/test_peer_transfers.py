@@ -48,7 +48,7 @@ async def test_more_blocks_than_slots_and_more_plans_than_one():
         assert d.blocks(range(24)) == p.blocks(range(8, 32))
 
 
-async def test_parcels_that_come_before_their_plan_wait_in_their_slots():
+async def test_fragments_that_come_before_their_plan_wait_in_their_slots():
     async with two_workers() as (p, d):
         ticket = d.expect(2)
         await p.controller.tickets.open_ticket(encode(ticket, KEY))
@@ -91,8 +91,8 @@ async def test_ticket_that_no_sender_uses_ends_at_its_deadline():
         assert d.controller.tickets.statistics()[0].received.expired == 1
 
 
-async def test_cancelled_receive_writes_no_block_although_parcels_arrive():
-    """I11: the copy that had begun ends before the report; later parcels are dropped."""
+async def test_cancelled_receive_writes_no_block_although_fragments_arrive():
+    """I11: the copy that had begun ends before the report; later fragments are dropped."""
     device = ManualDevice()
     async with two_workers(receiver=PeerWorker(device, seed=2)) as (p, d):
         ticket = d.expect(4)
@@ -209,7 +209,7 @@ async def test_1000_tickets_on_a_ring_of_8_slots_all_end():
         assert d.blocks(range(32)) == p.blocks(range(32))
         received, sent = d.controller.tickets.statistics()[0], p.controller.tickets.statistics()[0]
         assert received.received.tickets == sent.sent.tickets == 0
-        assert sent.sent.parcels == received.received.parcels == 2000
+        assert sent.sent.fragments == received.received.fragments == 2000
 
 
 @pytest.mark.parametrize("tiers", [{"device"}, {"host"}, {"device", "host"}])
@@ -263,22 +263,22 @@ async def test_ring_that_is_smaller_than_a_block_is_refused():
 
 
 async def test_changed_bytes_are_found_and_sent_again(monkeypatch):
-    """A bit of the first parcel changes in the landing slot, before it is verified."""
+    """A bit of the first fragment changes in the landing slot, before it is verified."""
     async with two_workers() as (p, d):
         ticket = d.expect(2)
         received = d.receive(ticket, [0, 1], [6, 7])
         await p.controller.tickets.open_ticket(encode(ticket, KEY))
         blocks = d.controller.memory.peer_arena.blocks
         receiver = d.controller.tickets._receiver
-        end_parcel, changed = receiver.end_parcel, []
+        end_fragment, changed = receiver.end_fragment, []
 
         def damage(connection, landed):
             if not changed:
                 changed.append(landed)
                 blocks[landed.slot, 5] ^= 1
-            end_parcel(connection, landed)
+            end_fragment(connection, landed)
 
-        monkeypatch.setattr(receiver, "end_parcel", damage)
+        monkeypatch.setattr(receiver, "end_fragment", damage)
         sent = p.send(ticket, [0, 1], [3, 4])
         assert await p.ended(sent) == await d.ended(received) == [("done", 0)]
         assert d.blocks([6, 7]) == p.blocks([3, 4])

@@ -198,7 +198,7 @@ async def test_sender_ends_in_the_middle_of_a_chunk(nursery, end, committed):
         lease = await d.granted(tokens)
         receiving = await lease.receive(timeout=PATIENCE_SECONDS).__aenter__()
         sending = p.send(1, LENGTH, receiving.ticket, committed=committed)
-        await run_until_idle(lambda: parcels(d) == 2 * blocks + committed // 4)
+        await run_until_idle(lambda: fragments(d) == 2 * blocks + committed // 4)
         first = await in_time(receiving.wait(committed))
         assert first == committed == receiving.received_tokens
         if end == "kill":
@@ -224,10 +224,10 @@ async def test_sender_ends_in_the_middle_of_a_chunk(nursery, end, committed):
         await d.at_rest(empty=True)
 
 
-def parcels(side: Side) -> int:
-    """Return the parcels that an engine has received and verified."""
+def fragments(side: Side) -> int:
+    """Return the fragments that an engine has received and verified."""
     (rank,) = side.engine.statistics().peers.ranks
-    return rank.received.parcels
+    return rank.received.fragments
 
 
 # --- stopped and continued ----------------------------------------------------------------------
@@ -423,7 +423,7 @@ async def test_ring_of_one_slot(nursery, chunk_blocks, model):
         await d.at_rest(empty=True)
 
 
-async def test_slot_smaller_than_a_parcel_is_refused():
+async def test_slot_smaller_than_a_fragment_is_refused():
     """A block of the sender does not fit; the error names the sizes, and nothing is held."""
     tokens = prompt(LENGTH)
     async with Side(**options(listen=None, block_tokens=128)) as p:

@@ -24,8 +24,8 @@ from tests.peers.test_cancelled_requests import Request
 from tests.peers.test_processes import (
     LENGTH,
     MOST,
+    fragments,
     in_time,
-    parcels,
     progress,
     received,
     seeds,
@@ -145,7 +145,7 @@ async def test_ranks_send_layers_before_the_commit(
                 async with p.side.engine.send(source, receiving.ticket) as sending:
                     p.side.compute_layers(source, tokens, range(LENGTH), sending)
                     if receivers == 1:  # ranks tell their counts with the next heartbeat only
-                        await run_until_idle(lambda: parcels(d.side) > 0)
+                        await run_until_idle(lambda: fragments(d.side) > 0)
                     assert receiving.received_tokens == 0
                     source.commit(LENGTH)
                     p.side.step()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from aiokv.peers.messages import Done, Landed, Refused
-from tests.peers.world import EQUAL, GROUPS, PARCEL_BYTES, RANGES, SPLIT, World
+from tests.peers.world import EQUAL, FRAGMENT_BYTES, GROUPS, RANGES, SPLIT, World
 
 
 def incoming(world, ticket):
     return world.receiver.logic._tickets[ticket.ticket_id]
 
 
-def test_rank_that_has_ended_is_not_replaced_while_its_parcels_are_placed():
+def test_rank_that_has_ended_is_not_replaced_while_its_fragments_are_placed():
     """The blocks of another sender may have other positions than those in the assemblies."""
     world = World(0, landing=8, mapping=SPLIT)
     receiver = world.receiver.logic
@@ -24,10 +24,10 @@ def test_rank_that_has_ended_is_not_replaced_while_its_parcels_are_placed():
     world.run()
     for sender in world.senders:
         world.send(sender, ticket, [0, 1])
-    while not receiver.counts().parcels or not incoming(world, ticket).in_hand:
+    while not receiver.counts().fragments or not incoming(world, ticket).in_hand:
         assert world.step()
     receiver.on_message(first.wire, Done(ticket_id=ticket.ticket_id))
-    assert receiver.counts().tickets == 1, "other parcels are in hand"
+    assert receiver.counts().tickets == 1, "other fragments are in hand"
     world.open(first, ticket)
     opening, _ = first.wire.to_receiver.pop()
     receiver.on_message(first.wire, opening)
@@ -37,7 +37,7 @@ def test_rank_that_has_ended_is_not_replaced_while_its_parcels_are_placed():
     world.finish()
 
 
-def test_repeated_verification_does_not_lose_a_parcel_that_came_meanwhile():
+def test_repeated_verification_does_not_lose_a_fragment_that_came_meanwhile():
     world = World(0, landing=4)
     sender = world.senders[0]
     ticket = world.expect(1)
@@ -48,9 +48,9 @@ def test_repeated_verification_does_not_lose_a_parcel_that_came_meanwhile():
     verifications = []
     take = world.receiver.logic.verified
 
-    def verified(parcels, are_right):
-        verifications.append(parcels)
-        take(parcels, [False] if len(verifications) == 1 else are_right)
+    def verified(fragments, are_right):
+        verifications.append(fragments)
+        take(fragments, [False] if len(verifications) == 1 else are_right)
 
     world.receiver.logic.verified = verified
     while not verifications:
@@ -84,15 +84,15 @@ def test_block_that_is_not_in_the_ticket_ends_the_ticket():
             sender_block=block,
             slot=credit.slot,
             slot_generation=credit.generation,
-            parcel_bytes=PARCEL_BYTES - 1,
+            fragment_bytes=FRAGMENT_BYTES - 1,
         )
-        assert receiver.begin_parcel(sender.wire, landed) == "land"
-        receiver.end_parcel(sender.wire, landed)
+        assert receiver.begin_fragment(sender.wire, landed) == "land"
+        receiver.end_fragment(sender.wire, landed)
         assert bool(receiver.counts().tickets) == is_inside
         assert receiver.free_slots == 4
 
 
-def test_parked_parcels_outlast_the_end_of_their_sender():
+def test_parked_fragments_outlast_the_end_of_their_sender():
     """A plan may ask for them later: a window is planned when all blocks have arrived."""
     world = World(0, landing=8)
     sender = world.senders[0]
@@ -154,8 +154,8 @@ def test_engines_of_different_layouts_do_not_share_a_ticket(ranks):
     assert receiver.counts().tickets == 1
 
 
-def test_parcels_in_hand_of_a_ticket_that_has_ended_take_their_slots_until_they_are_verified():
-    """Otherwise the unplanned parcels of other tickets could take all landing slots."""
+def test_fragments_in_hand_of_a_ticket_that_has_ended_take_their_slots_until_they_are_verified():
+    """Otherwise the unplanned fragments of other tickets could take all landing slots."""
     world = World(0, landing=4)
     verify, in_hand = world.receiver.verify, []
     world.receiver.verify = in_hand.extend  # a thread that is slow

@@ -90,7 +90,7 @@ def test_each_grant_of_a_slot_has_another_generation():
 
 
 @pytest.mark.parametrize("credit", [(0, 2), (0, 0), (1, 1), (-1, 1), (2, 1), (1 << 40, 1)], ids=str)
-def test_parcel_without_its_credit_is_stale(credit):
+def test_fragment_without_its_credit_is_stale(credit):
     ring = LandingRing(2)
     ring.want("a", 1)
     assert granted(ring) == {"a": [(0, 1)]}
@@ -102,7 +102,7 @@ def test_parcel_without_its_credit_is_stale(credit):
     assert ring.violations() == []
 
 
-def test_parcel_of_another_connection_is_stale():
+def test_fragment_of_another_connection_is_stale():
     ring = LandingRing(1)
     ring.want("a", 1)
     (credit,) = granted(ring)["a"]
@@ -111,7 +111,7 @@ def test_parcel_of_another_connection_is_stale():
     assert not ring.land("a", credit)
 
 
-def test_late_parcel_of_an_earlier_generation_is_stale():
+def test_late_fragment_of_an_earlier_generation_is_stale():
     ring = LandingRing(1)
     ring.want("a", 1)
     (early,) = granted(ring)["a"]
@@ -135,7 +135,7 @@ def test_revoke_that_an_interrupt_repeats_returns_the_same_slots():
     assert ring.is_idle
 
 
-def test_slot_whose_parcel_is_being_copied_is_not_granted_and_not_revoked():
+def test_slot_whose_fragment_is_being_copied_is_not_granted_and_not_revoked():
     ring = LandingRing(1)
     credit = landed(ring, "a")
     ring.want("b", 1)
@@ -188,7 +188,7 @@ def test_wishes_can_be_withdrawn():
 
 
 @pytest.mark.parametrize("slot", [-1, 0, 1, 2, 7])
-def test_end_of_a_parcel_that_did_not_begin_is_a_bug(slot):
+def test_end_of_a_fragment_that_did_not_begin_is_a_bug(slot):
     ring = LandingRing(2)
     ring.want("a", 1)
     granted(ring)
@@ -226,7 +226,7 @@ class RingMachine(RuleBasedStateMachine):
     """Compare the ring with sets of credits, in any order of calls."""
 
     live = Bundle("live")  # (connection, credit): granted once, in any state since
-    parcels = Bundle("parcels")  # slots whose parcel has landed
+    fragments = Bundle("fragments")  # slots whose fragment has landed
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ class RingMachine(RuleBasedStateMachine):
             self.granted[connection].remove(credit)
             self.landing[connection].add(credit)
 
-    @rule(target=parcels, pair=live)
+    @rule(target=fragments, pair=live)
     def landed(self, pair: tuple[str, SlotCredit]) -> int:
         connection, credit = pair
         if credit in self.landing[connection]:
@@ -286,7 +286,7 @@ class RingMachine(RuleBasedStateMachine):
             self.copying.add(credit.slot)
         return credit.slot
 
-    @rule(slot=consumes(parcels))
+    @rule(slot=consumes(fragments))
     def free(self, slot: int) -> None:
         if slot in self.copying:
             self.ring.free(slot)

@@ -28,7 +28,7 @@ from tests.peers.wires import HOST, SECRET, TICKET, RawSocket, Recorder, connect
 if TYPE_CHECKING:
     from aiokv.wire.listener import Listener
 
-WANT = Want(ticket_id=TICKET, parcels=1)
+WANT = Want(ticket_id=TICKET, fragments=1)
 DONE = Done(ticket_id=TICKET)
 PINGS = WireLimits().ping_seconds
 
@@ -42,25 +42,25 @@ async def listening(accepted: list[Connection], **limits: object) -> Listener:
     return await listen(HOST, 0, SECRET, accepted.append, limits=WireLimits(**limits))
 
 
-# --- messages and parcels -------------------------------------------------------------------------
+# --- messages and fragments -----------------------------------------------------------------------
 
 
 @pytest.mark.asyncio
-async def test_messages_and_parcels_arrive_in_the_order_of_the_calls():
+async def test_messages_and_fragments_arrive_in_the_order_of_the_calls():
     async with connected() as pair:
         pair.start()
-        parcel = bytes(range(256)) * 1000
+        fragment = bytes(range(256)) * 1000
         pair.client.send(WANT)
-        writes = pair.client.write([(landed(len(parcel)), memoryview(parcel))])
+        writes = pair.client.write([(landed(len(fragment)), memoryview(fragment))])
         pair.client.send(DONE)
         assert await writes.ended is None
         await run_until_idle(lambda: len(pair.at_server.messages) == 2)
         assert pair.at_server.messages == [WANT, DONE]
-        assert pair.at_server.parcels == [(landed(len(parcel)), parcel)]
+        assert pair.at_server.fragments == [(landed(len(fragment)), fragment)]
         pair.server.send(Cancel(ticket_id=TICKET, reason="enough"))
         await run_until_idle(lambda: bool(pair.at_client.messages))
         assert pair.at_client.messages == [Cancel(ticket_id=TICKET, reason="enough")]
-        assert pair.client.sent_bytes == pair.server.received_bytes > len(parcel)
+        assert pair.client.sent_bytes == pair.server.received_bytes > len(fragment)
         assert pair.server.sent_bytes == pair.client.received_bytes > 0
 
 
@@ -76,7 +76,7 @@ async def test_messages_that_arrive_before_the_start_wait():
 
 
 @pytest.mark.asyncio
-async def test_parcels_larger_than_the_kernels_buffers_arrive_while_both_sides_write():
+async def test_fragments_larger_than_the_kernels_buffers_arrive_while_both_sides_write():
     async with connected() as pair:
         pair.shrink_buffers()
         pair.start()
@@ -87,14 +87,14 @@ async def test_parcels_larger_than_the_kernels_buffers_arrive_while_both_sides_w
         assert await one.ended is None
         assert await other.ended is None
         await run_until_idle(
-            lambda: len(pair.at_server.parcels) == len(pair.at_client.parcels) == 3
+            lambda: len(pair.at_server.fragments) == len(pair.at_client.fragments) == 3
         )
-        assert {data for _, data in pair.at_server.parcels} == {there}
-        assert {data for _, data in pair.at_client.parcels} == {back}
+        assert {data for _, data in pair.at_server.fragments} == {there}
+        assert {data for _, data in pair.at_client.fragments} == {back}
 
 
 @pytest.mark.asyncio
-async def test_discarded_parcel_is_skipped():
+async def test_discarded_fragment_is_skipped():
     async with connected() as pair:
         pair.start()
         pair.at_server.discards = True
@@ -102,32 +102,32 @@ async def test_discarded_parcel_is_skipped():
         pair.client.send(DONE)
         await run_until_idle(lambda: bool(pair.at_server.messages))
         assert pair.at_server.messages == [DONE]
-        assert pair.at_server.parcels == []
+        assert pair.at_server.fragments == []
 
 
 @pytest.mark.asyncio
-async def test_withdrawn_parcels_are_not_sent():
+async def test_withdrawn_fragments_are_not_sent():
     async with connected() as pair:
         pair.start()
-        parcel = memoryview(bytes(1000))
-        first = pair.client.write([(landed(1000, slot), parcel) for slot in (0, 1)])
-        second = pair.client.write([(landed(1000, slot), parcel) for slot in (2, 3)])
+        fragment = memoryview(bytes(1000))
+        first = pair.client.write([(landed(1000, slot), fragment) for slot in (0, 1)])
+        second = pair.client.write([(landed(1000, slot), fragment) for slot in (2, 3)])
         assert [message.slot for message in first.withdraw()] == [0, 1]
         assert first.withdraw() == []
         assert first.ended.result() is None
         assert await second.ended is None
         assert second.withdraw() == []
-        await run_until_idle(lambda: len(pair.at_server.parcels) == 2)
-        assert [message.slot for message, _ in pair.at_server.parcels] == [2, 3]
+        await run_until_idle(lambda: len(pair.at_server.fragments) == 2)
+        assert [message.slot for message, _ in pair.at_server.fragments] == [2, 3]
 
 
 @pytest.mark.asyncio
-async def test_parcel_whose_write_has_begun_is_sent_whole():
+async def test_fragment_whose_write_has_begun_is_sent_whole():
     async with connected() as pair:
         pair.shrink_buffers()
         pair.client.start(pair.at_client)
-        parcel = memoryview(bytes(4 << 20))
-        writes = pair.client.write([(landed(len(parcel), slot), parcel) for slot in range(3)])
+        fragment = memoryview(bytes(4 << 20))
+        writes = pair.client.write([(landed(len(fragment), slot), fragment) for slot in range(3)])
         await run_until_idle(lambda: pair.client.sent_bytes > 0)
         assert [message.slot for message in writes.withdraw()] == [1, 2]
         assert not writes.ended.done()
@@ -135,13 +135,13 @@ async def test_parcel_whose_write_has_begun_is_sent_whole():
         pair.server.start(pair.at_server)
         assert await writes.ended is None
         await run_until_idle(lambda: bool(pair.at_server.messages))
-        assert [message.slot for message, _ in pair.at_server.parcels] == [0]
+        assert [message.slot for message, _ in pair.at_server.fragments] == [0]
 
 
 @pytest.mark.asyncio
-async def test_memory_of_another_length_than_its_parcel_is_a_bug():
+async def test_memory_of_another_length_than_its_fragment_is_a_bug():
     async with connected() as pair:
-        with pytest.raises(InternalError, match="99 bytes for a parcel of 100"):
+        with pytest.raises(InternalError, match="99 bytes for a fragment of 100"):
             pair.client.write([(landed(100), memoryview(bytes(99)))])
         assert await pair.client.write([]).ended is None
 
@@ -601,18 +601,18 @@ async def test_connection_that_is_cut_at_each_byte_of_a_frame_delivers_nothing(a
 
 @pytest.mark.parametrize("sent", [0, 1, 99, 5000, 20_000 - 1])
 @pytest.mark.asyncio
-async def test_connection_that_is_cut_within_a_parcel_does_not_deliver_it(accepted, sent):
+async def test_connection_that_is_cut_within_a_fragment_does_not_deliver_it(accepted, sent):
     listener = await listening(accepted)
     raw = await RawSocket.to(listener.address[1])
     writer = await raw.shake_hands()
     await run_until_idle(lambda: bool(accepted))
     recorder = Recorder()
     accepted[0].start(recorder)
-    await raw.send(writer.frame(encode(landed(20_000)), has_parcel=True) + bytes(sent))
+    await raw.send(writer.frame(encode(landed(20_000)), has_fragment=True) + bytes(sent))
     raw.close()
     await run_until_idle(lambda: bool(recorder.closed))
     assert len(recorder.places) == 1
-    assert recorder.parcels == []
+    assert recorder.fragments == []
     await listener.aclose()
 
 
@@ -628,7 +628,7 @@ async def test_connection_that_is_cut_within_a_parcel_does_not_deliver_it(accept
         (lambda w: b"\xff" * 40, "protocol: a message of 2147483647 bytes"),
         (lambda w: b"GET / HTTP/1.1\r\n\r\n" + bytes(9), "protocol: a message of"),
     ],
-    ids=["replayed", "changed", "reordered", "oversized", "foreign"],
+    ids=["replayed", "changed", "reordered", "oversized", "external"],
 )
 @pytest.mark.asyncio
 async def test_peer_that_violates_the_protocol_is_cut(accepted, attack, reason):
@@ -666,23 +666,23 @@ async def test_abort_ends_both_sides_and_reports_the_first_reason_once():
 
 
 @pytest.mark.asyncio
-async def test_abort_while_a_parcel_arrives_stops_its_writes():
+async def test_abort_while_a_fragment_arrives_stops_its_writes():
     async with connected() as pair:
         pair.shrink_buffers()
         pair.start()
-        parcel = bytes([1]) * (4 << 20)
-        writes = pair.client.write([(landed(len(parcel)), memoryview(parcel))])
+        fragment = bytes([1]) * (4 << 20)
+        writes = pair.client.write([(landed(len(fragment)), memoryview(fragment))])
         await run_until_idle(lambda: pair.server.received_bytes > 10_000)
         pair.server.abort("given up")
         place = bytes(pair.at_server.places[0][1])
-        assert 0 < place.count(1) < len(parcel)
+        assert 0 < place.count(1) < len(fragment)
         assert isinstance(await writes.ended, PeerError)
         await spin(20)
         assert bytes(pair.at_server.places[0][1]) == place
-        assert pair.at_server.parcels == []
+        assert pair.at_server.fragments == []
 
 
-@pytest.mark.parametrize("callback", ["at_message", "at_place", "at_parcel"])
+@pytest.mark.parametrize("callback", ["at_message", "at_place", "at_fragment"])
 @pytest.mark.asyncio
 async def test_abort_within_a_callback_delivers_nothing_more(callback):
     async with connected() as pair:
@@ -693,10 +693,10 @@ async def test_abort_within_a_callback_delivers_nothing_more(callback):
         pair.client.send(DONE)
         await run_until_idle(lambda: bool(pair.at_server.closed))
         assert DONE not in pair.at_server.messages
-        assert len(pair.at_server.parcels) == (callback == "at_parcel")
+        assert len(pair.at_server.fragments) == (callback == "at_fragment")
 
 
-@pytest.mark.parametrize("callback", ["at_message", "at_place", "at_parcel"])
+@pytest.mark.parametrize("callback", ["at_message", "at_place", "at_fragment"])
 @pytest.mark.asyncio
 async def test_error_of_a_callback_cuts_the_connection_and_reaches_the_loop(callback, loop_errors):
     def fail(_: object) -> None:
@@ -736,18 +736,18 @@ async def test_close_sends_what_is_queued_first():
     async with connected() as pair:
         pair.shrink_buffers()
         pair.start()
-        parcel = memoryview(bytes(2 << 20))
-        writes = pair.client.write([(landed(len(parcel)), parcel)])
+        fragment = memoryview(bytes(2 << 20))
+        writes = pair.client.write([(landed(len(fragment)), fragment)])
         pair.client.send(DONE)
         pair.client.close()
         pair.client.send(WANT)
-        late = pair.client.write([(landed(len(parcel)), parcel)])
+        late = pair.client.write([(landed(len(fragment)), fragment)])
         assert isinstance(late.ended.result(), PeerError)
         assert await pair.client.closed() == "closed"
         assert writes.ended.result() is None
         await run_until_idle(lambda: bool(pair.at_server.closed))
         assert pair.at_server.messages == [DONE]
-        assert len(pair.at_server.parcels) == 1
+        assert len(pair.at_server.fragments) == 1
 
 
 @pytest.mark.asyncio
@@ -862,7 +862,7 @@ async def test_peer_that_sends_single_bytes_is_not_silent(accepted):
 @pytest.mark.parametrize("discards", [False, True])
 @pytest.mark.clock
 @pytest.mark.asyncio
-async def test_parcel_that_arrives_slowly_is_read_and_its_peer_is_not_silent(accepted, discards):
+async def test_fragment_that_arrives_slowly_is_read_and_its_peer_is_not_silent(accepted, discards):
     """The kernel wakes the loop only for more bytes than arrive within an interval."""
     listener = await listening(accepted)
     raw = await RawSocket.to(listener.address[1])
@@ -873,14 +873,14 @@ async def test_parcel_that_arrives_slowly_is_read_and_its_peer_is_not_silent(acc
     accepted[0].start(recorder)
     clock = running_clock()
     size = 2 << 20
-    await raw.send(writer.frame(encode(landed(size)), has_parcel=True))
+    await raw.send(writer.frame(encode(landed(size)), has_fragment=True))
     for _ in range(20):
         await raw.send(bytes(1000))
         await clock.advance(PINGS)
     assert recorder.closed == []
     await raw.send(bytes(size - 20_000) + writer.frame(encode(WANT)))
     await run_until_idle(lambda: recorder.messages == [WANT])
-    assert len(recorder.parcels) == (not discards)
+    assert len(recorder.fragments) == (not discards)
     await raw.send(writer.frame(encode(DONE)))  # few bytes wake the loop again
     await run_until_idle(lambda: recorder.messages == [WANT, DONE])
     accepted[0].abort("the test ended")
@@ -937,7 +937,7 @@ async def test_close_does_not_wait_for_a_peer_that_never_reads(accepted):
 @pytest.mark.clock
 @pytest.mark.asyncio
 async def test_peer_that_reads_slowly_is_not_given_up():
-    """A Ping waits behind the parcels in the peer's kernel; the reader is alive all the same."""
+    """A Ping waits behind the fragments in the peer's kernel; the reader is alive all the same."""
     async with connected() as pair:
         pair.shrink_buffers()
         pair.client.start(pair.at_client)
@@ -974,7 +974,7 @@ async def test_blocked_loop_cuts_no_connection():
 
 
 @pytest.mark.asyncio
-async def test_ping_is_answered_before_queued_parcels(accepted):
+async def test_ping_is_answered_before_queued_fragments(accepted):
     listener = await listening(accepted)
     raw = await RawSocket.to(listener.address[1])
     writer = await raw.shake_hands()

@@ -73,12 +73,12 @@ class Slots:
 
 
 def content(block: int) -> int:
-    """Return the byte that a parcel consists of; never 0."""
+    """Return the byte that a fragment consists of; never 0."""
     return block % 255 + 1
 
 
 class SendingEnd:
-    """Handler of a sender: writes a parcel for each credit."""
+    """Handler of a sender: writes a fragment for each credit."""
 
     def __init__(self, transport: OneSidedTransport, connection: Connection) -> None:
         self.transport = transport
@@ -117,7 +117,7 @@ class SendingEnd:
 
     async def connect(self, metadata: bytes) -> None:
         self.link = await self.transport.connect(self.connection, metadata)
-        self.connection.send(Want(ticket_id=TICKET, parcels=8000))
+        self.connection.send(Want(ticket_id=TICKET, fragments=8000))
 
     async def write(self, credit: SlotCredit) -> None:
         if not self.free:
@@ -131,7 +131,7 @@ class SendingEnd:
             sender_block=block,
             slot=credit.slot,
             slot_generation=credit.generation,
-            parcel_bytes=SLOT_BYTES,
+            fragment_bytes=SLOT_BYTES,
         )
         try:
             await self.link.write([Outgoing(slot, landed)])
@@ -143,7 +143,7 @@ class SendingEnd:
     def place(self, landed: Landed) -> memoryview | None:
         return None
 
-    def on_parcel(self, landed: Landed) -> None:
+    def on_fragment(self, landed: Landed) -> None:
         raise AssertionError
 
     def on_closed(self, reason: str) -> None:
@@ -163,7 +163,7 @@ class SendingEnd:
 
 
 class ReceivingEnd:
-    """Handler of a receiver: gives credits, checks each parcel, and frees its slot."""
+    """Handler of a receiver: gives credits, checks each fragment, and frees its slot."""
 
     def __init__(self, transport: OneSidedTransport) -> None:
         self.transport = transport
@@ -189,7 +189,7 @@ class ReceivingEnd:
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
         elif isinstance(message, Want):
-            self.ring.want(self.connection, message.parcels)
+            self.ring.want(self.connection, message.fragments)
         elif isinstance(message, Return):
             for credit in message.slots:
                 self.ring.give_back(self.connection, credit)
@@ -219,7 +219,7 @@ class ReceivingEnd:
     def place(self, landed: Landed) -> memoryview | None:
         return None
 
-    def on_parcel(self, landed: Landed) -> None:
+    def on_fragment(self, landed: Landed) -> None:
         raise AssertionError
 
     def on_closed(self, reason: str) -> None:

@@ -65,7 +65,7 @@ async def exited(process: subprocess.Popen[bytes]) -> int | None:
 
 
 class TransportProcesses:
-    """Parcels between this process and another one."""
+    """Fragments between this process and another one."""
 
     transport: ClassVar[str]
     environments: ClassVar[dict[str, dict[str, str]]] = {"default": {}}
@@ -98,7 +98,7 @@ class TransportProcesses:
             await receiver.transport.aclose()
 
     @pytest.mark.asyncio
-    async def test_parcels_arrive_from_another_process(self, environment):
+    async def test_fragments_arrive_from_another_process(self, environment):
         async with self.receiving("", environment) as (receiver, process):
             await run_until_idle(lambda: len(receiver.blocks) >= 200)
             receiver.gives = False

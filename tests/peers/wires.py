@@ -25,13 +25,13 @@ SECRET = b"a secret of at least 16 bytes"
 TICKET = b"a ticket, 16 b.."
 
 
-def landed(parcel_bytes: int, slot: int = 0, block: int = 0) -> Landed:
+def landed(fragment_bytes: int, slot: int = 0, block: int = 0) -> Landed:
     return Landed(
         ticket_id=TICKET,
         sender_block=block,
         slot=slot,
         slot_generation=1,
-        parcel_bytes=parcel_bytes,
+        fragment_bytes=fragment_bytes,
     )
 
 
@@ -41,12 +41,12 @@ class Recorder:
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self.places: list[tuple[Landed, bytearray]] = []
-        self.parcels: list[tuple[Landed, bytes]] = []
+        self.fragments: list[tuple[Landed, bytes]] = []
         self.closed: list[str] = []
         self.discards = False
         self.at_message: Callable[[Message], object] = lambda message: None
         self.at_place: Callable[[Landed], object] = lambda message: None
-        self.at_parcel: Callable[[Landed], object] = lambda message: None
+        self.at_fragment: Callable[[Landed], object] = lambda message: None
 
     def on_message(self, message: Message) -> None:
         self.messages.append(message)
@@ -56,13 +56,13 @@ class Recorder:
         self.at_place(message)
         if self.discards:
             return None
-        self.places.append((message, bytearray(message.parcel_bytes)))
+        self.places.append((message, bytearray(message.fragment_bytes)))
         return memoryview(self.places[-1][1])
 
-    def on_parcel(self, message: Landed) -> None:
+    def on_fragment(self, message: Landed) -> None:
         assert message is self.places[-1][0]
-        self.parcels.append((message, bytes(self.places[-1][1])))
-        self.at_parcel(message)
+        self.fragments.append((message, bytes(self.places[-1][1])))
+        self.at_fragment(message)
 
     def on_closed(self, reason: str) -> None:
         self.closed.append(reason)
@@ -89,7 +89,7 @@ class Pair:
         self.server.start(self.at_server)
 
     def shrink_buffers(self) -> None:
-        """Let the kernel keep fewer bytes of the connection than a parcel has."""
+        """Let the kernel keep fewer bytes of the connection than a fragment has."""
         for end in (self.client, self.server):
             end._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
 

@@ -40,15 +40,15 @@ from aiokv.worker.device.base import CopyError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-PARCEL_BYTES = 192
+FRAGMENT_BYTES = 192
 GENERATION = bytes(16)
 
 
 class EqualBlocks:
     """Mapping of blocks that both sides have in common."""
 
-    is_identity = parcel_is_block = True
-    parcel_bytes = PARCEL_BYTES - TRAILER_BYTES
+    is_identity = fragment_is_block = True
+    fragment_bytes = FRAGMENT_BYTES - TRAILER_BYTES
 
     def receiver_blocks(self, sender_block: int) -> range:
         return range(sender_block, sender_block + 1)
@@ -60,8 +60,8 @@ class SplitBlocks:
     """Mapping of two sender ranks, each of which has a half of the heads, to one receiver rank,
     whose blocks have twice as many tokens."""
 
-    is_identity = parcel_is_block = False
-    parcel_bytes = PARCEL_BYTES - TRAILER_BYTES
+    is_identity = fragment_is_block = False
+    fragment_bytes = FRAGMENT_BYTES - TRAILER_BYTES
 
     def receiver_blocks(self, sender_block: int) -> range:
         return range(sender_block // 2, sender_block // 2 + 1)
@@ -99,7 +99,7 @@ def groups_of(plan: TransferPlan) -> list[int]:
 
 
 def ranges_of(group: int) -> list[int]:
-    """Return the ranges of layers that a parcel of a group has."""
+    """Return the ranges of layers that a fragment of a group has."""
     return [group - GROUPS] if group >= GROUPS else list(range(RANGES))
 
 
@@ -111,7 +111,7 @@ def whole_value(value: Any) -> Any:
 
 
 class Wire:
-    """A connection: queues of messages in both directions; parcels take two deliveries."""
+    """A connection: queues of messages in both directions; fragments take two deliveries."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -151,7 +151,7 @@ class ReceiverSide(Side):
             self,
             self.ring,
             rank=0,
-            slot_bytes=PARCEL_BYTES,
+            slot_bytes=FRAGMENT_BYTES,
             source=lambda message: world.source(message.sender_rank),
             covers=lambda ranks: world.mapping is EQUAL or set(ranks) == {0, 1},
             group=group_of,
@@ -163,31 +163,31 @@ class ReceiverSide(Side):
         if not connection.is_cut:
             connection.to_sender.append(message)
 
-    def verify(self, parcels: Sequence[Any]) -> None:
+    def verify(self, fragments: Sequence[Any]) -> None:
         def run() -> None:
-            found = [self.slots[parcel.slot] for parcel in parcels]
+            found = [self.slots[fragment.slot] for fragment in fragments]
             self.logic.verified(
-                parcels,
+                fragments,
                 [
                     f is not None and f.is_right and f.key == p.key
-                    for f, p in zip(found, parcels, strict=True)
+                    for f, p in zip(found, fragments, strict=True)
                 ],
             )
 
         self.job(run)
 
-    def place(self, parcels: Sequence[Any], slots: Sequence[dict[int, int]]) -> None:
+    def place(self, fragments: Sequence[Any], slots: Sequence[dict[int, int]]) -> None:
         def run() -> None:
-            for parcel, targets in zip(parcels, slots, strict=True):
-                contents = self.slots[parcel.slot]
+            for fragment, targets in zip(fragments, slots, strict=True):
+                contents = self.slots[fragment.slot]
                 assert contents is not None
-                assert contents.key == parcel.key
-                half = parcel.sender_block % 2
+                assert contents.key == fragment.key
+                half = fragment.sender_block % 2
                 value = whole_value(contents.value)
                 for slot in targets.values():
-                    for layers in ranges_of(parcel.group):
-                        self.assembly[slot][parcel.sender_rank, half, layers] = value
-            self.logic.placed(parcels)
+                    for layers in ranges_of(fragment.group):
+                        self.assembly[slot][fragment.sender_rank, half, layers] = value
+            self.logic.placed(fragments)
 
         self.job(run)
 
@@ -250,58 +250,58 @@ class SenderSide(Side):
             return
         connection.to_receiver.append((message, None))
         if isinstance(message, Want):
-            connection.wanted += message.parcels
+            connection.wanted += message.fragments
         elif isinstance(message, Return):
             connection.wanted -= message.unwanted
 
     def fill(self, fill: Any) -> None:
         if not self.logic.admit(fill):
             return
-        send, parcels, slots = fill.send, list(fill.parcels), fill.slots
+        send, fragments, slots = fill.send, list(fill.fragments), fill.slots
         assert send.plan.transfer_id not in self.world.reports, "a copy after the report"
         fails = self.world.random.random() < self.world.copy_failures
 
         def run() -> None:
             assert send.plan.transfer_id not in self.world.reports, "I3: read after the report"
-            for parcel, slot in zip(parcels, slots, strict=True):
-                self.slots[slot] = Contents(b"", self.value(send.plan.peer, parcel.block))
+            for fragment, slot in zip(fragments, slots, strict=True):
+                self.slots[slot] = Contents(b"", self.value(send.plan.peer, fragment.block))
             self.logic.filled(fill, CopyError(0, "failed") if fails else None)
 
         self.job(run)
 
-    def seal(self, parcels: Sequence[Any]) -> None:
-        slots = [(parcel.slot, parcel.block_slot) for parcel in parcels]
+    def seal(self, fragments: Sequence[Any]) -> None:
+        slots = [(fragment.slot, fragment.block_slot) for fragment in fragments]
 
         def run() -> None:
-            for parcel, (slot, block_slot) in zip(parcels, slots, strict=True):
+            for fragment, (slot, block_slot) in zip(fragments, slots, strict=True):
                 held = self.slots[slot if block_slot is None else block_slot]
                 assert held is not None
-                self.slots[slot] = Contents(parcel.key, held.value)
-            self.logic.sealed(parcels)
+                self.slots[slot] = Contents(fragment.key, held.value)
+            self.logic.sealed(fragments)
 
         self.job(run)
 
-    def write(self, connection: Wire, parcels: Sequence[Any]) -> None:
-        batch = [(parcel, parcel.slot, parcel.credit) for parcel in parcels]
+    def write(self, connection: Wire, fragments: Sequence[Any]) -> None:
+        batch = [(fragment, fragment.slot, fragment.credit) for fragment in fragments]
 
         def run() -> None:
-            for parcel, slot, credit in batch:
+            for fragment, slot, credit in batch:
                 contents = self.slots[slot]
                 assert contents is not None
-                assert contents.key == parcel.key, "an outgoing slot was reused"
+                assert contents.key == fragment.key, "an outgoing slot was reused"
                 if self.world.random.random() < self.world.corruptions:
                     contents = contents._replace(value="corrupt", is_right=False)
                 landed = Landed(
-                    ticket_id=parcel.send.plan.peer,
-                    sender_block=split_key(parcel.block)[1],
+                    ticket_id=fragment.send.plan.peer,
+                    sender_block=split_key(fragment.block)[1],
                     slot=credit.slot,
                     slot_generation=credit.generation,
-                    parcel_bytes=PARCEL_BYTES,
-                    group=parcel.group,
+                    fragment_bytes=FRAGMENT_BYTES,
+                    group=fragment.group,
                 )
                 if not connection.is_cut:
                     connection.to_receiver.append((landed, contents))
-            self.logic.written(parcels)
+            self.logic.written(fragments)
 
         self.job(run)
 
@@ -520,7 +520,7 @@ class World:
         return True
 
     def run_job_or_reply(self) -> None:
-        """Run one job, or deliver one message that is not a parcel.
+        """Run one job, or deliver one message that is not a fragment.
 
         Raises:
             IndexError: there is none.
@@ -534,8 +534,8 @@ class World:
                 return
         self._run_job(0)
 
-    def deliver_parcel(self, wire: int) -> None:
-        """Deliver the first half, or the second half, of the next parcel of a connection."""
+    def deliver_fragment(self, wire: int) -> None:
+        """Deliver the first half, or the second half, of the next fragment of a connection."""
         self._deliver_to_receiver(self.wires[wire])
 
     def run(self) -> None:
@@ -558,14 +558,14 @@ class World:
             wire.landing = None
             if lands and not wire.told[0]:
                 self.receiver.slots[landed.slot] = contents
-                self.receiver.logic.end_parcel(wire, landed)
+                self.receiver.logic.end_fragment(wire, landed)
             return
-        message, parcel = wire.to_receiver.popleft()
-        if parcel is not None:
-            lands = self.receiver.logic.begin_parcel(wire, message) == "land"
+        message, fragment = wire.to_receiver.popleft()
+        if fragment is not None:
+            lands = self.receiver.logic.begin_fragment(wire, message) == "land"
             if lands:
                 self.receiver.slots[message.slot] = None  # half of the bytes are there
-            wire.landing = (message, parcel, lands)
+            wire.landing = (message, fragment, lands)
         else:
             self.receiver.logic.on_message(wire, message)
 

@@ -150,6 +150,6 @@ def test_walks_reach_onloads_failures_saves_and_evictions() -> None:
     for name in (
         "hit_device_tokens", "hit_host_tokens", "onloaded_blocks", "offloaded_blocks",
         "evicted_device_blocks", "evicted_host_blocks", "failed_blocks",
-        "reclaimed_twins",
+        "reclaimed_host_copies",
     ):  # fmt: skip
         assert sum(getattr(s, name) for s in statistics) > 0, name

@@ -337,7 +337,7 @@ class Part:
         with ExitStack() as stack:
             await self._enter_batch(stack)
             while first < end:
-                stop = min(end, self.lease.reach_tokens)
+                stop = min(end, self.lease.max_extend_tokens)
                 places, words = self._places(self.lease, 0, stop)
                 self.side.memory.write((places[0][first:], places[1][first:]), words[first:])
                 self.side.memory.compute_sides(self.lease, words, first, stop)

@@ -114,7 +114,7 @@ class Walk:
 
     def commit(self) -> None:
         if (lease_id := self.some_lease(granted=True)) is not None:
-            limit = min(self.core.num_tokens(lease_id), self.core.reach_tokens(lease_id))
+            limit = min(self.core.num_tokens(lease_id), self.core.max_extend_tokens(lease_id))
             self.refusable(self.core.commit, lease_id, self.random.randint(0, limit), self.step)
 
     def grow(self) -> None:

@@ -1,8 +1,8 @@
 """Blocks of one server become blocks of another, against tensors that have no blocks and no ranks.
 
-For random models and servers, the parcels of all sources are cut and placed in a random order. Each
-byte of the receiver's blocks that belongs to a position of the prompt is then that of the whole
-tensor, and no other byte has changed.
+For random models and servers, the fragments of all sources are cut and placed in a random order.
+Each byte of the receiver's blocks that belongs to a position of the prompt is then that of the
+whole tensor, and no other byte has changed.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def move(
     positions: range,
     rng: np.random.Generator,
 ) -> dict[int, np.ndarray]:
-    """Return the receiver rank's host blocks after all parcels, in a random order."""
+    """Return the receiver rank's host blocks after all fragments, in a random order."""
     senders = [sender.layout(r, tensors) for r in range(sender.num_ranks)]
     own = receiver.layout(rank, tensors)
     chosen = sources(senders, own)
@@ -114,24 +114,24 @@ def move(
         for index in range(first_block, num_blocks(positions.stop, receiver.block_tokens))
     }
     addresses = {index: address(block) for index, block in blocks.items()}
-    parcels = []
+    fragments = []
     for source in chosen:
         mapping = Mapping(senders[source], own)
         needed = {i for index in blocks for i in mapping.sender_blocks(index)}
         for i in needed & set(range(num_blocks(positions.stop, sender.block_tokens))):
             assert set(mapping.receiver_blocks(i)) & set(blocks)
             block = sender.host_block(source, i, tensors, 0x77)
-            parcel = np.full(mapping.parcel_bytes + 8, SENTINEL, np.uint8)
-            mapping.cut(address(block), address(parcel))
-            assert (parcel[mapping.parcel_bytes :] == SENTINEL).all()
-            if mapping.is_identity or mapping.parcel_is_block:
-                assert np.array_equal(parcel[: mapping.parcel_bytes], block)
-            parcels.append((mapping, i, parcel))
-    rng.shuffle(parcels)
-    for mapping, i, parcel in parcels:
-        mapping.place(address(parcel), i, addresses)
+            fragment = np.full(mapping.fragment_bytes + 8, SENTINEL, np.uint8)
+            mapping.cut(address(block), address(fragment))
+            assert (fragment[mapping.fragment_bytes :] == SENTINEL).all()
+            if mapping.is_identity or mapping.fragment_is_block:
+                assert np.array_equal(fragment[: mapping.fragment_bytes], block)
+            fragments.append((mapping, i, fragment))
+    rng.shuffle(fragments)
+    for mapping, i, fragment in fragments:
+        mapping.place(address(fragment), i, addresses)
         if mapping.is_identity:
-            assert np.array_equal(parcel[: mapping.parcel_bytes], blocks[i])
+            assert np.array_equal(fragment[: mapping.fragment_bytes], blocks[i])
     return blocks
 
 

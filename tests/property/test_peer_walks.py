@@ -329,7 +329,9 @@ class PeerWalk:
             self.forget(lease_id)
             self.apply(self.scheduler.preempt(lease_id))
             return
-        stop = self.random.randint(start, max(start, min(known, self.read.reach_tokens(lease_id))))
+        stop = self.random.randint(
+            start, max(start, min(known, self.read.max_extend_tokens(lease_id)))
+        )
         try:
             batch = self.apply(self.scheduler.begin_batch([lease_id]))
         except LeaseError:

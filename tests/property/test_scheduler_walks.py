@@ -280,13 +280,13 @@ class Walk:
     def fetch_snapshot(self) -> None:
         """Fetch the snapshot behind some cached block, also while the lease waits in line."""
         if (lease_id := self.pick(waiting=True)) is not None:
-            borders = self.scheduler.read.borders(lease_id)
-            num_blocks = self.random.randint(0, borders.cached + 1)
+            boundaries = self.scheduler.read.boundaries(lease_id)
+            num_blocks = self.random.randint(0, boundaries.cached + 1)
             fetching = self.scheduler.fetches.begin_group(
                 lease_id, num_blocks, "state", Priority.DEMAND
             )
             if fetched := self.apply(fetching):
-                assert 0 < num_blocks <= borders.cached
+                assert 0 < num_blocks <= boundaries.cached
                 assert self.in_flight[fetched].group_route == ("last", FETCH)
                 self.seen["snapshot_fetches"] += 1
 

@@ -295,7 +295,7 @@ class StateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.granted())
     @rule(which=pick, more=st.integers(1, 5), save=st.booleans())
     def compute(self, which: int, more: int, save: bool) -> None:
-        """Run a step of the model; the caller ends it at a block border to save the state."""
+        """Run a step of the model; the caller ends it at a block boundary to save the state."""
         caller = self.pick_caller(which, granted=True)
         assert caller is not None
         self.compute_for(caller, more, save)
@@ -311,9 +311,9 @@ class StateMachine(RuleBasedStateMachine):
             return
         assert self.device.content[slot] == tuple(caller.tokens[: caller.computed])
         end = min(caller.computed + more, len(caller.tokens))
-        border = end // self.bt * self.bt
-        if save and border > caller.computed:
-            end = border
+        boundary = end // self.bt * self.bt
+        if save and boundary > caller.computed:
+            end = boundary
         caller.computed = end
         self.device.content[slot] = tuple(caller.tokens[:end])
         self.core.commit(caller.id, end, self.step)

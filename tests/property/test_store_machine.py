@@ -203,6 +203,6 @@ def test_walks_reach_fetches_saves_and_their_failures() -> None:
     ]
     for name in (
         "fetches", "fetched_blocks", "unfetched_blocks", "hit_store_tokens", "saved_blocks",
-        "dropped_saves", "refused_saves", "failed_saves", "reclaimed_twins",
+        "dropped_saves", "refused_saves", "failed_saves", "reclaimed_host_copies",
     ):  # fmt: skip
         assert sum(getattr(s, name) for s in statistics) > 0, name

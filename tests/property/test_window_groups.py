@@ -3,7 +3,7 @@
 What every id of a group holds is kept position by position: the tokens up to that position. Before
 each step the model reads the whole window of every position that it computes, and finds exactly its
 tokens there (I3, I4). After every rule ``violations()`` is empty (I1: ids of a group are free, a
-node's, a lease's or a move's), and a hit is the deepest border with a whole window before it, of
+node's, a lease's or a move's), and a hit is the deepest boundary with a whole window before it, of
 the windows that the model finds by their contents. Blocks that moves copy to host memory and back
 keep their contents; sources and targets of a move are not written by anything else (I3).
 """
@@ -226,7 +226,7 @@ class WindowMachine(RuleBasedStateMachine):
         core = self.core
         if caller.failed or core.onloads(caller.id):
             return
-        reach = core.reach_tokens(caller.id)
+        reach = core.max_extend_tokens(caller.id)
         assert reach >= min(caller.computed + min(self.steps), len(caller.tokens)), "progress"
         if reach < len(caller.tokens):
             with pytest.raises(LeaseError):
@@ -425,7 +425,7 @@ def test_blocks_behind_the_window_are_freed_and_indices_do_not_change():
     tokens = list(range(20))
     lease_id = cache.granted(tokens)
     assert cache.table(lease_id) == [1] * 4 + [0] * 6
-    assert cache.core.reach_tokens(lease_id) == 8
+    assert cache.core.max_extend_tokens(lease_id) == 8
     for end, expected in [
         (2, [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]),
         (6, [0, 1, 1, 1, 1, 0, 0, 0, 0, 0]),  # position 6 sees 2 to 6

@@ -61,7 +61,7 @@ async def arrived(d: Ranked, num_blocks: int) -> None:
     """Wait until each rank has so many blocks of the only ticket."""
     await run_until_idle(
         lambda: all(
-            shard.worker.peer_statistics()[0].received.parcels == num_blocks
+            shard.worker.peer_statistics()[0].received.fragments == num_blocks
             and shard.worker.peer_statistics()[0].free_slots
             == shard.worker.peer_statistics()[0].landing_slots
             for shard in d.shards
@@ -87,7 +87,7 @@ async def test_each_rank_sends_its_shard_to_the_same_rank_of_the_other_engine(tm
                 assert await arriving.wait() == 11
             check_received(d, receiving.block_table, 5)
             statistics = [shard.worker.peer_statistics()[0] for shard in d.shards]
-            assert [s.received.parcels for s in statistics] == [6, 6]
+            assert [s.received.fragments for s in statistics] == [6, 6]
         p.step()
         d.step()
 

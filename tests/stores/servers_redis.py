@@ -136,9 +136,11 @@ class Cluster:
         for server in self.servers:
             server.start()
         masters, replicas = self.servers[:3], self.servers[3:]
-        borders = [0, 5461, 10923, 16384]
+        boundaries = [0, 5461, 10923, 16384]
         for number, server in enumerate(masters):
-            server.command("CLUSTER", "ADDSLOTSRANGE", borders[number], borders[number + 1] - 1)
+            server.command(
+                "CLUSTER", "ADDSLOTSRANGE", boundaries[number], boundaries[number + 1] - 1
+            )
             server.command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         for server in self.servers[1:]:
             first = self.servers[0]

@@ -33,13 +33,13 @@ def stored(weights, config):
         "model.norm.weight": weights.final_norm,
         "lm_head.weight": weights.unembedding.T,
     }
-    borders = np.cumsum([config.heads, config.kv_heads]) * config.head_dim
+    boundaries = np.cumsum([config.heads, config.kv_heads]) * config.head_dim
     for number, layer in enumerate(weights.layers):
         prefix = f"model.layers.{number}."
-        for letter, part in zip("qkv", np.split(layer["qkv"], borders, axis=1), strict=True):
+        for letter, part in zip("qkv", np.split(layer["qkv"], boundaries, axis=1), strict=True):
             tensors[f"{prefix}self_attn.{letter}_proj.weight"] = part.T
         if "qkv_bias" in layer:
-            for letter, part in zip("qkv", np.split(layer["qkv_bias"], borders), strict=True):
+            for letter, part in zip("qkv", np.split(layer["qkv_bias"], boundaries), strict=True):
                 tensors[f"{prefix}self_attn.{letter}_proj.bias"] = part
         if "query_norm" in layer:
             tensors[f"{prefix}self_attn.q_norm.weight"] = layer["query_norm"]

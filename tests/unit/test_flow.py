@@ -69,10 +69,10 @@ def test_side_has_moved_when_all_its_blocks_have():
 def test_side_that_has_moved_in_part_breaks_the_flow():
     flow, _, _ = new_flow()
     begin_window(flow)
-    flow.moved(7, 3, "a parcel was wrong")
+    flow.moved(7, 3, "a fragment was wrong")
     assert flow.moved_groups == set()
     assert flow.is_broken
-    assert flow.reason == "a parcel was wrong"
+    assert flow.reason == "a fragment was wrong"
 
 
 def test_side_does_not_begin_after_the_end():

@@ -83,7 +83,7 @@ def test_copies_of_device_blocks_give_way_before_blocks_on_the_host_alone():
     serve(core, PROMPTS[2])  # evicts the blocks of PROMPTS[1], which need room on the host
     assert core.match(PROMPTS[1])[1:] == (0, BLOCKS)
     assert core.match(PROMPTS[0])[1:] == (BLOCKS, 0)
-    assert core.statistics().reclaimed_twins == BLOCKS
+    assert core.statistics().reclaimed_host_copies == BLOCKS
 
 
 @pytest.mark.parametrize("policy", SAVING)

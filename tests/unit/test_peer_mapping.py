@@ -116,13 +116,13 @@ def test_heads_that_no_rank_has_are_named() -> None:
 def test_equal_layouts_are_the_identity() -> None:
     mapping = Mapping(layout(1, 2), layout(1, 2))
     assert mapping.is_identity
-    assert mapping.parcel_is_block
-    assert mapping.parcel_bytes == layout().pool().block_bytes == 2 * 1024
-    block = np.random.default_rng(1).integers(0, 255, mapping.parcel_bytes, np.uint8)
-    parcel, placed = np.zeros_like(block), np.zeros_like(block)
-    mapping.cut(block.ctypes.data, parcel.ctypes.data)
-    mapping.place(parcel.ctypes.data, 7, {7: placed.ctypes.data})
-    assert np.array_equal(block, parcel)
+    assert mapping.fragment_is_block
+    assert mapping.fragment_bytes == layout().pool().block_bytes == 2 * 1024
+    block = np.random.default_rng(1).integers(0, 255, mapping.fragment_bytes, np.uint8)
+    fragment, placed = np.zeros_like(block), np.zeros_like(block)
+    mapping.cut(block.ctypes.data, fragment.ctypes.data)
+    mapping.place(fragment.ctypes.data, 7, {7: placed.ctypes.data})
+    assert np.array_equal(block, fragment)
     assert np.array_equal(block, placed)
 
 
@@ -140,7 +140,7 @@ def test_other_layouts_are_not_the_identity(
 ) -> None:
     mapping = Mapping(sender, receiver)
     assert not mapping.is_identity
-    assert mapping.parcel_is_block is is_block
+    assert mapping.fragment_is_block is is_block
 
 
 def test_another_order_of_regions_is_not_the_identity() -> None:
@@ -153,27 +153,27 @@ def test_another_order_of_regions_is_not_the_identity() -> None:
     assert Mapping(both("kv"), both("kv")).is_identity
     swapped = Mapping(both("kv"), both("vk"))
     assert not swapped.is_identity
-    assert swapped.parcel_is_block
+    assert swapped.fragment_is_block
     block, placed = np.arange(256, dtype=np.uint8), np.zeros(256, np.uint8)
     swapped.place(block.ctypes.data, 0, {0: placed.ctypes.data})
     assert np.array_equal(placed, np.roll(block, 128))
 
 
-def test_bytes_between_pieces_of_a_parcel_are_zero() -> None:
+def test_bytes_between_pieces_of_a_fragment_are_zero() -> None:
     sender, receiver = (
         layout(shape=(16, 4, 3), dtype="u1"),
         layout(1, 2, shape=(16, 2, 3), dtype="u1"),
     )
     mapping = Mapping(sender, receiver)
-    assert mapping.parcel_bytes == 2 * 128
-    block, parcel = np.full(2 * 192, 5, np.uint8), np.full(2 * 128, 9, np.uint8)
-    mapping.cut([block.ctypes.data], [parcel.ctypes.data])
-    assert parcel.reshape(2, 128).tolist() == [[5] * 96 + [0] * 32] * 2
+    assert mapping.fragment_bytes == 2 * 128
+    block, fragment = np.full(2 * 192, 5, np.uint8), np.full(2 * 128, 9, np.uint8)
+    mapping.cut([block.ctypes.data], [fragment.ctypes.data])
+    assert fragment.reshape(2, 128).tolist() == [[5] * 96 + [0] * 32] * 2
 
 
-def test_ranks_without_common_heads_have_empty_parcels() -> None:
+def test_ranks_without_common_heads_have_empty_fragments() -> None:
     mapping = Mapping(servers(2, 8)[0], servers(2, 8)[1])
-    assert mapping.parcel_bytes == 0
+    assert mapping.fragment_bytes == 0
     assert not mapping.is_identity
     mapping.cut(0, 0)
     mapping.place(0, 0, {0: 0})
@@ -198,17 +198,17 @@ def test_overlapping_blocks() -> None:
 
 def test_only_wanted_blocks_are_written() -> None:
     mapping = Mapping(layout(shape=(32, 4, 8), block_tokens=32), layout())
-    parcel = np.ones(mapping.parcel_bytes, np.uint8)
+    fragment = np.ones(mapping.fragment_bytes, np.uint8)
     kept = np.zeros((2, layout().pool().block_bytes), np.uint8)
-    mapping.place(parcel.ctypes.data, 1, {3: kept[1].ctypes.data})
+    mapping.place(fragment.ctypes.data, 1, {3: kept[1].ctypes.data})
     assert kept.sum(axis=1).tolist() == [0, kept.shape[1]]
 
 
 def test_other_numbers_of_addresses_are_refused() -> None:
     mapping = Mapping(layout(), layout())
-    with pytest.raises(UsageError, match="cut: 2 blocks and 1 parcels"):
+    with pytest.raises(UsageError, match="cut: 2 blocks and 1 fragments"):
         mapping.cut([0, 0], [0])
-    with pytest.raises(UsageError, match="place: 1 parcels and 2 sender blocks"):
+    with pytest.raises(UsageError, match="place: 1 fragments and 2 sender blocks"):
         mapping.place([0], [0, 1], {})
     mapping.cut([], [])
     mapping.place([], [], {})
@@ -320,7 +320,7 @@ def test_blocks_without_axes_go_to_the_same_rank() -> None:
     ours = [layout(rank, 2, axes=None) for rank in range(2)]
     assert [sources(ours, receiver) for receiver in ours] == [[0], [1]]
     assert Mapping(ours[1], ours[1]).is_identity
-    assert Mapping(ours[0], ours[1]).parcel_bytes == 0
+    assert Mapping(ours[0], ours[1]).fragment_bytes == 0
 
 
 def with_state(rank: int = 0, num_ranks: int = 1, **state: Any) -> BlockLayout:
@@ -333,7 +333,7 @@ def test_state_of_equal_layouts_is_the_identity() -> None:
         ours = with_state(1, 2, shape=(2, 3), axes=axes)
         mapping = Mapping(ours, ours, "state")
         assert mapping.is_identity
-        assert mapping.parcel_bytes == 2 * 64
+        assert mapping.fragment_bytes == 2 * 64
         assert sources([with_state(0, 2, shape=(2, 3), axes=axes), ours], ours) == [1]
 
 
@@ -347,13 +347,13 @@ def test_heads_of_state_are_divided_among_ranks() -> None:
     for half in halves:
         cut, placing = Mapping(whole, half, "state"), Mapping(half, whole, "state")
         own = np.zeros((2, 16), np.float32)
-        parcel = np.zeros(cut.parcel_bytes, np.uint8)
-        cut.cut(slot.ctypes.data, parcel.ctypes.data)
-        cut.place(parcel.ctypes.data, 0, {0: own.ctypes.data})
+        fragment = np.zeros(cut.fragment_bytes, np.uint8)
+        cut.cut(slot.ctypes.data, fragment.ctypes.data)
+        cut.place(fragment.ctypes.data, 0, {0: own.ctypes.data})
         first = 6 * half.rank
         assert np.array_equal(own[:, :6], slot[:, first : first + 6])
-        placing.cut(own.ctypes.data, parcel.ctypes.data)
-        placing.place(parcel.ctypes.data, 0, {0: placed.ctypes.data})
+        placing.cut(own.ctypes.data, fragment.ctypes.data)
+        placing.place(fragment.ctypes.data, 0, {0: placed.ctypes.data})
     assert np.array_equal(placed, slot)
 
 
@@ -382,9 +382,9 @@ def test_blocks_of_windows_are_mapped_as_other_blocks() -> None:
         return layout(shape=shape, block_tokens=block_tokens, windows={"local": local})
 
     mapping = Mapping(windowed(16), windowed(32), "window local")
-    assert mapping.parcel_bytes == 64
-    parcel, kept = np.arange(64, dtype=np.uint8), np.full(128, 255, np.uint8)
-    mapping.place(parcel.ctypes.data, 3, {1: kept.ctypes.data})
+    assert mapping.fragment_bytes == 64
+    fragment, kept = np.arange(64, dtype=np.uint8), np.full(128, 255, np.uint8)
+    mapping.place(fragment.ctypes.data, 3, {1: kept.ctypes.data})
     assert kept.tolist() == [255] * 64 + list(range(64))
     with pytest.raises(UsageError, match="the layout has 'blocks', 'window local'"):
         Mapping(windowed(16), windowed(32), "window other")

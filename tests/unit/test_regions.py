@@ -111,7 +111,7 @@ def test_a_read_only_array_is_refused() -> None:
 
 
 def test_numbers_that_contradict_each_other_are_refused() -> None:
-    """A missing or foreign tensor is an error, never a silent no-op."""
+    """A missing or external tensor is an error, never a silent no-op."""
     regions = Regions(num_layers=2)
     with pytest.raises(LayoutError, match="1 tensors for 2 layers"):
         regions.add("k", layers=[zeros(4, 8)])

@@ -90,17 +90,17 @@ SAMPLES = {
 }
 
 # A field that excludes fields of SAMPLES.
-FOREIGN = {"device_blocks": 12, "host_blocks": 3, "foreign_device": True}
+EXTERNAL = {"device_blocks": 12, "host_blocks": 3, "external_device": True}
 
 
 def test_every_field_has_a_sample():
     """A field of a new type fails here until settings can parse it."""
-    assert set(SAMPLES) | set(FOREIGN) == set(FIELDS)
+    assert set(SAMPLES) | set(EXTERNAL) == set(FIELDS)
     defaults = CacheConfig(device_blocks=1)
-    assert not [name for name in FIELDS if getattr(defaults, name) == (SAMPLES | FOREIGN)[name]]
+    assert not [name for name in FIELDS if getattr(defaults, name) == (SAMPLES | EXTERNAL)[name]]
 
 
-@pytest.mark.parametrize("samples", [SAMPLES, FOREIGN], ids=["own", "foreign"])
+@pytest.mark.parametrize("samples", [SAMPLES, EXTERNAL], ids=["own", "external"])
 def test_each_field_can_be_set_in_a_file_and_by_a_variable(samples, write, monkeypatch):
     expected = CacheConfig(**samples)
     path = write("\n".join(toml_lines(samples)))
@@ -116,16 +116,16 @@ def test_each_field_can_be_set_in_a_file_and_by_a_variable(samples, write, monke
     ("text", "value"), [("1", True), ("TRUE", True), ("0", False), ("false", False)]
 )
 def test_a_boolean_of_a_variable_has_two_spellings(text, value, monkeypatch):
-    monkeypatch.setenv("AIOKV_FOREIGN_DEVICE", text)
-    assert CacheConfig.load(device_blocks=9, host_blocks=9).foreign_device is value
+    monkeypatch.setenv("AIOKV_EXTERNAL_DEVICE", text)
+    assert CacheConfig.load(device_blocks=9, host_blocks=9).external_device is value
 
 
 @pytest.mark.parametrize("source", ["file", "variable"])
 def test_a_value_that_is_no_boolean_is_refused(source, write, monkeypatch):
-    path = write('foreign_device = "yes"\n' if source == "file" else "")
+    path = write('external_device = "yes"\n' if source == "file" else "")
     if source == "variable":
-        monkeypatch.setenv("AIOKV_FOREIGN_DEVICE", "yes")
-    with pytest.raises(ConfigError, match="foreign_device is 'yes'; it must be true or false"):
+        monkeypatch.setenv("AIOKV_EXTERNAL_DEVICE", "yes")
+    with pytest.raises(ConfigError, match="external_device is 'yes'; it must be true or false"):
         CacheConfig.load(path, device_blocks=9, host_blocks=9)
 
 

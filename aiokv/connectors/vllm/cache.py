@@ -24,7 +24,7 @@ log = Log(__name__)
 
 
 class HostCache:
-    """An engine in foreign mode, whose errors do not end the server.
+    """An engine in external mode, whose errors do not end the server.
 
     An error of one request makes that request uncached. When the engine itself fails, nothing is
     matched and saved any more, and the server goes on without it.

@@ -86,7 +86,7 @@ def cache_config(
             hint="set host_gib or cpu_bytes_to_use to more",
         )
     return CacheConfig(
-        foreign_device=True,
+        external_device=True,
         device_blocks=kv_cache_config.num_blocks,
         block_tokens=block_tokens_of(kv_cache_config),
         host_blocks=host_blocks,

@@ -376,10 +376,10 @@ function drawPeers(engine) {
   replace("peers", peers.ranks.map(({ rank, received, sent, ...own }) => {
     const cells = [
       ["", rank === null ? "–" : number(rank)], ["num", number(received.tickets)],
-      ["num", `${number(received.parcels)} · ${bytes(received.received_bytes)}`],
+      ["num", `${number(received.fragments)} · ${bytes(received.received_bytes)}`],
       ["num", number(received.wrong + received.stale + received.dropped)],
       ["num", `${number(own.free_slots)} of ${number(own.landing_slots)}`],
-      ["num", number(sent.tickets)], ["num", `${number(sent.parcels)} · ${bytes(sent.sent_bytes)}`],
+      ["num", number(sent.tickets)], ["num", `${number(sent.fragments)} · ${bytes(sent.sent_bytes)}`],
       ["num", number(sent.retries)], ["num", number(sent.waits)], ["num", number(own.connections)],
     ];
     return element("tr", "", ...cells.map(([cls, text]) => element("td", cls, text)));

@@ -108,8 +108,8 @@ class SlotTransfers:
         sorted_slots = slots[order].astype(np.int64)
         sorted_blocks = blocks[order].astype(np.int64)
         segments = sorted_slots // self._segment_slots
-        borders = np.flatnonzero(np.diff(segments)) + 1
-        parts = np.split(np.arange(len(order)), borders) if len(order) else []
+        boundaries = np.flatnonzero(np.diff(segments)) + 1
+        parts = np.split(np.arange(len(order)), boundaries) if len(order) else []
         ended = await asyncio.gather(
             *(
                 self._move_in_segment(

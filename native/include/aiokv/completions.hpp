@@ -6,7 +6,7 @@
 #include "aiokv/auxiliary_groups.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
-#include "aiokv/foreign_blocks.hpp"
+#include "aiokv/external_blocks.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
 #include "aiokv/matching.hpp"
@@ -24,7 +24,7 @@ class Completions {
                 RecurrentState& state, AuxiliaryGroups& auxiliary, const Matching& matching,
                 Residency& residency, TransferLedger& transfers, Promises& promises,
                 Publication& publication, Swaps& swaps, StoreSaver& store_saver,
-                ForeignBlocks& foreign)
+                ExternalBlocks& external)
         : config_(config),
           device_(device),
           leases_(leases),
@@ -38,7 +38,7 @@ class Completions {
           publication_(publication),
           swaps_(swaps),
           store_saver_(store_saver),
-          foreign_(foreign) {}
+          external_(external) {}
 
     // Blocks before `first_bad_block` are proven when the transfer failed.
     void complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block);
@@ -48,7 +48,7 @@ class Completions {
     std::int64_t recompute_from(Lease& lease);
 
   private:
-    void finish_foreign(TransferId id, Outcome outcome, std::uint32_t first_bad_block);
+    void finish_external(TransferId id, Outcome outcome, std::uint32_t first_bad_block);
     void finish_move(TransferId id, Outcome outcome, std::uint32_t first_bad_block);
     void finish_tail(const Transfer& transfer, std::uint32_t good_blocks);
     void fail_leases(const Transfer& transfer, NodeId first_bad);
@@ -68,7 +68,7 @@ class Completions {
     Publication& publication_;
     Swaps& swaps_;
     StoreSaver& store_saver_;
-    ForeignBlocks& foreign_;
+    ExternalBlocks& external_;
 };
 
 }  // namespace aiokv

@@ -16,7 +16,7 @@
 //   store_saver_ fetches_   the ways from the host tier to the stores, and back
 //   promises_ uses_ batches_     what leases will compute, wait for, and compute now
 //   peers_        the ways between leases and other engines
-//   foreign_      leases on device blocks that a server owns
+//   external_      leases on device blocks that a server owns
 //   matching_ publication_ swaps_ grants_ releases_ completions_ tiers_   the transitions
 //
 // violations() checks the invariants I1-I6 of the design from scratch.
@@ -36,8 +36,8 @@
 #include "aiokv/completions.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
+#include "aiokv/external_blocks.hpp"
 #include "aiokv/fetches.hpp"
-#include "aiokv/foreign_blocks.hpp"
 #include "aiokv/grants.hpp"
 #include "aiokv/hot_prefixes.hpp"
 #include "aiokv/index.hpp"
@@ -79,33 +79,33 @@ class Core {
         return grants_.can_allocate(leases_.at(id), num_tokens, saves, reserve);
     }
     std::uint32_t allocatable_blocks(std::uint32_t limit, bool saves) {
-        foreign_.refuse("allocatable_blocks", "ask the server, which has the device blocks");
+        external_.refuse("allocatable_blocks", "ask the server, which has the device blocks");
         return grants_.allocatable_blocks(limit, saves);
     }
     std::uint32_t extendable_blocks(std::uint32_t limit, bool saves) {
-        foreign_.refuse("extendable_blocks", "ask the server, which has the device blocks");
+        external_.refuse("extendable_blocks", "ask the server, which has the device blocks");
         return grants_.extendable_blocks(limit, saves);
     }
     bool extend(std::span<const LeaseId> ids, std::int64_t num_tokens) {
-        foreign_.refuse("extend", "name the blocks of new positions with assign");
+        external_.refuse("extend", "name the blocks of new positions with assign");
         return grants_.extend(ids, num_tokens);
     }
-    // Of foreign device blocks.
+    // Of external device blocks.
     void assign(LeaseId id, std::span<const BlockId> ids, std::int64_t computed_tokens) {
-        foreign_.assign(leases_.at(id), ids, computed_tokens);
+        external_.assign(leases_.at(id), ids, computed_tokens);
     }
     // Of an id that match() has returned, also when the lease was released since then.
-    bool is_idle(LeaseId id) const { return foreign_.uses().is_idle(id); }
+    bool is_idle(LeaseId id) const { return external_.uses().is_idle(id); }
     // The newest unfinished step that is_idle() waits for, or 0.
-    Step idle_after_step(LeaseId id) const { return foreign_.after_step(id); }
-    std::vector<LeaseId> take_idle() { return foreign_.uses().take_idle(); }
-    std::vector<LeaseId> take_advanced() { return foreign_.saves().take_advanced(); }
-    std::vector<BlockId> take_queued_ids() { return foreign_.saves().take_queued_ids(); }
-    void give_up_saves() { foreign_.saves().give_up_queue(); }
-    // Ends the released leases that waited for foreign saves only, and returns them.
+    Step idle_after_step(LeaseId id) const { return external_.after_step(id); }
+    std::vector<LeaseId> take_idle() { return external_.uses().take_idle(); }
+    std::vector<LeaseId> take_advanced() { return external_.saves().take_advanced(); }
+    std::vector<BlockId> take_queued_ids() { return external_.saves().take_queued_ids(); }
+    void give_up_saves() { external_.saves().give_up_queue(); }
+    // Ends the released leases that waited for external saves only, and returns them.
     std::vector<LeaseId> end_saved();
     Fork fork(LeaseId id, Step step) {
-        foreign_.refuse("fork", "match the prompt again, and assign the blocks that it shares");
+        external_.refuse("fork", "match the prompt again, and assign the blocks that it shares");
         peers_.check_state_copy(leases_.at(id), "fork");
         return grants_.fork(leases_.at(id), step);
     }
@@ -158,20 +158,20 @@ class Core {
 
     // -- backups; 0 when there is nothing to copy
     TransferId take_backups() {
-        return foreign_.exist() ? foreign_.saves().take() : saver_.take_backups();
+        return external_.exist() ? external_.saves().take() : saver_.take_backups();
     }
     TransferId take_write_backs(std::uint32_t wanted) { return saver_.take_write_backs(wanted); }
-    bool wants_write_backs() const { return !foreign_.exist() && saver_.wants_write_backs(); }
+    bool wants_write_backs() const { return !external_.exist() && saver_.wants_write_backs(); }
     bool must_look_further() const { return saver_.must_look_further(); }
     bool wants_backups() const {
-        if (foreign_.exist()) return foreign_.saves().wants();
+        if (external_.exist()) return external_.saves().wants();
         return saver_.wants_backups() || auxiliary_.want_saves();
     }
 
     // -- swap
     TransferId saving(LeaseId id) const { return swaps_.saving(leases_.at(id)); }
     bool swap_out(LeaseId id, Step step) {
-        foreign_.refuse("swap", "preempt without a swap: committed blocks are in host memory");
+        external_.refuse("swap", "preempt without a swap: committed blocks are in host memory");
         peers_.check_swap(leases_.at(id));
         return swaps_.begin(leases_.at(id), step);
     }
@@ -189,7 +189,9 @@ class Core {
     TransferId take_group_save() { return auxiliary_.take_save(); }
     bool is_move(TransferId id) const { return transfers_.is_move(id); }
     const Move& move(TransferId id) const { return transfers_.move(id); }
-    std::uint32_t reach_tokens(LeaseId id) const { return windows_.reach_tokens(leases_.at(id)); }
+    std::uint32_t max_extend_tokens(LeaseId id) const {
+        return windows_.max_extend_tokens(leases_.at(id));
+    }
     const WindowGroup& window_group(std::size_t group) const { return windows_.group(group); }
 
     // -- stores: nothing without CoreConfig::stores
@@ -197,7 +199,9 @@ class Core {
     TransferId begin_fetch(LeaseId id, std::size_t blocks, TransferId replaced = 0) {
         return fetches_.begin(leases_.at(id), blocks, replaced);
     }
-    Borders borders(LeaseId id, std::size_t skip) { return fetches_.borders(leases_.at(id), skip); }
+    Boundaries boundaries(LeaseId id, std::size_t skip) {
+        return fetches_.boundaries(leases_.at(id), skip);
+    }
     // Of groups besides attention. See AuxiliaryStores.
     std::vector<std::uint8_t> has_copies(LeaseId id, GroupId group, std::size_t first,
                                          std::size_t end) {
@@ -261,18 +265,18 @@ class Core {
 
     // -- transfers
     const Transfer& transfer(TransferId id) const {
-        return foreign_.has(id) ? foreign_.get(id) : transfers_.get(id);
+        return external_.has(id) ? external_.get(id) : transfers_.get(id);
     }
     bool is_in_flight(TransferId id) const {
         return transfers_.has(id) || fetches_.has(id) || store_saver_.has(id) ||
-               auxiliary_stores_.has(id) || peers_.has(id) || foreign_.has(id);
+               auxiliary_stores_.has(id) || peers_.has(id) || external_.has(id);
     }
     // `results`: of a save, a SaveResult per block, or none.
     // Returns the leases that waited for a transfer of a peer and are released now.
     std::vector<LeaseId> complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block,
                                   std::span<const std::uint8_t> results = {});
     std::vector<TransferId> take_abandoned() {
-        return foreign_.exist() ? foreign_.take_abandoned() : transfers_.take_abandoned();
+        return external_.exist() ? external_.take_abandoned() : transfers_.take_abandoned();
     }
     void mark_cancelling(TransferId id) { transfers_.mark_cancelling(id); }
     // Steps finish in the order of their numbers.
@@ -293,7 +297,7 @@ class Core {
     std::uint32_t evict_device(std::uint32_t blocks) { return residency_.evict_device(blocks); }
     std::uint32_t evict_host(std::uint32_t blocks) { return residency_.evict_host(blocks); }
     void resize_device(std::int64_t blocks) {
-        foreign_.refuse("resize", "the server sizes its tensors before it makes the engine");
+        external_.refuse("resize", "the server sizes its tensors before it makes the engine");
         tiers_.resize_device(blocks);
     }
     void forget_device() { tiers_.forget_device(); }
@@ -355,7 +359,7 @@ class Core {
     Uses uses_;
     Batches batches_;
     PeerTransfers peers_;
-    ForeignBlocks foreign_;
+    ExternalBlocks external_;
     Matching matching_;
     Fetches fetches_;
     Publication publication_;

@@ -79,7 +79,7 @@ struct CoreConfig {
     std::uint32_t max_leases = kMaxLeases;  // open at a time
     StoreConfig stores = {};
     std::uint32_t host_state_slots = 0;  // of snapshots in host memory
-    bool foreign_device = false;         // a server owns the device blocks; see ForeignBlocks
+    bool external_device = false;        // a server owns the device blocks; see ExternalBlocks
     bool splits_items = false;           // a hit may end inside a multimodal item
 
     // A block on the device is copied to host memory after so many uses.

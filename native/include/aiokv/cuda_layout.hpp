@@ -70,7 +70,7 @@ struct HostCopy {
     std::size_t rows;
 };
 
-// Cuts rows of consecutive host blocks into copies none of which crosses a registration border:
+// Cuts rows of consecutive host blocks into copies none of which crosses a registration boundary:
 // CUDA refuses those. A row that lies across one becomes two copies.
 void append_host_copies(const Layout& layout, std::size_t chunk_bytes,
                         std::span<const std::int32_t> sorted_host_ids, Window window,

@@ -40,7 +40,7 @@ struct Missing {
 
 // The blocks of a prompt behind its hit, for models with auxiliary pools: a hit may end behind a
 // block only where the pools have what it needs.
-struct Borders {
+struct Boundaries {
     std::size_t hit = 0;          // blocks
     std::size_t cached = 0;       // blocks in a tier, the hit and those behind it
     std::size_t first_block = 0;  // of the next two
@@ -68,7 +68,7 @@ class Fetches {
     // follow when those before them are cached.
     Missing missing(Lease& lease);
     // From block `hit + skip` on, at most kMostMissing blocks, cached or not.
-    Borders borders(Lease& lease, std::size_t skip);
+    Boundaries boundaries(Lease& lease, std::size_t skip);
     // Begins to fetch the first `blocks` of them or fewer, or returns the fetch in flight that
     // brings the first one. 0: there are none, or no host room can be made. `replaced` is a fetch
     // in flight that is late: its blocks are fetched again, and the copy that arrives first counts.

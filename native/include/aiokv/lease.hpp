@@ -18,7 +18,7 @@ namespace aiokv {
 using LeaseId = std::uint64_t;                  // generation << 32 | index; 0 is no lease
 using TicketId = std::array<std::uint8_t, 16>;  // names what a peer sends, or receives
 using TransferId = std::uint32_t;
-using SaveId = std::uint32_t;  // of a block that is being saved; see ForeignSaves
+using SaveId = std::uint32_t;  // of a block that is being saved; see ExternalSaves
 
 // LeaseTable::move() lists the allowed transitions.
 enum class LeaseState : std::uint8_t {
@@ -92,7 +92,7 @@ struct Lease {
     std::vector<BlockId> tail_host;    // while swapped: what follows the path, computed, in host
     TransferId swap_transfer = 0;      // of kSwapping
     std::vector<TransferId> peer_transfers;  // in flight, that use blocks of the table
-    std::vector<SaveId> saving;  // foreign blocks behind the path that are being saved, in order
+    std::vector<SaveId> saving;  // external blocks behind the path that are being saved, in order
     std::vector<TokenRange> received;  // proven, not committed yet; in order, not adjacent
 
     std::uint64_t version = 0;        // of the index, when path was walked
@@ -123,7 +123,7 @@ struct Lease {
     std::uint32_t covered_tokens = 0;  // leading positions that ended batches could compute
     bool step_is_exact = false;  // a batch has named this grant: no later step uses its blocks
 
-    // Saves of foreign device blocks; see ForeignSaves.
+    // Saves of external device blocks; see ExternalSaves.
     bool save_failed = false;          // it saves nothing more in this grant
     std::uint32_t counted_blocks = 0;  // whose use by this lease is counted
     std::uint32_t due_blocks = 0;      // of those, leading ones that were used often enough
@@ -160,7 +160,7 @@ struct Lease {
             return range.first >= range.end;
         });
     }
-    // Batches, transfers of peers or foreign saves use its blocks, also after the lease has given
+    // Batches, transfers of peers or external saves use its blocks, also after the lease has given
     // them back.
     bool is_in_use() const { return batches > 0 || !peer_transfers.empty() || !saving.empty(); }
     // The newest step that may use what the lease holds. A lease that no batch has named may have

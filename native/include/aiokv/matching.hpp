@@ -60,12 +60,12 @@ class Matching {
     std::size_t writable_path(const Lease& lease, std::size_t resident, std::size_t writable) const;
 
     // Where recurrent state is worth saving, in positions: where this prompt leaves what is cached,
-    // since others may part there too, and at the last border that an equal prompt can hit.
+    // since others may part there too, and at the last boundary that an equal prompt can hit.
     std::vector<std::uint32_t> snapshot_points(const Lease& lease) const;
 
   private:
     std::size_t hit_limit(const Lease& lease) const;
-    std::size_t border_before(std::size_t length) const;
+    std::size_t boundary_before(std::size_t length) const;
     std::size_t resident_prefix(const Lease& lease) const;
 
     const CoreConfig& config_;

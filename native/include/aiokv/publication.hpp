@@ -6,7 +6,7 @@
 #include "aiokv/auxiliary_groups.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
-#include "aiokv/foreign_blocks.hpp"
+#include "aiokv/external_blocks.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
 #include "aiokv/promises.hpp"
@@ -20,7 +20,7 @@ class Publication {
   public:
     Publication(const CoreConfig& config, DevicePool& device, Index& index, RecurrentState& state,
                 SlidingWindows& windows, Residency& residency, Saver& saver, Promises& promises,
-                Uses& uses, ForeignBlocks& foreign)
+                Uses& uses, ExternalBlocks& external)
         : config_(config),
           device_(device),
           index_(index),
@@ -30,7 +30,7 @@ class Publication {
           saver_(saver),
           promises_(promises),
           uses_(uses),
-          foreign_(foreign) {}
+          external_(external) {}
 
     // Offsets of the items count from the first position of the prompt.
     void append(Lease& lease, Tokens tokens, std::span<const Item> items);
@@ -68,7 +68,7 @@ class Publication {
     Saver& saver_;
     Promises& promises_;
     Uses& uses_;
-    ForeignBlocks& foreign_;
+    ExternalBlocks& external_;
     std::uint64_t published_ = 0;
     std::uint64_t computed_tokens_ = 0;  // again after a preemption
     std::uint64_t computed_prompt_tokens_ = 0;

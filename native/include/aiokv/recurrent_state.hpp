@@ -1,4 +1,4 @@
-// Recurrent state (linear attention, state-space layers): slots, and snapshots at block borders.
+// Recurrent state (linear attention, state-space layers): slots, and snapshots at block boundaries.
 //
 // State cannot be read again up to a shorter prefix, so a granted lease has a slot of its own that
 // the model overwrites, and a prefix can be hit only where a snapshot was saved: the state

@@ -17,7 +17,7 @@
 #include "aiokv/batches.hpp"
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
-#include "aiokv/foreign_blocks.hpp"
+#include "aiokv/external_blocks.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
 #include "aiokv/peer_transfers.hpp"
@@ -34,7 +34,7 @@ class Releases {
     Releases(const CoreConfig& config, DevicePool& device, LeaseTable& leases, Index& index,
              RecurrentState& state, SlidingWindows& windows, AuxiliaryGroups& auxiliary,
              Residency& residency, TransferLedger& transfers, Promises& promises, Uses& uses,
-             Batches& batches, PeerTransfers& peers, Swaps& swaps, ForeignBlocks& foreign)
+             Batches& batches, PeerTransfers& peers, Swaps& swaps, ExternalBlocks& external)
         : config_(config),
           device_(device),
           leases_(leases),
@@ -49,7 +49,7 @@ class Releases {
           batches_(batches),
           peers_(peers),
           swaps_(swaps),
-          foreign_(foreign) {}
+          external_(external) {}
 
     // release() and retract() throw LeaseError, changing nothing, when the lease is released
     // already. Returns false: batches or transfers of peers in flight keep the blocks, and the
@@ -86,7 +86,7 @@ class Releases {
     Batches& batches_;
     PeerTransfers& peers_;
     Swaps& swaps_;
-    ForeignBlocks& foreign_;
+    ExternalBlocks& external_;
 };
 
 }  // namespace aiokv

@@ -95,7 +95,7 @@ class SlidingWindows {
     void use_computed(const Lease& lease, std::uint32_t end, Step step);
     void release(Lease& lease, Step step);
     // Positions that a step may compute now: those that have ids in every group.
-    std::uint32_t reach_tokens(const Lease& lease) const;
+    std::uint32_t max_extend_tokens(const Lease& lease) const;
 
     // -- moves between the tiers
     // Begins to copy blocks of one group to host memory, as far as there are spare ids: those that

@@ -50,7 +50,7 @@ class TransferLedger {
     const std::unordered_map<TransferId, Move>& moves() const { return moves_; }
 
     // -- those whose records other components have: Fetches, SaveQueue, PeerTransfers,
-    // ForeignBlocks
+    // ExternalBlocks
     TransferId begin_other() {
         ++others_;
         return ++last_;

@@ -112,12 +112,12 @@ void append_host_copies(const Layout& layout, std::size_t chunk_bytes,
         for (const std::size_t end = row + run; row < end;) {
             const std::size_t start =
                 static_cast<std::size_t>(ids[row]) * pitch + window.offset;  // from host_base
-            const std::size_t border = (start / chunk_bytes + 1) * chunk_bytes;
+            const std::size_t boundary = (start / chunk_bytes + 1) * chunk_bytes;
             const std::uintptr_t host = layout.host_base + start;
             const std::size_t staging = row * window.bytes;
-            if (start + window.bytes <= border) {
+            if (start + window.bytes <= boundary) {
                 const std::size_t fit =
-                    std::min(end - row, (border - start - window.bytes) / pitch + 1);
+                    std::min(end - row, (boundary - start - window.bytes) / pitch + 1);
                 out.push_back({host, staging, window.bytes, pitch, fit});
                 row += fit;
                 continue;

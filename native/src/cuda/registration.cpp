@@ -51,7 +51,7 @@ HostRegistration::HostRegistration(std::uintptr_t base, std::size_t bytes,
     if (base % kPageBytes != 0 || options_.chunk_bytes == 0 ||
         options_.chunk_bytes % kTouchBytes != 0) {
         throw UsageError(
-            "host memory is registered from a page border, in chunks of a multiple of " +
+            "host memory is registered from a page boundary, in chunks of a multiple of " +
             std::to_string(kTouchBytes) + " bytes");
     }
     thread_ = std::thread([this] { run(); });

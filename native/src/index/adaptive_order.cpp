@@ -13,7 +13,7 @@ namespace {
 
 // The host evicts what leaves both tiers, so it decides like one tier of their sum.
 std::uint32_t capacity_of_host_order(const CoreConfig& config) {
-    return config.host_blocks + (config.foreign_device ? 0 : config.device_blocks);
+    return config.host_blocks + (config.external_device ? 0 : config.device_blocks);
 }
 
 class AdaptiveOrder final : public EvictionOrder {

@@ -6,7 +6,7 @@
 
 namespace aiokv {
 void Completions::complete(TransferId id, Outcome outcome, std::uint32_t first_bad_block) {
-    if (foreign_.has(id)) return finish_foreign(id, outcome, first_bad_block);
+    if (external_.has(id)) return finish_external(id, outcome, first_bad_block);
     if (transfers_.is_move(id)) return finish_move(id, outcome, first_bad_block);
     const Transfer transfer = transfers_.end(id);
     const auto nodes = static_cast<std::uint32_t>(transfer.nodes.size());
@@ -27,10 +27,10 @@ void Completions::complete(TransferId id, Outcome outcome, std::uint32_t first_b
     index_.change();
 }
 
-void Completions::finish_foreign(TransferId id, Outcome outcome, std::uint32_t first_bad_block) {
-    const std::size_t blocks = foreign_.get(id).device_blocks.size();
-    const ForeignEnd end = foreign_.complete(id, proven(outcome, first_bad_block, blocks),
-                                             outcome == Outcome::kCancelled);
+void Completions::finish_external(TransferId id, Outcome outcome, std::uint32_t first_bad_block) {
+    const std::size_t blocks = external_.get(id).device_blocks.size();
+    const ExternalEnd end = external_.complete(id, proven(outcome, first_bad_block, blocks),
+                                               outcome == Outcome::kCancelled);
     index_.change();
     for (const auto& [sharing, good_blocks] : end.sharing) fail(leases_.at(sharing), good_blocks);
     if (end.lease != 0) {
@@ -38,7 +38,7 @@ void Completions::finish_foreign(TransferId id, Outcome outcome, std::uint32_t f
         if (end.failed) fail(lease, end.good_blocks);
         settle(lease, id);
     }
-    foreign_.saves().publish_postponed();
+    external_.saves().publish_postponed();
 }
 
 void Completions::finish_move(TransferId id, Outcome outcome, std::uint32_t first_bad_block) {

@@ -85,20 +85,20 @@ Core::Core(const CoreConfig& config)
       uses_(index_.tree(), leases_),
       batches_(leases_),
       peers_(config_, device_, leases_, index_, auxiliary_, windows_, transfers_),
-      foreign_(config_, device_, host_, leases_, index_, residency_, store_saver_, transfers_,
-               promises_),
+      external_(config_, device_, host_, leases_, index_, residency_, store_saver_, transfers_,
+                promises_),
       matching_(config_, index_, auxiliary_, transfers_),
       fetches_(config_, index_, stored_, matching_, residency_, transfers_),
       publication_(config_, device_, index_, state_, windows_, residency_, saver_, promises_, uses_,
-                   foreign_),
+                   external_),
       swaps_(config_, device_, host_, leases_, index_, state_, windows_, auxiliary_, matching_,
              residency_, saver_, transfers_, promises_, uses_, publication_),
       grants_(config_, device_, leases_, index_, state_, windows_, auxiliary_, matching_,
               residency_, saver_, transfers_, publication_, uses_, swaps_, store_saver_, fetches_),
       releases_(config_, device_, leases_, index_, state_, windows_, auxiliary_, residency_,
-                transfers_, promises_, uses_, batches_, peers_, swaps_, foreign_),
+                transfers_, promises_, uses_, batches_, peers_, swaps_, external_),
       completions_(config_, device_, leases_, index_, state_, auxiliary_, matching_, residency_,
-                   transfers_, promises_, publication_, swaps_, store_saver_, foreign_),
+                   transfers_, promises_, publication_, swaps_, store_saver_, external_),
       tiers_(config_, device_, leases_, index_, auxiliary_, residency_, saver_, transfers_,
              promises_, swaps_, store_saver_),
       auxiliary_stores_(connected(auxiliary_, stored_, residency_), matching_) {}
@@ -190,11 +190,11 @@ std::vector<LeaseId> Core::complete(TransferId id, Outcome outcome, std::uint32_
     } else {
         completions_.complete(id, outcome, first_bad_block);
     }
-    return foreign_.exist() ? end_saved() : std::vector<LeaseId>{};
+    return external_.exist() ? end_saved() : std::vector<LeaseId>{};
 }
 
 std::vector<LeaseId> Core::end_saved() {
-    const std::vector<LeaseId> ended = foreign_.saves().take_ended();
+    const std::vector<LeaseId> ended = external_.saves().take_ended();
     for (const LeaseId lease : ended) releases_.end(leases_.at(lease), 0);
     return ended;
 }
@@ -232,7 +232,7 @@ Digest Core::prompt_digest(LeaseId id, std::int64_t num_tokens) const {
 }
 
 void Core::reset() {
-    foreign_.saves().reset();
+    external_.saves().reset();
     tiers_.reset();
     peers_.end_all();
 }
@@ -301,11 +301,11 @@ CoreStatistics Core::statistics() const {
     publication_.add_to(s);
     grants_.add_to(s);
     peers_.add_to(s);
-    foreign_.add_to(s);
+    external_.add_to(s);
     s.index_bytes += stored_.bytes();
     s.device_cached -= transfers_.onloading_blocks();
     s.device_leased = device_.capacity() - s.device_free - s.device_cached - s.device_in_flight;
-    if (foreign_.exist()) s.device_free = 0;
+    if (external_.exist()) s.device_free = 0;
     s.host_cached = host_.capacity() - s.host_free - s.host_in_flight;
     return s;
 }
@@ -320,7 +320,7 @@ std::vector<std::string> Core::violations() const {
     Report report(device_.capacity(), host_.capacity(), index_.tree().end_id());
     leases_.check(report);
     fetches_.check(report);
-    foreign_.check(report);
+    external_.check(report);
     index_.check(report);
     transfers_.check(report);
     state_.check(report);

@@ -38,8 +38,8 @@ Missing Fetches::missing(Lease& lease) {
     return {cached.first, digests_of(lease, cached, cached.first + most())};
 }
 
-Borders Fetches::borders(Lease& lease, std::size_t skip) {
-    Borders found;
+Boundaries Fetches::boundaries(Lease& lease, std::size_t skip) {
+    Boundaries found;
     if (!may_fetch(lease)) return found;
     const Matching::Frontier cached = matching_.frontier(lease);
     found.hit = lease.path.size();

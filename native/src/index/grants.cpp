@@ -15,8 +15,8 @@ void Grants::check_request(const Lease& lease, std::int64_t num_tokens, Reserve 
     if (lease.has_blocks()) {
         throw LeaseError("allocate: the lease has its blocks already")
             .of(lease.id())
-            .hint(config_.foreign_device ? "name blocks of further positions with assign"
-                                         : "use extend for more positions");
+            .hint(config_.external_device ? "name blocks of further positions with assign"
+                                          : "use extend for more positions");
     }
     if (num_tokens < 1 || num_tokens > kMaxTokens) {
         throw LeaseError("num_tokens is " + std::to_string(num_tokens) +
@@ -66,7 +66,7 @@ Grant Grants::allocate(Lease& lease, std::int64_t num_tokens, Reserve reserve) {
     if (total == 0) return Grant::kNone;
     // Refs first: what the lease hits must not be evicted to make room for the rest of it.
     const std::uint32_t needed = total - residency_.ref(lease.path);
-    if (config_.foreign_device) {  // the server has the device blocks, and names them later
+    if (config_.external_device) {  // the server has the device blocks, and names them later
         lease.save_failed = false;
         take_blocks(lease, 0);
         return Grant::kReady;
@@ -142,7 +142,7 @@ void Grants::take_blocks(Lease& lease, std::uint32_t total_blocks) {
     prompt_tokens_ += lease.tokens.size();
     ++grants_;
     const bool has_host_blocks = resident < hits || !lease.tail_host.empty();
-    if (has_host_blocks && !config_.foreign_device) start_onload(lease, resident);
+    if (has_host_blocks && !config_.external_device) start_onload(lease, resident);
     auxiliary_.take(lease);
     if (resumes) residency_.unhold(lease.path);
     publication_.announce(lease);
@@ -175,7 +175,7 @@ bool Grants::can_allocate(Lease& lease, std::int64_t num_tokens, bool saves, Res
     check_request(lease, num_tokens, reserve);
     const std::uint32_t total = choose_path(lease, num_tokens);
     if (total == 0) return false;
-    if (config_.foreign_device) return true;
+    if (config_.external_device) return true;
     const PrefixTree& tree = index_.tree();
     const auto is_resident = [&tree](NodeId node) { return tree[node].has(kDeviceResident); };
     const std::uint32_t needed = total - static_cast<std::uint32_t>(std::count_if(

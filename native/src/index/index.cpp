@@ -28,7 +28,7 @@ Index::Index(const CoreConfig& config, const LeaseTable& leases)
     : config_(config),
       leases_(leases),
       tree_(config.block_tokens, std::size_t{config.device_blocks} + config.host_blocks + 64,
-            config.foreign_device ? config.host_blocks : config.device_blocks) {
+            config.external_device ? config.host_blocks : config.device_blocks) {
     open_context("");
     contexts_[0].leases = 1;  // the empty context is never closed
 }
@@ -204,7 +204,7 @@ void Index::check(Report& report) const {
                        "I1: a lease of ", lease.num_tokens, " tokens has ", lease.table.size(),
                        " blocks");
         for (const NodeId node : lease.path) ++report.refs[node];
-        if (config_.foreign_device) continue;  // its ids are not those of the pool
+        if (config_.external_device) continue;  // its ids are not those of the pool
         for (std::size_t i = 0; i < lease.table.size(); ++i) {
             if (is_private(lease, i)) report.device.own(lease.table[i], "a lease");
         }

@@ -9,11 +9,11 @@ namespace aiokv {
 std::size_t Matching::hit_limit(const Lease& lease) const {
     if (!lease.flags.reads) return 0;
     return lease.flags.whole ? lease.tokens.size() / config_.block_tokens
-                             : border_before(lease.tokens.size());
+                             : boundary_before(lease.tokens.size());
 }
 
-// The last block border at which a prompt of `length` tokens may be hit.
-std::size_t Matching::border_before(std::size_t length) const {
+// The last block boundary at which a prompt of `length` tokens may be hit.
+std::size_t Matching::boundary_before(std::size_t length) const {
     if (length < config_.leave_tokens) return 0;
     return (length - config_.leave_tokens) / config_.block_tokens;
 }
@@ -149,8 +149,9 @@ std::vector<std::uint32_t> Matching::snapshot_points(const Lease& lease) const {
     const std::size_t hit =
         lease.has_blocks() ? lease.cached_tokens / config_.block_tokens : lease.path.size();
     std::vector<std::uint32_t> points;
-    for (const std::size_t blocks : {std::size_t{lease.known_blocks},
-                                     before_cut_item(lease, border_before(lease.prompt_tokens))}) {
+    for (const std::size_t blocks :
+         {std::size_t{lease.known_blocks},
+          before_cut_item(lease, boundary_before(lease.prompt_tokens))}) {
         const auto tokens = static_cast<std::uint32_t>(blocks * config_.block_tokens);
         if (blocks > hit && (points.empty() || points.back() < tokens)) points.push_back(tokens);
     }

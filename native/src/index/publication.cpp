@@ -10,14 +10,14 @@ namespace aiokv {
 
 void Publication::append(Lease& lease, Tokens tokens, std::span<const Item> items) {
     // A server names the blocks of new positions when it wants to.
-    const bool is_unlimited = foreign_.exist() && lease.has_blocks();
+    const bool is_unlimited = external_.exist() && lease.has_blocks();
     const auto most = is_unlimited ? static_cast<std::uint32_t>(kMaxTokens) : lease.num_tokens;
     if (lease.tokens.size() + tokens.size() > most) {
         throw LeaseError("append: " + str(tokens.size()) + " tokens at position " +
                          str(lease.tokens.size()) + " exceed the " + str(most) +
                          " allocated positions")
             .of(lease.id())
-            .hint(foreign_.exist() ? "call allocate first" : "call extend first");
+            .hint(external_.exist() ? "call allocate first" : "call extend first");
     }
     if (!items.empty()) {
         check_items(items, lease.tokens.size(), lease.tokens.size() + tokens.size());
@@ -47,12 +47,12 @@ void Publication::check_commit(const Lease& lease, std::int64_t num_tokens) cons
                          "; it must be between 0 and the " + str(lease.num_tokens) +
                          " allocated positions")
             .of(lease.id())
-            .hint(foreign_.exist() ? "call assign first" : "call extend first");
+            .hint(external_.exist() ? "call assign first" : "call extend first");
     }
     const auto computed = static_cast<std::uint32_t>(num_tokens);
-    if (!lease.windows.empty() && computed > windows_.reach_tokens(lease)) {
+    if (!lease.windows.empty() && computed > windows_.max_extend_tokens(lease)) {
         throw LeaseError("commit: the windows have blocks for " +
-                         str(windows_.reach_tokens(lease)) + " positions, not for " +
+                         str(windows_.max_extend_tokens(lease)) + " positions, not for " +
                          std::to_string(num_tokens) + "; a step computes at most step_tokens")
             .of(lease.id())
             .field("windows");
@@ -106,7 +106,7 @@ std::uint32_t Publication::commit_received(Lease& lease, std::int64_t num_tokens
 }
 
 std::uint32_t Publication::publish(Lease& lease) {
-    if (foreign_.exist()) return foreign_.saves().publish(lease);
+    if (external_.exist()) return external_.saves().publish(lease);
     if (!lease.flags.writes || !index_.is_of_epoch(lease) || lease.is(LeaseState::kFailed)) {
         return 0;
     }
@@ -150,7 +150,7 @@ void Publication::settle(Lease& lease) {
 }
 
 void Publication::announce(Lease& lease) {
-    if (foreign_.exist()) return foreign_.saves().announce(lease);
+    if (external_.exist()) return external_.saves().announce(lease);
     promises_.withdraw(lease);
     if (!lease.flags.writes || !index_.is_of_epoch(lease)) return;
     if (lease.is(LeaseState::kFailed) || lease.is(LeaseState::kReleasing)) return;

@@ -122,7 +122,7 @@ StateCopy RecurrentState::snapshot(Lease& lease, std::int64_t num_tokens, Step s
                          " positions: " + str(lease.computed_tokens) +
                          " are committed, and a block has " + str(config_.block_tokens))
             .of(lease.id())
-            .hint("commit exactly up to a block border, then take the snapshot");
+            .hint("commit exactly up to a block boundary, then take the snapshot");
     }
     if (!lease.flags.writes || lease.is(LeaseState::kFailed) || !index_.is_of_epoch(lease)) {
         return {};

@@ -34,7 +34,7 @@ bool Releases::release(Lease& lease, Step step, Step used_in) {
     promises_.withdraw(lease);
     if (lease.is(LeaseState::kFailed)) lease.flags.writes = false;  // it publishes nothing any more
     leases_.move(lease, LeaseState::kReleasing);
-    if (!lease.saving.empty()) foreign_.saves().keep_promise(lease);
+    if (!lease.saving.empty()) external_.saves().keep_promise(lease);
     return false;
 }
 
@@ -60,8 +60,8 @@ void Releases::give_back(Lease& lease, Step step, LeaseState next) {
     if (lease.swap_transfer != 0) swaps_.orphan_tail(lease, lease.swap_transfer, step);
     if (lease.has_blocks()) {
         leave_onloads(lease, step);
-        if (foreign_.exist()) {
-            foreign_.give_up(lease);
+        if (external_.exist()) {
+            external_.give_up(lease);
         } else {
             residency_.free_table(lease, step);
         }
@@ -77,8 +77,8 @@ void Releases::give_back(Lease& lease, Step step, LeaseState next) {
 
 void Releases::leave_onloads(Lease& lease, Step step) {
     for (const TransferId id : lease.onloads) {
-        if (foreign_.exist()) {
-            foreign_.leave_onload(id, lease.id());
+        if (external_.exist()) {
+            external_.leave_onload(id, lease.id());
             continue;
         }
         if (transfers_.is_move(id)) {
@@ -124,7 +124,7 @@ void Releases::check_truncate(const Lease& lease, std::int64_t num_tokens) const
                   std::to_string((lease.table.size() - 1) * config_.block_tokens + 1) +
                   " positions");
     }
-    if (!foreign_.exist() && blocks < lease.path.size() + swaps_.tail_under_way(lease)) {
+    if (!external_.exist() && blocks < lease.path.size() + swaps_.tail_under_way(lease)) {
         throw LeaseError(to + "a transfer still writes blocks behind them")
             .of(lease.id())
             .hint("await layers.wait_all() first");
@@ -145,7 +145,7 @@ LeaseId Releases::truncate(Lease& lease, std::int64_t num_tokens, Step step) {
     const auto length = static_cast<std::uint32_t>(num_tokens);
     const std::uint32_t blocks = config_.blocks_for(length);
     LeaseId keeper = 0;
-    if (foreign_.exist()) {
+    if (external_.exist()) {
         // No transfer uses the ids behind those of shared blocks.
     } else if (blocks < lease.table.size() &&
                (lease.batches > 0 || peers_.use_behind(lease, blocks))) {
@@ -160,7 +160,7 @@ LeaseId Releases::truncate(Lease& lease, std::int64_t num_tokens, Step step) {
     lease.table.resize(blocks);
     lease.keep_received(0, length);
     // A lease has all positions of the blocks that a server has named.
-    lease.num_tokens = foreign_.exist() ? blocks * config_.block_tokens : length;
+    lease.num_tokens = external_.exist() ? blocks * config_.block_tokens : length;
     lease.computed_tokens = std::min(lease.computed_tokens, length);
     lease.covered_tokens = std::min(lease.covered_tokens, length);
     if (lease.tokens.size() > length) {
@@ -204,13 +204,13 @@ LeaseId Releases::set_aside(Lease& lease, Step step) {
     keeper.computed_tokens = lease.computed_tokens;
     keeper.cached_tokens = lease.cached_tokens;
     for (const TransferId id : keeper.onloads) {
-        if (foreign_.exist()) {
-            foreign_.replace_lease(id, lease.id(), keeper.id());
+        if (external_.exist()) {
+            external_.replace_lease(id, lease.id(), keeper.id());
         } else {
             transfers_.replace_lease(id, lease.id(), keeper.id());
         }
     }
-    foreign_.saves().hand_over(lease, keeper);
+    external_.saves().hand_over(lease, keeper);
     batches_.hand_over(lease, keeper);
     peers_.hand_over(lease, keeper);
     await_end_of_use(keeper);

@@ -31,7 +31,7 @@ Residency::Residency(const CoreConfig& config, Index& index, StoredBlocks& store
 void Residency::free_if_unowned(NodeId node) {
     Node& n = tree_[node];
     if (n.pins > 0) return;
-    if (n.holds > 0 && (config_.foreign_device || stored_.has(node, kSaving))) return;
+    if (n.holds > 0 && (config_.external_device || stored_.has(node, kSaving))) return;
     if (n.host != kNoBlock) {
         host_copies_.remove(n.host);
         host_.give_back(n.host);

@@ -337,7 +337,7 @@ void SlidingWindows::finish_move(const Move& move, std::uint32_t good, bool fail
     group.onloaded += good;
 }
 
-std::uint32_t SlidingWindows::reach_tokens(const Lease& lease) const {
+std::uint32_t SlidingWindows::max_extend_tokens(const Lease& lease) const {
     std::uint64_t reach = lease.num_tokens;
     for (const WindowTable& window : lease.windows) {
         reach = std::min(reach, std::uint64_t{window.end} * config_.block_tokens);

@@ -107,7 +107,7 @@ void Swaps::trim(Lease& lease) {
 
 // A swapped lease keeps its state slot and windows as long as no other lease needs them: it waits
 // in line like others, and must not delay leases in front of it. Without them it resumes at the
-// deepest border that can be hit. While a lease computes, callers wait for its end instead; a pin
+// deepest boundary that can be hit. While a lease computes, callers wait for its end instead; a pin
 // may never end.
 bool Swaps::make_auxiliary_room(const Lease& lease, std::uint32_t total_blocks) {
     if (auxiliary_.has_room(lease, total_blocks)) return true;

@@ -119,7 +119,7 @@ nb::bytes id_bytes(const std::vector<BlockId>& ids) {
 
 using HitTuple = nb::typed<nb::tuple, std::uint32_t, std::uint32_t>;
 using MissingTuple = nb::typed<nb::tuple, std::size_t, nb::bytes>;
-using BordersTuple =
+using BoundariesTuple =
     nb::typed<nb::tuple, std::size_t, std::size_t, std::size_t, nb::bytes, nb::bytes>;
 using StoreTransferTuple = nb::typed<nb::tuple, GroupId, nb::bytes, nb::bytes>;
 // (device_blocks, window_tokens, step_tokens, sink_tokens, host_blocks)
@@ -155,8 +155,8 @@ MissingTuple missing(Core& core, LeaseId id) {
     return nb::make_tuple(found.first_block, digest_bytes(found.digests));
 }
 
-BordersTuple borders(Core& core, LeaseId id, std::size_t skip) {
-    const Borders found = core.borders(id, skip);
+BoundariesTuple boundaries(Core& core, LeaseId id, std::size_t skip) {
+    const Boundaries found = core.boundaries(id, skip);
     return nb::make_tuple(found.hit, found.cached, found.first_block, digest_bytes(found.digests),
                           byte_flags(found.may_end));
 }
@@ -289,7 +289,7 @@ void bind_statistics(nb::module_& m) {
         .def_ro("offloaded_blocks", &S::offloaded_blocks)
         .def_ro("failed_blocks", &S::failed_blocks)
         .def_ro("skipped_backups", &S::skipped_backups)
-        .def_ro("reclaimed_twins", &S::reclaimed_host_copies)
+        .def_ro("reclaimed_host_copies", &S::reclaimed_host_copies)
         .def_ro("hit_store_tokens", &S::hit_store_tokens)
         .def_ro("fetches", &S::fetches)
         .def_ro("fetched_blocks", &S::fetched_blocks)
@@ -382,7 +382,7 @@ void bind_core(nb::module_& m) {
                std::uint32_t low_watermark_blocks, std::uint32_t min_onload_blocks,
                std::string eviction, std::uint32_t state_slots,
                const std::vector<WindowTuple>& windows, std::uint32_t max_leases,
-               const StoreConfig* stores, std::uint32_t host_state_slots, bool foreign_device,
+               const StoreConfig* stores, std::uint32_t host_state_slots, bool external_device,
                bool splits_items) {
                 std::vector<WindowConfig> groups;
                 for (const auto& [blocks, window, step, sink, host] : windows)
@@ -392,14 +392,14 @@ void bind_core(nb::module_& m) {
                                            low_watermark_blocks, min_onload_blocks,
                                            std::move(eviction), state_slots, std::move(groups),
                                            max_leases, stores != nullptr ? *stores : StoreConfig{},
-                                           host_state_slots, foreign_device, splits_items});
+                                           host_state_slots, external_device, splits_items});
             },
             nb::kw_only(), "block_tokens"_a, "device_blocks"_a, "host_blocks"_a = 0,
             "leave_tokens"_a = 1, "reserve_blocks"_a = 0, "write_policy"_a = WritePolicy::kNone,
             "write_through_threshold"_a = 2, "low_watermark_blocks"_a = 0,
             "min_onload_blocks"_a = 0, "eviction"_a = "lru", "state_slots"_a = 0,
             "windows"_a = std::vector<WindowTuple>(), "max_leases"_a = kMaxLeases,
-            "stores"_a.none() = nb::none(), "host_state_slots"_a = 0, "foreign_device"_a = false,
+            "stores"_a.none() = nb::none(), "host_state_slots"_a = 0, "external_device"_a = false,
             "splits_items"_a = false)
         .def(
             "match",
@@ -474,14 +474,14 @@ void bind_core(nb::module_& m) {
              "Return the newest unfinished step that the transfers of is_idle() wait for, or 0.")
         .def("take_idle", &Core::take_idle, "Return leases that have become idle.")
         .def("take_advanced", &Core::take_advanced,
-             "Return leases of which foreign saves have made blocks matchable.")
+             "Return leases of which external saves have made blocks matchable.")
         .def(
             "take_queued_ids", [](Core& core) { return copy_ids(core.take_queued_ids()); },
-            "Return the device ids of the foreign saves that were queued since the last call.")
+            "Return the device ids of the external saves that were queued since the last call.")
         .def("give_up_saves", &Core::give_up_saves,
-             "Save nothing of what foreign saves have queued.")
+             "Save nothing of what external saves have queued.")
         .def("end_saved", &Core::end_saved,
-             "Return the released leases that waited for foreign saves only, and end them.")
+             "Return the released leases that waited for external saves only, and end them.")
         .def("release", &Core::release, "lease"_a, "step"_a = 0, "used_in"_a = 0,
              "Return False when batches or transfers of peers in flight keep the blocks until they "
              "have ended.")
@@ -505,7 +505,7 @@ void bind_core(nb::module_& m) {
                 return copy_ids(core.table_of(id, group));
             },
             "lease"_a, "group"_a = -1, "Of all layers but those of window groups, or of one group.")
-        .def("reach_tokens", &Core::reach_tokens, "lease"_a,
+        .def("max_extend_tokens", &Core::max_extend_tokens, "lease"_a,
              "Positions that have blocks in every window group.")
         .def_prop_ro("hold_times", &Core::hold_times, nb::rv_policy::reference_internal,
                      "Times for which leases that compute had blocks; those that ended.")
@@ -542,7 +542,7 @@ void bind_core(nb::module_& m) {
              "Begin to fetch missing blocks, or join the fetch that brings the first, unless it is "
              "`replaced`; 0: none.")
         .def(
-            "borders", &borders, "lease"_a, "skip"_a = 0,
+            "boundaries", &boundaries, "lease"_a, "skip"_a = 0,
             "(hit, cached, first_block, digests, may_end) of the blocks behind the hit, from block "
             "hit + skip on; may_end: one byte per block, 0 where a hit would cut an item.")
         .def(

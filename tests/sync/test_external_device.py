@@ -13,7 +13,7 @@ from aiokv.sync import SyncEngine
 from aiokv.testing.loops import PATIENCE_SECONDS
 
 PROMPT = list(range(17))
-CONFIG = CacheConfig(block_tokens=4, device_blocks=16, host_blocks=32, foreign_device=True)
+CONFIG = CacheConfig(block_tokens=4, device_blocks=16, host_blocks=32, external_device=True)
 
 
 @pytest.fixture

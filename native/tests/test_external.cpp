@@ -28,7 +28,7 @@ struct Cache {
         config.host_blocks = 16;
         config.stores.exist = stores;
         config.write_policy = WritePolicy::kWriteThrough;
-        config.foreign_device = true;
+        config.external_device = true;
         return config;
     }
     LeaseId begin(const Prompt& tokens, const Ids& ids, std::int64_t computed = 0) {

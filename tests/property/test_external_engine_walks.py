@@ -29,8 +29,8 @@ from aiokv.testing import record, replay_transitions, running_clock, spin
 from aiokv.trace.format import read_trace
 from tests.harness.cache import BLOCK_TOKENS
 from tests.harness.closing import complete_during
-from tests.harness.foreign import ForeignCache
-from tests.models.foreign_device import ForeignDevice
+from tests.harness.external import ExternalCache
+from tests.models.external_device import ExternalDevice
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -60,9 +60,9 @@ class Request:
 
 
 class Walk:
-    def __init__(self, cache: ForeignCache, rng: random.Random) -> None:
+    def __init__(self, cache: ExternalCache, rng: random.Random) -> None:
         self.cache, self.engine, self.rng = cache, cache.engine, rng
-        self.server = ForeignDevice(DEVICE_BLOCKS)
+        self.server = ExternalDevice(DEVICE_BLOCKS)
         self.requests: list[Request] = []
         self.leases: dict[int, Lease] = {}  # by the key of the server's model
         self.prompts: set[tuple[tuple[int, ...], str, int]] = set()
@@ -360,7 +360,7 @@ class Walk:
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective"])
 @pytest.mark.parametrize("seed", range(60 if DEEP else 6))
 async def test_random_walk_serves_the_right_bytes(policy: str, seed: int, tmp_path: Path):
-    cache = ForeignCache(device_blocks=DEVICE_BLOCKS, host_blocks=HOST_BLOCKS, write_policy=policy)
+    cache = ExternalCache(device_blocks=DEVICE_BLOCKS, host_blocks=HOST_BLOCKS, write_policy=policy)
     spans: list[object] = []
     with record(cache.engine) as transitions:
         async with cache:

@@ -1,4 +1,4 @@
-"""BorderSearch: how much of a prompt to fetch when a hit needs copies of several groups."""
+"""BoundarySearch: how much of a prompt to fetch when a hit needs copies of several groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from aiokv.base.groups import BlockGroup
     from aiokv.engine.comparison import Comparison
-    from aiokv.scheduler.reader import Borders
+    from aiokv.scheduler.reader import Boundaries
     from aiokv.stores.store_set import Found, StoreAnswer
 
 
@@ -50,7 +50,7 @@ class _GroupCosts:
         return begin, head
 
     def seconds(self) -> NDArray[np.float64]:
-        """Return the time to fetch all copies that a hit needs, for each border."""
+        """Return the time to fetch all copies that a hit needs, for each boundary."""
         is_missing = self._is_absent & np.isinf(self._seconds)
         is_fetched = self._is_absent & ~is_missing
         cost = self._of_needed(np.where(is_fetched, self._seconds, 0.0))
@@ -58,7 +58,7 @@ class _GroupCosts:
         return np.where(self._of_needed(is_missing) > 0, np.inf, cost)
 
     def _of_needed(self, values: NDArray[np.generic]) -> NDArray[np.float64]:
-        """Return the sum of a value over all copies that a hit needs, for each border."""
+        """Return the sum of a value over all copies that a hit needs, for each boundary."""
         total: NDArray[np.float64] = np.zeros(len(values) + 1)
         np.cumsum(values, out=total[1:])
         index = np.arange(len(self._seconds))
@@ -67,20 +67,20 @@ class _GroupCosts:
         return needed
 
     def note_failure(self, index: int) -> None:
-        """Note that what the border lacks cannot be brought."""
+        """Note that what the boundary lacks cannot be brought."""
         (begin,), (head,) = self._needed(np.array([index]))
         for part in (slice(0, head), slice(begin, index + 1)):
             self._seconds[part][self._is_absent[part]] = np.inf
 
 
-class BorderSearch:
-    """Borders of one prompt behind its hit, and the expected time to bring each of them.
+class BoundarySearch:
+    """Boundaries of one prompt behind its hit, and the expected time to bring each of them.
 
-    A border is the end of a block. A hit may end there when all blocks before it, and the copies
+    A boundary is the end of a block. A hit may end there when all blocks before it, and the copies
     that it needs of each other group, are in a tier.
 
     Args:
-        borders: first blocks behind the hit.
+        boundaries: first blocks behind the hit.
         groups: groups of the cache beside full attention.
         block_tokens: tokens per block.
 
@@ -90,15 +90,17 @@ class BorderSearch:
             ended.
     """
 
-    def __init__(self, borders: Borders, groups: Sequence[BlockGroup], block_tokens: int) -> None:
-        self.hit = borders.hit
-        self._cached = borders.cached
+    def __init__(
+        self, boundaries: Boundaries, groups: Sequence[BlockGroup], block_tokens: int
+    ) -> None:
+        self.hit = boundaries.hit
+        self._cached = boundaries.cached
         self._block_tokens = block_tokens
-        self._may_end = borders.may_end
-        self._block_seconds = np.zeros(0)  # [N] to bring all blocks before the border
+        self._may_end = boundaries.may_end
+        self._block_seconds = np.zeros(0)  # [N] to bring all blocks before the boundary
         self._slowness = 1.0  # time that the parts have taken, in multiples of the expected time
-        self._groups = {group.name: _GroupCosts(group, borders.hit) for group in groups}
-        self.digests = borders.digests
+        self._groups = {group.name: _GroupCosts(group, boundaries.hit) for group in groups}
+        self.digests = boundaries.digests
 
     @property
     def asked(self) -> int:
@@ -139,12 +141,12 @@ class BorderSearch:
         self.digests = b""
         return is_whole
 
-    def go_on(self, borders: Borders) -> None:
+    def go_on(self, boundaries: Boundaries) -> None:
         """Take the next blocks. Ends the search when another lease has changed the hit."""
-        if borders.hit == self.hit:
-            self._cached = borders.cached
-            self._may_end = np.concatenate([self._may_end, borders.may_end])
-            self.digests = borders.digests
+        if boundaries.hit == self.hit:
+            self._cached = boundaries.cached
+            self._may_end = np.concatenate([self._may_end, boundaries.may_end])
+            self.digests = boundaries.digests
 
     def note_cached(self, group: str, is_cached: NDArray[np.bool_]) -> None:
         """Note which blocks behind the hit have copies in a tier, from the first one on; the others
@@ -152,10 +154,10 @@ class BorderSearch:
         self._groups[group].note_cached(is_cached)
 
     def best(self, comparison: Comparison | None, wait: float = 0.0) -> int:
-        """Return the number of blocks before the border at which the prompt is ready soonest.
+        """Return the number of blocks before the boundary at which the prompt is ready soonest.
 
         Args:
-            comparison: compares fetching and computing; None to return the last border that can
+            comparison: compares fetching and computing; None to return the last boundary that can
                 be reached.
             wait: expected seconds until the fetch begins.
 

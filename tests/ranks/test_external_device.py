@@ -41,7 +41,7 @@ async def stored(ranked: Ranked) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 3])
 async def test_every_rank_copies_its_part_of_a_block(tmp_path, num_ranks):
     async with Ranked(
-        tmp_path, num_ranks=num_ranks, new_device=None, foreign_device=True
+        tmp_path, num_ranks=num_ranks, new_device=None, external_device=True
     ) as ranked:
         await stored(ranked)
         async with ranked.engine.match(A) as lease:
@@ -55,7 +55,7 @@ async def test_every_rank_copies_its_part_of_a_block(tmp_path, num_ranks):
 
 
 async def test_a_lease_is_idle_when_no_rank_writes_its_blocks(tmp_path):
-    async with Ranked(tmp_path, foreign_device=True) as ranked:
+    async with Ranked(tmp_path, external_device=True) as ranked:
         await stored(ranked)
         lease = ranked.engine.match(A)
         await lease.allocate(7)
@@ -98,7 +98,7 @@ async def saving(ranked: Ranked) -> Lease:
 
 @pytest.mark.parametrize("verb", ["reset", "weights"])
 async def test_saves_of_all_ranks_end_before_a_reset_or_new_weights(tmp_path, verb):
-    async with Ranked(tmp_path, foreign_device=True) as ranked:
+    async with Ranked(tmp_path, external_device=True) as ranked:
         lease = await saving(ranked)
         granted = ranked.engine.match([9, *A])
         await granted.allocate(8)
@@ -127,7 +127,7 @@ async def test_saves_of_all_ranks_end_before_a_reset_or_new_weights(tmp_path, ve
 
 
 async def test_a_hit_of_old_weights_is_not_copied_on_any_rank(tmp_path):
-    async with Ranked(tmp_path, foreign_device=True) as ranked:
+    async with Ranked(tmp_path, external_device=True) as ranked:
         await stored(ranked)
         lease = ranked.engine.match(A)
         await lease.allocate(7)
@@ -144,7 +144,7 @@ async def test_a_hit_of_old_weights_is_not_copied_on_any_rank(tmp_path):
 
 
 async def test_all_ranks_sleep_after_their_saves_and_onload_into_new_tensors(tmp_path):
-    async with Ranked(tmp_path, foreign_device=True) as ranked:
+    async with Ranked(tmp_path, external_device=True) as ranked:
         lease = await saving(ranked)
         first, second = await ranked.copies(onload=False)
         sleeping = asyncio.ensure_future(ranked.engine.sleep(["device"]))

@@ -16,7 +16,7 @@
 #include "aiokv/core_types.hpp"
 #include "aiokv/device_pool.hpp"
 #include "aiokv/device_uses.hpp"
-#include "aiokv/foreign_saves.hpp"
+#include "aiokv/external_saves.hpp"
 #include "aiokv/index.hpp"
 #include "aiokv/lease_table.hpp"
 #include "aiokv/residency.hpp"
@@ -25,7 +25,7 @@
 namespace aiokv {
 
 // The end of an onload, for its lease.
-struct ForeignEnd {
+struct ExternalEnd {
     LeaseId lease = 0;  // 0: it has left
     bool failed = false;
     std::uint32_t good_blocks = 0;  // of the lease
@@ -33,11 +33,11 @@ struct ForeignEnd {
     std::vector<std::pair<LeaseId, std::uint32_t>> sharing;
 };
 
-class ForeignBlocks {
+class ExternalBlocks {
   public:
-    ForeignBlocks(const CoreConfig& config, const DevicePool& device, RunPool& host,
-                  LeaseTable& leases, Index& index, Residency& residency, StoreSaver& store_saver,
-                  TransferLedger& transfers, Promises& promises)
+    ExternalBlocks(const CoreConfig& config, const DevicePool& device, RunPool& host,
+                   LeaseTable& leases, Index& index, Residency& residency, StoreSaver& store_saver,
+                   TransferLedger& transfers, Promises& promises)
         : config_(config),
           device_(device),
           leases_(leases),
@@ -47,10 +47,10 @@ class ForeignBlocks {
           saves_(config, device, host, leases, index, residency, store_saver, transfers, promises,
                  uses_) {}
 
-    ForeignBlocks(const ForeignBlocks&) = delete;
-    ForeignBlocks& operator=(const ForeignBlocks&) = delete;
+    ExternalBlocks(const ExternalBlocks&) = delete;
+    ExternalBlocks& operator=(const ExternalBlocks&) = delete;
 
-    bool exist() const { return config_.foreign_device; }
+    bool exist() const { return config_.external_device; }
 
     // Throws UsageError, changing nothing: the call needs a device pool of the engine's own.
     void refuse(const char* call, const char* hint) const {
@@ -72,13 +72,13 @@ class ForeignBlocks {
     bool has(TransferId id) const { return onloads_.contains(id) || saves_.has(id); }
     const Transfer& get(TransferId id) const;
     // The first `good` blocks have arrived. `cancelled`: the others are as good as before.
-    ForeignEnd complete(TransferId id, std::uint32_t good, bool cancelled);
+    ExternalEnd complete(TransferId id, std::uint32_t good, bool cancelled);
 
     // The newest unfinished step that transfers of ids which the lease has named wait for; 0: none.
     Step after_step(LeaseId lease) const;
 
-    ForeignSaves& saves() { return saves_; }
-    const ForeignSaves& saves() const { return saves_; }
+    ExternalSaves& saves() { return saves_; }
+    const ExternalSaves& saves() const { return saves_; }
     DeviceUses& uses() { return uses_; }
     const DeviceUses& uses() const { return uses_; }
 
@@ -109,7 +109,7 @@ class ForeignBlocks {
     Residency& residency_;
     TransferLedger& transfers_;
     DeviceUses uses_;
-    ForeignSaves saves_;
+    ExternalSaves saves_;
     std::unordered_map<TransferId, Onload> onloads_;
     std::vector<TransferId> abandoned_;
     std::vector<std::uint32_t> seen_;  // by id: the last check_ids() that has met it

@@ -1,5 +1,5 @@
-"""ParcelWork: reads and writes the bytes of parcels in their slots: in threads, or on the loop if
-they are few."""
+"""FragmentWork: reads and writes the bytes of fragments in their slots: in threads, or on the loop
+if they are few."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from aiokv.stores.base import TRAILER_BYTES, Result
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aiokv.peers.arrivals import Parcel as Received
-    from aiokv.peers.departures import Parcel as Sent
+    from aiokv.peers.arrivals import Fragment as Received
+    from aiokv.peers.departures import Fragment as Sent
     from aiokv.peers.slot_access import Sealed, Verified
     from aiokv.peers.transport import PeerMemory
     from aiokv.worker.poller import EventPoller
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 INLINE_BYTES: Final = 256 << 10  # fewer bytes are read on the loop, which is faster than a thread
 
 
-class ParcelWork(SlotAccess):
+class FragmentWork(SlotAccess):
     """Work on slots in host memory.
 
     Args:
@@ -42,10 +42,10 @@ class ParcelWork(SlotAccess):
         self._executor.shutdown()
 
     def _begin_verification(
-        self, memory: PeerMemory, parcels: list[Received], then: Verified
+        self, memory: PeerMemory, fragments: list[Received], then: Verified
     ) -> None:
-        for num_bytes in {parcel.num_bytes for parcel in parcels}:
-            equal = [parcel for parcel in parcels if parcel.num_bytes == num_bytes]
+        for num_bytes in {fragment.num_bytes for fragment in fragments}:
+            equal = [fragment for fragment in fragments if fragment.num_bytes == num_bytes]
             slots, keys = [p.slot for p in equal], [p.key for p in equal]
             self._run(
                 partial(_verify, memory, slots, keys, num_bytes),
@@ -56,26 +56,26 @@ class ParcelWork(SlotAccess):
     def place(
         self,
         memory: PeerMemory,
-        parcels: Sequence[Received],
+        fragments: Sequence[Received],
         addresses: Sequence[dict[int, int]],
         then: Callable[[bool], None],
     ) -> None:
         """See :meth:`SlotAccess.place`."""
         calls = []
-        for parcel, targets in zip(parcels, addresses, strict=True):
-            mapping: Any = parcel.mapping
-            address = memory.address + parcel.slot * memory.slot_bytes
-            calls.append(partial(mapping.place, address, parcel.sender_block, targets))
-        num_bytes = sum(parcel.num_bytes for parcel in parcels)
+        for fragment, targets in zip(fragments, addresses, strict=True):
+            mapping: Any = fragment.mapping
+            address = memory.address + fragment.slot * memory.slot_bytes
+            calls.append(partial(mapping.place, address, fragment.sender_block, targets))
+        num_bytes = sum(fragment.num_bytes for fragment in fragments)
         self._run(partial(_call_all, calls), num_bytes, lambda done: then(bool(done)))
 
-    def seal(self, memory: PeerMemory, parcels: Sequence[Sent[Any]], then: Sealed) -> None:
+    def seal(self, memory: PeerMemory, fragments: Sequence[Sent[Any]], then: Sealed) -> None:
         """See :meth:`SlotAccess.seal`."""
-        for mapping in {parcel.mapping for parcel in parcels}:
-            equal = [parcel for parcel in parcels if parcel.mapping is mapping]
-            slots = [-1 if parcel.slot is None else parcel.slot for parcel in equal]
-            blocks = [parcel.block_slot for parcel in equal if parcel.block_slot is not None]
-            keys = [parcel.key for parcel in equal]
+        for mapping in {fragment.mapping for fragment in fragments}:
+            equal = [fragment for fragment in fragments if fragment.mapping is mapping]
+            slots = [-1 if fragment.slot is None else fragment.slot for fragment in equal]
+            blocks = [fragment.block_slot for fragment in equal if fragment.block_slot is not None]
+            keys = [fragment.key for fragment in equal]
             num_bytes = equal[0].num_bytes
             self._run(
                 partial(_cut_and_seal, memory, mapping, blocks, slots, keys, num_bytes),
@@ -126,7 +126,7 @@ def _cut_and_seal(
     keys: list[bytes],
     num_bytes: int,
 ) -> bool:
-    """Cut parcels out of ``blocks``, unless there are none, and write trailers."""
+    """Cut fragments out of ``blocks``, unless there are none, and write trailers."""
     if blocks:
         addresses = [
             [memory.address + slot * memory.slot_bytes for slot in which]
@@ -150,9 +150,9 @@ def _call_all(calls: Sequence[Callable[[], object]]) -> bool:
     return True
 
 
-def _tell_verified(then: Verified, parcels: list[Received], results: list[bool] | None) -> None:
-    then(parcels, [False] * len(parcels) if results is None else results)
+def _tell_verified(then: Verified, fragments: list[Received], results: list[bool] | None) -> None:
+    then(fragments, [False] * len(fragments) if results is None else results)
 
 
-def _tell_sealed(then: Sealed, parcels: list[Sent[Any]], is_done: bool | None) -> None:
-    then(parcels, bool(is_done))
+def _tell_sealed(then: Sealed, fragments: list[Sent[Any]], is_done: bool | None) -> None:
+    then(fragments, bool(is_done))

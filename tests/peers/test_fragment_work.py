@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from aiokv.errors import DeviceError
-from aiokv.peers.arrivals import Parcel
-from aiokv.peers.device_parcels import DeviceParcelWork
-from aiokv.peers.parcel_work import INLINE_BYTES, ParcelWork
+from aiokv.peers.arrivals import Fragment
+from aiokv.peers.device_fragments import DeviceFragmentWork
+from aiokv.peers.fragment_work import INLINE_BYTES, FragmentWork
 from aiokv.peers.transport import PeerMemory
 from aiokv.testing import run_until_idle, spin
 from aiokv.worker.poller import EventPoller
@@ -28,7 +28,7 @@ MEMORY = PeerMemory(address=0, num_slots=1, slot_bytes=1 << 20, view=memoryview(
 class Placing:
     """Mapping whose ``place`` is a function of the test."""
 
-    is_identity = parcel_is_block = False
+    is_identity = fragment_is_block = False
 
     def __init__(self, place: Callable[[], object]) -> None:
         self._place = place
@@ -37,9 +37,9 @@ class Placing:
         self._place()
 
 
-def parcel(num_bytes: int, place: Callable[[], object]) -> Parcel:
+def fragment(num_bytes: int, place: Callable[[], object]) -> Fragment:
     mapping: Any = Placing(place)
-    return Parcel(
+    return Fragment(
         ticket_id=bytes(16),
         sender_rank=0,
         sender_block=0,
@@ -52,10 +52,10 @@ def parcel(num_bytes: int, place: Callable[[], object]) -> Parcel:
 
 
 @asynccontextmanager
-async def working() -> AsyncIterator[ParcelWork]:
+async def working() -> AsyncIterator[FragmentWork]:
     poller = EventPoller()
     poller.open(asyncio.get_running_loop())
-    work = ParcelWork(poller)
+    work = FragmentWork(poller)
     yield work
     work.close()
     poller.close()
@@ -68,7 +68,7 @@ async def test_few_bytes_are_read_on_the_loop(num_bytes, is_inline):
     threads: list[threading.Thread] = []
     ends: list[bool] = []
     async with working() as work:
-        read = parcel(num_bytes, lambda: threads.append(threading.current_thread()))
+        read = fragment(num_bytes, lambda: threads.append(threading.current_thread()))
         work.place(MEMORY, [read], [{}], ends.append)
         assert ends == []
         await run_until_idle(lambda: ends == [True])
@@ -79,7 +79,7 @@ async def test_finish_waits_for_threads():
     gate = threading.Event()
     ends: list[bool] = []
     async with working() as work:
-        work.place(MEMORY, [parcel(INLINE_BYTES, gate.wait)], [{}], ends.append)
+        work.place(MEMORY, [fragment(INLINE_BYTES, gate.wait)], [{}], ends.append)
         finishing = asyncio.create_task(work.finish())
         await spin(20)
         assert not finishing.done()
@@ -96,12 +96,12 @@ async def test_error_of_a_thread_reaches_the_loop_and_its_continuation(loop_erro
         raise ValueError("no room")
 
     async with working() as work:
-        work.place(MEMORY, [parcel(INLINE_BYTES, fail)], [{}], ends.append)
+        work.place(MEMORY, [fragment(INLINE_BYTES, fail)], [{}], ends.append)
         await run_until_idle(lambda: ends == [False])
         (error,) = loop_errors
         assert str(error["exception"]) == "no room"
         loop_errors.clear()
-        work.place(MEMORY, [parcel(INLINE_BYTES, lambda: None)], [{}], ends.append)
+        work.place(MEMORY, [fragment(INLINE_BYTES, lambda: None)], [{}], ends.append)
         await run_until_idle(lambda: ends == [False, True])
 
 
@@ -112,14 +112,14 @@ async def test_error_on_the_loop_reaches_the_loop_and_its_continuation(loop_erro
         raise ValueError("no room")
 
     async with working() as work:
-        work.place(MEMORY, [parcel(1, fail)], [{}], ends.append)
+        work.place(MEMORY, [fragment(1, fail)], [{}], ends.append)
         await run_until_idle(lambda: ends == [False])
         (error,) = loop_errors
         assert str(error["exception"]) == "no room"
         loop_errors.clear()
 
 
-async def test_device_that_cannot_verify_leaves_no_parcel_waiting(loop_errors):
+async def test_device_that_cannot_verify_leaves_no_fragment_waiting(loop_errors):
     class Broken:
         def verify(self, slots: Any, keys: bytes) -> Any:
             raise DeviceError("the GPU is lost")
@@ -127,9 +127,9 @@ async def test_device_that_cannot_verify_leaves_no_parcel_waiting(loop_errors):
     slots: Any = Broken()
     poller = EventPoller()
     poller.open(asyncio.get_running_loop())
-    work = DeviceParcelWork(slots, poller)
-    told: list[tuple[list[Parcel], list[bool]]] = []
-    received = parcel(1, print)
+    work = DeviceFragmentWork(slots, poller)
+    told: list[tuple[list[Fragment], list[bool]]] = []
+    received = fragment(1, print)
     work.verify(MEMORY, [received], lambda *arguments: told.append(arguments))
     await run_until_idle(lambda: told == [([received], [False])])
     assert [str(error["exception"]) for error in loop_errors] == ["the GPU is lost"]

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aiokv._native import Core, EventStream, LeaseState, Outcome, WritePolicy
 from aiokv.errors import LeaseError, UsageError
-from tests.models.foreign_device import BLOCK_BYTES, GARBAGE, ForeignDevice, block_bytes
+from tests.models.external_device import BLOCK_BYTES, GARBAGE, ExternalDevice, block_bytes
 from tests.property.event_subscriber import MAX_EVENT_BLOCKS
 
 MAX_LEASES = 6
@@ -49,7 +49,7 @@ class Moving:
         self.seen: Any = None  # bytes of the sources, once the copy has begun
 
 
-class ForeignMachine(RuleBasedStateMachine):
+class ExternalMachine(RuleBasedStateMachine):
     @initialize(
         block_tokens=st.integers(1, 3),
         device_blocks=st.integers(6, 20),
@@ -60,10 +60,10 @@ class ForeignMachine(RuleBasedStateMachine):
     def begin(self, **sizes: Any) -> None:
         self.bt: int = sizes["block_tokens"]
         self.policy = sizes["write_policy"]
-        self.core = Core(foreign_device=True, **sizes)
+        self.core = Core(external_device=True, **sizes)
         self.events = EventStream(self.core, MAX_EVENT_BLOCKS)  # violations() compares it
         self.events.drain(1)
-        self.device = ForeignDevice(sizes["device_blocks"])
+        self.device = ExternalDevice(sizes["device_blocks"])
         self.host = np.tile(GARBAGE, (sizes["host_blocks"], 1))
         self.callers: list[Caller] = []
         self.moving: dict[int, Moving] = {}
@@ -448,5 +448,5 @@ class ForeignMachine(RuleBasedStateMachine):
             assert not any(self.core.is_idle(lease_id) for lease_id in moving.lease_ids)
 
 
-TestForeignBlocks = ForeignMachine.TestCase
-TestForeignBlocks.settings = settings(max_examples=3 * settings().max_examples)
+TestExternalBlocks = ExternalMachine.TestCase
+TestExternalBlocks.settings = settings(max_examples=3 * settings().max_examples)

@@ -38,11 +38,11 @@
 
 namespace aiokv {
 
-class ForeignSaves {
+class ExternalSaves {
   public:
-    ForeignSaves(const CoreConfig& config, const DevicePool& device, RunPool& host,
-                 LeaseTable& leases, Index& index, Residency& residency, StoreSaver& store_saver,
-                 TransferLedger& transfers, Promises& promises, DeviceUses& uses);
+    ExternalSaves(const CoreConfig& config, const DevicePool& device, RunPool& host,
+                  LeaseTable& leases, Index& index, Residency& residency, StoreSaver& store_saver,
+                  TransferLedger& transfers, Promises& promises, DeviceUses& uses);
 
     // Queues the computed, named, full blocks of a lease that the host lacks, as far as the write
     // policy wants them, and before the first block that an onload writes. Returns their number.

@@ -1,4 +1,4 @@
-#include "aiokv/foreign_blocks.hpp"
+#include "aiokv/external_blocks.hpp"
 
 #include <algorithm>
 
@@ -10,8 +10,8 @@ namespace aiokv {
 
 // -- assign --------------------------------------------------------------------------------------
 
-void ForeignBlocks::assign(Lease& lease, std::span<const BlockId> ids,
-                           std::int64_t computed_tokens) {
+void ExternalBlocks::assign(Lease& lease, std::span<const BlockId> ids,
+                            std::int64_t computed_tokens) {
     const std::size_t size = config_.block_tokens;
     if (!lease.has_blocks() || lease.is(LeaseState::kReleasing)) {
         throw LeaseError("assign: the lease is " + std::string(name_of(lease.state)) +
@@ -57,14 +57,14 @@ void ForeignBlocks::assign(Lease& lease, std::span<const BlockId> ids,
     if (first_onload < cached) begin_onload(lease, first_onload);
 }
 
-void ForeignBlocks::refuse_always(const char* call, const char* hint) {
+void ExternalBlocks::refuse_always(const char* call, const char* hint) {
     throw UsageError(std::string(call) +
-                     ": with foreign_device, a server owns the device blocks, not the engine")
-        .field("foreign_device")
+                     ": with external_device, a server owns the device blocks, not the engine")
+        .field("external_device")
         .hint(hint);
 }
 
-void ForeignBlocks::check_ids(const Lease& lease, std::span<const BlockId> ids) {
+void ExternalBlocks::check_ids(const Lease& lease, std::span<const BlockId> ids) {
     if (seen_.empty()) seen_.resize(config_.device_blocks, 0);
     if (++check_ == 0) {
         std::fill(seen_.begin(), seen_.end(), 0);
@@ -100,8 +100,8 @@ void ForeignBlocks::check_ids(const Lease& lease, std::span<const BlockId> ids) 
     }
 }
 
-void ForeignBlocks::check_computed(const Lease& lease, std::size_t blocks,
-                                   std::int64_t computed_tokens) const {
+void ExternalBlocks::check_computed(const Lease& lease, std::size_t blocks,
+                                    std::int64_t computed_tokens) const {
     const auto positions = static_cast<std::int64_t>(blocks * config_.block_tokens);
     if (computed_tokens < 0 || computed_tokens > positions) {
         throw UsageError("assign: computed_tokens is " + std::to_string(computed_tokens) +
@@ -120,7 +120,7 @@ void ForeignBlocks::check_computed(const Lease& lease, std::size_t blocks,
 }
 
 // The first ids must cover the hit, and its host copies must still be there.
-void ForeignBlocks::check_hit(const Lease& lease, std::size_t blocks, std::size_t first) const {
+void ExternalBlocks::check_hit(const Lease& lease, std::size_t blocks, std::size_t first) const {
     const std::size_t cached = lease.cached_tokens / config_.block_tokens;
     if (blocks < cached) {
         throw LeaseError("assign: " + str(blocks) + " blocks do not cover the " +
@@ -140,8 +140,8 @@ void ForeignBlocks::check_hit(const Lease& lease, std::size_t blocks, std::size_
         .hint("preempt the lease, then allocate again");
 }
 
-void ForeignBlocks::check_targets(const Lease& lease, std::span<const BlockId> ids,
-                                  std::size_t from, std::size_t to) const {
+void ExternalBlocks::check_targets(const Lease& lease, std::span<const BlockId> ids,
+                                   std::size_t from, std::size_t to) const {
     for (std::size_t i = from; i < to; ++i) {
         const bool is_read = uses_.is_read(ids[i]);
         if (!is_read && !uses_.is_written(ids[i])) continue;
@@ -155,7 +155,7 @@ void ForeignBlocks::check_targets(const Lease& lease, std::span<const BlockId> i
 
 // -- onloads -------------------------------------------------------------------------------------
 
-void ForeignBlocks::begin_onload(Lease& lease, std::size_t first) {
+void ExternalBlocks::begin_onload(Lease& lease, std::size_t first) {
     Onload onload;
     onload.named_by = lease.id();
     onload.first_block = static_cast<std::uint32_t>(first);
@@ -175,12 +175,12 @@ void ForeignBlocks::begin_onload(Lease& lease, std::size_t first) {
     lease.onloads.push_back(id);
 }
 
-const Transfer& ForeignBlocks::get(TransferId id) const {
+const Transfer& ExternalBlocks::get(TransferId id) const {
     const auto found = onloads_.find(id);
     return found == onloads_.end() ? saves_.get(id) : found->second.transfer;
 }
 
-Step ForeignBlocks::after_step(LeaseId lease) const {
+Step ExternalBlocks::after_step(LeaseId lease) const {
     Step newest = saves_.after_step(lease);
     for (const auto& [id, onload] : onloads_) {
         if (onload.named_by == lease) newest = std::max(newest, onload.transfer.after_step);
@@ -188,23 +188,23 @@ Step ForeignBlocks::after_step(LeaseId lease) const {
     return newest > device_.finished_step() ? newest : 0;
 }
 
-void ForeignBlocks::leave_onload(TransferId id, LeaseId lease) {
+void ExternalBlocks::leave_onload(TransferId id, LeaseId lease) {
     std::erase(onloads_.at(id).transfer.leases, lease);
     abandoned_.push_back(id);
 }
 
-void ForeignBlocks::replace_lease(TransferId id, LeaseId from, LeaseId to) {
+void ExternalBlocks::replace_lease(TransferId id, LeaseId from, LeaseId to) {
     std::vector<LeaseId>& leases = onloads_.at(id).transfer.leases;
     std::replace(leases.begin(), leases.end(), from, to);
 }
 
-std::vector<TransferId> ForeignBlocks::take_abandoned() {
+std::vector<TransferId> ExternalBlocks::take_abandoned() {
     std::vector<TransferId> ids = std::exchange(abandoned_, {});
     std::erase_if(ids, [this](TransferId id) { return !onloads_.contains(id); });
     return ids;
 }
 
-ForeignEnd ForeignBlocks::complete(TransferId id, std::uint32_t good, bool cancelled) {
+ExternalEnd ExternalBlocks::complete(TransferId id, std::uint32_t good, bool cancelled) {
     const auto found = onloads_.find(id);
     if (found == onloads_.end()) {
         saves_.complete(id, good);
@@ -217,7 +217,7 @@ ForeignEnd ForeignBlocks::complete(TransferId id, std::uint32_t good, bool cance
     const auto blocks = static_cast<std::uint32_t>(transfer.nodes.size());
     for (const BlockId device : transfer.device_blocks) uses_.end_write(device, onload.named_by);
     onloaded_ += good;
-    ForeignEnd end;
+    ExternalEnd end;
     if (!transfer.leases.empty()) end.lease = transfer.leases.front();
     if (good < blocks && !cancelled) {
         failed_ += blocks - good;
@@ -234,8 +234,8 @@ ForeignEnd ForeignBlocks::complete(TransferId id, std::uint32_t good, bool cance
 }
 
 // The server may share an id while an onload writes it.
-std::vector<std::pair<LeaseId, std::uint32_t>> ForeignBlocks::leases_with(std::vector<BlockId> ids,
-                                                                          LeaseId except) const {
+std::vector<std::pair<LeaseId, std::uint32_t>> ExternalBlocks::leases_with(std::vector<BlockId> ids,
+                                                                           LeaseId except) const {
     std::sort(ids.begin(), ids.end());
     const auto is_listed = [&ids](BlockId id) {
         return std::binary_search(ids.begin(), ids.end(), id);
@@ -250,20 +250,20 @@ std::vector<std::pair<LeaseId, std::uint32_t>> ForeignBlocks::leases_with(std::v
     return found;
 }
 
-void ForeignBlocks::give_up(Lease& lease) {
+void ExternalBlocks::give_up(Lease& lease) {
     saves_.leave(lease);
     residency_.unref(lease.path);
     lease.path.clear();
     lease.table.clear();
 }
 
-void ForeignBlocks::add_to(CoreStatistics& statistics) const {
+void ExternalBlocks::add_to(CoreStatistics& statistics) const {
     statistics.onloaded_blocks += onloaded_;
     statistics.failed_blocks += failed_;
     saves_.add_to(statistics);
 }
 
-void ForeignBlocks::check(Report& report) const {
+void ExternalBlocks::check(Report& report) const {
     if (!exist()) return;
     for (const auto& [id, onload] : onloads_) {
         const Transfer& transfer = onload.transfer;

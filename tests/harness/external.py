@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from aiokv.testing.manual import ManualCopy
 
 
-class ForeignCache(Cache):
+class ExternalCache(Cache):
     """Cache with blocks of four tokens; the test is the server, and chooses the ids."""
 
     def __init__(self, *, device_blocks: int = 24, host_blocks: int = 24, **config: Any) -> None:
         super().__init__(
-            device_blocks=device_blocks, host_blocks=host_blocks, foreign_device=True, **config
+            device_blocks=device_blocks, host_blocks=host_blocks, external_device=True, **config
         )
 
     async def granted(

@@ -1,4 +1,4 @@
-#include "aiokv/foreign_saves.hpp"
+#include "aiokv/external_saves.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -31,10 +31,10 @@ Digest sketch_digest(std::uint64_t chain) {
 
 }  // namespace
 
-ForeignSaves::ForeignSaves(const CoreConfig& config, const DevicePool& device, RunPool& host,
-                           LeaseTable& leases, Index& index, Residency& residency,
-                           StoreSaver& store_saver, TransferLedger& transfers, Promises& promises,
-                           DeviceUses& uses)
+ExternalSaves::ExternalSaves(const CoreConfig& config, const DevicePool& device, RunPool& host,
+                             LeaseTable& leases, Index& index, Residency& residency,
+                             StoreSaver& store_saver, TransferLedger& transfers, Promises& promises,
+                             DeviceUses& uses)
     : config_(config),
       device_(device),
       host_(host),
@@ -45,7 +45,7 @@ ForeignSaves::ForeignSaves(const CoreConfig& config, const DevicePool& device, R
       transfers_(transfers),
       promises_(promises),
       uses_(uses) {
-    if (config.foreign_device && config.write_policy == WritePolicy::kWriteThroughSelective) {
+    if (config.external_device && config.write_policy == WritePolicy::kWriteThroughSelective) {
         offered_.emplace(2 * (std::uint64_t{config.device_blocks} + config.host_blocks),
                          config.write_through_threshold);
     }
@@ -55,7 +55,7 @@ ForeignSaves::ForeignSaves(const CoreConfig& config, const DevicePool& device, R
 
 // Blocks of the prompt that have all that a save needs, and that the policy wants saved if the host
 // lacks them: the caller stops at the second number.
-std::size_t ForeignSaves::target(Lease& lease) {
+std::size_t ExternalSaves::target(Lease& lease) {
     const std::size_t size = config_.block_tokens;
     const std::size_t named = std::min<std::size_t>(lease.computed_tokens, lease.tokens.size());
     const std::size_t blocks = std::min(named / size, lease.table.size());
@@ -64,7 +64,7 @@ std::size_t ForeignSaves::target(Lease& lease) {
 }
 
 // Of each block once per lease. The lease may save the leading blocks that were used often enough.
-void ForeignSaves::count_uses(Lease& lease, std::size_t blocks) {
+void ExternalSaves::count_uses(Lease& lease, std::size_t blocks) {
     const std::size_t size = config_.block_tokens;
     if (lease.counted_blocks == 0) lease.use_hash = index_.seed_of(lease);
     for (; lease.counted_blocks < blocks; ++lease.counted_blocks) {
@@ -78,7 +78,7 @@ void ForeignSaves::count_uses(Lease& lease, std::size_t blocks) {
     }
 }
 
-std::uint32_t ForeignSaves::publish(Lease& lease) {
+std::uint32_t ExternalSaves::publish(Lease& lease) {
     if (!lease.flags.writes || !index_.is_of_epoch(lease) || lease.is(LeaseState::kFailed)) {
         return 0;
     }
@@ -125,7 +125,7 @@ std::uint32_t ForeignSaves::publish(Lease& lease) {
 
 // The number of these blocks before the first that an onload writes: the blocks behind it were
 // computed from bytes that may never arrive.
-std::size_t ForeignSaves::before_written(const Lease& lease, std::size_t blocks) {
+std::size_t ExternalSaves::before_written(const Lease& lease, std::size_t blocks) {
     if (uses_.writes().empty() || lease.path.size() + lease.saving.size() >= blocks) return blocks;
     const auto end = lease.table.begin() + static_cast<std::ptrdiff_t>(blocks);
     const auto written =
@@ -134,14 +134,14 @@ std::size_t ForeignSaves::before_written(const Lease& lease, std::size_t blocks)
     return static_cast<std::size_t>(written - lease.table.begin());
 }
 
-void ForeignSaves::publish_postponed() {
+void ExternalSaves::publish_postponed() {
     for (const LeaseId id : std::exchange(postponed_, {})) {
         // A released lease may be idle, and its ids reused.
         if (leases_.is_open(id) && leases_.at(id).is(LeaseState::kGranted)) publish(leases_.at(id));
     }
 }
 
-void ForeignSaves::announce(Lease& lease) {
+void ExternalSaves::announce(Lease& lease) {
     promises_.withdraw(lease);
     // With the selective policy, a block is saved at a later use: nothing is worth waiting for.
     if (config_.write_policy != WritePolicy::kWriteThrough || lease.save_failed) return;
@@ -152,12 +152,12 @@ void ForeignSaves::announce(Lease& lease) {
     promises_.add(lease);
 }
 
-void ForeignSaves::note_changed(Lease& lease) {
+void ExternalSaves::note_changed(Lease& lease) {
     promises_.withdraw(lease);
     changed_.push_back(lease.id());
 }
 
-void ForeignSaves::announce_changed() {
+void ExternalSaves::announce_changed() {
     if (changed_.empty()) return;
     std::sort(changed_.begin(), changed_.end());
     const auto end = std::unique(changed_.begin(), changed_.end());
@@ -165,19 +165,19 @@ void ForeignSaves::announce_changed() {
     changed_.clear();
 }
 
-void ForeignSaves::leave(Lease& lease) {
+void ExternalSaves::leave(Lease& lease) {
     for (const SaveId id : lease.saving) std::erase(blocks_[id].leases, lease.id());
     lease.saving.clear();
 }
 
-void ForeignSaves::keep_promise(Lease& lease) {
+void ExternalSaves::keep_promise(Lease& lease) {
     const std::size_t blocks = lease.path.size() + lease.saving.size();
     promises_.withdraw(lease);
     lease.tokens.resize(std::min(lease.tokens.size(), blocks * config_.block_tokens));
     announce(lease);
 }
 
-void ForeignSaves::hand_over(Lease& lease, Lease& keeper) {
+void ExternalSaves::hand_over(Lease& lease, Lease& keeper) {
     for (const SaveId id : lease.saving) {
         std::vector<LeaseId>& leases = blocks_[id].leases;
         std::replace(leases.begin(), leases.end(), lease.id(), keeper.id());
@@ -185,7 +185,7 @@ void ForeignSaves::hand_over(Lease& lease, Lease& keeper) {
     keeper.saving = std::exchange(lease.saving, {});
 }
 
-void ForeignSaves::note_overwritten(BlockId device) {
+void ExternalSaves::note_overwritten(BlockId device) {
     for (SaveId id = 0; id < blocks_.size(); ++id) {
         Block& block = blocks_[id];
         if (block.device != device) continue;
@@ -197,11 +197,11 @@ void ForeignSaves::note_overwritten(BlockId device) {
 
 // -- blocks that are being saved -----------------------------------------------------------------
 
-std::uint64_t ForeignSaves::hash_of(Place above, std::uint64_t token_hash) const {
+std::uint64_t ExternalSaves::hash_of(Place above, std::uint64_t token_hash) const {
     return mixed(token_hash, above);
 }
 
-SaveId ForeignSaves::find(Place above, Tokens tokens, ItemKey items) const {
+SaveId ExternalSaves::find(Place above, Tokens tokens, ItemKey items) const {
     if (by_place_.empty()) return kNone;
     const auto [begin, end] = by_place_.equal_range(hash_of(above, token_hash(tokens, items)));
     const auto found = std::find_if(begin, end, [&](const auto& entry) {
@@ -212,7 +212,7 @@ SaveId ForeignSaves::find(Place above, Tokens tokens, ItemKey items) const {
     return found == end ? kNone : found->second;
 }
 
-SaveId ForeignSaves::queue(Lease& lease, std::size_t depth, Place above) {
+SaveId ExternalSaves::queue(Lease& lease, std::size_t depth, Place above) {
     auto id = static_cast<SaveId>(blocks_.size());
     if (free_.empty()) {
         blocks_.emplace_back();
@@ -243,7 +243,7 @@ SaveId ForeignSaves::queue(Lease& lease, std::size_t depth, Place above) {
 }
 
 // The place above is a live one: its node is held from now on, or it knows the block.
-void ForeignSaves::link(SaveId id, Place above) {
+void ExternalSaves::link(SaveId id, Place above) {
     Block& block = blocks_[id];
     block.above = above;
     by_place_.emplace(hash_of(above, block.token_hash), id);
@@ -259,7 +259,7 @@ void ForeignSaves::link(SaveId id, Place above) {
     }
 }
 
-void ForeignSaves::unlink(SaveId id) {
+void ExternalSaves::unlink(SaveId id) {
     const Block& block = blocks_[id];
     const auto [begin, end] = by_place_.equal_range(hash_of(block.above, block.token_hash));
     by_place_.erase(
@@ -267,7 +267,7 @@ void ForeignSaves::unlink(SaveId id) {
 }
 
 // No block is linked to this node any more by the caller's link.
-void ForeignSaves::let_go(Place above, std::uint32_t context) {
+void ExternalSaves::let_go(Place above, std::uint32_t context) {
     if ((above & kSaveBit) != 0) return;
     const auto node = static_cast<NodeId>(above);
     if (index_.tree()[node].has(kRoot)) {
@@ -278,14 +278,14 @@ void ForeignSaves::let_go(Place above, std::uint32_t context) {
 }
 
 // The block above it was not dropped.
-bool ForeignSaves::is_current(const Block& block) const {
+bool ExternalSaves::is_current(const Block& block) const {
     if (block.epoch != index_.epoch()) return false;
     if ((block.above & kSaveBit) != 0) return true;
     return !index_.tree()[static_cast<NodeId>(block.above)].has(kDetached);
 }
 
 // The block, and those below it, will not be inserted.
-void ForeignSaves::lose(SaveId top) {
+void ExternalSaves::lose(SaveId top) {
     if ((blocks_[top].above & kSaveBit) != 0) {
         std::erase(blocks_[static_cast<SaveId>(blocks_[top].above)].below, top);
     }
@@ -310,7 +310,7 @@ void ForeignSaves::lose(SaveId top) {
 }
 
 // The lease's blocks from this one on are not being saved for it any more.
-void ForeignSaves::cut(Lease& lease, SaveId id) {
+void ExternalSaves::cut(Lease& lease, SaveId id) {
     const auto from = std::find(lease.saving.begin(), lease.saving.end(), id);
     if (from == lease.saving.end()) return;  // cut above
     note_changed(lease);
@@ -318,7 +318,7 @@ void ForeignSaves::cut(Lease& lease, SaveId id) {
     if (lease.saving.empty() && lease.is(LeaseState::kReleasing)) ended_.push_back(lease.id());
 }
 
-void ForeignSaves::free(SaveId id) {
+void ExternalSaves::free(SaveId id) {
     Block& block = blocks_[id];
     block.state = State::kFree;
     block.device = block.host = kNoBlock;
@@ -326,13 +326,13 @@ void ForeignSaves::free(SaveId id) {
 }
 
 // A proven block behind a node enters the tree, and with it the proven blocks below.
-void ForeignSaves::insert(SaveId first) {
+void ExternalSaves::insert(SaveId first) {
     std::vector<SaveId> next = {first};
     for (std::size_t i = 0; i < next.size(); ++i) insert_one(next[i], next);
     index_.change();
 }
 
-void ForeignSaves::insert_one(SaveId id, std::vector<SaveId>& next) {
+void ExternalSaves::insert_one(SaveId id, std::vector<SaveId>& next) {
     PrefixTree& tree = index_.tree();
     Block& block = blocks_[id];
     unlink(id);
@@ -371,7 +371,7 @@ void ForeignSaves::insert_one(SaveId id, std::vector<SaveId>& next) {
 
 // -- transfers -----------------------------------------------------------------------------------
 
-TransferId ForeignSaves::take() {
+TransferId ExternalSaves::take() {
     queued_ids_.clear();
     std::vector<SaveId> taken;
     for (; !queue_.empty(); queue_.pop_front()) {
@@ -411,7 +411,7 @@ TransferId ForeignSaves::take() {
     return id;
 }
 
-void ForeignSaves::give_up_queue() {
+void ExternalSaves::give_up_queue() {
     for (; !queue_.empty(); queue_.pop_front()) {
         const SaveId id = queue_.front();
         if (blocks_[id].state == State::kQueued) lose(id);
@@ -420,7 +420,7 @@ void ForeignSaves::give_up_queue() {
     announce_changed();
 }
 
-void ForeignSaves::reset() {
+void ExternalSaves::reset() {
     for (SaveId id = 0; id < blocks_.size(); ++id) {
         const State state = blocks_[id].state;
         if (state != State::kFree && state != State::kLost) lose(id);
@@ -428,7 +428,7 @@ void ForeignSaves::reset() {
     changed_.clear();  // no lease of this epoch will publish what it promised
 }
 
-void ForeignSaves::complete(TransferId id, std::uint32_t good) {
+void ExternalSaves::complete(TransferId id, std::uint32_t good) {
     const InFlight save = std::move(in_flight_.extract(id).mapped());
     transfers_.end_other();
     std::size_t copied = 0;
@@ -457,7 +457,7 @@ void ForeignSaves::complete(TransferId id, std::uint32_t good) {
     announce_changed();
 }
 
-Step ForeignSaves::after_step(LeaseId lease) const {
+Step ExternalSaves::after_step(LeaseId lease) const {
     Step newest = 0;
     for (const Block& block : blocks_) {
         if (block.reader != lease || block.device == kNoBlock) continue;
@@ -466,7 +466,7 @@ Step ForeignSaves::after_step(LeaseId lease) const {
     return newest;
 }
 
-std::vector<LeaseId> ForeignSaves::take_ended() {
+std::vector<LeaseId> ExternalSaves::take_ended() {
     std::vector<LeaseId> ended = std::exchange(ended_, {});
     std::erase_if(ended, [this](LeaseId id) {
         return !leases_.is_open(id) || leases_.at(id).is_in_use() ||
@@ -475,7 +475,7 @@ std::vector<LeaseId> ForeignSaves::take_ended() {
     return ended;
 }
 
-void ForeignSaves::add_to(CoreStatistics& statistics) const {
+void ExternalSaves::add_to(CoreStatistics& statistics) const {
     statistics.offloaded_blocks += saved_;
     statistics.failed_blocks += failed_;
     statistics.skipped_backups += skipped_;
@@ -483,7 +483,7 @@ void ForeignSaves::add_to(CoreStatistics& statistics) const {
     for (const Block& block : blocks_) statistics.host_in_flight += block.host != kNoBlock;
 }
 
-void ForeignSaves::check(Report& report) const {
+void ExternalSaves::check(Report& report) const {
     const PrefixTree& tree = index_.tree();
     std::size_t known = 0;
     std::size_t listed = 0;

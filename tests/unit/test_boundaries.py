@@ -1,4 +1,4 @@
-"""BorderSearch: where a hit should end that needs copies in other pools, by cost and failures."""
+"""BoundarySearch: where a hit should end that needs copies in other pools, by cost and failures."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from aiokv.base.groups import BlockGroup
-from aiokv.engine.borders import BorderSearch
+from aiokv.engine.boundaries import BoundarySearch
 from aiokv.engine.comparison import Comparison
-from aiokv.scheduler.reader import Borders
+from aiokv.scheduler.reader import Boundaries
 from aiokv.stores.base import KEY_BYTES
 from aiokv.stores.store_set import Found, StoreAnswer
 
@@ -19,8 +19,8 @@ WINDOW = BlockGroup("local", 0, 0, 2)
 SINK = BlockGroup("sink", 0, 3, 1)
 
 
-def borders(count, *, hit=2, cached=2, first=None, may_end=None) -> Borders:
-    return Borders(
+def boundaries(count, *, hit=2, cached=2, first=None, may_end=None) -> Boundaries:
+    return Boundaries(
         hit=hit,
         cached=cached,
         first=hit if first is None else first,
@@ -37,14 +37,14 @@ def copies(*seconds, latency=0.0) -> Found:
     return Found(np.array(seconds, np.float64), latency)
 
 
-def search_of(seconds, found, *, group=STATE, latency=0.0, **blocks) -> BorderSearch:
+def search_of(seconds, found, *, group=STATE, latency=0.0, **blocks) -> BoundarySearch:
     """Return a search whose blocks take these seconds, each with all before it."""
-    search = BorderSearch(borders(len(found), **blocks), [group], BLOCK_TOKENS)
+    search = BoundarySearch(boundaries(len(found), **blocks), [group], BLOCK_TOKENS)
     search.note(answer(*seconds), [copies(*found, latency=latency)])
     return search
 
 
-def test_last_border_that_can_be_reached():
+def test_last_boundary_that_can_be_reached():
     assert search_of([1, 2, 3], [NEVER, 1, NEVER]).best(None) == 4
     assert search_of([1], [NEVER, 1, 1]).best(None) == 0
     assert search_of([1, 2, 3], [1, 1, 1], may_end=[True, False, False]).best(None) == 3
@@ -69,7 +69,7 @@ def computing(seconds: float) -> Comparison:
 
 
 def test_all_pools_are_needed():
-    search = BorderSearch(borders(3), [STATE, WINDOW], BLOCK_TOKENS)
+    search = BoundarySearch(boundaries(3), [STATE, WINDOW], BLOCK_TOKENS)
     search.note(answer(1, 2, 3), [copies(1, 1, NEVER), copies(1, 1, 1)])
     assert search.best(None) == 4
     search.note_cached("state", np.array([False, False, True]))
@@ -97,7 +97,7 @@ def test_latency_counts_once_per_fetch(latency, best):
 
 
 def test_what_a_tier_has_costs_nothing():
-    search = BorderSearch(borders(4, cached=4), [STATE], BLOCK_TOKENS)
+    search = BoundarySearch(boundaries(4, cached=4), [STATE], BLOCK_TOKENS)
     assert search.missing_digests == search.digests[2 * KEY_BYTES :]
     search.note(answer(9.0), [copies(*[1.5] * 4, latency=0.1)])
     assert search.best(computing(1.0)) == 4
@@ -108,9 +108,9 @@ def test_what_a_tier_has_costs_nothing():
 
 
 def test_search_goes_on_while_all_blocks_are_found():
-    search = BorderSearch(borders(2), [STATE], BLOCK_TOKENS)
+    search = BoundarySearch(boundaries(2), [STATE], BLOCK_TOKENS)
     assert search.note(answer(1.0, 2.0), [copies(NEVER, NEVER)])
-    search.go_on(borders(2, first=4))
+    search.go_on(boundaries(2, first=4))
     assert search.asked == 2
     assert not search.note(answer(1.0), [copies(NEVER, 1.0)])
     assert search.best(None) == 0
@@ -118,14 +118,14 @@ def test_search_goes_on_while_all_blocks_are_found():
 
 
 def test_search_ends_when_the_hit_has_changed():
-    search = BorderSearch(borders(2), [STATE], BLOCK_TOKENS)
+    search = BoundarySearch(boundaries(2), [STATE], BLOCK_TOKENS)
     assert search.note(answer(1.0, 2.0), [copies(1.0, NEVER)])
-    search.go_on(borders(2, hit=3))
+    search.go_on(boundaries(2, hit=3))
     assert not search.digests
     assert search.best(None) == 3
 
 
-def test_failures_leave_earlier_borders():
+def test_failures_leave_earlier_boundaries():
     search = search_of([1.0, 2.0, 3.0], [1.0, 1.0, 1.0])
     search.note_failure(5)
     assert search.best(None) == 4
@@ -139,7 +139,7 @@ def test_failed_copies_count_for_all_windows_that_need_them():
     search = search_of([1.0, 2.0, 3.0, 4.0], [0.0] * 4, group=WINDOW)
     search.note_cached("local", np.array([True, True, False, False]))
     search.note_failure(5)
-    assert search.best(None) == 4, "the border behind it needs the copy of block 4, too"
+    assert search.best(None) == 4, "the boundary behind it needs the copy of block 4, too"
 
 
 def test_fetches_before_this_one_count():

@@ -26,7 +26,7 @@ def block_bytes(weights: int, tokens: Sequence[int]) -> NDArray[np.uint8]:
     return np.frombuffer(hashlib.blake2b(text, digest_size=BLOCK_BYTES).digest(), np.uint8)
 
 
-class ForeignDevice:
+class ExternalDevice:
     """Device blocks of a server.
 
     Attributes:

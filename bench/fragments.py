@@ -1,4 +1,4 @@
-"""Memory of one side and sending of parcels, for all benches of peers."""
+"""Memory of one side and sending of fragments, for all benches of peers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiokv._native import seal_blocks
-from aiokv.peers.messages import MAX_LISTED, Credit, Done, Landed, SlotCredit, Want, parcel_key
+from aiokv.peers.messages import MAX_LISTED, Credit, Done, Landed, SlotCredit, Want, fragment_key
 from aiokv.peers.transport import Outgoing, PeerMemory
 from aiokv.stores.base import TRAILER_BYTES
 from aiokv.worker.arena import HostArena
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from aiokv.peers.messages import Message
     from aiokv.peers.wire import Connection
 
-SIZES = {"128_kib": 128 << 10, "1_mib": 1 << 20, "4_mib": 4 << 20}  # sizes of parcels
-INLINE_BYTES = 256 << 10  # smaller parcels are processed on the loop, faster than in a thread
+SIZES = {"128_kib": 128 << 10, "1_mib": 1 << 20, "4_mib": 4 << 20}  # sizes of fragments
+INLINE_BYTES = 256 << 10  # smaller fragments are processed on the loop, faster than in a thread
 BATCH_BYTES = 8 << 20  # bytes that the sender seals at once
 SECRET = b"a secret of the bench of peers"
 TICKET = bytes(16)
@@ -33,18 +33,18 @@ class Slots:
     """Memory of one side.
 
     Args:
-        parcel_bytes: size of a slot.
+        fragment_bytes: size of a slot.
         num_slots: number of slots; 0 for a side that only sends or only receives.
     """
 
-    def __init__(self, parcel_bytes: int, num_slots: int) -> None:
-        self.arena = HostArena(num_blocks=max(num_slots, 1), block_bytes=parcel_bytes)
+    def __init__(self, fragment_bytes: int, num_slots: int) -> None:
+        self.arena = HostArena(num_blocks=max(num_slots, 1), block_bytes=fragment_bytes)
         random = np.random.default_rng(0)
-        self.arena.blocks[:] = random.integers(0, 256, parcel_bytes, np.uint8)
+        self.arena.blocks[:] = random.integers(0, 256, fragment_bytes, np.uint8)
         self.memory = PeerMemory(
             address=self.arena.pointer,
             num_slots=num_slots,
-            slot_bytes=parcel_bytes,
+            slot_bytes=fragment_bytes,
             view=self.arena.blocks.reshape(-1).data,
         )
         self.threads = ThreadPoolExecutor(1)
@@ -52,11 +52,11 @@ class Slots:
     async def proof(
         self, function: Callable[..., Any], slots: Sequence[int], blocks: Sequence[int]
     ) -> Any:
-        """Seal or verify the parcels of blocks in slots."""
+        """Seal or verify the fragments of blocks in slots."""
         memory = self.memory
         payload_bytes = memory.slot_bytes - TRAILER_BYTES
         numbers = np.array(slots, np.int32)
-        keys = b"".join(parcel_key(TICKET, GENERATION, 0, block, 0) for block in blocks)
+        keys = b"".join(fragment_key(TICKET, GENERATION, 0, block, 0) for block in blocks)
 
         def call() -> Any:
             return function(
@@ -78,7 +78,7 @@ class Slots:
 
 
 class Sending:
-    """Sender of parcels on one connection; the handler of the connection forwards the messages."""
+    """Sender of fragments on one connection; the connection's handler forwards the messages."""
 
     def __init__(self) -> None:
         self._credits: deque[SlotCredit] = deque()
@@ -107,18 +107,18 @@ class Sending:
     async def send(
         self, connection: Connection, link: Any, slots: Slots, count: int, *, max_writes: int
     ) -> None:
-        """Send ``count`` parcels, and wait until the receiver has acknowledged them.
+        """Send ``count`` fragments, and wait until the receiver has acknowledged them.
 
         Args:
             connection: carries the messages.
-            link: writes the parcels.
+            link: writes the fragments.
             slots: outgoing slots, for more than ``max_writes`` batches.
-            count: number of parcels.
+            count: number of fragments.
             max_writes: number of batches that are written while the next one is sealed.
         """
         self._done = asyncio.get_running_loop().create_future()
         for begin in range(0, count, MAX_LISTED):
-            connection.send(Want(ticket_id=TICKET, parcels=min(MAX_LISTED, count - begin)))
+            connection.send(Want(ticket_id=TICKET, fragments=min(MAX_LISTED, count - begin)))
         memory = slots.memory
         batch = max(1, BATCH_BYTES // memory.slot_bytes)
         used_slots = memory.num_slots // batch * batch
@@ -140,7 +140,7 @@ class Sending:
         waiting = deque(zip(blocks, places, strict=True))
         while waiting:
             await self.credit()
-            parcels = []
+            fragments = []
             while waiting and self._credits:
                 block, place = waiting.popleft()
                 slot, generation = self._credits.popleft()
@@ -149,7 +149,7 @@ class Sending:
                     sender_block=block,
                     slot=slot,
                     slot_generation=generation,
-                    parcel_bytes=memory.slot_bytes,
+                    fragment_bytes=memory.slot_bytes,
                 )
-                parcels.append(Outgoing(place, landed))
-            await link.write(parcels)
+                fragments.append(Outgoing(place, landed))
+            await link.write(fragments)

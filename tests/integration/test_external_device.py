@@ -21,7 +21,7 @@ from aiokv.testing import (
 from aiokv.testing.loops import PATIENCE_SECONDS
 from aiokv.testing.transitions import TransitionLog, record, replay_transitions
 from tests.harness.cache import BLOCK_TOKENS, prompt
-from tests.harness.foreign import ForeignCache
+from tests.harness.external import ExternalCache
 
 A, B, C = (prompt(seed, 3) for seed in (1, 2, 3))
 LONG = np.concatenate([A[:12], prompt(9, 3)])  # begins with the blocks of A
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.asyncio
 
 
 async def test_a_hit_is_copied_into_the_blocks_that_the_server_names():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         await cache.store(A, range(4))
         lease = cache.engine.match(A)
         assert lease.hit == Hit(0, 12)
@@ -56,7 +56,7 @@ async def test_a_hit_is_copied_into_the_blocks_that_the_server_names():
 
 
 async def test_positions_of_the_servers_own_cache_are_not_copied():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         lease, copy = await cache.onload(A, [0, 1, 9, 10], computed_tokens=8)
         assert copy.device_ids.tolist() == [9]
         await cache.finish()
@@ -71,7 +71,7 @@ async def test_positions_of_the_servers_own_cache_are_not_copied():
 
 async def test_blocks_of_the_servers_own_cache_are_saved_once_they_are_committed():
     """The host lacks them, for example because it has evicted them."""
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         words = cache.memory.words(A)
         cache.memory.write([3, 4, 5], words)
         lease = await cache.begin(A, [3, 4, 5, 6], computed_tokens=12)
@@ -86,7 +86,7 @@ async def test_blocks_of_the_servers_own_cache_are_saved_once_they_are_committed
 
 @pytest.mark.parametrize("computed_tokens", [9, 13])
 async def test_the_servers_cache_may_end_inside_the_last_block(computed_tokens: int):
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         await cache.store(A, range(4))
         ids = [0, 1, 2, 12][: -(-computed_tokens // BLOCK_TOKENS)]
         lease = await cache.granted(A)
@@ -99,7 +99,7 @@ async def test_the_servers_cache_may_end_inside_the_last_block(computed_tokens: 
 
 
 async def test_all_commits_of_a_pass_are_saved_in_one_transfer():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         leases = [await cache.compute_new(A, range(4)), await cache.compute_new(B, range(8, 12))]
         await cache.saves_begun()
         (save,) = cache.device.offloads
@@ -111,7 +111,7 @@ async def test_all_commits_of_a_pass_are_saved_in_one_transfer():
 
 
 async def test_decode_appends_blocks_and_tokens_and_saves_each_full_block():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         lease = await cache.compute_new(A, range(4))
         generated = np.arange(500, 508, dtype=np.int32)
         tokens = np.concatenate([A, generated])
@@ -128,7 +128,7 @@ async def test_decode_appends_blocks_and_tokens_and_saves_each_full_block():
 
 
 async def test_blocks_behind_a_saved_one_stay_pending():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         lease = await cache.begin(A, range(4))
         cache.memory.write([0, 1, 2], cache.memory.words(A))
         for blocks in range(3):
@@ -142,7 +142,7 @@ async def test_blocks_behind_a_saved_one_stay_pending():
 
 async def test_saves_of_consecutive_commits_do_not_wait_for_each_other():
     """A block whose save ends before that of its parent becomes matchable with the parent."""
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         lease = await cache.write(A, range(4))
         for end in (4, 8, 12):
             lease.commit(end)
@@ -163,7 +163,7 @@ async def test_saves_of_consecutive_commits_do_not_wait_for_each_other():
 
 
 async def test_two_leases_save_a_block_once():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         first = await cache.compute_new(A, range(4))
         second = await cache.compute_new(A, range(8, 12))
         assert second.commit(13) == 0
@@ -182,7 +182,7 @@ async def test_two_leases_save_a_block_once():
 
 
 async def test_a_fork_of_prompts_is_saved_below_a_block_that_is_being_saved():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         first = await cache.compute_new(A, range(4))
         await cache.saves_begun()
         second = await cache.compute_new(LONG, range(8, 15))
@@ -199,7 +199,7 @@ async def test_a_fork_of_prompts_is_saved_below_a_block_that_is_being_saved():
 
 
 async def test_a_lease_that_does_not_write_saves_nothing():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         lease = await cache.compute_new(A, range(4), write=False)
         assert lease.is_idle
         lease.release()
@@ -208,7 +208,7 @@ async def test_a_lease_that_does_not_write_saves_nothing():
 
 @pytest.mark.parametrize("threshold", [1, 2, 3])
 async def test_the_selective_policy_saves_blocks_at_their_nth_use(threshold: int):
-    async with ForeignCache(
+    async with ExternalCache(
         write_policy="write_through_selective", write_through_threshold=threshold
     ) as cache:
         for use in range(1, 4):
@@ -224,7 +224,7 @@ async def test_the_selective_policy_saves_blocks_at_their_nth_use(threshold: int
 
 
 async def test_no_block_is_saved_under_the_policy_none():
-    async with ForeignCache(write_policy="none") as cache:
+    async with ExternalCache(write_policy="none") as cache:
         lease = await cache.compute_new(A, range(4))
         waiting = cache.engine.match(A)
         assert waiting.pending_tokens == 0  # nothing will come
@@ -234,7 +234,7 @@ async def test_no_block_is_saved_under_the_policy_none():
 
 
 async def test_without_host_room_blocks_are_skipped_and_saved_with_a_later_commit():
-    async with ForeignCache(host_blocks=3) as cache:
+    async with ExternalCache(host_blocks=3) as cache:
         await cache.store(A, range(4))
         reader = await cache.begin(A, range(4), computed_tokens=12)  # refs: A is not evicted
         lease = await cache.compute_new(B, range(8, 12))
@@ -250,7 +250,7 @@ async def test_without_host_room_blocks_are_skipped_and_saved_with_a_later_commi
 
 async def test_the_adaptive_and_the_lru_host_tier_evict_old_prompts():
     for policy in ("lru", "adaptive"):
-        async with ForeignCache(host_blocks=6, eviction_policy=policy) as cache:
+        async with ExternalCache(host_blocks=6, eviction_policy=policy) as cache:
             for tokens in (A, B, C):
                 await cache.store(tokens, range(4))
             assert cache.engine.statistics().attention.host.evicted_blocks == 3
@@ -258,7 +258,7 @@ async def test_the_adaptive_and_the_lru_host_tier_evict_old_prompts():
 
 
 async def test_kv_events_name_host_memory_only():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         async with cache.engine.kv_events() as events:
             await cache.store(A, range(4))
             stored = []
@@ -273,7 +273,7 @@ async def test_kv_events_name_host_memory_only():
 
 
 async def test_a_prompt_waits_until_the_blocks_that_it_needs_are_saved():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         owner = await cache.begin(A, range(4))
         waiting = cache.engine.match(A)
         assert waiting.pending_tokens == 12
@@ -294,7 +294,7 @@ async def test_a_prompt_waits_until_the_blocks_that_it_needs_are_saved():
 
 @pytest.mark.parametrize("end", ["release", "preempt", "fail", "reset"])
 async def test_the_wait_ends_when_the_blocks_will_not_come(end: str):
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         owner = await cache.begin(A, range(4))
         waiting = cache.engine.match(A)
         task = asyncio.create_task(waiting.allocate(13, wait_pending=60))
@@ -322,7 +322,7 @@ async def test_the_wait_ends_when_the_blocks_will_not_come(end: str):
 
 
 async def test_a_released_lease_is_idle_when_its_saves_have_ended():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         lease = await cache.compute_new(A, range(4))
         lease.release()
         assert not lease.is_idle  # also before the save has begun
@@ -341,7 +341,7 @@ async def test_a_released_lease_is_idle_when_its_saves_have_ended():
 
 
 async def test_a_released_lease_is_idle_when_its_onload_has_ended():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         lease, copy = await cache.onload(A, range(8, 12))
         copy.complete(0)
         lease.release()
@@ -352,7 +352,7 @@ async def test_a_released_lease_is_idle_when_its_onload_has_ended():
 
 
 async def test_preempt_gives_the_blocks_up_and_a_later_grant_takes_others():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         lease = await cache.compute_new(A, range(4))
         await cache.saves_begun()
         await lease.preempt()
@@ -372,7 +372,7 @@ async def test_preempt_gives_the_blocks_up_and_a_later_grant_takes_others():
 
 
 async def test_ids_may_be_shared_by_leases_that_read_them():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         await cache.store(A, range(4))
         leases = [await cache.begin(A, [8, 9, 10, 11])]
         leases.append(await cache.begin(A, [8, 9, 10, 12], computed_tokens=12))
@@ -384,7 +384,7 @@ async def test_ids_may_be_shared_by_leases_that_read_them():
 
 
 async def test_an_onload_into_blocks_in_use_is_refused():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         await cache.store(A, range(4))
         saving = await cache.compute_new(B, range(8, 12))
         onloading = await cache.begin(A, range(12, 16))
@@ -407,7 +407,7 @@ async def test_an_onload_into_blocks_in_use_is_refused():
 
 async def test_a_block_that_is_computed_anew_under_a_save_is_not_cached():
     """The server reused it too early: other bytes must not enter the cache."""
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         first = await cache.compute_new(A, range(4))
         await cache.saves_begun()
         first.release()
@@ -439,7 +439,7 @@ async def test_a_block_that_is_computed_anew_under_a_save_is_not_cached():
     ],
 )
 async def test_wrong_ids_are_refused_and_change_nothing(ids, computed, message):
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         await cache.store(A, range(4))
         lease = await cache.granted(A)
         before = cache.engine.statistics()
@@ -454,7 +454,7 @@ async def test_wrong_ids_are_refused_and_change_nothing(ids, computed, message):
 
 
 async def test_assign_needs_a_grant_and_later_calls_only_append():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         lease = cache.engine.match(A)
         with pytest.raises(LeaseError, match="the lease is matched and takes no blocks"):
             lease.assign([0])
@@ -478,7 +478,7 @@ async def test_assign_needs_a_grant_and_later_calls_only_append():
 
 
 async def test_a_hit_that_was_dropped_after_the_grant_is_not_onloaded():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         await cache.store(A, range(4))
         lease = await cache.granted(A)
         await cache.engine.reset()
@@ -492,7 +492,7 @@ async def test_a_hit_that_was_dropped_after_the_grant_is_not_onloaded():
 
 
 async def test_truncate_gives_back_rejected_positions():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         lease = await cache.write(A, range(4))
         lease.commit(8)
         lease.append([7, 7, 7, 7])
@@ -518,7 +518,7 @@ async def test_truncate_gives_back_rejected_positions():
 
 
 async def test_a_failed_onload_lowers_the_cached_positions():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         lease, copy = await cache.onload(A, range(8, 12))
         copy.fail(0, block=1)
         copy.complete(1)
@@ -537,7 +537,7 @@ async def test_a_failed_onload_lowers_the_cached_positions():
 
 
 async def test_blocks_that_were_computed_behind_a_failed_onload_are_not_cached():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         await cache.store(A, range(4))
         lease = await cache.begin(LONG, range(8, 15))
         cache.memory.write([11, 12, 13], cache.memory.words(LONG)[3:])
@@ -556,7 +556,7 @@ async def test_blocks_that_were_computed_behind_a_failed_onload_are_not_cached()
 
 
 async def test_blocks_behind_a_hit_are_saved_when_its_onload_has_ended():
-    async with ForeignCache(verify="checksum") as cache:
+    async with ExternalCache(verify="checksum") as cache:
         await cache.store(A, range(4))
         lease = await cache.begin(LONG, range(8, 15))
         cache.memory.write([11, 12, 13], cache.memory.words(LONG)[3:])
@@ -567,7 +567,7 @@ async def test_blocks_behind_a_hit_are_saved_when_its_onload_has_ended():
 
 
 async def test_a_save_below_a_block_that_was_dropped_is_not_cached():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         await cache.store(A, range(4))
         below = await cache.compute_new(LONG, [0, 1, 2, 4, 5, 6, 7], computed_tokens=12)
         await cache.saves_begun()
@@ -588,7 +588,7 @@ async def test_a_save_below_a_block_that_was_dropped_is_not_cached():
 
 async def test_a_block_that_an_onload_writes_is_not_read_by_a_save():
     """The server takes a block for cached before it has arrived."""
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         await cache.store(A, range(4))
         onloading = await cache.begin(A, range(8, 12))
         early = await cache.begin(LONG, [8, 9, 10, *range(12, 16)], computed_tokens=12)
@@ -606,7 +606,7 @@ async def test_a_block_that_an_onload_writes_is_not_read_by_a_save():
 @pytest.mark.parametrize("extra", [0, 1])
 async def test_a_failed_onload_fails_the_leases_that_share_its_blocks(released, extra):
     """Otherwise, bytes that have not arrived would be saved as those of the prefix."""
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         lease, copy = await cache.onload(A, range(8, 12))
         tokens = np.concatenate([A[:12], prompt(7, extra)])
         other = await cache.begin(tokens, [8, 9, 10, *range(20, 21 + extra)], computed_tokens=12)
@@ -630,7 +630,7 @@ async def test_blocks_computed_behind_an_onload_of_another_lease_are_saved_once_
     end: str,
 ):
     """The server may compute behind shared blocks before their bytes are there."""
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         for tokens in (A, B, C):
             await cache.store(tokens, range(4))
         ahead = [await cache.begin(B, range(4)), await cache.begin(C, range(4, 8))]
@@ -660,7 +660,7 @@ async def test_blocks_computed_behind_an_onload_of_another_lease_are_saved_once_
 
 async def test_a_lease_that_is_released_before_an_onload_of_another_has_ended_saves_nothing():
     """Its batch keeps the lease open, but the server may reuse its ids once it is idle."""
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         await cache.store(A, range(4))
         lease = await cache.begin(A, range(8, 12))
         tokens = np.concatenate([A[:12], prompt(7, 1)])
@@ -680,7 +680,7 @@ async def test_a_lease_that_is_released_before_an_onload_of_another_has_ended_sa
 
 
 async def test_a_failed_onload_fails_a_lease_that_has_no_hit():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         await cache.store(A, range(4))
         lease = await cache.begin(A, range(8, 12))
         other = cache.engine.match(A, read=False)
@@ -695,7 +695,7 @@ async def test_a_failed_onload_fails_a_lease_that_has_no_hit():
 
 
 async def test_a_lease_whose_onload_fails_after_its_release_leaves_nothing():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         lease, copy = await cache.onload(A, range(8, 12))
         copy.complete(0)
         lease.release()
@@ -705,7 +705,7 @@ async def test_a_lease_whose_onload_fails_after_its_release_leaves_nothing():
 
 
 async def test_a_failed_save_leaves_its_blocks_uncached_and_ends_the_saves_of_the_lease():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         lease = await cache.write(A, range(4))
         lease.commit(4)
         await cache.saves_begun()
@@ -723,7 +723,7 @@ async def test_a_failed_save_leaves_its_blocks_uncached_and_ends_the_saves_of_th
 
 
 async def test_a_failed_save_of_one_lease_is_tried_by_another():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         first = await cache.compute_new(A, range(4))
         second = await cache.compute_new(A, range(8, 12))
         await cache.saves_begun()
@@ -738,7 +738,7 @@ async def test_a_failed_save_of_one_lease_is_tried_by_another():
 
 async def test_a_block_that_a_store_brings_while_it_is_saved_is_saved_twice_below():
     store = ScriptedStore()
-    async with ForeignCache(stores=[store]) as cache:
+    async with ExternalCache(stores=[store]) as cache:
         lease = await cache.write(A, range(4))
         lease.commit(4)
         await cache.finish()
@@ -771,7 +771,7 @@ async def test_a_block_that_a_store_brings_while_it_is_saved_is_saved_twice_belo
 
 
 async def test_checksums_find_a_changed_host_block():
-    async with ForeignCache(verify="checksum") as cache:
+    async with ExternalCache(verify="checksum") as cache:
         lease, copy = await cache.onload(A, range(8, 12))
         cache.device.arena.blocks[copy.host_ids[1], 5] ^= 1
         copy.complete_all()
@@ -785,7 +785,7 @@ async def test_checksums_find_a_changed_host_block():
 
 async def test_checksums_are_those_of_the_commit_that_is_saved():
     """The server reuses ids: a checksum of an earlier block of an id must not be used."""
-    async with ForeignCache(verify="checksum") as cache:
+    async with ExternalCache(verify="checksum") as cache:
         await cache.store(A, range(4))
         await cache.store(B, range(4))
         for tokens in (A, B):
@@ -797,7 +797,7 @@ async def test_checksums_are_those_of_the_commit_that_is_saved():
 
 
 async def test_a_released_lease_whose_blocks_find_no_room_in_host_memory_ends():
-    async with ForeignCache(host_blocks=3) as cache:
+    async with ExternalCache(host_blocks=3) as cache:
         await cache.store(A, range(4))
         keeper = await cache.granted(A)  # nothing of it can be evicted
         lease = await cache.compute_new(B, range(8, 12))
@@ -812,7 +812,7 @@ async def test_a_released_lease_whose_blocks_find_no_room_in_host_memory_ends():
 
 async def test_who_waits_for_blocks_goes_on_when_they_are_saved():
     """The lease that has computed them is not released."""
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         lease = await cache.begin(A, range(4))
         other = cache.engine.match(A)
         waiting = asyncio.create_task(other.allocate(13, wait_pending=60))
@@ -833,7 +833,7 @@ async def test_who_waits_for_blocks_goes_on_when_they_are_saved():
 async def test_a_save_waits_for_the_step_of_its_commit():
     device = ManualDevice()
     device.computes_in_stream = True
-    async with ForeignCache(device=device) as cache:
+    async with ExternalCache(device=device) as cache:
         event = ManualEvent()
         lease = await cache.write(A, range(4))
         lease.commit(12, ready=event)
@@ -850,7 +850,7 @@ async def test_a_save_waits_for_the_step_of_its_commit():
 async def test_idle_raises_where_only_its_own_task_could_close_the_step():
     device = ManualDevice()
     device.computes_in_stream = True
-    async with ForeignCache(device=device) as cache:
+    async with ExternalCache(device=device) as cache:
         event = ManualEvent()
         event.complete()
         cache.engine.step(event)
@@ -868,7 +868,7 @@ async def test_idle_raises_where_only_its_own_task_could_close_the_step():
 
 
 async def test_reset_keeps_saves_in_flight_out_of_the_cache():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         lease = await cache.compute_new(A, range(4))
         await cache.saves_begun()
         released = await cache.compute_new(B, range(8, 12))
@@ -889,7 +889,7 @@ async def test_reset_keeps_saves_in_flight_out_of_the_cache():
 
 
 async def test_a_block_is_saved_anew_while_a_save_of_before_the_reset_is_in_flight():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         old = await cache.compute_new(A, range(4))
         await cache.saves_begun()
         resetting = asyncio.create_task(cache.engine.reset())
@@ -903,7 +903,7 @@ async def test_a_block_is_saved_anew_while_a_save_of_before_the_reset_is_in_flig
 
 
 async def test_blocks_of_old_weights_are_not_cached():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         lease = await cache.compute_new(A, range(4))
         await cache.saves_begun()
         update = cache.engine.updating_weights()
@@ -924,7 +924,7 @@ async def test_blocks_of_old_weights_are_not_cached():
 
 
 async def test_cached_blocks_are_not_onloaded_during_an_update_of_weights():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         await cache.store(A, range(4))
         lease, other = await cache.granted(A), await cache.begin(B, range(8, 12))
         async with cache.engine.updating_weights():
@@ -940,7 +940,7 @@ async def test_cached_blocks_are_not_onloaded_during_an_update_of_weights():
 
 
 async def test_sleep_waits_for_saves_and_wakes_up_with_the_host_tier():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         lease = await cache.compute_new(A, range(4))
         lease.release()
         task = asyncio.create_task(cache.engine.sleep(["device"]))
@@ -960,7 +960,7 @@ async def test_sleep_waits_for_saves_and_wakes_up_with_the_host_tier():
 async def test_closing_waits_for_saves_and_wakes_who_waits_for_idle():
     device = ManualDevice()
     device.computes_in_stream = True
-    cache = ForeignCache(device=device)
+    cache = ExternalCache(device=device)
     async with cache:
         lease = await cache.compute_new(A, range(4))
         lease.release()  # its step is never closed
@@ -978,7 +978,7 @@ async def _released_at_pass(passes: int) -> tuple[int, bool]:
     Returns:
         The number of saves that have begun in the end; and True if the lease is idle.
     """
-    cache = ForeignCache()
+    cache = ExternalCache()
     await cache.engine.__aenter__()
     saved = await cache.compute_new(A, range(4))
     await cache.saves_begun()
@@ -1009,7 +1009,7 @@ async def test_closing_gives_up_saves_that_have_not_begun():
 
 async def test_a_lease_that_commits_while_the_engine_closes_is_idle_once_it_is_closed():
     """The commit queues a save that no transfer takes."""
-    cache = ForeignCache()
+    cache = ExternalCache()
     await cache.engine.__aenter__()
     saved = await cache.compute_new(A, range(4))
     await cache.saves_begun()
@@ -1032,7 +1032,7 @@ async def test_a_lease_that_commits_while_the_engine_closes_is_idle_once_it_is_c
 async def test_a_lease_is_idle_when_the_engine_was_closed_after_its_loop():
     """No report can come any more, and the device was joined."""
     loop = asyncio.new_event_loop()
-    cache = ForeignCache()
+    cache = ExternalCache()
 
     async def open_and_save():
         await cache.engine.__aenter__()
@@ -1050,7 +1050,7 @@ async def test_a_lease_is_idle_when_the_engine_was_closed_after_its_loop():
 
 
 async def test_cancelled_allocate_leaves_no_refs():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         await cache.store(A, range(4))
         cache.engine.pause()
         lease = cache.engine.match(A)
@@ -1064,7 +1064,7 @@ async def test_cancelled_allocate_leaves_no_refs():
 
 
 async def test_a_granted_hit_cannot_be_evicted():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         await cache.store(A, range(4))
         lease = await cache.granted(A)
         assert await cache.engine.evict(3, "host") == 0
@@ -1075,7 +1075,7 @@ async def test_a_granted_hit_cannot_be_evicted():
 # ---- stores
 
 
-async def _on_cpu(cache: ForeignCache, tokens: np.ndarray, ids: list[int], **begin: object) -> int:
+async def _on_cpu(cache: ExternalCache, tokens: np.ndarray, ids: list[int], **begin: object) -> int:
     """Serve a prompt with a device that copies by itself; return the cached positions."""
     serving = asyncio.create_task(cache.begin(tokens, ids, **begin))
     await run_until_idle(serving.done)
@@ -1092,11 +1092,11 @@ async def _on_cpu(cache: ForeignCache, tokens: np.ndarray, ids: list[int], **beg
 @pytest.mark.clock
 async def test_blocks_reach_the_stores_and_come_back_from_there():
     store = ScriptedStore()
-    async with ForeignCache(device=ScriptedDevice(), stores=[store]) as cache:
+    async with ExternalCache(device=ScriptedDevice(), stores=[store]) as cache:
         assert await _on_cpu(cache, A, [0, 1, 2, 3]) == 0
     assert len(store.objects) == 3
     again = ScriptedStore(objects=store.objects)
-    async with ForeignCache(device=ScriptedDevice(), stores=[again]) as cache:
+    async with ExternalCache(device=ScriptedDevice(), stores=[again]) as cache:
         assert await _on_cpu(cache, A, [8, 9, 10, 11], wait_store=math.inf) == 12
         assert cache.engine.statistics().attention.fetched_blocks == 3
         await cache.engine.evict(3, "host")
@@ -1112,35 +1112,35 @@ async def test_blocks_reach_the_stores_and_come_back_from_there():
     ("fields", "message"),
     [
         ({"host_blocks": 0}, "host_blocks is 0"),
-        ({"state_slots": 4}, "state_slots is 4, and foreign_device is True"),
+        ({"state_slots": 4}, "state_slots is 4, and external_device is True"),
         ({"reserve_blocks": 2}, "reserve_blocks is 2"),
         ({"salt_quota_blocks": 2}, "salt_quota_blocks is 2"),
         ({"low_watermark_blocks": 2}, "low_watermark_blocks is 2"),
         ({"write_policy": "write_back"}, "does not see the server's evictions"),
-        ({"foreign_device": "yes"}, "foreign_device is 'yes'; it must be True or False"),
+        ({"external_device": "yes"}, "external_device is 'yes'; it must be True or False"),
     ],
 )
 async def test_options_that_need_a_device_pool_are_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
-        CacheConfig(**{"device_blocks": 8, "host_blocks": 8, "foreign_device": True, **fields})
+        CacheConfig(**{"device_blocks": 8, "host_blocks": 8, "external_device": True, **fields})
 
 
 async def test_peers_are_refused():
-    config = CacheConfig(device_blocks=8, host_blocks=8, foreign_device=True, model="m")
-    with pytest.raises(ConfigError, match=r"peers are given, and CacheConfig.foreign_device"):
+    config = CacheConfig(device_blocks=8, host_blocks=8, external_device=True, model="m")
+    with pytest.raises(ConfigError, match=r"peers are given, and CacheConfig.external_device"):
         CacheEngine(config, peers=Peers(listen="127.0.0.1", secret="s" * 32))
 
 
 async def test_calls_that_need_a_device_pool_are_refused():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         lease = await cache.compute_new(A, range(4))
         await cache.finish()
         engine = cache.engine
-        with pytest.raises(UsageError, match="extend: with foreign_device") as error:
+        with pytest.raises(UsageError, match="extend: with external_device") as error:
             engine.extend([lease], 1)
         assert "assign" in error.value.hint
         for count in (engine.extendable_blocks, engine.allocatable_blocks):
-            with pytest.raises(UsageError, match=f"{count.__name__}.*: with foreign_device"):
+            with pytest.raises(UsageError, match=f"{count.__name__}.*: with external_device"):
                 count()
         with pytest.raises(LeaseError, match="has its blocks already") as error:
             lease.try_allocate(17)
@@ -1160,11 +1160,11 @@ async def test_calls_that_need_a_device_pool_are_refused():
         lease.release()
 
 
-async def test_assign_needs_foreign_device():
+async def test_assign_needs_external_device():
     async with CacheEngine(CacheConfig(device_blocks=8)) as engine:
         lease = engine.match(A)
         await lease.allocate(13)
-        with pytest.raises(UsageError, match="foreign_device is False"):
+        with pytest.raises(UsageError, match="external_device is False"):
             lease.assign([0])
         assert lease.is_idle
         await lease.idle()
@@ -1176,7 +1176,7 @@ async def test_assign_needs_foreign_device():
 
 async def test_transitions_can_be_recorded_and_replayed(tmp_path):
     path = tmp_path / "transitions.jsonl"
-    cache = ForeignCache()
+    cache = ExternalCache()
     with record(cache.engine, path):
         async with cache:
             await cache.store(A, range(4))
@@ -1187,7 +1187,7 @@ async def test_transitions_can_be_recorded_and_replayed(tmp_path):
 
 
 async def test_usage_and_statistics_count_host_hits():
-    async with ForeignCache() as cache:
+    async with ExternalCache() as cache:
         await cache.store(A, range(4))
         lease = await cache.begin(A, range(8, 12))
         await cache.finish()

@@ -1,4 +1,4 @@
-"""ForeignBlocks: leases on device blocks that a server owns."""
+"""ExternalBlocks: leases on device blocks that a server owns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from aiokv.scheduler.releases import Releases
 
 
-class ForeignBlocks:
+class ExternalBlocks:
     """Gives leases the blocks that the server names, and reports the ends of their transfers.
 
     Args:
