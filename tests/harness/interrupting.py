@@ -40,7 +40,7 @@ def guarded_lines() -> dict[CodeType, range]:
     What these lines call is guarded, too.
     """
     functions: list[Callable[..., Any]] = [inspect.unwrap(_attribute(name)) for name in TRANSITIONS]
-    functions += [Dispatcher.apply, Rank._on_frame]
+    functions += [Dispatcher.apply, Rank._on_message]
     functions += [EventPoller._on_timer, EventPoller._on_next_pass, EventPoller._run_soon]
     return {function.__code__: _lines_of(function) for function in functions}
 
