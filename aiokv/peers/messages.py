@@ -6,10 +6,10 @@ MessagePack, never pickle.
     sender (prefill)                     receiver (decode)
     Open ───────────────────────────────►                        one per ticket
          ◄─────────────────────────────── Accepted, or Refused
-    Want(2 fragments are ready) ──────────►
+    Want(2 fragments are ready) ────────►
          ◄─────────────────────────────── Credit(slots 5 and 9)
-    Landed(block 0, slot 5) + fragment ───►                         verified, copied, slot freed
-    Landed(block 1, slot 9) + fragment ───►
+    Landed(block 0, slot 5) + fragment ─►                         verified, copied, slot freed
+    Landed(block 1, slot 9) + fragment ─►
          ◄─────────────────────────────── Proven(blocks 0 and 1), or Wrong(block 1)
          ◄─────────────────────────────── Again(block 1), after a Wrong for want of room
     Return(slots), unused credits ──────►                         after a Cancel

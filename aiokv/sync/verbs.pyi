@@ -367,9 +367,9 @@ class LeaseVerbs:
     def can_allocate(self, num_tokens: int, *, reserve_blocks: int | None = None) -> bool:
         """Return True if ``try_allocate(num_tokens)`` would succeed now; changes nothing.
 
-        The answer is exact. ``device_free + evictable_blocks`` of the statistics is an upper bound:
-        it includes blocks that are being copied, or that have to be saved before they can be
-        evicted. The cached blocks of the lease need no room. The call costs as much as
+        The answer is exact. ``attention.device.free + evictable_blocks`` of the statistics is an
+        upper bound: it includes blocks that are being copied, or that have to be saved before they
+        can be evicted. The cached blocks of the lease need no room. The call costs as much as
         ``try_allocate``. ``CacheEngine.allocatable_blocks`` answers without a lease.
 
         Args:
@@ -797,8 +797,9 @@ class EngineVerbs:
         whose cached blocks need no room; and for models with recurrent state or sliding windows,
         which need state slots or window blocks too.
 
-        The number is exact, unlike ``device_free + evictable_blocks`` of the statistics, which
-        includes blocks that are being copied, or that have to be saved before they can be evicted.
+        The number is exact, unlike ``attention.device.free + evictable_blocks`` of the statistics,
+        which includes blocks that are being copied, or that have to be saved before they can be
+        evicted.
 
         Args:
             salt: salt of the request, whose quota counts the blocks.
