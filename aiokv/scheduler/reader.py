@@ -495,7 +495,6 @@ class CacheReader:
             lost_leases=self._preemption.lost_leases,
             expired_leases=self._releases.expired_leases,
             restored_states=state.cloned + state.onloaded,
-            reclaimed_host_copies=core.reclaimed_host_copies,
             **fields,
         )
 
