@@ -27,6 +27,11 @@ class EvictableBlocks {
     // -- nodes without refs, in the queue of their fastest tier
     void enqueue(NodeId node);  // used now
     void dequeue(NodeId node);
+    // The longest start of a path whose nodes only have to leave the device queue; returns its
+    // length. One call of the policy for all of them.
+    std::size_t dequeue_run(std::span<const NodeId> path);
+    // Nodes of a path with device copies, none of them queued, used now.
+    void enqueue_run(std::span<const NodeId> path);
     void defer(NodeId node);
     // Puts a deferred node back to the front of its queue, if it can be evicted now.
     void requeue_if_free(NodeId node);
@@ -77,6 +82,8 @@ class EvictableBlocks {
 
   private:
     TierQueue& queue_of(NodeId node);
+    // On the device, neither deferred nor looked at by the look-ahead.
+    bool is_plainly_queued(NodeId node) const;
     void count_idle_host(const Node& n, int change);
     bool is_parked_unsaved(NodeId node) const;
     void trim_unsaved_parked();

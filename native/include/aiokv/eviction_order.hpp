@@ -30,9 +30,10 @@ class TierQueue {
     // A node whose turn is before `node`'s, or kNone: looking ahead then starts at the front again.
     virtual NodeId before(NodeId node) const = 0;
     virtual std::uint32_t size() const = 0;
-    virtual void push_back(NodeId node) = 0;   // used now
+    // Nodes of one path, used now: the last one is the least recently used of them.
+    virtual void push_back(std::span<const NodeId> path) = 0;
     virtual void push_front(NodeId node) = 0;  // its turn had come, and it was blocked
-    virtual void remove(NodeId node) = 0;
+    virtual void remove(std::span<const NodeId> path) = 0;
 };
 
 class EvictionOrder {

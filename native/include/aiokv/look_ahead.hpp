@@ -31,9 +31,11 @@ class LookAhead {
         tree_[node].set(kAhead);
         ++count_;
     }
+    // Its removal from the queue must be told to remove().
+    bool knows(NodeId node) const { return tree_[node].has(kAhead) || node == last_; }
     // The node is going to leave the queue.
     void remove(NodeId node) {
-        if (!tree_[node].has(kAhead) && node != last_) return;
+        if (!knows(node)) return;
         if (tree_[node].has(kAhead)) count_ -= count_ > 0;
         if (node != last_) return;
         last_ = queue_.before(node);

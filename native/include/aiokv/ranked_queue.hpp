@@ -1,6 +1,9 @@
 // The TierQueue of the policies that order nodes by recency or by score.
 #pragma once
 
+#include <cstddef>
+#include <span>
+
 #include "aiokv/eviction_order.hpp"
 #include "aiokv/eviction_queue.hpp"
 #include "aiokv/prefix_tree.hpp"
@@ -16,9 +19,13 @@ class RankedQueue final : public TierQueue {
     NodeId after(NodeId node) const override { return queue_.after(node); }
     NodeId before(NodeId node) const override { return queue_.before(node); }
     std::uint32_t size() const override { return queue_.size(); }
-    void push_back(NodeId node) override { queue_.push_back(node); }
+    void push_back(std::span<const NodeId> path) override {
+        for (std::size_t i = path.size(); i-- > 0;) queue_.push_back(path[i]);
+    }
     void push_front(NodeId node) override { queue_.push_front(node); }
-    void remove(NodeId node) override { queue_.remove(node); }
+    void remove(std::span<const NodeId> path) override {
+        for (const NodeId node : path) queue_.remove(node);
+    }
 
     // See EvictionQueue.
     bool choose(bool by_score) { return queue_.choose(by_score); }

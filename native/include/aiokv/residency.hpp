@@ -161,6 +161,7 @@ class Residency {
     }
 
     // refs and holds
+    bool only_enqueues(NodeId node) const;  // when its last ref goes
     void unref_node(NodeId node);
     void hold_node(NodeId node);
     void unhold_node(NodeId node);

@@ -25,9 +25,9 @@ void EvictableBlocks::enqueue(NodeId node) {
     Node& n = tree_[node];
     if (n.has(kDeviceLoading)) return;  // its transfer enqueues it
     if (n.has(kDeviceValid)) {
-        device_.push_back(node);
+        device_.push_back({&node, 1});
     } else {
-        host_.push_back(node);
+        host_.push_back({&node, 1});
         count_idle_host(n, +1);
     }
     n.set(kQueued);
@@ -44,12 +44,12 @@ void EvictableBlocks::dequeue(NodeId node) {
     if (!n.has(kQueued | kParked)) return;
     if (!n.has(kDeviceValid)) {
         count_idle_host(n, -1);
-        if (n.has(kQueued)) host_.remove(node);
+        if (n.has(kQueued)) host_.remove({&node, 1});
     } else if (n.has(kParked)) {
         --deferred_device_;
     } else {
         ahead_.remove(node);
-        device_.remove(node);
+        device_.remove({&node, 1});
     }
     n.clear(kQueued | kParked | kAhead);
 }
@@ -98,11 +98,39 @@ void EvictableBlocks::requeue_if_free(NodeId node) {
     ahead_.add_front(node);
 }
 
+bool EvictableBlocks::is_plainly_queued(NodeId node) const {
+    const Node& n = tree_[node];
+    return n.has(kQueued) && n.has(kDeviceValid) && !n.has(kDeviceLoading) && !ahead_.knows(node);
+}
+
+std::size_t EvictableBlocks::dequeue_run(std::span<const NodeId> path) {
+    std::size_t length = 0;
+    while (length < path.size() && is_plainly_queued(path[length])) {
+        tree_[path[length++]].clear(kQueued);
+    }
+    if (length > 0) device_.remove(path.first(length));
+    return length;
+}
+
+void EvictableBlocks::enqueue_run(std::span<const NodeId> path) {
+    if (path.empty()) return;
+    device_.push_back(path);
+    for (const NodeId node : path) tree_[node].set(kQueued);
+}
+
 void EvictableBlocks::touch(std::span<const NodeId> path) {
-    for (std::size_t i = path.size(); i-- > 0;) {
-        if (!tree_[path[i]].has(kQueued | kParked)) continue;
-        dequeue(path[i]);
-        enqueue(path[i]);
+    while (!path.empty()) {
+        std::size_t length = 0;
+        while (length < path.size() && is_plainly_queued(path[path.size() - 1 - length])) ++length;
+        const std::span<const NodeId> run = path.last(length);
+        if (length > 0) {
+            device_.remove(run);
+            device_.push_back(run);
+        } else if (tree_[path.back()].has(kQueued | kParked)) {
+            dequeue(path.back());
+            enqueue(path.back());
+        }
+        path = path.first(path.size() - std::max<std::size_t>(length, 1));
     }
 }
 

@@ -7,18 +7,35 @@ namespace aiokv {
 
 std::uint32_t Residency::ref(std::span<const NodeId> path) {
     std::uint32_t resident = 0;
-    for (const NodeId node : path) {
-        Node& n = tree_[node];
+    std::size_t dequeued = 0;
+    for (std::size_t i = 0; i < path.size(); ++i) {
+        Node& n = tree_[path[i]];
         resident += n.has(kDeviceResident);
         if (n.refs++ > 0) continue;
-        evictable_.dequeue(node);
+        if (i >= dequeued) dequeued = i + evictable_.dequeue_run(path.subspan(i));
+        if (i >= dequeued) evictable_.dequeue(path[i]);
         if (n.has(kHostValid)) host_copies_.move_to_first(n.host);
     }
     return resident;
 }
 
 void Residency::unref(std::span<const NodeId> path) {
-    for (std::size_t i = path.size(); i-- > 0;) unref_node(path[i]);
+    while (!path.empty()) {
+        std::size_t length = 0;
+        while (length < path.size() && only_enqueues(path[path.size() - 1 - length])) ++length;
+        const std::span<const NodeId> run = path.last(length);
+        for (const NodeId node : run) --tree_[node].refs;
+        evictable_.enqueue_run(run);
+        path = path.first(path.size() - length);
+        if (path.empty()) return;
+        unref_node(path.back());
+        path = path.first(path.size() - 1);
+    }
+}
+
+bool Residency::only_enqueues(NodeId node) const {
+    const Node& n = tree_[node];
+    return n.refs == 1 && !n.has(kDetached | kDeviceLoading) && n.has(kDeviceValid);
 }
 
 void Residency::unref_node(NodeId node) {
