@@ -45,8 +45,8 @@ class Part:
         tokens: tokens of the sequence, from its beginning.
         first_position: the first position to compute.
         count: positions to compute.
-        block_table: as of ``Span``.
-        items: as of ``Span``.
+        block_table: see ``Span``.
+        items: see ``Span``.
     """
 
     tokens: list[int]

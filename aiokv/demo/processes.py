@@ -40,7 +40,7 @@ class Child(Generic[T]):
         await self._process.wait()
 
     async def result(self) -> T:
-        """Return what the function has returned.
+        """Return the result of the function.
 
         Raises:
             Exception: exception that the function raised.

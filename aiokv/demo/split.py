@@ -170,7 +170,7 @@ class Front:
         self._prefilled: dict[str, float] = {}  # seconds to the first token of the prefill server
         self._restarted = asyncio.Event()
         self._answered = 0
-        self._half = 0  # of the requests
+        self._half = 0  # half of the requests
         self._stopping = False
         self.ledger = Ledger()
         self.first_token_seconds: list[float] = []

@@ -50,7 +50,7 @@ class ServerArguments(NamedTuple):
         name: the role of the server.
         make_scenario: returns the model; it is pickled.
         config: sizes.
-        peers: how blocks travel.
+        peers: settings of the transfers between servers.
         socket_path: path of the socket of the front.
     """
 

@@ -100,7 +100,7 @@ class LayerShape:
     def tensors(
         self, kv_dtype: str, tensor_parallel: int = 1, *, model_dtype: str = "bfloat16"
     ) -> tuple[TensorShape, ...]:
-        """Return what each tensor that a rank has stores per token.
+        """Return the shape per token of each tensor of a rank.
 
         Args:
             kv_dtype: one of ``KV_DTYPES`` but ``"auto"``.

@@ -53,7 +53,7 @@ class Fragment(Generic[C]):
         self.busy = False
         self.proven = False
         self.dropped = False
-        self.again = False  # to be written again; its write has not ended
+        self.again = False  # write it again when its present write has ended
         self.deferred = False  # until an Again, without an outgoing slot
 
     @property

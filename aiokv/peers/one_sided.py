@@ -77,7 +77,7 @@ class Endpoint(Protocol):
     """
 
     def metadata(self) -> bytes:
-        """Return what the endpoint of a sender needs for ``connect``."""
+        """Return the metadata that the endpoint of a sender needs for ``connect``."""
 
     def connect(self, metadata: bytes, device: int | None) -> None:
         """Prepare to write to the endpoint of a receiver.

@@ -148,7 +148,7 @@ class Receiver(Generic[C]):
         self._assembly = AssemblySlots(num_assembly)
         self._metadata = metadata
         self._one_sided = one_sided
-        self._connections: set[C] = set()  # that have opened a ticket
+        self._connections: set[C] = set()  # connections that have opened a ticket
         self._tickets: dict[bytes, Incoming[C]] = {}
         self._receives: dict[int, Receive] = {}
         self._unplanned = UnplannedFragments(ring.num_slots)
@@ -474,7 +474,7 @@ class Receiver(Generic[C]):
         ):
             self._defer(incoming, sender, fragment.place[1])
         else:
-            self._prove(sender, fragment)  # nothing waits for it any more
+            self._prove(sender, fragment)  # no plan waits for the fragment any more
 
     def _prove(self, sender: OpenSender[C], fragment: Fragment) -> None:
         self._tell(sender.connection, Proven, fragment.ticket_id, [fragment.place[1]])

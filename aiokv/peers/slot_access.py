@@ -45,16 +45,16 @@ class SlotAccess(ABC):
         """Wait until no thread accesses a slot, and end the threads. Idempotent."""
 
     def landing_keys(self, slots: Sequence[int]) -> bytes:
-        """Return what a copy from verified landing slots must find, 32 bytes each.
+        """Return the expected keys of verified landing slots, 32 bytes each.
 
         Empty when the copy need not verify the slots again.
         """
         return b""
 
     def outgoing_keys(self, fragments: Sequence[Sent[Any]]) -> bytes:
-        """Return the keys with which a copy to outgoing slots seals these, 32 bytes each.
+        """Return the keys with which a copy to outgoing slots seals fragments, 32 bytes each.
 
-        Empty when ``seal`` does.
+        Empty if ``seal`` seals them instead.
         """
         return b""
 

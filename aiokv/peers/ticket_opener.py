@@ -78,7 +78,7 @@ class TicketOpener:
 
     Args:
         sender: gets the tickets that all their receivers have accepted, and the other messages.
-        transport: open.
+        transport: an open transport.
         secret: secret of the connections.
         rank: number of this rank.
         block_tokens: positions per block of this engine.

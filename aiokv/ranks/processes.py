@@ -94,7 +94,7 @@ class RankProcesses:
         return [self._running[r].pid for r in sorted(self._running) if self.is_running(r)]
 
     def is_running(self, rank: int) -> bool:
-        """Return whether the process of a rank runs."""
+        """Return True if the process of a rank runs."""
         return rank in self._running and self._running[rank].status is None
 
     def describe(self, rank: int) -> str:

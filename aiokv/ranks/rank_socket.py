@@ -41,7 +41,7 @@ class RankSocket:
         self.is_private = path is None
         self._directory: Path | None = None
         self._listener: Listener[RankConnection] | None = None
-        self._ending: Listener[RankConnection] | None = None  # that aclose waits for
+        self._ending: Listener[RankConnection] | None = None  # the listener that aclose waits for
         self._inode = 0
 
     @property

@@ -131,7 +131,7 @@ class SaltQuota:
 
         Args:
             request: the request.
-            arrival: its number of ``sequence``, if it took its place before; None for the last
+            arrival: number that ``sequence`` gave to its earlier place in line; None for the last
                 place.
         """
         line = self._lines.get(request.salt)

@@ -438,7 +438,7 @@ class CacheReader:
         )
 
     def _largest_holders(self) -> str:
-        """Return who holds most device blocks, for a message; looks at some of the leases."""
+        """Return the largest holders of device blocks, for a message; examines some leases."""
         leases = self._core.oldest_leases(MAX_EXPLAINED_LEASES)
         held = sorted(((entry[-1], entry[0]) for entry in leases if entry[-1]), reverse=True)
         named = [
@@ -544,7 +544,7 @@ class CacheReader:
         return listed
 
     def _waits(self, limit: int) -> dict[int, LeaseWait]:
-        """Return what the first ``limit`` waiting leases wait for, by lease id."""
+        """Return the reasons for which the first ``limit`` waiting leases wait, by lease id."""
         lines: tuple[tuple[LeaseWait, Iterable[Entry]], ...] = (
             ("capacity", self._admission.entries(limit)),
             ("quota", self._quota.requests(limit)),

@@ -101,7 +101,7 @@ class LoopThread:
         self._closing: asyncio.Future[float | None] | None = None  # gets the drain timeout
         self._has_ended = False
         self._over = threading.Event()
-        self._failure: BaseException | None = None  # that ended the loop
+        self._failure: BaseException | None = None  # the exception that ended the loop
         self._is_abandoned = False
         # Single operations of these sets are atomic, so no lock is held across a switch of threads.
         self._unanswered: set[Crossing] = set()

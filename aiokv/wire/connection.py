@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from aiokv.wire.messages import Codec
 
 CALL_BYTES: Final = 16 << 10  # cost of a system call and its frames, in bytes of READ_BYTES
-WAKE_BYTES: Final = 512 << 10  # of a fragment; a lower value wakes the loop too often
+WAKE_BYTES: Final = 512 << 10  # bytes of a fragment; a lower value wakes the loop too often
 MAX_QUEUED: Final = 1 << 16  # messages that the other side has not read
 
 S = TypeVar("S")
@@ -370,7 +370,7 @@ class Connection(Unique, Generic[S, R]):
         return num_bytes if num_bytes == wanted and not reader.stopped else 0
 
     def _wake_after(self, num_bytes: int) -> None:
-        """Let the kernel report the socket as readable when it has so many bytes.
+        """Let the kernel report the socket as readable when it has received this number of bytes.
 
         A receiver that is faster than the sender would sleep and wake for each small part.
         """

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 Cancelled = Literal["at once", "asked", "too late"]
 
-UNLIMITED_BLOCKS: Final = 2**31 - 1  # device blocks without tensors, or before they are known
+UNLIMITED_BLOCKS: Final = 2**31 - 1  # device blocks while no tensors are known
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,7 +267,7 @@ class Tickets(Protocol):
         within ``open_seconds``, its plans end after that time.
 
         Args:
-            ticket: encoded.
+            ticket: the encoded ticket.
             seconds: time from now on, in seconds.
             open_seconds: time from now on for the first sender to open the ticket, in seconds.
 

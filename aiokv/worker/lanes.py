@@ -116,7 +116,7 @@ class RouteCounts:
 
     @property
     def bytes_per_second(self) -> float:
-        """Mean over the time in which a transfer was in flight; 0.0 before the first end."""
+        """Mean bandwidth while a transfer was in flight; 0.0 before the first end."""
         return self.moved_bytes / self.busy_seconds if self.busy_seconds else 0.0
 
     def statistics(self) -> RouteStatistics:

@@ -166,7 +166,10 @@ PIECE = (4, 0, 1, 0, 0, 0)  # region, dtype, item bytes, shape, axes, heads
         (lambda layout: runs(layout).pop(0), "numbered by their first use"),
         (lambda layout: kinds(layout).append(kinds(layout)[0]), "numbered by their first use"),
         (lambda layout: kinds(layout).append([]), "numbered by their first use"),
-        (lambda layout: runs(layout).append(runs(layout)[-1]), "two runs of layers of blocks are"),
+        (
+            lambda layout: runs(layout).append(runs(layout)[-1]),
+            "blocks has two adjacent runs of the same kind",
+        ),
         (lambda layout: runs(layout).append([1, 2**31 - 1]), "layers; at most 4096"),
         (lambda layout: runs(layout).append([1, 0]), "not a layout"),
         (lambda layout: kinds(layout)[0].append(first_piece(layout)), "with different names"),

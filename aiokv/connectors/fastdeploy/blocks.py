@@ -236,9 +236,9 @@ class RequestBlocks:
             return holding
 
     def can_allocate(self, num_blocks: int) -> bool:
-        """Return True if ``num_blocks`` blocks can be allocated; exact.
+        """Return True if ``num_blocks`` blocks can be allocated; the answer is exact.
 
-        Waits shortly when blocks are only missing because they are being saved.
+        Waits for a short time if blocks are missing only because they are being saved.
         """
         num_blocks = max(checks.integer("num_blocks", num_blocks), 0)
         with self._lock:

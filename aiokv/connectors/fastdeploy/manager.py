@@ -171,7 +171,7 @@ class CacheManager:
 
     @property
     def available_gpu_resource(self) -> float:
-        """Share of the device blocks that hold nothing, 0 to 1."""
+        """Share of the device blocks that are free, 0 to 1."""
         return self.num_free_device_blocks / self.num_gpu_blocks
 
     def update_cache_config(self, cache_config: Any) -> bool:

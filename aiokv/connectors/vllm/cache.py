@@ -30,7 +30,7 @@ class HostCache:
     matched and saved any more, and the server goes on without it.
 
     Args:
-        engine: open.
+        engine: an open engine.
         tensors: the tensors of a worker in this process, which waits for loads with the engine's
             own counters; None with ranks.
         events: collects KV events; None for none.

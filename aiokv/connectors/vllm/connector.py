@@ -203,7 +203,7 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # --- statistics -------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> ConnectorStatistics | None:
-        """Return what has been counted since the last report of this half; None for nothing new."""
+        """Return the counts since the last report of this half; None if there are none."""
         now = time.monotonic()
         if self._scheduler is not None:
             counts = self._counts.report(

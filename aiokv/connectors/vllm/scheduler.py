@@ -310,7 +310,7 @@ class SchedulerHalf:
         return message
 
     def _record(self, output: SchedulerOutput) -> list[int]:
-        """Note what the step computes; return the blocks that it may write to."""
+        """Note the positions that the step computes; return the blocks that it may write to."""
         size = self._block_tokens
         written: list[int] = []
         record: list[tuple[CachedRequest, int]] = []

@@ -194,7 +194,7 @@ def _read_lines(connection: Connection, group: Sequence[Item]) -> Iterator[tuple
 
 
 def _is_refused(item: Item, line: bytes) -> bool:
-    """Return whether a reply line is an error, and set it as the item's outcome."""
+    """Return True if a reply line is an error; set the error as the item's outcome."""
     reply = simple_reply(line)
     if isinstance(reply, ReplyError):
         item.refuse(reply)

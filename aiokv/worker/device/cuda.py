@@ -203,7 +203,7 @@ class CudaDevice(Unique):
         self._streams: list[Any] = []
         self._engines: dict[Pool, Any] = {}  # of pools with host memory
         self._hosts: dict[int, Any] = {}  # pinned memory, by address: pools may share it
-        self._main_host: Any = None  # that of the blocks
+        self._main_host: Any = None  # the arena of the blocks
         self._memory: tuple[Regions, dict[Pool, HostArena]] | None = None
         self._layer_groups: dict[tuple[Pool, Any], list[tuple[int, int]]] = {}
         self._starting: deque[CudaCopy] = deque()

@@ -48,7 +48,7 @@ class Stream {
     // Refuses new work, does what is queued, joins the thread. Idempotent.
     void close();
 
-    // As close(), but the running and the queued work ends early, with errors.
+    // Like close(), but ends the running and the queued work early, with errors.
     void abort();
 
   private:
