@@ -34,10 +34,15 @@ def test_each_error_has_its_documented_base_class(cls, bases):
         assert issubclass(cls, base)
 
 
-def test_every_public_error_is_exported():
-    defined = {
-        name
-        for name, value in vars(errors).items()
-        if isinstance(value, type) and issubclass(value, (aiokv.errors.AiokvError, ResourceWarning))
+def errors_below(cls: type[Exception]) -> set[type[Exception]]:
+    """Return all classes that derive from an error class."""
+    return {cls}.union(*map(errors_below, cls.__subclasses__()))
+
+
+def test_all_errors_that_a_caller_sees_are_in_one_module():
+    elsewhere = {
+        cls.__name__
+        for cls in errors_below(errors.AiokvError)
+        if cls.__module__.startswith("aiokv.") and cls.__module__ != "aiokv.errors"
     }
-    assert defined <= set(aiokv.__all__)
+    assert elsewhere <= {"ProtocolError"}  # ends a connection and is not raised to a caller
