@@ -118,6 +118,7 @@ def test_comments_strings_errors_and_checks_of_native_files_are_not_mutated(sour
     assert native_lines(source) == []
 
 
+@pytest.mark.slow
 def test_mutants_of_python_are_valid_python_and_differ():
     found = [m for m in python_mutants() if m.path == "aiokv/worker/layers.py"]
     source = (ROOT / "aiokv/worker/layers.py").read_bytes()
@@ -148,6 +149,7 @@ def test_mutated_files_and_their_likely_tests_exist():
         assert selection.likely_tests(path) == selection.LIKELY[prefix]
 
 
+@pytest.mark.slow
 def test_each_folder_is_mutated_and_has_tests():
     mutated = {mutant.path for mutant in (*python_mutants(), *native_mutants_of_all_files())}
     for path in (
@@ -174,6 +176,7 @@ def test_each_native_test_runs_for_some_mutants():
     assert files - chosen == {"copy", "cuda_plan", "repack"}, "copies are not mutated"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("installed", [False, True])
 def test_connectors_are_mutated_where_their_servers_are_installed(monkeypatch, installed):
     monkeypatch.setattr(
@@ -201,6 +204,7 @@ def test_each_explanation_has_a_reason():
         assert len(each.reason.split()) > 3, each
 
 
+@pytest.mark.slow
 def test_each_explanation_matches_an_existing_line():
     mutated = [*python_mutants(), *native_mutants_of_all_files()]
     lines = {mutant.path: (ROOT / mutant.path).read_text().splitlines() for mutant in mutated}
