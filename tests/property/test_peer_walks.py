@@ -28,7 +28,7 @@ from aiokv.base.plan import (
     ZEROS,
     TransferReport,
 )
-from aiokv.errors import AiokvError, LeaseError
+from aiokv.errors import AiokvError, InternalError, LeaseError
 from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.scheduler.scheduler import CacheScheduler
 from aiokv.testing.transitions import Recording, replay_transitions
@@ -272,8 +272,12 @@ class PeerWalk:
                 )
         self.seen[f"{outcome} {plan.direction}"] += 1
         report = TransferReport(transfer_id=transfer_id, outcome=outcome, first_bad_block=good)
-        for _ in range(self.random.choice((1, 1, 2))):  # an interrupt repeats a report
-            self.apply(self.scheduler.complete(report))
+        self.apply(self.scheduler.complete(report))
+        if self.random.random() < 0.3:
+            with pytest.raises(InternalError, match="ended twice"):
+                self.scheduler.complete(report)
+            assert self.scheduler.violations() == []
+            self.seen["second report refused"] += 1
 
     def transfer(self) -> None:
         ready = [i for i, plan in self.plans.items() if self.may_begin(plan)]
@@ -661,8 +665,9 @@ def test_walks_reach_receives_and_sends_of_each_outcome() -> None:
     for name in (
         "done receive", "failed receive", "cancelled receive", "done send", "failed send",
         "cancelled send", "done onload", "done offload", "moved", "received", "cancel",
-        "received blocks", "done state", "done state_receive", "failed state_receive",
-        "done state_send", "done window_receive",
-        "failed window_receive", "done window_send", "windows committed",
+        "received blocks", "second report refused", "done state clone", "done state receive",
+        "failed state receive", "done state send", "done near receive", "failed near receive",
+        "done near send", "done far receive", "failed far receive", "done far send",
+        "windows committed",
     ):  # fmt: skip
         assert seen[name] > 0, (name, seen)

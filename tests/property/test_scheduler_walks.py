@@ -17,7 +17,14 @@ import pytest
 
 from aiokv import CacheConfig, LeaseState
 from aiokv.base.plan import FETCH, SAVE, Priority, TransferReport
-from aiokv.errors import AiokvError, LeaseError, RequestTooLarge, UsageError, WouldBlock
+from aiokv.errors import (
+    AiokvError,
+    InternalError,
+    LeaseError,
+    RequestTooLarge,
+    UsageError,
+    WouldBlock,
+)
 from aiokv.scheduler.effects import NO_EFFECTS
 from aiokv.scheduler.scheduler import CacheScheduler
 from aiokv.stores.base import Result
@@ -196,8 +203,12 @@ class Walk:
             first_bad_block=plan.num_blocks if outcome == "done" else first_bad,
             results=self.results(plan),
         )
-        for _ in range(self.random.choice((1, 1, 2))):  # an interrupt repeats a report
-            self.apply(self.scheduler.complete(report))
+        self.apply(self.scheduler.complete(report))
+        if self.random.random() < 0.3:
+            with pytest.raises(InternalError, match="ended twice"):
+                self.scheduler.complete(report)
+            assert self.scheduler.violations() == []
+            self.seen["second report refused"] += 1
 
     def results(self, plan: TransferPlan) -> bytes:
         if plan.route != SAVE or self.random.random() < 0.5:
@@ -626,7 +637,7 @@ def test_walks_reach_the_effects() -> None:
     for name in (
         "submit", "granted", "turns", "refused", "resumed", "unpinned", "computed",
         "cancel", "collect", "urge", "fetches", "saves", "end_store_wait", "snapshot_fetches",
-        "peer transfers", "commit_received", "moved",
+        "peer transfers", "commit_received", "moved", "second report refused",
     ):  # fmt: skip
         assert seen[name] > 0, (name, seen)
     assert offloads > 0
