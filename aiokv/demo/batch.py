@@ -42,7 +42,7 @@ class Part:
     """Positions of one sequence that a step computes.
 
     Attributes:
-        tokens: of the sequence, from its beginning.
+        tokens: tokens of the sequence, from its beginning.
         first_position: the first position to compute.
         count: positions to compute.
         block_table: as of ``Span``.

@@ -86,7 +86,7 @@ class BoundarySearch:
 
     Attributes:
         hit: number of blocks of the present hit.
-        digests: of the blocks that the stores are to be asked for next; empty when the search has
+        digests: digests of the blocks to look up in the stores next; empty when the search has
             ended.
     """
 
@@ -125,7 +125,7 @@ class BoundarySearch:
 
         Args:
             answer: to ``missing_digests``.
-            found: of the digests that are ``reachable``, for each group.
+            found: for each group, the digests among ``reachable`` that the stores have.
 
         Returns:
             True when the blocks behind these may be reached, too.

@@ -89,7 +89,7 @@ class Lifetime:
 
     @property
     def is_closing(self) -> bool:
-        """True when the engine is closing or closed: it refuses new work."""
+        """True if the engine is closing or closed: it refuses new work."""
         return self.phase not in (Phase.NEW, Phase.OPEN)
 
     def enter(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -64,7 +64,7 @@ class Exchange:
     Attributes:
         block_tokens: positions per block.
         groups: groups other than ``"attention"``; a receive needs their blocks at its end.
-        counts: of all receives and sends.
+        counts: counts of all receives and sends.
         flows: by lease, those that have not ended or have transfers in flight.
     """
 

@@ -130,7 +130,7 @@ class BlockLayout(msgspec.Struct, frozen=True, array_like=True):
     """Layout of the blocks of one rank.
 
     Attributes:
-        version: of this format.
+        version: version of this format.
         block_tokens: token positions per block.
         rank: number of the rank.
         num_ranks: ranks of its server.
@@ -216,7 +216,7 @@ class BlockLayout(msgspec.Struct, frozen=True, array_like=True):
             )
         _check(layout, UsageError)
         if layout.encode() != blob:
-            raise UsageError("layout: the bytes are not the only encoding of this layout")
+            raise UsageError("layout: the bytes differ from the canonical encoding of this layout")
         return layout
 
     def pool(self, name: str = BLOCKS) -> PoolLayout:

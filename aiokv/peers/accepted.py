@@ -55,7 +55,7 @@ class AcceptedConnections:
     """Connections of senders; those that come while there is no receiver wait for the next one.
 
     Args:
-        transport: of the fragments.
+        transport: transport of the fragments.
     """
 
     def __init__(self, transport: Transport) -> None:

@@ -63,7 +63,7 @@ class SlotAccess(ABC):
 
         Args:
             memory: landing slots.
-            fragments: of any layouts.
+            fragments: fragments of any layouts.
             then: gets fragments, and for each True if its bytes are right.
         """
         if not self._unverified:
@@ -93,8 +93,8 @@ class SlotAccess(ABC):
 
         Args:
             memory: landing slots.
-            fragments: of other layouts.
-            addresses: of the host blocks of each fragment, by block.
+            fragments: fragments of other layouts.
+            addresses: addresses of the host blocks of each fragment, by block.
             then: gets False if an error has left blocks incomplete.
         """
 

@@ -188,7 +188,7 @@ class RankCounts(_Message, frozen=True, tag="counts"):
 
     Attributes:
         worker: counts of the rank's transfers.
-        poller: of its event poller.
+        poller: statistics of its event poller.
         stores: statistics of each store of the rank, in the configured order.
         peers: its use of peers; empty without peers.
         unpinned_bytes: as of ``Ready``.
@@ -242,7 +242,7 @@ class TransferBatch(_Message, frozen=True, tag="batch"):
     """All plans of one pass of the manager's loop.
 
     Attributes:
-        plans: of all requests, in the order of submission.
+        plans: plans of all requests, in the order of submission.
         cancels: transfer ids; processed after the plans.
         priorities: (transfer id, priority) of plans that are more urgent now; processed likewise.
     """

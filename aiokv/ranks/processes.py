@@ -60,7 +60,7 @@ class RankProcesses:
 
         Args:
             ranks: their numbers.
-            path: of the manager's socket.
+            path: path of the manager's socket.
 
         Raises:
             RankLost: a process could not be started.
@@ -128,7 +128,7 @@ class RankProcesses:
             process.kill()
 
     def reap_all(self) -> None:
-        """Kill all processes and reap them, blocking; after the loop was closed."""
+        """Kill all processes and reap them. Blocks; call it after the loop was closed."""
         self.terminate()
         for process in self._running.values():
             process.reap()

@@ -28,7 +28,7 @@ class RankSocket:
     """A Unix socket that ranks connect to.
 
     Args:
-        path: of the socket; None for one in a new private directory per ``open``.
+        path: path of the socket; None for one in a new private directory per ``open``.
 
     Attributes:
         path: where the ranks connect; None before a private socket is opened for the first time.

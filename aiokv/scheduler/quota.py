@@ -152,7 +152,7 @@ class SaltQuota:
 
     @property
     def is_due(self) -> bool:
-        """True when ``next_fitting`` has salts to check."""
+        """True if ``next_fitting`` has salts to check."""
         return bool(self._due)
 
     def next_fitting(self) -> Request | None:

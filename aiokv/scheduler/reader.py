@@ -322,12 +322,12 @@ class CacheReader:
 
     @property
     def has_leases(self) -> bool:
-        """True when a lease holds blocks or has a handle."""
+        """True if a lease holds blocks or has a handle."""
         return bool(self._owners)
 
     @property
     def has_handles(self) -> bool:
-        """True when a lease has a handle."""
+        """True if a lease has a handle."""
         return bool(self._core.statistics().leases)
 
     @property
@@ -380,7 +380,7 @@ class CacheReader:
 
     @property
     def steps_finished(self) -> bool:
-        """True when every closed step has finished, and the open one uses no blocks."""
+        """True if every closed step has finished, and the open one uses no blocks."""
         return not self._clock.last_unfinished and not self._core.unfinished_step()
 
     def explain_steps(self) -> str:

@@ -236,27 +236,27 @@ class LoopThread:
 
     @property
     def has_ended(self) -> bool:
-        """True when the loop makes no more calls."""
+        """True if the loop makes no more calls."""
         return self._has_ended
 
     @property
     def is_over(self) -> bool:
-        """True when the thread has ended: no callback of the loop runs any more."""
+        """True if the thread has ended: no callback of the loop runs any more."""
         return self._over.is_set()
 
     @property
     def is_ending(self) -> bool:
-        """True when the service was asked to close, or failed: tasks are cancelled for that."""
+        """True if the service was asked to close, or failed: tasks are cancelled for that."""
         return self.has_failed or (self._closing is not None and self._closing.done())
 
     @property
     def is_abandoned(self) -> bool:
-        """True when this process is a fork of the process of the thread."""
+        """True if this process is a fork of the process of the thread."""
         return self._is_abandoned
 
     @property
     def has_failed(self) -> bool:
-        """True when an exception has ended the loop."""
+        """True if an exception has ended the loop."""
         return self._failure is not None
 
     @property

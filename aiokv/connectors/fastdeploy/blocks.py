@@ -111,7 +111,7 @@ class Holding:
 
     @property
     def has_arrived(self) -> bool:
-        """True when no onload of the request is in flight. Does not cross."""
+        """True if no onload of the request is in flight. Does not cross."""
         return self.lease is None or not self.table or self.lease.layers.is_done
 
     def check_alignment(self) -> None:

@@ -140,12 +140,12 @@ class CacheManager:
 
     @property
     def enable_prefix_caching(self) -> bool:
-        """True when requests share blocks."""
+        """True if requests share blocks."""
         return self._host.sizes.shares_blocks
 
     @property
     def enable_host_cache(self) -> bool:
-        """True when there are host blocks."""
+        """True if there are host blocks."""
         return self.num_cpu_blocks > 0
 
     @property

@@ -89,7 +89,7 @@ class HostCache:
         """Return True if no answer has an error; log the first one.
 
         Args:
-            answers: of calls that were run.
+            answers: answers of the calls, after they were run.
             what: subject of the message.
         """
         error = next((answer.error for answer in answers if answer.error is not None), None)

@@ -48,7 +48,7 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
     :class:`aiokv.connectors.vllm.options.Options`.
 
     Args:
-        vllm_config: of vLLM; with ``kv_transfer_config``.
+        vllm_config: configuration of vLLM, with ``kv_transfer_config``.
         role: the half.
         kv_cache_config: blocks and groups of vLLM's KV cache.
 

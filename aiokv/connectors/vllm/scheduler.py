@@ -88,7 +88,7 @@ class SchedulerHalf:
         self._step = 0
         self._requests: dict[str, CachedRequest] = {}
         self._matched: list[CachedRequest] = []  # in the step that is being scheduled
-        self._deferred: list[CachedRequest] = []  # their loads wait for blocks that are in use
+        self._deferred: list[CachedRequest] = []  # requests whose loads wait for blocks in use
         self._finishing: list[CachedRequest] = []  # in the step whose output is being processed
         self._loads: list[Load] = []  # for the next message
         self._swept = False  # since the last step was built

@@ -21,9 +21,9 @@ _NO_FALLOCATE: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class Volume:
-    """Files of one directory. Each method blocks, and raises ``OSError``.
+    """Files of one directory. Each method blocks, and may raise ``OSError``.
 
-    Tests replace a volume to lose, delay and fail operations.
+    Tests replace a volume to drop, delay and fail operations.
 
     Args:
         path: the directory.

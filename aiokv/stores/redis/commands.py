@@ -158,7 +158,7 @@ def _overlapped(
     """Yield groups of items whose replies are due; the next group was sent before.
 
     Args:
-        items: of one node, all with the same ``asking``.
+        items: items of one node, all with the same ``asking``.
         size: items of a group.
         send: sends the requests of a group, and returns the items that it has sent.
     """

@@ -31,7 +31,7 @@ class TierQueue {
     virtual NodeId before(NodeId node) const = 0;
     virtual std::uint32_t size() const = 0;
     virtual void push_back(NodeId node) = 0;   // used now
-    virtual void push_front(NodeId node) = 0;  // its turn had come, and it was blocked
+    virtual void push_front(NodeId node) = 0;  // was the next victim, but was blocked
     virtual void remove(NodeId node) = 0;
 };
 

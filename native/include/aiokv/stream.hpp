@@ -35,8 +35,8 @@ class Stream {
     // Opens a generation of `event` that is done when all work pushed so far is.
     void record(std::shared_ptr<Event> event);
 
-    // What is pushed later starts after the event's present generation.
-    // Throws UsageError when the event was never recorded: its order would mean nothing.
+    // Work that is pushed later starts after the event's present generation.
+    // Throws UsageError when the event was never recorded: it has no place in the order.
     void wait_event(std::shared_ptr<Event> event);
 
     // Blocks until all work pushed so far is done.
