@@ -79,6 +79,7 @@ def test_numbers_that_do_not_fit_are_refused(
         BlockLayout.of(regions_of(), *arguments)
 
 
+@pytest.mark.slow
 def test_a_description_that_is_too_long_is_refused() -> None:
     regions = Regions(num_layers=800)
     for layer in range(800):
