@@ -8,7 +8,7 @@ CXX_FILES := $(filter %.cpp %.hpp %.cu %.cuh,$(NATIVE))
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs test test-all test-native test-paddle test-sglang test-vllm services lint type fmt stubs sanitize bench soak profile test-gpu bench-gpu mutate wheel test-wheel clean
+.PHONY: help setup demo docs test test-fast test-all test-native test-paddle test-sglang test-vllm services lint type fmt stubs sanitize bench soak profile test-gpu bench-gpu mutate wheel test-wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -33,6 +33,20 @@ demo: $(STAMP) ## run the main job: a serving loop with a real transformer on th
 
 test: $(STAMP) test-native ## native and Python tests, on all cores
 	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+
+# Unit tests, text checks, and of each folder with engines, peers, ranks and stores the tests that
+# reach most code per second.
+FAST_TESTS := tests/unit tests/docs tests/sync/test_calls.py tests/sync/test_futures.py \
+	$(addprefix tests/integration/test_,$(addsuffix .py,can_allocate cancellation engine fork host_state \
+	host_windows lines misuse pins preemption readme state stores strict transitions verify windows)) \
+	$(addprefix tests/property/test_,$(addsuffix .py,core_walks determinism external_engine_walks \
+	pool_properties state_slots)) \
+	$(addprefix tests/peers/test_,$(addsuffix .py,acceptance frames handshake peer_layouts ring wire)) \
+	$(addprefix tests/ranks/test_,$(addsuffix .py,misuse onload protocol reduce)) \
+	$(addprefix tests/stores/test_,$(addsuffix .py,disk_layouts store_groups))
+
+test-fast: $(STAMP) ## a selection of the Python tests that takes at most a minute; run it before each commit
+	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not slow' $(FAST_TESTS) $(ARGS)
 
 test-native: $(VENV)/.tools ## native unit tests (ctest)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" native/tests/run.sh build/native Release

@@ -380,7 +380,7 @@ class StorePolicy(enum.Enum):
     ON_EVICTION = 2
 
 class StoreConfig:
-    """When host blocks are saved to the stores."""
+    """Rule of when host blocks are saved to the stores."""
 
     def __init__(self, *, policy: StorePolicy = StorePolicy.AT_COMMIT, uses: int = 2, only_reused: bool = False, queue_blocks: int = 4096, ahead_blocks: int = 0) -> None: ...
 
@@ -869,7 +869,7 @@ class EventStream:
         """
 
     def repeat(self) -> None:
-        """Report all that is there once more."""
+        """Report all existing blocks once more."""
 
     @property
     def dropped_blocks(self) -> int:

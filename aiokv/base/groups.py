@@ -1,4 +1,4 @@
-"""Block groups: kinds of blocks that are kept, copied, saved, fetched, sent and evicted.
+"""Block groups: kinds of blocks with one retention rule, such as attention or recurrent state.
 
 Each cache has the group ``"attention"``. A model with recurrent state has ``"state"``, whose blocks
 are slots with the state at a block boundary. The other groups are those of
@@ -17,7 +17,7 @@ RETENTIONS: Final[tuple[Retention, ...]] = ("all", "window", "last")
 
 ATTENTION: Final = "attention"
 STATE: Final = "state"
-_LAYERS: Final = f"{ATTENTION} "  # of the names of ranges of layers
+_LAYERS: Final = f"{ATTENTION} "  # prefix of the names of ranges of layers
 _RETENTIONS: Final[dict[str, Retention]] = {ATTENTION: "all", STATE: "last"}
 
 
@@ -35,7 +35,7 @@ def layers_of(group: str) -> tuple[int, int] | None:
 
 
 def retention_of(group: str) -> Retention:
-    """Return the retention of a group; each name that is not reserved is that of a window group."""
+    """Return the retention of a group; a name that is not reserved names a window group."""
     retention = _RETENTIONS.get(group)
     if retention is not None:
         return retention
@@ -53,8 +53,9 @@ class BlockGroup(NamedTuple):
     Attributes:
         name: name of the group.
         number: its number in the core.
-        head_blocks: blocks at the beginning of a prompt that a hit needs: the sink of a window.
-        tail_blocks: last blocks of the hit that it needs: those that a window reaches, or the slot
+        head_blocks: number of blocks that a hit needs at the start of a prompt: the sink of a
+            window.
+        tail_blocks: number of blocks that a hit needs at its end: those inside a window, or 1 slot
             of recurrent state.
     """
 

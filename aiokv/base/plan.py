@@ -59,7 +59,7 @@ class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     @property
     def is_onload(self) -> bool:
-        """True when blocks move to the device, from host memory or the slots of peers."""
+        """True if blocks move to the device from host memory or from landing slots of peers."""
         return self.target == "device" and self.source != "device"
 
     def __str__(self) -> str:
@@ -130,9 +130,9 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
         peer: id of the ticket for routes from or to ``"peer"``, 16 bytes; empty for the others.
         first_range: first range of layers that ``SEND`` moves, as the worker numbers them.
         end_range: end of the ranges; 0 when each block moves as a whole.
-        mark: of layers that are being computed, the point in the work behind which they are there
-            on each device, at the latest when ``after_step`` is closed there; see
-            ``Tickets.layers_done``. 0 for computed blocks.
+        mark: point in the open step after which the layers that the plan sends are computed; 0
+            when they are computed already. Each device records it when it closes ``after_step``,
+            or before; see ``Tickets.layers_done``.
     """
 
     transfer_id: int
@@ -202,13 +202,13 @@ class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a transfer. Sent exactly once per plan, never from inside ``submit``.
 
     Attributes:
-        transfer_id: the plan's.
+        transfer_id: id of the plan.
         outcome: ``"done"``: every byte has been verified. ``"failed"``: blocks before
             ``first_bad_block`` have been verified, the others have not. ``"cancelled"``: no block
             has been copied.
         first_bad_block: index into the plan's blocks.
         reason: text of the first failure.
-        results: of a save, one ``aiokv.stores.Result`` per block as a byte; empty for the others.
+        results: for a save, one ``aiokv.stores.Result`` per block, as a byte; else empty.
     """
 
     transfer_id: int

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-EXTREME_TENTHS: Final = 1  # of the weight at each end, whose rates are bounded
-EXTREME_FACTOR: Final = 4.0  # between the rate of a measurement and the median, at most
+EXTREME_TENTHS: Final = 1  # tenths of the weight at each end whose rates are bounded
+EXTREME_FACTOR: Final = 4.0  # greatest ratio of a measured rate to the median
 
 
 def bounded_mean(rates: Iterable[tuple[float, float]]) -> float:

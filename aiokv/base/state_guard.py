@@ -13,7 +13,7 @@ class StateGuard:
 
     Transitions of the scheduler, the application of their effects and the passes of the poller run
     to their end or raise an ``Exception`` before they change anything. ``KeyboardInterrupt``,
-    ``SystemExit`` and ``MemoryError`` may end them at any line. No code repairs what they leave:
+    ``SystemExit`` and ``MemoryError`` may end them at any line. No code repairs the state:
     the engine refuses all calls from then on. These three places pass each exception to ``note``
     and raise it again; no other code guards against such exceptions.
 

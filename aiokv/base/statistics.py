@@ -29,11 +29,11 @@ class Metric(NamedTuple):
 
     Attributes:
         kind: as in the line ``# TYPE`` of an exposition.
-        name: without the prefix ``aiokv_``.
-        help: one sentence.
-        key_label: name of the label that has the key of a dict, the index of a list, or each of
-            ``states``.
-        states: values of a text; the metric is 1 for the present one, and 0 for the others.
+        name: name without the prefix ``aiokv_``.
+        help: help text of one sentence.
+        key_label: name of the label whose value is the key of a dict, the index of a list, or a
+            state.
+        states: all values of a str field; the metric is 1 for the present one, else 0.
         labels: labels of the field, by name.
     """
 
@@ -45,7 +45,7 @@ class Metric(NamedTuple):
     labels: tuple[tuple[str, str], ...] = ()
 
     def __call__(self, **labels: str) -> Metric:
-        """Return the metric for one of its fields, which has these labels."""
+        """Return the metric with the labels of one of its fields."""
         return self._replace(labels=tuple(labels.items()))
 
 
@@ -53,7 +53,7 @@ class Label(NamedTuple):
     """Label of all numbers of a struct, or of a branch.
 
     Attributes:
-        name: name of the label. Of a dict of structs, the label has the key.
+        name: name of the label. For a dict of structs, its value is the key.
         value: constant value; None for the value of the field.
     """
 
@@ -98,7 +98,7 @@ def _mark(marks: tuple[object, ...]) -> Metric | Label | None:
 
 
 UNKNOWN: Final = -1
-"""Size that is not known, and that has no sample."""
+"""Value of a size that is not known; it has no sample in the metrics."""
 
 
 class DurationHistogram(msgspec.Struct, frozen=True):
@@ -548,7 +548,7 @@ class PollerStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cpu_share(self) -> float:
-        """Share of the time with something pending that the poller used itself."""
+        """Share of ``pending_seconds`` that the poller was busy."""
         return self.busy_seconds / self.pending_seconds if self.pending_seconds else 0.0
 
 

@@ -76,7 +76,7 @@ class LeaseInfo(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         lease_id: ``Lease.id``.
         owner: ``Lease.owner``; the id in hexadecimal without one.
-        state: of the lease; ``"released"`` for a lease whose blocks a batch in flight still uses.
+        state: ``"released"`` if the lease is released but a batch in flight still uses its blocks.
         prompt_tokens: length of the prompt.
         cached_tokens: positions of the grant that needed no computing; before the grant, those of
             the last match.

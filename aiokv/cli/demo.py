@@ -38,7 +38,7 @@ EXIT_CONTROL_FAILED = 3
 EXIT_INCONCLUSIVE = 4
 
 LIVE_PORT = 8765
-LIVE_CONVERSATIONS = 4  # to choose from, per client
+LIVE_CONVERSATIONS = 4  # conversations per client to choose from
 
 TRANSPORTS = ("tcp", "nixl", "mooncake")
 KILLS = ("prefill", "decode")

@@ -42,11 +42,11 @@ class Part:
     """Positions of one sequence that a step computes.
 
     Attributes:
-        tokens: of the sequence, from its beginning.
+        tokens: tokens of the sequence, from its beginning.
         first_position: the first position to compute.
         count: positions to compute.
-        block_table: as of ``Span``.
-        items: as of ``Span``.
+        block_table: see ``Span``.
+        items: see ``Span``.
     """
 
     tokens: list[int]

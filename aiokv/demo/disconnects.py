@@ -48,8 +48,8 @@ async def cancelled_on_disconnect(receive: Receive, send: Send) -> AsyncIterator
     that never reads would keep its blocks and its place among the running requests.
 
     Args:
-        receive: of the ASGI call, behind the body of the request.
-        send: of the ASGI call.
+        receive: ``receive`` of the ASGI call, after the body of the request was read.
+        send: ``send`` of the ASGI call.
 
     Yields:
         The ``send`` to use in the block.

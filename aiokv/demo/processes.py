@@ -40,10 +40,10 @@ class Child(Generic[T]):
         await self._process.wait()
 
     async def result(self) -> T:
-        """Return what the function has returned.
+        """Return the result of the function.
 
         Raises:
-            Exception: what the function raised.
+            Exception: exception that the function raised.
             ProcessKilledError: a signal has ended the process.
             InternalError: the process ended without a result.
 
@@ -68,7 +68,7 @@ async def start_in_new_process(
     """Call ``function(*args, **kwargs)`` in a new process, which is killed when the block is left.
 
     Args:
-        function: of a module; it, its arguments and its result are pickled.
+        function: module-level function; it is pickled with its arguments and its result.
     """
     with tempfile.TemporaryDirectory(prefix="aiokv-") as folder:
         path = _write_call(folder, (function, args, kwargs))
@@ -85,10 +85,10 @@ async def call_in_new_process(function: Callable[P, T], /, *args: P.args, **kwar
     """Return ``function(*args, **kwargs)``, called in a new process.
 
     Args:
-        function: of a module; it, its arguments and its result are pickled.
+        function: module-level function; it is pickled with its arguments and its result.
 
     Raises:
-        Exception: what the function raised.
+        Exception: exception that the function raised.
         InternalError: the process ended without a result.
 
     Cancellation: the process is killed.

@@ -44,7 +44,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """Bytes moved in one direction, and how long it was busy with them."""
+    """Bytes moved in one direction, and the time that it took."""
 
     transfers: int
     bytes: int

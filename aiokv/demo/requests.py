@@ -66,7 +66,7 @@ class Request:
         self.prefix_keys.clear()
 
     def note_usage(self, usage: aiokv.Usage) -> None:
-        """Count what the first attempt reused; a later one finds the request's own blocks."""
+        """Count tokens that the first attempt reused; later ones hit the request's own blocks."""
         if self.attempts == 0:
             store = usage.fetched_tokens
             host = max(usage.cached_host_tokens - store, 0)

@@ -58,7 +58,7 @@ def largest_alike_tile(
     """Return the first tile in which ``product`` treats all rows alike, on this machine.
 
     Args:
-        weights: of the model; the shapes of its matrices are tried.
+        weights: weights of the model; the shapes of its matrices are tried.
         product: computes ``[tile, k] @ [k, n]``.
         candidates: tiles to try, in this order.
     """

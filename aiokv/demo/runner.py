@@ -35,8 +35,8 @@ class StepOutput:
         digests: one per row of logits.
         rows_not_finite: rows of logits that hold NaN or infinity.
         block_digests: for each array of blocks to read back, one per block, after the pass.
-        compute_seconds: of the whole pass.
-        layer_wait_seconds: of it, blocked until a layer had arrived.
+        compute_seconds: duration of the pass.
+        layer_wait_seconds: part of ``compute_seconds`` that was spent waiting for layers to arrive.
     """
 
     next_tokens: list[int]

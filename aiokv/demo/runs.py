@@ -39,12 +39,12 @@ class DemoConfig:
     """Sizes of the cache, and the serving loop.
 
     Attributes:
-        device_blocks: of the runs without pressure.
+        device_blocks: number of device blocks of the runs without pressure.
         pressure_blocks: device blocks of the run with a host tier.
-        write_policy: of the run with a host tier.
+        write_policy: write policy of the run with a host tier.
         store: URL of a store below the host tier; ``""`` for none.
         corrupt: corrupt one cached block of the last run.
-        serving: of the later runs; in the first, nothing is reused and no client leaves.
+        serving: options of the later runs; in the first, nothing is reused and no client leaves.
     """
 
     block_tokens: int = 16

@@ -279,7 +279,7 @@ class Server:
             self._engine.step(self._runner.record())
 
     def _layer_callback(self, chosen: list[tuple[Sequence, int]]) -> OnLayersOfStep | None:
-        """Return what the runner calls for each layer of a step."""
+        """Return the function that the runner calls for each layer of a step."""
         on_layers, loop = self._on_layers, asyncio.get_running_loop()
         if on_layers is None:
             return None

@@ -145,8 +145,8 @@ class Front:
 
     Attributes:
         ledger: tokens that users got.
-        first_token_seconds: of all requests, time until a server had the first output token.
-        first_decoded_seconds: until the decode server had computed its first output token.
+        first_token_seconds: time until a server had the first output token, per request.
+        first_decoded_seconds: time until the decode server had computed its first one, per request.
         seconds: from the first request to the last answer.
         killed: the process that was killed, if one was.
     """
@@ -170,7 +170,7 @@ class Front:
         self._prefilled: dict[str, float] = {}  # seconds to the first token of the prefill server
         self._restarted = asyncio.Event()
         self._answered = 0
-        self._half = 0  # of the requests
+        self._half = 0  # half of the requests
         self._stopping = False
         self.ledger = Ledger()
         self.first_token_seconds: list[float] = []

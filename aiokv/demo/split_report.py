@@ -49,8 +49,8 @@ class ServerResult(ServingStatistics, kw_only=True):
     """One server of the split run.
 
     Attributes:
-        sent_bytes: of blocks that the other server has acknowledged.
-        received_bytes: of blocks that were verified.
+        sent_bytes: size of blocks that the other server has acknowledged.
+        received_bytes: size of blocks that were verified.
         sent_tokens: see :class:`SentBlocks`, likewise the fields behind it.
     """
 
@@ -91,9 +91,9 @@ class Killed(msgspec.Struct, kw_only=True):
     """A process that was killed in the middle.
 
     Attributes:
-        name: of the process.
-        request: whose blocks were arriving.
-        arrived_tokens: of that request.
+        name: name of the process.
+        request: request whose blocks were arriving.
+        arrived_tokens: tokens of the request whose blocks had arrived.
         answered_requests: requests that were answered before.
         sent_again: requests that users sent again, to another decode process.
     """
@@ -133,8 +133,8 @@ class SplitResult(msgspec.Struct, frozen=True, kw_only=True):
         decode: sum of all decode processes that were not killed.
         round_robin: with several decode servers, the same with the round-robin router.
         first_token_ms: time from a user's request to its first output token, of either server.
-        first_decoded_ms: to the first output token of the decode server.
-        seconds: of the split run.
+        first_decoded_ms: time to the first output token of the decode server.
+        seconds: duration of the split run.
     """
 
     tokens_equal: bool

@@ -50,8 +50,8 @@ class ServerArguments(NamedTuple):
         name: the role of the server.
         make_scenario: returns the model; it is pickled.
         config: sizes.
-        peers: how blocks travel.
-        socket_path: of the front.
+        peers: settings of the transfers between servers.
+        socket_path: path of the socket of the front.
     """
 
     name: ServerName
@@ -117,7 +117,7 @@ class Prompt(Request):
     """A request of a decode server, whose blocks are sent while its prompt is computed.
 
     Attributes:
-        ticket: of the decode server; empty once it was used.
+        ticket: ticket of the decode server; empty once it was used.
         sending: the blocks of the attempt.
         is_sent: the result tells the decode server if blocks come.
     """

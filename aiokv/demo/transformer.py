@@ -37,7 +37,7 @@ class NumpyCache:
         self._block_bytes = [piece.view() for piece in self.regions().pieces()]
 
     def regions(self) -> aiokv.Regions:
-        """Return the arrays as the cache engine moves them; borrowed."""
+        """Return the arrays as regions for a cache engine; they stay owned by this object."""
         regions = aiokv.Regions(num_layers=len(self.keys))
         regions.add("k", layers=self.keys)
         regions.add("v", layers=self.values)

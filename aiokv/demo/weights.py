@@ -20,7 +20,7 @@ class ModelConfig:
     """Sizes that every decoder-only transformer has.
 
     Attributes:
-        seed: of random weights.
+        seed: seed of random weights.
     """
 
     vocab: int = 512
@@ -99,10 +99,10 @@ class Weights:
 
     Attributes:
         embedding: ``[vocab, hidden]``.
-        layers: of each layer, by name: ``attention_norm``, ``ffn_norm``, ``gate_up`` (side by
-            side), ``down``, ``out`` (the projection behind attention), and those of its attention:
-            ``qkv`` (side by side), and where the model has them ``qkv_bias``, ``query_norm``,
-            ``key_norm``.
+        layers: weights of each layer, by name: ``attention_norm``, ``ffn_norm``, ``gate_up``
+            (side by side), ``down``, ``out`` (the projection behind attention), and those of its
+            attention: ``qkv`` (side by side), and where the model has them ``qkv_bias``,
+            ``query_norm``, ``key_norm``.
         unembedding: ``[hidden, vocab]``.
     """
 

@@ -93,7 +93,7 @@ def check_open_files(machine: Machine) -> Iterator[Finding]:
 
 
 def check_numa(machine: Machine) -> Iterator[Finding]:
-    """Check the NUMA nodes: CPUs of another node than that of the GPU copy at a lower speed."""
+    """Check the NUMA nodes: copies are slower from CPUs of another node than that of the GPU."""
     nodes = numa_nodes(machine)
     if len(nodes) < 2:
         yield ok("NUMA", "one node")

@@ -27,7 +27,7 @@ class _GroupCosts:
         self._group = group
         self._hit = hit
         self._latency_seconds = 0.0
-        self._seconds = np.zeros(0)  # to fetch the copy; infinity if no store has it
+        self._seconds = np.zeros(0)  # time to fetch each copy; infinity if no store has it
         self._is_absent = np.ones(0, np.bool_)  # from all tiers
 
     def note(self, found: Found, num_blocks: int) -> None:
@@ -86,7 +86,7 @@ class BoundarySearch:
 
     Attributes:
         hit: number of blocks of the present hit.
-        digests: of the blocks that the stores are to be asked for next; empty when the search has
+        digests: digests of the blocks to look up in the stores next; empty when the search has
             ended.
     """
 
@@ -121,11 +121,11 @@ class BoundarySearch:
         return self.digests[: (self._num_cached() + answer.blocks) * KEY_BYTES]
 
     def note(self, answer: StoreAnswer, found: Sequence[Found]) -> bool:
-        """Note what the stores have.
+        """Note the blocks that the stores have.
 
         Args:
             answer: to ``missing_digests``.
-            found: of the digests that are ``reachable``, for each group.
+            found: for each group, the digests among ``reachable`` that the stores have.
 
         Returns:
             True when the blocks behind these may be reached, too.

@@ -49,13 +49,13 @@ class ComputeBatch:
         self._ids: Callable[[], list[int]] | None = lease_ids
         self._batch_id = 0  # 0 until the `with` block begins
         self._in_block = False
-        self._event = False  # True when it ends with an event: not part of the open step
+        self._event = False  # True if it ends with an event: not part of the open step
         self._unended: set[object] = set()  # the `with` block, work and events to wait for
         self._task: asyncio.Task[Any] | None = None  # inside the `with` block
 
     @property
     def done(self) -> bool:
-        """True when the ``with`` block, all work and all events have ended."""
+        """True if the ``with`` block, all work and all events have ended."""
         return self._batch_id > 0 and not self._unended
 
     def __enter__(self) -> Self:

@@ -532,7 +532,8 @@ class CacheEngine(Unique):
         Args:
             num_tokens: positions of prompts that one batch has computed, without generated ones.
                 Batches of fewer than 64, or a quarter of a larger recent batch, do not count.
-            seconds: of the batch alone, without pauses. Leave out batches that waited for onloads.
+            seconds: duration of the batch alone, without pauses. Leave out batches that waited for
+                onloads.
 
         Raises:
             UsageError: an argument is not a number, or is not above 0.

@@ -64,8 +64,8 @@ class KVEvents:
         self._stream: BlockEvents | None = None
         self._ended = False  # the last batch was taken, or `async with` has ended
         self._iterates = False
-        self._dropped_blocks = 0  # when the subscription has ended
-        self._restarts = 0  # that were logged
+        self._dropped_blocks = 0  # final count, set when the subscription has ended
+        self._restarts = 0  # number of restarts that were logged
 
     async def __aenter__(self) -> Self:
         self._lifetime.check_open()

@@ -45,7 +45,7 @@ class FetchLine:
 
     @property
     def is_empty(self) -> bool:
-        """True when no request has a place."""
+        """True if no request has a place."""
         return not self._fetching and not self._waiting
 
     @property

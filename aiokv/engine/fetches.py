@@ -203,7 +203,7 @@ class Fetches:
         priority: Priority,
         comparison: Comparison | None = None,
     ) -> None:
-        """Fetch the missing blocks of a matched lease to the host tier; return when they are there.
+        """Fetch the missing blocks of a matched lease to the host tier; return when they arrived.
 
         Returns earlier when ``timeout`` seconds have passed, when no more blocks can be fetched,
         and when the lease or the engine has ended.
@@ -211,7 +211,7 @@ class Fetches:
         Args:
             lease_id: the lease.
             timeout: seconds; None for no limit.
-            priority: of the fetches.
+            priority: priority of the fetches.
             comparison: decides which blocks are fetched; None to fetch all blocks that a store
                 has, at any speed.
 
@@ -280,7 +280,7 @@ class Fetches:
             lease_id: the lease.
             first: the first missing block.
             seconds: expected time to fetch the first i + 1 blocks.
-            priority: of the fetches.
+            priority: priority of the fetches.
             comparison: decides how many blocks are fetched.
             newest: receives the fetches.
         """
@@ -392,7 +392,7 @@ class Fetches:
         Args:
             lease_id: the lease.
             end: number of blocks of its prompt.
-            priority: of the fetches.
+            priority: priority of the fetches.
             newest: receives the fetches; its late fetch is replaced.
             is_compared: True if a comparison has begun the fetch.
 

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from aiokv.scheduler.effects import Effects
 
 MAX_IN_FLIGHT: Final = 64  # transfers of one flow: a long prompt must not block the loop
-MAX_EARLY: Final = 32  # of them, those of layers of positions that may not be committed yet
+MAX_EARLY: Final = 32  # of them, transfers of positions that may not be committed yet
 
 
 class _Part:
     """A transfer of consecutive blocks, or of some of their layers.
 
     Attributes:
-        first_block: of the lease.
+        first_block: first block of the lease.
         num_blocks: number of blocks.
-        share: of the layers of each block.
+        share: share of the layers of each block that moves.
         is_last: it has the last of their layers.
         is_early: their positions may not be committed yet.
         moved: leading blocks that have moved, once it has ended.
@@ -53,7 +53,7 @@ class Flow:
         exchange: all flows of the engine.
         record: the lease.
         ticket: the ticket.
-        first_block: of the lease, to move.
+        first_block: first block of the lease to move.
         advance: begins the transfers that can begin, and takes those that have ended; returns True
             when all positions of the ticket have moved.
         receives: True on the side that receives.
@@ -116,12 +116,12 @@ class Flow:
 
     @property
     def ended(self) -> bool:
-        """True when no further transfer begins."""
+        """True if no further transfer begins."""
         return self.ended_at is not None
 
     @property
     def at_rest(self) -> bool:
-        """True when no transfer is in flight, nor an onload or a batch that the flow waits for."""
+        """True if no transfer is in flight, nor an onload or a batch that the flow waits for."""
         return not self.is_loading and not self.is_computing and not self._has_transfers
 
     @property
@@ -221,10 +221,10 @@ class Flow:
         """Begin a transfer of blocks.
 
         Args:
-            transition: of the scheduler, with lease, ticket, first block and number of blocks.
-            first_block: of the lease.
+            transition: scheduler method; gets lease, ticket, first block and number of blocks.
+            first_block: first block of the lease.
             num_blocks: number of blocks.
-            share: of the layers of each block.
+            share: share of the layers of each block that moves.
             is_last: the blocks have moved when this transfer, and those before it, have ended;
                 otherwise it moves some of their layers only.
             is_early: the positions of the blocks may not be committed yet.
@@ -253,7 +253,7 @@ class Flow:
         """Begin the transfer of a group other than ``"attention"``, unless it has begun.
 
         Args:
-            transition: of the scheduler, with lease, ticket, group and number of positions.
+            transition: scheduler method; gets lease, ticket, group and number of positions.
             group: name of the group.
             num_tokens: positions that the blocks of the group stand for.
 
@@ -364,9 +364,9 @@ def check_not_entered(flow: Flow | None, handle: object, call: str) -> None:
     """Check that the ``async with`` block of a handle has not begun.
 
     Args:
-        flow: of the handle; None before it is entered.
+        flow: flow of the handle; None before it is entered.
         handle: named in the error.
-        call: that returns a new handle.
+        call: name of the call that returns a new handle.
 
     Raises:
         UsageError: it has begun.

@@ -164,7 +164,7 @@ class Granting:
             record: the lease.
             num_tokens: absolute number of positions.
             timeout: seconds; None for no limit.
-            store_wait: wait for a store that comes first, in the place of the lease.
+            store_wait: wait for a store before the grant; the lease keeps its place in line.
 
         Raises:
             AllocateTimeout: after ``timeout`` seconds; and the other errors of ``Lease.allocate``.
@@ -271,7 +271,7 @@ class Granting:
             self._note_wait(record, "pending", began, outcome)
 
     def _note_wait(self, record: LeaseRecord, name: WaitName, began: float, outcome: End) -> None:
-        """Tell log and observers the end of a wait."""
+        """Report the end of a wait to the log and the observers."""
         lease_id = record.number
         if self._observers.active:
             self._observers.end_wait(lease_id, record.owner, name, began, outcome)

@@ -55,7 +55,7 @@ class Lease(Unique):
     makes a second one.
 
     Attributes:
-        record: what the engine knows of the lease; only for the engine.
+        record: state that the engine keeps for the lease; only for the engine.
     """
 
     __slots__ = ("__weakref__", "record")
@@ -665,7 +665,7 @@ class Lease(Unique):
         Args:
             block_ids: one-dimensional integers, from 0 to ``device_blocks - 1``, in the order of
                 the positions.
-            computed_tokens: of the first call only: leading positions that the server's own cache
+            computed_tokens: for the first call only: leading positions that the server's own cache
                 has in these blocks. They are not onloaded, and count as computed for ``commit``. A
                 multiple of ``block_tokens``, or a position in the last block.
 
@@ -706,10 +706,10 @@ class Lease(Unique):
 
     @property
     def is_idle(self) -> bool:
-        """True when no transfer reads or writes device blocks that were assigned to the lease.
+        """True if no transfer reads or writes device blocks that were assigned to the lease.
 
-        Also of a lease that was preempted or released: its saves go on. Always True where the
-        engine owns the device blocks.
+        Saves go on after the lease is preempted or released, and this property covers them. Always
+        True where the engine owns the device blocks.
         """
         leases = self.record.leases
         leases.check_thread()
@@ -947,10 +947,10 @@ class Lease(Unique):
         Blocks that arrive are committed in order, chunk by chunk: other leases can use them at
         once. While blocks are in flight, no batch can compute with the lease, and ``commit`` takes
         no position behind those that have arrived. Leaving the block cancels what is missing, and
-        waits until nothing writes the blocks of the lease any more.
+        waits until no transfer writes the blocks of the lease any more.
 
-        With recurrent state or windows, no position is there before all of them have arrived: the
-        windows and the state behind the last position come last. When they are lost on the way,
+        With recurrent state or windows, no position is usable before all of them have arrived: the
+        windows and the state after the last position come last. If their transfer fails,
         ``state`` may be ``"failed"``: then ``preempt`` the lease, ``allocate`` again, and compute
         from ``cached_tokens`` on.
 

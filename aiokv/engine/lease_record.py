@@ -1,4 +1,4 @@
-"""LeaseRecord: what the parts of an engine know of one lease, apart from the user's handle."""
+"""LeaseRecord: state of one lease that the parts of an engine share, without the user's handle."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class LeaseRecord(msgspec.Struct, eq=False):
         owner: name of the request for error and log messages.
         salt: namespace of the prompt, whose quota counts the blocks.
         layers: view of the transfers that the lease waits for; done when there are none.
-        end: for messages: line that has released the lease, or text about its end; None before, and
-            for a lease that ended with its engine.
+        end: line that released the lease, or the cause of its end, for error messages; None before
+            the end, and for a lease that ended with its engine.
     """
 
     leases: Leases
@@ -72,14 +72,14 @@ class LeaseRecord(msgspec.Struct, eq=False):
         return self.id or self.live_id()
 
     def leave_layers(self) -> None:
-        """End the wait for layers, with the grant."""
+        """Stop waiting for layers; called when the grant ends."""
         if (seconds := self.layers.elapsed_seconds) is not None:
             self.waits.add_onload(seconds)
         self.layers = self.leases.done
 
     @property
     def waits(self) -> Waits:
-        """Waiting times so far, to add to."""
+        """Waiting times so far; callers add to them."""
         if self._waits is None:
             self._waits = Waits()
         return self._waits

@@ -1,4 +1,4 @@
-"""Leases: makes the leases of an engine, and has the parts of the engine that leases use."""
+"""Leases: creates the leases of an engine, and holds the parts of the engine that leases use."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class Leases:
     def release(self, record: LeaseRecord, after: Event | None = None) -> None:
         """Release a lease and give its blocks back; see ``Lease.release``. Idempotent."""
         if not self.lifetime.is_usable:
-            record.id = 0  # the end of the engine has ended the lease
+            record.id = 0  # the lease ended with the engine
         if not record.id:
             return
         self.check_loop()
@@ -240,7 +240,7 @@ class Leases:
         transition: Callable[[int], tuple[None, Effects]],
         reason: str,
     ) -> None:
-        """Make the transition that ends a lease, and tell all parts of the engine that know it."""
+        """End a lease in the scheduler and in all parts of the engine that keep state for it."""
         lease_id = record.id
         if self.recordings.active:
             self.recordings.releases(lease_id)

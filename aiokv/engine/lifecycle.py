@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-SAVE_SECONDS: Final = 30.0  # when the engine closes
+SAVE_SECONDS: Final = 30.0  # limit for saves to the stores when the engine closes
 
 _opened: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
 

@@ -63,7 +63,7 @@ class Lifetime:
         self.is_running = False
         self.is_usable = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = 0  # of the loop, while the engine is open or closing
+        self._thread = 0  # id of the loop's thread, while the engine is open or closing
         self._serves = False  # open and not broken
 
     @property
@@ -89,7 +89,7 @@ class Lifetime:
 
     @property
     def is_closing(self) -> bool:
-        """True when the engine is closing or closed: it refuses new work."""
+        """True if the engine is closing or closed: it refuses new work."""
         return self.phase not in (Phase.NEW, Phase.OPEN)
 
     def enter(self, loop: asyncio.AbstractEventLoop) -> None:

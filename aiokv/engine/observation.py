@@ -68,7 +68,7 @@ class Observation(Unique):
         self._observers.remove(self._note)
 
     def unfinished(self) -> list[Record]:
-        """Return what is in progress, as records with the outcome ``"open"`` that end now.
+        """Return records of unfinished work, with the outcome ``"open"`` and the end now.
 
         After the block: what was in progress at its end.
         """

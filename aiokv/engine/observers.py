@@ -99,8 +99,8 @@ class LeasePhase(msgspec.Struct, frozen=True, kw_only=True):
         began_at: start of the phase. A ``"granted"`` phase that began before the observation has
             the start of the observation.
         ended_at: end of the phase; now while ``outcome`` is ``"open"``.
-        outcome: of a wait and of an onload ``"done"``, ``"timeout"``, ``"cancelled"`` or
-            ``"failed"``. Of a ``"granted"`` phase ``"released"``, ``"preempted"``, ``"swapped"``,
+        outcome: for a wait or an onload, ``"done"``, ``"timeout"``, ``"cancelled"`` or
+            ``"failed"``. For a ``"granted"`` phase, ``"released"``, ``"preempted"``, ``"swapped"``,
             ``"lost"`` (with a rank), ``"cancelled"`` (in the pass of the grant), or ``"closed"``
             (with the engine); ``"open"`` while the phase lasts.
         prompt_tokens: tokens of the prompt, for ``"onload"`` and ``"granted"``; otherwise 0.

@@ -64,7 +64,7 @@ class Exchange:
     Attributes:
         block_tokens: positions per block.
         groups: groups other than ``"attention"``; a receive needs their blocks at its end.
-        counts: of all receives and sends.
+        counts: counts of all receives and sends.
         flows: by lease, those that have not ended or have transfers in flight.
     """
 
@@ -83,9 +83,9 @@ class Exchange:
         self._chunk_blocks = CHUNK_BLOCKS if parts.peers is None else parts.peers.chunk_blocks
         self._marks = count(1)
         self._by_transfer: dict[int, Flow] = {}
-        self._reasons: dict[int, str] = {}  # of transfers that are not done, by transfer
+        self._reasons: dict[int, str] = {}  # why transfers are not done, by transfer
         self._ended: deque[Moved] = deque()  # transfers whose flows have not been told
-        self._sent_tickets: set[bytes] = set()  # that flows send
+        self._sent_tickets: set[bytes] = set()  # tickets that flows send
         self._loading: set[Flow] = set()  # wait for the onloads of their leases
         self._computing: set[Flow] = set()  # wait for the batches that compute with their leases
         self._windows = window_sizes(parts.config.windows)

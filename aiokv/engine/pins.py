@@ -47,7 +47,7 @@ class Pin(Unique):
 
     @property
     def released(self) -> bool:
-        """True when the prefix is no longer pinned."""
+        """True if the prefix is no longer pinned."""
         return bool(self.release_reason)
 
     def expire_after(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:

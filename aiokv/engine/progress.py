@@ -19,11 +19,11 @@ class SendPart(NamedTuple):
     """Consecutive blocks, or ranges of their layers, that one transfer sends.
 
     Attributes:
-        first_block: of the lease.
+        first_block: first block of the lease.
         num_blocks: number of blocks.
         first_range: first range of layers.
         end_range: end of the ranges; 0 for whole blocks.
-        mark: of layers of positions that may not be committed yet, see ``TransferPlan.mark``; 0 for
+        mark: point after which the layers are computed, see ``TransferPlan.mark``; 0 for
             committed positions.
     """
 
@@ -38,7 +38,7 @@ class SendProgress:
     """Progress of one send.
 
     Args:
-        first_block: of the lease, to send.
+        first_block: first block of the lease to send.
         num_ranges: ranges of layers; 1 if blocks move as a whole only.
         chunk_blocks: most blocks of a part that has all layers. Other parts have as many bytes.
     """

@@ -150,7 +150,7 @@ class Receiving(Unique):
 
     @property
     def failure(self) -> str | None:
-        """Reason why the receive has ended early; None while it runs, and when all is there."""
+        """Reason why the receive has ended early; None while it runs, and after success."""
         return self._entered().failure
 
     @property

@@ -164,7 +164,7 @@ class TraceFile:
         self._flushed_bytes = self._raw.tell()
 
     def is_full(self, max_bytes: int, max_ids: int) -> bool:
-        """Return True when the file has so many bytes or ids."""
+        """Return True if the file has reached its limit of bytes or ids."""
         return self._raw.tell() >= max_bytes or len(self._ids) >= max_ids
 
     def close(self) -> None:

@@ -303,7 +303,7 @@ class Driver(Protocol):
         """16 bytes."""
 
     def device_of(self, pointer: int) -> int:
-        """The GPU that has the memory."""
+        """Return the GPU that has the memory."""
 
     def base_of(self, ordinal: int, pointer: int) -> int:
         """First address of the allocation with ``pointer``."""

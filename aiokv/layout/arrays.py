@@ -192,7 +192,7 @@ def dtype_name(tensor: Any, typestr: str = "") -> str:
     """Return the name of an element type: ``"bfloat16"`` for numpy's and ``torch.bfloat16``.
 
     Args:
-        tensor: of any library.
+        tensor: tensor of any library.
         typestr: element type of its array interface, for tensors without ``dtype``.
     """
     name = str(getattr(tensor, "dtype", typestr))

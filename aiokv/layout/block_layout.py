@@ -32,7 +32,7 @@ FORMAT_VERSION: Final = 1
 MAX_ENCODED_BYTES: Final = 16 << 10
 MAX_LAYERS: Final = 4096
 MAX_PIECES_PER_LAYER: Final = 64
-MAX_PIECES: Final = 16384  # of all layers and pools: what a mapping takes time and memory for
+MAX_PIECES: Final = 16384  # of all layers and pools; bounds the time and memory of a mapping
 MAX_WINDOWS: Final = 16
 MAX_POOLS: Final = 2 + MAX_WINDOWS  # blocks, recurrent state, groups of sliding-window layers
 MAX_BLOCK_BYTES: Final = 1 << 40
@@ -130,7 +130,7 @@ class BlockLayout(msgspec.Struct, frozen=True, array_like=True):
     """Layout of the blocks of one rank.
 
     Attributes:
-        version: of this format.
+        version: version of this format.
         block_tokens: token positions per block.
         rank: number of the rank.
         num_ranks: ranks of its server.
@@ -216,7 +216,7 @@ class BlockLayout(msgspec.Struct, frozen=True, array_like=True):
             )
         _check(layout, UsageError)
         if layout.encode() != blob:
-            raise UsageError("layout: the bytes are not the only encoding of this layout")
+            raise UsageError("layout: the bytes differ from the canonical encoding of this layout")
         return layout
 
     def pool(self, name: str = BLOCKS) -> PoolLayout:
@@ -316,7 +316,7 @@ def _check_pool(name: str, pool: PoolLayout, block_tokens: int, error: type[Aiok
     if first_uses != list(range(len(pool.kinds))) or len(set(pool.kinds)) != len(pool.kinds):
         raise error(f"layout: the kinds of layers of {name} are not numbered by their first use")
     if any(a == b for (a, _), (b, _) in zip(pool.runs, pool.runs[1:], strict=False)):
-        raise error(f"layout: two runs of layers of {name} are one")
+        raise error(f"layout: {name} has two adjacent runs of the same kind of layer; merge them")
     for kind in pool.kinds:
         if len({piece.region for piece in kind}) != len(kind) or len(kind) > MAX_PIECES_PER_LAYER:
             raise error(

@@ -121,7 +121,7 @@ class Mapping:
         zero, unless the fragment is the block as it is.
 
         Args:
-            block_addresses: of the host blocks.
+            block_addresses: addresses of the host blocks.
             fragment_addresses: where the fragments go; ``fragment_bytes`` each. They do not overlap
                 any of the blocks.
 
@@ -149,7 +149,7 @@ class Mapping:
         fragments of several ranks and of neighbouring blocks may be placed at the same time.
 
         Args:
-            fragment_addresses: of the fragments.
+            fragment_addresses: addresses of the fragments.
             sender_blocks: index of the sender's block of each fragment.
             receiver_addresses: addresses of the host blocks by the index of the receiver's block;
                 tokens of other blocks are left out.

@@ -437,7 +437,7 @@ def num_blocks_for(total_bytes: int, block: Regions | int) -> int:
     """Return the number of blocks that fit in ``total_bytes``.
 
     Args:
-        total_bytes: of memory.
+        total_bytes: size of the memory.
         block: bytes of one block; or a registry, for its host blocks.
 
     Raises:

@@ -57,7 +57,7 @@ class TensorShape(NamedTuple):
         name: such as ``"k"``, ``"v"``, ``"k_scale"``, ``"latent"`` or ``"index"``.
         heads: heads of one rank; None for a tensor that is the same on all ranks.
         length: numbers of ``dtype`` per token and head.
-        dtype: of the memory; ``"uint8"`` for elements of 8 bits and fewer.
+        dtype: dtype of the memory; ``"uint8"`` for elements of 8 bits and fewer.
         element: name of the element type, such as ``"float8_e4m3fn"``.
     """
 
@@ -100,7 +100,7 @@ class LayerShape:
     def tensors(
         self, kv_dtype: str, tensor_parallel: int = 1, *, model_dtype: str = "bfloat16"
     ) -> tuple[TensorShape, ...]:
-        """Return what each tensor that a rank has stores per token.
+        """Return the shape per token of each tensor of a rank.
 
         Args:
             kv_dtype: one of ``KV_DTYPES`` but ``"auto"``.

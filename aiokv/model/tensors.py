@@ -53,7 +53,7 @@ class TensorLayout:
         shape: axes of a block, outermost first.
         axes: their names, as for ``Regions.add``.
         heads: (first head of the rank, heads of all ranks); None without an axis of heads.
-        dtype: of the memory, such as ``"bfloat16"`` or ``"uint8"``.
+        dtype: dtype of the memory, such as ``"bfloat16"`` or ``"uint8"``.
         element: name of the element type, such as ``"float8_e4m3fn"``.
     """
 

@@ -34,7 +34,7 @@ async def stream_events(
 
     Args:
         engine: an open engine of this loop.
-        gone: done or cancelled when the stream has to end; cancelled at its end.
+        gone: future that ends the stream when it is done; this function cancels it on return.
         write: sends a part of the body.
         name_of: returns what to show of the name of a salt or an adapter.
 

@@ -46,7 +46,7 @@ class Acceptance:
         """Return the source of a message, or the reply that refuses it.
 
         Args:
-            message: of the sender.
+            message: message of the sender.
             incoming: the ticket that it names; None if it is unknown.
         """
         if reason := self._misuse(message, incoming):

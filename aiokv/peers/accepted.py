@@ -55,7 +55,7 @@ class AcceptedConnections:
     """Connections of senders; those that come while there is no receiver wait for the next one.
 
     Args:
-        transport: of the fragments.
+        transport: transport of the fragments.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -74,7 +74,7 @@ class AcceptedConnections:
         return list(self._connections)
 
     def metadata(self, connection: Connection) -> bytes:
-        """Return what the sender of a connection needs to write into landing slots."""
+        """Return the metadata with which the sender of a connection writes into landing slots."""
         return self._metadata.get(connection, b"")
 
     def serve(self, receiver: Receiver[Connection], landing: PeerMemory) -> None:

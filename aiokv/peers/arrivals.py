@@ -41,7 +41,7 @@ class Source(NamedTuple):
 
     @property
     def is_identity(self) -> bool:
-        """True when the fragments of all groups are blocks of the receiver as they are.
+        """True if the fragments of all groups are blocks of the receiver as they are.
 
         Otherwise several ranks may have parts of a block, or all of it, of any group.
         """
@@ -56,13 +56,13 @@ class Fragment(NamedTuple):
     """A fragment in a landing slot, which belongs to it.
 
     Attributes:
-        ticket_id: of its ticket.
+        ticket_id: id of its ticket.
         sender_rank: rank that sent it.
         sender_block: its block, in blocks of the sender.
-        group: of the block.
+        group: group of the block.
         slot: landing slot.
         num_bytes: payload and trailer.
-        key: that its trailer must have.
+        key: key that its trailer must have.
         mapping: to the blocks of this rank; None if the slot is the block.
     """
 
@@ -86,7 +86,7 @@ class Receive:
 
     Attributes:
         plan: its blocks belong to it until ``ReceiverPort.received``.
-        group: of its blocks.
+        group: group of its blocks.
         positions: index in the plan of each of its blocks, by ``block_key``.
         missing: its blocks that are not in the device.
         parts: ranges of layers that are in the device, of blocks of which others are missing.
@@ -137,7 +137,7 @@ class Receive:
 
     @property
     def at_rest(self) -> bool:
-        """True when nothing accesses its blocks any more, and nothing will."""
+        """True if no transfer accesses its blocks, and none will."""
         return not self.copies and (self.failure is not None or not self.missing)
 
 
@@ -146,7 +146,7 @@ class SlotCopy:
 
     Attributes:
         receive: the plan.
-        group: of the fragments in the slots.
+        group: group of the fragments in the slots.
         blocks: by ``block_key``.
         slots: slots that are read; taken when they are freed.
         num_ranges: ranges of layers that make up a block; 0 for whole blocks.

@@ -32,9 +32,9 @@ class Connections:
     """Opens a connection when it is first used, and closes it when it has been idle.
 
     Args:
-        secret: of all engines.
+        secret: secret that all engines share.
         handler: returns the handler of a new connection, which is started with it.
-        limits: of the connections.
+        limits: limits of the connections.
         connect_seconds: time limit of one attempt.
         idle_seconds: time after the last ``release``, after which a connection is closed.
     """
@@ -71,8 +71,8 @@ class Connections:
         Concurrent callers share one attempt.
 
         Args:
-            host: of the endpoint.
-            port: of the endpoint.
+            host: host of the endpoint.
+            port: port of the endpoint.
             timeout: seconds for this caller; an attempt has ``connect_seconds``, too.
 
         Raises:

@@ -129,7 +129,9 @@ class CudaIpcEndpoint:
         except (msgspec.MsgspecError, ValueError) as error:
             raise EndpointError(f"the metadata of the receiver is malformed: {error}") from error
         if device is None:
-            raise EndpointError("the slots of the receiver are in host memory")
+            raise EndpointError(
+                "the slots of the receiver are in host memory; they must be in GPU memory"
+            )
         if export.machine != self._machine:
             raise EndpointError(
                 "the receiver runs on another server; 'cuda_ipc' connects GPUs of one server: use "

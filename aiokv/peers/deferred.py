@@ -17,9 +17,9 @@ class DeferredFragment(NamedTuple, Generic[C]):
     """A fragment that its sender may send again.
 
     Attributes:
-        ticket_id: of its ticket.
+        ticket_id: id of its ticket.
         sender: rank that has the fragment.
-        block: of the sender, by ``block_key``.
+        block: block of the sender, by ``block_key``.
     """
 
     ticket_id: bytes

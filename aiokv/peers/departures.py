@@ -22,10 +22,10 @@ class Fragment(Generic[C]):
 
     Attributes:
         send: its plan.
-        block: of the prompt, by ``block_key``.
-        queue: of fragments to the receiver.
-        key: of its trailer.
-        mapping: of blocks of its group to fragments for the receiver.
+        block: block of the prompt, by ``block_key``.
+        queue: queue of fragments to the receiver.
+        key: key of its trailer.
+        mapping: mapping of blocks of its group to fragments for the receiver.
         num_bytes: payload and trailer.
         num_slots: outgoing slots that it takes: one more if it is cut out of a block.
         slot: its outgoing slot; None before it has one, and after the slot was freed.
@@ -53,7 +53,7 @@ class Fragment(Generic[C]):
         self.busy = False
         self.proven = False
         self.dropped = False
-        self.again = False  # to be written again; its write has not ended
+        self.again = False  # write it again when its present write has ended
         self.deferred = False  # until an Again, without an outgoing slot
 
     @property
@@ -74,7 +74,7 @@ class Target(NamedTuple, Generic[C]):
 
     Attributes:
         connection: to the rank.
-        mappings: of the blocks of this rank to fragments for the receiver, by group.
+        mappings: mappings of the blocks of this rank to fragments for the receiver, by group.
     """
 
     connection: C
@@ -126,7 +126,7 @@ class Send:
 
     @property
     def at_rest(self) -> bool:
-        """True when nothing reads its blocks any more, and nothing will."""
+        """True if no transfer reads its blocks, and none will."""
         return not self.fills and (self.failure is not None or not self.unproven)
 
 
@@ -134,7 +134,7 @@ class SlotFill:
     """A copy from device blocks of a plan to outgoing slots.
 
     Attributes:
-        group: of its blocks.
+        group: group of its blocks.
     """
 
     def __init__(self, send: Send, group: int, fragments: list[Fragment[Any]]) -> None:

@@ -30,7 +30,7 @@ class DeviceFragmentWork(SlotAccess):
     the keys that this object returns.
 
     Args:
-        slots: of the device; allocated until ``finish`` has returned.
+        slots: slots of the device; allocated until ``finish`` has returned.
         poller: see :class:`SlotAccess`.
     """
 

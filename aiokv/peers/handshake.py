@@ -49,7 +49,7 @@ class Handshake:
 
     Args:
         secret: at least ``MIN_SECRET_BYTES``.
-        role: of this side.
+        role: role of this side.
 
     Raises:
         ConfigError: the secret is not bytes, or is too short.

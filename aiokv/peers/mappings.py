@@ -103,8 +103,8 @@ class Mappings:
         """Return the receiver ranks that this rank sends to, and the mappings of all groups.
 
         Args:
-            ticket: of another engine.
-            layouts: of all ranks of this engine, encoded; empty for an engine of one rank.
+            ticket: ticket of another engine.
+            layouts: layouts of all ranks of this engine, encoded; empty for an engine of one rank.
 
         Raises:
             LayoutError: the blocks cannot be mapped; or there are too few outgoing slots.

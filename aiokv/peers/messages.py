@@ -94,7 +94,7 @@ class SlotCredit(NamedTuple):
 
     Attributes:
         slot: index in the landing ring of the receiver.
-        generation: of the slot; a fragment of an earlier generation is discarded.
+        generation: generation of the slot; a fragment of an earlier generation is discarded.
     """
 
     slot: Index
@@ -115,8 +115,8 @@ class Open(_Message, frozen=True, tag="open"):
 
     Attributes:
         protocol: ``PROTOCOL_VERSION`` of the sender.
-        ticket_id: of the ticket.
-        generation: of the receiving engine, from the ticket.
+        ticket_id: id of the ticket.
+        generation: generation of the receiving engine, from the ticket.
         sender_rank: rank of the sender, on this connection.
         receiver_rank: rank that the sender means to reach.
         sender_block_tokens: positions per block of the sender.
@@ -202,7 +202,7 @@ class Landed(_Message, frozen=True, tag="landed"):
     Attributes:
         sender_block: index of the block in the prompt, in blocks of the sender.
         slot: landing slot, from a ``Credit``.
-        slot_generation: of that credit.
+        slot_generation: generation of that credit.
         fragment_bytes: payload and trailer.
         group: 0 for the blocks of the prompt; then those of recurrent state and of the window
             groups, in the order of ``BlockLayout.pools``. A state has one block, 0. The groups

@@ -77,13 +77,13 @@ class Endpoint(Protocol):
     """
 
     def metadata(self) -> bytes:
-        """Return what the endpoint of a sender needs for ``connect``."""
+        """Return the metadata that the endpoint of a sender needs for ``connect``."""
 
     def connect(self, metadata: bytes, device: int | None) -> None:
         """Prepare to write to the endpoint of a receiver.
 
         Args:
-            metadata: of that endpoint.
+            metadata: metadata of that endpoint.
             device: ordinal, on its machine, of the GPU that has its memory; None for host memory.
         """
 
@@ -102,10 +102,10 @@ class Backend(Protocol):
     """A library.
 
     Attributes:
-        name: of the transport.
+        name: name of the transport.
         is_reused: an endpoint whose connection ended without a write in progress serves the next
             connection, because a new one is expensive.
-        write_bytes: of one call of ``Endpoint.write``; its fragments are announced together.
+        write_bytes: most bytes of one call of ``Endpoint.write``, which announces them together.
     """
 
     name: str
@@ -199,7 +199,7 @@ class _Channel:
 
     @property
     def is_created(self) -> bool:
-        """True when the endpoint can be used."""
+        """True if the endpoint can be used."""
         return self.created.done() and self.created.exception() is None
 
     def _submit(self, call: Callable[[], _T]) -> Future[_T]:

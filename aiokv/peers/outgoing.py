@@ -23,11 +23,11 @@ class OutgoingTicket(Generic[C]):
     """A ticket that all its receivers have accepted. Blocks are named by ``block_key``.
 
     Args:
-        ticket: of the receiving engine.
+        ticket: ticket of the receiving engine.
         deadline: by the clock of the sender.
         rank: number of this rank.
         targets: by receiver rank; connections differ.
-        queues: of fragments to the ranks, likewise.
+        queues: queues of fragments to these ranks, in the same order.
 
     Attributes:
         queues: by receiver rank.

@@ -33,7 +33,7 @@ class PeerPlans(Executor[_Work]):
     """Plans of the peer routes of one worker.
 
     Args:
-        routes: of the plans.
+        routes: routes of the plans.
         plans: plans of the worker.
         receiver: returns the receiver; None while the worker does not receive.
         sender: likewise, the sender.
@@ -96,7 +96,7 @@ class PeerPlans(Executor[_Work]):
         """Report a plan soon: nothing accesses its device blocks any more. Idempotent.
 
         Args:
-            transfer_id: of the plan; one that was reported is ignored.
+            transfer_id: id of the plan; one that was reported is ignored.
             leading_blocks: blocks that have moved, from the first on.
             failure: why the others have not moved; None when all have.
             is_touched: the blocks of a plan that has failed may have been written.

@@ -78,7 +78,7 @@ class PeerTransfers:
         exist: False without peers.
         routes: routes from and to peers; empty without peers.
         plans: executor of the plans of the routes.
-        layout: of the blocks of this rank, encoded; empty without peers and before ``open``.
+        layout: layout of the blocks of this rank, encoded; empty without peers and before ``open``.
         ticket_key: key of tickets; empty without peers.
     """
 
@@ -431,7 +431,7 @@ class PeerTransfers:
 
         Args:
             blob: the ticket.
-            layouts: of all ranks of this engine, by rank; empty for an engine of one rank.
+            layouts: layouts of all ranks of this engine, by rank; empty for an engine of one rank.
 
         Raises:
             UsageError: the ticket is malformed, is in use, or the engine has no peers.
@@ -462,7 +462,7 @@ class PeerTransfers:
         """End a ticket on both sides of this worker; its plans are given up. Idempotent.
 
         Args:
-            ticket_id: of the ticket.
+            ticket_id: id of the ticket.
             reason: for the other engine.
         """
         reason = reason[:MAX_REASON_CHARACTERS]

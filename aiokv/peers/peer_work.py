@@ -70,10 +70,10 @@ class SlotWork(NamedTuple):
         arena: places of the slots in the peer arena.
         blocks_per_slot: blocks of the arena that a landing slot takes.
         access: accesses the bytes in the slots.
-        mappings: of the blocks of this rank.
+        mappings: mappings of the blocks of this rank.
         copies: copies between device blocks and slots.
         clock: numbers of the steps on the device.
-        plans: that are reported.
+        plans: table of the plans, which reports their ends.
     """
 
     arena: ArenaSlots
@@ -89,7 +89,7 @@ class ReceiverWork:
     """Work of the receiver; a ``ReceiverPort``.
 
     Args:
-        parts: of the worker.
+        parts: parts of the worker.
         landing: landing slots.
     """
 
@@ -169,7 +169,7 @@ class SenderWork:
     """Work of the sender; a ``SenderPort``.
 
     Args:
-        parts: of the worker.
+        parts: parts of the worker.
         outgoing: outgoing slots.
         marks: layers of blocks that are being computed.
         writes: tasks that write fragments; those in progress are in it.

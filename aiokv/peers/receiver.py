@@ -9,10 +9,10 @@
                                  └► Wrong: the sender may send the fragment again; if there was no
                                     room, after an Again
 
-A plan ends when all its blocks are there, or when it was given up: at the deadline of its ticket,
-when its sender is gone, when it is cancelled. It is reported after its last copy has ended, so no
-byte of it reaches a block that was given to another lease (I11): fragments that arrive later stay
-in their landing slots, and are dropped there.
+A plan ends when all its blocks have arrived, or when it is given up: at the deadline of its ticket,
+when its sender has disconnected, or when it is cancelled. It is reported after its last copy has
+ended, so no byte of it reaches a block that was given to another lease (I11): fragments that arrive
+later stay in their landing slots, and are dropped there.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Receiver(Generic[C]):
         port: does the work.
         ring: credits of the landing slots; nothing else uses it.
         rank: number of this rank.
-        generation: of this opening of the engine.
+        generation: generation of this opening of the engine.
         slot_bytes: bytes of a landing slot.
         source: returns the source of an ``Open``, or raises ``LayoutError`` if its blocks cannot be
             received.
@@ -148,7 +148,7 @@ class Receiver(Generic[C]):
         self._assembly = AssemblySlots(num_assembly)
         self._metadata = metadata
         self._one_sided = one_sided
-        self._connections: set[C] = set()  # that have opened a ticket
+        self._connections: set[C] = set()  # connections that have opened a ticket
         self._tickets: dict[bytes, Incoming[C]] = {}
         self._receives: dict[int, Receive] = {}
         self._unplanned = UnplannedFragments(ring.num_slots)
@@ -474,7 +474,7 @@ class Receiver(Generic[C]):
         ):
             self._defer(incoming, sender, fragment.place[1])
         else:
-            self._prove(sender, fragment)  # nothing waits for it any more
+            self._prove(sender, fragment)  # no plan waits for the fragment any more
 
     def _prove(self, sender: OpenSender[C], fragment: Fragment) -> None:
         self._tell(sender.connection, Proven, fragment.ticket_id, [fragment.place[1]])

@@ -257,7 +257,7 @@ class LandingRing(Generic[C]):
 
     @property
     def is_idle(self) -> bool:
-        """True when no connection has, or wants, a credit, and all slots are free."""
+        """True if no connection has, or wants, a credit, and all slots are free."""
         return len(self._free) == self.num_slots and not self._demands
 
     def statistics(self) -> RingStatistics:

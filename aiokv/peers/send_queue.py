@@ -31,7 +31,7 @@ class SendQueue(Generic[C]):
         waiting: fragments that are ready and have no credit, in order.
         wanted: credits that were asked for and did not come yet.
         slots: outgoing slots that its fragments have.
-        tickets: that use it.
+        tickets: tickets that use the queue.
     """
 
     def __init__(self, connection: C) -> None:
@@ -61,7 +61,7 @@ class SendQueue(Generic[C]):
         self.wanted = max(self.wanted - len(slots), 0)
 
     def take(self) -> Fragment[C]:
-        """Remove the next fragment, and give it a credit; both are there."""
+        """Remove the next fragment, and give it a credit. Requires that both exist."""
         fragment = self.waiting.popleft()
         fragment.credit = self.credits.popleft()
         return fragment
@@ -94,5 +94,5 @@ class SendQueue(Generic[C]):
         found = len(self.credits) + self.wanted
         if found == len(self.waiting):
             return []
-        known = f"{len(self.credits)} are there and {self.wanted} are asked for"
+        known = f"{len(self.credits)} have arrived and {self.wanted} are requested"
         return [f"{len(self.waiting)} fragments wait for credits, but {known}"]

@@ -179,7 +179,7 @@ class Sender(Generic[C]):
         return send
 
     def release_held(self) -> None:
-        """Send the plans that waited for a step or for layers, as far as these are there."""
+        """Send the plans whose step has finished, or whose layers are computed."""
         for outgoing in list(self._tickets.values()):
             for send in list(outgoing.sends.values()):
                 self._release(outgoing, send)
@@ -422,7 +422,7 @@ class Sender(Generic[C]):
         self._pump_all()  # a failure, or a dropped fragment, has freed slots
 
     def sealed(self, fragments: Sequence[Fragment[C]]) -> None:
-        """Write fragments whose trailers are there."""
+        """Write the fragments whose trailers are complete."""
         for fragment in fragments:
             self._slots.free_block(fragment)
         ready: dict[C, list[Fragment[C]]] = {}

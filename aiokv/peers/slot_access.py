@@ -45,16 +45,16 @@ class SlotAccess(ABC):
         """Wait until no thread accesses a slot, and end the threads. Idempotent."""
 
     def landing_keys(self, slots: Sequence[int]) -> bytes:
-        """Return what a copy from verified landing slots must find, 32 bytes each.
+        """Return the expected keys of verified landing slots, 32 bytes each.
 
         Empty when the copy need not verify the slots again.
         """
         return b""
 
     def outgoing_keys(self, fragments: Sequence[Sent[Any]]) -> bytes:
-        """Return the keys with which a copy to outgoing slots seals these, 32 bytes each.
+        """Return the keys with which a copy to outgoing slots seals fragments, 32 bytes each.
 
-        Empty when ``seal`` does.
+        Empty if ``seal`` seals them instead.
         """
         return b""
 
@@ -63,7 +63,7 @@ class SlotAccess(ABC):
 
         Args:
             memory: landing slots.
-            fragments: of any layouts.
+            fragments: fragments of any layouts.
             then: gets fragments, and for each True if its bytes are right.
         """
         if not self._unverified:
@@ -93,8 +93,8 @@ class SlotAccess(ABC):
 
         Args:
             memory: landing slots.
-            fragments: of other layouts.
-            addresses: of the host blocks of each fragment, by block.
+            fragments: fragments of other layouts.
+            addresses: addresses of the host blocks of each fragment, by block.
             then: gets False if an error has left blocks incomplete.
         """
 

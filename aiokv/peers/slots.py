@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from aiokv.layout.regions import Regions
     from aiokv.peers.options import Peers
 
-ASSEMBLY_SHARE: Final = 4  # 1 of as many blocks of the ring puts blocks of other layouts together
-FRAGMENT_TOKENS: Final = (
-    64  # of the largest blocks that fit in a landing slot, if the ring is large
-)
+ASSEMBLY_SHARE: Final = 4  # one of 4 blocks of the ring assembles blocks of other layouts
+FRAGMENT_TOKENS: Final = 64  # tokens of the largest block that a landing slot of a large ring holds
 MIN_LANDING_SLOTS: Final = 8  # a ring with fewer has smaller slots
 # A copy engine of an H200 moves slots at multiples of 4 KiB to another GPU at 350 GB/s, others at
 # 285 GB/s.

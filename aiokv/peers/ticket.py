@@ -60,7 +60,7 @@ class Ticket(
     """Blocks that a receiving engine waits for.
 
     Attributes:
-        version: of this format.
+        version: version of this format.
         ticket_id: random; names the ticket in plans and messages.
         generation: random; names one opening of the receiving engine.
         model: ``CacheConfig.model`` of the receiving engine.
@@ -71,7 +71,7 @@ class Ticket(
         timeout_seconds: time until the receiving engine computes what is missing.
         block_tokens: positions per block of the receiving engine.
         transport: name of the transport of all endpoints.
-        endpoints: of all its ranks, in the order of their numbers.
+        endpoints: endpoints of all its ranks, in the order of their numbers.
         windows: ``window_tokens`` and ``sink_tokens`` of its window groups, by name.
     """
 
@@ -113,7 +113,7 @@ def encode(ticket: Ticket, key: bytes) -> bytes:
 
     Args:
         ticket: any.
-        key: of ``ticket_key``.
+        key: result of ``ticket_key``.
 
     Raises:
         UsageError: a value is out of range, or the blob has more than 64 KiB.
@@ -128,8 +128,8 @@ def decode(blob: bytes, key: bytes) -> Ticket:
     """Return the ticket in a blob from another process; nothing in the blob is trusted.
 
     Args:
-        blob: of ``encode``.
-        key: of ``ticket_key``; compared in constant time.
+        blob: result of ``encode``.
+        key: result of ``ticket_key``; compared in constant time.
 
     Raises:
         UsageError: the blob is not ``bytes``, has more than 64 KiB, is malformed, has a value out

@@ -78,11 +78,11 @@ class TicketOpener:
 
     Args:
         sender: gets the tickets that all their receivers have accepted, and the other messages.
-        transport: open.
-        secret: of the connections.
+        transport: an open transport.
+        secret: secret of the connections.
         rank: number of this rank.
         block_tokens: positions per block of this engine.
-        layout: of the blocks of this rank, encoded.
+        layout: layout of the blocks of this rank, encoded.
         layer_ranges: ranges of layers in which blocks may be sent; 0 for whole blocks only.
     """
 
@@ -138,10 +138,10 @@ class TicketOpener:
         """Connect to the receivers of a ticket, let them accept it, and give it to the sender.
 
         Args:
-            ticket: of another engine.
+            ticket: ticket of another engine.
             receivers: the receiver ranks that need blocks of this rank, and the mapping of each
                 group.
-            deadline: of the ticket, by the clock of the loop.
+            deadline: deadline of the ticket, by the clock of the loop.
 
         Raises:
             UsageError: the ticket is in use. Nothing changed.

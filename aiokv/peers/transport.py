@@ -152,7 +152,7 @@ class Transport(Protocol):
 
         Args:
             connection: the control connection, which is open; ``fence`` is called after its end.
-            metadata: of the sender, from its ``Open``.
+            metadata: metadata of the sender, from its ``Open``.
 
         Returns:
             The bytes that the sender needs for ``connect``, at most 64 KiB.
@@ -168,7 +168,7 @@ class Transport(Protocol):
 
         Args:
             connection: the control connection, which carries ``Landed``.
-            metadata: of the receiver, from its ``Accepted``.
+            metadata: metadata of the receiver, from its ``Accepted``.
 
         Raises:
             PeerError: the receiver cannot be reached, or its metadata is malformed.
@@ -183,7 +183,7 @@ class Transport(Protocol):
         again. Returns at once for a transport that is not one-sided.
 
         Args:
-            connection: of the sender.
+            connection: connection of the sender.
             may_write: the sender had credits, so that its writes may be in progress.
 
         Raises:

@@ -61,9 +61,9 @@ async def connect(
     Args:
         host: name or address.
         port: TCP port.
-        secret: of both sides.
+        secret: secret that both sides share.
         timeout: seconds for name, connection and handshake together.
-        limits: of the connection.
+        limits: limits of the connection.
 
     Raises:
         PeerError: the other side cannot be reached, is not a peer, or has another secret. Nothing
@@ -118,7 +118,7 @@ async def _prove_as_client(connected: socket.socket, handshake: Handshake) -> No
         proof = await received(connected, PROOF_BYTES)
     except ConnectionError:
         cause = "its process has ended, or it is no peer"
-        if has_proven:  # only then a listener knows whether the secret is right
+        if has_proven:  # a listener checks the secret only after the proof
             cause = "it has another secret, or too many connections, or its process has ended"
         raise HandshakeError(f"{CLOSED}: {cause}", may_be_secret=has_proven) from None
     handshake.check_proof(proof)
@@ -157,9 +157,9 @@ async def listen(
     Args:
         host: name or address of this machine.
         port: TCP port; 0 for one that the system chooses.
-        secret: of both sides.
+        secret: secret that both sides share.
         on_connection: gets each authenticated connection, and calls its ``start`` at once.
-        limits: of the listener and of its connections.
+        limits: limits of the listener and of its connections.
         any_address: allow an address such as ``0.0.0.0``, which means all addresses.
 
     Raises:

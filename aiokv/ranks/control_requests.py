@@ -47,7 +47,7 @@ class ControlRequests:
         Args:
             membership: the ranks.
             verb: the request.
-            tiers: of the request.
+            tiers: tiers of the request.
             fields: further fields of the request.
 
         Raises:

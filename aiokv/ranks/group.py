@@ -84,8 +84,8 @@ class RankGroup(Unique):
 
     Args:
         num_ranks: number of ranks. All have the same blocks, each its own part of their bytes.
-        path: of the Unix socket where the ranks connect, in a directory that only this user may
-            write to. Without one a private directory is made.
+        path: path of the Unix socket that the ranks connect to, in a directory that only this
+            user may write to. None creates a private directory.
         entry: ``"module:function"``, to start the ranks as processes: an ``async def
             function(path, rank)`` that enters :class:`Rank`. They import it from the ``sys.path``
             of this process, and do not get the terminal's Ctrl-C. Without it the ranks are started

@@ -56,7 +56,7 @@ class Membership:
 
     Args:
         num_ranks: number of ranks.
-        rank_socket: that ranks connect to.
+        rank_socket: socket that ranks connect to.
         timeouts: time limits.
         processes: starts the ranks; None when they are started externally.
         clock: seconds.
@@ -72,7 +72,7 @@ class Membership:
         ranks: state of each rank.
         generation: number of the current or newest generation; 0 before the first.
         device_blocks: the least that a rank must have.
-        layout: of every rank, from the first Hello on.
+        layout: layout of every rank, from the first Hello on.
         stale_reports: messages of an earlier generation, ignored.
         closing: ``aclose`` or ``terminate`` was called.
         closed: all connections and processes have ended.
@@ -125,7 +125,7 @@ class Membership:
         """Listen for ranks, whose tensors must have at least the blocks of these sizes.
 
         Args:
-            device_blocks: of the tensors outside window groups.
+            device_blocks: number of device blocks of the tensors outside window groups.
             windows: the window groups whose tensors the ranks must have.
 
         Raises:

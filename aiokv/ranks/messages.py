@@ -188,10 +188,10 @@ class RankCounts(_Message, frozen=True, tag="counts"):
 
     Attributes:
         worker: counts of the rank's transfers.
-        poller: of its event poller.
+        poller: statistics of its event poller.
         stores: statistics of each store of the rank, in the configured order.
         peers: its use of peers; empty without peers.
-        unpinned_bytes: as of ``Ready``.
+        unpinned_bytes: see ``Ready``.
     """
 
     worker: WorkerStatistics
@@ -242,7 +242,7 @@ class TransferBatch(_Message, frozen=True, tag="batch"):
     """All plans of one pass of the manager's loop.
 
     Attributes:
-        plans: of all requests, in the order of submission.
+        plans: plans of all requests, in the order of submission.
         cancels: transfer ids; processed after the plans.
         priorities: (transfer id, priority) of plans that are more urgent now; processed likewise.
     """
@@ -289,7 +289,7 @@ class Expect(_Message, frozen=True, tag="expect"):
     """Let senders open a ticket, see ``Tickets.expect``; a ``TicketReply`` follows.
 
     Attributes:
-        ticket: encoded.
+        ticket: the encoded ticket.
     """
 
     number: int
@@ -302,7 +302,7 @@ class OpenTicket(_Message, frozen=True, tag="open_ticket"):
     """Connect to the receivers of a ticket, and let them accept it.
 
     Attributes:
-        ticket: encoded.
+        ticket: the encoded ticket.
         layouts: ``Ready.peer_layout`` of all ranks, by rank.
     """
 

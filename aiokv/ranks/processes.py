@@ -60,7 +60,7 @@ class RankProcesses:
 
         Args:
             ranks: their numbers.
-            path: of the manager's socket.
+            path: path of the manager's socket.
 
         Raises:
             RankLost: a process could not be started.
@@ -94,7 +94,7 @@ class RankProcesses:
         return [self._running[r].pid for r in sorted(self._running) if self.is_running(r)]
 
     def is_running(self, rank: int) -> bool:
-        """Return whether the process of a rank runs."""
+        """Return True if the process of a rank runs."""
         return rank in self._running and self._running[rank].status is None
 
     def describe(self, rank: int) -> str:
@@ -128,7 +128,7 @@ class RankProcesses:
             process.kill()
 
     def reap_all(self) -> None:
-        """Kill all processes and reap them, blocking; after the loop was closed."""
+        """Kill all processes and reap them. Blocks; call it after the loop was closed."""
         self.terminate()
         for process in self._running.values():
             process.reap()

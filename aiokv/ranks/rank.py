@@ -169,7 +169,7 @@ class Rank(Unique):
         self.connected = False
         self._entered = False
         self._task: asyncio.Task[None] | None = None  # the newest of _tasks
-        self._identity: StoreIdentity | None = None  # as the manager has it now
+        self._identity: StoreIdentity | None = None  # the present one of the manager
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- opening and closing --------------------------------------------------------------------

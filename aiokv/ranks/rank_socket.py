@@ -28,7 +28,7 @@ class RankSocket:
     """A Unix socket that ranks connect to.
 
     Args:
-        path: of the socket; None for one in a new private directory per ``open``.
+        path: path of the socket; None for one in a new private directory per ``open``.
 
     Attributes:
         path: where the ranks connect; None before a private socket is opened for the first time.
@@ -41,7 +41,7 @@ class RankSocket:
         self.is_private = path is None
         self._directory: Path | None = None
         self._listener: Listener[RankConnection] | None = None
-        self._ending: Listener[RankConnection] | None = None  # that aclose waits for
+        self._ending: Listener[RankConnection] | None = None  # the listener that aclose waits for
         self._inode = 0
 
     @property

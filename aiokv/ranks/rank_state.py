@@ -78,7 +78,7 @@ class RankState:
     Attributes:
         rank: its number.
         connection: its connection; None while it is not connected.
-        layout: of its tensors; None before the first connection.
+        layout: layout of its tensors; None before the first connection.
         ready: the rank takes part in the current generation.
         absence_reason: why the rank is not connected.
         has_left: True if its process has closed it.
@@ -88,8 +88,8 @@ class RankState:
         stores: statistics of each store, from its last answer to a heartbeat; empty while the rank
             is not connected.
         peers: likewise, its use of peers.
-        poller: of its event poller, from its last answer to a heartbeat.
-        worker: of its transfers, likewise.
+        poller: statistics of its event poller, from its last answer to a heartbeat.
+        worker: statistics of its transfers, from the same answer.
         queue_seconds: time that its transfers have waited, by route, over all its processes so far.
         endpoints: where it listens for senders; empty while it is not ready.
         peer_layout: layout of its blocks, for peers; empty without peers.

@@ -32,7 +32,7 @@ class GroupTransfer:
         since: time from which its deadline counts.
         owing: ranks that have not reported its end. Its blocks belong to the transfer until this
             is empty (I3).
-        results: of a save; see :class:`TransferReport`.
+        results: result per block of a save; see :class:`TransferReport`.
         given_up: the reason for which waiters were released early; the transfer has failed,
             whatever the ranks report.
     """

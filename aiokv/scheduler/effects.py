@@ -46,8 +46,8 @@ class Moved(NamedTuple):
     Attributes:
         transfer_id: the transfer.
         lease_id: its lease, which has a handle.
-        blocks: the first ``blocks`` blocks of the plan are there: received into the lease, or
-            acknowledged by the receiver.
+        blocks: number of leading blocks of the plan that have moved: they were received into
+            the lease, or acknowledged by the receiver.
     """
 
     transfer_id: int

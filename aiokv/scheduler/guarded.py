@@ -1,4 +1,4 @@
-"""Guarded transitions: what happens when a transition of the scheduler raises."""
+"""Guarded transitions: handling of exceptions in transitions of the scheduler."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ R = TypeVar("R")
 class TransitionErrors:
     """Notes the exceptions of the transitions of one scheduler.
 
-    An ``AiokvError`` has changed nothing; it gets the owner of its lease. Other exceptions are
-    those of ``guard``.
+    An ``AiokvError`` means that nothing changed; it gets the owner of its lease. Other exceptions
+    go to ``guard``.
 
     Args:
         owners: names of the leases.
         guard: breaks the engine.
 
     Attributes:
-        guard: as given.
+        guard: breaks the engine.
     """
 
     __slots__ = ("_owners", "guard")
@@ -94,8 +94,8 @@ def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
     """Let ``self.errors`` note what a transition raises; refuse it once the engine is broken.
 
     ``match``, ``try_allocate``, ``append``, ``commit``, ``extend``, ``release``, ``close_step`` and
-    ``finish_step`` do so themselves: they are called most often, and save the call of this wrapper.
-    Those that are called only after a check of the engine refuse nothing.
+    ``finish_step`` contain this code, because they are called most often: it saves a call.
+    Transitions that are called only after a check of the engine do not need to refuse.
     """
     name = method.__name__
 

@@ -52,7 +52,7 @@ class Pins:
 
     @guarded
     def await_use(self, lease_id: int) -> Done:
-        """Mark this granted lease, whose pin ends when another lease has hit all its blocks."""
+        """Let the pin of this granted lease end when another lease has hit all its blocks."""
         self._core.await_use(lease_id)
         return None, self._outbox.pending
 

@@ -123,7 +123,7 @@ class Plans:
             transfer_id: the transfer.
             route: ``ONLOAD`` or ``OFFLOAD`` of blocks of full attention; of a transfer of another
                 group, the core knows the route.
-            priority: of the plan.
+            priority: priority of the plan.
         """
         core = self._core
         if core.is_move(transfer_id):
@@ -149,7 +149,7 @@ class Plans:
         Args:
             transfer_id: the transfer.
             route: ``FETCH`` or ``SAVE``.
-            priority: of the plan.
+            priority: priority of the plan.
         """
         group, host_blocks, digests = self._core.store_transfer(transfer_id)
         indices = id_bytes(np.arange(len(host_blocks) // ID_DTYPE.itemsize))

@@ -131,7 +131,7 @@ class SaltQuota:
 
         Args:
             request: the request.
-            arrival: its number of ``sequence``, if it took its place before; None for the last
+            arrival: number that ``sequence`` gave to its earlier place in line; None for the last
                 place.
         """
         line = self._lines.get(request.salt)
@@ -152,7 +152,7 @@ class SaltQuota:
 
     @property
     def is_due(self) -> bool:
-        """True when ``next_fitting`` has salts to check."""
+        """True if ``next_fitting`` has salts to check."""
         return bool(self._due)
 
     def next_fitting(self) -> Request | None:

@@ -322,12 +322,12 @@ class CacheReader:
 
     @property
     def has_leases(self) -> bool:
-        """True when a lease holds blocks or has a handle."""
+        """True if a lease holds blocks or has a handle."""
         return bool(self._owners)
 
     @property
     def has_handles(self) -> bool:
-        """True when a lease has a handle."""
+        """True if a lease has a handle."""
         return bool(self._core.statistics().leases)
 
     @property
@@ -380,7 +380,7 @@ class CacheReader:
 
     @property
     def steps_finished(self) -> bool:
-        """True when every closed step has finished, and the open one uses no blocks."""
+        """True if every closed step has finished, and the open one uses no blocks."""
         return not self._clock.last_unfinished and not self._core.unfinished_step()
 
     def explain_steps(self) -> str:
@@ -438,7 +438,7 @@ class CacheReader:
         )
 
     def _largest_holders(self) -> str:
-        """Return who holds most device blocks, for a message; looks at some of the leases."""
+        """Return the largest holders of device blocks, for a message; examines some leases."""
         leases = self._core.oldest_leases(MAX_EXPLAINED_LEASES)
         held = sorted(((entry[-1], entry[0]) for entry in leases if entry[-1]), reverse=True)
         named = [
@@ -544,7 +544,7 @@ class CacheReader:
         return listed
 
     def _waits(self, limit: int) -> dict[int, LeaseWait]:
-        """Return what the first ``limit`` waiting leases wait for, by lease id."""
+        """Return the reasons for which the first ``limit`` waiting leases wait, by lease id."""
         lines: tuple[tuple[LeaseWait, Iterable[Entry]], ...] = (
             ("capacity", self._admission.entries(limit)),
             ("quota", self._quota.requests(limit)),

@@ -39,12 +39,12 @@ class Saver:
 
     @property
     def drops_unsaved(self) -> bool:
-        """True when ``try_after_saving`` drops blocks for which the host tier has no room."""
+        """True if ``try_after_saving`` drops blocks for which the host tier has no room."""
         return self.saves_first and not self.stopped
 
     @property
     def is_active(self) -> bool:
-        """True when offloads may begin."""
+        """True if offloads may begin."""
         return self._has_host and not self.stopped
 
     def want(self) -> None:

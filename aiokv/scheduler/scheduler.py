@@ -212,7 +212,7 @@ class CacheScheduler:
             )
         self._requests = self._admission.requests
         self._waiters = self._pending.waiters
-        self._advances = False  # True when an effect has requested `advance`
+        self._advances = False  # True if an effect has requested `advance`
         self._is_closed = False
         self.read = CacheReader(
             config,
@@ -417,7 +417,7 @@ class CacheScheduler:
         Not a transition: changes nothing.
 
         Args:
-            salt: of the lease.
+            salt: salt of the lease.
             reserve_blocks: as for ``try_allocate``.
             limit: the result is at most this number.
         """

@@ -46,7 +46,7 @@ class StoreSaver:
 
     @property
     def is_active(self) -> bool:
-        """True when saves and fetches may begin."""
+        """True if saves and fetches may begin."""
         is_shut = self._gate.held if self.is_closing else self._gate.closed
         return self._has_stores and not self.stopped and not is_shut
 

@@ -43,7 +43,7 @@ class Result(IntEnum):
         WRONG: the object was found, but its length, key or checksum is wrong.
         REFUSED: the store has no room for the object, or does not admit it.
         FAILED: an I/O error, or the operation did not finish in time.
-        PRESENT: of ``save`` only: the store already had the object, and has written nothing.
+        PRESENT: ``save`` only: the store already had the object, and has written nothing.
     """
 
     DONE = 0

@@ -102,9 +102,9 @@ class Costs(NamedTuple):
     """Durations of the operations of one store.
 
     Attributes:
-        lookup: of lookups.
-        load: of loads, verification included.
-        save: of saves that have written blocks.
+        lookup: cost of lookups.
+        load: cost of loads, verification included.
+        save: cost of saves that have written blocks.
     """
 
     lookup: Cost

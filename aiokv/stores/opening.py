@@ -22,7 +22,7 @@ class Opening:
     """Attempts to open one store, from ``open`` or ``reopen`` of its guard until ``aclose``.
 
     Args:
-        url: of the store, without user and password.
+        url: url of the store, without user and password.
         attempt: opens the store; raises ``AiokvError`` only.
         on_open: called when the store is open, unless ``cancel`` was called before.
         gives_up: returns True for an error of the first attempt after which none follows, unless

@@ -46,7 +46,7 @@ class StorePools:
 
         Args:
             memories: host memory by group.
-            fingerprint: of the objects of a group.
+            fingerprint: fingerprint of the objects of a group.
 
         Raises:
             AiokvError: as ``StoreSet.open``; all are closed.

@@ -103,10 +103,10 @@ class StoreSet:
 
     Args:
         stores: in the order in which blocks are taken from them.
-        costs: of each store, as for ``StoreGuard``; None for new ones.
+        costs: costs of each store, as for ``StoreGuard``; None for new ones.
 
     Attributes:
-        costs: of each store.
+        costs: costs of each store.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class Answer(msgspec.Struct, Generic[T], eq=False):
 
     @property
     def done(self) -> bool:
-        """True when the call has been made: it has a value or an error."""
+        """True if the call has been made: it has a value or an error."""
         return self.returned is not PENDING or self.error is not None
 
     @property

@@ -23,7 +23,7 @@ class Crossing:
 
     Attributes:
         done: True when all calls have their answers.
-        first_error: of the calls in their order; None without errors.
+        first_error: first error of the calls in their order; None without errors.
     """
 
     __slots__ = ("_answered", "_answers", "_claim", "_thread", "done", "first_error")

@@ -48,8 +48,8 @@ class SyncEngine(EngineVerbs, Unique):
                 ...
 
     Any thread may call any method. A call *crosses* to the engine's thread and blocks its caller,
-    without the GIL, until the answer is there. ``calls`` makes many calls in one crossing. Calls of
-    several threads are made in the order in which they arrive. What may wait returns an
+    without the GIL, until the answer has arrived. ``calls`` makes many calls in one crossing. Calls
+    of several threads are made in the order in which they arrive. What may wait returns an
     :class:`EngineFuture`.
 
     Args:

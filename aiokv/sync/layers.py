@@ -34,12 +34,12 @@ class SyncLayers(Unique):
 
     @property
     def is_done(self) -> bool:
-        """True when no byte of the transfers moves any more. Does not cross."""
+        """True if no byte of the transfers moves any more. Does not cross."""
         return self._view.is_done
 
     @property
     def has_arrived(self) -> bool:
-        """True when all layers have arrived in every transfer, none of which failed.
+        """True if all layers have arrived in every transfer, none of which failed.
 
         Does not cross.
         """

@@ -74,8 +74,8 @@ def add_methods(verbs: Iterable[Verb], calls: type, lease: type, engine: type) -
     """Add the methods of all verbs to the bases of ``Calls``, ``SyncLease`` and ``SyncEngine``.
 
     The methods are compiled from text, like those of data classes: each has the parameters of its
-    verb, so a wrong call raises ``TypeError`` where it is made, and no call is slower than one that
-    was written by hand.
+    verb, so a wrong call raises ``TypeError`` at once, and a call is as fast as one of a method
+    written by hand.
     """
     made = [_Methods(verb) for verb in verbs]
     names: dict[str, Any] = {
@@ -255,6 +255,6 @@ def run_{self.name}({given}):
 
 
 def _for_threads(annotation: str) -> str:
-    """Return the type for threads: their leases, and any iterable where the verb takes a list."""
+    """Return the type for threads: ``SyncLease`` for ``Lease``, and any iterable for a list."""
     annotation = re.sub(r"^Sequence\[(Lease|int)\]", r"Iterable[\1]", annotation)
     return re.sub(r"\b(Lease|Self)\b", "SyncLease", annotation)

@@ -1,4 +1,4 @@
-"""Calls on the engine's loop that are more than the call of an async verb."""
+"""Functions for the engine's loop, for verbs that need more than a call of the async verb."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def inners_of(leases: Sequence[SyncLease]) -> list[Lease]:
 
 
 def match(lease: SyncLease, port: Port, arguments: dict[str, Any]) -> None:
-    """Match, and let ``lease`` stand for the result."""
+    """Match, and set the result as the lease of the handle ``lease``."""
     try:
         found = port.cache.match(**arguments)
     except BaseException as error:
@@ -84,7 +84,7 @@ def allocate(future: EngineFuture[SyncLease], lease: SyncLease, arguments: dict[
 
 
 def give_back(lease: Lease) -> None:
-    """Take back a grant whose future was cancelled in the same moment."""
+    """Undo a grant whose future was cancelled at the same time."""
     if lease.id:
         at_once(lease.preempt())
 
@@ -140,7 +140,7 @@ def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine that does not suspend.
 
     Raises:
-        InternalError: it does.
+        InternalError: the coroutine suspended.
     """
     try:
         coroutine.send(None)
@@ -148,4 +148,4 @@ def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
         value: T = end.value
         return value
     coroutine.close()
-    raise InternalError(f"{coroutine!r} has suspended")
+    raise InternalError(f"{coroutine!r} suspended; it must complete at once")

@@ -145,7 +145,7 @@ class RankLayers(Unique):
 
     @property
     def is_done(self) -> bool:
-        """True when all plans have arrived, and no byte of them moves any more.
+        """True if all plans have arrived, and no byte of them moves any more.
 
         True after a failure, too: see ``failures``.
 

@@ -101,7 +101,7 @@ class LoopThread:
         self._closing: asyncio.Future[float | None] | None = None  # gets the drain timeout
         self._has_ended = False
         self._over = threading.Event()
-        self._failure: BaseException | None = None  # that ended the loop
+        self._failure: BaseException | None = None  # the exception that ended the loop
         self._is_abandoned = False
         # Single operations of these sets are atomic, so no lock is held across a switch of threads.
         self._unanswered: set[Crossing] = set()
@@ -236,27 +236,27 @@ class LoopThread:
 
     @property
     def has_ended(self) -> bool:
-        """True when the loop makes no more calls."""
+        """True if the loop makes no more calls."""
         return self._has_ended
 
     @property
     def is_over(self) -> bool:
-        """True when the thread has ended: no callback of the loop runs any more."""
+        """True if the thread has ended: no callback of the loop runs any more."""
         return self._over.is_set()
 
     @property
     def is_ending(self) -> bool:
-        """True when the service was asked to close, or failed: tasks are cancelled for that."""
+        """True if the service was asked to close, or failed: tasks are cancelled for that."""
         return self.has_failed or (self._closing is not None and self._closing.done())
 
     @property
     def is_abandoned(self) -> bool:
-        """True when this process is a fork of the process of the thread."""
+        """True if this process is a fork of the process of the thread."""
         return self._is_abandoned
 
     @property
     def has_failed(self) -> bool:
-        """True when an exception has ended the loop."""
+        """True if an exception has ended the loop."""
         return self._failure is not None
 
     @property

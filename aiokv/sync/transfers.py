@@ -55,7 +55,7 @@ class _SyncFlow(Unique, Generic[F]):
 
     @property
     def failure(self) -> str | None:
-        """Reason why the transfer has ended early; None while it runs, and when all is there."""
+        """Reason why the transfer has ended early; None while it runs, and after success."""
         return self._ask(lambda flow: flow.failure)
 
     def _entered(self) -> F:

@@ -155,7 +155,7 @@ class RecordedVerbs:
         """
 
     def is_idle(self, lease: SyncLease) -> Answer[bool]:
-        """True when no transfer reads or writes device blocks that were assigned to the lease.
+        """True if no transfer reads or writes device blocks that were assigned to the lease.
 
         See ``Lease.is_idle``.
         """
@@ -484,7 +484,7 @@ class LeaseVerbs:
         Args:
             block_ids: one-dimensional integers, from 0 to ``device_blocks - 1``, in the order of
                 the positions.
-            computed_tokens: of the first call only: leading positions that the server's own cache
+            computed_tokens: for the first call only: leading positions that the server's own cache
                 has in these blocks. They are not onloaded, and count as computed for ``commit``. A
                 multiple of ``block_tokens``, or a position in the last block.
 
@@ -508,10 +508,10 @@ class LeaseVerbs:
 
     @property
     def is_idle(self) -> bool:
-        """True when no transfer reads or writes device blocks that were assigned to the lease.
+        """True if no transfer reads or writes device blocks that were assigned to the lease.
 
-        Also of a lease that was preempted or released: its saves go on. Always True where the
-        engine owns the device blocks.
+        Saves go on after the lease is preempted or released, and this property covers them. Always
+        True where the engine owns the device blocks.
         """
 
     def idle(self) -> EngineFuture[None]:
@@ -671,10 +671,10 @@ class LeaseVerbs:
         Blocks that arrive are committed in order, chunk by chunk: other leases can use them at
         once. While blocks are in flight, no batch can compute with the lease, and ``commit`` takes
         no position behind those that have arrived. Leaving the block cancels what is missing, and
-        waits until nothing writes the blocks of the lease any more.
+        waits until no transfer writes the blocks of the lease any more.
 
-        With recurrent state or windows, no position is there before all of them have arrived: the
-        windows and the state behind the last position come last. When they are lost on the way,
+        With recurrent state or windows, no position is usable before all of them have arrived: the
+        windows and the state after the last position come last. If their transfer fails,
         ``state`` may be ``"failed"``: then ``preempt`` the lease, ``allocate`` again, and compute
         from ``cached_tokens`` on.
 
@@ -984,7 +984,8 @@ class EngineVerbs:
         Args:
             num_tokens: positions of prompts that one batch has computed, without generated ones.
                 Batches of fewer than 64, or a quarter of a larger recent batch, do not count.
-            seconds: of the batch alone, without pauses. Leave out batches that waited for onloads.
+            seconds: duration of the batch alone, without pauses. Leave out batches that waited for
+                onloads.
 
         Raises:
             UsageError: an argument is not a number, or is not above 0.

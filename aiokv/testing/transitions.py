@@ -102,7 +102,7 @@ class Mismatch(AssertionError):
     """A transition that was run again did something else.
 
     Attributes:
-        index: of the transition in the log.
+        index: index of the transition in the log.
         recorded: the transition as it was.
         replayed: the same call, with what it returned and left to do now.
     """
@@ -150,7 +150,9 @@ class Recording(Unique):
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
                 return transition(*args, **kwargs)
-            plain_args = [_plain(arg) for arg in args]  # before the call: it may take them over
+            plain_args = [
+                _plain(arg) for arg in args
+            ]  # converted before the call, which may change them
             plain_kwargs = {key: _plain(value) for key, value in kwargs.items()}
             self._inside = True
             try:

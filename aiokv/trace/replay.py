@@ -532,7 +532,7 @@ async def compare_evictions(
 async def _compare(
     field: str, policies: Sequence[str], workload: Workload, options: ReplayOptions, stages: Stages
 ) -> dict[str, ReplayReport]:
-    """Replay with each value of a field of the options; return the reports by value."""
+    """Replay once per value of an option; return the reports by value."""
     reports = {}
     for policy in policies:
         changed = msgspec.structs.replace(options, **{field: policy})

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
     from aiokv.wire.messages import Codec
 
-CALL_BYTES: Final = 16 << 10  # that a system call and its frames count as, in READ_BYTES
-WAKE_BYTES: Final = 512 << 10  # of a fragment: fewer wake the loop more often than they help
-MAX_QUEUED: Final = 1 << 16  # messages that wait for the other side to read
+CALL_BYTES: Final = 16 << 10  # cost of a system call and its frames, in bytes of READ_BYTES
+WAKE_BYTES: Final = 512 << 10  # bytes of a fragment; a lower value wakes the loop too often
+MAX_QUEUED: Final = 1 << 16  # messages that the other side has not read
 
 S = TypeVar("S")
 R = TypeVar("R")
@@ -115,13 +115,13 @@ class Connection(Unique, Generic[S, R]):
     """One end of an authenticated connection. Used on one loop; nothing is read before ``start``.
 
     Args:
-        connected: non-blocking; the connection closes it.
-        remote: the other end, for messages.
-        codec: messages of this end.
-        keys: of the MACs of frames; None for frames without a MAC.
+        connected: non-blocking socket; the connection closes it.
+        remote: name of the other end, for error and log messages.
+        codec: encodes and decodes the messages of this end.
+        keys: keys for the MACs of frames; None for frames without a MAC.
 
     Attributes:
-        remote: the other end, for messages.
+        remote: name of the other end, for error and log messages.
         reason: why the connection ended; empty while it is open.
         timed_out: True if it was cut because the other side was silent, or did not read.
         sent_bytes: frames and fragments that the kernel took.
@@ -148,13 +148,13 @@ class Connection(Unique, Generic[S, R]):
         self._writer_armed = False
         self._closing = False
         self._timer: asyncio.TimerHandle | None = None
-        self._wake_bytes = 1  # in the kernel that make the socket readable
-        self._received = False  # since the last check
-        self._sent = False  # likewise
+        self._wake_bytes = 1  # received bytes that make the socket readable
+        self._received = False  # a byte, since the last check
+        self._sent = False  # a byte, since the last check
         self._silent = 0  # checks since the last byte was received
         self._stuck = 0  # checks since the last byte was sent, while bytes waited
         self._closed: asyncio.Future[str] = self._loop.create_future()
-        self._holds = 0  # users that keep the socket open behind the end of the connection
+        self._holds = 0  # users that keep the socket open after the connection has ended
         self.remote = remote
         self.reason = ""
         self.timed_out = False
@@ -169,8 +169,8 @@ class Connection(Unique, Generic[S, R]):
         """Begin to deliver messages. Called once.
 
         Args:
-            handler: gets them, and ``on_closed``, also when the connection has ended before. With
-                ``Codec.head``, it is a ``FragmentHandler``, too.
+            handler: gets the messages, and ``on_closed``, also if the connection has ended already.
+                With ``Codec.head``, it must be a ``FragmentHandler``, too.
         """
         self._handler = handler
         if self.reason:
@@ -183,10 +183,10 @@ class Connection(Unique, Generic[S, R]):
             self.watch(self._limits)
 
     def watch(self, limits: WireLimits) -> None:
-        """Cut the connection when the other side is silent, or does not read, once it is started.
+        """After ``start``, cut the connection when the other side is silent or does not read.
 
         Args:
-            limits: of the silence.
+            limits: intervals of silence after which the connection is cut.
         """
         self._limits = limits
         if self._reader is not None and self._timer is None:
@@ -236,9 +236,9 @@ class Connection(Unique, Generic[S, R]):
         return writes
 
     def close(self) -> None:
-        """Deliver nothing more, and end the connection when all queued bytes are sent. Idempotent.
+        """Deliver no more messages; end the connection when all queued bytes are sent. Idempotent.
 
-        Another side that does not read is cut as on an open connection.
+        If the other side does not read, the connection is cut, as while it is open.
         """
         if self.reason or self._closing:
             return
@@ -286,10 +286,10 @@ class Connection(Unique, Generic[S, R]):
         """
         return await asyncio.shield(self._closed)
 
-    # --- the socket behind the end, for one-sided transports --------------------------------------
+    # --- the socket after the end, for one-sided transports ---------------------------------------
 
     def hold(self) -> None:
-        """Keep the socket open behind the end of the connection, until ``unhold``.
+        """Keep the socket open after the end of the connection, until ``unhold``.
 
         A sender holds its connection while it may write into the memory of the receiver: the
         kernel then tells the receiver when no write can follow (``peer_ended``), also when the
@@ -306,16 +306,16 @@ class Connection(Unique, Generic[S, R]):
     async def peer_ended(self) -> None:
         """Wait until the peer has closed its socket, or its process has ended.
 
-        Called after the end of this connection, between ``hold`` and ``unhold``. The peer learns
-        of the end, if it runs.
+        Called after the end of this connection, between ``hold`` and ``unhold``. A running peer is
+        told of the end.
 
         Raises:
-            PeerError: the connection failed in another way, so that nothing is known of the peer.
+            PeerError: the connection failed in another way, so the peer may still run.
 
         Cancellation: stops waiting; call it again.
         """
         if not self.reason or not self._holds:
-            raise InternalError("peer_ended: the connection is open, or is not held")
+            raise InternalError(f"peer_ended: called for {self.remote}, which is open or not held")
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         await asyncio.sleep(0)  # uvloop stops to watch a descriptor one pass later
@@ -370,7 +370,7 @@ class Connection(Unique, Generic[S, R]):
         return num_bytes if num_bytes == wanted and not reader.stopped else 0
 
     def _wake_after(self, num_bytes: int) -> None:
-        """Let the kernel report the socket as readable when it has so many bytes.
+        """Let the kernel report the socket as readable when it has received this number of bytes.
 
         A receiver that is faster than the sender would sleep and wake for each small part.
         """

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 H_contra = TypeVar("H_contra", contravariant=True)
 MAC_BYTES: Final = 16
-AHEAD_BYTES: Final = 4 << 10  # a system call costs more than the copy of as many bytes
-READ_BYTES: Final = 1 << 20  # of one system call, which holds the loop while it copies
+AHEAD_BYTES: Final = 4 << 10  # a system call costs more than copying this many bytes
+READ_BYTES: Final = 1 << 20  # limit per system call, which blocks the loop while it copies
 _DISCARD_BYTES: Final = 64 << 10
 _FRAGMENT: Final = 1 << 31
 _WORD: Final = struct.Struct("<I")
@@ -77,10 +77,10 @@ class _Macs:
 
 
 class FrameWriter:
-    """Makes the frames of one direction of a connection.
+    """Encoder of the frames of one direction of a connection.
 
     Args:
-        key: of this direction; None for frames without a MAC.
+        key: key of the MACs; None for frames without a MAC.
     """
 
     def __init__(self, key: bytes | None) -> None:
@@ -90,7 +90,7 @@ class FrameWriter:
         """Return the next frame, which must be sent before all later ones.
 
         Args:
-            message: encoded; at most ``Codec.max_message_bytes``.
+            message: encoded message of at most ``Codec.max_message_bytes``.
             has_fragment: a fragment follows.
         """
         word = len(message) | _FRAGMENT if has_fragment else len(message)
@@ -99,19 +99,19 @@ class FrameWriter:
 
 
 class FrameReader:
-    """Takes the frames of one direction of a connection apart.
+    """Decoder of the frames of one direction of a connection.
 
     The caller reads from its socket into ``buffers()``, and then calls ``received``, until
     ``stopped`` is set.
 
     Args:
         codec: decodes the messages.
-        key: of this direction; None for frames without a MAC.
+        key: key of the MACs; None for frames without a MAC.
         on_message: gets each message without a fragment.
         fragments: gets the fragments; None if there are none.
 
     Attributes:
-        stopped: no more callbacks are called; set it from a callback.
+        stopped: True if no more callbacks are to be called; set it from a callback.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class FrameReader:
         return True
 
     def _make_room(self, num_bytes: int) -> None:
-        """Move the bytes of a frame to the begin of a buffer that can hold all of it."""
+        """Move the bytes of a frame to the start of a buffer that can hold all of it."""
         rest = self._buffer[self._begin : self._end]
         size = max(num_bytes, AHEAD_BYTES)
         if size > len(self._buffer) or (size < len(self._buffer) and len(rest) <= size):

@@ -1,4 +1,4 @@
-"""Listener: accepts sockets, and authenticates the processes behind them."""
+"""Listener: accepts sockets, and authenticates the processes that connect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ C = TypeVar("C", bound="Connection[Any, Any]")
 
 BACKLOG: Final = 128
 _REFUSAL_LOG_SECONDS: Final = 10.0
-_ACCEPT_RETRY_SECONDS: Final = 1.0  # after the process ran out of descriptors
+_ACCEPT_RETRY_SECONDS: Final = 1.0  # pause after the process ran out of descriptors
 _NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -33,18 +33,18 @@ class Listener(Unique, Generic[C]):
     """Accepts connections on a socket. Used on one loop.
 
     Args:
-        listening: non-blocking, and listening; the listener closes it.
-        name: of the socket, for messages.
+        listening: non-blocking socket that listens; the listener closes it.
+        name: name of the socket, for error and log messages.
         admit: called with the listener, an accepted socket, and the name of its other end.
             Authenticates both sides within ``limits.handshake_seconds``, and returns the
             connection. Raises ``HandshakeError``, ``ProtocolError`` or ``OSError`` to refuse the
             socket, which is closed then.
         on_connection: gets each connection, and calls its ``start`` at once.
-        limits: of sockets that are not authenticated, and of connections.
+        limits: limits of handshakes and of connections.
 
     Attributes:
-        address: that the socket is bound to: host and port, or the path.
-        refused: sockets that did not become a connection.
+        address: address of the socket: host and port, or the path.
+        refused: number of sockets that did not become a connection.
     """
 
     def __init__(

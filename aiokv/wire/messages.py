@@ -1,4 +1,4 @@
-"""Messages of the wire itself, and how the users of a connection encode theirs."""
+"""Keepalive messages, and the codec of the messages that the users of a connection define."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ R = TypeVar("R")
 class _Message(
     msgspec.Struct, frozen=True, array_like=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """Positional on the wire, behind a tag that names the message; never pickle."""
+    """Message, encoded as an array that begins with a tag; never pickled."""
 
 
 class Ping(_Message, frozen=True, tag="ping"):
@@ -27,7 +27,7 @@ class Ping(_Message, frozen=True, tag="ping"):
 
 
 class Pong(_Message, frozen=True, tag="pong"):
-    """The loop of the other side runs."""
+    """Answer to a ``Ping``: the loop of the other side runs."""
 
 
 encode: Final = msgspec.msgpack.Encoder().encode

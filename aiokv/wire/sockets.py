@@ -24,7 +24,7 @@ _CREDENTIALS: Final = struct.Struct("iII")  # pid, uid, gid
 
 
 class HandshakeError(Exception):
-    """The other side is refused: it cannot prove what it has to.
+    """The other side is refused, because it did not authenticate itself.
 
     Attributes:
         may_be_secret: True if another secret may be the cause.
@@ -39,7 +39,8 @@ class HandshakeError(Exception):
 async def deadline(seconds: float) -> AsyncIterator[None]:
     """Raise ``TimeoutError`` after ``seconds``.
 
-    In two halves: between the halves, a loop that was blocked reads its sockets.
+    The time is waited for in two halves, so that a loop that was blocked reads its sockets before
+    the deadline.
     """
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as timeout:
@@ -92,7 +93,7 @@ def means_any(address: str) -> bool:
 
 
 async def resolved(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
-    """Return families and addresses of a host; an address is its own, without a thread.
+    """Return families and addresses of a host; an IP address is returned without a look-up.
 
     Raises:
         OSError: the name is unknown.
@@ -123,9 +124,9 @@ async def connected_to(family: int, address: Any) -> socket.socket:
     """Return a connected socket.
 
     Raises:
-        OSError: the address does not accept. Nothing is left behind.
+        OSError: the address does not accept; the socket is closed.
 
-    Cancellation: nothing is left behind.
+    Cancellation: the socket is closed.
     """
     connecting = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -138,10 +139,10 @@ async def connected_to(family: int, address: Any) -> socket.socket:
 
 
 async def received(connected: socket.socket, num_bytes: int) -> bytes:
-    """Return the next ``num_bytes``, and read no more than these.
+    """Return the next ``num_bytes``, and read no further.
 
     Raises:
-        ConnectionResetError: the other side closed the connection before.
+        ConnectionResetError: the other side closed the connection first.
     """
     loop = asyncio.get_running_loop()
     data = b""
@@ -158,7 +159,7 @@ async def first_message(connected: socket.socket, codec: Codec[Any, R]) -> R:
 
     Raises:
         ProtocolError: it is too long, or malformed.
-        ConnectionResetError: the other side closed the connection before.
+        ConnectionResetError: the other side closed the connection first.
     """
     length = int.from_bytes(await received(connected, LENGTH_BYTES), "little")
     if length > codec.max_message_bytes:

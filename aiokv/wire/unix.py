@@ -1,4 +1,4 @@
-"""Unix sockets: their paths, of which one process at a time is the owner."""
+"""Unix sockets and their paths; one process at a time owns a path."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def listening_socket(path: Path, backlog: int) -> socket.socket:
     """Return a listening socket with a file of mode 0600; one process at a time owns the path.
 
     Args:
-        path: of the socket.
-        backlog: connections that may wait to be accepted.
+        path: path of the socket.
+        backlog: number of connections that may wait to be accepted.
 
     Raises:
         ConfigError: there is no such directory, or other users may write to it; another process

@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     _Buffer = tuple[memoryview, "FragmentWrites[Any] | None"]
 
 
-WRITE_BYTES: Final = 1 << 20  # of one system call, which holds the loop while it copies
-_MAX_BUFFERS: Final = 64  # of one sendmsg
+WRITE_BYTES: Final = 1 << 20  # limit per system call, which blocks the loop while it copies
+_MAX_BUFFERS: Final = 64  # buffers per sendmsg
 
 H = TypeVar("H")
 
 
 class FragmentWrites(Generic[H]):
-    """Fragments that were given to a connection in one call, by the messages in front of them.
+    """Fragments that were given to a connection in one call, keyed by the messages before them.
 
     Attributes:
-        ended: result None when all fragments that were not withdrawn are written, and the error
-            when the connection ended before; the connection does not read their memory then.
+        ended: done when the connection no longer reads the memory of the fragments: None if all
+            that were not withdrawn are written, an error if the connection ended before.
     """
 
     def __init__(self, heads: Sequence[H]) -> None:
@@ -86,7 +86,7 @@ class WriteQueue:
     """Queue of what one end of a connection writes, in order.
 
     Args:
-        key: of the frames; None for frames without a MAC.
+        key: key of the MACs; None for frames without a MAC.
     """
 
     def __init__(self, key: bytes | None) -> None:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 Cancelled = Literal["at once", "asked", "too late"]
 
-UNLIMITED_BLOCKS: Final = 2**31 - 1  # device blocks without tensors, or before they are known
+UNLIMITED_BLOCKS: Final = 2**31 - 1  # device blocks while no tensors are known
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     of a worker.
 
     Attributes:
-        routes: of plans that ``submit`` takes, by retention of their group.
+        routes: routes of plans that ``submit`` takes, by retention of their group.
         checksums: ``record_checksums`` may be called, and onloads are verified with them.
         step_events: ``close_step`` takes events; otherwise it takes None only.
         owns_tensors: the device tensors are in this process, and ``wake_up`` takes new ones.
@@ -267,7 +267,7 @@ class Tickets(Protocol):
         within ``open_seconds``, its plans end after that time.
 
         Args:
-            ticket: encoded.
+            ticket: the encoded ticket.
             seconds: time from now on, in seconds.
             open_seconds: time from now on for the first sender to open the ticket, in seconds.
 
@@ -283,7 +283,7 @@ class Tickets(Protocol):
         A sender may connect as soon as it has the ticket, so it must not get the ticket before.
 
         Args:
-            ticket_id: of the ticket.
+            ticket_id: id of the ticket.
             seconds: after which ``PeerError`` is raised.
 
         Raises:
@@ -302,7 +302,7 @@ class Tickets(Protocol):
         plans end.
 
         Args:
-            ticket: of another engine, encoded.
+            ticket: ticket of another engine, encoded.
 
         Raises:
             UsageError: the ticket is malformed, or is open; or the worker has no peers, or sleeps.
@@ -323,7 +323,7 @@ class Tickets(Protocol):
         the plans are computed. With ranks, ``Rank.layers_done`` notes it in each process.
 
         Args:
-            ticket_id: of an open ticket; without effect for any other.
+            ticket_id: id of an open ticket; without effect for any other.
             mark: number of the point; used once.
             event: recorded after the work; None when it has finished.
 
@@ -338,7 +338,7 @@ class Tickets(Protocol):
         Idempotent; without effect on an unknown ticket.
 
         Args:
-            ticket_id: of the ticket.
+            ticket_id: id of the ticket.
             reason: for the failure that the other engine shows.
         """
 
@@ -436,7 +436,7 @@ class Worker(Protocol):
         Fetches in flight bring no block. No save is in flight.
 
         Args:
-            version: of the weights; blocks of an earlier version are found again with it.
+            version: version of the weights; blocks of an earlier version are found again with it.
         """
 
     async def sleep(self, tiers: frozenset[Tier]) -> None:

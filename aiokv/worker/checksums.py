@@ -64,8 +64,8 @@ class Checksums:
         """Compare the blocks that an onload has copied with the committed ones.
 
         Args:
-            plan: of the onload.
-            failure: of the copy itself; blocks before it are compared all the same.
+            plan: plan of the onload.
+            failure: failure of the copy itself; blocks before it are compared all the same.
 
         Returns:
             The first block that differs, or else ``failure``.

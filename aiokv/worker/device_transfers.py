@@ -34,10 +34,10 @@ MAX_SUBMITTED: Final = 2  # per route: one transfer moves, one is ready behind i
 
 
 class _Work:
-    """What the device does for a plan.
+    """Work of the device for a plan.
 
     Attributes:
-        lane: of its route.
+        lane: lane of its route.
         after: event that the first byte waits for, in place of that of the plan's step; None for
             none.
         unproven: layer -> time of its arrival, of layers whose checksums are not verified yet.
@@ -62,7 +62,7 @@ class DeviceTransfers(Executor[_Work]):
         memory: has the tensors.
         plans: plans of the worker.
         gate: plans whose step is open; the caller closes steps.
-        events: of closed steps.
+        events: events of closed steps.
         checksums: verifies each onload after its last byte; None without.
 
     Attributes:

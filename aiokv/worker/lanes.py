@@ -99,9 +99,9 @@ class RouteCounts:
         """Count the end of a transfer.
 
         Args:
-            outcome: of the transfer.
-            moved_bytes: that it has moved.
-            queue_seconds: from its submission until it began; not counted on these routes.
+            outcome: outcome of the transfer.
+            moved_bytes: number of bytes that it has moved.
+            queue_seconds: time from its submission until it began; not counted on these routes.
         """
         self.submitted -= 1
         self.outcomes[outcome] += 1
@@ -116,7 +116,7 @@ class RouteCounts:
 
     @property
     def bytes_per_second(self) -> float:
-        """Mean over the time in which a transfer was in flight; 0.0 before the first end."""
+        """Mean bandwidth while a transfer was in flight; 0.0 before the first end."""
         return self.moved_bytes / self.busy_seconds if self.busy_seconds else 0.0
 
     def statistics(self) -> RouteStatistics:
@@ -172,7 +172,7 @@ class Lane(RouteCounts):
         """Learn the bandwidth from a transfer that moved all its bytes.
 
         Args:
-            num_bytes: of the transfer.
+            num_bytes: size of the transfer.
             started: time of its submission to the device, in seconds.
             finished: time of its end, by the device's clock where it has one. The time until the
                 loop noticed the end would make the next transfer seem slower, and the poller sleep

@@ -24,8 +24,8 @@ class LayerMarks:
         """Note a mark whose work was submitted. Idempotent.
 
         Args:
-            ticket_id: of an open ticket; ``forget`` follows.
-            mark: of the ticket.
+            ticket_id: id of an open ticket; ``forget`` follows.
+            mark: mark of the ticket.
             event: recorded after the work; None when it has finished.
         """
         self._events.setdefault(ticket_id, {})[mark] = event

@@ -22,9 +22,9 @@ class LayerWaits:
         """Note the end of a wait.
 
         Args:
-            layer: from 0.
-            num_layers: of the model.
-            seconds: that the caller has waited.
+            layer: index of the layer, from 0.
+            num_layers: number of layers of the model.
+            seconds: time that the caller has waited.
         """
         with self._lock:
             self._histogram.add(seconds)

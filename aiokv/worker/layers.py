@@ -87,7 +87,7 @@ class LayerDoneCounter:
 
     @property
     def is_done(self) -> bool:
-        """True when no byte moves any more, after success or failure. Any thread."""
+        """True if no byte moves any more, after success or failure. Any thread."""
         if self._ended:
             return True
         copy = self._copy
@@ -96,7 +96,7 @@ class LayerDoneCounter:
 
     @property
     def given_up(self) -> bool:
-        """True when waiters were released though bytes may still move."""
+        """True if waiters were released although bytes may still move."""
         return self._ended and not self.at_rest
 
     @property
@@ -106,11 +106,11 @@ class LayerDoneCounter:
 
     @property
     def all_arrived(self) -> bool:
-        """True when no layer is pending; with 0 layers, also before the end."""
+        """True if no layer is pending; with 0 layers, also before the end."""
         return not self._owed
 
     def has_arrived(self, layer: int) -> bool:
-        """True when a layer, or the last one for ``ALL``, has arrived without a failure.
+        """Return True if a layer has arrived without a failure; ``ALL`` asks for all layers.
 
         Any thread.
         """
@@ -210,7 +210,7 @@ class LayerDoneCounter:
             waiters.remove(future)
 
     def _is_settled(self, key: int) -> bool:
-        """True when no wait for a layer, ``ALL`` or ``REST`` is needed. Any thread."""
+        """Return True if no wait for a layer, ``ALL`` or ``REST`` is needed. Any thread."""
         if key == REST:
             return self.at_rest or self._abandoned
         arrived = key != ALL and key not in self._owed
@@ -364,7 +364,7 @@ class LayerDoneCounter:
         return self._copy
 
     def _is_accepted(self) -> bool:
-        """True when the device has the copy, or will never get it. Any thread."""
+        """Return True if the device has the copy, or will never get it. Any thread."""
         return self._copy is not None or self._failure is not None or self._ended
 
     def _not_submitted(self, what: str, deadline: Deadline) -> TransferTimeout:

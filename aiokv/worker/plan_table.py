@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from aiokv.worker.lanes import RouteCounts
     from aiokv.worker.poller import EventPoller
 
-W = TypeVar("W")  # what an executor keeps of a plan
+W = TypeVar("W")  # state that an executor keeps for a plan
 
 CANCELLED: Final = CopyError(0, "cancelled before it was submitted")
 
@@ -40,19 +40,19 @@ class PlanEntry(Generic[W]):
     """A plan in flight.
 
     Attributes:
-        plan: as submitted.
-        num_bytes: that it moves.
-        executor: has its route.
+        plan: the plan, as submitted.
+        num_bytes: number of bytes that it moves.
+        executor: executor of its route.
         on_end: gets the failure, or None, in place of the report of a copy that is part of a plan;
             None for a plan of the scheduler.
-        counts: of its route.
-        counter: its layers.
-        priority: of the plan, or a more urgent one that was asked for later.
+        counts: counters of its route.
+        counter: layers of it that have arrived.
+        priority: priority of the plan, or a more urgent one that was requested later.
         state: ``"waiting"`` until the executor has begun; ``"ended"`` until it is reported.
-        failure: why it has ended; None while it goes on, and when all blocks have moved.
+        failure: reason of the failure; None while it goes on, and when all blocks have moved.
         moved_bytes: known when it has ended.
         report: set when it has ended.
-        work: what the executor keeps of it.
+        work: state that the executor keeps for it.
     """
 
     __slots__ = (
@@ -110,7 +110,7 @@ class Executor(ABC, Generic[W]):
 
     @abstractmethod
     def new_work(self, entry: PlanEntry[W]) -> W:
-        """Return ``entry.work`` of a new plan, whose other attributes are set. Changes nothing."""
+        """Return the ``work`` of a new plan, whose other attributes are set. Changes nothing."""
 
     @abstractmethod
     def submit(self, entry: PlanEntry[W]) -> None:
@@ -139,7 +139,7 @@ class PlanTable:
             that the worker cannot take.
 
     Attributes:
-        is_given_up: ``give_up`` was called.
+        is_given_up: True after ``give_up`` was called.
     """
 
     def __init__(self, check: Callable[[TransferPlan], tuple[Executor[Any], int]]) -> None:
@@ -154,7 +154,7 @@ class PlanTable:
         """Take plans from now on.
 
         Args:
-            poller: calls back on the loop.
+            poller: calls callbacks on the loop.
             on_report: see :meth:`Worker.open`.
         """
         self._poller, self._on_report = poller, on_report
@@ -206,7 +206,7 @@ class PlanTable:
             entry.executor.raise_priority(entry)
 
     async def drain(self) -> None:
-        """Wait until every plan submitted so far, and since, has been reported.
+        """Wait until all plans have been reported, also those submitted during the wait.
 
         This includes plans whose step is open: another task has to close the step.
 
@@ -221,7 +221,7 @@ class PlanTable:
                 self._drained.remove(drained)
 
     def give_up(self) -> None:
-        """Wait for no more reports: an exception has left the state of the engine unknown."""
+        """Stop waiting for reports: an exception has left the state of the engine unknown."""
         self.is_given_up = True
         self._wake_drained()
 
@@ -247,10 +247,10 @@ class PlanTable:
         """Add a plan, which the caller gives to its executor.
 
         Args:
-            plan: with an id that is not in flight.
-            executor: has its route.
+            plan: plan whose id is not in flight.
+            executor: executor of its route.
             num_layers: layers that the plan announces.
-            num_bytes: that it moves.
+            num_bytes: number of bytes that it moves.
             on_end: see :class:`PlanEntry`.
         """
         counter = LayerDoneCounter(
@@ -285,11 +285,11 @@ class PlanTable:
         ``send_report`` or ``report_soon`` follows.
 
         Args:
-            entry: of the plan.
+            entry: entry of the plan.
             failure: None when all blocks have moved.
-            cancelled: no block has moved, because the plan was cancelled.
-            moved_blocks: for the statistics; all blocks without a failure, else none, by default.
-            results: of a save; see :class:`TransferReport`.
+            cancelled: True if no block has moved because the plan was cancelled.
+            moved_blocks: number for the statistics; by default all blocks, or 0 after a failure.
+            results: result per block of a save; see :class:`TransferReport`.
         """
         if entry.state == "ended":
             return
@@ -307,7 +307,7 @@ class PlanTable:
         )
 
     def report_soon(self, entry: PlanEntry[Any]) -> None:
-        """As ``send_report``, in a later callback of the loop."""
+        """Call ``send_report`` in a later callback of the loop."""
         if self._poller is not None and not self._poller.closed:
             self._poller.soon(partial(self.send_report, entry))
 
@@ -363,4 +363,4 @@ class PlanTable:
 
 
 def _no_report(failure: CopyError | None) -> None:
-    """Take the place of the report of a plan that was cancelled at once."""
+    """Do nothing: a plan that was cancelled at once has no report."""

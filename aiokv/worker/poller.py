@@ -83,7 +83,7 @@ class EventPoller:
         self._timer_at = 0.0  # time of the next expiry; 0: none
         self._next_pass: asyncio.Handle | None = None
         self._in_pass = False
-        self._calling: Watch | None = None  # whose callback runs
+        self._calling: Watch | None = None  # the watch whose callback runs
         self._passed_at = 0.0  # the end of the last pass
         self._closed = False
         self._events = 0
@@ -207,7 +207,7 @@ class EventPoller:
             watch.cancel()
 
     def statistics(self) -> PollerStatistics:
-        """Return what waiting has cost so far. Any thread."""
+        """Return latency and CPU time of the waits so far. Any thread."""
         if threading.get_ident() == self._thread_id:
             self._account()
         pending_seconds, pending_since = self._pending_seconds, self._pending_since
@@ -445,7 +445,7 @@ class EventPoller:
 
 
 def _next_has_ended(stream: Stream, watch: Watch, now: float) -> bool:
-    """Return whether the event behind ``watch``, which has ended, is expected to have ended."""
+    """Return True if the event after ``watch``, which has ended, is expected to have ended."""
     if not stream.queue:
         return False
     finished_at: float | None = getattr(watch.event, "finished_seconds", None)

@@ -104,11 +104,11 @@ class WorkerSteps:
     Args:
         device: computes the steps.
         memory: has the tensors.
-        checksums: of computed blocks; None without.
+        checksums: checksums of computed blocks; None without.
 
     Attributes:
         clock: numbers of the steps.
-        events: of closed steps.
+        events: events of closed steps.
     """
 
     def __init__(

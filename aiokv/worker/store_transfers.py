@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class _Work:
-    """What the stores do for a plan.
+    """Work of the stores for a plan.
 
     Attributes:
         task: executes the plan; None before it was submitted.
@@ -63,7 +63,7 @@ class StoreTransfers(Executor[_Work]):
     Args:
         stores: execute the plans.
         plans: plans of the worker.
-        checksums: of the host blocks, which fetches overwrite; None without.
+        checksums: checksums of the host blocks, which fetches overwrite; None without.
     """
 
     def __init__(self, stores: StorePools, plans: PlanTable, checksums: Checksums | None) -> None:

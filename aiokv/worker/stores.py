@@ -33,7 +33,7 @@ class WorkerStores:
         stores: opened and closed with the worker; None without stores.
         memory: has the host blocks, and the layout that the keys depend on.
         plans: plans of the worker.
-        checksums: of the host blocks; None without.
+        checksums: checksums of the host blocks; None without.
         has_states: host memory has slots of recurrent state.
 
     Attributes:

@@ -57,7 +57,7 @@ class ThreadWaits:
 
         Args:
             condition: any thread may call it; it is quick and raises nothing.
-            deadline: of the wait.
+            deadline: deadline of the wait.
 
         Returns:
             False when the deadline has passed and the condition is false.

@@ -24,7 +24,7 @@ class LayerView:
     """All transfers that a lease owns or has joined, as one counter.
 
     Args:
-        counters: of those transfers, all with the same number of layers.
+        counters: counters of those transfers, all with the same number of layers.
         num_layers: required without counters; see :func:`done_view`.
         locate: maps ``(transfer_id, first_bad_block)`` to the first position that the lease has to
             compute; None when the lease needs no block from there on.
@@ -66,17 +66,17 @@ class LayerView:
 
     @property
     def is_done(self) -> bool:
-        """True when no byte of these transfers moves any more. Any thread."""
+        """True if no byte of these transfers moves any more. Any thread."""
         return all(counter.is_done for counter in self.counters)
 
     @property
     def at_rest(self) -> bool:
-        """True when no byte of these transfers moves any more."""
+        """True if no byte of these transfers moves any more."""
         return all(counter.at_rest for counter in self.counters)
 
     @property
     def given_up(self) -> bool:
-        """True when waiters failed because of a slow rank, though bytes may still move."""
+        """True if waiters failed because of a slow rank, though bytes may still move."""
         return any(counter.given_up for counter in self.counters)
 
     @property
@@ -90,7 +90,7 @@ class LayerView:
         return sorted({layer for counter in self.counters for layer in counter.pending_layers})
 
     def has_arrived(self, layer: int = ALL) -> bool:
-        """True when a layer, or every layer, has arrived in every transfer, none of which failed.
+        """Return True if a layer, or each layer, has arrived in all transfers and none failed.
 
         Any thread.
 

@@ -290,8 +290,8 @@ assert pages.save(bytes(32), [[(page.ctypes.data, 9000)]]) == [True]
 def test_forked_child_is_refused_and_the_parent_goes_on(tmp_path: Path):
     program = f"""
 import os, signal
-from aiokv import ClosedError
 from aiokv.connectors.pages import PageStore
+from aiokv.errors import ClosedError
 from aiokv.stores import stores_from
 pages = PageStore(
     stores_from(["directory:{tmp_path}"]),

@@ -45,6 +45,7 @@ def test_there_are_pages():
     assert len(PAGES) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if name_of(p) not in GPU_PAGES], ids=name_of)
 def test_the_python_of_a_page_runs_and_prints_what_the_page_says(page, tmp_path):
     blocks = blocks_of(page)
@@ -69,6 +70,7 @@ def test_the_python_of_a_page_runs_and_prints_what_the_page_says(page, tmp_path)
                 assert output == after.text, f"{page.name}, line {after.line}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_other_blocks_of_a_page_are_valid(page, tmp_path):
     for block in blocks_of(page):

@@ -94,6 +94,7 @@ async def serving(
         assert engine.check_invariants() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host_blocks", [256, 8])
 async def test_answers_under_load_are_those_without_a_cache(monkeypatch, host_blocks):
     load = requests(120)

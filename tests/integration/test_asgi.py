@@ -245,7 +245,7 @@ async def test_an_unavailable_store_is_named_without_its_password():
         answer = await ask(app, "/readyz")
         assert answer.json()["failed"]["default"] == {"stores": "unavailable: memory://host/0"}
         assert (answer.status, answer.json()["ready"]) == (200, True)  # requests are served
-        (shown,) = (await ask(app, "/dump")).json()["engines"]["default"]["stores"]
+        (shown,) = (await ask(app, "/dump")).json()["engines"]["default"]["statistics"]["stores"]
         assert (shown["url"], shown["reading"]) == ("memory://host/0", "open")
 
 
@@ -262,8 +262,8 @@ async def test_a_dump_has_the_documented_parts():
         assert dump["time_seconds"] > 1e9
         engine = dump["engines"]["chat"]
         assert set(engine) == {
-            "health", "config", "statistics", "worker", "poller", "stores", "peers", "leases",
-            "waiting", "transfers", "prefixes", "prefixes_complete",
+            "health", "config", "statistics", "leases", "waiting", "transfers", "prefixes",
+            "prefixes_complete",
         }  # fmt: skip
         assert engine["config"]["device_blocks"] == 8
         assert [lease["owner"] for lease in engine["waiting"]] == ["large"]
@@ -412,7 +412,7 @@ async def test_an_engine_that_replaces_another_under_its_name_is_shown():
         async with engine:
             engines["chat"] = engine
             shown = (await ask(app, "/live")).json()["engines"]["chat"]
-            assert shown["statistics"]["device_blocks"] == blocks
+            assert shown["statistics"]["groups"]["attention"]["device"]["blocks"] == blocks
 
 
 @pytest.mark.clock

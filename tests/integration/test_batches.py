@@ -12,7 +12,7 @@ from aiokv.errors import LeaseError, TransferError, UsageError, WouldBlock
 from aiokv.testing import spin
 from tests.harness.served import Served
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.loop("asyncio")]
 
 A = [1, 2, 3, 4, 5, 6, 7]
 B = [11, 12, 13, 14, 15]

@@ -23,7 +23,7 @@ from aiokv.errors import (
 from aiokv.testing import spin
 from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.loop("asyncio")]
 
 VERBS = [*("attempt",) * 4, *("match",) * 2, "commit", "line", "preempt", "swap", "release"]
 VERBS += ["copy", "fail", "pause", "cancel", "pass", "evict"]

@@ -15,7 +15,7 @@ from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 A, B = prompt(1, 4), prompt(2, 4)
 LONG = 1000.0  # seconds: a missing wake-up exceeds the time limit of a test
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.loop("asyncio")]
 
 
 async def serve_and_release(cache: Cache, tokens, **allocate):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aiokv import Lease
     from aiokv.statistics import Statistics
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.loop("asyncio")]
 
 
 class Books(CacheEngine):

@@ -200,7 +200,7 @@ CALLS: dict[str, Call] = {
 
 async def resize(model: Model) -> None:
     await model.engine.resize(DEVICE_BLOCKS - 1)
-    assert model.statistics.device_blocks == DEVICE_BLOCKS - 1
+    assert model.statistics.attention.device.blocks == DEVICE_BLOCKS - 1
 
 
 NEXT: dict[str, Callable[[Model], Coroutine[Any, Any, None]]] = {

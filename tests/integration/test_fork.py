@@ -12,7 +12,7 @@ from aiokv.errors import LeaseError, WouldBlock
 from aiokv.testing import ManualEvent, spin
 from tests.harness.served import Served, computed, held, resumed, swapped_out
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.loop("asyncio")]
 
 A = [1, 2, 3, 4, 5, 6, 7]
 

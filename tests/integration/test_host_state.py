@@ -18,7 +18,7 @@ from tests.harness.settling import settle
 PROMPT = [5, 6, 7, 8, 9, 10, 11]  # 3 full blocks and a partial one
 OTHER = [1, *PROMPT]
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.loop("asyncio")]
 
 
 def hybrid_with_host(**config) -> Hybrid:

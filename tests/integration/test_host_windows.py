@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PROMPT = list(range(20))
 NEEDED = {"near": 1, "far": 3}  # window blocks of a hit
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.loop("asyncio")]
 
 
 def windowed(**config) -> Windowed:

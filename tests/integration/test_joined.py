@@ -15,7 +15,7 @@ from aiokv.testing.loops import PATIENCE_SECONDS
 from aiokv.testing.manual import ManualStream
 from tests.harness.served import Served
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.loop("asyncio")]
 
 A = [1, 2, 3, 4, 5, 6, 7]
 

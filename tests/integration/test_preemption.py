@@ -21,7 +21,7 @@ from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.closing import complete_during
 from tests.harness.served import Served, begin, computed, held, resumed, swapped_out, wipe
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.loop("asyncio")]
 
 A = [1, 2, 3, 4, 5, 6, 7]  # three full blocks and a partial one
 B = [11, 12, 13, 14, 15, 16, 17]

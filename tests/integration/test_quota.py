@@ -18,7 +18,7 @@ from aiokv.testing import ManualEvent, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.served import Served
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.loop("asyncio")]
 
 
 def quota_engine(limit: int = 4, device_blocks: int = 16) -> Served:

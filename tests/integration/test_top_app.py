@@ -38,22 +38,22 @@ async def test_top_shows_what_the_engine_does(capsys):
         second = await asyncio.to_thread(client.fetch)
 
         figures = figures_of(second, first)["default"]
-        assert figures.num_leases == 2
-        assert figures.waiting == 1
+        assert figures.total.leases == 2
+        assert figures.total.waiting == 1
         assert figures.recent is not None
         assert figures.recent.prompt_tokens == 5
         assert [each.owner for each in figures.leases] == ["chat-8", "chat-7"]
         assert figures.leases[0].waits_for == "capacity"
         assert figures.leases[1].blocks == 3
-        device, host = figures.tiers
-        assert (device.capacity, device.leased, device.free) == (8, 3, 5)
-        assert (host.name, host.capacity) == ("host", 8)
+        blocks = figures.total.attention
+        assert (blocks.device.blocks, blocks.device.leased, blocks.device.free) == (8, 3, 5)
+        assert blocks.host.blocks == 8
 
         assert await asyncio.to_thread(cli.main, ["top", "--once", address]) == 0
         assert "chat-8" in capsys.readouterr().out
         assert await asyncio.to_thread(cli.main, ["top", "--once", "--json", address]) == 0
         printed = json.loads(capsys.readouterr().out)
-        assert printed["engines"]["default"]["waiting"] == 1
+        assert printed["engines"]["default"]["total"]["waiting"] == 1
 
         lease.release()
         await allocation

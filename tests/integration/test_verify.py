@@ -13,7 +13,7 @@ from aiokv.testing import ManualDevice, ManualEvent, spin
 from tests.harness.cache import Cache, prompt
 from tests.harness.served import Served, computed, held, resumed, swapped_out
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.loop("asyncio")]
 
 A = [1, 2, 3, 4, 5, 6, 7]
 

@@ -14,7 +14,7 @@ from tests.harness.closing import complete_during
 A, B, C, D = (prompt(seed, 2) for seed in range(1, 5))
 BIG = prompt(9, 5)
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.loop("asyncio")]
 
 
 # ---- write_through

@@ -265,7 +265,9 @@ async def test_bad_addresses_and_options_are_refused():
 def test_missing_pyzmq_is_a_configuration_error():
     code = (
         "import sys; sys.modules['zmq'] = None\n"
-        "from aiokv import *; from aiokv.events import ZmqPublisher\n"
+        "from aiokv import CacheConfig, CacheEngine\n"
+        "from aiokv.errors import ConfigError\n"
+        "from aiokv.events import ZmqPublisher\n"
         "try: ZmqPublisher(CacheEngine(CacheConfig(device_blocks=8)), bind='tcp://*:5557')\n"
         "except ConfigError as error: print(error.hint)\n"
     )

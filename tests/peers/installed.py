@@ -15,6 +15,8 @@ from aiokv.peers.nixl import import_bindings
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from _pytest.mark import ParameterSet
+
     from aiokv.peers.options import TransportName
 
 HINT: Final = "run `make services`"
@@ -43,9 +45,11 @@ def transports(*names: TransportName) -> pytest.MarkDecorator:
     """
     return pytest.mark.parametrize(
         "transport",
-        [
-            pytest.param(name, marks=pytest.mark.skipif(bool(why), reason=why))
-            for name in names or HOST_TRANSPORTS
-            for why in [why_absent(name)]
-        ],
+        [over(name) for name in names or HOST_TRANSPORTS],
     )
+
+
+def over(transport: TransportName, *values: object) -> ParameterSet:
+    """Return a row of parameters that begins with a transport; skipped where that is absent."""
+    why = why_absent(transport)
+    return pytest.param(transport, *values, marks=pytest.mark.skipif(bool(why), reason=why))

@@ -9,6 +9,7 @@ import gc
 import sys
 import weakref
 from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -37,13 +38,12 @@ from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.closing import complete_during
 from tests.harness.memory import Memory
 from tests.peers.engines import KEY, SECRET, Side, prompt, two_engines
-from tests.peers.installed import transports
+from tests.peers.installed import over, transports
 
 pytestmark = pytest.mark.asyncio
 
 # The other tests count passes of the loop, or end at their own instants: they run over tcp only.
 OVER_NIXL = {
-    "test_prompt_arrives_whole",
     "test_cached_blocks_are_sent_before_anything_is_computed",
     "test_received_positions_are_usable_before_the_prefill_ends",
     "test_engines_send_both_ways_at_once",
@@ -58,6 +58,8 @@ OVER_NIXL = {
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_prompt_arrives_whole:
+        return  # has transports in its rows
     names = ("tcp", "nixl") if metafunc.function.__name__ in OVER_NIXL else ("tcp",)
     metafunc.parametrize(*transports(*names).args)
 
@@ -70,8 +72,11 @@ def _sides_use_transport(transport: str, monkeypatch: pytest.MonkeyPatch) -> Non
 # --- whole prompts ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [1, 4, 5, 30, 131])
-@pytest.mark.parametrize("step", [1, 7, 8, 1000])
+@pytest.mark.parametrize(
+    ("transport", "length", "step"),
+    [over("tcp", *row) for row in product([1, 4, 5, 30, 131], [1, 7, 8, 1000])]
+    + [over("nixl", *row) for row in [(1, 7), (4, 1), (5, 1000), (30, 7), (131, 8)]],
+)
 async def test_prompt_arrives_whole(length, step):
     tokens = prompt(length)
     async with two_engines() as (p, d), await d.granted(tokens) as lease:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from itertools import product
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from aiokv.testing import (
 )
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.closing import complete_during
+from tests.harness.pairwise import pairwise
 
 from .engines import Side, prompt, two_engines
 from .test_sides import complete
@@ -69,9 +71,10 @@ async def arrival(side: Side, count: int) -> None:
     assert fragments(side) == count
 
 
-@pytest.mark.parametrize("length", [1, 4, 5, 30, 131])
-@pytest.mark.parametrize("step", [7, 1000])
-@pytest.mark.parametrize("layer_ranges", [2, 3, 64])
+@pytest.mark.parametrize(
+    ("length", "step", "layer_ranges"),
+    pairwise(product([1, 4, 5, 30, 131], [7, 1000], [2, 3, 64])),
+)
 async def test_prompt_arrives_in_layers(length, step, layer_ranges):
     tokens = prompt(length)
     async with two_engines(*sides(layer_ranges)) as (p, d), await d.granted(tokens) as lease:

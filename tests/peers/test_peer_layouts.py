@@ -16,6 +16,7 @@ from aiokv.stores.identity import StoreIdentity
 from aiokv.testing import run_until_idle
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.cpu import CpuDevice
+from tests.harness.pairwise import pairwise
 
 from .workers import KEY, PeerWorker
 
@@ -157,10 +158,12 @@ async def servers(
 
 
 @pytest.mark.parametrize(
-    ("senders", "receivers"), [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (2, 2), (4, 4)]
-)
-@pytest.mark.parametrize(
-    ("sent", "kept"), [(16, 16), (16, 32), (16, 64), (64, 16), (48, 16), (32, 64), (64, 48)]
+    ("senders", "receivers", "sent", "kept"),
+    pairwise(
+        (*ranks, *blocks)
+        for ranks in [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (2, 2), (4, 4)]
+        for blocks in [(16, 16), (16, 32), (16, 64), (64, 16), (48, 16), (32, 64), (64, 48)]
+    ),
 )
 async def test_blocks_arrive_whatever_the_block_sizes_and_ranks(senders, receivers, sent, kept):
     async with AsyncExitStack() as stack:

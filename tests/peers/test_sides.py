@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,6 +22,7 @@ from aiokv.testing import (
 )
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.closing import complete_during
+from tests.harness.pairwise import pairwise
 
 from .engines import SECRET, Side, prompt, two_engines
 
@@ -42,19 +44,19 @@ STATE_SEND: GroupRoute = ("last", plan.SEND)
 WINDOW_RECEIVE: GroupRoute = ("window", plan.RECEIVE)
 STATE: dict[str, Any] = {"state_slots": 6}
 WINDOWS: dict[str, Any] = {"windows": {"near": NEAR, "far": FAR}}
-MODELS = pytest.mark.parametrize(
-    "model", [STATE, WINDOWS, STATE | WINDOWS], ids=["state", "windows", "both"]
-)
+KINDS = {"state": STATE, "windows": WINDOWS, "both": STATE | WINDOWS}
+MODELS = pytest.mark.parametrize("model", KINDS.values(), ids=KINDS)
 
 
 def sides(model: dict[str, Any], **decode: Any) -> tuple[Side, Side]:
     return Side(listen=None, **model), Side(**model, **decode)
 
 
-@MODELS
-@pytest.mark.parametrize("length", [1, 4, 5, 30, 131])
-@pytest.mark.parametrize("step", [1, 7, 1000])
-async def test_state_and_windows_arrive_behind_the_prompt(model, length, step):
+@pytest.mark.parametrize(
+    ("kind", "length", "step"), pairwise(product(KINDS, [1, 4, 5, 30, 131], [1, 7, 1000]))
+)
+async def test_state_and_windows_arrive_behind_the_prompt(kind, length, step):
+    model = KINDS[kind]
     tokens = prompt(length)
     async with two_engines(*sides(model)) as (p, d), await d.granted(tokens) as lease:
         async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:

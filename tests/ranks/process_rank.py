@@ -13,6 +13,7 @@ import numpy as np
 
 from aiokv import Regions
 from aiokv.ranks import Rank
+from tests.harness.interrupting import Interrupter, first_of_each
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,6 +40,24 @@ async def main(path: Path, rank: int) -> None:
             worker.step(int(line))
         await worker.closed()
         writer.close()
+
+
+async def interrupted(path: Path, rank: int) -> None:
+    """Raise KeyboardInterrupt before a guarded line of the first process of rank 1, if asked.
+
+    The file ``interrupt`` has the number of the line, 0 for none; ``lines`` gets the numbers of the
+    first execution of each line.
+    """
+    at = path.parent / "interrupt"
+    if not rank or not at.exists():
+        await main(path, rank)
+        return
+    number = int(at.read_text())
+    at.unlink()
+    with Interrupter(number) as interrupter:
+        await main(path, rank)
+    lines = first_of_each(interrupter.places)
+    (path.parent / "lines").write_text(" ".join(str(line) for line in lines))
 
 
 async def idle(path: Path, rank: int) -> None:

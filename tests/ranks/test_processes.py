@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 A = [1, 2, 3, 4, 5, 6, 7]
 ROOT = Path(__file__).parents[2]
+INTERRUPTS = 2  # of the guarded lines of a rank; each starts three processes
 
 
 class _Process:
@@ -54,9 +55,11 @@ class _Process:
 class Processes(Model):
     """An engine over two rank processes."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, entry: str = "main") -> None:
         self.directory = directory
-        self.group = RankGroup(2, path=directory / "ranks", entry="tests.ranks.process_rank:main")
+        self.group = RankGroup(
+            2, path=directory / "ranks", entry=f"tests.ranks.process_rank:{entry}"
+        )
         config = CacheConfig(
             block_tokens=BLOCK_TOKENS, device_blocks=process_rank.BLOCKS, host_blocks=16
         )
@@ -151,6 +154,52 @@ async def test_process_killed_during_an_onload_can_be_restarted(tmp_path, monkey
         pids += ranked.group.pids()
     assert not any(is_alive(pid) for pid in pids)
     assert {path.name for path in tmp_path.iterdir()} & {"ranks"} == set()
+
+
+async def interrupt_rank(directory: Path, at: int) -> None:
+    """Serve while rank 1 is interrupted; its process ends, and another one takes its place."""
+    (directory / "interrupt").write_text(str(at))
+    async with Processes(directory, "interrupted") as ranked:
+        pids = ranked.group.pids()
+        if not at:
+            await ranked.to_host(A)
+            assert await ranked.serve(A) == 6
+            await ranked.finish()
+            return
+        with suppress(BrokenEngineError, TransferError):
+            await ranked.to_host(A)
+            await ranked.serve(A)
+            await ranked.finish()
+        await run_until_idle(lambda: not is_alive(pids[1]), 10_000_000)
+        await run_until_idle(lambda: ranked.group.failure is not None, 10_000_000)
+        with pytest.raises(BrokenEngineError, match="rank 1 is lost"):
+            ranked.engine.match(A)
+        ranked.forget(1)
+        await ranked.engine.restart_ranks()
+        await ranked.runners(2)
+        await ranked.to_host(A)
+        assert await ranked.serve(A) == 6  # compared, byte for byte
+        await ranked.finish()
+        pids += ranked.group.pids()
+        assert ranked.engine.check_invariants() == []
+    assert not any(is_alive(pid) for pid in pids)
+
+
+@pytest.mark.asyncio
+async def test_an_interrupt_at_a_guarded_line_ends_the_rank_which_can_be_restarted(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(ROOT)
+    counted = tmp_path / "counted"
+    counted.mkdir()
+    await interrupt_rank(counted, 0)
+    lines = [int(line) for line in (counted / "lines").read_text().split()]
+    assert len(lines) > 100
+    serving = lines[len(lines) // 2 :]  # the first ones connect the rank
+    for at in serving[:: len(serving) // INTERRUPTS]:
+        directory = tmp_path / str(at)
+        directory.mkdir()
+        await interrupt_rank(directory, at)
 
 
 @pytest.mark.asyncio

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import product
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -12,6 +13,7 @@ from aiokv import CacheConfig, CacheEngine, Peers, Regions, WindowGroup
 from aiokv.errors import LayoutError
 from aiokv.ranks import Rank, RankGroup, RankTimeouts
 from aiokv.testing.loops import PATIENCE_SECONDS
+from tests.harness.pairwise import pairwise
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -138,9 +140,16 @@ class Server:
         return places
 
 
-@pytest.mark.parametrize("degrees", [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2)])
-@pytest.mark.parametrize("blocks", [(4, 4), (8, 4)])
-@pytest.mark.parametrize("latent", ["", "kv", "window"])
+@pytest.mark.parametrize(
+    ("degrees", "blocks", "latent"),
+    pairwise(
+        product(
+            [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2)],
+            [(4, 4), (8, 4)],
+            ["", "kv", "window"],
+        )
+    ),
+)
 async def test_windows_arrive_on_every_rank(tmp_path, degrees, blocks, latent):
     p = Server(tmp_path / "p", degrees[0], blocks[0], latent=latent)
     d = Server(tmp_path / "d", degrees[1], blocks[1], latent=latent)

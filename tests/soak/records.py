@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any, Self
 
-import msgspec
-
 from aiokv.statistics import LeasePhase, TransferSpan
 from tests.soak.load import Violation
 
@@ -42,11 +40,10 @@ class RoundRecords:
     def __exit__(self, exc_type: object, exc: object, traceback: object) -> None:
         if exc is not None or not self._is_on:
             return
-        lanes = msgspec.to_builtins(self._engine.statistics().worker)
-        for route, lane in lanes.items():
+        for route, counts in self._engine.statistics().worker.routes.items():
             done = self._ends[route, "done"]
-            if isinstance(lane, dict) and done != lane["done"]:
-                self._violations.append(f"{done} records of {route}, but {lane['done']} ended")
+            if done != counts.done:
+                self._violations.append(f"{done} records of {route}, but {counts.done} ended")
         if self._violations:
             raise Violation("; ".join(self._violations[:5]))
 

@@ -10,7 +10,7 @@ import pytest
 
 from aiokv.stores.accesses import Accesses
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.loop("asyncio")]
 
 
 async def test_operations_are_in_flight_until_they_are_done_and_are_forgotten_then():

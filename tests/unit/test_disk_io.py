@@ -98,6 +98,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "file"
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize("registers", [True, False], ids=["registered", "plain"])
 @pytest.mark.parametrize("flags", [os.O_DIRECT, 0], ids=["direct", "buffered"])
@@ -217,6 +218,7 @@ async def test_wrong_arguments_are_refused(backend: str, path: Path) -> None:
         DiskIo(entries=0, backend=backend)
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_cancelled_call_ends_when_no_memory_is_accessed(backend: str, path: Path) -> None:
     with blocks_at(path, 3000) as blocks:
@@ -384,6 +386,7 @@ async def test_refused_registration_is_logged_and_io_works(
     assert "Bad address" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("part", ["refused", "fork", "imports"])
 def test_in_a_process_of_its_own(part: str, loop: str, path: Path) -> None:

@@ -501,6 +501,7 @@ def fake_driver(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_probe_speaks_to_the_driver(fake_driver, monkeypatch):
     monkeypatch.setenv("LD_LIBRARY_PATH", str(fake_driver))
     assert json.loads(run_python(["-I", GPU_PROBE, "list"], 60)) == {

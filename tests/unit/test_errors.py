@@ -1,43 +1,33 @@
-"""Error classes: hints, base classes and exports."""
+"""Error classes: hints and base classes."""
 
 from __future__ import annotations
 
 import pytest
 
-import aiokv
 from aiokv import errors
 
 
 def test_hint_is_printed_with_the_message():
-    error = aiokv.errors.WouldBlock("no room", hint="preempt a lease")
+    error = errors.WouldBlock("no room", hint="preempt a lease")
     assert str(error) == "no room (hint: preempt a lease)"
     assert error.hint == "preempt a lease"
-    assert str(aiokv.errors.WouldBlock("no room")) == "no room"
+    assert str(errors.WouldBlock("no room")) == "no room"
 
 
 @pytest.mark.parametrize(
     ("cls", "bases"),
     [
-        (aiokv.errors.ConfigError, (aiokv.errors.UsageError, ValueError)),
-        (aiokv.errors.LayoutError, (aiokv.errors.UsageError, ValueError)),
-        (aiokv.errors.LeaseError, (aiokv.errors.UsageError,)),
-        (aiokv.errors.ClosedError, (aiokv.errors.UsageError,)),
-        (aiokv.errors.WouldBlock, (aiokv.errors.CapacityError,)),
-        (aiokv.errors.AllocateTimeout, (aiokv.errors.CapacityError, TimeoutError)),
-        (aiokv.errors.ControlTimeout, (TimeoutError,)),
-        (aiokv.errors.RequestTooLarge, (aiokv.errors.CapacityError,)),
-        (aiokv.errors.UnreleasedLeaseWarning, (ResourceWarning,)),
+        (errors.ConfigError, (errors.UsageError, ValueError)),
+        (errors.LayoutError, (errors.UsageError, ValueError)),
+        (errors.LeaseError, (errors.UsageError,)),
+        (errors.ClosedError, (errors.UsageError,)),
+        (errors.WouldBlock, (errors.CapacityError,)),
+        (errors.AllocateTimeout, (errors.CapacityError, TimeoutError)),
+        (errors.ControlTimeout, (TimeoutError,)),
+        (errors.RequestTooLarge, (errors.CapacityError,)),
+        (errors.UnreleasedLeaseWarning, (ResourceWarning,)),
     ],
 )
 def test_each_error_has_its_documented_base_class(cls, bases):
     for base in bases:
         assert issubclass(cls, base)
-
-
-def test_every_public_error_is_exported():
-    defined = {
-        name
-        for name, value in vars(errors).items()
-        if isinstance(value, type) and issubclass(value, (aiokv.errors.AiokvError, ResourceWarning))
-    }
-    assert defined <= set(aiokv.__all__)

@@ -127,6 +127,7 @@ def test_lines_join_the_log_of_a_server_once():
     assert second == "SERVER ERROR rank.cannot_begin rank=3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("set_up", [BASIC_CONFIG, STRUCTLOG_ALONE, STRUCTLOG_IN_LOGGING, CLI])
 def test_lines_do_not_join_the_log_of_a_server_if_shown_elsewhere(set_up):
     lines = lines_of(SERVER + set_up + JOIN)
@@ -187,6 +188,7 @@ def output_of(program: str) -> list[str]:
     return (process.stdout + process.stderr).splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("set_up", "shown"),
     [
@@ -268,6 +270,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("set_up", [STRUCTLOG_ALONE, STRUCTLOG_IN_LOGGING, JSON_FORMATTER])
 def test_fields_of_the_context_are_in_each_line(set_up):
     lines = [json.loads(line) for line in output_of(set_up + IN_CONTEXT)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,6 +13,19 @@ from tests.mutation.explanations import Explanation
 from tests.mutation.native_mutants import native_mutants
 from tests.mutation.python_mutants import PythonMutants
 from tests.unit.test_parity import ROOT, TESTS
+
+if TYPE_CHECKING:
+    from tests.mutation.mutant import Mutant
+
+
+@cache
+def python_mutants() -> list[Mutant]:
+    return selection.python_mutants_of(ROOT)
+
+
+@cache
+def native_mutants_of_all_files() -> list[Mutant]:
+    return selection.native_mutants_of(ROOT)
 
 
 def python_lines(source: str) -> list[tuple[str, str, str]]:
@@ -103,8 +118,9 @@ def test_comments_strings_errors_and_checks_of_native_files_are_not_mutated(sour
     assert native_lines(source) == []
 
 
+@pytest.mark.slow
 def test_mutants_of_python_are_valid_python_and_differ():
-    found = [m for m in selection.python_mutants_of(ROOT) if m.path == "aiokv/worker/layers.py"]
+    found = [m for m in python_mutants() if m.path == "aiokv/worker/layers.py"]
     source = (ROOT / "aiokv/worker/layers.py").read_bytes()
     assert len(found) > 20
     texts = {mutant.apply(source) for mutant in found}
@@ -115,7 +131,7 @@ def test_mutants_of_python_are_valid_python_and_differ():
 
 
 def test_mutated_files_and_their_likely_tests_exist():
-    paths = {mutant.path for mutant in selection.native_mutants_of(ROOT)}
+    paths = {mutant.path for mutant in native_mutants_of_all_files()}
     assert len(paths) > 15
     assert not any(path.endswith(selection.LEFT_ALONE) for path in paths)
     for prefix, names in selection.LIKELY.items():
@@ -133,9 +149,10 @@ def test_mutated_files_and_their_likely_tests_exist():
         assert selection.likely_tests(path) == selection.LIKELY[prefix]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
+@pytest.mark.slow
+def test_each_folder_is_mutated_and_has_tests():
+    mutated = {mutant.path for mutant in (*python_mutants(), *native_mutants_of_all_files())}
+    for path in (
         "aiokv/stores/guard.py",
         "aiokv/stores/disk/journal.py",
         "aiokv/peers/ring.py",
@@ -147,14 +164,10 @@ def test_mutated_files_and_their_likely_tests_exist():
         "native/src/io/ring_loop.cpp",
         "native/src/io/job_line.hpp",
         "native/src/index/lease_table.cpp",
-    ],
-)
-def test_each_folder_is_mutated_and_has_tests(path: str):
-    find = selection.python_mutants_of if path.endswith(".py") else selection.native_mutants_of
-    assert any(mutant.path == path for mutant in find(ROOT))
-    assert selection.likely_tests(path)
-    if not path.endswith(".py"):
-        assert selection.native_tests(path)
+    ):
+        assert path in mutated
+        assert selection.likely_tests(path), path
+        assert path.endswith(".py") or selection.native_tests(path), path
 
 
 def test_each_native_test_runs_for_some_mutants():
@@ -163,10 +176,14 @@ def test_each_native_test_runs_for_some_mutants():
     assert files - chosen == {"copy", "cuda_plan", "repack"}, "copies are not mutated"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("installed", [False, True])
 def test_connectors_are_mutated_where_their_servers_are_installed(monkeypatch, installed):
     monkeypatch.setattr(
         selection.importlib.util, "find_spec", lambda name: object() if installed else None
+    )
+    monkeypatch.setattr(
+        selection, "PYTHON_FILES", [p for p in selection.PYTHON_FILES if "connectors" in p]
     )
     paths = {mutant.path for mutant in selection.python_mutants_of(ROOT)}
     assert "aiokv/connectors/pages.py" in paths
@@ -187,8 +204,9 @@ def test_each_explanation_has_a_reason():
         assert len(each.reason.split()) > 3, each
 
 
+@pytest.mark.slow
 def test_each_explanation_matches_an_existing_line():
-    mutated = [*selection.python_mutants_of(ROOT), *selection.native_mutants_of(ROOT)]
+    mutated = [*python_mutants(), *native_mutants_of_all_files()]
     lines = {mutant.path: (ROOT / mutant.path).read_text().splitlines() for mutant in mutated}
     stale = [
         each.before

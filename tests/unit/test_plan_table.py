@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from aiokv.base.plan import GroupRoute, Route
     from aiokv.worker.base import Cancelled
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.loop("asyncio")]
 
 BLOCK_BYTES = 10
 FAILURE = CopyError(1, "a bad page")

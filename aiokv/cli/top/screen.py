@@ -46,7 +46,7 @@ def screen(
 
 
 def fixed_lines(engines: Mapping[str, EngineFigures]) -> int:
-    """Return the lines that a screen has without leases."""
+    """Return the number of lines of a screen, without those of leases."""
     lines = 2
     for figures in engines.values():
         total = figures.total

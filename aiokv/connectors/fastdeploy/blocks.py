@@ -111,7 +111,7 @@ class Holding:
 
     @property
     def has_arrived(self) -> bool:
-        """True when no onload of the request is in flight. Does not cross."""
+        """True if no onload of the request is in flight. Does not cross."""
         return self.lease is None or not self.table or self.lease.layers.is_done
 
     def check_alignment(self) -> None:
@@ -236,9 +236,9 @@ class RequestBlocks:
             return holding
 
     def can_allocate(self, num_blocks: int) -> bool:
-        """Return True if ``num_blocks`` blocks can be allocated; exact.
+        """Return True if ``num_blocks`` blocks can be allocated; the answer is exact.
 
-        Waits shortly when blocks are only missing because they are being saved.
+        Waits for a short time if blocks are missing only because they are being saved.
         """
         num_blocks = max(checks.integer("num_blocks", num_blocks), 0)
         with self._lock:

@@ -20,7 +20,7 @@ class Layers(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """True when no byte moves any more."""
+        """True if no byte moves any more."""
 
     def wait(self, layer: int, timeout: float | None = None) -> None:
         """Block the calling thread until a layer has arrived."""

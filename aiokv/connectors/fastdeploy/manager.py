@@ -140,12 +140,12 @@ class CacheManager:
 
     @property
     def enable_prefix_caching(self) -> bool:
-        """True when requests share blocks."""
+        """True if requests share blocks."""
         return self._host.sizes.shares_blocks
 
     @property
     def enable_host_cache(self) -> bool:
-        """True when there are host blocks."""
+        """True if there are host blocks."""
         return self.num_cpu_blocks > 0
 
     @property
@@ -171,7 +171,7 @@ class CacheManager:
 
     @property
     def available_gpu_resource(self) -> float:
-        """Share of the device blocks that hold nothing, 0 to 1."""
+        """Share of the device blocks that are free, 0 to 1."""
         return self.num_free_device_blocks / self.num_gpu_blocks
 
     def update_cache_config(self, cache_config: Any) -> bool:

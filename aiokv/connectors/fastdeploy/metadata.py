@@ -66,7 +66,7 @@ def onload_metadata(transfer_ids: Iterable[int], block_ids: list[int]) -> CacheS
     """Return metadata of onloads in flight that a request waits for.
 
     Args:
-        transfer_ids: of the onloads.
+        transfer_ids: ids of the onloads.
         block_ids: device blocks that they write.
     """
     return CacheSwapMetadata(
@@ -144,7 +144,7 @@ class BatchRequest:
 
     @property
     def has_pending_work(self) -> bool:
-        """True when the workers have to see the batch, even without requests."""
+        """True if the workers have to see the batch, even without requests."""
         return bool(self.requests or self.cache_swap_metadata or self.cache_evict_metadata)
 
     def add_request(self, request: Any) -> None:

@@ -99,7 +99,7 @@ class PrefixCacheManager:
 
     @property
     def available_gpu_resource(self) -> float:
-        """Share of the device blocks that hold nothing, 0 to 1."""
+        """Share of the device blocks that are free, 0 to 1."""
         return self.cache.available_gpu_resource
 
     def update_cache_config(self, cache_config: Any) -> bool:
@@ -107,13 +107,13 @@ class PrefixCacheManager:
         return self.cache.update_cache_config(cache_config)
 
     def get_required_block_num(self, input_token_num: int, block_size: int) -> int:
-        """Return the blocks of so many tokens."""
+        """Return the number of blocks for this number of tokens."""
         return -(-input_token_num // block_size)
 
     # --- blocks by number -------------------------------------------------------------------------
 
     def can_allocate_gpu_blocks(self, num_blocks: int, try_free_gpu_blocks: bool = True) -> bool:
-        """Return True if so many blocks can be allocated now.
+        """Return True if this number of blocks can be allocated now.
 
         Args:
             num_blocks: number of blocks.
@@ -162,7 +162,7 @@ class PrefixCacheManager:
             self.cache.note_scheduled()
 
     def free_block_ids(self, need_block_num: int) -> int:
-        """Evict until so many device blocks hold nothing; return the number of evicted blocks."""
+        """Evict until this number of device blocks is free; return the number evicted."""
         missing = max(need_block_num - self.cache.num_free_device_blocks, 0)
         evicted: int = self.engine.call(self.engine.cache.evict, missing)
         return evicted

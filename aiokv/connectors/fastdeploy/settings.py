@@ -92,7 +92,7 @@ class Sizes:
         return replace(self, device_blocks=device_blocks)
 
     def step_blocks(self, num_requests: int) -> int:
-        """Return the blocks that one step of so many requests may take, at least 1."""
+        """Return the most blocks that one step of this number of requests takes, at least 1."""
         prefill = -(-self.batch_tokens // self.block_tokens)
         blocks = prefill + num_requests * (1 + self.decode_blocks)
         return max(min(blocks, self.device_blocks), 1)

@@ -30,7 +30,7 @@ class HostCache:
     matched and saved any more, and the server goes on without it.
 
     Args:
-        engine: open.
+        engine: an open engine.
         tensors: the tensors of a worker in this process, which waits for loads with the engine's
             own counters; None with ranks.
         events: collects KV events; None for none.
@@ -89,7 +89,7 @@ class HostCache:
         """Return True if no answer has an error; log the first one.
 
         Args:
-            answers: of calls that were run.
+            answers: answers of the calls, after they were run.
             what: subject of the message.
         """
         error = next((answer.error for answer in answers if answer.error is not None), None)

@@ -48,7 +48,7 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
     :class:`aiokv.connectors.vllm.options.Options`.
 
     Args:
-        vllm_config: of vLLM; with ``kv_transfer_config``.
+        vllm_config: configuration of vLLM, with ``kv_transfer_config``.
         role: the half.
         kv_cache_config: blocks and groups of vLLM's KV cache.
 
@@ -203,7 +203,7 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # --- statistics -------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> ConnectorStatistics | None:
-        """Return what has been counted since the last report of this half; None for nothing new."""
+        """Return the counts since the last report of this half; None if there are none."""
         now = time.monotonic()
         if self._scheduler is not None:
             counts = self._counts.report(

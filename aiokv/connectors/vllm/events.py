@@ -20,7 +20,7 @@ class EventCollector:
     """Collects the changes of the blocks in host memory until vLLM takes them.
 
     Args:
-        engine: open.
+        engine: an open engine.
     """
 
     def __init__(self, engine: SyncEngine) -> None:

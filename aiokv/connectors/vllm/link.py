@@ -20,7 +20,7 @@ class Moving(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """True when no byte of the load is copied any more."""
+        """True if no byte of the load is copied any more."""
         ...
 
 

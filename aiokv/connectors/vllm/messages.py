@@ -16,7 +16,7 @@ class Load:
 
     Attributes:
         request_id: the request that waits for them.
-        transfer_ids: of the transfers; empty when nothing moves any more.
+        transfer_ids: ids of the transfers; empty when nothing moves any more.
         block_ids: vLLM's blocks that are written, in order of the positions.
         in_step: True if the step that carries this message computes with the blocks; False if the
             request waits until the worker reports it.

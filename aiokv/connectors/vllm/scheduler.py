@@ -88,7 +88,7 @@ class SchedulerHalf:
         self._step = 0
         self._requests: dict[str, CachedRequest] = {}
         self._matched: list[CachedRequest] = []  # in the step that is being scheduled
-        self._deferred: list[CachedRequest] = []  # their loads wait for blocks that are in use
+        self._deferred: list[CachedRequest] = []  # requests whose loads wait for blocks in use
         self._finishing: list[CachedRequest] = []  # in the step whose output is being processed
         self._loads: list[Load] = []  # for the next message
         self._swept = False  # since the last step was built
@@ -310,7 +310,7 @@ class SchedulerHalf:
         return message
 
     def _record(self, output: SchedulerOutput) -> list[int]:
-        """Note what the step computes; return the blocks that it may write to."""
+        """Note the positions that the step computes; return the blocks that it may write to."""
         size = self._block_tokens
         written: list[int] = []
         record: list[tuple[CachedRequest, int]] = []

@@ -100,7 +100,7 @@ class EngineCounts:
         self._last: dict[str, float] = {}
 
     def report(self, statistics: CacheStatistics, *, errors: int) -> dict[str, float]:
-        """Return what has been counted since the last call."""
+        """Return the counts since the last call."""
         now: dict[str, float] = {
             "loaded_tokens": statistics.hit_host_tokens,
             "saved_blocks": statistics.attention.offloaded_blocks,

@@ -1,7 +1,7 @@
-"""Tensors of a worker in the scheduler's process: vLLM's executor for one GPU has them there.
+"""Tensors of a worker that runs in the scheduler's process, as with vLLM's executor for one GPU.
 
 The worker half registers its tensors before vLLM makes the scheduler half, which finds them here.
-The engine copies them itself then: no socket, no second event loop.
+The engine then copies the tensors itself, without a socket or a second event loop.
 """
 
 from __future__ import annotations

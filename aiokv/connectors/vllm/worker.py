@@ -38,7 +38,7 @@ class Transfers(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """True when no byte moves any more, after a failure, too."""
+        """True if no byte moves any more, after a failure, too."""
         ...
 
     def failed_blocks(self, block_ids: Sequence[int]) -> set[int]:
@@ -102,7 +102,7 @@ class WorkerHalf:
         """Note the loads of a step.
 
         Args:
-            message: of the scheduler half.
+            message: message of the scheduler half.
             layers_are_hooked: False if vLLM replays a graph of the whole model, in which it does
                 not call ``wait_layer``. Then this method waits for all layers. It also does so
                 until a step has called ``wait_layer`` for each layer, because some models do not.

@@ -122,7 +122,7 @@ class _Reading(Reading):
     """See :class:`Reading`.
 
     Attributes:
-        folder: of the store.
+        folder: folder of the store.
         files: the blocks.
     """
 

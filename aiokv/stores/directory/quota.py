@@ -43,7 +43,7 @@ class DirectoryQuota:
         self._lock = threading.Lock()
 
     def admits(self, num_bytes: int) -> bool:
-        """Return whether a file may be written, as far as is known."""
+        """Return True if a file of this size fits within the limit, by the known use."""
         return self.limit is None or self.used_bytes + num_bytes <= self.limit
 
     def count(self, blocks: int, num_bytes: int) -> None:
@@ -55,7 +55,7 @@ class DirectoryQuota:
             self._written += max(0, num_bytes)
 
     def is_sweep_due(self, num_bytes: int) -> bool:
-        """Return whether the folder should be listed, now that ``num_bytes`` are to be written."""
+        """Return True if the folder should be listed before ``num_bytes`` are written."""
         if self.limit is None:
             return self.used_bytes < 0
         return (

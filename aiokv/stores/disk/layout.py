@@ -34,7 +34,7 @@ FORMAT_VERSION: Final = 1
 HEADER_BYTES: Final = 4096
 RECORD_BYTES: Final = 64
 
-_COPY_BYTES: Final = HEADER_BYTES // 2  # the header is there twice, in different sectors
+_COPY_BYTES: Final = HEADER_BYTES // 2  # the header is stored twice, in different sectors
 _MAGIC: Final = b"aiokv disk store"
 _FIELDS: Final = struct.Struct("<16sIIQQQQ")
 _CHECKSUM_BYTES: Final = 32

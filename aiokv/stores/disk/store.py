@@ -279,7 +279,7 @@ class DiskStore(Store):
             self._closing = asyncio.ensure_future(opened.aclose())
         if self._closing is not None:
             await all_ended([self._closing])
-            self._closing.result()  # raises what the close has raised
+            self._closing.result()  # raises the error of the close, if any
 
     def _opened(self) -> OpenStore:
         if self._open is None:

@@ -21,9 +21,9 @@ _NO_FALLOCATE: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class Volume:
-    """Files of one directory. Each method blocks, and raises ``OSError``.
+    """Files of one directory. Each method blocks, and may raise ``OSError``.
 
-    Tests replace a volume to lose, delay and fail operations.
+    Tests replace a volume to drop, delay and fail operations.
 
     Args:
         path: the directory.
@@ -43,7 +43,7 @@ class Volume:
         self.path.mkdir(0o750, parents=True, exist_ok=True)
 
     def is_writable(self) -> bool:
-        """Return whether files can be created."""
+        """Return True if files can be created."""
         return os.access(self.path, os.W_OK)
 
     def boot(self) -> bytes:
@@ -83,7 +83,7 @@ class Volume:
         return os.stat(self.path / name)
 
     def is_linked(self, fd: int) -> bool:
-        """Return whether an open file still has a name."""
+        """Return True if an open file still has a name."""
         return os.fstat(fd).st_nlink > 0
 
     def read(self, fd: int, num_bytes: int, offset: int) -> bytes:
@@ -112,7 +112,7 @@ class Volume:
         os.ftruncate(fd, num_bytes)
 
     def allocate(self, fd: int, num_bytes: int, offset: int) -> None:
-        """Let the file system reserve space and extend the file, where it can reserve space."""
+        """Extend the file and reserve its space, if the file system supports it."""
         try:
             os.posix_fallocate(fd, offset, num_bytes)
         except OSError as error:

@@ -158,7 +158,7 @@ def _overlapped(
     """Yield groups of items whose replies are due; the next group was sent before.
 
     Args:
-        items: of one node, all with the same ``asking``.
+        items: items of one node, all with the same ``asking``.
         size: items of a group.
         send: sends the requests of a group, and returns the items that it has sent.
     """
@@ -194,7 +194,7 @@ def _read_lines(connection: Connection, group: Sequence[Item]) -> Iterator[tuple
 
 
 def _is_refused(item: Item, line: bytes) -> bool:
-    """Return whether a reply line is an error, and set it as the item's outcome."""
+    """Return True if a reply line is an error; set the error as the item's outcome."""
     reply = simple_reply(line)
     if isinstance(reply, ReplyError):
         item.refuse(reply)

@@ -80,7 +80,7 @@ class Connection:
         host: name that the certificate must have.
 
     Raises:
-        OSError: of all methods that block: the connection was lost, aborted, or the server sent
+        OSError: in any method that blocks: the connection was lost, aborted, or the server sent
             bytes that are not RESP. The connection must be closed then.
     """
 

@@ -85,7 +85,7 @@ class RedisStore(Store):
             same. Further hosts are nodes of the same cluster, for when the first is down.
         username: ACL user; replaces the one of the URL.
         password: replaces the one of the URL.
-        prefix: of all keys on the server.
+        prefix: prefix of all keys on the server.
         ttl_seconds: time after which an unused object expires; 0 for never. Needs version 6.2.
         connections: connections per node for values; a large batch uses several.
         connect_timeout_seconds: limit for connecting, TLS and authentication together.

@@ -61,7 +61,7 @@ class Event(Protocol):
 
     @property
     def done(self) -> bool:
-        """True when finished, also with an error. Any thread; does not block."""
+        """True if finished, also with an error. Any thread; does not block."""
 
     def synchronize(self) -> None:
         """Block the calling thread, without the GIL, until done."""
@@ -81,7 +81,7 @@ class QueriedEvent:
 
     @property
     def done(self) -> bool:
-        """True when finished."""
+        """True if finished."""
         return bool(self.event.query())
 
     def synchronize(self) -> None:
@@ -179,7 +179,7 @@ class Device(Protocol):
 
     Attributes:
         name: ``"cpu"``, ``"cuda:0"``, ...
-        routes: that ``copy`` takes, by retention of the group.
+        routes: routes that ``copy`` takes, by retention of the group.
         in_order: copies of one route and group end in the order of submission, layers ascending,
             so that only the oldest event of both has to be queried.
         computes_in_stream: the model's work may have been submitted only when `commit` is called,

@@ -138,7 +138,7 @@ class CudaCopy:
 
     @property
     def started(self) -> bool:
-        """True when the lane has submitted the first command, and needs ``after`` no longer."""
+        """True if the lane has submitted the first command, and needs ``after`` no longer."""
         return bool(self._transfer.started)
 
     def wait_submitted(self, layer: int, timeout: float | None = None) -> bool:
@@ -180,7 +180,7 @@ class CudaDevice(Unique):
 
     Args:
         ordinal: number of the GPU; by default CuPy's current one.
-        options: of the transfers.
+        options: options of the transfers.
 
     Raises:
         ConfigError: aiokv was built without CUDA, CuPy is not installed, or there is no such GPU.
@@ -203,7 +203,7 @@ class CudaDevice(Unique):
         self._streams: list[Any] = []
         self._engines: dict[Pool, Any] = {}  # of pools with host memory
         self._hosts: dict[int, Any] = {}  # pinned memory, by address: pools may share it
-        self._main_host: Any = None  # that of the blocks
+        self._main_host: Any = None  # the arena of the blocks
         self._memory: tuple[Regions, dict[Pool, HostArena]] | None = None
         self._layer_groups: dict[tuple[Pool, Any], list[tuple[int, int]]] = {}
         self._starting: deque[CudaCopy] = deque()
@@ -351,7 +351,7 @@ class CudaDevice(Unique):
             source_ids: [N] int32.
             target_ids: [N] int32.
             after: event that the first byte waits for.
-            group: of the pool.
+            group: group of the pool.
             keys: with slots in device memory, 32 bytes per slot: ``SEND`` seals the slots with
                 them, and ``RECEIVE`` fails for slots that do not have them.
         """

@@ -190,7 +190,7 @@ class CudaSlots:
 
     @property
     def fused(self) -> bool:
-        """True when a pass copies and sums at once."""
+        """True if a pass copies and sums at once."""
         return bool(self._engine.fused)
 
     @property

@@ -55,7 +55,7 @@ class AuxiliaryGroups {
         for (BlockGroup* group : groups_) group->forget_host();
     }
 
-    // To be called once, before the first lease, where stores have what is in host memory, too.
+    // Call once, before the first lease, if there are stores below host memory.
     void connect_stores(StoredBlocks& stored, Residency& residency) {
         for (BlockGroup* group : groups_) {
             if (group->host) group->host->connect_stores(stored, residency);

@@ -6,8 +6,8 @@
 // Each subscriber has a stream, and the stream knows what it has reported of each block: so the
 // reports are a function of the current state, and a change that is reverted before it was
 // reported is not lost. A stream begins with a *sweep*: drain() walks over all nodes, a part per
-// call, and reports what is there. A change of a block that the sweep has not reached is left to
-// the sweep. A block is reported after the blocks before it in its prompt.
+// call, and reports the blocks that exist. A change of a block that the sweep has not reached is
+// left to the sweep. A block is reported after the blocks before it in its prompt.
 //
 // A stream whose queue is full drops it, reports that everything is gone, and sweeps again.
 #pragma once
@@ -71,11 +71,11 @@ class BlockEvents {
     void clear();
 
     // -- streams
-    // Reports everything that is there, then each change. At most `max_blocks` events of blocks
+    // Reports all existing blocks, then each change. At most `max_blocks` events of blocks
     // wait in its queue.
     EventStreamId open(std::size_t max_blocks);
     void close(EventStreamId id);
-    // Reports everything that is there once more, after the sweep under way: for subscribers that
+    // Reports all existing blocks once more, after the sweep under way: for subscribers that
     // have joined later.
     void repeat(EventStreamId id);
     // Has events, or sweeps. False: the reports are equal to the tiers.

@@ -1,7 +1,7 @@
 // A block group besides attention: its ids on the device, and their copies in the other tiers.
 //
-// What differs between groups is their retention, and how leases get their ids: a window keeps the
-// last blocks (SlidingWindows); recurrent state, the last one (RecurrentState).
+// Groups differ in their retention and in how leases get their ids: a window keeps the last blocks
+// (SlidingWindows); recurrent state, the last one (RecurrentState).
 #pragma once
 
 #include <cstdint>
@@ -46,7 +46,7 @@ class BlockGroup {
     // Evicts an idle id when none is free; see GroupPool.
     BlockId take();
     BlockId take_writable();
-    // The caller's id, which computed the block, is that of the node now.
+    // Gives the caller's id, in which the block was computed, to the node.
     void attach(NodeId node, BlockId id);
     // A lease hits the node, and uses its device id.
     void note_hit(NodeId node) {
@@ -59,8 +59,8 @@ class BlockGroup {
     AuxiliaryStore* store() { return host ? host->stores() : nullptr; }  // null: not connected
 
     GroupStatistics statistics() const;
-    // `readers`, `host_readers`: of each id on the device, and in host memory besides those that
-    // HostCopies knows. `ids`: the owners that are no nodes.
+    // `readers`, `host_readers`: number per id on the device, and in host memory besides those that
+    // HostCopies counts. `ids`: owners that are not nodes.
     void check(Report& report, Ownership ids, std::vector<std::uint32_t> readers,
                std::vector<std::uint32_t> host_readers) const;
 
@@ -74,7 +74,7 @@ class BlockGroup {
 
     GroupId number_;
     Index& index_;
-    std::uint64_t evicted_ = 0;  // on the device
+    std::uint64_t evicted_ = 0;  // device copies
 };
 
 }  // namespace aiokv

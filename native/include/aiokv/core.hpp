@@ -66,7 +66,7 @@ class Core {
     // -- leases. The id of a closed lease, or one that was never given out, throws LeaseError.
     Hit match(Tokens tokens, std::string_view context, bool reads = true, bool writes = true,
               std::span<const Item> items = {});
-    // What match() would return, without a lease; changes nothing, not even recency.
+    // Returns the hit of match(), without a lease; changes nothing, not even recency.
     Hit would_hit(Tokens tokens, std::string_view context, std::span<const Item> items = {}) const;
     Pending pending(LeaseId id) { return matching_.pending(leases_.at(id), promises_); }
     void check_request(LeaseId id, std::int64_t num_tokens, Reserve reserve = {}) const {

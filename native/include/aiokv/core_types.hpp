@@ -82,7 +82,7 @@ struct CoreConfig {
     bool external_device = false;        // a server owns the device blocks; see ExternalBlocks
     bool splits_items = false;           // a hit may end inside a multimodal item
 
-    // A block on the device is copied to host memory after so many uses.
+    // Number of uses after which a block on the device is copied to host memory.
     bool copies_after(std::uint32_t uses) const {
         return write_policy == WritePolicy::kWriteThrough ||
                (write_policy == WritePolicy::kWriteThroughSelective &&

@@ -41,8 +41,8 @@ class EventPool {
     std::vector<cudaEvent_t> free_;
 };
 
-// The first error that outlives its call (a fault in a kernel, say): nothing on the device can be
-// trusted after it, and all waiters have to get it.
+// The first error that persists after its call, such as a fault in a kernel: no result of the
+// device is valid after it, and all waiters have to get it.
 class Health {
   public:
     bool broken() const { return code_.load(std::memory_order_acquire) != 0; }

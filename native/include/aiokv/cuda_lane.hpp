@@ -37,7 +37,7 @@ struct LaneStreams {
     cudaStream_t kernel;
 };
 
-// What both lanes share; all of it outlives them.
+// State that both lanes share; it is destroyed after them.
 struct LaneContext {
     const Layout& layout;
     const EngineOptions& options;

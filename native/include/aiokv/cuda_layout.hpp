@@ -42,7 +42,7 @@ struct Layout {
 };
 
 // Throws UsageError for ids out of range and for destinations named twice. `stamps` has one entry
-// a destination block and lives between calls, so that a check costs no allocation.
+// a destination block and is kept between calls, so that a check costs no allocation.
 class IdCheck {
   public:
     IdCheck(std::uint32_t host_blocks, std::uint32_t device_blocks);

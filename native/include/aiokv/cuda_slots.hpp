@@ -152,7 +152,7 @@ class SlotEngine {
     // Waits for what was submitted, and frees the memory. Idempotent.
     void close();
     const Health& health() const { return *health_; }
-    // True when a pass copies and sums at once, false when it reads slots twice.
+    // True if one pass copies and sums; false if slots are read twice.
     bool fused() const { return !steps_.empty(); }
 
   private:

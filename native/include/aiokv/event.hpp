@@ -26,7 +26,7 @@ class Event : public std::enable_shared_from_this<Event> {
     std::uint64_t generation() const { return generation_.load(std::memory_order_acquire); }
     bool recorded() const { return generation() != 0; }
 
-    // True when the latest generation has finished, also when it failed.
+    // True if the latest generation has finished, also when it failed.
     bool done() const {
         return recorded() && finished_.load(std::memory_order_acquire) == generation();
     }

@@ -35,9 +35,9 @@ class EvictableBlocks {
     void defer(NodeId node);
     // Puts a deferred node back to the front of its queue, if it can be evicted now.
     void requeue_if_free(NodeId node);
-    // Used now: the deepest block is the least recently used one of a path.
+    // Marks a path as used now; its deepest block counts as the least recently used.
     void touch(std::span<const NodeId> path);
-    // The first swapped lease is going to hold the node, or the last one holds it no more.
+    // The first swapped lease is about to hold the node, or the last one has released it.
     void begin_hold(NodeId node);
     void end_hold(NodeId node);
 
@@ -99,7 +99,7 @@ class EvictableBlocks {
     std::uint32_t idle_host_ = 0;
 };
 
-// The block can leave the device without another copy.
+// Returns true if the block can leave the device without another copy.
 inline bool is_saved(const Node& n) {
     return n.has(kHostValid | kHostLoading | kBackupFailed);
 }

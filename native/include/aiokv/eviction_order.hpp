@@ -32,7 +32,7 @@ class TierQueue {
     virtual std::uint32_t size() const = 0;
     // Nodes of one path, used now: the last one is the least recently used of them.
     virtual void push_back(std::span<const NodeId> path) = 0;
-    virtual void push_front(NodeId node) = 0;  // its turn had come, and it was blocked
+    virtual void push_front(NodeId node) = 0;  // was the next victim, but was blocked
     virtual void remove(std::span<const NodeId> path) = 0;
 };
 

@@ -2,8 +2,8 @@
 //
 // One list in order of recency, cut into runs: nodes of one reuse class that were pushed one after
 // the other. Eviction by recency follows the list. Eviction by score takes the oldest run of the
-// *cell* (class and bucket of age) with the lowest score. Both orders are there at any time, so
-// choose() costs the same however many nodes there are. Without a model, all nodes are one run.
+// *cell* (class and bucket of age) with the lowest score. Both orders are maintained at any time,
+// so choose() costs the same however many nodes there are. Without a model, all nodes are one run.
 // A node that was blocked when its turn came returns to the front, before all runs.
 //
 // The links are in the nodes. The outer links of a run's first and last node name the run, so that
@@ -90,7 +90,7 @@ class EvictionQueue {
         std::array<RunId, ReturnRates::kBuckets> oldest{};  // by bucket
     };
 
-    // What decides between cells: the score, then the age.
+    // Order of cells: the score, then the age.
     using Rank = std::pair<double, Cell>;
 
     static_assert(ReuseFeatures::kClasses <= 128);

@@ -1,4 +1,4 @@
-// What was asked for lately, evicted or not: 4 bytes for each stretch of a prompt.
+// Stretches of prompts that were requested lately, evicted or not: 4 bytes per stretch.
 //
 // A stretch is found by a fingerprint of the prefix that ends with it. The list remembers
 // kWindowUnits of the model's clock, several times the capacity. A wrong fingerprint costs a wrong

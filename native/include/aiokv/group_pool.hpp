@@ -41,9 +41,9 @@ class GroupPool {
 
     // Evicts an idle id when none is free. Requires room() > 0. Returns true when one was evicted.
     bool take(BlockId& id);
-    // As take(); an id that a transfer may write now, if there is one.
+    // Like take(), but prefers an id that a transfer may write now.
     bool take_writable(BlockId& id);
-    // Of an id that is the caller's; `step` may still use it.
+    // Frees an id of the caller; `step` may still use it.
     void give_back(BlockId id, Step step);
 
     void attach(NodeId node, BlockId id);  // the caller's id; the node has none
@@ -60,12 +60,12 @@ class GroupPool {
 
     void add_reader(BlockId id);
     void remove_reader(BlockId id);
-    // The reader was no use of the id, which keeps its place in the order of eviction. Requires
-    // note_uses() before the first use of an id.
+    // Ends a read that does not count as a use: the id keeps its place in the order of eviction.
+    // Requires note_uses() before the first use of an id.
     void remove_copier(BlockId id);
     void note_uses() { used_.resize(capacity(), 0); }
-    void touch(BlockId id);  // used now
-    // The ids that a hit of the whole path needs are used now, as far as there are any.
+    void touch(BlockId id);  // marks the id as used now
+    // Marks the ids that a hit of the whole path needs as used now, where they exist.
     void touch_hit(std::span<const NodeId> path);
 
     void use_in(BlockId id, Step step) { ids_.use_in(id, step); }

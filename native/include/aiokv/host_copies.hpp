@@ -53,7 +53,7 @@ class HostCopies {
     void finish_save(const Move& save, std::uint32_t good);
 
     // -- stores
-    // To be called once, before the first save.
+    // Call once, before the first save.
     void connect_stores(StoredBlocks& stored, Residency& residency) {
         stores_.emplace(config_, index_, stored, residency, transfers_, device_, pool_, group_);
     }

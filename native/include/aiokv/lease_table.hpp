@@ -26,7 +26,7 @@ class LeaseTable {
     const Lease& at(LeaseId id) const;
     Lease& at(LeaseId id);
     bool is_open(LeaseId id) const;
-    // Throws UsageError when max_leases are open. To be called before anything changes.
+    // Throws UsageError when max_leases are open. Call it before any change.
     void require_room() const;
 
     // A matched lease of these tokens, which starts with a clean record. References to other leases

@@ -79,7 +79,7 @@ struct PeerEnd {
     bool commits;          // positions count as computed now
 };
 
-// What the end of a transfer means for leases.
+// Effects of the end of a transfer on leases.
 struct PeerRelease {
     std::vector<LeaseId> ended;      // released, and waited for this transfer only
     LeaseId lease = 0;               // whose state was received, or lost; 0: none

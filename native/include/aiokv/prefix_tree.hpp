@@ -114,7 +114,7 @@ class PrefixTree {
     void forget_children(NodeId node);
     void free(NodeId node);
 
-    // To be called after the node began or ceased to be device-resident.
+    // Call after a node became device-resident, or is no longer.
     void count_device_child(NodeId node, int change);
     bool has_device_child(NodeId node) const;
     std::uint32_t device_children(NodeId node) const;

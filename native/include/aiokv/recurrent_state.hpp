@@ -39,7 +39,7 @@ class RecurrentState {
     }
     // The lease still has the state that it stopped with.
     bool is_kept(const Lease& lease) const { return !group_ || lease.recurrent.valid; }
-    // To be called with a grant: the path is final, and has_room() was true.
+    // Call with a grant: the path is final, and has_room() was true.
     void take(Lease& lease);
     bool can_fork(const Lease& parent) const {
         return !group_ || (parent.flags.computes && group_->pool.room() > 0);

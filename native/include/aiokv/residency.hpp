@@ -145,7 +145,7 @@ class Residency {
 
     std::uint64_t evicted_unsaved() const { return evicted_unsaved_; }
     void add_to(CoreStatistics& statistics) const;
-    // To be called last: compares with the owners that the other components have declared.
+    // Call last: compares the block owners with those that other parts reported.
     void check(Report& report) const;
 
   private:

@@ -16,7 +16,7 @@ namespace aiokv {
 
 using ReuseClass = std::uint8_t;
 
-// What is known of a stretch at its last use. Each combination is a class.
+// Features of a stretch at its last use. Each combination is a class.
 struct ReuseFeatures {
     static constexpr std::uint32_t kUses = 8;  // 1, 2, 3, 4, 5-8, 9-16, 17-40 times asked for, more
     static constexpr std::uint32_t kAdded = 3;  // the prompt had 0-2, 3-32 new stretches, more

@@ -6,7 +6,7 @@
 // evicted next instead. No request waits for a save: copies beyond the bound of the queue, and
 // copies that are evicted first, are not saved.
 //
-// `Copies` says what the copies of the group are, by a key; their flags are StoreFlags:
+// `Copies` gives access to the copies of the group by key; their flags are StoreFlags:
 //   is_live, is_indexed, exists   the key is in use; belongs to the index; can be read in host
 //   memory node_of, host_id              the node and the host id of the key has, set, clear flags
 //   wants_look_ahead, next_evicted   of copies to save before they are evicted
@@ -39,10 +39,10 @@ struct StoreTransfer {
     std::vector<Digest> digests;
 };
 
-// Of one block of a save, as the worker reports it.
+// Result of one block of a save, as the worker reports it.
 enum class SaveResult : std::uint8_t { kDone, kMissing, kWrong, kRefused, kFailed };
 
-// Copies since the cache was made.
+// Numbers of copies since the cache was made.
 struct SaveCounts {
     std::uint64_t saved = 0;
     std::uint64_t dropped = 0;   // the queue was full
@@ -52,8 +52,8 @@ struct SaveCounts {
 };
 
 struct SaveLimits {
-    std::size_t copies = 1;  // of a save
-    std::size_t saves = 1;   // in flight
+    std::size_t copies = 1;  // most copies of a save
+    std::size_t saves = 1;   // most saves in flight
     std::uint64_t remembered_offers = 0;
 };
 
@@ -77,7 +77,7 @@ class SaveQueue {
     const Copies& copies() const { return copies_; }
     bool saves_ahead() const { return config_.policy == StorePolicy::kOnEviction; }
 
-    // The copy has come to host memory, or was used.
+    // The copy has arrived in host memory, or was used.
     void queue(Key key) {
         if (!copies_.exists(key) || copies_.has(key, kStored | kSaving | kSaveQueued)) return;
         if (!config_.saves_after(tree_[copies_.node_of(key)].uses)) return;
@@ -97,7 +97,7 @@ class SaveQueue {
     void note_dropped() { ++counts_.dropped; }
     void forget_queue() { queue_.clear(); }
 
-    // take() may find copies to save. Constant time.
+    // Returns true if take() may find copies to save. Constant time.
     bool wants_saves() const {
         if (saves_.size() >= limits_.saves) return false;
         return saves_ahead() ? copies_.wants_look_ahead() : !queue_.empty();
@@ -143,7 +143,7 @@ class SaveQueue {
 
     const SaveCounts& counts() const { return counts_; }
 
-    // Of saves in flight.
+    // Number of saves in flight.
     template <class Visit>
     void for_each_read(Visit visit) const {
         for (const auto& [id, save] : saves_)
@@ -182,7 +182,7 @@ class SaveQueue {
     bool can_save(Key key) const {
         return copies_.exists(key) && !copies_.has(key, kStored | kSaving | kSaveRefused);
     }
-    // Offered once: a copy that is rejected is offered again after its next use.
+    // A rejected copy is offered again only after its next use.
     bool admit(Key key) {
         if (!offered_ || offered_->offer(stored_.digest(copies_.node_of(key)))) return true;
         copies_.set(key, kSaveRefused);

@@ -80,7 +80,7 @@ class SlidingWindows {
     bool can_extend(std::span<const LeaseId> ids, std::uint64_t more) const;
     // The lease still has the windows that it stopped with.
     bool is_kept(const Lease& lease) const { return lease.windows.size() == groups_.size(); }
-    // To be called with a grant: the path is final, and has_room() was true. A lease that comes
+    // Call with a grant: the path is final, and has_room() was true. A lease that comes
     // back from a swap has its ids still.
     void take(Lease& lease);
     // The table of the lease has changed its length.

@@ -35,8 +35,8 @@ class Stream {
     // Opens a generation of `event` that is done when all work pushed so far is.
     void record(std::shared_ptr<Event> event);
 
-    // What is pushed later starts after the event's present generation.
-    // Throws UsageError when the event was never recorded: its order would mean nothing.
+    // Work that is pushed later starts after the event's present generation.
+    // Throws UsageError when the event was never recorded: it has no place in the order.
     void wait_event(std::shared_ptr<Event> event);
 
     // Blocks until all work pushed so far is done.
@@ -48,7 +48,7 @@ class Stream {
     // Refuses new work, does what is queued, joins the thread. Idempotent.
     void close();
 
-    // As close(), but the running and the queued work ends early, with errors.
+    // Like close(), but ends the running and the queued work early, with errors.
     void abort();
 
   private:

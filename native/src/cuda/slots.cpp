@@ -330,7 +330,7 @@ SlotEngine::Work SlotEngine::gather(Ids device_ids, Ids slots, Keys keys, cudaEv
 SlotEngine::Work SlotEngine::verify(Ids slots, Keys keys) {
     check_keys(slots, keys);
     const std::lock_guard lock(mutex_);
-    ids_.check_offload(slots, {});  // each slot once: so many results are there
+    ids_.check_offload(slots, {});  // each slot once: one result per slot
     return run(receive_, Way::kRead, {slots, {}, keys}, true, nullptr);
 }
 

@@ -93,7 +93,7 @@ __device__ inline void store(uint4* to, uint4 value) {
     }
 }
 
-// What a warp needs to read and write device memory by bulk copies: two buffers, so that one step
+// State of a warp that reads and writes device memory by bulk copies: two buffers, so that one step
 // is read while the step before it is summed and written.
 struct Ring {
     std::uint32_t buffers;   // addresses in shared memory

@@ -21,7 +21,7 @@ std::uint64_t token_hash(Tokens tokens, ItemKey items) {
     return hash;
 }
 
-// What a sketch takes for the identity of a block and all before it.
+// Key of a block and of all blocks before it, for a sketch.
 Digest sketch_digest(std::uint64_t chain) {
     const std::array<std::uint64_t, 2> words = {mixed(chain, 1), mixed(chain, 2)};
     Digest digest{};
@@ -242,7 +242,7 @@ SaveId ExternalSaves::queue(Lease& lease, std::size_t depth, Place above) {
     return id;
 }
 
-// The place above is a live one: its node is held from now on, or it knows the block.
+// The place above is in use: its node is held from now on, or it lists the block.
 void ExternalSaves::link(SaveId id, Place above) {
     Block& block = blocks_[id];
     block.above = above;

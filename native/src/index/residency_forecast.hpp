@@ -171,7 +171,7 @@ class Residency::Forecast {
         return kNone;
     }
 
-    // make_host_room() would free a block; the host copies of `clean` stay.
+    // Returns true if make_host_room() would free a block while the host copies of `clean` stay.
     bool host_has_room(const std::unordered_set<NodeId>& clean) const {
         if (residency_.host_.free_blocks() > 0 || host_freed_) return true;
         if (any_host_copy([&](NodeId copied) {

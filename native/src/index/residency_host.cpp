@@ -9,7 +9,7 @@ namespace aiokv {
 void Residency::list_host_copy(NodeId node) {
     const Node& n = tree_[node];
     if (!n.has(kDetached) && n.has(kHostValid) && n.has(kDeviceValid) && n.holds == 0) {
-        // The device evicts blocks in use last. It evicts a block soon that was saved without refs.
+        // A block without refs will soon be evicted from the device; blocks in use, last.
         n.refs > 0 ? host_copies_.add_first(n.host, node) : host_copies_.add_last(n.host, node);
     }
 }

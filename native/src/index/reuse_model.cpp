@@ -152,7 +152,7 @@ void ReuseModel::observe(std::span<const std::int32_t> tokens, std::uint64_t see
         classes.resize(sample_[i] + 1, features.reuse_class());  // and of those before it
     }
     classes.resize(keys_.size(), features.reuse_class());
-    // What follows the last full stretch was seen once: the next turn may write it differently.
+    // Tokens after the last full stretch were seen once: the next turn may write it differently.
     classes.push_back(ReuseFeatures{0, rest.added, 0}.reuse_class());
     fingerprint_rest(tokens, seed);
 }

@@ -38,7 +38,7 @@ class Ring {
     // stay prepared.
     int submit() { return enter(0, nullptr); }
 
-    // As submit(), then blocks until a completion is there. Of `wanted` completions it waits for
+    // As submit(), then blocks until a completion has arrived. Of `wanted` completions it waits for
     // all, but not for the last ones longer than `patience_ns`: one wake-up is for several.
     int submit_and_wait(unsigned wanted, std::int64_t patience_ns);
 

@@ -8,7 +8,7 @@
 
 namespace aiokv {
 
-// The thread sleeps in the kernel until a request ends or a command is there. It submits (which
+// The thread sleeps in the kernel until a request ends or a command arrives. It submits (which
 // maps memory and notifies the device), continues short transfers and starts the next jobs, while
 // the caller's thread is free, or busy with something else.
 class RingBackend final : public IoBackend {

@@ -346,7 +346,7 @@ void bind_core(nb::module_& m) {
         .value("AT_COMMIT", StorePolicy::kAtCommit)
         .value("AT_NTH_USE", StorePolicy::kAtNthUse)
         .value("ON_EVICTION", StorePolicy::kOnEviction);
-    nb::class_<StoreConfig>(m, "StoreConfig", "When host blocks are saved to the stores.")
+    nb::class_<StoreConfig>(m, "StoreConfig", "Rule of when host blocks are saved to the stores.")
         .def(
             "__init__",
             [](StoreConfig* self, StorePolicy policy, std::uint32_t uses, bool only_reused,

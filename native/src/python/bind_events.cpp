@@ -70,7 +70,7 @@ void bind_events(nb::module_& m) {
              "Return the next events, of about max_blocks blocks: (event, medium, digest of the "
              "block before them or None, 32 bytes per block, int32 tokens, context, item key of "
              "each block or nothing).")
-        .def("repeat", &EventStream::repeat, "Report all that is there once more.")
+        .def("repeat", &EventStream::repeat, "Report all existing blocks once more.")
         .def_prop_ro(
             "dropped_blocks", [](const EventStream& s) { return s.counts().dropped_blocks; },
             "Events of blocks that a full queue has dropped.")
