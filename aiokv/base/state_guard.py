@@ -14,8 +14,8 @@ class StateGuard:
     Transitions of the scheduler, the application of their effects and the passes of the poller run
     to their end or raise an ``Exception`` before they change anything. ``KeyboardInterrupt``,
     ``SystemExit`` and ``MemoryError`` may end them at any line. No code repairs the state:
-    the engine refuses all calls from then on. These three places pass each exception to ``note``
-    and raise it again; no other code guards against such exceptions.
+    the engine refuses all calls from then on. These three places, and the callback for messages of
+    a rank, pass each exception to ``note`` and raise it again; no other code guards against it.
 
     Attributes:
         failure: first exception that left the state unknown; None before.
