@@ -53,8 +53,14 @@ class Crossing:
             self._answered.acquire()
 
     def run(self) -> None:
-        """Make the calls, on the loop, when earlier calls have had their effect. Idempotent."""
-        if self._thread.defers_calls:
+        """Make the calls, on the loop, when earlier calls have had their effect. Idempotent.
+
+        They fail with the error of the thread once an exception has ended its service: whether a
+        call arrives before or behind the close that follows does not change its error.
+        """
+        if self._thread.has_ended:
+            self.fail(self._thread.new_error)
+        elif self._thread.defers_calls:
             self._thread.post(self.run)
         else:
             self.execute()

@@ -209,7 +209,7 @@ class LoopThread:
                 except BaseException as error:  # a callback of the loop has raised SystemExit
                     self._failure = error
                     log.error("sync.thread_failed", reason=repr(error))
-                    self._has_ended = True  # of calls that come now; those that came are made
+                    self._has_ended = True  # so that calls fail that were posted, too
                     runner.run(self._service.abort())
         except BaseException as error:
             self._failure = self._failure or error

@@ -8,6 +8,7 @@ import sys
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -205,3 +206,14 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path):
     done = run_program("fork", tmp_path / "store")
     assert done.stdout.splitlines() == ["child True", "child status 0", "parent 0"], done.stderr
     assert done.returncode == 0, done.stderr
+
+
+def test_calls_that_arrive_during_the_close_after_a_failure_get_the_failure():
+    made, failure = [], BrokenEngineError("the thread of the engine has failed")
+    thread = SimpleNamespace(
+        has_ended=True, defers_calls=False, new_error=lambda: failure, forget=lambda crossing: None
+    )
+    crossing = Crossing(thread, [Answer(made.append, (1,))])
+    crossing.run()
+    assert crossing.first_error is failure
+    assert made == []
