@@ -67,7 +67,7 @@ async def test_windows_outlive_their_device_blocks():
             assert await serve_and_save(model, tokens) == 0
         assert await serve_and_save(model, [*PROMPT, 7]) == 20
         assert onloaded(model) == NEEDED
-        worker = model.engine.worker.statistics()
+        worker = model.engine.inspect.parts.worker.statistics()
         assert worker.routes["window_onload"].done == 2, "one transfer per group"
         assert worker.routes["window_offload"].done > 0
         assert await serve_and_save(model, [*PROMPT, 8]) == 20
