@@ -105,15 +105,7 @@ class CacheEngine(Unique):
     ) -> None:
         check_arguments(config, regions, device, ranks, stores, peers)
         regions = Regions(num_layers=0) if regions is None else regions
-        parts = Parts.new(
-            config,
-            regions,
-            device,
-            ranks,
-            stores,
-            peers,
-            on_report=lambda report: self._recovery.on_report(report),
-        )
+        parts = Parts.new(config, regions, device, ranks, stores, peers)
         self.config = config
         self._lifetime = parts.lifetime
         self._scheduler = parts.scheduler

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from aiokv import CacheConfig, CacheEngine, Regions
+from aiokv.base.plan import CLONE
 from aiokv.errors import (
     AllocateTimeout,
     ConfigError,
@@ -155,7 +156,7 @@ async def test_slots_of_a_copy_in_flight_are_not_reused():
         leases = [hybrid.engine.match(PROMPT) for _ in range(2)]
         for lease in leases:
             await lease.allocate(7)
-        assert len(device.state_moves) == 2, "two copies of one snapshot at once"
+        assert len(device.copies_of(CLONE, "last")) == 2, "two copies of one snapshot at once"
         leases[0].release()
         assert hybrid.engine.check_invariants() == []
         assert hybrid.engine.statistics().groups["state"].device.free == 0
@@ -175,7 +176,9 @@ async def test_blocks_and_snapshots_are_published_only_after_the_state_copy():
         lease = hybrid.engine.match(PROMPT)
         await lease.allocate(7)
         for layer in range(3):
-            device.state_moves[0].complete(layer)  # the bytes are there, the report is not
+            device.copies_of(CLONE, "last")[0].complete(
+                layer
+            )  # the bytes are there, the report is not
         hybrid.compute(lease, PROMPT, 0, 6)
         assert lease.commit(6) == 0
         assert lease.snapshot(6)
@@ -201,7 +204,7 @@ async def test_failed_restore_restarts_the_lease_from_position_zero(refused: boo
             device.refuse = RuntimeError("no")
         await lease.allocate(7)
         if not refused:
-            device.state_moves[0].fail_all()
+            device.copies_of(CLONE, "last")[0].fail_all()
         with pytest.raises(TransferError) as caught:
             await lease.layers.wait_all()
         assert caught.value.first_bad_token == 0

@@ -18,7 +18,7 @@ from aiokv.ranks.messages import (
     Begin,
     ChangeWeights,
     Lookup,
-    LookupReply,
+    Reply,
     decode_from_manager,
     decode_from_rank,
     encode,
@@ -257,7 +257,7 @@ async def test_messages_with_stores_are_encoded_and_decoded():
     assert decode_from_manager(encode(begin)) == begin
     lookup = Lookup(number=3, digests=bytes(64))
     assert decode_from_manager(encode(lookup)) == lookup
-    reply = LookupReply(number=3, seconds=[0.1, 0.25])
+    reply = Reply(number=3, seconds=[0.1, 0.25])
     assert decode_from_rank(encode(reply)) == reply
 
 
