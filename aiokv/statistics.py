@@ -15,6 +15,7 @@ from aiokv.base.statistics import (
     WorkerStatistics,
 )
 from aiokv.base.types import Health, HotPrefixes, LeaseInfo, PrefixInfo
+from aiokv.engine.inspection import Inspection
 from aiokv.engine.observation import Observation
 from aiokv.engine.observers import BatchSpan, LeasePhase, TransferSpan
 from aiokv.engine.trace_writer import RecordingStatistics
@@ -28,6 +29,7 @@ __all__ = [
     "GroupTransferStatistics",
     "Health",
     "HotPrefixes",
+    "Inspection",
     "LayerWaitStatistics",
     "LeaseInfo",
     "LeasePhase",

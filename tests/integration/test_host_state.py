@@ -64,8 +64,8 @@ async def test_a_snapshot_outlives_its_device_slot():
             2,
         )
         assert await restored(hybrid) == 6
-        assert hybrid.engine.worker.statistics().groups["state"].onload.done == 1
-        assert hybrid.engine.worker.statistics().groups["state"].offload.done == 2
+        assert hybrid.engine.statistics().worker.groups["state"].onload.done == 1
+        assert hybrid.engine.statistics().worker.groups["state"].offload.done == 2
 
 
 async def test_blocks_and_state_both_return_from_the_host():

@@ -67,7 +67,7 @@ async def test_windows_outlive_their_device_blocks():
             assert await serve_and_save(model, tokens) == 0
         assert await serve_and_save(model, [*PROMPT, 7]) == 20
         assert onloaded(model) == NEEDED
-        worker = model.engine.worker.statistics()
+        worker = model.engine.statistics().worker
         assert [worker.groups[name].onload.done for name in WINDOWS] == [1, 1]
         assert all(worker.groups[name].offload.done > 0 for name in WINDOWS)
         assert await serve_and_save(model, [*PROMPT, 8]) == 20

@@ -65,7 +65,7 @@ async def test_statistics_tell_pools_apart():
         blocks, snapshots = model.engine.statistics().stores
         assert (blocks.group, blocks.loaded_blocks) == ("attention", 3)
         assert (snapshots.group, snapshots.loaded_blocks) == ("state", 1)
-        worker = model.engine.worker.statistics()
+        worker = model.engine.statistics().worker
         assert (worker.attention.fetch.done, worker.groups["state"].fetch.done) == (1, 1)
         assert worker.groups["state"].fetch.moved_bytes == snapshots.loaded_bytes > 0
     assert store.calls["load"] == 1
