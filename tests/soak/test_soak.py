@@ -230,7 +230,9 @@ def test_wrong_blocks_of_another_engine_are_detected(monkeypatch, capsys, tmp_pa
     assert "VIOLATION" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("problem", ["ended twice", "not in order", "overlap", "records of attention onload"])
+@pytest.mark.parametrize(
+    "problem", ["ended twice", "not in order", "overlap", "records of attention onload"]
+)
 def test_wrong_records_are_found(problem):
     engine = CacheEngine(CacheConfig(device_blocks=8))
     times: dict[str, Any] = {"queued_at": 1.0, "started_at": 2.0, "ended_at": 3.0}
