@@ -4,6 +4,7 @@ from aiokv.base.statistics import (
     BlockGroupStatistics,
     CacheStatistics,
     DurationHistogram,
+    GroupTransferStatistics,
     LayerWaitStatistics,
     PeerStatistics,
     PollerStatistics,
@@ -14,6 +15,7 @@ from aiokv.base.statistics import (
     WorkerStatistics,
 )
 from aiokv.base.types import Health, HotPrefixes, LeaseInfo, PrefixInfo
+from aiokv.engine.inspection import Inspection
 from aiokv.engine.observation import Observation
 from aiokv.engine.observers import BatchSpan, LeasePhase, TransferSpan
 from aiokv.engine.trace_writer import RecordingStatistics
@@ -24,8 +26,10 @@ __all__ = [
     "BlockGroupStatistics",
     "CacheStatistics",
     "DurationHistogram",
+    "GroupTransferStatistics",
     "Health",
     "HotPrefixes",
+    "Inspection",
     "LayerWaitStatistics",
     "LeaseInfo",
     "LeasePhase",

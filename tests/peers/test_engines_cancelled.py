@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from aiokv import LeaseState
+from aiokv.base.plan import SEND
 from aiokv.errors import (
     ControlTimeout,
     PeerError,
@@ -420,7 +421,7 @@ async def test_send_is_left_at_the_deadline_of_the_ticket():
             sending = p.engine.send(source, receiving.ticket)
             await sending.__aenter__()
             p.compute(source, tokens, 0, 20)
-            await run_until_idle(lambda: bool(device.sends))
+            await run_until_idle(lambda: bool(device.copies_of(SEND)))
             leaving = asyncio.create_task(sending.__aexit__(None, None, None))
             await running_clock().advance(4.9)
             assert not leaving.done()

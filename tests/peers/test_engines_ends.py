@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from aiokv import CacheConfig, CacheEngine, LeaseState, Peers
+from aiokv.base.plan import RECEIVE, SEND
 from aiokv.engine.receiving import Receiving
 from aiokv.errors import (
     BrokenEngineError,
@@ -52,8 +53,8 @@ async def test_no_late_byte_reaches_a_lease_that_takes_the_blocks(ends):
         await receiving.__aenter__()
         async with p.engine.send(source, receiving.ticket):
             p.compute(source, tokens, 0, 40)
-            await run_until_idle(lambda: len(device.receives) > 0)
-            device.receives[0].complete(0)
+            await run_until_idle(lambda: len(device.copies_of(RECEIVE)) > 0)
+            device.copies_of(RECEIVE)[0].complete(0)
             if ends == "preempt":
                 await lease.preempt()
             elif ends == "expire":
@@ -129,7 +130,7 @@ async def test_receiver_closes_with_transfers_in_flight(slow):
         async with p.engine.send(source, receiving.ticket) as sending:
             p.compute(source, tokens, 0, 18)
             if device is not None:
-                await run_until_idle(lambda: bool(device.receives))
+                await run_until_idle(lambda: bool(device.copies_of(RECEIVE)))
             waiting = asyncio.create_task(receiving.wait())
             await spin(3)
             closing = asyncio.create_task(d.engine.aclose(0.0))
@@ -164,7 +165,7 @@ async def test_sender_closes_with_transfers_in_flight(slow):
         await sending.__aenter__()
         p.compute(source, tokens, 0, 18)
         if device is not None:
-            await run_until_idle(lambda: bool(device.sends))
+            await run_until_idle(lambda: bool(device.copies_of(SEND)))
         leaving = asyncio.create_task(sending.__aexit__(None, None, None))
         await spin(3)
         closing = asyncio.create_task(p.engine.aclose(0.0))
@@ -292,9 +293,9 @@ async def test_failed_device_ends_the_receive():
         ):
             async with p.engine.send(source, receiving.ticket) as sending:
                 p.compute(source, tokens, 0, 18)
-                await run_until_idle(lambda: bool(device.receives))
+                await run_until_idle(lambda: bool(device.copies_of(RECEIVE)))
                 device.failure = DeviceError("the device is broken")
-                device.receives[0].fail_all()
+                device.copies_of(RECEIVE)[0].fail_all()
                 waiting = asyncio.create_task(receiving.wait())
                 await complete_during(waiting, device)
                 assert (await waiting, await second.wait()) == (0, 0)
