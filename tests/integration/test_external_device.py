@@ -147,7 +147,7 @@ async def test_saves_of_consecutive_commits_do_not_wait_for_each_other():
         assert cache.hit(A) == (0, 0)
         _, third = cache.device.offloads
         third.complete_all()
-        await run_until_idle(lambda: cache.engine.statistics().worker.routes["offload"].done == 2)
+        await run_until_idle(lambda: cache.engine.statistics().worker.attention.offload.done == 2)
         assert cache.hit(A) == (0, 0)
         assert not lease.is_idle
         first.complete_all()

@@ -10,7 +10,7 @@ import pytest
 from aiokv import CacheConfig, CacheEngine, Regions
 from aiokv.base.plan import OFFLOAD, ONLOAD, STATE_CLONE, group_routes
 from aiokv.errors import ConfigError, LeaseError, TransferError
-from aiokv.testing import ManualDevice, ManualEvent, spin
+from aiokv.testing import ManualDevice, ManualEvent, run_until_idle, spin
 from tests.harness.flaky import ChaosDevice
 from tests.harness.recurrence import Hybrid
 from tests.harness.settling import settle
@@ -64,8 +64,8 @@ async def test_a_snapshot_outlives_its_device_slot():
             2,
         )
         assert await restored(hybrid) == 6
-        assert hybrid.engine.inspect.parts.worker.statistics().routes["state_onload"].done == 1
-        assert hybrid.engine.inspect.parts.worker.statistics().routes["state_offload"].done == 2
+        assert hybrid.engine.statistics().worker.groups["state"].onload.done == 1
+        assert hybrid.engine.statistics().worker.groups["state"].offload.done == 2
 
 
 async def test_blocks_and_state_both_return_from_the_host():
@@ -333,7 +333,7 @@ async def test_a_save_waits_until_the_step_of_its_snapshot_is_closed():
         assert device.copies_of(OFFLOAD, "last") == []
         event = ManualEvent()
         hybrid.engine.step(event)
-        await spin(4)
+        await run_until_idle(lambda: bool(device.copies_of(OFFLOAD, "last")))
         assert [copy.after for copy in device.copies_of(OFFLOAD, "last")] == [event]
         event.complete()
         lease.release()

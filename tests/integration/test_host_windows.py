@@ -67,9 +67,9 @@ async def test_windows_outlive_their_device_blocks():
             assert await serve_and_save(model, tokens) == 0
         assert await serve_and_save(model, [*PROMPT, 7]) == 20
         assert onloaded(model) == NEEDED
-        worker = model.engine.inspect.parts.worker.statistics()
-        assert worker.routes["window_onload"].done == 2, "one transfer per group"
-        assert worker.routes["window_offload"].done > 0
+        worker = model.engine.statistics().worker
+        assert [worker.groups[name].onload.done for name in WINDOWS] == [1, 1]
+        assert all(worker.groups[name].offload.done > 0 for name in WINDOWS)
         assert await serve_and_save(model, [*PROMPT, 8]) == 20
         assert onloaded(model) == NEEDED, "the device has them again"
 

@@ -63,11 +63,11 @@ async def test_statistics_tell_pools_apart():
     async with hybrid(store := await filled(PROMPT)) as model:
         assert await from_stores(model, PROMPT) == 6
         blocks, snapshots = model.engine.statistics().stores
-        assert (blocks.pool, blocks.loaded_blocks) == ("host", 3)
-        assert (snapshots.pool, snapshots.loaded_blocks) == ("host_state", 1)
-        worker = model.engine.inspect.parts.worker.statistics()
-        assert (worker.routes["fetch"].done, worker.routes["state_fetch"].done) == (1, 1)
-        assert worker.routes["state_fetch"].moved_bytes == snapshots.loaded_bytes > 0
+        assert (blocks.group, blocks.loaded_blocks) == ("attention", 3)
+        assert (snapshots.group, snapshots.loaded_blocks) == ("state", 1)
+        worker = model.engine.statistics().worker
+        assert (worker.attention.fetch.done, worker.groups["state"].fetch.done) == (1, 1)
+        assert worker.groups["state"].fetch.moved_bytes == snapshots.loaded_bytes > 0
     assert store.calls["load"] == 1
     assert store.parts["state"].calls["load"] == 1
 

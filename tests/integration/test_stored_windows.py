@@ -53,9 +53,10 @@ async def test_restart_continues_from_windows_on_disk(kind, tmp_path):
         assert await from_stores(model, LONGER) == 20
         assert model.engine.statistics().attention.fetched_blocks == 10
         assert fetched(model) == NEEDED
-        pools = [store.pool for store in model.engine.statistics().stores]
-        assert pools == ["host", *(f"host_window:{name}" for name in WINDOWS)]
-        assert model.engine.inspect.parts.worker.statistics().routes["window_fetch"].done == 2
+        groups = [store.group for store in model.engine.statistics().stores]
+        assert groups == ["attention", *WINDOWS]
+        worker = model.engine.statistics().worker
+        assert [worker.groups[name].fetch.done for name in WINDOWS] == [1, 1]
         assert await from_stores(model, LONGER) == 20
         assert fetched(model) == NEEDED
 
