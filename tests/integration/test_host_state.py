@@ -110,9 +110,7 @@ async def test_the_least_recently_used_host_snapshot_makes_room():
 
 
 async def test_the_selective_policy_saves_at_the_second_use():
-    async with hybrid_with_host(
-        state_slots=3, write_policy="write_through_selective", write_through_threshold=2
-    ) as hybrid:
+    async with hybrid_with_host(state_slots=3, write_policy="nth_use:2") as hybrid:
         await serve_and_save(hybrid)
         assert hybrid.engine.statistics().groups["state"].offloaded_blocks == 0
         await serve_and_save(hybrid)
@@ -416,7 +414,7 @@ async def test_dropping_a_block_drops_its_host_snapshot():
 async def test_conversations_with_failing_copies_equal_recomputation_bit_for_bit(seed: int):
     """Few slots on both tiers: evictions, preemptions, swaps, forks, cancellations."""
     rng = random.Random(seed)
-    policies = ["write_through", "write_through_selective", "write_back"]
+    policies = ["write_through", "nth_use:2", "write_back"]
     async with Hybrid(
         device_blocks=24,
         state_slots=4,

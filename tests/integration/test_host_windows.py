@@ -115,9 +115,7 @@ async def test_the_least_recently_used_host_blocks_make_room():
 
 
 async def test_the_selective_policy_saves_at_the_second_use():
-    async with windowed(
-        window_blocks=24, write_policy="write_through_selective", write_through_threshold=2
-    ) as model:
+    async with windowed(window_blocks=24, write_policy="nth_use:2") as model:
         await serve_and_save(model)
         assert saved(model) == {"near": 0, "far": 0}
         await serve_and_save(model, [*PROMPT, 7])
@@ -400,7 +398,7 @@ async def test_conversations_under_pressure_equal_recomputation_bit_for_bit(
     seed: int, sinks: Mapping[str, int]
 ):
     rng = random.Random(seed)
-    policies = ["write_through", "write_through_selective", "write_back"]
+    policies = ["write_through", "nth_use:2", "write_back"]
     async with windowed(
         device_blocks=28,
         window_blocks=18,

@@ -55,7 +55,7 @@ CoreConfig checked(const CoreConfig& config) {
             .field("reserve_blocks");
     }
     CoreConfig valid = config;
-    if (config.host_blocks == 0) valid.write_policy = WritePolicy::kNone;
+    if (config.host_blocks == 0) valid.write_policy = SavePolicy::kNone;
     return valid;
 }
 
