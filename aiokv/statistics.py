@@ -4,6 +4,7 @@ from aiokv.base.statistics import (
     BlockGroupStatistics,
     CacheStatistics,
     DurationHistogram,
+    GroupTransferStatistics,
     LayerWaitStatistics,
     PeerStatistics,
     PollerStatistics,
@@ -13,7 +14,8 @@ from aiokv.base.statistics import (
     TierStatistics,
     WorkerStatistics,
 )
-from aiokv.base.types import Health, HotPrefixes, LeaseInfo, PrefixInfo
+from aiokv.base.types import GroupHit, Health, HotPrefixes, LeaseInfo, PrefixInfo
+from aiokv.engine.inspection import Inspection
 from aiokv.engine.observation import Observation
 from aiokv.engine.observers import BatchSpan, LeasePhase, TransferSpan
 from aiokv.engine.trace_writer import RecordingStatistics
@@ -24,8 +26,11 @@ __all__ = [
     "BlockGroupStatistics",
     "CacheStatistics",
     "DurationHistogram",
+    "GroupHit",
+    "GroupTransferStatistics",
     "Health",
     "HotPrefixes",
+    "Inspection",
     "LayerWaitStatistics",
     "LeaseInfo",
     "LeasePhase",

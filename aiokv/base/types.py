@@ -46,6 +46,18 @@ class Hit(NamedTuple):
         return self.device_tokens + self.host_tokens
 
 
+class GroupHit(NamedTuple):
+    """Cached blocks of one group besides attention that a hit uses, by tier.
+
+    Attributes:
+        device_blocks: blocks that the device had; 1 for a snapshot of recurrent state.
+        host_blocks: blocks that were copied from host memory, because the device did not have them.
+    """
+
+    device_blocks: int
+    host_blocks: int
+
+
 class Item(NamedTuple):
     """Multimodal item of a prompt: an image, or a segment of audio or video.
 
@@ -71,7 +83,7 @@ LeaseWait = Literal["", "pending", "store", "quota", "capacity", "onload", "offl
 
 
 class LeaseInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One lease, as ``CacheEngine.leases`` lists it.
+    """One lease, as ``Inspection.leases`` lists it.
 
     Attributes:
         lease_id: ``Lease.id``.
@@ -136,7 +148,7 @@ class PrefixInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HotPrefixes(msgspec.Struct, frozen=True, kw_only=True):
-    """Most used prefixes of the cache, as ``CacheEngine.hottest_prefixes`` returns them.
+    """Most used prefixes of the cache, as ``Inspection.hottest_prefixes`` returns them.
 
     Attributes:
         prefixes: stretches in order of their uses; each one comes after its parent.

@@ -391,6 +391,11 @@ class Regions:
         return slots
 
     @property
+    def groups(self) -> list[str]:
+        """Groups of the tensors besides ``"attention"``."""
+        return [*([STATE] if self._state_pieces else []), *self._windows]
+
+    @property
     def num_window_blocks(self) -> dict[str, int]:
         """Blocks that every tensor of a window group has, by group."""
         return {group: blocks.num_blocks or 0 for group, blocks in self._windows.items()}

@@ -115,7 +115,7 @@ def _quota_families(engine: CacheEngine, salt_label: Callable[[str], str]) -> It
         "Device blocks that the leases of one salt may hold.",
         engine.config.salt_quota_blocks,
     )
-    held = engine.salt_statistics()
+    held = engine.inspect.device_blocks_by_salt()
     yield _one("aiokv_salts", "Salts whose leases hold device blocks.", len(held))
     others = held.pop(OTHER_SALTS, 0)  # a salt of this name counts as one of the others
     largest = sorted(held, key=lambda salt: (-held[salt], salt))[:MAX_SALTS]
@@ -139,7 +139,7 @@ def _with_names(stores: list[GuardStatistics]) -> Iterator[GuardStatistics]:
     """
     seen: Counter[tuple[object, ...]] = Counter()
     for store in stores:
-        place = (store.url, store.kind, store.pool, store.rank)
+        place = (store.url, store.kind, store.group, store.rank)
         seen[place] += 1
         number = seen[place]
         yield store if number == 1 else msgspec.structs.replace(store, url=f"{store.url}#{number}")

@@ -57,8 +57,7 @@ class ArenaSlots(NamedTuple):
             ConfigError: ``ring_bytes`` or ``outgoing_bytes`` is less than a block.
         """
         sent = regions.sent()
-        pools = [sent, sent.state_blocks()]
-        pools += [sent.window_blocks(group) for group in sent.num_window_blocks]
+        pools = [sent, *map(sent.group_blocks, sent.groups)]
         payload_bytes = max(*[pool.payload_bytes for pool in pools], TRAILER_BYTES)
         slot_bytes = payload_bytes + TRAILER_BYTES
         if options.slots_on_device:

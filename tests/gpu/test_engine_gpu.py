@@ -125,7 +125,7 @@ async def test_prompts_return_from_the_host_under_memory_pressure(policy):
         ]
         assert sum(hit.host_tokens for hit in hits) >= 6 * TOKENS
         assert all(hit.total == TOKENS for hit in hits)
-        assert engine.statistics().worker.routes["onload"].failed == 0
+        assert engine.statistics().worker.attention.onload.failed == 0
         assert engine.check_invariants() == []
 
 
@@ -193,7 +193,7 @@ async def test_a_checksum_finds_a_changed_host_block():
     async with engine:
         await compute(engine, tensors, tokens, 7, stream)
         await engine.evict(32)
-        arena = engine.worker.memory.arena
+        arena = engine.inspect.parts.worker.memory.arena
         arena.blocks[:, 5] ^= 1
         lease = await engine.match(np.append(tokens, np.int32(1)))
         await lease.allocate(TOKENS + 1)

@@ -9,8 +9,9 @@ import pytest
 
 from aiokv import CacheConfig, CacheEngine, Regions
 from aiokv.base.plan import OFFLOAD, ONLOAD, STATE_CLONE, group_routes
+from aiokv.base.types import GroupHit
 from aiokv.errors import ConfigError, LeaseError, TransferError
-from aiokv.testing import ManualDevice, ManualEvent, spin
+from aiokv.testing import ManualDevice, ManualEvent, run_until_idle, spin
 from tests.harness.flaky import ChaosDevice
 from tests.harness.recurrence import Hybrid
 from tests.harness.settling import settle
@@ -64,8 +65,8 @@ async def test_a_snapshot_outlives_its_device_slot():
             2,
         )
         assert await restored(hybrid) == 6
-        assert hybrid.engine.worker.statistics().routes["state_onload"].done == 1
-        assert hybrid.engine.worker.statistics().routes["state_offload"].done == 2
+        assert hybrid.engine.statistics().worker.groups["state"].onload.done == 1
+        assert hybrid.engine.statistics().worker.groups["state"].offload.done == 2
 
 
 async def test_blocks_and_state_both_return_from_the_host():
@@ -109,9 +110,7 @@ async def test_the_least_recently_used_host_snapshot_makes_room():
 
 
 async def test_the_selective_policy_saves_at_the_second_use():
-    async with hybrid_with_host(
-        state_slots=3, write_policy="write_through_selective", write_through_threshold=2
-    ) as hybrid:
+    async with hybrid_with_host(state_slots=3, write_policy="nth_use:2") as hybrid:
         await serve_and_save(hybrid)
         assert hybrid.engine.statistics().groups["state"].offloaded_blocks == 0
         await serve_and_save(hybrid)
@@ -153,7 +152,7 @@ async def test_a_slot_that_is_being_saved_is_not_reused():
         hybrid.prefill(lease, PROMPT)
         lease.release()
         await spin(4)
-        assert len(device.state_offloads) == 1
+        assert len(device.copies_of(OFFLOAD, "last")) == 1
         first, second = (hybrid.engine.match([name, 1, 2]) for name in (3, 4))
         assert first.try_allocate(3)
         assert not second.try_allocate(3), "the other slot is being read"
@@ -180,11 +179,11 @@ async def test_a_failed_save_leaves_no_host_snapshot(arrived_layers: int):
         await settle(hybrid.engine, device)
         hybrid.prefill(lease, PROMPT)
         lease.release()
-        while not device.state_offloads:
+        while not device.copies_of(OFFLOAD, "last"):
             for copy in device.offloads:
                 copy.complete_all()
             await asyncio.sleep(0)
-        save = device.state_offloads[0]
+        save = device.copies_of(OFFLOAD, "last")[0]
         for layer in range(arrived_layers):
             save.complete(layer)
         save.fail_all()
@@ -215,13 +214,14 @@ async def test_a_failed_restore_drops_the_host_snapshot_and_computes(refused: bo
             device.refuse = RuntimeError("no")
         await lease.allocate(7)
         if not refused:
-            device.state_onloads[0].complete(1)
-            device.state_onloads[0].fail_all()
+            device.copies_of(ONLOAD, "last")[0].complete(1)
+            device.copies_of(ONLOAD, "last")[0].fail_all()
         with pytest.raises(TransferError) as caught:
             await lease.layers.wait_all()
         assert caught.value.first_bad_token == 0
         await spin(3)
         assert lease.cached_tokens == 0
+        assert lease.usage.groups == {"state": (0, 0)}
         assert lease.commit(6) == 0
         with pytest.raises(LeaseError, match="preempt"):
             lease.recompute_from()
@@ -245,12 +245,31 @@ async def test_layers_of_the_state_are_awaited_one_by_one():
         waiting = asyncio.ensure_future(lease.layers.wait(0))
         await spin(3)
         assert not waiting.done()
-        device.state_onloads[0].complete(0)
+        device.copies_of(ONLOAD, "last")[0].complete(0)
         await waiting
         assert lease.layers.pending_layers == [1, 2]
         await settle(hybrid.engine, device)
         hybrid.check(lease, PROMPT, 6)
         lease.release()
+
+
+async def test_usage_names_the_tier_of_the_snapshot():
+    async with hybrid_with_host() as hybrid:
+        await serve_and_save(hybrid)
+        async with hybrid.engine.match(PROMPT) as lease:
+            assert lease.usage.groups == {"state": (0, 0)}, "not granted"
+            await lease.allocate(7)
+            assert lease.usage.groups == {"state": (1, 0)}
+            await lease.preempt()
+            assert lease.usage.groups == {"state": (0, 0)}
+        await serve_and_save(hybrid, OTHER)
+        async with hybrid.engine.match(PROMPT) as lease:
+            await lease.allocate(7)
+            assert lease.usage.groups == {"state": GroupHit(device_blocks=0, host_blocks=1)}
+            await lease.layers.wait_all()
+        async with hybrid.engine.match([90, *PROMPT]) as lease:
+            await lease.allocate(8)
+            assert lease.usage.groups == {"state": (0, 0)}, "nothing is cached"
 
 
 async def test_a_lease_released_during_its_restore_keeps_slot_and_snapshot_in_use():
@@ -259,7 +278,7 @@ async def test_a_lease_released_during_its_restore_keeps_slot_and_snapshot_in_us
         await saved_on(device, hybrid)
         lease = hybrid.engine.match(PROMPT)
         await lease.allocate(7)
-        device.state_onloads[0].complete(0)
+        device.copies_of(ONLOAD, "last")[0].complete(0)
         lease.release()
         assert hybrid.engine.check_invariants() == []
         reset = asyncio.ensure_future(hybrid.engine.reset())
@@ -307,7 +326,7 @@ async def test_a_reset_during_a_save_frees_both_slots():
         hybrid.prefill(lease, PROMPT)
         lease.release()
         await spin(4)
-        assert device.state_offloads
+        assert device.copies_of(OFFLOAD, "last")
         reset = asyncio.ensure_future(hybrid.engine.reset())
         await spin()
         assert hybrid.engine.check_invariants() == []
@@ -332,11 +351,11 @@ async def test_a_save_waits_until_the_step_of_its_snapshot_is_closed():
         await spin(4)
         hybrid.prefill(lease, PROMPT)
         await spin(4)
-        assert device.state_offloads == []
+        assert device.copies_of(OFFLOAD, "last") == []
         event = ManualEvent()
         hybrid.engine.step(event)
-        await spin(4)
-        assert [copy.after for copy in device.state_offloads] == [event]
+        await run_until_idle(lambda: bool(device.copies_of(OFFLOAD, "last")))
+        assert [copy.after for copy in device.copies_of(OFFLOAD, "last")] == [event]
         event.complete()
         lease.release()
         hybrid.engine.step()
@@ -395,7 +414,7 @@ async def test_dropping_a_block_drops_its_host_snapshot():
 async def test_conversations_with_failing_copies_equal_recomputation_bit_for_bit(seed: int):
     """Few slots on both tiers: evictions, preemptions, swaps, forks, cancellations."""
     rng = random.Random(seed)
-    policies = ["write_through", "write_through_selective", "write_back"]
+    policies = ["write_through", "nth_use:2", "write_back"]
     async with Hybrid(
         device_blocks=24,
         state_slots=4,

@@ -67,9 +67,9 @@ async def test_windows_outlive_their_device_blocks():
             assert await serve_and_save(model, tokens) == 0
         assert await serve_and_save(model, [*PROMPT, 7]) == 20
         assert onloaded(model) == NEEDED
-        worker = model.engine.worker.statistics()
-        assert worker.routes["window_onload"].done == 2, "one transfer per group"
-        assert worker.routes["window_offload"].done > 0
+        worker = model.engine.statistics().worker
+        assert [worker.groups[name].onload.done for name in WINDOWS] == [1, 1]
+        assert all(worker.groups[name].offload.done > 0 for name in WINDOWS)
         assert await serve_and_save(model, [*PROMPT, 8]) == 20
         assert onloaded(model) == NEEDED, "the device has them again"
 
@@ -115,9 +115,7 @@ async def test_the_least_recently_used_host_blocks_make_room():
 
 
 async def test_the_selective_policy_saves_at_the_second_use():
-    async with windowed(
-        window_blocks=24, write_policy="write_through_selective", write_through_threshold=2
-    ) as model:
+    async with windowed(window_blocks=24, write_policy="nth_use:2") as model:
         await serve_and_save(model)
         assert saved(model) == {"near": 0, "far": 0}
         await serve_and_save(model, [*PROMPT, 7])
@@ -148,7 +146,7 @@ async def test_a_layer_is_ready_when_its_window_has_arrived():
         await saved_on(device, model)
         lease = model.engine.match([*PROMPT, 7])
         await lease.allocate(21)
-        near, far = device.window_onloads
+        near, far = device.copies_of(ONLOAD, "window")
         assert (near.group, far.group) == tuple(WINDOWS)
         far.complete_all()
         waiting = asyncio.ensure_future(lease.layers.wait(0))
@@ -162,6 +160,20 @@ async def test_a_layer_is_ready_when_its_window_has_arrived():
         lease.release()
 
 
+async def test_usage_names_the_tiers_of_window_blocks():
+    async with windowed() as model:
+        await serve_and_save(model)
+        async with model.engine.match([*PROMPT, 7]) as lease:
+            await lease.allocate(21)
+            assert lease.usage.groups == {name: (blocks, 0) for name, blocks in NEEDED.items()}
+        for tokens in others():
+            await serve_and_save(model, tokens)
+        async with model.engine.match([*PROMPT, 7]) as lease:
+            await lease.allocate(21)
+            assert lease.usage.groups == {name: (0, blocks) for name, blocks in NEEDED.items()}
+            await lease.layers.wait_all()
+
+
 async def test_positions_that_are_committed_during_an_onload_keep_its_targets():
     device = ManualDevice()
     tokens = [*PROMPT, 7, 8, 9, 10]
@@ -169,7 +181,7 @@ async def test_positions_that_are_committed_during_an_onload_keep_its_targets():
         await saved_on(device, model)
         lease = model.engine.match(tokens)
         await lease.allocate(24)
-        for copy in device.window_onloads:
+        for copy in device.copies_of(ONLOAD, "window"):
             for layer in range(3):
                 copy.submit(layer)
         table = {group: lease.window_table(group) for group in WINDOWS}
@@ -194,7 +206,7 @@ async def test_a_failed_onload_drops_the_host_blocks_and_computes(refused: bool)
         if refused:
             device.refuse = RuntimeError("no")
         await lease.allocate(21)
-        for copy in list(device.window_onloads):
+        for copy in list(device.copies_of(ONLOAD, "window")):
             if copy.group == "far" and not refused:
                 copy.complete(0)
                 copy.fail_all(block=1)
@@ -236,7 +248,7 @@ async def test_a_lease_released_during_its_onload_leaves_cached_blocks():
         await saved_on(device, model)
         lease = model.engine.match([*PROMPT, 7])
         await lease.allocate(21)
-        device.window_onloads[0].complete(0)
+        device.copies_of(ONLOAD, "window")[0].complete(0)
         lease.release()
         assert model.engine.check_invariants() == []
         await settle(model.engine, device)
@@ -274,7 +286,7 @@ async def test_blocks_that_are_being_saved_are_not_reused():
         await lease.allocate(20)
         model.prefill(lease, PROMPT)
         lease.release()
-        while not device.window_offloads:
+        while not device.copies_of(OFFLOAD, "window"):
             for copy in device.offloads:
                 copy.complete_all()
             await asyncio.sleep(0)
@@ -300,11 +312,11 @@ async def test_a_save_waits_until_the_step_of_its_blocks_is_closed():
         model.prefill(lease, PROMPT)
         lease.release()
         await spin(4)
-        assert device.window_offloads == []
+        assert device.copies_of(OFFLOAD, "window") == []
         event = ManualEvent()
         model.engine.step(event)
         await spin(4)
-        assert {copy.after for copy in device.window_offloads} == {event}
+        assert {copy.after for copy in device.copies_of(OFFLOAD, "window")} == {event}
         event.complete()
         await settle(model.engine, device)
         assert min(saved(model).values()) > 0
@@ -331,8 +343,8 @@ async def test_an_onload_never_waits_for_the_open_step():
         lease = model.engine.match([*PROMPT, 7])
         assert lease.can_allocate(21)
         assert lease.try_allocate(21)
-        assert all(copy.after is None for copy in device.window_onloads)
-        assert lease.layers.is_done or device.window_onloads
+        assert all(copy.after is None for copy in device.copies_of(ONLOAD, "window"))
+        assert lease.layers.is_done or device.copies_of(ONLOAD, "window")
         lease.release()
         model.engine.step()
         await settle(model.engine, device)
@@ -386,7 +398,7 @@ async def test_conversations_under_pressure_equal_recomputation_bit_for_bit(
     seed: int, sinks: Mapping[str, int]
 ):
     rng = random.Random(seed)
-    policies = ["write_through", "write_through_selective", "write_back"]
+    policies = ["write_through", "nth_use:2", "write_back"]
     async with windowed(
         device_blocks=28,
         window_blocks=18,

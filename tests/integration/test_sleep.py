@@ -19,7 +19,6 @@ from tests.harness.closing import complete_during
 from tests.harness.memory import Memory
 
 if TYPE_CHECKING:
-    from aiokv.config.cache_config import WritePolicy
     from aiokv.stores.base import StoreMemory
 
 A, B, C = (prompt(seed, 2) for seed in range(1, 4))
@@ -56,7 +55,7 @@ async def test_sleep_of_one_tier_keeps_the_blocks_of_the_other(tags, left):
         cache.device.complete_all()
         await sleeping
         assert cache.engine.asleep == set(tags)
-        assert cache.engine.dump()["asleep"] == sorted(tags)
+        assert cache.engine.inspect.dump()["asleep"] == sorted(tags)
         assert cache.hit(A) == left
         assert cache.engine.check_invariants() == []
         regions = new_memory(cache) if "device" in tags else None
@@ -187,8 +186,8 @@ async def test_tiers_sleep_and_wake_one_by_one():
         (await cache.serve(B)).release()
 
 
-@pytest.mark.parametrize("policy", ["write_back", "write_through_selective"])
-async def test_unsaved_device_blocks_are_saved_before_sleep(policy: WritePolicy):
+@pytest.mark.parametrize("policy", ["write_back", "nth_use:2"])
+async def test_unsaved_device_blocks_are_saved_before_sleep(policy: str):
     async with Cache(write_policy=policy, device_blocks=8, host_blocks=3) as cache:
         await cache.fill(A, B)
         assert cache.statistics.attention.host.cached == 0
@@ -274,7 +273,7 @@ async def test_sleep_frees_device_and_host_memory():
         await engine.drain()
         await engine.evict(8)
         await engine.prefetch(A)  # both directions have worked
-        arena = engine.worker.memory.arena
+        arena = engine.inspect.parts.worker.memory.arena
         await engine.sleep()
         del regions, tensors, lease
         gc.collect()
@@ -402,7 +401,7 @@ async def test_a_wake_up_that_waits_for_a_close_opens_nothing():
     async with engine:
         await engine.sleep(["host"])
         opened = store.opened
-        await engine.worker.aclose()
-        await engine.worker.wake_up(frozenset({"host"}))
+        await engine.inspect.parts.worker.aclose()
+        await engine.inspect.parts.worker.wake_up(frozenset({"host"}))
         assert store.opened == opened
     assert not store.is_open

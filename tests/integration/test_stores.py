@@ -900,24 +900,24 @@ async def test_statistics_and_dump_show_the_stores():
     async with cache(store) as c:
         (await c.serve(A, wait_store=math.inf)).release()
         await c.finish()
-        (shown,) = c.engine.dump()["statistics"]["stores"]  # type: ignore[index]
+        (shown,) = c.engine.inspect.dump()["statistics"]["stores"]  # type: ignore[index]
         assert (shown["url"], shown["loaded_blocks"], shown["reading"]) == (
             "scripted:memory", 4, "closed",
         )  # fmt: skip
-        assert c.engine.statistics().worker.routes["fetch"].done == 1
-        assert c.engine.statistics().worker.routes["fetch"].moved_bytes == shown["loaded_bytes"]
+        assert c.engine.statistics().worker.attention.fetch.done == 1
+        assert c.engine.statistics().worker.attention.fetch.moved_bytes == shown["loaded_bytes"]
 
 
 async def test_blocks_that_a_store_has_move_no_bytes_when_they_are_saved_again():
     objects: dict[bytes, bytes] = {}
     for written in (4, 0):
         store = ScriptedStore(keeps_objects=True, objects=objects)
-        async with cache(store, device_blocks=16, store_policy="at_commit") as c:
+        async with cache(store, device_blocks=16, store_policy="write_through") as c:
             await c.fill(A)
             await c.finish()
             (shown,) = c.engine.statistics().stores
             assert (shown.saved_blocks, shown.present_blocks) == (written, 4 - written)
-            assert c.engine.statistics().worker.routes["save"].moved_bytes == shown.saved_bytes
+            assert c.engine.statistics().worker.attention.save.moved_bytes == shown.saved_bytes
             assert (
                 c.statistics.attention.saved_blocks == 4
             )  # the engine knows that the store has them
@@ -956,7 +956,7 @@ async def test_plan_without_one_digest_per_block_is_refused(digests):
     store = ScriptedStore()
     async with cache(store) as c:
         with pytest.raises(UsageError, match=f"digests has {len(digests)} bytes"):
-            c.engine.worker.plans.submit(plan)
+            c.engine.inspect.parts.worker.plans.submit(plan)
         await spin(5)
         assert store.calls["load"] == 0
 

@@ -357,7 +357,7 @@ class Walk:
 
 @pytest.mark.clock
 @pytest.mark.asyncio
-@pytest.mark.parametrize("policy", ["write_through", "write_through_selective"])
+@pytest.mark.parametrize("policy", ["write_through", "nth_use:2"])
 @pytest.mark.parametrize("seed", range(60 if DEEP else 6))
 async def test_random_walk_serves_the_right_bytes(policy: str, seed: int, tmp_path: Path):
     cache = ExternalCache(device_blocks=DEVICE_BLOCKS, host_blocks=HOST_BLOCKS, write_policy=policy)
@@ -365,7 +365,7 @@ async def test_random_walk_serves_the_right_bytes(policy: str, seed: int, tmp_pa
     with record(cache.engine) as transitions:
         async with cache:
             walk = Walk(cache, random.Random(f"{policy} {seed}"))
-            cache.engine.add_observer(lambda span, context: spans.append(span))
+            cache.engine.inspect.add_observer(lambda span, context: spans.append(span))
             async with cache.engine.record_trace(tmp_path / "trace.jsonl"):
                 for _ in range(OPERATIONS):
                     await walk.act()

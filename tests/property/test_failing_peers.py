@@ -97,7 +97,7 @@ class Engine:
 
     @property
     def port(self) -> int:
-        (endpoint,) = self.side.engine.worker.tickets.endpoints
+        (endpoint,) = self.side.engine.inspect.parts.worker.tickets.endpoints
         return endpoint.port
 
     async def restart(self) -> None:
@@ -124,7 +124,7 @@ class Engine:
     def check(self) -> None:
         """Check the invariants of the engine and of its connections."""
         assert self.side.engine.check_invariants() == []
-        assert self.side.engine.worker.tickets.violations() == []  # type: ignore[attr-defined]
+        assert self.side.engine.inspect.parts.worker.tickets.violations() == []  # type: ignore[attr-defined]
 
 
 class Request:
@@ -534,23 +534,29 @@ class Load:
         await engine.complete(asyncio.ensure_future(engine.side.engine.aclose(0.0)))
 
 
+@pytest.mark.loop("asyncio")
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_no_fault_of_a_peer_yields_a_wrong_byte(seed):
-    load = Load(seed)
-    await load.run()
+    await Load(seed).run()
 
 
+@pytest.mark.loop("asyncio")
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("model", [LAYERS, LAYERS | STATE | WINDOWS], ids=["layers", "all"])
 async def test_no_fault_of_a_peer_yields_a_wrong_layer(seed, model):
-    load = Load(seed, model)
-    await load.run()
+    await Load(seed, model).run()
 
 
+@pytest.mark.loop("asyncio")
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     "model", [STATE, WINDOWS, STATE | WINDOWS], ids=["state", "windows", "both"]
 )
 async def test_no_fault_of_a_peer_yields_a_wrong_state_or_window(seed, model):
-    load = Load(seed, model)
-    await load.run()
+    await Load(seed, model).run()
+
+
+@pytest.mark.loop("uvloop")
+@pytest.mark.parametrize("seed", [200, 201])
+async def test_no_fault_of_a_peer_yields_a_wrong_byte_on_uvloop(seed):
+    await Load(seed, LAYERS | STATE | WINDOWS).run()

@@ -18,7 +18,7 @@ from aiokv.ranks.messages import (
     Begin,
     ChangeWeights,
     Lookup,
-    LookupReply,
+    Reply,
     decode_from_manager,
     decode_from_rank,
     encode,
@@ -114,7 +114,7 @@ async def test_stuck_load_releases_its_waiters_and_does_not_lose_the_rank(tmp_pa
         await run_until_idle(lambda: stores[1].calls["load"] == 1)
         r.pass_time(PATIENT.transfer + 1)
         assert await serving == 0
-        await run_until_idle(lambda: r.engine.statistics().worker.routes["offload"].done == 1)
+        await run_until_idle(lambda: r.engine.statistics().worker.attention.offload.done == 1)
         for _ in range(3):
             r.pass_time(PATIENT.transfer + 1)
         assert r.group.failure is None
@@ -140,7 +140,7 @@ async def test_load_beyond_the_deadline_of_the_store_releases_its_waiters(tmp_pa
         assert await serving == 0
         assert r.engine.statistics().attention.host.in_flight >= 4  # still the fetch's
         assert r.engine.check_invariants() == []
-        await run_until_idle(lambda: r.engine.statistics().worker.routes["offload"].done == 1)
+        await run_until_idle(lambda: r.engine.statistics().worker.attention.offload.done == 1)
         for _ in range(3):
             r.pass_time(PATIENT.transfer + 1)
         assert r.group.failure is None
@@ -180,7 +180,7 @@ async def test_statistics_show_the_stores_of_each_rank(tmp_path):
         for shard, statistics in zip(r.shards, shown, strict=True):
             (own,) = shard.worker.store_statistics()
             assert statistics.loaded_bytes == own.loaded_bytes > 0
-        assert [row["rank"] for row in r.engine.dump()["statistics"]["stores"]] == [0, 1]  # type: ignore[attr-defined]
+        assert [row["rank"] for row in r.engine.inspect.dump()["statistics"]["stores"]] == [0, 1]  # type: ignore[attr-defined]
         await r.lose(1)
         assert [s.rank for s in r.engine.statistics().stores] == [0]
         await r.restart(1)
@@ -257,7 +257,7 @@ async def test_messages_with_stores_are_encoded_and_decoded():
     assert decode_from_manager(encode(begin)) == begin
     lookup = Lookup(number=3, digests=bytes(64))
     assert decode_from_manager(encode(lookup)) == lookup
-    reply = LookupReply(number=3, seconds=[0.1, 0.25])
+    reply = Reply(number=3, seconds=[0.1, 0.25])
     assert decode_from_rank(encode(reply)) == reply
 
 
