@@ -88,7 +88,7 @@ class Model:
 
     @property
     def host_blocks(self) -> np.ndarray:
-        memory = self.engine.worker.memory  # type: ignore[attr-defined]
+        memory = self.engine.inspect.parts.worker.memory  # type: ignore[attr-defined]
         return memory.arena.blocks
 
 
@@ -195,9 +195,9 @@ async def test_host_blocks_have_the_bytes_of_the_format(make: Callable[[], HostF
             for i in range(5)
         }
         assert await model.served() == (20, expected)
-        routes = model.engine.statistics().worker.routes
-        assert routes["offload"].moved_bytes == 5 * model.regions.copied_bytes
-        assert routes["onload"].moved_bytes == 5 * model.regions.copied_bytes
+        routes = model.engine.statistics().worker.attention
+        assert routes.offload.moved_bytes == 5 * model.regions.copied_bytes
+        assert routes.onload.moved_bytes == 5 * model.regions.copied_bytes
 
 
 def encoded(host_format: Any, device: bytes) -> bytes:
