@@ -596,6 +596,11 @@ class Core:
         Of the cached tokens: those whose blocks a fetch brought for this lease.
         """
 
+    def group_hit(self, lease: int, group: int) -> tuple[int, int]:
+        """
+        (device_blocks, host_blocks) of the last grant in a group; group -1: state.
+        """
+
     def missing(self, lease: int) -> tuple[int, bytes]:
         """
         (first block, digests) of the blocks behind the cached ones that stores may have.

@@ -160,6 +160,20 @@ async def test_a_layer_is_ready_when_its_window_has_arrived():
         lease.release()
 
 
+async def test_usage_names_the_tiers_of_window_blocks():
+    async with windowed() as model:
+        await serve_and_save(model)
+        async with model.engine.match([*PROMPT, 7]) as lease:
+            await lease.allocate(21)
+            assert lease.usage.groups == {name: (blocks, 0) for name, blocks in NEEDED.items()}
+        for tokens in others():
+            await serve_and_save(model, tokens)
+        async with model.engine.match([*PROMPT, 7]) as lease:
+            await lease.allocate(21)
+            assert lease.usage.groups == {name: (0, blocks) for name, blocks in NEEDED.items()}
+            await lease.layers.wait_all()
+
+
 async def test_positions_that_are_committed_during_an_onload_keep_its_targets():
     device = ManualDevice()
     tokens = [*PROMPT, 7, 8, 9, 10]

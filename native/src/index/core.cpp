@@ -246,6 +246,14 @@ Usage Core::usage(LeaseId id) const {
     return {lease.prompt_tokens, device, cached - device, lease.computed_blocks, store};
 }
 
+GroupHit Core::group_hit(LeaseId id, GroupId group) const {
+    const Lease& lease = leases_.at(id);
+    if (!lease.has_blocks() || lease.cached_tokens == 0) return {};
+    if (group == kRecurrentState) return lease.recurrent.hit;
+    const auto number = static_cast<std::size_t>(group);
+    return number < lease.windows.size() ? lease.windows[number].hit : GroupHit{};
+}
+
 bool Core::is_current(LeaseId id) const {
     const Lease& lease = leases_.at(id);
     return lease.has_blocks() && index_.is_of_epoch(lease) &&

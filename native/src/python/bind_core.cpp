@@ -200,6 +200,11 @@ auto of_lease(Field Lease::* field) {
     return [field](const Core& core, LeaseId id) -> Field { return core.lease(id).*field; };
 }
 
+HitTuple group_hit(const Core& core, LeaseId id, GroupId group) {
+    const GroupHit hit = core.group_hit(id, group);
+    return nb::make_tuple(hit.device_blocks, hit.host_blocks);
+}
+
 HitTuple hit(const Core& core, LeaseId id) {
     const Lease& lease = core.lease(id);
     return nb::make_tuple(lease.device_hit, lease.host_hit);
@@ -531,6 +536,8 @@ void bind_core(nb::module_& m) {
             "cached_store_tokens",
             [](const Core& core, LeaseId id) { return core.usage(id).cached_store_tokens; },
             "lease"_a, "Of the cached tokens: those whose blocks a fetch brought for this lease.")
+        .def("group_hit", &group_hit, "lease"_a, "group"_a,
+             "(device_blocks, host_blocks) of the last grant in a group; group -1: state.")
         .def("missing", &missing, "lease"_a,
              "(first block, digests) of the blocks behind the cached ones that stores may have.")
         .def("begin_fetch", &Core::begin_fetch, "lease"_a, "blocks"_a, "replaced"_a = 0,
