@@ -32,7 +32,7 @@ class PeerTickets:
 def new_transfers(
     first_block: int = 3,
 ) -> tuple[TicketTransfers, PeerTickets, list[tuple[int, int]]]:
-    """Return transfers, the tickets of the engine, and the (first block, blocks) of its transfers."""
+    """Return transfers, the tickets of the engine, and an empty list of (first block, blocks)."""
     peer_tickets: Any = PeerTickets()
     ticket: Any = SimpleNamespace(ticket_id=b"t" * 16, first_position=12, num_tokens=80)
     lease: Any = SimpleNamespace(id=5)
