@@ -164,7 +164,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "aiokv/engine/expiries.py": ("integration/test_expiry.py",),
     "aiokv/engine/fetch_line.py": ("unit/test_fetch_line.py", "integration/test_stores.py"),
     "aiokv/engine/fetches.py": ("integration/test_stores.py", "integration/test_stored_state.py"),
-    "aiokv/engine/flow.py": ("unit/test_flow.py", *ENGINES),
+    "aiokv/engine/ticket_transfers.py": ("unit/test_ticket_transfers.py", *ENGINES),
     "aiokv/engine/peers.py": (
         *ENGINES,
         "peers/test_layers.py",
