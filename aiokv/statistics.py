@@ -14,7 +14,7 @@ from aiokv.base.statistics import (
     TierStatistics,
     WorkerStatistics,
 )
-from aiokv.base.types import Health, HotPrefixes, LeaseInfo, PrefixInfo
+from aiokv.base.types import GroupHit, Health, HotPrefixes, LeaseInfo, PrefixInfo
 from aiokv.engine.inspection import Inspection
 from aiokv.engine.observation import Observation
 from aiokv.engine.observers import BatchSpan, LeasePhase, TransferSpan
@@ -26,6 +26,7 @@ __all__ = [
     "BlockGroupStatistics",
     "CacheStatistics",
     "DurationHistogram",
+    "GroupHit",
     "GroupTransferStatistics",
     "Health",
     "HotPrefixes",

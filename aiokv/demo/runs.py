@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiokv.base.statistics import RouteStatistics
-    from aiokv.config.cache_config import WritePolicy
     from aiokv.demo.ledger import Ledger
     from aiokv.demo.transformer import NumpyCache, NumpyTransformer
     from aiokv.demo.workload import Workload
@@ -51,7 +50,7 @@ class DemoConfig:
     device_blocks: int = 1024
     pressure_blocks: int = 128
     host_blocks: int = 1024
-    write_policy: WritePolicy = "write_through"
+    write_policy: str = "write_through"
     store: str = ""
     corrupt: bool = False
     serving: ServingConfig = field(default_factory=ServingConfig)

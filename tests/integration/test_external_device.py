@@ -202,9 +202,7 @@ async def test_a_lease_that_does_not_write_saves_nothing():
 
 @pytest.mark.parametrize("threshold", [1, 2, 3])
 async def test_the_selective_policy_saves_blocks_at_their_nth_use(threshold: int):
-    async with ExternalCache(
-        write_policy="write_through_selective", write_through_threshold=threshold
-    ) as cache:
+    async with ExternalCache(write_policy=f"nth_use:{threshold}") as cache:
         for use in range(1, 4):
             tokens = A if use < threshold else LONG
             lease = await cache.compute_new(tokens, range(7))

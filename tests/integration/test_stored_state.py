@@ -169,7 +169,7 @@ async def test_pin_brings_blocks_and_snapshot():
 
 @pytest.mark.parametrize("uses", [1, 2])
 async def test_snapshot_is_saved_at_its_nth_use(uses):
-    async with hybrid(ScriptedStore(), store_policy="at_nth_use") as model:
+    async with hybrid(ScriptedStore(), store_policy="nth_use:2") as model:
         for _ in range(uses):
             await model.serve(PROMPT)
             await model.engine.drain()
@@ -189,7 +189,7 @@ async def test_admission_of_reused_snapshots_only():
 
 
 async def test_snapshots_are_saved_shortly_before_their_eviction():
-    async with hybrid(ScriptedStore(), store_policy="on_eviction", host_state_slots=3) as model:
+    async with hybrid(ScriptedStore(), store_policy="write_back", host_state_slots=3) as model:
         for name in range(2):
             await model.serve([name, *PROMPT])
             await model.engine.drain()

@@ -912,7 +912,7 @@ async def test_blocks_that_a_store_has_move_no_bytes_when_they_are_saved_again()
     objects: dict[bytes, bytes] = {}
     for written in (4, 0):
         store = ScriptedStore(keeps_objects=True, objects=objects)
-        async with cache(store, device_blocks=16, store_policy="at_commit") as c:
+        async with cache(store, device_blocks=16, store_policy="write_through") as c:
             await c.fill(A)
             await c.finish()
             (shown,) = c.engine.statistics().stores

@@ -49,7 +49,9 @@ class Load:
         self.cache: Any = self.new_cache(
             device=ScriptedDevice(),
             stores=uses,
-            store_policy=self.rng.choice(("at_commit", "at_commit", "at_nth_use", "on_eviction")),
+            store_policy=self.rng.choice(
+                ("write_through", "write_through", "nth_use:2", "write_back")
+            ),
             store_admission=self.rng.choice(("all", "all", "reused")),
             store_queue_blocks=self.rng.choice((2, 4096)),
         )
