@@ -1,4 +1,4 @@
-"""An exception that leaves the state of a rank unknown: the rank leaves and reports nothing more."""
+"""An exception that leaves the state of a rank unknown: the rank leaves and reports no more."""
 
 from __future__ import annotations
 
