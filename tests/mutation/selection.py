@@ -166,6 +166,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "aiokv/engine/fetches.py": ("integration/test_stores.py", "integration/test_stored_state.py"),
     "aiokv/engine/ticket_transfers.py": ("unit/test_ticket_transfers.py", *ENGINES),
     "aiokv/engine/peers.py": (
+        "integration/test_observers.py",
         *ENGINES,
         "peers/test_layers.py",
         "peers/test_cancelled_sends.py",
