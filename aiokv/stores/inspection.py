@@ -1,7 +1,8 @@
 """Inspection of stores on a file system: list, verify and clean up.
 
 ``aiokv store`` works on the files of a store, whether or not an engine has opened it. A store has
-one or more parts; each kind of store has its own :class:`Part`, which reads and removes blocks.
+one or more directories; each kind of store has its own :class:`StoreDirectory`, which reads and
+removes blocks.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ class Reading(ABC):
         """Remove all other blocks, and incomplete files; return the bytes that were freed."""
 
 
-class Part(ABC):
+class StoreDirectory(ABC):
     """The files of one store in one directory. All methods block, and raise ``OSError``.
 
     Attributes:
@@ -230,7 +231,7 @@ class StoreFiles:
             blocks.
     """
 
-    def __init__(self, folder: Path, parts: Sequence[Part]) -> None:
+    def __init__(self, folder: Path, parts: Sequence[StoreDirectory]) -> None:
         self._folder = folder
         self._parts = parts
         self._common: dict[str, Any] = {"kind": parts[0].kind, "path": str(folder)}
@@ -338,12 +339,12 @@ class StoreFiles:
                 counts["freed_bytes"] += 0 if dry_run else reading.keep_only(kept, abandoned)
         return Cleaning(**self._common | counts)
 
-    def _below(self, part: Part, text: str) -> str:
+    def _below(self, part: StoreDirectory, text: str) -> str:
         """Return the text behind the path of the part below that of the store, if any."""
         place = part.path.relative_to(self._folder)
         return text if place == Path() else f"{place}/{text}"
 
-    def _texts(self, found: Sequence[tuple[Part, Reading]]) -> dict[str, Any]:
+    def _texts(self, found: Sequence[tuple[StoreDirectory, Reading]]) -> dict[str, Any]:
         return {
             name: [
                 self._below(part, text)

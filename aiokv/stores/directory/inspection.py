@@ -15,7 +15,7 @@ from aiokv import _native
 from aiokv.base.units import format_bytes
 from aiokv.stores.base import KEY_BYTES, TRAILER_BYTES
 from aiokv.stores.directory.files import IDENTITY, INCOMING
-from aiokv.stores.inspection import BadBlock, FileGroup, Part, Reading, allocated_bytes
+from aiokv.stores.inspection import BadBlock, FileGroup, Reading, StoreDirectory, allocated_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -41,7 +41,7 @@ class _File(NamedTuple):
         return bytes.fromhex(os.path.basename(self.name))
 
 
-class DirectoryFiles(Part):
+class DirectoryFiles(StoreDirectory):
     """The folder of a directory store, which any number of engines may use at the same time."""
 
     kind = "directory"
@@ -59,7 +59,7 @@ class DirectoryFiles(Part):
         return nullcontext()
 
     def read(self) -> Reading:
-        """List the files; see :class:`Part`. Files with other names are left alone."""
+        """List the files; see :class:`StoreDirectory`. Files with other names are left alone."""
         files = list(self._objects())
         incomplete = list(self._scan(INCOMING))
         sizes: dict[int, list[_File]] = {}
@@ -85,7 +85,7 @@ class DirectoryFiles(Part):
         )
 
     def now(self, *, dry_run: bool) -> float:
-        """Return the time by the clock of the file system; see :class:`Part`."""
+        """Return the time by the clock of the file system; see :class:`StoreDirectory`."""
         probe = self.path / INCOMING / f"{_PROBE}-{os.getpid()}"
         if dry_run or not probe.parent.is_dir():
             return time.time()

@@ -33,7 +33,7 @@ from aiokv.stores.disk.layout import (
 from aiokv.stores.disk.lock import DirectoryLock
 from aiokv.stores.disk.recovery import Damage, replay
 from aiokv.stores.disk.volume import Volume
-from aiokv.stores.inspection import BadBlock, FileGroup, Part, Reading, allocated_bytes
+from aiokv.stores.inspection import BadBlock, FileGroup, Reading, StoreDirectory, allocated_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -71,7 +71,7 @@ _NOTES: Final = {
 }
 
 
-class DiskFiles(Part):
+class DiskFiles(StoreDirectory):
     """The directory of a disk store, or of one of its layouts.
 
     Args:
@@ -99,7 +99,7 @@ class DiskFiles(Part):
         ]
 
     def read(self) -> DiskReading:
-        """Read the journal; see :class:`Part`. Blocks are in the order of their last use."""
+        """Read the journal; see :class:`StoreDirectory`. Blocks are in order of their last use."""
         header, records, damage = self._journal()
         object_bytes = 0 if header is None else header.payload_bytes + TRAILER_BYTES
         segment_slots = 1 if header is None else max(1, header.segment_slots)
@@ -163,7 +163,7 @@ class DiskFiles(Part):
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the directory; see :class:`Part`."""
+        """Lock the directory; see :class:`StoreDirectory`."""
         try:
             lock = DirectoryLock(self._lock_path)
         except ConfigError as error:
