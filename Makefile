@@ -41,7 +41,8 @@ FAST_TESTS := tests/unit tests/docs tests/sync/test_calls.py tests/sync/test_fut
 	host_windows lines misuse pins preemption readme state stores strict transitions verify windows)) \
 	$(addprefix tests/property/test_,$(addsuffix .py,core_walks determinism external_engine_walks \
 	pool_properties state_slots)) \
-	$(addprefix tests/peers/test_,$(addsuffix .py,acceptance frames handshake peer_layouts ring wire)) \
+	$(addprefix tests/peers/test_,$(addsuffix .py,acceptance frames handshake peer_layouts ring wire \
+	wire_authentication wire_liveness)) \
 	$(addprefix tests/ranks/test_,$(addsuffix .py,misuse onload protocol reduce)) \
 	$(addprefix tests/stores/test_,$(addsuffix .py,disk_layouts store_groups))
 

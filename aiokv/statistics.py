@@ -14,6 +14,7 @@ from aiokv.base.statistics import (
     WorkerStatistics,
 )
 from aiokv.base.types import Health, HotPrefixes, LeaseInfo, PrefixInfo
+from aiokv.engine.inspection import Inspection
 from aiokv.engine.observation import Observation
 from aiokv.engine.observers import BatchSpan, LeasePhase, TransferSpan
 from aiokv.engine.trace_writer import RecordingStatistics
@@ -26,6 +27,7 @@ __all__ = [
     "DurationHistogram",
     "Health",
     "HotPrefixes",
+    "Inspection",
     "LayerWaitStatistics",
     "LeaseInfo",
     "LeasePhase",

@@ -318,8 +318,8 @@ class _Bench:
         for _ in range(calls):
             watch.call("statistics", engine.statistics)
             watch.call("health", engine.health)
-            watch.call("leases", engine.leases, 200)
-            watch.call("hottest_prefixes", engine.hottest_prefixes)
+            watch.call("leases", engine.inspect.leases, 200)
+            watch.call("hottest_prefixes", engine.inspect.hottest_prefixes)
             watch.call("snapshot", snapshot, engine)
 
     def _batches(self, leases: list[Lease]) -> None:

@@ -18,6 +18,7 @@ from aiokv import Regions
 from aiokv.base.percentiles import percentile
 from aiokv.base.plan import ONLOAD, TransferPlan
 from aiokv.ranks import Rank, RankGroup
+from aiokv.worker.base import WorkerStart
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.cpu import CpuDevice
 from aiokv.worker.poller import EventPoller
@@ -78,12 +79,13 @@ async def _opened(worker: Worker, steps: int) -> dict[str, float]:
     poller = EventPoller()
     poller.open(asyncio.get_running_loop())
     await worker.open(
-        device_blocks=BLOCKS,
-        host_blocks=BLOCKS,
-        poller=poller,
-        on_report=_check_report,
-        on_step=lambda step, error: None,
-        on_lost=lambda lost: None,
+        WorkerStart(
+            device_blocks=BLOCKS,
+            host_blocks=BLOCKS,
+            poller=poller,
+            on_report=_check_report,
+            on_step=lambda step, error: None,
+        )
     )
     try:
         return await _measure(worker, steps)

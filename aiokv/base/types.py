@@ -77,7 +77,7 @@ LeaseWait = Literal["", "pending", "store", "quota", "capacity", "onload", "offl
 
 
 class LeaseInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One lease, as ``CacheEngine.leases`` lists it.
+    """One lease, as ``Inspection.leases`` lists it.
 
     Attributes:
         lease_id: ``Lease.id``.
@@ -142,7 +142,7 @@ class PrefixInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HotPrefixes(msgspec.Struct, frozen=True, kw_only=True):
-    """Most used prefixes of the cache, as ``CacheEngine.hottest_prefixes`` returns them.
+    """Most used prefixes of the cache, as ``Inspection.hottest_prefixes`` returns them.
 
     Attributes:
         prefixes: stretches in order of their uses; each one comes after its parent.

@@ -275,7 +275,7 @@ async def _replay_once(
     observations: list[Observation] = []
 
     def observe(engine: CacheEngine) -> Observation:
-        observations.append(engine.observing())
+        observations.append(engine.inspect.observing())
         return observations[-1]
 
     report = await replay(workload, options, stages, observe)

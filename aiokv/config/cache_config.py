@@ -119,9 +119,9 @@ class CacheConfig:
             ``external_device``.
         state_slots: rows of the recurrent state's tensors (:meth:`Regions.add_state`), for leases
             and snapshots; 0 for models without recurrent state.
-        sentinel_state_slot: True if the state tensors have one more row than ``state_slots``, which
-            no lease gets: :attr:`CacheEngine.sentinel_state_slot`. Padded rows of a CUDA graph
-            read and write the state there.
+        sentinel_state_slot: True if the state tensors have one more row than ``state_slots``: the
+            row with the number ``state_slots``, for the padded rows of a CUDA graph. No lease or
+            snapshot gets this row, and no transfer reads or writes it.
         host_state_slots: snapshots of recurrent state that host memory holds besides
             ``host_blocks``; 0 for none. They are saved by ``write_policy``, and a prefix can be hit
             at them after their device slots were used for something else. ``"write_back"`` saves

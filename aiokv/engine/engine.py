@@ -10,7 +10,7 @@ event loop.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Self, final
 
 from aiokv.base import checks
 from aiokv.base.checks import Unique, arguments
@@ -23,14 +23,13 @@ from aiokv.engine.fetches import Fetches
 from aiokv.engine.inspection import Inspection
 from aiokv.engine.leases import NO_NAME, Leases
 from aiokv.engine.lifecycle import Lifecycle
-from aiokv.engine.lifetime import Phase
-from aiokv.engine.observation import DEFAULT_LIMIT, Observation, record_timeline
 from aiokv.engine.parts import Parts, check_arguments
 from aiokv.engine.peers import Exchange
 from aiokv.engine.pins import Pins
 from aiokv.engine.recording import TraceRecording, writer_for
 from aiokv.engine.recovery import Recovery
 from aiokv.engine.sleeping import TIERS, Sleep
+from aiokv.engine.status import Status
 from aiokv.engine.steps import Steps
 from aiokv.layout.regions import Regions
 from aiokv.worker.device.base import as_event
@@ -40,38 +39,25 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
     from contextlib import AbstractAsyncContextManager
-    from pathlib import Path
     from types import TracebackType
 
     import numpy as np
     from numpy.typing import NDArray
 
     from aiokv.base.statistics import CacheStatistics, Statistics
-    from aiokv.base.types import (
-        Health,
-        Hit,
-        HotPrefixes,
-        Item,
-        LeaseInfo,
-        StepTokenIds,
-        Tier,
-        TokenIds,
-    )
+    from aiokv.base.types import Health, Hit, Item, StepTokenIds, Tier, TokenIds
     from aiokv.config.cache_config import CacheConfig
     from aiokv.engine.batch import Batch, LeaseT
     from aiokv.engine.computing import ComputeBatch
     from aiokv.engine.events import KVEvents
     from aiokv.engine.lease import Lease
-    from aiokv.engine.observers import Observer, TransferSpan
     from aiokv.engine.pins import Pin
     from aiokv.engine.sending import Sending
     from aiokv.events.schema import HashKind
     from aiokv.peers.options import Peers
     from aiokv.ranks.group import RankGroup
-    from aiokv.scheduler.scheduler import CacheScheduler
     from aiokv.stores.base import Store
     from aiokv.stores.use import StoreUse
-    from aiokv.worker.base import Worker
     from aiokv.worker.device.base import Device, Event
     from aiokv.worker.views import LayerView
 
@@ -99,9 +85,8 @@ class CacheEngine(Unique):
 
     ``async with`` binds the engine to the running event loop. Call every method on that loop.
     Read-only methods may also be called before ``async with`` and after closing. Any thread may
-    call ``statistics()``, ``cache_statistics()``, ``salt_statistics()``, ``asleep``,
-    ``sentinel_state_slot``, ``open_step``, ``loop``, ``has_begun`` and ``repr()``; all other
-    methods raise ``UsageError`` in another thread.
+    call ``statistics()``, ``cache_statistics()``, ``asleep``, ``open_step``, ``loop``,
+    ``inspect`` and ``repr()``; all other methods raise ``UsageError`` in another thread.
 
     Raises:
         ConfigError: an argument has the wrong type, is unknown, or contradicts another argument;
@@ -121,23 +106,10 @@ class CacheEngine(Unique):
     ) -> None:
         check_arguments(config, regions, device, ranks, stores, peers)
         regions = Regions(num_layers=0) if regions is None else regions
-        parts = Parts.new(
-            config,
-            regions,
-            device,
-            ranks,
-            stores,
-            peers,
-            on_report=lambda report: self._recovery.on_report(report),
-        )
+        parts = Parts.new(config, regions, device, ranks, stores, peers)
         self.config = config
         self._lifetime = parts.lifetime
         self._scheduler = parts.scheduler
-        self._worker = parts.worker
-        self._poller = parts.poller
-        self._transfers = parts.transfers
-        self._requests = parts.requests
-        self._observers = parts.observers
         self._speed = parts.speed
         self._steps = Steps(parts)
         exchange = Exchange(parts)
@@ -156,7 +128,8 @@ class CacheEngine(Unique):
             parts, self._steps, computing, self._leases, self._recovery, exchange, expiries
         )
         self._exchange = exchange
-        self._inspection = Inspection(parts, self._sleep, exchange)
+        self._status = Status(parts, self._sleep, exchange)
+        self._inspection = Inspection(parts, self._status, self._sleep)
         self._events = Events(parts)
 
     # --- opening and closing ----------------------------------------------------------------------
@@ -607,16 +580,6 @@ class CacheEngine(Unique):
         """
         return self._scheduler.read.next_step
 
-    @property
-    def sentinel_state_slot(self) -> int | None:
-        """Row of the state tensors for the padded rows of CUDA graphs. Any thread.
-
-        No lease or snapshot gets this row, and no transfer reads or writes it, so its bytes have no
-        meaning. None without ``CacheConfig.sentinel_state_slot``.
-        """
-        config = self.config
-        return config.state_slots if config.sentinel_state_slot else None
-
     # --- tiers ------------------------------------------------------------------------------------
 
     async def evict(self, num_blocks: int, tier: Tier = "device") -> int:
@@ -952,7 +915,7 @@ class CacheEngine(Unique):
         """
         await self._recovery.restart_ranks()
 
-    # --- parts and statistics ---------------------------------------------------------------------
+    # --- tensors, statistics and events -----------------------------------------------------------
 
     @property
     def regions(self) -> Regions:
@@ -960,27 +923,17 @@ class CacheEngine(Unique):
         return self._sleep.regions
 
     @property
-    def scheduler(self) -> CacheScheduler:
-        """Scheduler of the engine, for tools such as :func:`aiokv.testing.record`.
-
-        Only the engine calls its transitions: it would not apply the effects of other calls.
-        """
-        return self._scheduler
-
-    @property
-    def worker(self) -> Worker:
-        """Worker of the engine, for tools. Only the engine submits plans to it."""
-        return self._worker
-
-    @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
         """Event loop that the engine was entered on; None before. Any thread."""
         return self._lifetime.entered_loop
 
     @property
-    def has_begun(self) -> bool:
-        """True from the first ``async with`` on, also after ``aclose``."""
-        return self._lifetime.phase is not Phase.NEW
+    def inspect(self) -> Inspection:
+        """Leases, prefixes, transfers and records of the engine, for pages and tools. Any thread.
+
+        See :class:`aiokv.statistics.Inspection`.
+        """
+        return self._inspection
 
     def statistics(self) -> Statistics:
         """Return all counters since the engine was made, and the state of its parts. Any thread.
@@ -989,7 +942,7 @@ class CacheEngine(Unique):
         ``RankTimeouts.heartbeat`` old. Layer waits are those in this process: see
         ``RankThread.layer_wait_statistics`` for those of a rank.
         """
-        return self._inspection.statistics()
+        return self._status.statistics()
 
     def cache_statistics(self) -> CacheStatistics:
         """Return the part of ``statistics()`` about leases, pools and index. Any thread.
@@ -998,142 +951,13 @@ class CacheEngine(Unique):
         """
         return self._scheduler.read.statistics()
 
-    def salt_statistics(self) -> dict[str, int]:
-        """Return the number of device blocks that the leases of each salt hold. Any thread.
-
-        Salts that hold none are absent; without ``salt_quota_blocks``, the dict is empty.
-        """
-        return self._scheduler.read.quota_by_salt()
-
-    def observing(self, limit: int = DEFAULT_LIMIT) -> Observation:
-        """Keep the newest records of transfers, leases and batches inside a ``with`` block.
-
-        ::
-
-            with engine.observing() as seen:
-                ...
-            for span in seen.transfers:
-                print(span.route, span.num_bytes, span.ended_at - span.queued_at)
-
-        Without an observer, the engine makes no records.
-
-        Args:
-            limit: records to keep per kind; newer ones displace the oldest.
-
-        Returns:
-            A context manager that can be entered once. Its records stay after the block.
-
-        Raises:
-            UsageError: ``limit`` is less than 1; or the call is made in another thread.
-            ClosedError: raised on entry: the engine is closed.
-        """
-        self._lifetime.check_thread()
-        return Observation(self._observers, limit)
-
-    def add_observer(self, observer: Observer) -> None:
-        """Call ``observer(record, context)`` for each record from now on.
-
-        The engine calls it on its loop at the end of a pass, with a ``TransferSpan``,
-        ``LeasePhase`` or ``BatchSpan`` that has ended, and the context variables of the task that
-        called ``match`` for the lease of the record. The context is None for records without a
-        lease, and for leases that were matched before any observer was added. The engine delivers
-        the last records while it closes.
-
-        When an observer raises an exception, the loop's exception handler gets it, and the observer
-        is removed.
-
-        Args:
-            observer: function of a record and a context; returns quickly.
-
-        Raises:
-            UsageError: ``observer`` cannot be called, or was added already; or the call is made in
-                another thread. Nothing changed.
-            ClosedError: the engine is closed.
-        """
-        self._lifetime.check_thread()
-        self._observers.add(observer)
-
-    def remove_observer(self, observer: Observer) -> None:
-        """Call an observer with the records up to now, then remove it. Idempotent.
-
-        Raises:
-            UsageError: the call is made in another thread. Nothing changed.
-        """
-        self._lifetime.check_thread()
-        self._observers.remove(observer)
-
-    def leases(self, limit: int = 1000) -> list[LeaseInfo]:
-        """List leases: first those that wait, in the order of their lines, then the oldest ones.
-
-        Leases of pins and prefetches are included. The call takes about 2 µs per listed lease; it
-        examines at most 4,096 leases.
-
-        Args:
-            limit: most leases to list, from 0.
-
-        Raises:
-            UsageError: ``limit`` is negative or not an integer; or the call is made in another
-                thread.
-        """
-        return self._inspection.leases(limit)
-
-    def hottest_prefixes(self, limit: int = 32) -> HotPrefixes:
-        """Return the cached prefixes that were used most, as a tree.
-
-        The call takes at most about 1 ms for a cache of any size: it follows the most used blocks
-        first, and reads at most 4,096 blocks.
-
-        Args:
-            limit: most stretches of blocks to return, from 0.
-
-        Raises:
-            UsageError: ``limit`` is negative or not an integer; or the call is made in another
-                thread.
-        """
-        return self._inspection.hottest_prefixes(limit)
-
-    def in_flight(self) -> list[TransferSpan]:
-        """List the transfers in flight, as records that end now; needs no observer.
-
-        ``lease_id`` is 0 for transfers that began before an observer was added.
-
-        Raises:
-            UsageError: the call is made in another thread.
-        """
-        self._lifetime.check_thread()
-        return self._observers.in_flight()
-
     def health(self) -> Health:
         """Return the state of the engine, for health checks. Takes microseconds.
 
         Raises:
             UsageError: the call is made in another thread.
         """
-        return self._inspection.health()
-
-    async def timeline(self, seconds: float, path: Path | str | None = None) -> dict[str, Any]:
-        """Record transfers, leases and batches for some seconds, as a trace for ui.perfetto.dev.
-
-        The trace has a track per route with its transfers, a track per lease with its waits and
-        the time during which it holds blocks, the batches of the model, and counters of queues.
-        ``chrome://tracing`` shows it, too.
-
-        Args:
-            seconds: duration of the recording, above 0 and at most 3600. Of each kind of record,
-                the newest 65,536 are kept.
-            path: file to write; compressed if the name ends with ``.gz``. None to write no file.
-
-        Returns:
-            The trace, in the format of Chrome's trace events: ``json.dump`` writes it.
-
-        Raises:
-            UsageError: ``seconds`` is out of range, or the file cannot be written.
-            ClosedError: the engine is closed.
-
-        Cancellation: nothing is written, and nothing is recorded any more.
-        """
-        self._lifetime.check_loop()
-        return await record_timeline(self._observers, seconds, path)
+        return self._status.health()
 
     def kv_events(
         self,
@@ -1208,14 +1032,6 @@ class CacheEngine(Unique):
         """
         writer = writer_for(path, max_file_bytes, max_files)
         return TraceRecording(self._leases.recordings, self._lifetime, writer)
-
-    def dump(self) -> dict[str, object]:
-        """Return the state of all leases, waiting lines and ranks as values that JSON can hold.
-
-        Raises:
-            UsageError: the call is made in another thread.
-        """
-        return self._inspection.dump()
 
     def check_invariants(self) -> list[str]:
         """Return a description of each violated invariant: I1-I6, and those of the waiting lines.

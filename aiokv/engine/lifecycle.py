@@ -13,6 +13,7 @@ from aiokv.base import checks
 from aiokv.base.logs import INFO, Log
 from aiokv.engine.lifetime import Phase
 from aiokv.errors import BrokenEngineError
+from aiokv.worker.base import WorkerStart
 
 if TYPE_CHECKING:
     from aiokv.engine.computing import Computing
@@ -86,15 +87,17 @@ class Lifecycle:
         self._poller.open(loop)
         try:
             await self._worker.open(
-                device_blocks=self._config.device_blocks,
-                host_blocks=self._config.host_blocks,
-                poller=self._poller,
-                on_report=self._recovery.on_report,
-                on_step=self._recovery.on_step,
-                on_lost=self._recovery.on_lost,
-                identity=self._identity,
-                windows=self._config.windows,
-                on_ticket_end=self._exchange.note_ticket_end,
+                WorkerStart(
+                    device_blocks=self._config.device_blocks,
+                    host_blocks=self._config.host_blocks,
+                    poller=self._poller,
+                    on_report=self._recovery.on_report,
+                    on_step=self._recovery.on_step,
+                    on_lost=self._recovery.on_lost,
+                    identity=self._identity,
+                    windows=self._config.windows,
+                    on_ticket_end=self._exchange.note_ticket_end,
+                )
             )
         except BaseException:
             self._poller.close()

@@ -25,7 +25,7 @@ MAX_SECONDS: Final = 3_600.0  # of a timeline
 
 
 class Observation(Unique):
-    """The newest records of an engine, inside a ``with`` block; see ``CacheEngine.observing``.
+    """The newest records of an engine, inside a ``with`` block; see ``Inspection.observing``.
 
     Attributes:
         transfers: transfers that have ended, in order of their ends.
@@ -50,7 +50,7 @@ class Observation(Unique):
         if self._was_entered:
             raise UsageError(
                 "this Observation was entered already; it can be entered once",
-                hint="call engine.observing() again",
+                hint="call engine.inspect.observing() again",
             )
         self._observers.add(self._note)
         self._was_entered = True
@@ -114,7 +114,7 @@ class Observation(Unique):
 async def record_timeline(
     observers: Observers, seconds: float, path: Path | str | None
 ) -> dict[str, Any]:
-    """See ``CacheEngine.timeline``."""
+    """See ``Inspection.timeline``."""
     seconds = checks.positive("seconds", seconds)
     if seconds > MAX_SECONDS:
         raise UsageError(f"timeline: seconds is {seconds}; it must be at most {MAX_SECONDS:.0f}")

@@ -200,7 +200,7 @@ class Observers:
     # --- registration ---------------------------------------------------------------------------
 
     def add(self, observer: Observer) -> None:
-        """See ``CacheEngine.add_observer``."""
+        """See ``Inspection.add_observer``."""
         if not callable(observer):
             raise UsageError(
                 f"observer is {observer!r}; it must be a function of a record and a context"
@@ -217,7 +217,7 @@ class Observers:
         self.active = True
 
     def remove(self, observer: Observer) -> None:
-        """See ``CacheEngine.remove_observer``."""
+        """See ``Inspection.remove_observer``."""
         self.flush()
         self._drop(observer)
 

@@ -28,9 +28,8 @@ from aiokv.worker.device.names import named_device
 from aiokv.worker.poller import EventPoller
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from aiokv.base.plan import TransferReport
     from aiokv.ranks.group import RankGroup
     from aiokv.stores.base import Store
     from aiokv.stores.use import StoreUse
@@ -67,7 +66,6 @@ class Parts:
         ranks: RankGroup | None,
         stores: Sequence[Store | StoreUse | str],
         peers: Peers | None,
-        on_report: Callable[[TransferReport], None],
     ) -> Self:
         """Make the parts of an empty cache.
 
@@ -78,7 +76,6 @@ class Parts:
             ranks: worker that replaces ``regions``, ``device``, ``stores`` and ``peers``.
             stores: stores of this process, in the order in which they are asked.
             peers: how this process exchanges blocks with other engines.
-            on_report: called with the report of a plan that the worker has refused.
 
         Raises:
             ConfigError: the worker does not support a setting of ``config``, or there is not enough
@@ -101,10 +98,8 @@ class Parts:
             lifetime,
             scheduler.read,
             worker,
-            poller,
             open_step,
             observers,
-            on_report,
             on_onload=requests.onload.add,
         )
         return cls(

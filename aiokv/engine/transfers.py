@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from aiokv.errors import AiokvError
     from aiokv.scheduler.reader import CacheReader
     from aiokv.worker.base import Cancelled, Worker
-    from aiokv.worker.poller import EventPoller
 
 _BLOCK_ONLOAD: Final = ("all", ONLOAD)
 _MAY_MISS: Final = PEER_ROUTES | {FETCH}  # a source that lacks a block is not a failure
@@ -41,10 +40,8 @@ class Transfers:
         lifetime: loop of the engine.
         read: read access to the scheduler's state.
         worker: executes the plans.
-        poller: runs callbacks in later passes of the loop.
         open_step: notes transfers that wait for the open step.
         observers: are told the ends of transfers.
-        on_report: called in a later pass with the report of a plan that the worker refused.
         on_onload: called with the seconds of each onload that has copied all its blocks.
 
     Attributes:
@@ -57,10 +54,8 @@ class Transfers:
         lifetime: Lifetime,
         read: CacheReader,
         worker: Worker,
-        poller: EventPoller,
         open_step: OpenStep,
         observers: Observers,
-        on_report: Callable[[TransferReport], None],
         on_onload: Callable[[float], None],
     ) -> None:
         self._block_tokens = config.block_tokens
@@ -69,10 +64,8 @@ class Transfers:
         self._lifetime = lifetime
         self._read = read
         self._worker = worker
-        self._poller = poller
         self._open_step = open_step
         self._observers = observers
-        self._on_report = on_report
         self._on_onload = on_onload
         self._counters: dict[int, tuple[TransferPlan, LayerDoneCounter]] = {}
         self.layer_waits = LayerWaits()
@@ -90,32 +83,8 @@ class Transfers:
 
     def submit(self, plan: TransferPlan) -> None:
         """Submit a plan to the worker. A plan that the worker refuses is reported as failed."""
-        try:
-            counter = self._worker.plans.submit(plan)
-        except MemoryError:  # anywhere in the worker, which may have begun the transfer
-            raise
-        except Exception as error:  # a repeated call would raise it in every later transition
-            counter = self._refused(plan, CopyError(0, str(error) or type(error).__name__))
-        else:
-            self._open_step.note_transfer(plan.after_step)
-        self._counters[plan.transfer_id] = (plan, counter)
-
-    def _refused(self, plan: TransferPlan, failure: CopyError) -> LayerDoneCounter:
-        counter = LayerDoneCounter(
-            self._worker.facts.num_layers, transfer_id=plan.transfer_id, direction=plan.direction
-        )
-        counter.refuse(failure)
-
-        def end() -> None:
-            self._on_report(
-                TransferReport(
-                    transfer_id=plan.transfer_id, outcome="failed", reason=failure.reason
-                )
-            )
-            counter.finish(failure)
-
-        self._poller.soon(end)
-        return counter
+        self._counters[plan.transfer_id] = plan, self._worker.plans.take(plan)
+        self._open_step.note_transfer(plan.after_step)
 
     def raise_priority(self, transfer_id: int, priority: Priority) -> None:
         """Raise the priority of a plan that has not reached the device."""

@@ -115,7 +115,7 @@ def _quota_families(engine: CacheEngine, salt_label: Callable[[str], str]) -> It
         "Device blocks that the leases of one salt may hold.",
         engine.config.salt_quota_blocks,
     )
-    held = engine.salt_statistics()
+    held = engine.inspect.device_blocks_by_salt()
     yield _one("aiokv_salts", "Salts whose leases hold device blocks.", len(held))
     others = held.pop(OTHER_SALTS, 0)  # a salt of this name counts as one of the others
     largest = sorted(held, key=lambda salt: (-held[salt], salt))[:MAX_SALTS]

@@ -53,10 +53,10 @@ def snapshot(
     Raises:
         UsageError: the call is made in another thread than that of the engine's loop.
     """
-    leases = [msgspec.to_builtins(lease) for lease in engine.leases(MAX_LEASES)]
-    hottest = engine.hottest_prefixes(MAX_PREFIXES)
+    leases = [msgspec.to_builtins(lease) for lease in engine.inspect.leases(MAX_LEASES)]
+    hottest = engine.inspect.hottest_prefixes(MAX_PREFIXES)
     name = _shown if show_salts else hidden
-    spans = engine.in_flight()[-MAX_TRANSFERS:] if transfers is None else transfers
+    spans = engine.inspect.in_flight()[-MAX_TRANSFERS:] if transfers is None else transfers
     epoch = time.time() - time.monotonic()
     return {
         "health": msgspec.to_builtins(engine.health()),

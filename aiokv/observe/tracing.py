@@ -87,11 +87,11 @@ class EngineTracer(Unique):
             UsageError: the tracer was started already.
             ClosedError: the engine is closed.
         """
-        self._engine.add_observer(self._note)
+        self._engine.inspect.add_observer(self._note)
 
     def stop(self) -> None:
         """Make no more spans. Idempotent."""
-        self._engine.remove_observer(self._note)
+        self._engine.inspect.remove_observer(self._note)
 
     def __enter__(self) -> Self:
         self.start()

@@ -43,15 +43,15 @@ class Watching:
         self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(IDLE_SECONDS, self.stop)
         if not self._is_observing and self.engine.health().phase == "open":
-            self.engine.add_observer(self._note)
+            self.engine.inspect.add_observer(self._note)
             self._is_observing = True
         ended = [span for span in self._ended if span.ended_at > after]
-        return ended + self.engine.in_flight()[-MAX_TRANSFERS:]
+        return ended + self.engine.inspect.in_flight()[-MAX_TRANSFERS:]
 
     def stop(self) -> None:
         """Stop observing. Called once."""
         self._timer.cancel()
-        self.engine.remove_observer(self._note)
+        self.engine.inspect.remove_observer(self._note)
         self._on_stop()
 
     def _note(self, record: object, context: object) -> None:

@@ -20,7 +20,7 @@ from aiokv.base.groups import ATTENTION, retention_of
 from aiokv.base.logs import Log
 from aiokv.base.plan import PEER_ROUTES
 from aiokv.base.statistics import RankStatistics
-from aiokv.errors import ClosedError, ConfigError, UsageError
+from aiokv.errors import ClosedError, ConfigError, RankLost, UsageError
 from aiokv.ranks.broadcast import SAVED_ROUTES, SENT_ROUTES, TIER_ROUTES, TransferBroadcast
 from aiokv.ranks.control_requests import ControlRequests
 from aiokv.ranks.lookups import GroupLookups
@@ -29,6 +29,7 @@ from aiokv.ranks.messages import ChangeWeights, Sleep, WakeUp
 from aiokv.ranks.processes import RankProcesses, check_entry
 from aiokv.ranks.rank_socket import RankSocket
 from aiokv.ranks.rank_state import MAX_RANKS, RankTimeouts
+from aiokv.ranks.requests import RankRequests
 from aiokv.ranks.steps import GroupSteps
 from aiokv.ranks.tickets import GroupTickets
 from aiokv.wire.unix import checked_path
@@ -38,20 +39,19 @@ from aiokv.worker.ids import check_ids
 from aiokv.worker.plan_table import PlanTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from pathlib import Path
 
-    from aiokv.base.plan import AnyTier, TransferPlan, TransferReport
+    from aiokv.base.plan import AnyTier, TransferPlan
     from aiokv.base.statistics import WorkerStatistics
     from aiokv.base.types import Tier
     from aiokv.config.cache_config import WindowGroup
-    from aiokv.errors import RankLost
     from aiokv.layout.regions import Regions
     from aiokv.ranks.messages import Layout, Reports
     from aiokv.ranks.rank_state import RankState
     from aiokv.stores.identity import StoreIdentity
+    from aiokv.worker.base import WorkerStart
     from aiokv.worker.plan_table import Executor
-    from aiokv.worker.poller import EventPoller
 
 log = Log(__name__)
 
@@ -152,7 +152,6 @@ class RankGroup(Unique):
         self._asleep: frozenset[Tier] = frozenset()
         self._on_lost: Callable[[RankLost], None] = lambda lost: None
         self._num_blocks: dict[AnyTier, int] = {}
-        self._control = ControlRequests(self.timeouts)
         self._socket = RankSocket(None if path is None else checked_path(path))
         self._processes = (
             None if entry is None else RankProcesses(entry, lambda: self._membership.notify())
@@ -164,52 +163,32 @@ class RankGroup(Unique):
             self._processes,
             clock=clock,
             on_reports=self._on_reports,
-            on_reply=self._control.on_reply,
-            on_lookup=lambda state, reply: self.stores.on_reply(state, reply),
-            on_ticket=lambda state, message: self.tickets.on_message(state, message),
+            on_reply=lambda state, reply: self._requests.on_reply(state, reply),
+            on_ticket_ended=lambda state, message: self.tickets.on_ended(state, message),
             has_stores=has_stores,
             has_peers=has_peers,
             on_lost=self._on_rank_lost,
         )
         self.steps = GroupSteps(self._membership.ranks, lambda: self._failure is not None)
-        self.stores = GroupLookups(self._membership, self.timeouts, lambda: self._has_answers)
-        self.plans = PlanTable(self._check_plan)
+        self._requests = RankRequests(self._membership)
+        self._control = ControlRequests(self._membership, self._requests, self.timeouts)
+        self.stores = GroupLookups(self._requests, self.timeouts, lambda: self._has_answers)
+        self.plans = PlanTable(self._check_plan, lambda: self._transfers.num_layers)
         self._transfers = TransferBroadcast(
             self._membership, self.timeouts, clock, self.plans, lambda: self._failure
         )
         self.tickets = GroupTickets(
-            self._membership,
-            self._transfers.flush,
-            self._check_peers,
+            self._membership, self._requests, self._transfers.flush, self._check_peers
         )
 
     # --- opening and closing --------------------------------------------------------------------
 
-    async def open(
-        self,
-        *,
-        device_blocks: int,
-        host_blocks: int,
-        poller: EventPoller,
-        on_report: Callable[[TransferReport], None],
-        on_step: Callable[[int, BaseException | None], None],
-        on_lost: Callable[[RankLost], None],
-        identity: StoreIdentity | None = None,
-        windows: Mapping[str, WindowGroup] | None = None,
-        on_ticket_end: Callable[[bytes, str], None] = lambda ticket_id, reason: None,
-    ) -> None:
+    async def open(self, start: WorkerStart) -> None:
         """Listen, start the ranks if ``entry`` names them, and wait until all are ready.
 
-        Args:
-            device_blocks: the least that each rank's tensors must hold.
-            host_blocks: capacity of the host tier; each rank reserves memory for it.
-            poller: calls back on the loop; each rank has its own for its events.
-            on_report: see :meth:`Worker.open`.
-            on_step: called when a step has finished on all ranks.
-            on_lost: called when a rank is lost; no transfer can succeed until ``restart``.
-            identity: origin of the blocks; each rank fills in its number.
-            windows: ``CacheConfig.windows``; each rank reserves memory for their ``host_blocks``.
-            on_ticket_end: called when a ticket has ended on a rank.
+        Each rank has a poller for its events, reserves memory for the host tier and the window
+        groups, and fills its number into the identity; ``on_step`` is called when a step has
+        finished on all ranks, ``on_ticket_end`` when a ticket has ended on one of them.
 
         Raises:
             UsageError: opened before.
@@ -221,21 +200,21 @@ class RankGroup(Unique):
         if self._opened or self._closing:
             raise UsageError("the RankGroup was opened already; it serves one engine")
         self._opened = True
-        self.steps.on_step, self._on_lost = on_step, on_lost
-        self._host_blocks = host_blocks
+        self.steps.on_step, self._on_lost = start.on_step, start.on_lost
+        self._host_blocks = start.host_blocks
         self._windows = {
             name: group
-            for name, group in (windows or {}).items()
+            for name, group in start.windows.items()
             if group.host_blocks or self._capabilities.peers
         }
-        if identity is not None:
-            self._identity = msgspec.structs.replace(identity, num_ranks=self.num_ranks)
-        self.plans.open(poller, on_report)
-        self.tickets.on_end = on_ticket_end
+        if start.identity is not None:
+            self._identity = msgspec.structs.replace(start.identity, num_ranks=self.num_ranks)
+        self.plans.open(start.poller, start.on_report)
+        self.tickets.on_end = start.on_ticket_end
         try:
-            await self._membership.open(device_blocks, self._windows)
+            await self._membership.open(start.device_blocks, self._windows)
             await self._membership.begin(
-                host_blocks, self.steps.clock.closed, [], self._identity, self._windows
+                start.host_blocks, self.steps.clock.closed, [], self._identity, self._windows
             )
         except BaseException:
             try:
@@ -247,7 +226,7 @@ class RankGroup(Unique):
         self._membership.device_blocks = self.facts.device_blocks
         self._num_blocks = {
             "device": self._membership.device_blocks,
-            "host": host_blocks,
+            "host": start.host_blocks,
             "store": UNLIMITED_BLOCKS,
             "peer": UNLIMITED_BLOCKS,
         }
@@ -290,8 +269,7 @@ class RankGroup(Unique):
         Cancellation: call it again.
         """
         self._closing = True
-        self.stores.end_all()
-        self.tickets.end_all()
+        self._requests.fail(lambda: ClosedError("the group of ranks is closing"))
         if self._timer is not None:
             self._timer.cancel()
         if self._opened and not self._membership.closed:
@@ -349,7 +327,7 @@ class RankGroup(Unique):
     # --- transfers ------------------------------------------------------------------------------
 
     def _check_plan(self, plan: TransferPlan) -> tuple[Executor[Any], int]:
-        """Return the executor of a plan, and the bytes that it moves; see :meth:`Plans.submit`."""
+        """Return the executor of a plan, and the bytes that it moves; see ``PlanTable.submit``."""
         if self._closing or not self._opened:
             state = "closing" if self._closing else "not open"
             raise ClosedError(f"transfer {plan.transfer_id}: the group of ranks is {state}")
@@ -399,7 +377,7 @@ class RankGroup(Unique):
             raise UsageError("the ranks have no peers", hint="RankGroup(has_peers=True)")
         if self._closing or not self._opened:
             raise ClosedError("the group of ranks is closing, or is not open")
-        self._reachable()
+        self._check_reachable()
 
     async def sleep(self, tiers: frozenset[Tier]) -> None:
         """Free the memory of these tiers on every rank; no transfer is in flight. Idempotent.
@@ -411,7 +389,8 @@ class RankGroup(Unique):
         """
         self._check_opened()
         self._asleep |= tiers  # applies to a rank that comes back, too
-        await self._control.send(self._reachable(), Sleep, tiers)
+        self._check_reachable()
+        await self._control.send(Sleep, tiers)
 
     async def wake_up(self, tiers: frozenset[Tier], regions: Regions | None = None) -> None:
         """Reallocate the memory on every rank, with the tensors of its ``Rank.regions``.
@@ -428,21 +407,18 @@ class RankGroup(Unique):
                 "wake_up: regions must be None; with ranks, the tensors are in their processes",
                 hint="set Rank.regions on each rank first",
             )
-        ranks = self._reachable()
-        await self._control.send(ranks, WakeUp, tiers, device_blocks=ranks.device_blocks)
+        self._check_reachable()
+        await self._control.send(WakeUp, tiers, device_blocks=self._membership.device_blocks)
         self._asleep -= tiers
 
-    def _reachable(self) -> Membership:
-        """Return the ranks.
-
-        Raises:
-            UsageError: the group is not open.
-            RankLost: a rank is lost.
+    def _check_reachable(self) -> None:
+        """Raises:
+        UsageError: the group is not open.
+        RankLost: a rank is lost.
         """
         self._check_opened()
         if self._failure is not None:
             raise self._failure.with_traceback(None)  # it would grow with each call
-        return self._membership
 
     def _check_opened(self) -> None:
         if not self._opened:
@@ -460,7 +436,7 @@ class RankGroup(Unique):
         ``Rank.peer_statistics`` return present ones in its process.
         """
         ranks, now = self._membership.ranks, self._clock()
-        silent = self._control.silent_ranks(self._membership)
+        silent = self._control.silent_ranks
         return WorkerState(
             stores=[
                 msgspec.structs.replace(store, rank=state.rank)
@@ -508,8 +484,7 @@ class RankGroup(Unique):
 
     def _on_rank_lost(self, lost: RankLost) -> None:
         """Fail all transfers; the other ranks still report the ones that they move."""
-        self.stores.end_all()
-        self.tickets.end_all(lost)
+        self._requests.fail(lambda: RankLost(str(lost), rank=lost.rank))
         if self._failure is None:
             self._failure = lost
             self._transfers.give_up_all(CopyError(0, str(lost), lost.rank))

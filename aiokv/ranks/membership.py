@@ -17,16 +17,14 @@ from aiokv.ranks.messages import (
     Begin,
     Broken,
     Close,
-    ControlReply,
     Left,
-    LookupReply,
     RankConnection,
     RankCounts,
     Ready,
     Refuse,
+    Reply,
     Reports,
     TicketEnded,
-    TicketReply,
 )
 from aiokv.ranks.rank_state import RankState
 from aiokv.wire.connection import Callbacks, WireLimits
@@ -61,9 +59,8 @@ class Membership:
         processes: starts the ranks; None when they are started externally.
         clock: seconds.
         on_reports: gets the reports of the current generation.
-        on_reply: gets the replies to ``Sleep`` and ``WakeUp``.
-        on_lookup: gets the replies to ``Lookup``.
-        on_ticket: gets the replies to ``OpenTicket``.
+        on_reply: gets the replies to requests.
+        on_ticket_ended: called when a ticket has ended on a rank.
         has_stores: True if each rank must have stores, False if none may have any.
         has_peers: likewise for peers.
         on_lost: called when a rank that took part is lost.
@@ -87,9 +84,8 @@ class Membership:
         *,
         clock: Callable[[], float],
         on_reports: Callable[[RankState, Reports], None],
-        on_reply: Callable[[RankState, ControlReply], None],
-        on_lookup: Callable[[RankState, LookupReply], None],
-        on_ticket: Callable[[RankState, TicketReply | TicketEnded], None],
+        on_reply: Callable[[RankState, Reply], None],
+        on_ticket_ended: Callable[[RankState, TicketEnded], None],
         on_lost: Callable[[RankLost], None],
         has_stores: bool = False,
         has_peers: bool = False,
@@ -101,10 +97,9 @@ class Membership:
         self._windows: Mapping[str, WindowGroup] = {}
         self._on_reports = on_reports
         self._on_reply = on_reply
-        self._on_lookup = on_lookup
         self._has_stores = has_stores
         self._has_peers = has_peers
-        self._on_ticket = on_ticket
+        self._on_ticket_ended = on_ticket_ended
         self._on_lost = on_lost
         self._limits = WireLimits()  # of connections; set by `open`
         self._change_waiters: list[asyncio.Future[None]] = []
@@ -210,7 +205,7 @@ class Membership:
                     raise RankLost(f"rank {state.rank}: {self._why(state)}", rank=state.rank)
 
     async def next_change(self) -> None:
-        """Wait until a rank connects, replies, is ready or disconnects; the caller checks which.
+        """Wait until a rank connects, is ready or disconnects; the caller checks which.
 
         Cancellation: nothing changed.
         """
@@ -446,13 +441,10 @@ class Membership:
             state.progress_at = state.heard_at
             state.finished_step = max(state.finished_step, message.finished_step)
             self._on_reports(state, message)
-        elif isinstance(message, ControlReply):
+        elif isinstance(message, Reply):
             self._on_reply(state, message)
-            self.notify()
-        elif isinstance(message, LookupReply):
-            self._on_lookup(state, message)
-        elif isinstance(message, TicketReply | TicketEnded):
-            self._on_ticket(state, message)
+        elif isinstance(message, TicketEnded):
+            self._on_ticket_ended(state, message)
         elif isinstance(message, RankCounts):
             state.note_statistics(message)
         elif isinstance(message, Ready) and message.generation == self.generation:

@@ -9,12 +9,10 @@
           ◄───────────────────────── TransferBatch, the same bytes to all ranks
     Reports ───────────────────────►                     ends, layers, fetches that are overdue
           ◄───────────────────────── Sleep, WakeUp
-    ControlReply ──────────────────►
           ◄───────────────────────── Lookup(digests), ChangeWeights(version): with stores only
-    LookupReply ───────────────────►
-          ◄───────────────────────── AskStatistics
           ◄───────────────────────── Expect, OpenTicket, CloseTicket: with peers only
-    TicketReply ───────────────────►                     to Expect, OpenTicket
+    Reply ─────────────────────────►                     to requests, which have numbers
+          ◄───────────────────────── AskStatistics
     TicketEnded ───────────────────►                     a ticket that the rank sends
     RankCounts ────────────────────►                     answers AskStatistics
           ◄───────────────────────── Close
@@ -50,7 +48,7 @@ from aiokv.worker.device.cpu import device_blocks
 if TYPE_CHECKING:
     from aiokv.layout.regions import Regions
 
-PROTOCOL_VERSION: Final = 11
+PROTOCOL_VERSION: Final = 12
 MAX_MESSAGE_BYTES: Final = 64 << 20
 MAX_HELLO_BYTES: Final = 1024
 MAX_LAYERS: Final = 1 << 16  # the manager keeps a counter per layer and transfer
@@ -144,36 +142,23 @@ class Reports(_Message, frozen=True, tag="reports"):
     overdue: list[TransferReport] = []
 
 
-class ControlReply(_Message, frozen=True, tag="reply"):
-    """Reply to ``Sleep`` or ``WakeUp``; ``error`` is empty when the rank has done it."""
-
-    number: int
-    error: str
-
-
-class LookupReply(_Message, frozen=True, tag="lookup_reply"):
-    """Reply to ``Lookup``.
+class Reply(_Message, frozen=True, tag="reply"):
+    """Reply to ``Sleep``, ``WakeUp``, ``Lookup``, ``Expect`` or ``OpenTicket``.
 
     Attributes:
-        seconds: expected time to fetch the first i + 1 blocks, one number per block of the run;
-            of an auxiliary pool, ``Found.latency_seconds``, then ``Found.seconds``.
-    """
-
-    number: int
-    seconds: list[float]
-
-
-class TicketReply(_Message, frozen=True, tag="ticket_reply"):
-    """Reply to ``Expect`` and ``OpenTicket``.
-
-    Attributes:
-        error: empty when senders can open the ticket, or when the receivers have accepted it.
+        number: number of the request.
+        error: empty when the rank has done it; for ``OpenTicket``, when the receivers have accepted
+            the ticket.
         kind: name of the class of the error.
+        seconds: of a lookup, the expected time to fetch the first i + 1 blocks, one number per
+            block of the run; of an auxiliary pool, ``Found.latency_seconds``, then
+            ``Found.seconds``.
     """
 
     number: int
-    error: str
+    error: str = ""
     kind: str = ""
+    seconds: list[float] = []
 
 
 class TicketEnded(_Message, frozen=True, tag="ticket_ended"):
@@ -286,7 +271,7 @@ class Lookup(_Message, frozen=True, tag="lookup"):
 
 
 class Expect(_Message, frozen=True, tag="expect"):
-    """Let senders open a ticket, see ``Tickets.expect``; a ``TicketReply`` follows.
+    """Let senders open a ticket, see ``Tickets.expect``.
 
     Attributes:
         ticket: the encoded ticket.
@@ -332,19 +317,7 @@ class Close(_Message, frozen=True, tag="close"):
     """Finish moving transfers, free the memory, and end the connection."""
 
 
-FromConnectedRank = (
-    Ready
-    | Reports
-    | ControlReply
-    | LookupReply
-    | TicketReply
-    | TicketEnded
-    | RankCounts
-    | Broken
-    | Left
-    | Ping
-    | Pong
-)
+FromConnectedRank = Ready | Reports | Reply | TicketEnded | RankCounts | Broken | Left | Ping | Pong
 FromRank = Hello | FromConnectedRank
 FromManager = (
     Begin

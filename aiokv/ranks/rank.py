@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -43,21 +44,19 @@ from aiokv.ranks.messages import (
     Broken,
     ChangeWeights,
     CloseTicket,
-    ControlReply,
     Expect,
     FromManager,
     Hello,
     Left,
     Lookup,
-    LookupReply,
     ManagerConnection,
     OpenTicket,
     RankCounts,
     Ready,
     Refuse,
+    Reply,
     Sleep,
     TicketEnded,
-    TicketReply,
     TransferBatch,
     WakeUp,
     layout_of,
@@ -70,8 +69,9 @@ from aiokv.stores.urls import stores_from
 from aiokv.wire.connection import Callbacks
 from aiokv.wire.sockets import HandshakeError, check_user, connected_to
 from aiokv.wire.unix import check_length, checked_path
+from aiokv.worker.base import WorkerStart
 from aiokv.worker.controller import CacheController
-from aiokv.worker.device.base import CopyError, as_event
+from aiokv.worker.device.base import as_event
 from aiokv.worker.device.cpu import device_blocks
 from aiokv.worker.device.names import named_device
 from aiokv.worker.layer_marks import split_layer_mark
@@ -81,7 +81,7 @@ from aiokv.worker.poller import EventPoller
 from aiokv.worker.views import LayerView, done_view
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable, Sequence
+    from collections.abc import Coroutine, Iterable, Iterator, Sequence
     from types import TracebackType
 
     from aiokv.base.plan import TransferPlan
@@ -478,33 +478,30 @@ class Rank(Unique):
             self._identity = msgspec.structs.replace(self._identity, weights_version=version)
         self._controller.change_weights(version)
 
-    def _expect(self, message: Expect) -> None:
+    @contextmanager
+    def _replying(self, number: int, refusals: type[Exception] = AiokvError) -> Iterator[None]:
+        """Send the reply to a request, with the error of these classes that the block raises."""
         try:
-            self._controller.tickets.expect(message.ticket, message.seconds, message.open_seconds)
-        except AiokvError as error:
-            self._refuse_ticket(message.number, error)
+            yield
+        except refusals as error:
+            kind = type(error).__name__
+            self._send(Reply(number=number, error=_reason_of(error), kind=kind))
         else:
-            self._send(TicketReply(number=message.number, error=""))
+            self._send(Reply(number=number))
+
+    def _expect(self, message: Expect) -> None:
+        with self._replying(message.number):
+            self._controller.tickets.expect(message.ticket, message.seconds, message.open_seconds)
 
     def _open_ticket(self, message: OpenTicket) -> None:
-        try:
-            ticket_id = decode_ticket(message.ticket, self._controller.tickets.ticket_key).ticket_id
-        except AiokvError as error:  # this rank has another secret than rank 0
-            self._refuse_ticket(message.number, error)
-            return
-        self._openings.add(ticket_id, self._spawn(self._open_at_receivers(message)))
+        opening = self._spawn(self._open_at_receivers(message))
+        with suppress(AiokvError):  # with another secret than rank 0, the task replies with it
+            key = self._controller.tickets.ticket_key
+            self._openings.add(decode_ticket(message.ticket, key).ticket_id, opening)
 
     async def _open_at_receivers(self, message: OpenTicket) -> None:
-        try:
+        with self._replying(message.number):
             await self._controller.tickets.open_ticket(message.ticket, message.layouts)
-        except AiokvError as error:
-            self._refuse_ticket(message.number, error)
-            return
-        self._send(TicketReply(number=message.number, error=""))
-
-    def _refuse_ticket(self, number: int, error: AiokvError) -> None:
-        kind = type(error).__name__
-        self._send(TicketReply(number=number, error=_reason_of(error), kind=kind))
 
     def _close_ticket(self, ticket_id: bytes, reason: str) -> None:
         self._openings.cancel(ticket_id)
@@ -516,7 +513,7 @@ class Rank(Unique):
             seconds = [found.latency_seconds, *found.seconds.tolist()]
         else:
             seconds = (await self._controller.stores.lookup(lookup.digests)).seconds.tolist()
-        self._send(LookupReply(number=lookup.number, seconds=seconds))
+        self._send(Reply(number=lookup.number, seconds=seconds))
 
     def _on_closed(self, reason: str) -> None:
         self._disconnected.set_result(None)
@@ -578,14 +575,10 @@ class Rank(Unique):
     ) -> None:
         if previous is not None:
             await asyncio.wait((previous,))
-        error = "it has no generation yet"
-        if self._opened:
-            try:
-                await self._sleep_or_wake(request)
-                error = ""
-            except Exception as refusal:  # the regions are the user's object
-                error = _reason_of(refusal)
-        self._send(ControlReply(number=request.number, error=error))
+        with self._replying(request.number, Exception):  # the regions are the user's object
+            if not self._opened:
+                raise UsageError("it has no generation yet")
+            await self._sleep_or_wake(request)
 
     async def _sleep_or_wake(self, request: Sleep | WakeUp) -> None:
         controller, tiers = self._controller, frozenset(request.tiers)
@@ -613,17 +606,18 @@ class Rank(Unique):
         if identity is not None:
             identity = msgspec.structs.replace(identity, rank=self.rank)
         await self._controller.open(
-            device_blocks=0,  # the manager has checked them
-            host_blocks=begin.host_blocks,
-            poller=self._poller,
-            on_report=self._on_report,
-            on_step=self._on_step,
-            on_lost=lambda lost: None,
-            identity=identity,
-            windows=begin.windows,
-            on_ticket_end=lambda ticket_id, reason: self._send(
-                TicketEnded(ticket_id=ticket_id, reason=reason)
-            ),
+            WorkerStart(
+                device_blocks=0,  # the manager has checked them
+                host_blocks=begin.host_blocks,
+                poller=self._poller,
+                on_report=self._on_report,
+                on_step=self._on_step,
+                identity=identity,
+                windows=begin.windows,
+                on_ticket_end=lambda ticket_id, reason: self._send(
+                    TicketEnded(ticket_id=ticket_id, reason=reason)
+                ),
+            )
         )
         self._opened = True
 
@@ -640,18 +634,7 @@ class Rank(Unique):
 
     def _submit(self, plan: TransferPlan) -> None:
         transfer_id = plan.transfer_id
-        try:
-            counter = self._controller.plans.submit(plan)
-        except AiokvError as error:  # the report tells it, like any other failure
-            refused = LayerDoneCounter(
-                self.regions.num_layers, transfer_id=transfer_id, direction=plan.direction
-            )
-            refused.finish(CopyError(0, str(error)))
-            self._counters.add(plan, refused)
-            self._on_report(
-                TransferReport(transfer_id=transfer_id, outcome="failed", reason=str(error))
-            )
-            return
+        counter = self._controller.plans.take(plan)
         counter.add_callback(lambda layer: self._outbox.note_layer(transfer_id, layer))
         self._counters.add(plan, counter)
         if plan.route == FETCH:

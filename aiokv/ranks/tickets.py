@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from itertools import count
 from typing import TYPE_CHECKING
 
-from aiokv.errors import ClosedError, LayoutError, PeerError, RankLost, UsageError
+from aiokv.errors import ClosedError, LayoutError, PeerError, UsageError
 from aiokv.peers.ticket import decode
-from aiokv.ranks.messages import CloseTicket, Expect, OpenTicket, TicketEnded
+from aiokv.ranks.messages import CloseTicket, Expect, OpenTicket
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,8 +14,9 @@ if TYPE_CHECKING:
     from aiokv.errors import AiokvError
     from aiokv.peers.ticket import Endpoint
     from aiokv.ranks.membership import Membership
-    from aiokv.ranks.messages import TicketReply
+    from aiokv.ranks.messages import Reply, TicketEnded
     from aiokv.ranks.rank_state import RankState
+    from aiokv.ranks.requests import RankRequest, RankRequests
     from aiokv.worker.device.base import Event
 
 ERRORS: dict[str, type[AiokvError]] = {
@@ -25,31 +24,12 @@ ERRORS: dict[str, type[AiokvError]] = {
 }
 
 
-class _Request:
-    """One ``Expect`` or ``OpenTicket``; its future is done when all ranks have answered, or one
-    cannot."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.owing = set(range(num_ranks))
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def fail(self, error: AiokvError) -> None:
-        if not self.ended.done():
-            self.ended.set_exception(error)
-
-    def note(self, rank: int, reply: TicketReply) -> None:
-        self.owing.discard(rank)
-        if reply.error:
-            self.fail(ERRORS.get(reply.kind, PeerError)(f"rank {rank}: {reply.error}"))
-        elif not self.owing and not self.ended.done():
-            self.ended.set_result(None)
-
-
 class GroupTickets:
     """Tickets of one group; see :class:`aiokv.worker.base.Tickets`. Ranks have the connections.
 
     Args:
         membership: the ranks.
+        requests: sends requests to them.
         flush: sends the plans that were submitted before.
         check: raises unless all ranks can receive and send blocks.
 
@@ -58,15 +38,18 @@ class GroupTickets:
     """
 
     def __init__(
-        self, membership: Membership, flush: Callable[[], None], check: Callable[[], None]
+        self,
+        membership: Membership,
+        requests: RankRequests,
+        flush: Callable[[], None],
+        check: Callable[[], None],
     ) -> None:
         self.on_end: Callable[[bytes, str], None] = lambda ticket_id, reason: None
         self._membership = membership
+        self._requests = requests
         self._flush = flush
         self._check = check
-        self._numbers = count(1)
-        self._requests: dict[int, _Request] = {}
-        self._expected: dict[bytes, int] = {}  # numbers of requests, by ticket
+        self._expected: dict[bytes, RankRequest] = {}  # by ticket
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -110,8 +93,12 @@ class GroupTickets:
         if not self.endpoints:
             raise UsageError("the ranks do not listen for peers", hint="set Peers(listen=...)")
         ticket_id = decode(ticket, self.ticket_key).ticket_id
-        number = self._expected[ticket_id] = self._new_request()
-        self._send(Expect(number=number, ticket=ticket, seconds=seconds, open_seconds=open_seconds))
+        self._expected[ticket_id] = self._requests.send(
+            lambda number: Expect(
+                number=number, ticket=ticket, seconds=seconds, open_seconds=open_seconds
+            ),
+            decides=_is_refused,
+        )
 
     async def expected(self, ticket_id: bytes, seconds: float) -> None:
         """Wait until all ranks let senders open a ticket; see :meth:`Tickets.expected`.
@@ -130,57 +117,40 @@ class GroupTickets:
         self._check()
         decoded = decode(ticket, self.ticket_key)
         layouts = [state.peer_layout for state in self._membership.ranks]
-        number = self._new_request()
-        self._send(OpenTicket(number=number, ticket=ticket, layouts=layouts))
-        await self._answered(number, decoded.ticket_id, decoded.timeout_seconds)
+        request = self._requests.send(
+            lambda number: OpenTicket(number=number, ticket=ticket, layouts=layouts),
+            decides=_is_refused,
+        )
+        await self._answered(request, decoded.ticket_id, decoded.timeout_seconds)
 
-    def _new_request(self) -> int:
-        """Return the number of a new request, which the caller sends; ``_answered`` follows."""
-        number = next(self._numbers)
-        self._requests[number] = _Request(len(self._membership.ranks))
-        return number
-
-    async def _answered(self, number: int, ticket_id: bytes, seconds: float) -> None:
+    async def _answered(self, request: RankRequest, ticket_id: bytes, seconds: float) -> None:
         """Wait for the replies of all ranks; after an error, the ticket is closed.
 
         Cancellation: likewise.
         """
-        request = self._requests[number]
         try:
-            async with asyncio.timeout(seconds):
-                await request.ended
+            await request.decided(seconds)
+            for rank, reply in request.replies.items():
+                if reply.error:
+                    raise ERRORS.get(reply.kind, PeerError)(f"rank {rank}: {reply.error}")
         except BaseException as error:
             self.close_ticket(ticket_id, "the ticket could not be opened on all ranks")
             if isinstance(error, TimeoutError):
                 raise PeerError(
-                    f"ranks {sorted(request.owing)} have not opened the ticket within "
+                    f"ranks {request.silent_ranks} have not opened the ticket within "
                     f"{seconds:.3g} s"
                 ) from None
             raise
-        finally:
-            del self._requests[number]
-            if request.ended.done() and not request.ended.cancelled():
-                request.ended.exception()  # retrieved, also when the caller was cancelled
 
     def close_ticket(self, ticket_id: bytes, reason: str) -> None:
         """End a ticket on all ranks, with the plans that were submitted before."""
         self._flush()
-        self._send(CloseTicket(ticket_id=ticket_id, reason=reason))
+        self._membership.send(CloseTicket(ticket_id=ticket_id, reason=reason))
 
-    def _send(self, message: Expect | OpenTicket | CloseTicket) -> None:
-        self._membership.send(message)
+    def on_ended(self, state: RankState, message: TicketEnded) -> None:
+        """Take note that a ticket has ended on a rank."""
+        self.on_end(message.ticket_id, f"rank {state.rank}: {message.reason}")
 
-    def on_message(self, state: RankState, message: TicketReply | TicketEnded) -> None:
-        """Note the answer of a rank, or the end of a ticket on it; a late answer is ignored."""
-        if isinstance(message, TicketEnded):
-            self.on_end(message.ticket_id, f"rank {state.rank}: {message.reason}")
-        elif (request := self._requests.get(message.number)) is not None:
-            request.note(state.rank, message)
 
-    def end_all(self, lost: RankLost | None = None) -> None:
-        """Fail the callers that wait: a rank was lost, or the group closes."""
-        for request in self._requests.values():
-            if lost is None:
-                request.fail(ClosedError("the group of ranks is closing"))
-            else:
-                request.fail(RankLost(str(lost), rank=lost.rank))
+def _is_refused(reply: Reply) -> bool:
+    return bool(reply.error)

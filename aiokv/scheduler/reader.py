@@ -541,7 +541,7 @@ class CacheReader:
         )
 
     def leases(self, limit: int) -> list[LeaseInfo]:
-        """Return at most ``limit`` leases in bounded time; see ``CacheEngine.leases``."""
+        """Return at most ``limit`` leases in bounded time; see ``Inspection.leases``."""
         waits = self._waits(limit)
         listed = [self._lease_info(self._core.describe(lease_id), waits) for lease_id in waits]
         for entry in self._core.oldest_leases(limit):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from aiokv.base.groups import Retention
     from aiokv.base.plan import GroupRoute, Route
     from aiokv.layout.arrays import Piece
     from aiokv.layout.regions import Regions
@@ -261,52 +262,27 @@ class ManualDevice:
     @property
     def onloads(self) -> list[ManualCopy]:
         """Onloads that have not ended, in the order of submission."""
-        return self._copies["all", ONLOAD]
+        return self.copies_of(ONLOAD)
 
     @property
     def offloads(self) -> list[ManualCopy]:
         """Offloads that have not ended, in the order of submission."""
-        return self._copies["all", OFFLOAD]
-
-    @property
-    def state_moves(self) -> list[ManualCopy]:
-        """Copies of state slots that have not ended, in the order of submission."""
-        return self._copies[STATE_CLONE]
+        return self.copies_of(OFFLOAD)
 
     @property
     def copies(self) -> list[ManualCopy]:
         """All copies that have not ended, onloads first."""
         return [copy for copies in self._copies.values() for copy in copies]
 
-    @property
-    def state_onloads(self) -> list[ManualCopy]:
-        """Copies of state slots from host memory that have not ended."""
-        return self._copies["last", ONLOAD]
+    def copies_of(self, route: Route, retention: Retention = "all") -> list[ManualCopy]:
+        """Copies of a route that have not ended, in the order of submission.
 
-    @property
-    def state_offloads(self) -> list[ManualCopy]:
-        """Copies of state slots to host memory that have not ended."""
-        return self._copies["last", OFFLOAD]
-
-    @property
-    def receives(self) -> list[ManualCopy]:
-        """Copies of received blocks that have not ended."""
-        return self._copies["all", RECEIVE]
-
-    @property
-    def sends(self) -> list[ManualCopy]:
-        """Copies of blocks to be sent that have not ended."""
-        return self._copies["all", SEND]
-
-    @property
-    def window_onloads(self) -> list[ManualCopy]:
-        """Copies of window blocks from host memory that have not ended."""
-        return self._copies["window", ONLOAD]
-
-    @property
-    def window_offloads(self) -> list[ManualCopy]:
-        """Copies of window blocks to host memory that have not ended."""
-        return self._copies["window", OFFLOAD]
+        Args:
+            route: the route.
+            retention: retention of the group: ``"last"`` for recurrent state, ``"window"`` for the
+                blocks of all window groups.
+        """
+        return self._copies[retention, route]
 
     def tiers(self, route: Route, group: str = ATTENTION) -> tuple[Regions, HostArena]:
         """Return the device tensors and the host memory of a route between the two tiers."""

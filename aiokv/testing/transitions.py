@@ -222,13 +222,13 @@ def record(engine: CacheEngine, path: str | Path | None = None) -> Recording:
         UsageError: the engine was entered before.
         OSError: the file cannot be written.
     """
-    if engine.has_begun:
+    if engine.health().phase != "new":
         raise UsageError(
             "record: the engine was entered before; a log begins with an empty cache",
             hint="call record(engine) before `async with engine`",
         )
     file = None if path is None else Path(path).open("wb")  # noqa: SIM115 (closed by stop)
-    return Recording(engine.scheduler, engine.config, file)
+    return Recording(engine.inspect.parts.scheduler, engine.config, file)
 
 
 def replay_transitions(log: TransitionLog) -> int:

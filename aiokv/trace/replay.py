@@ -266,8 +266,8 @@ async def replay(
         options: options of the replay.
         stages: shows progress.
         observe: returns a context for an engine that replays the trace, such as
-            ``engine.observing()``. A plain replay enters it for its pass with latencies, so that
-            the CPU time of the index does not include it.
+            ``engine.inspect.observing()``. A plain replay enters it for its pass with latencies, so
+            that the CPU time of the index does not include it.
 
     Raises:
         InternalError: with ``execute``, a cached block held the wrong bytes.

@@ -9,7 +9,7 @@ A :class:`Worker` opens, sleeps and closes. Its parts have one small interface e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import msgspec
@@ -52,7 +52,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     of a worker.
 
     Attributes:
-        routes: routes of plans that ``submit`` takes, by retention of their group.
+        routes: routes of plans that ``take`` accepts, by retention of their group.
         checksums: ``record_checksums`` may be called, and onloads are verified with them.
         step_events: ``close_step`` takes events; otherwise it takes None only.
         owns_tensors: the device tensors are in this process, and ``wake_up`` takes new ones.
@@ -123,14 +123,13 @@ class WorkerState:
 class Plans(Protocol):
     """Plans of a worker. Each is reported exactly once, unless it was cancelled ``"at once"``."""
 
-    def submit(self, plan: TransferPlan) -> LayerDoneCounter:
+    def take(self, plan: TransferPlan) -> LayerDoneCounter:
         """Take a plan; its blocks belong to the transfer until its report.
 
-        Raises:
-            UsageError: no blocks, unequal lists, ids out of range, a duplicate destination, a
-                transfer id that is in use, or a route that is not in ``capabilities.routes``.
-                Nothing changed.
-            ClosedError: the worker is closing, or is not open.
+        A plan that the worker refuses is reported as failed in a later callback of the loop: one
+        with no blocks, unequal lists, ids out of range, a duplicate destination, a transfer id that
+        is in use, or a route that is not in ``capabilities.routes``; and any plan when the worker
+        is closing, asleep, or not open.
         """
 
     def counter(self, transfer_id: int) -> LayerDoneCounter | None:
@@ -343,6 +342,37 @@ class Tickets(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStart:
+    """Sizes, the poller and the callbacks that a worker is opened with.
+
+    Attributes:
+        device_blocks: blocks that the tensors must hold at least.
+        host_blocks: capacity of the host tier; its memory is reserved by ``Worker.open``.
+        poller: open, of the running loop; stays the caller's, who closes it after ``aclose``.
+        on_report: gets exactly one report per plan, in a callback of the loop, never inside a call.
+        on_step: called with the number of a closed step when that and all earlier ones have
+            finished, or with the error of its event. Idempotent.
+        on_lost: called when a part of the worker is gone; no transfer can succeed until
+            ``restart``. A worker without ranks never calls it.
+        identity: origin of the blocks, for their keys in the stores, and for peers; required with
+            either.
+        windows: ``CacheConfig.windows``; memory for their ``host_blocks`` is reserved, too.
+        on_ticket_end: called with the id of a ticket that was opened, and the reason, when it has
+            ended: no plan of it can succeed any more. Reports of its plans may follow. Idempotent.
+    """
+
+    device_blocks: int
+    host_blocks: int
+    poller: EventPoller
+    on_report: Callable[[TransferReport], None]
+    on_step: Callable[[int, BaseException | None], None]
+    on_lost: Callable[[RankLost], None] = lambda lost: None
+    identity: StoreIdentity | None = None
+    windows: Mapping[str, WindowGroup] = field(default_factory=dict)
+    on_ticket_end: Callable[[bytes, str], None] = lambda ticket_id, reason: None
+
+
 class Worker(Protocol):
     """Executes plans; never decides. Used on one loop.
 
@@ -350,7 +380,7 @@ class Worker(Protocol):
     can be read at any time: before ``open`` they say that nothing has happened, after ``aclose``
     they keep their last values.
 
-    The worker reports through callbacks of the loop, given to ``open``.
+    The worker reports through the callbacks of its :class:`WorkerStart`.
     """
 
     @property
@@ -377,37 +407,8 @@ class Worker(Protocol):
     def tickets(self) -> Tickets:
         """Tickets of peers."""
 
-    async def open(
-        self,
-        *,
-        device_blocks: int,
-        host_blocks: int,
-        poller: EventPoller,
-        on_report: Callable[[TransferReport], None],
-        on_step: Callable[[int, BaseException | None], None],
-        on_lost: Callable[[RankLost], None],
-        identity: StoreIdentity | None = None,
-        windows: Mapping[str, WindowGroup] | None = None,
-        on_ticket_end: Callable[[bytes, str], None] = lambda ticket_id, reason: None,
-    ) -> None:
+    async def open(self, start: WorkerStart) -> None:
         """Take host memory, open the stores, and bind the worker to the running loop. Called once.
-
-        Args:
-            device_blocks: blocks that the tensors must hold at least.
-            host_blocks: capacity of the host tier; its memory is reserved here.
-            poller: open, of the running loop; stays the caller's, who closes it after ``aclose``.
-            on_report: gets exactly one report per plan, in a callback of the loop, never inside a
-                call.
-            on_step: called with the number of a closed step when that and all earlier ones have
-                finished, or with the error of its event. Idempotent.
-            on_lost: called when a part of the worker is gone; no transfer can succeed until
-                ``restart``.
-            identity: origin of the blocks, for their keys in the stores, and for peers; required
-                with either.
-            windows: ``CacheConfig.windows``; memory for their ``host_blocks`` is reserved here.
-            on_ticket_end: called with the id of a ticket that was opened, and the reason, when it
-                has ended: no plan of it can succeed any more. Reports of its plans may follow.
-                Idempotent.
 
         Raises:
             UsageError: opened before; or another open worker of this process has the device or a

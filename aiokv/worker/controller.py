@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
-from aiokv.base.plan import PEER_ROUTES, TransferPlan, TransferReport, group_routes
+from aiokv.base.plan import PEER_ROUTES, TransferPlan, group_routes
 from aiokv.errors import ClosedError, ConfigError, UsageError
 from aiokv.peers.peer_transfers import PeerTransfers
 from aiokv.worker.base import Capabilities, WorkerFacts, WorkerState
@@ -23,19 +23,17 @@ from aiokv.worker.stores import WorkerStores
 from aiokv.worker.transfers import StepGate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from aiokv.base.statistics import WorkerStatistics
     from aiokv.base.types import Tier
     from aiokv.config.cache_config import WindowGroup
-    from aiokv.errors import RankLost
     from aiokv.layout.regions import Regions
     from aiokv.peers.options import Peers
-    from aiokv.stores.identity import StoreIdentity
     from aiokv.stores.pools import StorePools
+    from aiokv.worker.base import WorkerStart
     from aiokv.worker.device.base import Device
     from aiokv.worker.plan_table import Executor
-    from aiokv.worker.poller import EventPoller
 
 _DEVICE: Final[frozenset[Tier]] = frozenset(("device",))
 
@@ -75,7 +73,7 @@ class CacheController:
         self._opened = False
         self.steps = WorkerSteps(device, lambda: self.memory, self._checksums)
         self._gate = StepGate(self.steps.clock)
-        self.plans = PlanTable(self._check_plan)
+        self.plans = PlanTable(self._check_plan, lambda: self.memory.regions.num_layers)
         self._closing = False
         self._closed = False
         self._turn = (
@@ -114,50 +112,36 @@ class CacheController:
             restart=False,
         )
 
-    async def open(
-        self,
-        *,
-        device_blocks: int,
-        host_blocks: int,
-        poller: EventPoller,
-        on_report: Callable[[TransferReport], None],
-        on_step: Callable[[int, BaseException | None], None],
-        on_lost: Callable[[RankLost], None],
-        identity: StoreIdentity | None = None,
-        windows: Mapping[str, WindowGroup] | None = None,
-        on_ticket_end: Callable[[bytes, str], None] = lambda ticket_id, reason: None,
-    ) -> None:
+    async def open(self, start: WorkerStart) -> None:
         """Take host memory and the device, and open the stores; see :meth:`Worker.open`.
 
         Does not suspend without stores.
-
-        ``on_lost`` is never called: a controller has no ranks.
         """
         if self._opened or self._closing:
             raise UsageError("the cache controller was opened already; it can be opened once")
-        if device_blocks > (blocks := self.memory.device_blocks):
+        if start.device_blocks > (blocks := self.memory.device_blocks):
             raise ConfigError(
-                f"device_blocks is {device_blocks}, but the registered tensors hold only "
+                f"device_blocks is {start.device_blocks}, but the registered tensors hold only "
                 f"{blocks} blocks",
                 hint="register larger tensors, or lower CacheConfig.device_blocks",
             )
-        self._check_windows(windows or {})
+        self._check_windows(start.windows)
         self.memory.open(
-            host_blocks, {name: group.host_blocks for name, group in (windows or {}).items()}
+            start.host_blocks, {name: group.host_blocks for name, group in start.windows.items()}
         )
         try:
-            await self.stores.open(identity)
+            await self.stores.open(start.identity)
             try:
-                await self.tickets.open(identity, poller, on_ticket_end)
+                await self.tickets.open(start.identity, start.poller, start.on_ticket_end)
             except BaseException:
                 await self.stores.aclose()
                 raise
         except BaseException:
             self.memory.close()
             raise
-        self.steps.open(poller, self._follow_step, on_step)
-        self._transfers.open(poller)
-        self.plans.open(poller, on_report)
+        self.steps.open(start.poller, self._follow_step, start.on_step)
+        self._transfers.open(start.poller)
+        self.plans.open(start.poller, start.on_report)
         self._opened = True
 
     def _check_windows(self, windows: Mapping[str, WindowGroup]) -> None:
@@ -200,7 +184,7 @@ class CacheController:
     # --- plans ------------------------------------------------------------------------------
 
     def _check_plan(self, plan: TransferPlan) -> tuple[Executor[Any], int]:
-        """Return the executor of a plan, and the bytes that it moves; see :meth:`Plans.submit`."""
+        """Return the executor of a plan, and the bytes that it moves; see ``PlanTable.submit``."""
         if self._closing:
             raise ClosedError("the cache controller is closing")
         self.steps.open_poller()

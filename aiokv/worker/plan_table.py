@@ -137,16 +137,23 @@ class PlanTable:
     Args:
         check: returns the executor of a plan, and the bytes that the plan moves. Raises for a plan
             that the worker cannot take.
+        num_layers: returns the layers of the model, as they are known now.
 
     Attributes:
         is_given_up: True after ``give_up`` was called.
     """
 
-    def __init__(self, check: Callable[[TransferPlan], tuple[Executor[Any], int]]) -> None:
+    def __init__(
+        self,
+        check: Callable[[TransferPlan], tuple[Executor[Any], int]],
+        num_layers: Callable[[], int],
+    ) -> None:
         self._check = check
+        self._num_layers = num_layers
         self._entries: dict[int, PlanEntry[Any]] = {}
         self._poller: EventPoller | None = None
         self._on_report: Callable[[TransferReport], None] = lambda report: None
+        self._num_refused = 0  # plans whose reports are due
         self._drained: list[asyncio.Future[None]] = []
         self.is_given_up = False
 
@@ -168,8 +175,24 @@ class PlanTable:
 
     # --- for the engine -----------------------------------------------------------------------
 
+    def take(self, plan: TransferPlan) -> LayerDoneCounter:
+        """Submit a plan, or report it as failed; see :meth:`Plans.take`."""
+        try:
+            return self.submit(plan)
+        except MemoryError:  # anywhere in the executor, which may have begun the transfer
+            raise
+        except Exception as error:  # a repeated call would raise it again
+            return self._refuse(plan, CopyError(0, str(error) or type(error).__name__))
+
     def submit(self, plan: TransferPlan) -> LayerDoneCounter:
-        """Take a plan; see :meth:`Plans.submit`."""
+        """Take a plan, and return its counter.
+
+        Raises:
+            UsageError: no blocks, unequal lists, ids out of range, a duplicate destination, a
+                transfer id that is in use, or a route that is not in ``Capabilities.routes``.
+                Nothing changed.
+            ClosedError: the worker is closing, or is not open.
+        """
         if plan.transfer_id in self._entries:
             raise UsageError(f"transfer {plan.transfer_id} is in flight already")
         executor, num_bytes = self._check(plan)
@@ -212,7 +235,7 @@ class PlanTable:
 
         Cancellation: stops waiting; the transfers go on.
         """
-        while self._entries and not self.is_given_up:
+        while (self._entries or self._num_refused) and not self.is_given_up:
             drained = asyncio.get_running_loop().create_future()
             self._drained.append(drained)
             try:
@@ -308,8 +331,11 @@ class PlanTable:
 
     def report_soon(self, entry: PlanEntry[Any]) -> None:
         """Call ``send_report`` in a later callback of the loop."""
+        self._soon(partial(self.send_report, entry))
+
+    def _soon(self, call: Callable[[], None]) -> None:
         if self._poller is not None and not self._poller.closed:
-            self._poller.soon(partial(self.send_report, entry))
+            self._poller.soon(call)
 
     def send_report(self, entry: PlanEntry[Any]) -> None:
         """Release the waiters of a plan that has ended, report it, and forget it. Idempotent.
@@ -332,6 +358,26 @@ class PlanTable:
             entry.counts.end(report.outcome, entry.moved_bytes, queued)
             if not self._entries:
                 self._wake_drained()
+
+    def _refuse(self, plan: TransferPlan, failure: CopyError) -> LayerDoneCounter:
+        """Report a plan that was not added: its id may be that of a plan in flight."""
+        transfer_id = plan.transfer_id
+        counter = LayerDoneCounter(
+            self._num_layers(), transfer_id=transfer_id, direction=plan.direction
+        )
+        counter.refuse(failure)
+
+        def end() -> None:
+            self._num_refused -= 1
+            counter.finish(failure)
+            self._deliver(
+                TransferReport(transfer_id=transfer_id, outcome="failed", reason=failure.reason)
+            )
+            self._wake_drained()
+
+        self._num_refused += 1
+        self._soon(end)
+        return counter
 
     def cancel_waiting(self, executor: Executor[Any]) -> None:
         """Cancel, and report, the plans of an executor that have not begun."""

@@ -81,6 +81,7 @@ def test_the_other_blocks_of_a_page_are_valid(page, tmp_path):
     ("owner", "classes"),
     [
         ("engine", (aiokv.CacheEngine, aiokv.sync.SyncEngine)),
+        ("engine.inspect", (aiokv.statistics.Inspection,)),
         ("lease", (aiokv.Lease, aiokv.sync.SyncLease)),
         ("regions", (aiokv.Regions,)),
         ("receiving", (aiokv.Receiving,)),
@@ -89,7 +90,7 @@ def test_the_other_blocks_of_a_page_are_valid(page, tmp_path):
 )
 def test_each_method_that_the_documentation_names_exists(owner, classes):
     text = "".join(page.read_text() for page in [*PAGES, ROOT / "README.md"])
-    names = set(re.findall(rf"`(?:await |async with |with )?{owner}\.(\w+)", text))
+    names = set(re.findall(rf"`(?:await |async with |with )?{re.escape(owner)}\.(\w+)", text))
     assert names
     known = {name for cls in classes for name in dir(cls)}
     known |= set(re.findall(rf"`{owner}\.(\w+)`", (ROOT / "aiokv/observe/EVENTS.md").read_text()))

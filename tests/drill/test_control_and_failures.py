@@ -111,7 +111,7 @@ async def test_report_that_raises_does_not_stop_later_transfers(loop_errors, mon
     """Defect: The thread that takes results ends without an error, and every later swap hangs."""
     async with Drill(device_blocks=16) as drill:
         await drill.to_host(A)
-        scheduler = drill.engine.scheduler
+        scheduler = drill.engine.inspect.parts.scheduler
         complete = scheduler.complete
 
         def fail(report: object) -> None:

@@ -47,7 +47,7 @@ async def test_close_frees_all_memory():
         await engine.drain()
         await engine.evict(8)
         await engine.prefetch(A)
-        arena = engine.worker.memory.arena
+        arena = engine.inspect.parts.worker.memory.arena
     assert arena._map.closed
     del regions, tensor, engine, lease
     await spin(3)
@@ -64,7 +64,7 @@ async def test_sleep_frees_memory_only_after_all_transfers_ended():
     async with Drill() as drill:
         backup = drill.device.hold("offload")
         await drill.fill(A)
-        arena = drill.engine.worker.memory.arena
+        arena = drill.engine.inspect.parts.worker.memory.arena
         sleeping = asyncio.create_task(drill.engine.sleep(timeout=60.0))
         await clock.advance(59.0)
         assert not sleeping.done()

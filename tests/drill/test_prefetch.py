@@ -72,7 +72,7 @@ async def test_torn_bytes_are_detected():
     """Defect: No checksum and no length: a half-written block is accepted."""
     async with Drill(verify="checksum") as drill:
         await drill.to_host(A)
-        drill.engine.worker.memory.arena.blocks[:, 5] ^= 0xFF
+        drill.engine.inspect.parts.worker.memory.arena.blocks[:, 5] ^= 0xFF
         with pytest.raises(TransferError, match="checksum"):
             await drill.serve(A)
         assert drill.hit(A) == (0, 0)

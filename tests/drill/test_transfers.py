@@ -314,7 +314,7 @@ async def test_memory_is_kept_until_copies_end_and_devices_implement_every_metho
     await cache.fill(A)
     backup = cache.device.hold("offload")
     await cache.fill(B)
-    arena = cache.engine.worker.memory.arena
+    arena = cache.engine.inspect.parts.worker.memory.arena
     closing = asyncio.create_task(cache.engine.aclose(0.0))
     await spin(10)
     assert not closing.done()
@@ -420,7 +420,7 @@ async def test_host_memory_fits_quantised_blocks():
     await copy_there_and_back("quantised blocks")
     shaped = Shaped(regions_of(2, **SHAPES["quantised blocks"]))
     async with shaped.engine as engine:
-        arena = engine.worker.memory.arena
+        arena = engine.inspect.parts.worker.memory.arena
         pieces = list(shaped.regions.pieces())
         ends = [piece.host_offset_bytes + piece.block_bytes for piece in pieces]
         assert max(ends) <= arena.block_bytes
@@ -430,7 +430,7 @@ async def test_host_memory_fits_quantised_blocks():
             transfer_id=9, route=OFFLOAD, source_blocks=b"\0" * 4, target_blocks=beyond
         )
         with pytest.raises(UsageError):
-            engine.worker.plans.submit(plan)
+            engine.inspect.parts.worker.plans.submit(plan)
 
 
 async def test_offload_counts_only_after_its_own_event():

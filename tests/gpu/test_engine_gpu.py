@@ -193,7 +193,7 @@ async def test_a_checksum_finds_a_changed_host_block():
     async with engine:
         await compute(engine, tensors, tokens, 7, stream)
         await engine.evict(32)
-        arena = engine.worker.memory.arena
+        arena = engine.inspect.parts.worker.memory.arena
         arena.blocks[:, 5] ^= 1
         lease = await engine.match(np.append(tokens, np.int32(1)))
         await lease.allocate(TOKENS + 1)

@@ -186,7 +186,7 @@ async def test_host_snapshots_survive_the_sleep_of_the_device():
     engine, state = make(host_state_slots=4)
     async with engine:
         await serve(engine, state, stream, PROMPT, 5.0)
-        regions = engine.worker.memory.regions
+        regions = engine.inspect.parts.worker.memory.regions
         await engine.sleep(["device"])
         for layer in state:
             layer[:] = 77

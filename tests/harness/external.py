@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from aiokv.testing import spin
-from tests.harness.cache import BLOCK_TOKENS, Cache
+from tests.harness.cache import BLOCK_TOKENS, Cache, prompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    import numpy as np
-
     from aiokv import Lease
     from aiokv.testing.manual import ManualCopy
+
+A, B, C = (prompt(seed, 3) for seed in (1, 2, 3))
+LONG = np.concatenate([A[:12], prompt(9, 3)])  # begins with the blocks of A
 
 
 class ExternalCache(Cache):

@@ -40,7 +40,7 @@ def filled_records() -> dict[str, Any]:
     return {
         "statistics": statistics,
         "cache_statistics": statistics,
-        "salt_statistics": filled(dict[str, int]),
+        "device_blocks_by_salt": filled(dict[str, int]),
     }
 
 
@@ -49,9 +49,12 @@ def engine_with(records: dict[str, Any]) -> Any:
 
     It has nothing else: metrics and pages need only the public statistics of an engine.
     """
+    answers = {name: lambda value=value: value for name, value in records.items()}
+    by_salt = answers.pop("device_blocks_by_salt")
     return SimpleNamespace(
         config=CacheConfig(device_blocks=8, salt_quota_blocks=8),
         health=lambda: SimpleNamespace(failure=""),
         asleep=frozenset(),
-        **{name: lambda value=value: value for name, value in records.items()},
+        inspect=SimpleNamespace(device_blocks_by_salt=by_salt),
+        **answers,
     )

@@ -90,7 +90,7 @@ def end_without_closing(run) -> int:
     engine = make_engine()
     lease = run(leave_open(engine))
     assert engine.check_invariants() == []
-    assert [held["owner"] for held in engine.dump()["leases"]] == ["left"]
+    assert [held["owner"] for held in engine.inspect.dump()["leases"]] == ["left"]
     for _ in range(2):
         run(engine.aclose())  # in another loop
     lease.release()

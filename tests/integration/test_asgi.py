@@ -20,6 +20,7 @@ from aiokv import CacheConfig, CacheEngine, Peers
 from aiokv.errors import ConfigError, DeviceError, TransferError
 from aiokv.observe.asgi import asgi, failed_checks
 from aiokv.observe.snapshot import hidden, snapshot, without_credentials
+from aiokv.statistics import Inspection
 from aiokv.testing import ManualDevice, ScriptedStore, run_until_idle, running_clock, spin
 from tests.harness.served import Served, begin
 
@@ -341,18 +342,20 @@ async def test_urls_are_shown_without_credentials(url: str, shown: str):
 @pytest.mark.clock
 async def test_an_engine_has_an_observer_only_while_a_page_asks(monkeypatch):
     records: list[object] = []
-    add_observer = CacheEngine.add_observer
+    add_observer = Inspection.add_observer
 
-    def add_noted(engine: CacheEngine, observer: Any) -> None:
+    def add_noted(inspection: Inspection, observer: Any) -> None:
         def noted(record: Any, context: Any) -> None:
             records.append(record)
             observer(record, context)
 
-        monkeypatch.setattr(engine, "remove_observer", lambda _: remove_observer(engine, noted))
-        add_observer(engine, noted)
+        monkeypatch.setattr(
+            inspection, "remove_observer", lambda _: remove_observer(inspection, noted)
+        )
+        add_observer(inspection, noted)
 
-    remove_observer = CacheEngine.remove_observer
-    monkeypatch.setattr(CacheEngine, "add_observer", add_noted)
+    remove_observer = Inspection.remove_observer
+    monkeypatch.setattr(Inspection, "add_observer", add_noted)
     async with Served() as served:
         app = asgi(served.engine)
 

@@ -294,13 +294,16 @@ async def walk(random: Random, policy: str, quota: int | None, seen: Counter[boo
             elif (
                 verb == "commit"
                 and lease is not None
-                and not engine.scheduler.read.onloads(lease.id)
+                and not engine.inspect.parts.scheduler.read.onloads(lease.id)
             ):
                 lease.recompute_from()
                 lease.commit(min(lease.num_tokens, len(tokens[lease])))
             elif verb == "line" and lease is not None and len(waiting) < 2:
                 blocks = min(len(tokens[lease]) // BLOCK_TOKENS + 1, 5)
-                needed = max(blocks * BLOCK_TOKENS, engine.scheduler.read.computed_tokens(lease.id))
+                needed = max(
+                    blocks * BLOCK_TOKENS,
+                    engine.inspect.parts.scheduler.read.computed_tokens(lease.id),
+                )
                 waiting[asyncio.ensure_future(lease.allocate(needed))] = lease
             elif verb in ("preempt", "swap") and lease is not None:
                 waiting[asyncio.ensure_future(lease.preempt(swap=verb == "swap"))] = lease

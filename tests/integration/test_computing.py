@@ -586,7 +586,7 @@ async def test_a_grant_that_is_cancelled_while_a_batch_computes_with_it_keeps_it
         await asyncio.wait([allocating])
         assert cache.engine.check_invariants() == []
         assert cache.statistics.attention.device.free == 0
-        assert cache.engine.dump()["leases"][-1]["owner"] == "request"
+        assert cache.engine.inspect.dump()["leases"][-1]["owner"] == "request"
         work.set_result(None)
         await spin(2)
         assert cache.statistics.attention.device.free == 4

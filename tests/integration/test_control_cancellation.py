@@ -64,7 +64,7 @@ async def drive(cache: Cache, task: asyncio.Task) -> None:
 
 async def undo(cache: Cache, verb: str) -> None:
     """End the effect of a control call that had completed before its cancellation."""
-    if verb == "quiesce" and cache.engine.dump()["paused"]:
+    if verb == "quiesce" and cache.engine.inspect.dump()["paused"]:
         cache.engine.resume()
     await drive(cache, asyncio.create_task(cache.engine.wake_up(regions=cache.memory.regions)))
 
@@ -114,7 +114,7 @@ async def cancel_after(verb: str, passes: int) -> None:
         if passes <= 2:
             holder.release(after=event)
         await undo(cache, verb)
-        assert not cache.engine.dump()["paused"]
+        assert not cache.engine.inspect.dump()["paused"]
         if verb == "shrink" and cache.statistics.attention.device.blocks == 5:
             with pytest.raises(RequestTooLarge):
                 await waiting

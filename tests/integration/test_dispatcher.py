@@ -76,7 +76,7 @@ async def test_grant_in_the_pass_of_a_cancellation_is_taken_back():
         holder.release()
         await asyncio.wait([task])
         assert task.cancelled()
-        assert cache.engine.scheduler.read.granted_leases == 0
+        assert cache.engine.inspect.parts.scheduler.read.granted_leases == 0
         assert lease.layers.is_done
         lease.release()
         await cache.finish()
@@ -91,7 +91,7 @@ async def test_applied_effects_are_not_returned_again():
         lease.release()
         (await task).release()
         other = cache.engine.match(B)
-        _, effects = cache.engine.scheduler.stop_wait_pending(other.id)
+        _, effects = cache.engine.inspect.parts.scheduler.stop_wait_pending(other.id)
         assert effects is NO_EFFECTS
         other.release()
 
@@ -100,7 +100,7 @@ async def test_device_hits_leave_no_effects(monkeypatch):
     """A request whose prompt is on the device costs no object of effects."""
     async with Cache(device_blocks=8, host_blocks=0) as cache:
         await cache.fill(A)
-        scheduler = cache.engine.scheduler
+        scheduler = cache.engine.inspect.parts.scheduler
         returned = {}
 
         def noting(name, transition):
@@ -137,7 +137,7 @@ async def test_wait_whose_layers_were_not_shown_ends_with_its_deadline():
         loop.call_soon(loop.call_soon, free)  # in the pass of the deadline, behind it
         with pytest.raises(AllocateTimeout):
             await task
-        assert not cache.engine.scheduler.read.is_granted(lease.id)
+        assert not cache.engine.inspect.parts.scheduler.read.is_granted(lease.id)
         assert lease.layers.is_done
         assert await lease.allocate(len(A)) is lease
         assert not lease.layers.is_done
@@ -158,7 +158,7 @@ async def test_plan_that_the_worker_cannot_take_fails_and_blocks_no_later_call(m
             raise RuntimeError("no room for the plan")
 
         with monkeypatch.context() as patch:
-            patch.setattr(cache.engine.worker.plans, "submit", broken)
+            patch.setattr(cache.engine.inspect.parts.worker.plans, "submit", broken)
             lease = await cache.engine.match(A).allocate(len(A))
         with pytest.raises(TransferError, match="no room for the plan"):
             await lease.layers.wait_all()

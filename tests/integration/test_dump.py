@@ -1,4 +1,4 @@
-"""engine.dump(): leases, pins and their blocks as plain values."""
+"""engine.inspect.dump(): leases, pins and their blocks as plain values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ A = [1, 2, 3, 4, 5, 6, 7]
 
 
 def by_owner(served: Served) -> dict[str, dict]:
-    dump = json.loads(json.dumps(served.engine.dump()))
+    dump = json.loads(json.dumps(served.engine.inspect.dump()))
     return {lease["owner"]: lease for lease in dump["leases"]}
 
 
@@ -39,7 +39,7 @@ async def test_dump_shows_leases_in_every_state():
         assert leases["swapped"]["computed_tokens"] == 3
         assert leases["swapped"]["block_table"] == []
         assert not leases[hex(matched.id)]["granted"]
-        dump = served.engine.dump()
+        dump = served.engine.inspect.dump()
         assert dump["waiting"] == [{"owner": "large", "num_tokens": 14}]
         assert dump["paused"] is False
         assert dump["statistics"]["leases"] == 4
@@ -51,7 +51,7 @@ async def test_dump_shows_leases_in_every_state():
         await task
         for lease in (swapped, matched, large):
             lease.release()
-        dump = served.engine.dump()
+        dump = served.engine.inspect.dump()
         assert dump["leases"] == dump["waiting"] == []
         assert dump["pins"] == 0
 
@@ -61,7 +61,7 @@ async def test_dump_shows_pins_and_pauses():
         await served.serve(A)
         pin = await served.engine.pin(A)
         served.engine.pause()
-        dump = served.engine.dump()
+        dump = served.engine.inspect.dump()
         assert (dump["pins"], dump["paused"]) == (1, True)
         assert by_owner(served)["pin"]["num_tokens"] == 6
         served.engine.resume()
@@ -75,10 +75,10 @@ async def test_dump_shows_leases_that_wait_for_quota():
         second = served.engine.match(A, salt="a", owner="second")
         task = asyncio.create_task(second.allocate(7))
         await spin(2)
-        dump = served.engine.dump()
+        dump = served.engine.inspect.dump()
         assert dump["waiting_for_quota"] == [{"owner": "second", "salt": "a", "num_blocks": 4}]
         assert dump["quota"] == {"a": 4}
         first.release()
         await task
         second.release()
-        assert served.engine.dump()["quota"] == {}
+        assert served.engine.inspect.dump()["quota"] == {}

@@ -143,7 +143,7 @@ class Model(Cache):
 
     async def reads_what_it_computes(self) -> None:
         """Compare the bytes of hits on the device, in host memory and in the store."""
-        assert not self.engine.dump()["paused"]
+        assert not self.engine.inspect.dump()["paused"]
         for tokens in (A, C):
             await self.read(tokens)
         assert (await self.read(C)).device_tokens == 8
@@ -249,7 +249,7 @@ async def test_failed_wake_up_keeps_no_tensors(how):
             model.engine.wake_up(regions=model.memory.regions, timeout=5.0)
         )
         await spin(10)
-        assert model.engine.worker.memory.regions is model.memory.regions
+        assert model.engine.inspect.parts.worker.memory.regions is model.memory.regions
         if how == "cancelled":
             waking.cancel()
         await running_clock().advance(6.0)
@@ -257,7 +257,9 @@ async def test_failed_wake_up_keeps_no_tensors(how):
         with pytest.raises(asyncio.CancelledError if how == "cancelled" else ControlTimeout):
             await waking
         assert model.engine.asleep == {"device", "host"}
-        assert not any(piece.owner for piece in model.engine.worker.memory.regions.all_pieces())
+        assert not any(
+            piece.owner for piece in model.engine.inspect.parts.worker.memory.regions.all_pieces()
+        )
         with pytest.raises(LayoutError, match="needs its tensors"):
             await model.engine.wake_up()
         await model.wake_up()

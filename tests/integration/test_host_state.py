@@ -64,8 +64,8 @@ async def test_a_snapshot_outlives_its_device_slot():
             2,
         )
         assert await restored(hybrid) == 6
-        assert hybrid.engine.worker.statistics().routes["state_onload"].done == 1
-        assert hybrid.engine.worker.statistics().routes["state_offload"].done == 2
+        assert hybrid.engine.inspect.parts.worker.statistics().routes["state_onload"].done == 1
+        assert hybrid.engine.inspect.parts.worker.statistics().routes["state_offload"].done == 2
 
 
 async def test_blocks_and_state_both_return_from_the_host():
@@ -153,7 +153,7 @@ async def test_a_slot_that_is_being_saved_is_not_reused():
         hybrid.prefill(lease, PROMPT)
         lease.release()
         await spin(4)
-        assert len(device.state_offloads) == 1
+        assert len(device.copies_of(OFFLOAD, "last")) == 1
         first, second = (hybrid.engine.match([name, 1, 2]) for name in (3, 4))
         assert first.try_allocate(3)
         assert not second.try_allocate(3), "the other slot is being read"
@@ -180,11 +180,11 @@ async def test_a_failed_save_leaves_no_host_snapshot(arrived_layers: int):
         await settle(hybrid.engine, device)
         hybrid.prefill(lease, PROMPT)
         lease.release()
-        while not device.state_offloads:
+        while not device.copies_of(OFFLOAD, "last"):
             for copy in device.offloads:
                 copy.complete_all()
             await asyncio.sleep(0)
-        save = device.state_offloads[0]
+        save = device.copies_of(OFFLOAD, "last")[0]
         for layer in range(arrived_layers):
             save.complete(layer)
         save.fail_all()
@@ -215,8 +215,8 @@ async def test_a_failed_restore_drops_the_host_snapshot_and_computes(refused: bo
             device.refuse = RuntimeError("no")
         await lease.allocate(7)
         if not refused:
-            device.state_onloads[0].complete(1)
-            device.state_onloads[0].fail_all()
+            device.copies_of(ONLOAD, "last")[0].complete(1)
+            device.copies_of(ONLOAD, "last")[0].fail_all()
         with pytest.raises(TransferError) as caught:
             await lease.layers.wait_all()
         assert caught.value.first_bad_token == 0
@@ -245,7 +245,7 @@ async def test_layers_of_the_state_are_awaited_one_by_one():
         waiting = asyncio.ensure_future(lease.layers.wait(0))
         await spin(3)
         assert not waiting.done()
-        device.state_onloads[0].complete(0)
+        device.copies_of(ONLOAD, "last")[0].complete(0)
         await waiting
         assert lease.layers.pending_layers == [1, 2]
         await settle(hybrid.engine, device)
@@ -259,7 +259,7 @@ async def test_a_lease_released_during_its_restore_keeps_slot_and_snapshot_in_us
         await saved_on(device, hybrid)
         lease = hybrid.engine.match(PROMPT)
         await lease.allocate(7)
-        device.state_onloads[0].complete(0)
+        device.copies_of(ONLOAD, "last")[0].complete(0)
         lease.release()
         assert hybrid.engine.check_invariants() == []
         reset = asyncio.ensure_future(hybrid.engine.reset())
@@ -307,7 +307,7 @@ async def test_a_reset_during_a_save_frees_both_slots():
         hybrid.prefill(lease, PROMPT)
         lease.release()
         await spin(4)
-        assert device.state_offloads
+        assert device.copies_of(OFFLOAD, "last")
         reset = asyncio.ensure_future(hybrid.engine.reset())
         await spin()
         assert hybrid.engine.check_invariants() == []
@@ -332,11 +332,11 @@ async def test_a_save_waits_until_the_step_of_its_snapshot_is_closed():
         await spin(4)
         hybrid.prefill(lease, PROMPT)
         await spin(4)
-        assert device.state_offloads == []
+        assert device.copies_of(OFFLOAD, "last") == []
         event = ManualEvent()
         hybrid.engine.step(event)
         await spin(4)
-        assert [copy.after for copy in device.state_offloads] == [event]
+        assert [copy.after for copy in device.copies_of(OFFLOAD, "last")] == [event]
         event.complete()
         lease.release()
         hybrid.engine.step()

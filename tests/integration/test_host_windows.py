@@ -67,7 +67,7 @@ async def test_windows_outlive_their_device_blocks():
             assert await serve_and_save(model, tokens) == 0
         assert await serve_and_save(model, [*PROMPT, 7]) == 20
         assert onloaded(model) == NEEDED
-        worker = model.engine.worker.statistics()
+        worker = model.engine.inspect.parts.worker.statistics()
         assert worker.routes["window_onload"].done == 2, "one transfer per group"
         assert worker.routes["window_offload"].done > 0
         assert await serve_and_save(model, [*PROMPT, 8]) == 20
@@ -148,7 +148,7 @@ async def test_a_layer_is_ready_when_its_window_has_arrived():
         await saved_on(device, model)
         lease = model.engine.match([*PROMPT, 7])
         await lease.allocate(21)
-        near, far = device.window_onloads
+        near, far = device.copies_of(ONLOAD, "window")
         assert (near.group, far.group) == tuple(WINDOWS)
         far.complete_all()
         waiting = asyncio.ensure_future(lease.layers.wait(0))
@@ -169,7 +169,7 @@ async def test_positions_that_are_committed_during_an_onload_keep_its_targets():
         await saved_on(device, model)
         lease = model.engine.match(tokens)
         await lease.allocate(24)
-        for copy in device.window_onloads:
+        for copy in device.copies_of(ONLOAD, "window"):
             for layer in range(3):
                 copy.submit(layer)
         table = {group: lease.window_table(group) for group in WINDOWS}
@@ -194,7 +194,7 @@ async def test_a_failed_onload_drops_the_host_blocks_and_computes(refused: bool)
         if refused:
             device.refuse = RuntimeError("no")
         await lease.allocate(21)
-        for copy in list(device.window_onloads):
+        for copy in list(device.copies_of(ONLOAD, "window")):
             if copy.group == "far" and not refused:
                 copy.complete(0)
                 copy.fail_all(block=1)
@@ -236,7 +236,7 @@ async def test_a_lease_released_during_its_onload_leaves_cached_blocks():
         await saved_on(device, model)
         lease = model.engine.match([*PROMPT, 7])
         await lease.allocate(21)
-        device.window_onloads[0].complete(0)
+        device.copies_of(ONLOAD, "window")[0].complete(0)
         lease.release()
         assert model.engine.check_invariants() == []
         await settle(model.engine, device)
@@ -274,7 +274,7 @@ async def test_blocks_that_are_being_saved_are_not_reused():
         await lease.allocate(20)
         model.prefill(lease, PROMPT)
         lease.release()
-        while not device.window_offloads:
+        while not device.copies_of(OFFLOAD, "window"):
             for copy in device.offloads:
                 copy.complete_all()
             await asyncio.sleep(0)
@@ -300,11 +300,11 @@ async def test_a_save_waits_until_the_step_of_its_blocks_is_closed():
         model.prefill(lease, PROMPT)
         lease.release()
         await spin(4)
-        assert device.window_offloads == []
+        assert device.copies_of(OFFLOAD, "window") == []
         event = ManualEvent()
         model.engine.step(event)
         await spin(4)
-        assert {copy.after for copy in device.window_offloads} == {event}
+        assert {copy.after for copy in device.copies_of(OFFLOAD, "window")} == {event}
         event.complete()
         await settle(model.engine, device)
         assert min(saved(model).values()) > 0
@@ -331,8 +331,8 @@ async def test_an_onload_never_waits_for_the_open_step():
         lease = model.engine.match([*PROMPT, 7])
         assert lease.can_allocate(21)
         assert lease.try_allocate(21)
-        assert all(copy.after is None for copy in device.window_onloads)
-        assert lease.layers.is_done or device.window_onloads
+        assert all(copy.after is None for copy in device.copies_of(ONLOAD, "window"))
+        assert lease.layers.is_done or device.copies_of(ONLOAD, "window")
         lease.release()
         model.engine.step()
         await settle(model.engine, device)

@@ -1,4 +1,4 @@
-"""engine.leases(), hottest_prefixes() and health(): lists for tools."""
+"""engine.inspect.leases(), hottest_prefixes(), and engine.health(): lists for tools."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ A = [1, 2, 3, 4, 5, 6, 7]
 
 
 def waits(served: Served) -> dict[str, str]:
-    return {lease.owner: lease.waits_for for lease in served.engine.leases()}
+    return {lease.owner: lease.waits_for for lease in served.engine.inspect.leases()}
 
 
 async def test_leases_are_listed_with_what_they_wait_for():
@@ -35,7 +35,7 @@ async def test_leases_are_listed_with_what_they_wait_for():
             asyncio.create_task(lease.allocate(14, priority=-i)) for i, lease in enumerate(large)
         ]
         await spin(2)
-        listed = served.engine.leases()
+        listed = served.engine.inspect.leases()
         assert [lease.owner for lease in listed[:3]] == ["large2", "large1", "large0"]
         assert waits(served) == {
             "large0": "capacity",
@@ -52,8 +52,8 @@ async def test_leases_are_listed_with_what_they_wait_for():
         assert by_owner[hex(matched.id)].cached_tokens == 6
         assert by_owner["large0"].state is LeaseState.WAITING
         assert all(lease.age_seconds >= 0 for lease in listed)
-        assert [lease.owner for lease in served.engine.leases(2)] == ["large2", "large1"]
-        assert served.engine.leases(0) == []
+        assert [lease.owner for lease in served.engine.inspect.leases(2)] == ["large2", "large1"]
+        assert served.engine.inspect.leases(0) == []
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
@@ -62,7 +62,7 @@ async def test_leases_are_listed_with_what_they_wait_for():
         await swap
         for lease in (swapping, loading, matched, *large):
             lease.release()
-        assert served.engine.leases() == []
+        assert served.engine.inspect.leases() == []
 
 
 async def test_waits_for_quota_and_for_other_leases_are_listed():
@@ -89,9 +89,9 @@ async def test_a_lease_that_a_batch_uses_after_its_release_is_listed():
         lease = await served.engine.match(A, owner="left").allocate(7)
         with served.engine.computing([lease]):
             lease.release()
-            (listed,) = served.engine.leases()
+            (listed,) = served.engine.inspect.leases()
             assert (listed.owner, listed.state, listed.waits_for) == ("left", "released", "batch")
-        assert served.engine.leases() == []
+        assert served.engine.inspect.leases() == []
 
 
 async def test_hottest_prefixes_form_a_tree_with_salts_and_adapters():
@@ -102,7 +102,7 @@ async def test_hottest_prefixes_form_a_tree_with_salts_and_adapters():
         lease = engine.match([1, 2, 3], salt="a:b", adapter="lora")
         await lease.allocate(3)
         lease.commit(3)
-        hot = engine.hottest_prefixes()
+        hot = engine.inspect.hottest_prefixes()
         assert hot.is_complete
         first = hot.prefixes[0]
         assert (first.uses, first.first_token, first.num_tokens, first.branches) == (2, 0, 4, 2)
@@ -110,14 +110,14 @@ async def test_hottest_prefixes_form_a_tree_with_salts_and_adapters():
         salted = next(prefix for prefix in hot.prefixes if prefix.salt)
         assert (salted.salt, salted.adapter, salted.leases) == ("a:b", "lora", 1)
         assert [prefix.parent for prefix in hot.prefixes].count(0) == 2
-        assert len(engine.hottest_prefixes(1).prefixes) == 1
+        assert len(engine.inspect.hottest_prefixes(1).prefixes) == 1
         assert "10" not in str(msgspec.to_builtins(first))  # no token ids
         lease.release()
 
 
 async def test_bad_limits_are_refused():
     engine = CacheEngine(CacheConfig(device_blocks=8))
-    for call in (engine.leases, engine.hottest_prefixes):
+    for call in (engine.inspect.leases, engine.inspect.hottest_prefixes):
         with pytest.raises(UsageError, match="limit is -1"):
             call(-1)
         with pytest.raises(UsageError, match="limit is 'x'"):
@@ -143,7 +143,7 @@ async def test_health_follows_the_life_of_an_engine():
         errors: list[BaseException] = []
 
         def call_elsewhere() -> None:
-            for call in (engine.health, engine.leases, engine.hottest_prefixes):
+            for call in (engine.health, engine.inspect.leases, engine.inspect.hottest_prefixes):
                 try:
                     call()
                 except UsageError as error:

@@ -274,7 +274,7 @@ def out_of_memory(*_: object) -> Any:
 
 
 async def in_transition(served: Served, monkeypatch: pytest.MonkeyPatch) -> Lease:
-    monkeypatch.setattr(served.engine.scheduler._preemption, "preempt", out_of_memory)
+    monkeypatch.setattr(served.engine.inspect.parts.scheduler._preemption, "preempt", out_of_memory)
     lease = served.engine.match(A)
     await lease.allocate(7)
     with pytest.raises(MemoryError):
@@ -284,7 +284,7 @@ async def in_transition(served: Served, monkeypatch: pytest.MonkeyPatch) -> Leas
 
 async def in_effects(served: Served, monkeypatch: pytest.MonkeyPatch) -> Lease:
     await served.to_host(A)
-    monkeypatch.setattr(served.engine.worker.plans, "submit", out_of_memory)
+    monkeypatch.setattr(served.engine.inspect.parts.worker.plans, "submit", out_of_memory)
     lease = served.engine.match(A)
     with pytest.raises(MemoryError):
         await lease.allocate(7)
@@ -297,7 +297,7 @@ async def in_pass(served: Served, monkeypatch: pytest.MonkeyPatch) -> Lease:
     event = ManualEvent()
     served.engine.step(event)
     event.complete()
-    await run_until_idle(lambda: not served.engine._lifecycle._lifetime.is_usable)
+    await run_until_idle(lambda: not served.engine.inspect.parts.lifetime.is_usable)
     return lease
 
 

@@ -124,7 +124,7 @@ async def test_every_wait_for_a_cancelled_transfer_raises() -> None:
         layers = lease.layers
         (counter,) = layers.counters
         assert counter.pending_layers == [0, 1]
-        served.engine.worker.plans.cancel(counter.transfer_id)
+        served.engine.inspect.parts.worker.plans.cancel(counter.transfer_id)
         for reported in (False, True):
             assert counter.is_done is reported
             for waiter in (layers, counter):
@@ -166,7 +166,7 @@ async def test_without_tensors_waiters_resume_after_the_report() -> None:
 async def test_a_plan_that_the_worker_refuses_is_reported_as_failed() -> None:
     async with Served() as served:
         await served.to_host(A)
-        controller = served.engine.worker.plans
+        controller = served.engine.inspect.parts.worker.plans
         submit = controller.submit
 
         def refuse(plan):

@@ -167,7 +167,7 @@ async def test_a_new_subscriber_gets_the_content_and_then_the_changes():
             view = View()
             assert not events.is_current
             take_all(events, view)
-            assert view.contents() == index_of(engine.scheduler.read)
+            assert view.contents() == index_of(engine.inspect.parts.scheduler.read)
             assert {medium: len(found) for medium, found in view.media.items()} == {
                 "GPU": 3,
                 "CPU": 3,
@@ -175,11 +175,11 @@ async def test_a_new_subscriber_gets_the_content_and_then_the_changes():
             await complete_during(cache.fill(prompt(2, 3), prompt(3, 3)), cache.device)
             await cache.finish()
             assert "BlockRemoved" in names(take_all(events, view))
-            assert view.contents() == index_of(engine.scheduler.read)
+            assert view.contents() == index_of(engine.inspect.parts.scheduler.read)
             await complete_during(engine.sleep(["device"]), cache.device)
             take_all(events, view)
             assert not view.media["GPU"]
-            assert view.contents() == index_of(engine.scheduler.read)
+            assert view.contents() == index_of(engine.inspect.parts.scheduler.read)
             await engine.wake_up(regions=cache.memory.regions)
             await engine.reset()
             assert names(take_all(events, view)) == ["AllBlocksCleared"]
@@ -210,7 +210,7 @@ async def test_blocks_of_a_failed_onload_are_removed():
         cache.device.copies[-1].fail_all()
         await spin(3)
         take_all(events, view)
-        assert view.contents() == index_of(engine.scheduler.read)
+        assert view.contents() == index_of(engine.inspect.parts.scheduler.read)
         assert not view.media["CPU"]
         lease.release()
 
@@ -267,7 +267,7 @@ async def test_slow_subscriber_gets_all_blocks_again_and_counts_what_was_dropped
             assert [record.getMessage() for record in caplog.records] == [
                 "events.dropped dropped_blocks=1025"
             ]
-            assert view.contents() == index_of(engine.scheduler.read)
+            assert view.contents() == index_of(engine.inspect.parts.scheduler.read)
             assert len(view.media["GPU"]) == 1100
         assert (events.dropped_blocks, events.restarts) == (1025, 1)
 
@@ -282,7 +282,7 @@ async def test_prompt_longer_than_the_queue_is_reported():
         assert len(view.media["GPU"]) == 1500
         await compute(engine, prompt(1, 1501))
         take_all(events, view)
-        assert view.contents() == index_of(engine.scheduler.read)
+        assert view.contents() == index_of(engine.inspect.parts.scheduler.read)
         assert events.restarts == 0
 
 
@@ -301,7 +301,7 @@ async def test_changes_during_a_snapshot_are_not_lost():
                 await compute(engine, prompt(int(rng.integers(1000)), 40))
                 await engine.evict(int(rng.integers(60)))
             take_all(events, view)
-            assert view.contents() == index_of(engine.scheduler.read)
+            assert view.contents() == index_of(engine.inspect.parts.scheduler.read)
             assert view.clears == 0
 
 
@@ -318,7 +318,7 @@ async def test_repeat_reports_all_blocks_to_receivers_that_know_them_or_not():
         while (batch := events.take()) is not None:
             for view in (old, new):
                 view.apply(decode(BatchEncoder("map").encode(batch)))
-        assert old.contents() == new.contents() == index_of(engine.scheduler.read)
+        assert old.contents() == new.contents() == index_of(engine.inspect.parts.scheduler.read)
         assert old.clears == 0
 
 
@@ -333,7 +333,7 @@ async def test_two_subscribers_do_not_affect_each_other():
             take_all(second, views[1])
         await engine.reset()
         take_all(first, views[0])
-        assert views[0].contents() == index_of(engine.scheduler.read)
+        assert views[0].contents() == index_of(engine.inspect.parts.scheduler.read)
         assert len(views[1].media["GPU"]) == 10
 
 

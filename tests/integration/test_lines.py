@@ -50,7 +50,7 @@ def matched(cache: Cache, seed: int, blocks: int, salt: str = "", owner: str = "
 
 
 def waits(cache: Cache) -> int:
-    return cache.engine.scheduler.read.num_waiting
+    return cache.engine.inspect.parts.scheduler.read.num_waiting
 
 
 def break_engine(cache: Cache) -> None:
@@ -83,9 +83,9 @@ async def test_quota_admission_in_the_pass_of_a_close_or_break(end, fits):
         ahead_task = None if fits else await begin(ahead.allocate(16))
         lease = matched(cache, 3, 4, "a", "waiter")
         task = await begin(lease.allocate(16))
-        assert len(cache.engine.dump()["waiting_for_quota"]) == 1
+        assert len(cache.engine.inspect.dump()["waiting_for_quota"]) == 1
         first.release()  # the quota admits the waiter, which enters the capacity line in this call
-        assert cache.engine.dump()["waiting_for_quota"] == []
+        assert cache.engine.inspect.dump()["waiting_for_quota"] == []
         assert cache.statistics.waiting == (0 if fits else 1)
         closing = cache.engine.aclose()
         if end == "close":
@@ -103,7 +103,7 @@ async def test_quota_admission_in_the_pass_of_a_close_or_break(end, fits):
         closing.close()
         assert waits(cache) == 0
         assert cache.engine.check_invariants() == []
-        assert cache.engine.scheduler.read.quota_held("a") == (4 if fits else 0)
+        assert cache.engine.inspect.parts.scheduler.read.quota_held("a") == (4 if fits else 0)
         for x in (other, lease, ahead):
             x.release()
 
@@ -237,13 +237,13 @@ async def test_commit_wakes_only_the_waiters_whose_part_is_indexed(monkeypatch):
         await owner.allocate(33)
         leases = [cache.engine.match(prompt(1, 8)[: 4 * n + 1]) for n in (2, 4, 8)]
         queried: list[int] = []
-        wait_pending = cache.engine.scheduler.wait_pending
+        wait_pending = cache.engine.inspect.parts.scheduler.wait_pending
 
         def counting(lease_id):
             queried.append(lease_id)
             return wait_pending(lease_id)
 
-        monkeypatch.setattr(cache.engine.scheduler, "wait_pending", counting)
+        monkeypatch.setattr(cache.engine.inspect.parts.scheduler, "wait_pending", counting)
         tasks = [
             asyncio.create_task(lease.allocate(len(prompt(1, 2)), wait_pending=LONG))
             for lease in leases
@@ -393,7 +393,7 @@ async def test_thousand_quota_admissions_come_in_bounded_groups():
             before = sum(task.done() for task in tasks)
             await asyncio.sleep(0)
             counts.append(sum(task.done() for task in tasks) - before)
-            assert cache.engine.scheduler.read.quota_held("a") <= 500
+            assert cache.engine.inspect.parts.scheduler.read.quota_held("a") <= 500
         assert max(counts) <= 64
         assert not tasks[500].done()
         for lease in leases:  # also those in line
@@ -408,7 +408,7 @@ async def test_pending_quiesce_visits_no_lease_at_each_release(monkeypatch):
         leases = [await granted(cache, i, 2) for i in range(1, 9)]
         quiescing = await begin(cache.engine.quiesce())
         queried = []
-        read = cache.engine.scheduler.read
+        read = cache.engine.inspect.parts.scheduler.read
         monkeypatch.setattr(read, "owners", lambda *which: queried.append(which) or [])
         for lease in leases:
             assert not quiescing.done()
@@ -427,7 +427,7 @@ async def test_second_try_of_a_granted_lease_keeps_its_quota():
         for call in (lease.try_allocate, lease.can_allocate):
             with pytest.raises(LeaseError, match="already"):
                 call(16)
-        assert cache.engine.scheduler.read.quota_held("a") == 4
+        assert cache.engine.inspect.parts.scheduler.read.quota_held("a") == 4
         assert cache.engine.check_invariants() == []
         lease.release()
 
@@ -444,12 +444,12 @@ async def test_grant_whose_layers_are_not_known_takes_nothing(verb, monkeypatch)
         def fail(*args):
             raise ValueError("no table")
 
-        monkeypatch.setattr(cache.engine.scheduler.read, "block_table", fail)
+        monkeypatch.setattr(cache.engine.inspect.parts.scheduler.read, "block_table", fail)
         with pytest.raises(ValueError, match="no table"):
             await result_of(getattr(lease, verb)(9))
         monkeypatch.undo()
-        assert cache.engine.scheduler.read.granted_leases == 0
-        assert cache.engine.scheduler.read.quota_held("") == 0
+        assert cache.engine.inspect.parts.scheduler.read.granted_leases == 0
+        assert cache.engine.inspect.parts.scheduler.read.quota_held("") == 0
         lease.release()
 
 
@@ -509,7 +509,7 @@ async def test_cancellations_at_every_await_of_all_lines_leave_the_engine_consis
                 assert isinstance(error, (LeaseError, AllocateTimeout, CapacityError)), error
         await cache.finish()
         assert waits(cache) == 0
-        assert cache.engine.dump()["quota"] == {}
+        assert cache.engine.inspect.dump()["quota"] == {}
 
 
 async def test_a_request_before_the_first_in_line_is_granted_at_once_and_others_wait():

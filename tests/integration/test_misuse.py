@@ -19,6 +19,7 @@ from aiokv import CacheConfig, CacheEngine, Item, Lease, Regions
 from aiokv.devices import CpuEvent
 from aiokv.errors import AiokvError, AllocateTimeout, LeaseError, UsageError
 from aiokv.ranks import Rank, RankGroup
+from aiokv.statistics import Inspection
 from aiokv.testing import ManualDevice, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from aiokv.worker.device.base import as_event
@@ -50,7 +51,7 @@ async def granted(engine: CacheEngine) -> Lease:
 
 def state(engine: CacheEngine) -> dict[str, Any]:
     """Return the state without the counters of matches: some calls match before they fail."""
-    found: dict[str, Any] = engine.dump() | {"step": engine.open_step}
+    found: dict[str, Any] = engine.inspect.dump() | {"step": engine.open_step}
     found["statistics"] |= {"leases": 0, "prompt_tokens": 0, "hit_device_tokens": 0, "poller": {}}
     found["leases"] = [lease for lease in found["leases"] if lease["granted"]]
     return found
@@ -288,7 +289,7 @@ async def test_an_infinite_drain_timeout_waits_for_the_last_lease():
 # --- before entry and after closing -----------------------------------------------------------
 
 READS: dict[str, Callable[[CacheEngine], object]] = {
-    "dump": lambda e: e.dump(),
+    "dump": lambda e: e.inspect.dump(),
     "statistics": lambda e: e.statistics(),
     "cache_statistics": lambda e: e.cache_statistics(),
     "check_invariants": lambda e: e.check_invariants(),
@@ -330,9 +331,9 @@ async def test_reading_calls_work_on_an_engine_of_ranks_before_entry(tmp_path):
 
 ANY_THREAD = {
     "CacheEngine": {
-        "statistics", "cache_statistics", "asleep", "has_begun", "open_step", "regions",
-        "scheduler", "worker", "loop", "salt_statistics", "sentinel_state_slot",
+        "statistics", "cache_statistics", "asleep", "open_step", "regions", "loop", "inspect",
     },
+    "Inspection": {"device_blocks_by_salt"},
     "Lease": {"block_table", "window_table", "id", "owner", "salt", "layers"},
 }  # fmt: skip
 ARGUMENTS: dict[str, Callable[[CacheEngine, Lease], tuple[Any, ...]]] = {
@@ -406,12 +407,12 @@ def outcome_in_thread(call: Callable[[], object]) -> object:
     return outcomes[0]
 
 
-@pytest.mark.parametrize("cls", [CacheEngine, Lease])
+@pytest.mark.parametrize("cls", [CacheEngine, Inspection, Lease])
 async def test_other_threads_are_refused_except_by_documented_methods(cls):
     async with new_engine() as engine:
         lease = await granted(engine)
         await engine.drain()
-        owner: Any = engine if cls is CacheEngine else lease
+        owner: Any = {CacheEngine: engine, Inspection: engine.inspect, Lease: lease}[cls]
         before = state(engine)
         for name in public_members(cls):
             arguments = ARGUMENTS.get(name, lambda e, lease: ())(engine, lease)

@@ -199,7 +199,9 @@ async def serve_in_turns(
             turn = [item for item in items if first <= item.offset < end]
             lease.append(tokens[first:end], items=turn)
             lease.commit(end)
-        return lease.cached_tokens, engine.scheduler.read.digest(lease.id, len(tokens))
+        return lease.cached_tokens, engine.inspect.parts.scheduler.read.digest(
+            lease.id, len(tokens)
+        )
 
 
 def before(items: list[Item], end: int) -> list[Item]:
@@ -236,7 +238,7 @@ def test_items_of_later_turns_are_those_of_one_prompt(
                 naive.blocks.update(naive.keys(length, items))
                 assert hit(engine, tokens, items) == naive.hit(length, items)
                 whole = engine.match(tokens, items=items)
-                assert digest == engine.scheduler.read.digest(whole.id, length)
+                assert digest == engine.inspect.parts.scheduler.read.digest(whole.id, length)
                 whole.release()
                 assert engine.check_invariants() == []
 

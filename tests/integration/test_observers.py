@@ -63,10 +63,10 @@ def check_times(seen: Any) -> None:
 
 async def test_nothing_is_recorded_without_an_observer():
     async with Served() as served:
-        observers = served.engine._observers
+        observers = served.engine.inspect.parts.observers
         await served.to_host(A)
         assert not observers.active
-        with served.engine.observing() as seen:
+        with served.engine.inspect.observing() as seen:
             assert observers.active
         assert not observers.active
         async with served.engine.match(A) as lease:
@@ -82,12 +82,12 @@ async def test_nothing_is_recorded_without_an_observer():
 async def test_an_onload_is_a_transfer_of_its_lease_and_two_phases():
     async with Served() as served:
         await served.to_host(A)
-        with served.engine.observing() as seen:
+        with served.engine.inspect.observing() as seen:
             async with served.engine.match(A, owner="r1") as lease:
                 await lease.allocate(7)
                 lease_id = lease.id
                 (open_onload,) = [r for r in seen.unfinished() if isinstance(r, TransferSpan)]
-                (listed,) = served.engine.in_flight()
+                (listed,) = served.engine.inspect.in_flight()
                 assert listed.transfer_id == open_onload.transfer_id
                 assert (open_onload.outcome, open_onload.lease_id) == ("open", lease_id)
                 served.device.complete_all()
@@ -111,7 +111,7 @@ async def test_an_onload_is_a_transfer_of_its_lease_and_two_phases():
 
 async def test_backups_belong_to_no_lease():
     async with Served() as served:
-        with served.engine.observing() as seen:
+        with served.engine.inspect.observing() as seen:
             await served.serve(A)
             await served.complete_offloads()
         (span,) = seen.transfers
@@ -122,7 +122,7 @@ async def test_backups_belong_to_no_lease():
 async def test_a_failed_onload_names_the_reason():
     async with Served() as served:
         await served.to_host(A)
-        with served.engine.observing() as seen:
+        with served.engine.inspect.observing() as seen:
             async with served.engine.match(A) as lease:
                 await lease.allocate(7)
                 served.device.onloads[0].fail_all(block=1, reason="a bad page")
@@ -139,7 +139,7 @@ async def test_a_failed_onload_names_the_reason():
 async def test_a_released_lease_leaves_its_onload():
     async with Served() as served:
         await served.to_host(A)
-        with served.engine.observing() as seen:
+        with served.engine.inspect.observing() as seen:
             async with served.engine.match(A) as lease:
                 await lease.allocate(7)
             await spin(2)
@@ -158,8 +158,8 @@ async def test_observer_may_remove_itself_and_others():
 
         def first(record, context):
             calls.append("first")
-            served.engine.remove_observer(second)
-            served.engine.remove_observer(first)
+            served.engine.inspect.remove_observer(second)
+            served.engine.inspect.remove_observer(first)
 
         def second(record, context):
             calls.append("second")
@@ -168,14 +168,14 @@ async def test_observer_may_remove_itself_and_others():
             calls.append("third")
 
         for observer in (first, second, third):
-            served.engine.add_observer(observer)
+            served.engine.inspect.add_observer(observer)
         for _ in range(3):  # records of one pass of the loop
             lease = served.engine.match(A)
             assert lease.try_allocate(7)
             lease.release()
         await spin(2)
         assert calls == ["first", "third", "third", "third"]
-        served.engine.remove_observer(third)
+        served.engine.inspect.remove_observer(third)
 
 
 async def test_a_queued_transfer_that_is_cancelled_is_recorded():
@@ -183,7 +183,7 @@ async def test_a_queued_transfer_that_is_cancelled_is_recorded():
         prompts = [[100 * i + j for j in range(3)] for i in range(3)]
         for tokens in prompts:
             await served.to_host(tokens)
-        with served.engine.observing() as seen:
+        with served.engine.inspect.observing() as seen:
             leases = [served.engine.match(tokens) for tokens in prompts]
             for lease in leases:
                 await lease.allocate(3)
@@ -202,7 +202,7 @@ async def test_a_queued_transfer_that_is_cancelled_is_recorded():
 @pytest.mark.parametrize("end", ["done", "timeout", "cancelled", "failed"])
 async def test_a_wait_for_capacity_says_how_it_ended(end):
     async with Served(device_blocks=4) as served:
-        with served.engine.observing() as seen:
+        with served.engine.inspect.observing() as seen:
             holder = served.engine.match(A, owner="holder")
             await holder.allocate(7)
             waiter = served.engine.match(B, owner="waiter")
@@ -239,7 +239,7 @@ async def test_a_wait_is_no_failure_because_its_caller_handles_another_error(wai
             await waiter.allocate(7, **more)
 
     async with Served(device_blocks=4 if wait == "capacity" else 8) as served:
-        with served.engine.observing() as seen:
+        with served.engine.inspect.observing() as seen:
             holder = served.engine.match(A)
             await holder.allocate(7)
             waiter = served.engine.match(B if wait == "capacity" else A)
@@ -254,7 +254,7 @@ async def test_a_wait_is_no_failure_because_its_caller_handles_another_error(wai
 
 async def test_a_grant_in_the_pass_of_its_cancellation_ends_at_once():
     async with Served(device_blocks=4) as served:
-        with served.engine.observing() as seen:
+        with served.engine.inspect.observing() as seen:
             holder = served.engine.match(A, owner="holder")
             await holder.allocate(7)
             waiter = served.engine.match(B, owner="waiter")
@@ -274,7 +274,7 @@ async def test_a_grant_in_the_pass_of_its_cancellation_ends_at_once():
 @pytest.mark.parametrize("end", ["done", "timeout"])
 async def test_a_wait_for_pending_blocks(end):
     async with Served() as served:
-        with served.engine.observing() as seen:
+        with served.engine.inspect.observing() as seen:
             first = served.engine.match(A, owner="first")
             await first.allocate(7)
             second = served.engine.match(A, owner="second")
@@ -295,7 +295,7 @@ async def test_a_wait_for_pending_blocks(end):
 
 async def test_preempt_swap_and_resume_are_three_grants():
     async with Served() as served:
-        with served.engine.observing() as seen:
+        with served.engine.inspect.observing() as seen:
             lease = await computed(served, A, owner="r1")
             await served.complete_offloads()
             await lease.preempt()
@@ -318,7 +318,7 @@ async def test_preempt_swap_and_resume_are_three_grants():
 
 async def test_forks_pins_and_collected_leases_end():
     async with Served(manual=False) as served:
-        with served.engine.observing() as seen:
+        with served.engine.inspect.observing() as seen:
             lease = await computed(served, A, owner="parent")
             lease.fork(owner="child").release()
             lease.release()
@@ -342,7 +342,7 @@ async def test_forks_pins_and_collected_leases_end():
 async def test_closing_the_engine_ends_what_is_open_and_what_is_observed():
     engine = CacheEngine(CacheConfig(device_blocks=8, block_tokens=2))
     records: list[Any] = []
-    engine.add_observer(lambda record, context: records.append(record))
+    engine.inspect.add_observer(lambda record, context: records.append(record))
     async with engine:
         lease = engine.match(A, owner="r1")
         await lease.allocate(7)
@@ -350,14 +350,17 @@ async def test_closing_the_engine_ends_what_is_open_and_what_is_observed():
         lease.release()
     (phase,) = records
     assert (phase.phase, phase.outcome) == ("granted", "closed")
-    with pytest.raises(ClosedError, match="add_observer: the engine is closed"), engine.observing():
+    with (
+        pytest.raises(ClosedError, match="add_observer: the engine is closed"),
+        engine.inspect.observing(),
+    ):
         pass
 
 
 async def test_leases_granted_before_the_observation_begin_with_it():
     async with Served(manual=False) as served:
         lease = await computed(served, A, owner="old")
-        with served.engine.observing() as seen:
+        with served.engine.inspect.observing() as seen:
             (granted,) = seen.unfinished()
             assert isinstance(granted, LeasePhase)
             assert (granted.owner, granted.outcome) == ("old", "open")
@@ -367,7 +370,7 @@ async def test_leases_granted_before_the_observation_begin_with_it():
 
 async def test_batches_are_recorded_when_their_work_has_ended():
     async with Served(manual=False, host_blocks=0) as served:
-        with served.engine.observing() as seen:
+        with served.engine.inspect.observing() as seen:
             lease = await computed(served, A)
             with served.engine.computing([lease]) as batch:
                 await batch.run(lambda: None)
@@ -396,7 +399,7 @@ async def test_records_carry_the_context_of_the_task_that_matched():
                 await lease.allocate(7)
                 await lease.layers.wait_all()
 
-        served.engine.add_observer(observer)
+        served.engine.inspect.add_observer(observer)
         tasks = [asyncio.ensure_future(request("first", A))]
         await spin(2)
         tasks.append(asyncio.ensure_future(request("second", B)))
@@ -404,7 +407,7 @@ async def test_records_carry_the_context_of_the_task_that_matched():
         served.device.complete_all()
         await asyncio.gather(*tasks)
         await served.settle()
-        served.engine.remove_observer(observer)
+        served.engine.inspect.remove_observer(observer)
         assert sorted(got) == [
             ("capacity", "second"),
             ("granted", "first"),
@@ -421,8 +424,8 @@ async def test_an_observer_that_raises_is_removed_and_the_others_are_called(loop
         def broken(record: Any, context: Any) -> None:
             raise ValueError("a bug of the observer")
 
-        served.engine.add_observer(broken)
-        served.engine.add_observer(lambda record, context: seen.append(record))
+        served.engine.inspect.add_observer(broken)
+        served.engine.inspect.add_observer(lambda record, context: seen.append(record))
         await served.serve(A)
         await served.serve(A)
         await spin(2)
@@ -435,10 +438,10 @@ async def test_an_observer_that_raises_is_removed_and_the_others_are_called(loop
 
 async def test_the_only_observer_that_raises_leaves_nothing_behind(loop_errors):
     async with Served(manual=False) as served:
-        served.engine.add_observer(lambda record, context: 1 / 0)
+        served.engine.inspect.add_observer(lambda record, context: 1 / 0)
         await served.serve(A)
         await spin(2)
-        assert not served.engine._observers.active
+        assert not served.engine.inspect.parts.observers.active
         (error,) = loop_errors
         assert isinstance(error["exception"], ZeroDivisionError)
         loop_errors.clear()
@@ -453,17 +456,17 @@ async def test_an_observer_may_use_the_engine():
             matched.append(with_prefix.hit.total)
             with_prefix.release()
 
-        served.engine.add_observer(observer)
+        served.engine.inspect.add_observer(observer)
         await served.serve(A)
         await served.serve(B)
         await spin(3)
-        served.engine.remove_observer(observer)
+        served.engine.inspect.remove_observer(observer)
         assert matched
 
 
 async def test_an_observation_keeps_the_newest_records():
     async with Served(manual=False, host_blocks=0) as served:
-        with served.engine.observing(limit=2) as seen:
+        with served.engine.inspect.observing(limit=2) as seen:
             for owner in "abc":
                 async with served.engine.match(A, owner=owner) as lease:
                     await lease.allocate(7)
@@ -479,19 +482,19 @@ async def test_an_observation_keeps_the_newest_records():
 async def test_a_wrong_limit_is_refused(limit):
     engine = CacheEngine(CacheConfig(device_blocks=8))
     with pytest.raises(UsageError, match="limit"):
-        engine.observing(limit)
+        engine.inspect.observing(limit)
 
 
 async def test_wrong_observers_are_refused():
     engine = CacheEngine(CacheConfig(device_blocks=8))
     with pytest.raises(UsageError, match="must be a function"):
-        engine.add_observer(None)  # type: ignore[arg-type]
-    engine.add_observer(print)
+        engine.inspect.add_observer(None)  # type: ignore[arg-type]
+    engine.inspect.add_observer(print)
     with pytest.raises(UsageError, match="was added already"):
-        engine.add_observer(print)
-    engine.remove_observer(print)
-    engine.remove_observer(print)
-    assert not engine._observers.active
+        engine.inspect.add_observer(print)
+    engine.inspect.remove_observer(print)
+    engine.inspect.remove_observer(print)
+    assert not engine.inspect.parts.observers.active
 
 
 @pytest.mark.clock
@@ -502,7 +505,7 @@ async def test_fetches_belong_to_the_lease_that_waits_for_the_store():
         await c.fill(tokens)
     later = ScriptedStore(objects=store.objects)
     async with Cache(device=ScriptedDevice(), stores=[later]) as c:
-        with c.engine.observing() as seen:
+        with c.engine.inspect.observing() as seen:
             lease = await c.serve(tokens, wait_store=math.inf)
             assert lease.cached_tokens == 4 * BLOCK_TOKENS
             lease_id = lease.id
@@ -529,7 +532,7 @@ async def test_a_wait_for_a_store_that_ends_early_is_no_wait_for_capacity(end):
     later = ScriptedStore(objects=store.objects)
     async with Cache(device=ScriptedDevice(), stores=[later]) as c:
         later.hold("load")
-        with c.engine.observing() as seen:
+        with c.engine.inspect.observing() as seen:
             lease = c.engine.match(tokens, owner="r1")
             task = asyncio.ensure_future(
                 lease.allocate(len(tokens), wait_store=math.inf, timeout=5.0)
@@ -551,7 +554,7 @@ async def test_a_wait_for_a_store_that_ends_early_is_no_wait_for_capacity(end):
 async def test_receives_and_sends_belong_to_their_leases():
     tokens = prompt(30)
     async with two_engines() as (p, d), await d.granted(tokens) as lease:
-        with p.engine.observing() as sent, d.engine.observing() as received:
+        with p.engine.inspect.observing() as sent, d.engine.inspect.observing() as received:
             async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
                 prefill = asyncio.create_task(p.prefill(tokens, receiving.ticket, step=8))
                 assert await receiving.wait() == 30
@@ -570,7 +573,7 @@ async def test_receives_and_sends_belong_to_their_leases():
 
 async def test_transfers_of_ranks_are_recorded_once(tmp_path):
     async with Ranked(tmp_path, num_ranks=2, new_device=None) as ranked:
-        with ranked.engine.observing() as seen:
+        with ranked.engine.inspect.observing() as seen:
             await ranked.to_host(A)
             assert await ranked.serve(A) == 6
             await ranked.finish()
@@ -584,7 +587,7 @@ async def test_transfers_of_ranks_are_recorded_once(tmp_path):
 
 async def test_records_are_plain():
     async with Served(manual=False) as served:
-        with served.engine.observing() as seen:
+        with served.engine.inspect.observing() as seen:
             await served.serve(A)
             await spin(3)
         for record in [*seen.transfers, *seen.phases]:
@@ -622,7 +625,7 @@ async def test_each_grant_ends_once_under_random_cancellations(seed):
             finally:
                 lease.release()
 
-        with engine.observing() as seen:
+        with engine.inspect.observing() as seen:
             tasks = []
             for i in range(120):
                 tasks.append(asyncio.ensure_future(request(i)))
@@ -633,7 +636,7 @@ async def test_each_grant_ends_once_under_random_cancellations(seed):
             await engine.drain()
             await spin(3)
             assert seen.unfinished() == []
-            observers = engine._observers
+            observers = engine.inspect.parts.observers
             held = [getattr(observers, name) for name in observers.__slots__]
             assert [value for value in held if isinstance(value, dict) and value] == []
         errors = [e for e in results if isinstance(e, Exception)]

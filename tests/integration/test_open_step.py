@@ -29,8 +29,8 @@ async def test_timeout_of_a_wait_for_an_open_step_names_the_step():
         lease = cache.engine.match(B)
         with pytest.raises(AllocateTimeout, match=r"1 transfers wait.*step 1.*engine\.step"):
             await lease.allocate(len(B), timeout=0.001)
-        assert cache.engine.dump()["open_step"] == 1
-        assert cache.engine.dump()["statistics"]["worker"]["held"] == 1
+        assert cache.engine.inspect.dump()["open_step"] == 1
+        assert cache.engine.inspect.dump()["statistics"]["worker"]["held"] == 1
         for call in (cache.engine.quiesce, lambda timeout: _update(cache, timeout)):
             with pytest.raises(TimeoutError, match="step 1, which is open"):
                 await call(timeout=0.001)

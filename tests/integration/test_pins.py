@@ -203,9 +203,9 @@ async def test_prefetches_and_pins_are_no_use_of_a_prefetch():
             await cache.engine.prefetch(A, ttl_seconds=math.inf)
         pin = await cache.engine.pin(A)
         (await cache.serve(B)).release()
-        assert cache.engine.dump()["pins"] == 3
+        assert cache.engine.inspect.dump()["pins"] == 3
         (await cache.serve(A)).release()
-        assert cache.engine.dump()["pins"] == 1
+        assert cache.engine.inspect.dump()["pins"] == 1
         assert not pin.released
         pin.release()
 
@@ -216,9 +216,9 @@ async def test_a_lease_from_before_the_prefetch_is_no_use_of_it():
         await cache.engine.prefetch(A, ttl_seconds=math.inf)
         (await cache.serve(B)).release()
         holder.release()
-        assert cache.engine.dump()["pins"] == 1
+        assert cache.engine.inspect.dump()["pins"] == 1
         (await cache.serve(A)).release()
-        assert cache.engine.dump()["pins"] == 0
+        assert cache.engine.inspect.dump()["pins"] == 0
 
 
 async def test_a_lease_that_hits_a_part_of_a_prefetch_is_no_use_of_it():
@@ -229,10 +229,10 @@ async def test_a_lease_that_hits_a_part_of_a_prefetch_is_no_use_of_it():
         await lease.allocate(6)
         assert lease.cached_tokens == 4
         lease.release()
-        assert cache.engine.dump()["pins"] == 1
+        assert cache.engine.inspect.dump()["pins"] == 1
         longer = np.append(A, [7, 8, 9])
         (await cache.serve(longer)).release()
-        assert cache.engine.dump()["pins"] == 0
+        assert cache.engine.inspect.dump()["pins"] == 0
 
 
 async def test_a_prefetch_that_is_used_while_it_loads_keeps_nothing():
@@ -245,7 +245,7 @@ async def test_a_prefetch_that_is_used_while_it_loads_keeps_nothing():
         cache.device.complete_all()
         assert (await fetching).device_tokens == 8
         (await using).release()
-        assert cache.engine.dump()["pins"] == 0
+        assert cache.engine.inspect.dump()["pins"] == 0
         assert cache.statistics.leases == 0
 
 
@@ -257,11 +257,11 @@ async def test_a_grant_ends_no_pin_that_it_does_not_hit():
         pins = []
         for tokens in (B, C, A, A):
             (await cache.serve(tokens)).release()
-            pins.append(cache.engine.dump()["pins"])
+            pins.append(cache.engine.inspect.dump()["pins"])
         assert pins == [2, 2, 1, 1]
         assert not pin.released
         pin.release()
-        assert cache.engine.dump()["pins"] == 0
+        assert cache.engine.inspect.dump()["pins"] == 0
 
 
 @pytest.mark.parametrize("verb", ["pin", "prefetch"])
@@ -326,7 +326,7 @@ async def test_a_bad_ttl_takes_nothing(verb, seconds):
         with pytest.raises(UsageError, match="ttl_seconds is"):
             await getattr(cache.engine, verb)(A, ttl_seconds=seconds)
         assert cache.statistics.leases == 0
-        assert cache.engine.dump()["pins"] == 0
+        assert cache.engine.inspect.dump()["pins"] == 0
         assert cache.hit(A) == (0, 2)
         assert not cache.device.onloads
 
@@ -360,7 +360,7 @@ async def test_pins_end_when_the_index_is_cleared(end, reason):
         assert pin.released
         assert reason in pin.release_reason
         assert f"<Pin 8 tokens, released: {pin.release_reason}>" == repr(pin)
-        assert cache.engine.dump()["pins"] == 0
+        assert cache.engine.inspect.dump()["pins"] == 0
         assert cache.statistics.attention.device.free == 8
         pin.release()
         assert reason in pin.release_reason
@@ -471,6 +471,6 @@ async def test_quota_of_a_used_prefetch_serves_the_next_lease_of_the_salt():
         assert not any(task.done() for task in tasks), "one waits for capacity, one for the quota"
         holder.release()
         await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_SECONDS)
-        assert cache.engine.dump()["pins"] == 0
+        assert cache.engine.inspect.dump()["pins"] == 0
         user.release()
         behind.release()

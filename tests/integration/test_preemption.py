@@ -89,10 +89,10 @@ async def test_swap_to_a_full_host_changes_nothing():
         first = await computed(served, A)
         await swapped_out(served, first)
         second = await computed(served, B)
-        before = served.engine.dump()
+        before = served.engine.inspect.dump()
         with pytest.raises(WouldBlock, match="host"):
             await second.preempt(swap=True)
-        after = served.engine.dump()
+        after = served.engine.inspect.dump()
         assert after == before
         served.check(second, B, 6)
         await second.preempt()  # without swap it is always freed

@@ -90,7 +90,7 @@ async def test_a_timeout_names_the_quota_and_counts_nothing():
         third = await served.engine.match(prompt(3, 1), salt="a").allocate(2)
         for lease in (first, second, third):
             lease.release()
-        assert served.engine.scheduler.read.quota_held("a") == 0
+        assert served.engine.inspect.parts.scheduler.read.quota_held("a") == 0
 
 
 @pytest.mark.parametrize("how", ["cancel", "release"])
@@ -110,7 +110,7 @@ async def test_cancelled_or_released_waiter_unblocks_the_next_one(how):
         await asyncio.gather(*tasks, return_exceptions=True)
         for lease in (first, large, small):
             lease.release()
-        assert served.engine.scheduler.read.quota_held("a") == 0
+        assert served.engine.inspect.parts.scheduler.read.quota_held("a") == 0
 
 
 async def test_cancellation_in_the_pass_of_the_quota_admission_admits_the_next_one():
@@ -123,7 +123,7 @@ async def test_cancellation_in_the_pass_of_the_quota_admission_admits_the_next_o
         await tasks[1]
         leases[1].release()
         assert tasks[0].cancelled()
-        assert served.engine.scheduler.read.quota_held("a") == 0
+        assert served.engine.inspect.parts.scheduler.read.quota_held("a") == 0
         leases[0].release()
 
 
@@ -140,7 +140,7 @@ async def test_growth_beyond_the_quota_delays_other_leases_only():
         await task
         first.release()
         second.release()
-        assert served.engine.scheduler.read.quota_held("a") == 0
+        assert served.engine.inspect.parts.scheduler.read.quota_held("a") == 0
 
 
 async def test_forks_count_towards_the_quota():
@@ -152,7 +152,7 @@ async def test_forks_count_towards_the_quota():
         first.release()
         child.fork().release()
         child.release()
-        assert served.engine.scheduler.read.quota_held("a") == 0
+        assert served.engine.inspect.parts.scheduler.read.quota_held("a") == 0
 
 
 async def test_preemption_frees_quota_and_resume_waits_in_line():
@@ -172,7 +172,7 @@ async def test_preemption_frees_quota_and_resume_waits_in_line():
         await resuming
         first.release()
         second.release()
-        assert served.engine.scheduler.read.quota_held("a") == 0
+        assert served.engine.inspect.parts.scheduler.read.quota_held("a") == 0
 
 
 async def test_close_fails_quota_waiters():
@@ -233,7 +233,11 @@ async def test_random_cancellations_leak_no_quota_and_never_exceed_it():
         ]
         assert unexpected == []
         assert sum(result is None for result in results) > 50
-        assert [served.engine.scheduler.read.quota_held(salt) for salt in "abc"] == [0, 0, 0]
+        assert [served.engine.inspect.parts.scheduler.read.quota_held(salt) for salt in "abc"] == [
+            0,
+            0,
+            0,
+        ]
         assert served.engine.statistics().attention.device.free == 8
 
 

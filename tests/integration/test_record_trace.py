@@ -169,7 +169,7 @@ async def test_interrupted_release_can_be_repeated(tmp_path: Path, monkeypatch: 
             with pytest.raises(KeyboardInterrupt):
                 lease.release()
         lease.release()
-        assert engine.leases() == []
+        assert engine.inspect.leases() == []
 
 
 @pytest.mark.asyncio

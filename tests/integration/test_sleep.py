@@ -56,7 +56,7 @@ async def test_sleep_of_one_tier_keeps_the_blocks_of_the_other(tags, left):
         cache.device.complete_all()
         await sleeping
         assert cache.engine.asleep == set(tags)
-        assert cache.engine.dump()["asleep"] == sorted(tags)
+        assert cache.engine.inspect.dump()["asleep"] == sorted(tags)
         assert cache.hit(A) == left
         assert cache.engine.check_invariants() == []
         regions = new_memory(cache) if "device" in tags else None
@@ -274,7 +274,7 @@ async def test_sleep_frees_device_and_host_memory():
         await engine.drain()
         await engine.evict(8)
         await engine.prefetch(A)  # both directions have worked
-        arena = engine.worker.memory.arena
+        arena = engine.inspect.parts.worker.memory.arena
         await engine.sleep()
         del regions, tensors, lease
         gc.collect()
@@ -402,7 +402,7 @@ async def test_a_wake_up_that_waits_for_a_close_opens_nothing():
     async with engine:
         await engine.sleep(["host"])
         opened = store.opened
-        await engine.worker.aclose()
-        await engine.worker.wake_up(frozenset({"host"}))
+        await engine.inspect.parts.worker.aclose()
+        await engine.inspect.parts.worker.wake_up(frozenset({"host"}))
         assert store.opened == opened
     assert not store.is_open

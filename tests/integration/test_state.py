@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from aiokv import CacheConfig, CacheEngine, Regions
+from aiokv.base.plan import CLONE
 from aiokv.errors import (
     AllocateTimeout,
     ConfigError,
@@ -155,7 +156,7 @@ async def test_slots_of_a_copy_in_flight_are_not_reused():
         leases = [hybrid.engine.match(PROMPT) for _ in range(2)]
         for lease in leases:
             await lease.allocate(7)
-        assert len(device.state_moves) == 2, "two copies of one snapshot at once"
+        assert len(device.copies_of(CLONE, "last")) == 2, "two copies of one snapshot at once"
         leases[0].release()
         assert hybrid.engine.check_invariants() == []
         assert hybrid.engine.statistics().groups["state"].device.free == 0
@@ -175,7 +176,9 @@ async def test_blocks_and_snapshots_are_published_only_after_the_state_copy():
         lease = hybrid.engine.match(PROMPT)
         await lease.allocate(7)
         for layer in range(3):
-            device.state_moves[0].complete(layer)  # the bytes are there, the report is not
+            device.copies_of(CLONE, "last")[0].complete(
+                layer
+            )  # the bytes are there, the report is not
         hybrid.compute(lease, PROMPT, 0, 6)
         assert lease.commit(6) == 0
         assert lease.snapshot(6)
@@ -201,7 +204,7 @@ async def test_failed_restore_restarts_the_lease_from_position_zero(refused: boo
             device.refuse = RuntimeError("no")
         await lease.allocate(7)
         if not refused:
-            device.state_moves[0].fail_all()
+            device.copies_of(CLONE, "last")[0].fail_all()
         with pytest.raises(TransferError) as caught:
             await lease.layers.wait_all()
         assert caught.value.first_bad_token == 0
@@ -338,7 +341,7 @@ async def test_a_copy_that_raises_saves_nothing(monkeypatch: pytest.MonkeyPatch)
             raise UsageError("name the stream")
 
         with monkeypatch.context() as patch:
-            patch.setattr(hybrid.engine.worker.steps, "clone", fail)
+            patch.setattr(hybrid.engine.inspect.parts.worker.steps, "clone", fail)
             with pytest.raises(UsageError):
                 lease.snapshot(6)
         assert hybrid.engine.statistics().groups["state"].device.cached == 0
@@ -403,7 +406,6 @@ async def test_no_lease_or_snapshot_gets_the_sentinel_slot():
     regions.add_state("s", layers=state)
     config = CacheConfig(device_blocks=16, block_tokens=2, state_slots=3, sentinel_state_slot=True)
     async with CacheEngine(config, regions) as engine:
-        assert engine.sentinel_state_slot == 3
         leases = [engine.match([number, 1, 2]) for number in range(3)]
         for lease in leases:
             await lease.allocate(3)
@@ -411,7 +413,7 @@ async def test_no_lease_or_snapshot_gets_the_sentinel_slot():
         assert sorted(lease.state_slot for lease in leases) == [0, 1, 2]
         assert not engine.match([9]).try_allocate(1)
         assert (state[0][:3] == 0).all(), "the slots of leases are zeroed"
-        assert (state[0][3] == 7).all()
+        assert (state[0][config.state_slots] == 7).all(), "the sentinel slot is left alone"
         for lease in leases:
             lease.release()
     with pytest.raises(UsageError, match="hold 4 slots of recurrent state, for state_slots and"):
@@ -420,8 +422,6 @@ async def test_no_lease_or_snapshot_gets_the_sentinel_slot():
         CacheConfig(device_blocks=16, sentinel_state_slot=True)
     with pytest.raises(ConfigError, match="sentinel_state_slot is 1"):
         CacheConfig(device_blocks=16, state_slots=4, sentinel_state_slot=1)
-    async with CacheEngine(CacheConfig(device_blocks=4)) as engine:
-        assert engine.sentinel_state_slot is None
 
 
 async def test_state_slots_are_tracked_without_tensors():

@@ -65,7 +65,7 @@ async def test_statistics_tell_pools_apart():
         blocks, snapshots = model.engine.statistics().stores
         assert (blocks.pool, blocks.loaded_blocks) == ("host", 3)
         assert (snapshots.pool, snapshots.loaded_blocks) == ("host_state", 1)
-        worker = model.engine.worker.statistics()
+        worker = model.engine.inspect.parts.worker.statistics()
         assert (worker.routes["fetch"].done, worker.routes["state_fetch"].done) == (1, 1)
         assert worker.routes["state_fetch"].moved_bytes == snapshots.loaded_bytes > 0
     assert store.calls["load"] == 1

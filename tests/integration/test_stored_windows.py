@@ -55,7 +55,7 @@ async def test_restart_continues_from_windows_on_disk(kind, tmp_path):
         assert fetched(model) == NEEDED
         pools = [store.pool for store in model.engine.statistics().stores]
         assert pools == ["host", *(f"host_window:{name}" for name in WINDOWS)]
-        assert model.engine.worker.statistics().routes["window_fetch"].done == 2
+        assert model.engine.inspect.parts.worker.statistics().routes["window_fetch"].done == 2
         assert await from_stores(model, LONGER) == 20
         assert fetched(model) == NEEDED
 

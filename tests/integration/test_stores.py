@@ -900,7 +900,7 @@ async def test_statistics_and_dump_show_the_stores():
     async with cache(store) as c:
         (await c.serve(A, wait_store=math.inf)).release()
         await c.finish()
-        (shown,) = c.engine.dump()["statistics"]["stores"]  # type: ignore[index]
+        (shown,) = c.engine.inspect.dump()["statistics"]["stores"]  # type: ignore[index]
         assert (shown["url"], shown["loaded_blocks"], shown["reading"]) == (
             "scripted:memory", 4, "closed",
         )  # fmt: skip
@@ -956,7 +956,7 @@ async def test_plan_without_one_digest_per_block_is_refused(digests):
     store = ScriptedStore()
     async with cache(store) as c:
         with pytest.raises(UsageError, match=f"digests has {len(digests)} bytes"):
-            c.engine.worker.plans.submit(plan)
+            c.engine.inspect.parts.worker.plans.submit(plan)
         await spin(5)
         assert store.calls["load"] == 0
 

@@ -71,7 +71,7 @@ async def test_events_are_valid_and_their_durations_are_those_of_the_records():
     async with Served(device_blocks=8) as served:
         await served.to_host(A)
         await served.to_host(B)
-        with served.engine.observing() as seen:
+        with served.engine.inspect.observing() as seen:
             first = served.engine.match(A, owner="first")
             second = served.engine.match(B, owner="second")
             await first.allocate(7)
@@ -116,7 +116,7 @@ async def test_events_are_valid_and_their_durations_are_those_of_the_records():
 @pytest.mark.asyncio
 async def test_the_phases_of_one_lease_share_a_track():
     async with Served() as served:
-        with served.engine.observing() as seen:
+        with served.engine.inspect.observing() as seen:
             lease = await computed(served, A, owner="r1")
             await served.complete_offloads()
             await lease.preempt()
@@ -144,7 +144,7 @@ async def test_what_is_in_progress_is_cut_at_both_ends():
         await served.to_host(A)
         lease = served.engine.match(A, owner="r1")
         await lease.allocate(7)
-        with served.engine.observing() as seen:
+        with served.engine.inspect.observing() as seen:
             await spin(2)
         served.device.complete_all()
         await served.settle()
@@ -207,7 +207,7 @@ def test_many_records_take_few_tracks_when_they_follow_each_other():
 async def test_engine_writes_the_timeline_of_the_next_seconds(tmp_path, suffix):
     path = tmp_path / f"timeline{suffix}"
     async with Served(manual=False) as served:
-        task = asyncio.ensure_future(served.engine.timeline(2.5, path))
+        task = asyncio.ensure_future(served.engine.inspect.timeline(2.5, path))
         await spin(2)
         await served.serve(A)
         await served.engine.drain()
@@ -215,7 +215,7 @@ async def test_engine_writes_the_timeline_of_the_next_seconds(tmp_path, suffix):
         assert not task.done()
         await running_clock().advance(0.2)
         trace = await task
-        assert not served.engine._observers.active
+        assert not served.engine.inspect.parts.observers.active
         await served.serve(B)  # not seen
     check(trace)
     assert len([e for e in trace["traceEvents"] if e.get("cat") == "granted"]) == 1
@@ -229,11 +229,11 @@ async def test_engine_writes_the_timeline_of_the_next_seconds(tmp_path, suffix):
 async def test_a_cancelled_timeline_writes_nothing(tmp_path):
     path = tmp_path / "timeline.json"
     async with Served(manual=False) as served:
-        task = asyncio.ensure_future(served.engine.timeline(10, path))
+        task = asyncio.ensure_future(served.engine.inspect.timeline(10, path))
         await spin(2)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        assert not served.engine._observers.active
+        assert not served.engine.inspect.parts.observers.active
         assert not path.exists()
 
 
@@ -242,18 +242,18 @@ async def test_a_cancelled_timeline_writes_nothing(tmp_path):
 async def test_wrong_durations_are_refused(seconds):
     async with CacheEngine(CacheConfig(device_blocks=8)) as engine:
         with pytest.raises(UsageError, match="seconds is"):
-            await engine.timeline(seconds)
+            await engine.inspect.timeline(seconds)
     with pytest.raises(ClosedError):
-        await engine.timeline(1)
+        await engine.inspect.timeline(1)
 
 
 @pytest.mark.asyncio
 async def test_a_path_that_cannot_be_written_is_refused_before_the_recording(tmp_path):
     async with CacheEngine(CacheConfig(device_blocks=8)) as engine:
         with pytest.raises(UsageError, match="is not a folder"):
-            await engine.timeline(3600, tmp_path / "no" / "timeline.json")
+            await engine.inspect.timeline(3600, tmp_path / "no" / "timeline.json")
         with pytest.raises(UsageError, match="it is a folder"):
-            await engine.timeline(3600, tmp_path)
+            await engine.inspect.timeline(3600, tmp_path)
 
 
 SMALL = str(Path(__file__).parents[1] / "data" / "small.jsonl")

@@ -152,7 +152,7 @@ async def test_no_span_after_stop(exporter, provider):
         tracer.stop()
         tracer.stop()
         await served.serve(A)
-        assert not served.engine._observers.active
+        assert not served.engine.inspect.parts.observers.active
     assert exporter.get_finished_spans() == ()
 
 
@@ -168,7 +168,7 @@ async def test_a_missing_package_is_named(monkeypatch):
     engine = CacheEngine(CacheConfig(device_blocks=8))
     with pytest.raises(ConfigError, match=r"opentelemetry-api.*aiokv\[tracing\]"):
         EngineTracer(engine)
-    assert not engine._observers.active
+    assert not engine.inspect.parts.observers.active
 
 
 async def test_a_wrong_flag_is_refused():

@@ -55,12 +55,12 @@ async def test_would_hit_changes_nothing():
     async with CacheEngine(CacheConfig(device_blocks=8, block_tokens=4)) as engine:
         await serve(engine, [1] * 9)
         await serve(engine, [2] * 9, salt="a")
-        before = engine.dump()
+        before = engine.inspect.dump()
         assert engine.would_hit([1] * 9) == Hit(8, 0)
         assert engine.would_hit([2] * 9, salt="a") == Hit(8, 0)
         assert engine.would_hit([2] * 9, salt="unknown") == Hit(0, 0)
         assert engine.would_hit([1] * 9, items=[Item(b"unknown", 5, 2)]) == Hit(4, 0)
-        assert engine.dump() == before
+        assert engine.inspect.dump() == before
         assert engine.check_invariants() == []
 
 

@@ -67,12 +67,12 @@ async def test_receiver_follows_the_index(layout: str):
         for seed in range(40):
             await compute(engine, seed)
             if seed % 10 == 0:
-                await receiver.catch_up(engine.scheduler.read)
+                await receiver.catch_up(engine.inspect.parts.scheduler.read)
         await engine.evict(20)
         await engine.drain()
-        await receiver.catch_up(engine.scheduler.read)
+        await receiver.catch_up(engine.inspect.parts.scheduler.read)
         await engine.reset()
-        await receiver.catch_up(engine.scheduler.read)
+        await receiver.catch_up(engine.inspect.parts.scheduler.read)
         assert receiver.view.clears == 1
         assert receiver.lost == []
 
@@ -85,13 +85,13 @@ async def test_lost_messages_are_replayed():
         receiving(publisher) as receiver,
     ):
         await compute(engine, 1)
-        await receiver.catch_up(engine.scheduler.read)
+        await receiver.catch_up(engine.inspect.parts.scheduler.read)
         for seed in range(2, 30):
             await compute(engine, seed)
             await spin(3)
         lost = [(await receiver.message())[0] for _ in range(20)]
         await compute(engine, 99)
-        await receiver.catch_up(engine.scheduler.read)
+        await receiver.catch_up(engine.inspect.parts.scheduler.read)
         assert receiver.lost == lost
         assert publisher.statistics().replay_requests == 1
         assert publisher.statistics().replayed_batches >= len(lost)
@@ -125,17 +125,17 @@ async def test_late_subscriber_gets_the_blocks_that_are_there():
         for seed in range(20):
             await compute(engine, seed)
         await engine.drain()
-        await early.catch_up(engine.scheduler.read)
+        await early.catch_up(engine.inspect.parts.scheduler.read)
         late = Receiver(publisher)
         try:
             sequence, payload = await late.message()
             assert sequence > 0
             late.next = sequence
             late.apply(sequence, payload)
-            await late.catch_up(engine.scheduler.read)
+            await late.catch_up(engine.inspect.parts.scheduler.read)
             await compute(engine, 50)
             for receiver in (late, early):
-                await receiver.catch_up(engine.scheduler.read)
+                await receiver.catch_up(engine.inspect.parts.scheduler.read)
             assert early.view.clears == 0
         finally:
             late.close()
@@ -147,7 +147,7 @@ async def test_closed_publisher_reports_that_nothing_is_left():
         publisher = publisher_of(engine)
         async with publisher, receiving(publisher) as receiver:
             await compute(engine, 1)
-            await receiver.catch_up(engine.scheduler.read)
+            await receiver.catch_up(engine.inspect.parts.scheduler.read)
             await publisher.aclose()
             while receiver.view.clears == 0:
                 receiver.apply(*await receiver.message())
@@ -170,7 +170,7 @@ async def test_failed_publisher_reports_that_nothing_is_left(
         receiving(publisher) as receiver,
     ):
         await compute(engine, 1)
-        await receiver.catch_up(engine.scheduler.read)
+        await receiver.catch_up(engine.inspect.parts.scheduler.read)
         monkeypatch.setattr(publisher, "_encode", fail)
         await compute(engine, 2)
         while not receiver.view.clears:
@@ -221,7 +221,7 @@ async def test_invalid_replay_requests_are_counted_and_do_no_harm(caplog):
         receiving(publisher) as receiver,
     ):
         await compute(engine, 1)
-        await receiver.catch_up(engine.scheduler.read)
+        await receiver.catch_up(engine.inspect.parts.scheduler.read)
         with receiver.context.socket(zmq.DEALER) as dealer:
             dealer.connect(publisher.replay_address)
             for frames in ((b"",), (b"", b"short"), (b"", bytes(8), b"more")):
@@ -232,7 +232,7 @@ async def test_invalid_replay_requests_are_counted_and_do_no_harm(caplog):
         receiver.next = 0
         receiver.view = View()
         await receiver.replay()
-        assert receiver.view.contents() == index_of(engine.scheduler.read)
+        assert receiver.view.contents() == index_of(engine.inspect.parts.scheduler.read)
         assert "events.invalid_replay_request" in caplog.text
 
 

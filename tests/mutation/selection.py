@@ -66,6 +66,20 @@ NATIVE_TESTS: dict[str, tuple[str, ...]] = {
     "native/src/io": ("io",),
 }
 
+# Modules of one subject each.
+ENGINES = (
+    "peers/test_engines_cancelled.py",
+    "peers/test_engines_ends.py",
+    "peers/test_engines_prompts.py",
+    "peers/test_engines_refusals.py",
+)
+EXTERNAL = (
+    "integration/test_external_device.py",
+    "integration/test_external_ids.py",
+    "integration/test_external_failures.py",
+    "integration/test_external_control.py",
+)
+
 # By the longest prefix of a path; EVERYTHING runs for each mutant that survives these tests.
 LIKELY: dict[str, tuple[str, ...]] = {
     "aiokv/engine/lease.py": (
@@ -111,10 +125,10 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "integration/test_lines.py",
     ),
     "aiokv/scheduler/external.py": (
-        "integration/test_external_device.py",
+        *EXTERNAL,
         "property/test_external_engine_walks.py",
     ),
-    "aiokv/scheduler/peers.py": ("peers/test_engines.py", "peers/test_layers.py"),
+    "aiokv/scheduler/peers.py": (*ENGINES, "peers/test_layers.py"),
     "aiokv/scheduler/pins.py": ("unit/test_waiting_lines.py", "integration/test_pins.py"),
     "aiokv/scheduler/quota.py": (
         "unit/test_waiting_lines.py",
@@ -150,16 +164,16 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "aiokv/engine/expiries.py": ("integration/test_expiry.py",),
     "aiokv/engine/fetch_line.py": ("unit/test_fetch_line.py", "integration/test_stores.py"),
     "aiokv/engine/fetches.py": ("integration/test_stores.py", "integration/test_stored_state.py"),
-    "aiokv/engine/flow.py": ("unit/test_flow.py", "peers/test_engines.py"),
+    "aiokv/engine/flow.py": ("unit/test_flow.py", *ENGINES),
     "aiokv/engine/peers.py": (
-        "peers/test_engines.py",
+        *ENGINES,
         "peers/test_layers.py",
         "peers/test_cancelled_sends.py",
         "peers/test_peer_states.py",
     ),
     "aiokv/engine/progress.py": ("unit/test_send_progress.py", "peers/test_layers.py"),
-    "aiokv/engine/receiving.py": ("peers/test_engines.py",),
-    "aiokv/engine/sending.py": ("peers/test_engines.py", "peers/test_layers.py"),
+    "aiokv/engine/receiving.py": ENGINES,
+    "aiokv/engine/sending.py": (*ENGINES, "peers/test_layers.py"),
     "aiokv/engine/pins.py": ("integration/test_pins.py", "integration/test_multimodal.py"),
     "aiokv/engine/sleeping.py": ("integration/test_sleep.py",),
     "aiokv/engine/batches.py": ("integration/test_batches.py",),
@@ -229,6 +243,8 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "aiokv/wire": (
         "peers/test_frames.py",
         "peers/test_wire.py",
+        "peers/test_wire_authentication.py",
+        "peers/test_wire_liveness.py",
         "peers/test_connections.py",
         "peers/test_tcp.py",
         "ranks/test_protocol.py",
@@ -285,11 +301,16 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "unit/test_block_layout.py",
         "unit/test_peer_mapping.py",
         "unit/test_peer_transfers.py",
+        "unit/test_peer_transfer_blocks.py",
+        "unit/test_peer_transfer_groups.py",
+        "unit/test_prompt_digests.py",
         "peers/test_frames.py",
         "peers/test_ring.py",
         "peers/test_handshake.py",
         "peers/test_connections.py",
         "peers/test_wire.py",
+        "peers/test_wire_authentication.py",
+        "peers/test_wire_liveness.py",
         "peers/test_receiver.py",
         "peers/test_send_queue.py",
         "peers/test_incoming.py",
@@ -307,7 +328,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "peers/test_device_slots.py",
         "peers/test_peer_layouts.py",
         "peers/test_sides.py",
-        "peers/test_engines.py",
+        *ENGINES,
         "peers/test_layers.py",
         "property/test_peer_layouts.py",
         "property/test_failing_peers.py",
@@ -317,7 +338,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "aiokv/peers/ticket.py": (
         "unit/test_peer_ticket.py",
         "peers/test_peer_transfers.py",
-        "peers/test_engines.py",
+        *ENGINES,
     ),
     "aiokv/layout/block_layout.py": ("unit/test_block_layout.py", "peers/test_peer_layouts.py"),
     "aiokv/layout/mapping.py": (
@@ -342,6 +363,8 @@ LIKELY: dict[str, tuple[str, ...]] = {
     ),
     "aiokv/connectors/fastdeploy": (
         "connectors/test_fastdeploy_manager.py",
+        "connectors/test_fastdeploy_room.py",
+        "connectors/test_fastdeploy_matches.py",
         "connectors/test_fastdeploy_prefix.py",
         "connectors/test_fastdeploy_controller.py",
         "connectors/test_fastdeploy.py",
@@ -364,12 +387,12 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "stores/test_disk_power_cut.py",
     ),
     "native/src/index/external_blocks.cpp": (
-        "integration/test_external_device.py",
+        *EXTERNAL,
         "property/test_external_blocks_machine.py",
         "property/test_external_engine_walks.py",
     ),
     "native/src/index/external_saves.cpp": (
-        "integration/test_external_device.py",
+        *EXTERNAL,
         "property/test_external_blocks_machine.py",
         "property/test_external_engine_walks.py",
     ),

@@ -133,7 +133,7 @@ class Side:
             assert statistics.attention.host.free == statistics.attention.host.blocks
             assert not statistics.leases
         assert self.engine.check_invariants() == []
-        assert self.engine.worker.tickets.violations() == []  # type: ignore[attr-defined]
+        assert self.engine.inspect.parts.worker.tickets.violations() == []  # type: ignore[attr-defined]
         (rank,) = self.engine.statistics().peers.ranks
         assert rank.free_slots == rank.landing_slots
 

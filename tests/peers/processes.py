@@ -248,7 +248,7 @@ async def _run(options: dict[str, Any], connected: socket.socket) -> None:
     has_gpu = "gpu" in options
     async with _side(options) as side:
         server = _Server(side, writer)
-        endpoints = side.engine.worker.tickets.endpoints
+        endpoints = side.engine.inspect.parts.worker.tickets.endpoints
         writer.write(json.dumps({"port": endpoints[0].port if endpoints else 0}).encode() + b"\n")
         while line := await reader.readline():
             command = json.loads(line)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from aiokv.base.plan import SEND
 from aiokv.peers import peer_transfers
 from aiokv.peers.one_sided import OneSidedTransport
 from aiokv.peers.ticket import encode
@@ -126,15 +127,15 @@ async def test_early_plan_waits_for_its_mark_or_for_its_step(backends, opens):
         p.controller.tickets.layers_done(ticket.ticket_id, 4, None)  # another mark
         p.controller.tickets.layers_done(bytes(16), 5, None)  # another ticket
         await spin(20)
-        assert not device.sends
+        assert not device.copies_of(SEND)
         event = ManualEvent()
         if opens == "mark":
             p.controller.tickets.layers_done(ticket.ticket_id, 5, event)
         else:
             p.controller.steps.close(1, event)
-        await run_until_idle(lambda: len(device.sends) == 2)
-        assert {copy.after for copy in device.sends} == {event}
-        assert {copy.group for copy in device.sends} == {"attention 0:1", "attention 1:3"}
+        await run_until_idle(lambda: len(device.copies_of(SEND)) == 2)
+        assert {copy.after for copy in device.copies_of(SEND)} == {event}
+        assert {copy.group for copy in device.copies_of(SEND)} == {"attention 0:1", "attention 1:3"}
         event.complete()
         device.complete_all()
 

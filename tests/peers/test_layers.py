@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from aiokv.base.plan import SEND
 from aiokv.errors import LayoutError, LeaseError, UsageError
 from aiokv.testing import (
     ManualDevice,
@@ -353,14 +354,14 @@ async def test_layers_wait_for_their_event_and_the_last_ones_for_their_step():
             events = [ManualEvent(), ManualEvent()]
             sending.layers_done(8, 1, events[0])
             sending.layers_done(8, 3, events[1])
-            await run_until_idle(lambda: len(device.sends) == 2)
-            assert [copy.after for copy in device.sends] == events
+            await run_until_idle(lambda: len(device.copies_of(SEND)) == 2)
+            assert [copy.after for copy in device.copies_of(SEND)] == events
             p.compute(source, tokens, 0, 8)
             p.engine.step(step := ManualEvent())
-            for copy, event in zip(list(device.sends), events, strict=True):
+            for copy, event in zip(list(device.copies_of(SEND)), events, strict=True):
                 event.complete()
                 copy.complete_all()
-            await run_until_idle(lambda: [copy.after for copy in device.sends] == [step])
+            await run_until_idle(lambda: [copy.after for copy in device.copies_of(SEND)] == [step])
             step.complete()
             await complete(device, until=lambda: receiving.received_tokens == 8)
         d.check(lease, tokens)

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from aiokv.base.plan import RECEIVE, SEND
 from aiokv.errors import ConfigError, LayoutError, PeerError, UsageError
 from aiokv.peers.ticket import encode
 from aiokv.testing import ManualDevice, run_until_idle, running_clock, spin
@@ -99,19 +100,21 @@ async def test_cancelled_receive_writes_no_block_although_fragments_arrive():
         received = d.receive(ticket, range(4), [6, 7, 8, 9])
         await p.controller.tickets.open_ticket(encode(ticket, KEY))
         p.send(ticket, [0, 1], [3, 4])
-        await run_until_idle(lambda: len(device.receives) > 0)
+        await run_until_idle(lambda: len(device.copies_of(RECEIVE)) > 0)
         assert d.controller.plans.cancel(received) == "asked"
         p.send(ticket, [2, 3], [5, 6])
         await spin(100)
         assert d.outcome(received) is None  # a copy is in flight
         untouched = d.blocks([8, 9])
         device.complete_all()
-        await run_until_idle(lambda: d.outcome(received) is not None or bool(device.receives))
+        await run_until_idle(
+            lambda: d.outcome(received) is not None or bool(device.copies_of(RECEIVE))
+        )
         device.complete_all()
         assert (await d.ended(received))[0] is not None
         after = d.blocks([6, 7, 8, 9])
         await spin(200)
-        assert not device.receives
+        assert not device.copies_of(RECEIVE)
         assert d.blocks([6, 7, 8, 9]) == after
         assert d.blocks([8, 9]) == untouched
 
@@ -123,7 +126,7 @@ async def test_send_is_reported_after_its_device_copies_have_ended():
         d.receive(ticket, [0, 1], [6, 7])
         await p.controller.tickets.open_ticket(encode(ticket, KEY))
         sent = p.send(ticket, [0, 1], [3, 4])
-        await run_until_idle(lambda: len(device.sends) > 0)
+        await run_until_idle(lambda: len(device.copies_of(SEND)) > 0)
         p.controller.tickets.close_ticket(ticket.ticket_id, "closed")
         await spin(50)
         assert p.outcome(sent) is None

@@ -343,7 +343,7 @@ async def test_fault_between_the_processes_shortens_the_received_prefix(nursery,
 
     child = options(listen=None, **model)
     async with Side(**options(**model)) as d, nursery.child(**child) as p:
-        (endpoint,) = d.engine.worker.tickets.endpoints
+        (endpoint,) = d.engine.inspect.parts.worker.tickets.endpoints
         async with Proxy(endpoint.port, choose, rng) as proxy:
             for seed in range(1, 21):
                 places = {count + rng.randint(1, 60), count + rng.randint(61, 200)}

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from aiokv.peers.handshake import GREETING_BYTES, PROOF_BYTES, Handshake
-from aiokv.peers.messages import Landed
+from aiokv.peers.messages import Done, Landed, Want
 from aiokv.peers.wire import Connection, connect, listen
 from aiokv.testing.loops import PATIENCE_SECONDS, run_until_idle
 from aiokv.wire.connection import WireLimits
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 SECRET = b"a secret of at least 16 bytes"
 TICKET = b"a ticket, 16 b.."
+WANT = Want(ticket_id=TICKET, fragments=1)
+DONE = Done(ticket_id=TICKET)
 
 
 def landed(fragment_bytes: int, slot: int = 0, block: int = 0) -> Landed:
@@ -33,6 +35,11 @@ def landed(fragment_bytes: int, slot: int = 0, block: int = 0) -> Landed:
         slot_generation=1,
         fragment_bytes=fragment_bytes,
     )
+
+
+async def listening(accepted: list[Connection], **limits: object) -> Listener:
+    """Listen with some limits changed; connections are appended to ``accepted``."""
+    return await listen(HOST, 0, SECRET, accepted.append, limits=WireLimits(**limits))
 
 
 class Recorder:

@@ -16,6 +16,7 @@ from aiokv.peers.options import Peers
 from aiokv.peers.ticket import Ticket, encode, ticket_key
 from aiokv.stores.identity import StoreIdentity
 from aiokv.testing import ManualDevice, run_until_idle, spin
+from aiokv.worker.base import WorkerStart
 from aiokv.worker.controller import CacheController
 from aiokv.worker.device.cpu import CpuDevice
 from aiokv.worker.poller import EventPoller
@@ -85,13 +86,14 @@ class PeerWorker:
     async def __aenter__(self) -> Self:
         self.poller.open(asyncio.get_running_loop())
         await self.controller.open(
-            device_blocks=self._device_blocks,
-            host_blocks=0,
-            poller=self.poller,
-            on_report=self.reports.append,
-            on_step=lambda step, error: None,
-            on_lost=lambda lost: None,
-            identity=self.identity,
+            WorkerStart(
+                device_blocks=self._device_blocks,
+                host_blocks=0,
+                poller=self.poller,
+                on_report=self.reports.append,
+                on_step=lambda step, error: None,
+                identity=self.identity,
+            )
         )
         return self
 

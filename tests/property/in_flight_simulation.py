@@ -250,7 +250,7 @@ class World:
             await asyncio.sleep(0)
             self.verify()
         else:
-            raise AssertionError(f"hangs: {self.engine.dump()}")
+            raise AssertionError(f"hangs: {self.engine.inspect.dump()}")
         resetting = asyncio.create_task(self.engine.reset())
         while not resetting.done() or self.stream or self.threads:
             if self.in_stream and not self.stream and not resetting.done():
@@ -259,7 +259,7 @@ class World:
             await asyncio.sleep(0)
         await resetting
         gc.collect()
-        while self.engine.dump()["leases"]:  # noqa: ASYNC110 - those that batches keep, too
+        while self.engine.inspect.dump()["leases"]:  # noqa: ASYNC110 - those that batches keep, too
             await asyncio.sleep(0)
         self.verify()
         end = self.engine.statistics()

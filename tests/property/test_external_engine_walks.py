@@ -365,7 +365,7 @@ async def test_random_walk_serves_the_right_bytes(policy: str, seed: int, tmp_pa
     with record(cache.engine) as transitions:
         async with cache:
             walk = Walk(cache, random.Random(f"{policy} {seed}"))
-            cache.engine.add_observer(lambda span, context: spans.append(span))
+            cache.engine.inspect.add_observer(lambda span, context: spans.append(span))
             async with cache.engine.record_trace(tmp_path / "trace.jsonl"):
                 for _ in range(OPERATIONS):
                     await walk.act()

@@ -97,7 +97,7 @@ class Engine:
 
     @property
     def port(self) -> int:
-        (endpoint,) = self.side.engine.worker.tickets.endpoints
+        (endpoint,) = self.side.engine.inspect.parts.worker.tickets.endpoints
         return endpoint.port
 
     async def restart(self) -> None:
@@ -124,7 +124,7 @@ class Engine:
     def check(self) -> None:
         """Check the invariants of the engine and of its connections."""
         assert self.side.engine.check_invariants() == []
-        assert self.side.engine.worker.tickets.violations() == []  # type: ignore[attr-defined]
+        assert self.side.engine.inspect.parts.worker.tickets.violations() == []  # type: ignore[attr-defined]
 
 
 class Request:

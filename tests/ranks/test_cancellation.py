@@ -255,7 +255,7 @@ CONTROL: dict[str, Callable[[Ranked], Coroutine[Any, Any, None]]] = {
 @pytest.mark.parametrize("verb", CONTROL)
 async def test_calls_after_a_cancelled_control_call_find_no_half_of_it(tmp_path, verb):
     async def call_others(ranked: Ranked) -> None:
-        if verb == "quiesce" and ranked.engine.dump()["paused"]:
+        if verb == "quiesce" and ranked.engine.inspect.dump()["paused"]:
             ranked.engine.resume()
         await ranked.engine.sleep()
         abandoned = [array for shard in ranked.shards for array in shard.kv]

@@ -167,7 +167,7 @@ async def test_loss_of_an_idle_rank_is_detected(tmp_path):
         assert pin.tokens == 6
         await ranked.lose(0)
         assert pin.released
-        away, there = ranked.engine.dump()["statistics"]["ranks"]
+        away, there = ranked.engine.inspect.dump()["statistics"]["ranks"]
         assert "connection" in away["state"]
         assert there["state"] == "ready"
         with pytest.raises(BrokenEngineError, match="rank 0"):

@@ -19,7 +19,7 @@ async def test_a_raised_priority_reaches_the_ranks(tmp_path: Any) -> None:
         for shard in ranked.shards:
             controller = shard.worker._controller
             controller.plans.raise_priority = lambda *arguments: raised.append(arguments)
-        plans = ranked.engine.worker.plans
+        plans = ranked.engine.inspect.parts.worker.plans
         reports: list[TransferReport] = []
         plans._on_report = reports.append  # the scheduler does not know the plan
         block = bytes(4)

@@ -40,7 +40,7 @@ async def test_the_loss_of_a_rank_is_named_and_its_leases_are_listed(tmp_path):
         await spin(2)
         assert "rank 1 is lost" in ranked.engine.health().failure
         assert "rank 1 is lost" in failed_checks(ranked.engine)["working"]
-        (listed,) = ranked.engine.leases()
+        (listed,) = ranked.engine.inspect.leases()
         assert (listed.owner, listed.state, listed.blocks) == ("reader", "lost", 0)
         msgspec.json.encode(snapshot(ranked.engine))
         lease.release()

@@ -18,7 +18,7 @@ from aiokv.ranks.messages import (
     Begin,
     ChangeWeights,
     Lookup,
-    LookupReply,
+    Reply,
     decode_from_manager,
     decode_from_rank,
     encode,
@@ -180,7 +180,7 @@ async def test_statistics_show_the_stores_of_each_rank(tmp_path):
         for shard, statistics in zip(r.shards, shown, strict=True):
             (own,) = shard.worker.store_statistics()
             assert statistics.loaded_bytes == own.loaded_bytes > 0
-        assert [row["rank"] for row in r.engine.dump()["statistics"]["stores"]] == [0, 1]  # type: ignore[attr-defined]
+        assert [row["rank"] for row in r.engine.inspect.dump()["statistics"]["stores"]] == [0, 1]  # type: ignore[attr-defined]
         await r.lose(1)
         assert [s.rank for s in r.engine.statistics().stores] == [0]
         await r.restart(1)
@@ -257,7 +257,7 @@ async def test_messages_with_stores_are_encoded_and_decoded():
     assert decode_from_manager(encode(begin)) == begin
     lookup = Lookup(number=3, digests=bytes(64))
     assert decode_from_manager(encode(lookup)) == lookup
-    reply = LookupReply(number=3, seconds=[0.1, 0.25])
+    reply = Reply(number=3, seconds=[0.1, 0.25])
     assert decode_from_rank(encode(reply)) == reply
 
 

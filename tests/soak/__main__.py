@@ -286,7 +286,7 @@ class Round:
         self.totals.invariant_checks += 1
         violations = load.engine.check_invariants()
         if self.peers:
-            violations += load.engine.worker.tickets.violations()  # type: ignore[attr-defined]
+            violations += load.engine.inspect.parts.worker.tickets.violations()  # type: ignore[attr-defined]
         if self.events is not None and not load.closing:
             violations += self.events.violations()
         if violations:
@@ -307,7 +307,7 @@ class Round:
             violations.append("the host pool is not full")
         if statistics.leases or statistics.waiting:
             violations.append("leases are out")
-        if quota := engine.dump()["quota"]:
+        if quota := engine.inspect.dump()["quota"]:
             violations.append(f"blocks are counted to salts: {quota}")
         if violations:
             raise Violation(f"{'; '.join(violations[:5])}: {statistics}")

@@ -121,7 +121,7 @@ class RoundEvents:
 
 
 def _differences(view: View, engine: CacheEngine) -> list[str]:
-    expected, found = index_of(engine.scheduler.read), view.contents()
+    expected, found = index_of(engine.inspect.parts.scheduler.read), view.contents()
     return [
         f"events: on {medium}, the view lacks {len(blocks - found[medium])} blocks of "
         f"{len(blocks)}, and has {len(found[medium] - blocks)} others"

@@ -256,7 +256,7 @@ class Load:
     async def corrupt(self) -> None:
         """Change a host block behind the engine's back: no request may get it any more."""
         await self.engine.evict(4)  # so that some are on the host only
-        cached = self.engine.scheduler.read.cached_blocks()
+        cached = self.engine.inspect.parts.scheduler.read.cached_blocks()
         blocks = [
             (context, np.frombuffer(prefix, np.int32), host)
             for context, prefix, device, host, _, _, pins in cached
@@ -266,7 +266,7 @@ class Load:
             return
         context, prefix, host = self.rng.choice(blocks)
         self.note("operator", "corrupt host block", host)
-        self.engine.worker.memory.arena.blocks[host] ^= 0xFF
+        self.engine.inspect.parts.worker.memory.arena.blocks[host] ^= 0xFF
         self._corrupted_hosts.add(host)
         self.corrupted_blocks += 1
         await self.read_corrupted(np.append(prefix, np.int32(0)), context.partition(":")[2])

@@ -34,7 +34,7 @@ class RoundRecords:
 
     def __enter__(self) -> Self:
         if self._is_on:
-            self._engine.add_observer(self._note)
+            self._engine.inspect.add_observer(self._note)
         return self
 
     def __exit__(self, exc_type: object, exc: object, traceback: object) -> None:

@@ -12,6 +12,7 @@ import pytest
 from aiokv.base.plan import OFFLOAD, ONLOAD, Priority, TransferPlan, TransferReport, id_bytes
 from aiokv.layout.regions import Regions
 from aiokv.testing import ManualDevice, spin
+from aiokv.worker.base import WorkerStart
 from aiokv.worker.controller import CacheController
 from aiokv.worker.poller import EventPoller
 
@@ -59,12 +60,13 @@ class Worker:
     async def __aenter__(self) -> Self:
         self.poller.open(asyncio.get_running_loop())
         await self.controller.open(
-            device_blocks=self._device_blocks,
-            host_blocks=self._host_blocks,
-            poller=self.poller,
-            on_report=self._take_report,
-            on_step=lambda step, error: self.steps.append((step, error)),
-            on_lost=lambda lost: None,
+            WorkerStart(
+                device_blocks=self._device_blocks,
+                host_blocks=self._host_blocks,
+                poller=self.poller,
+                on_report=self._take_report,
+                on_step=lambda step, error: self.steps.append((step, error)),
+            )
         )
         blocks = self.controller.memory.arena.blocks
         blocks[:] = self._random.integers(0, 256, blocks.shape, np.uint8)

@@ -114,7 +114,7 @@ async def test_all_attributes_of_all_parts_exist_after_the_constructor():
 
 def test_an_engine_that_is_not_entered_can_be_read():
     engine = CacheEngine(CacheConfig(device_blocks=8, host_blocks=4))
-    dump = engine.dump()
+    dump = engine.inspect.dump()
     assert (dump["leases"], dump["pins"], dump["open_step"]) == ([], 0, 0)
     assert engine.statistics().worker.held == 0
     assert engine.statistics().poller is not None

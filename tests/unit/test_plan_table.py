@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aiokv.base.plan import OFFLOAD, ONLOAD, RECEIVE, TransferPlan, TransferReport, id_bytes
+from aiokv.base.plan import CLONE, OFFLOAD, ONLOAD, RECEIVE, TransferPlan, TransferReport, id_bytes
 from aiokv.errors import TransferError, UsageError
 from aiokv.testing import spin
 from aiokv.worker.device.base import CopyError
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.asyncio, pytest.mark.loop("asyncio")]
 
 BLOCK_BYTES = 10
+LAYERS = 2
 FAILURE = CopyError(1, "a bad page")
 
 
@@ -75,7 +76,9 @@ class Walk:
     def __init__(self, choose: random.Random) -> None:
         self.choose = choose
         self.poller = EventPoller()
-        self.table = PlanTable(lambda plan: (self.executors[plan.route], plan.num_blocks * 10))
+        self.table = PlanTable(
+            lambda plan: (self.executors[plan.route], plan.num_blocks * 10), lambda: 2
+        )
         self.executors: dict[Route, Scripted] = {
             ONLOAD: Scripted(self.table, "at once"),
             OFFLOAD: Scripted(self.table, "asked"),
@@ -277,4 +280,36 @@ async def test_copy_that_is_part_of_a_plan_has_an_end_and_no_report() -> None:
     assert walk.table.cancel(-1) == "at once"
     await walk.table.drain()
     assert (ends, walk.seen) == ([None, FAILURE, CANCELLED], [])
+    walk.poller.close()
+
+
+async def test_refused_plan_is_reported_as_failed_in_a_later_callback() -> None:
+    walk = Walk(random.Random(1))
+    walk.poller.open(asyncio.get_running_loop())
+    blocks = id_bytes([1])
+    plan = TransferPlan(transfer_id=7, route=CLONE, source_blocks=blocks, target_blocks=blocks)
+    counter = walk.table.take(plan)
+    assert (walk.seen, list(walk.table), counter.num_layers) == ([], [], LAYERS)
+    assert counter.failure == CopyError(0, repr(CLONE)), "gpu_wait raises at once"
+    await walk.table.drain()
+    assert walk.seen == [(7, "failed")]
+    with pytest.raises(TransferError):
+        await counter.wait_all()
+    walk.poller.close()
+
+
+async def test_memory_error_of_an_executor_is_no_refusal() -> None:
+    def out_of_memory(entry: PlanEntry[None]) -> None:
+        raise MemoryError
+
+    walk = Walk(random.Random(1))
+    walk.poller.open(asyncio.get_running_loop())
+    walk.executors[ONLOAD].submit = out_of_memory  # type: ignore[method-assign]
+    blocks = id_bytes([1])
+    with pytest.raises(MemoryError):
+        walk.table.take(
+            TransferPlan(transfer_id=1, route=ONLOAD, source_blocks=blocks, target_blocks=blocks)
+        )
+    await spin(2)
+    assert walk.seen == [], "the bytes may move"
     walk.poller.close()
