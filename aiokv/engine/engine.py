@@ -10,7 +10,7 @@ event loop.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 from aiokv.base import checks
 from aiokv.base.checks import Unique, arguments
@@ -85,7 +85,7 @@ class CacheEngine(Unique):
 
     ``async with`` binds the engine to the running event loop. Call every method on that loop.
     Read-only methods may also be called before ``async with`` and after closing. Any thread may
-    call ``statistics()``, ``cache_statistics()``, ``asleep``, ``open_step``, ``loop``,
+    call ``batch()``, ``statistics()``, ``cache_statistics()``, ``asleep``, ``open_step``, ``loop``,
     ``inspect`` and ``repr()``; all other methods raise ``UsageError`` in another thread.
 
     Raises:

@@ -331,7 +331,8 @@ async def test_reading_calls_work_on_an_engine_of_ranks_before_entry(tmp_path):
 
 ANY_THREAD = {
     "CacheEngine": {
-        "statistics", "cache_statistics", "asleep", "open_step", "regions", "loop", "inspect",
+        "batch", "statistics", "cache_statistics", "asleep", "open_step", "regions", "loop",
+        "inspect",
     },
     "Inspection": {"device_blocks_by_salt"},
     "Lease": {"block_table", "window_table", "id", "owner", "salt", "layers"},
