@@ -368,26 +368,19 @@ class Outcome(enum.Enum):
 
     CANCELLED = 2
 
-class WritePolicy(enum.Enum):
+class SavePolicy(enum.Enum):
     NONE = 0
 
     WRITE_THROUGH = 1
 
-    WRITE_THROUGH_SELECTIVE = 2
+    NTH_USE = 2
 
     WRITE_BACK = 3
-
-class StorePolicy(enum.Enum):
-    AT_COMMIT = 0
-
-    AT_NTH_USE = 1
-
-    ON_EVICTION = 2
 
 class StoreConfig:
     """Rule of when host blocks are saved to the stores."""
 
-    def __init__(self, *, policy: StorePolicy = StorePolicy.AT_COMMIT, uses: int = 2, only_reused: bool = False, queue_blocks: int = 4096, ahead_blocks: int = 0) -> None: ...
+    def __init__(self, *, policy: SavePolicy = SavePolicy.WRITE_THROUGH, uses: int = 2, only_reused: bool = False, queue_blocks: int = 4096, ahead_blocks: int = 0) -> None: ...
 
 class MoveRoute(enum.Enum):
     ON_DEVICE = 0
@@ -423,7 +416,7 @@ class LeaseState(enum.Enum):
 class Core:
     """Prefix index, block pools, leases and eviction; not thread-safe."""
 
-    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: WritePolicy = WritePolicy.NONE, write_through_threshold: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: str = 'lru', state_slots: int = 0, windows: Sequence[tuple[int, int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None, host_state_slots: int = 0, external_device: bool = False, splits_items: bool = False) -> None: ...
+    def __init__(self, *, block_tokens: int, device_blocks: int, host_blocks: int = 0, leave_tokens: int = 1, reserve_blocks: int = 0, write_policy: SavePolicy = SavePolicy.NONE, write_uses: int = 2, low_watermark_blocks: int = 0, min_onload_blocks: int = 0, eviction: str = 'lru', state_slots: int = 0, windows: Sequence[tuple[int, int, int, int, int]] = [], max_leases: int = 1048575, stores: StoreConfig | None = None, host_state_slots: int = 0, external_device: bool = False, splits_items: bool = False) -> None: ...
 
     def match(self, tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], context: str = '', reads: bool = True, writes: bool = True) -> tuple[int, int, int]:
         """
@@ -617,6 +610,11 @@ class Core:
     def cached_store_tokens(self, lease: int) -> int:
         """
         Of the cached tokens: those whose blocks a fetch brought for this lease.
+        """
+
+    def group_hit(self, lease: int, group: int) -> tuple[int, int]:
+        """
+        (device_blocks, host_blocks) of the last grant in a group; group -1: state.
         """
 
     def missing(self, lease: int) -> tuple[int, bytes]:

@@ -4,6 +4,7 @@ from aiokv.base.statistics import (
     BlockGroupStatistics,
     CacheStatistics,
     DurationHistogram,
+    GroupTransferStatistics,
     LayerWaitStatistics,
     PeerStatistics,
     PollerStatistics,
@@ -13,7 +14,7 @@ from aiokv.base.statistics import (
     TierStatistics,
     WorkerStatistics,
 )
-from aiokv.base.types import Health, HotPrefixes, LeaseInfo, PrefixInfo
+from aiokv.base.types import GroupHit, Health, HotPrefixes, LeaseInfo, PrefixInfo
 from aiokv.engine.inspection import Inspection
 from aiokv.engine.observation import Observation
 from aiokv.engine.observers import BatchSpan, LeasePhase, TransferSpan
@@ -25,6 +26,8 @@ __all__ = [
     "BlockGroupStatistics",
     "CacheStatistics",
     "DurationHistogram",
+    "GroupHit",
+    "GroupTransferStatistics",
     "Health",
     "HotPrefixes",
     "Inspection",

@@ -68,7 +68,7 @@ PAYLOAD_BYTES: Final = 2_048  # bytes per block in this process
 SCALE: Final = BYTES_PER_TOKEN * BLOCK_TOKENS // PAYLOAD_BYTES
 DISK_BLOCKS: Final = 8  # blocks per operation of the disk
 READS_PER_WRITE: Final = 7
-TICK_SECONDS: Final = 0.001
+TICK_SECONDS: Final = 0.004
 
 
 def run(quick: bool) -> dict[str, Any]:

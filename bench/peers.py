@@ -48,6 +48,7 @@ LAYERS = 8
 BLOCK_TOKENS = 16
 CHUNK_BLOCKS = 16
 TOTAL_BYTES = 64 << 20  # per round
+QUICK_BYTES = 16 << 20
 STEP_BLOCKS = 64  # of a prompt that is computed in steps
 LAST_BLOCKS = 2
 CHUNKS = 4  # of a prompt that is computed layer by layer
@@ -65,8 +66,8 @@ def run(quick: bool) -> dict[str, Any]:
 async def _run(quick: bool) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, slice_bytes in SLICES.items():
-        async with _Decode(slice_bytes) as decode:
-            results[name] = await decode.measure(rounds=1 if quick else 9, steps=5 if quick else 50)
+        async with _Decode(slice_bytes, QUICK_BYTES if quick else TOTAL_BYTES) as decode:
+            results[name] = await decode.measure(rounds=1 if quick else 9, steps=2 if quick else 50)
             if slice_bytes == max(SLICES.values()):
                 results["idle"] = await decode.idle(1.0 if quick else 10.0)
     return results
@@ -75,14 +76,14 @@ async def _run(quick: bool) -> dict[str, Any]:
 class _Side:
     """Engine of one process, and plain memory of as many bytes."""
 
-    def __init__(self, slice_bytes: int, listen: str | None) -> None:
+    def __init__(self, slice_bytes: int, total_bytes: int, listen: str | None) -> None:
         self.block_bytes = LAYERS * slice_bytes
-        self.num_blocks = TOTAL_BYTES // self.block_bytes
+        self.num_blocks = total_bytes // self.block_bytes
         device_blocks = max(self.num_blocks, STEP_BLOCKS)
         shape = (device_blocks, slice_bytes)
         regions = Regions(num_layers=LAYERS)
         regions.add("kv", layers=[np.ones(shape, np.uint8) for _ in range(LAYERS)])
-        self.plain = np.ones(TOTAL_BYTES, np.uint8)
+        self.plain = np.ones(total_bytes, np.uint8)
         self.engine = CacheEngine(
             CacheConfig(block_tokens=BLOCK_TOKENS, device_blocks=device_blocks, model="bench"),
             regions,
@@ -99,7 +100,7 @@ class _Side:
     def pieces(self) -> Sequence[memoryview]:
         """Return the plain memory, block by block."""
         step, view = self.block_bytes, memoryview(self.plain)
-        return [view[at : at + step] for at in range(0, TOTAL_BYTES, step)]
+        return [view[at : at + step] for at in range(0, len(view), step)]
 
     async def granted(self, number: int, num_blocks: int) -> Lease:
         """Return a granted lease of a prompt that no other number has."""
@@ -116,16 +117,16 @@ class _Side:
 class _Decode(_Side):
     """The decode side; starts the prefill side and commands it."""
 
-    def __init__(self, slice_bytes: int) -> None:
-        super().__init__(slice_bytes, "127.0.0.1")
-        self._slice_bytes = slice_bytes
+    def __init__(self, slice_bytes: int, total_bytes: int) -> None:
+        super().__init__(slice_bytes, total_bytes, "127.0.0.1")
+        self._sizes = slice_bytes, total_bytes
         self._number = 0
 
     async def __aenter__(self) -> Self:
         await self.engine.__aenter__()
         with socket.create_server(("127.0.0.1", 0)) as listening:
             listening.setblocking(False)
-            arguments = json.dumps([self._slice_bytes, listening.getsockname()[1]])
+            arguments = json.dumps([*self._sizes, listening.getsockname()[1]])
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "bench.peers", arguments
             )
@@ -157,8 +158,8 @@ class _Decode(_Side):
         del plain[0], whole[0]  # the first round warms the connections up
         ratios = [alone / engines for alone, engines in zip(plain, whole, strict=True)]
         return {
-            "plain_gbps": TOTAL_BYTES / 1e9 / statistics.median(plain),
-            "whole_gbps": TOTAL_BYTES / 1e9 / statistics.median(whole),
+            "plain_gbps": self.plain.nbytes / 1e9 / statistics.median(plain),
+            "whole_gbps": self.plain.nbytes / 1e9 / statistics.median(whole),
             "ratio_to_plain": statistics.median(ratios),
             "first_chunk_ms": _percentiles(first[1:]),
             "last_chunk_ms": _percentiles(last[1:]),
@@ -269,8 +270,8 @@ class _Commands:
 # --- prefill side, in another process -----------------------------------------------------------
 
 
-async def _prefill(slice_bytes: int, port: int) -> None:
-    side = _Side(slice_bytes, None)
+async def _prefill(slice_bytes: int, total_bytes: int, port: int) -> None:
+    side = _Side(slice_bytes, total_bytes, None)
     loop = asyncio.get_running_loop()
     async with side.engine:
         commands = _Commands(*await asyncio.open_connection("127.0.0.1", port))

@@ -27,7 +27,7 @@ NUM_LAYERS = 4
 
 
 def run(quick: bool) -> dict[str, Any]:
-    rounds = 3 if quick else 10
+    rounds = 1 if quick else 10
     return {"asyncio": _measure(asyncio.run, rounds), "uvloop": _measure(uvloop.run, rounds)}
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiokv import CacheConfig
 from aiokv._native import Outcome
-from aiokv.config.cache_config import EVICTION_POLICIES, EvictionPolicy, WritePolicy
+from aiokv.config.cache_config import EVICTION_POLICIES, EvictionPolicy
 from aiokv.scheduler.plans import new_core
 from aiokv.trace.format import read_trace
 from tests.harness.traces import find_trace, trace_prompts
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 16
 TOTAL_BLOCKS = 160_000
 DEVICE_BLOCKS = (32_000, 80_000, 128_000)
-WRITE_POLICIES: tuple[WritePolicy, ...] = (
+WRITE_POLICIES = (
     "write_through",
-    "write_through_selective",
+    "nth_use:2",
     "write_back",
 )
 
@@ -57,7 +57,7 @@ def serve(
     prompts: Sequence[NDArray[np.int32]],
     device_blocks: int,
     host_blocks: int,
-    write_policy: WritePolicy,
+    write_policy: str,
     eviction_policy: EvictionPolicy,
 ) -> dict[str, float]:
     """Return the hits and copies of one prompt after the other.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import signal
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ _loop_errors: list[dict[str, Any]] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts background jobs with ignored signals, which programs of tests would inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     uvloop.run(asyncio.sleep(0))  # libuv opens a pipe for the whole process with its first loop
 
 
@@ -45,14 +48,15 @@ def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, LoopFactory]:
     if item.get_closest_marker("clock") is not None:
-        return {
+        factories = {
             "asyncio": _watched(clocked_loop(asyncio.SelectorEventLoop)),
             "uvloop": _watched(clocked_loop(uvloop.Loop)),
         }
-    factories = {
-        "asyncio": _watched(asyncio.new_event_loop),
-        "uvloop": _watched(uvloop.new_event_loop),
-    }
+    else:
+        factories = {
+            "asyncio": _watched(asyncio.new_event_loop),
+            "uvloop": _watched(uvloop.new_event_loop),
+        }
     only = item.get_closest_marker("loop")
     return factories if only is None else {only.args[0]: factories[only.args[0]]}
 

@@ -34,6 +34,11 @@ def layers_of(group: str) -> tuple[int, int] | None:
     return int(first), int(end)
 
 
+def whole_group(group: str) -> str:
+    """Return the group of a range of layers; any other group as it is."""
+    return ATTENTION if group.startswith(_LAYERS) else group
+
+
 def retention_of(group: str) -> Retention:
     """Return the retention of a group; a name that is not reserved names a window group."""
     retention = _RETENTIONS.get(group)

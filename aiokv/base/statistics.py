@@ -422,17 +422,18 @@ class RequestStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 _IN_FLIGHT: Final = gauge(
     "transfers_in_flight",
-    "Transfers of a route that wait for the device (queued), or that it executes (submitted).",
+    "Transfers of a group and route that wait for the device (queued), or that it executes "
+    "(submitted).",
 )
 _ENDED: Final = counter(
     "transfers_total",
-    "Transfers of a route that have ended: all their blocks were moved (done), an error occurred "
-    "(failed), or they never reached the device (cancelled).",
+    "Transfers of a group and route that have ended: all their blocks were moved (done), an error "
+    "occurred (failed), or they never reached the device (cancelled).",
 )
 
 
 class RouteStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Transfers of one route.
+    """Transfers of the blocks of one group on one route.
 
     With ranks, a transfer counts once, and ``queue_seconds`` is the mean over the ranks, as of
     their last answers to heartbeats. Routes of stores and peers have no queue. A fetch or a receive
@@ -445,34 +446,66 @@ class RouteStatistics(msgspec.Struct, frozen=True, kw_only=True):
     done: Annotated[int, _ENDED(outcome="done")]
     failed: Annotated[int, _ENDED(outcome="failed")]
     cancelled: Annotated[int, _ENDED(outcome="cancelled")]
-    moved_bytes: Annotated[int, counter("transfer_bytes_total", "Bytes that a route has moved.")]
+    moved_bytes: Annotated[
+        int, counter("transfer_bytes_total", "Bytes of a group that a route has moved.")
+    ]
     busy_seconds: Annotated[
         float,
         counter(
             "transfer_busy_seconds_total",
-            "Time during which a route had at least one transfer in progress.",
+            "Time during which a group had at least one transfer in progress on a route.",
         ),
     ]
     queue_seconds: Annotated[
         float,
         counter(
             "transfer_queue_seconds_total",
-            "Time that the done and failed transfers of a route have waited for the device, and "
-            "for their step.",
+            "Time that the done and failed transfers of a group and route have waited for the "
+            "device, and for their step.",
         ),
     ]
     bytes_per_second: Annotated[
         float,
         gauge(
             "transfer_bytes_per_second",
-            "Bandwidth of a route: moving average over transfers of 1 MiB and more; 0 before the "
-            "first.",
+            "Bandwidth of a group on a route: moving average over transfers of 1 MiB and more; 0 "
+            "before the first.",
         ),
     ]
 
 
+IDLE_ROUTE: Final = RouteStatistics(
+    queued=0,
+    submitted=0,
+    done=0,
+    failed=0,
+    cancelled=0,
+    moved_bytes=0,
+    busy_seconds=0.0,
+    queue_seconds=0.0,
+    bytes_per_second=0.0,
+)
+
+
+class GroupTransferStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Transfers of one group, by route. A route that the worker lacks has moved nothing."""
+
+    onload: Annotated[RouteStatistics, Label("route", "onload")] = IDLE_ROUTE
+    offload: Annotated[RouteStatistics, Label("route", "offload")] = IDLE_ROUTE
+    clone: Annotated[RouteStatistics, Label("route", "clone")] = IDLE_ROUTE
+    fetch: Annotated[RouteStatistics, Label("route", "fetch")] = IDLE_ROUTE
+    save: Annotated[RouteStatistics, Label("route", "save")] = IDLE_ROUTE
+    receive: Annotated[RouteStatistics, Label("route", "receive")] = IDLE_ROUTE
+    send: Annotated[RouteStatistics, Label("route", "send")] = IDLE_ROUTE
+
+    @property
+    def routes(self) -> dict[str, RouteStatistics]:
+        """All routes, by name."""
+        return msgspec.structs.asdict(self)
+
+
 class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Transfers of a worker: of all its routes, by name."""
+    """Transfers of a worker, by group: ``"attention"``, ``"state"``, and the window groups."""
 
     held: Annotated[int, gauge("held_transfers", "Transfers that wait until their step is closed.")]
     corrupt: Annotated[
@@ -483,7 +516,12 @@ class WorkerStatistics(msgspec.Struct, frozen=True, kw_only=True):
             "used them.",
         ),
     ]
-    routes: Annotated[dict[str, RouteStatistics], Label("route")]
+    groups: Annotated[dict[str, GroupTransferStatistics], Label("group")]
+
+    @property
+    def attention(self) -> GroupTransferStatistics:
+        """Transfers of the blocks of all layers with full attention."""
+        return self.groups[ATTENTION]
 
 
 class LayerWaitStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -635,7 +673,7 @@ _STORE_FAILURES: Final = counter(
 )
 _STORE_SECONDS: Final = gauge(
     "store_recent_seconds",
-    "Duration of lookups, and of loads and saves of less than 256 KiB, over all pools of the "
+    "Duration of lookups, and of loads and saves of less than 256 KiB, over all groups of the "
     "store: moving average. Extreme durations are bounded, and old ones fade.",
 )
 _STORE_SPEED: Final = gauge(
@@ -655,16 +693,15 @@ _BREAKER: Final = Metric(
 class GuardStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Use of one store since its engine was made.
 
-    ``kind`` and ``url`` are those of the store. ``pool`` is ``"host"`` for blocks, ``"host_state"``
-    for snapshots of recurrent state, and ``"host_window:"`` with the name of a window group for its
-    blocks; the counts of blocks are about what the pool has. ``rank`` is the rank that has the
-    store; None without ranks. ``failure`` is the reason why the store could not be opened yet;
+    ``kind`` and ``url`` are those of the store. The counts of blocks are those of ``group``; a
+    block of the group ``"state"`` is a snapshot of recurrent state. ``rank`` is the rank that has
+    the store; None without ranks. ``failure`` is the reason why the store could not be opened yet;
     empty when it is open, and while it is closed because host memory is asleep.
     """
 
     url: Annotated[str, Label("store")]
     kind: Annotated[str, Label("kind")]
-    pool: Annotated[str, Label("pool")] = "host"
+    group: Annotated[str, Label("group")] = ATTENTION
     rank: Annotated[int | None, Label("rank")] = None
     reading: Annotated[str, _BREAKER(operation="read")]
     saving: Annotated[str, _BREAKER(operation="save")]
@@ -866,14 +903,14 @@ class Statistics(CacheStatistics, frozen=True, kw_only=True):
         A fetch or a receive that brings less than its plan is no failure: a store and another
         engine may lack a block.
         """
-        routes = self.worker.routes.items()
+        groups = self.worker.groups.values()
         return {
             "allocate_timeout": self.requests.timed_out_waits,
             "allocate_refused": self.requests.refused_waits + self.requests.too_large_requests,
             "transfer": sum(
                 route.failed
-                for name, route in routes
-                if not name.endswith(("fetch", "receive", "send"))
+                for group in groups
+                for route in (group.onload, group.offload, group.clone, group.save)
             ),
             "corrupt_onload": self.worker.corrupt,
             "receive": self.failed_receives,

@@ -52,6 +52,18 @@ class Hit(NamedTuple):
         return self.device_tokens + self.host_tokens
 
 
+class GroupHit(NamedTuple):
+    """Cached blocks of one group besides attention that a hit uses, by tier.
+
+    Attributes:
+        device_blocks: blocks that the device had; 1 for a snapshot of recurrent state.
+        host_blocks: blocks that were copied from host memory, because the device did not have them.
+    """
+
+    device_blocks: int
+    host_blocks: int
+
+
 class Item(NamedTuple):
     """Multimodal item of a prompt: an image, or a segment of audio or video.
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from aiokv.base.types import GroupHit  # noqa: TC001  (msgspec needs it)
+
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts and waiting times of a lease, up to now.
@@ -18,8 +20,10 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
         prompt_tokens: tokens of the matched prompt; a fork has the number of its parent.
         cached_device_tokens: prompt tokens that were on the device and need no computing.
         cached_host_tokens: prompt tokens that were onloaded from host memory.
-        fetched_tokens: tokens of the two above that a store has brought, and that no other lease
-            had used before.
+        groups: cached blocks of the other groups that the last grant used: ``"state"``, and the
+            window groups. Empty for a model with attention only.
+        fetched_tokens: cached tokens of both tiers that a store has brought, and that no other
+            lease had used before.
         received_tokens: tokens that another engine has computed and sent.
         pending_tokens: prompt tokens after the match that another lease was computing while this
             lease waited for them.
@@ -36,6 +40,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     cached_device_tokens: int
     cached_host_tokens: int
+    groups: dict[str, GroupHit]
     fetched_tokens: int
     received_tokens: int
     pending_tokens: int

@@ -9,16 +9,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aiokv.config.cache_config import WritePolicy
-
 T = TypeVar("T")
 
 # The policies that copy blocks to host memory, in the order in which they are compared.
-SAVING_POLICIES: Final[tuple[WritePolicy, ...]] = (
-    "write_through",
-    "write_through_selective",
-    "write_back",
-)
+SAVING_POLICIES: Final = ("write_through", "nth_use:2", "write_back")
 
 
 def at_least(minimum: int) -> Callable[[str], int]:

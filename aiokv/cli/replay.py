@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,18 +23,15 @@ from aiokv.config.cache_config import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
 from aiokv.errors import UsageError
 
 if TYPE_CHECKING:
-    import argparse
-
     from aiokv import CacheEngine
     from aiokv.cli.progress import Stages
     from aiokv.cli.sweep import Sweep
     from aiokv.demo.router import RouterName
     from aiokv.statistics import Observation
-    from aiokv.trace.disk_tier import DiskAdmission, DiskOptions, DiskPolicy
+    from aiokv.trace.disk_tier import DiskAdmission, DiskOptions
     from aiokv.trace.replay import ReplayOptions, Workload
     from aiokv.trace.report import FleetReport, ReplayReport
 
-DISK_POLICIES: tuple[DiskPolicy, ...] = ("at_commit", "at_nth_use")
 DISK_ADMISSIONS: tuple[DiskAdmission, ...] = ("all", "reused")
 ROUTERS: tuple[RouterName, ...] = ("prefix", "round-robin")
 EXAMPLE = "example"  # in place of a path
@@ -93,10 +91,8 @@ def _add_disk(group: argparse._ArgumentGroup) -> None:
         "capacity in blocks of a simulated disk below the host tier; 0: none",
         minimum=0,
     )
-    add_choice(group, "--disk-policy", DISK_POLICIES, "when to save blocks on the disk")
-    add_count(
-        group, "--disk-uses", 2, "with --disk-policy at_nth_use: uses after which a block is saved"
-    )
+    text = "when to save blocks on the disk: write_through or nth_use:N, such as nth_use:2"
+    add_option(group, "--disk-policy", _disk_policy, "write_through", text, "POLICY")
     text = "reused: save a block only when it was offered before"
     add_choice(group, "--disk-admission", DISK_ADMISSIONS, text)
 
@@ -319,9 +315,18 @@ def _disk_options(args: argparse.Namespace) -> DiskOptions | None:
     return DiskOptions(
         blocks=args.disk_blocks,
         policy=args.disk_policy,
-        uses=args.disk_uses,
         admission=args.disk_admission,
     )
+
+
+def _disk_policy(text: str) -> str:
+    from aiokv.config.save_policy import SavePolicy
+    from aiokv.trace.disk_tier import DISK_POLICIES
+
+    try:
+        return str(SavePolicy.parse("the policy", text, DISK_POLICIES))
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _title(trace: str) -> str:

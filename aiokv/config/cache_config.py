@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
 from aiokv.base import checks
 from aiokv.base.groups import ATTENTION, STATE, is_reserved
+from aiokv.config.save_policy import SaveMoment, SavePolicy
 from aiokv.errors import ConfigError
 from aiokv.stores.base import store_pitch_bytes
 
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
 
 Verify = Literal["off", "checksum"]
 ItemHits = Literal["whole", "partial"]
-WritePolicy = Literal["none", "write_through", "write_through_selective", "write_back"]
+WRITE_POLICIES: Final[tuple[SaveMoment, ...]] = ("none", "write_through", "nth_use", "write_back")
 EvictionPolicy = Literal["lru", "adaptive"]  # the rows of native/src/index/eviction_policies.cpp
 EVICTION_POLICIES: Final[tuple[EvictionPolicy, ...]] = get_args(EvictionPolicy)
 DEFAULT_EVICTION_POLICY: Final[EvictionPolicy] = "adaptive"
-StorePolicy = Literal["at_commit", "at_nth_use", "on_eviction"]
+STORE_POLICIES: Final[tuple[SaveMoment, ...]] = ("write_through", "nth_use", "write_back")
 StoreAdmission = Literal["all", "reused"]
 _RENAMED_POLICIES = {"s3fifo": "adaptive"}
 _NOT_WITH_EXTERNAL_DEVICE: Final[
@@ -87,12 +88,12 @@ class CacheConfig:
         device_blocks: capacity of the device tier.
         host_blocks: capacity of the host tier; 0 for none.
         write_policy: when to copy blocks to host memory, while it has free blocks.
-            ``"write_through"``: when they are committed; ``"write_through_selective"``: at their
-            n-th use; ``"write_back"``: shortly before their eviction; ``"none"``: never. A full
-            host tier keeps what the device does not have: then all policies copy blocks shortly
-            before their eviction, and a grant waits for these copies. ``extend`` and ``fork`` evict
-            unsaved blocks rather than fail, except with ``"write_back"``.
-        write_through_threshold: the n of the selective policy; computing a block is its first use.
+            ``"write_through"``: when they are committed; ``"nth_use:N"``, such as ``"nth_use:2"``:
+            at their N-th use, of which computing them is the first; ``"write_back"``: shortly
+            before their eviction; ``"none"``: never. A full host tier keeps what the device does
+            not have: then all policies copy blocks shortly before their eviction, and a grant waits
+            for these copies. ``extend`` and ``fork`` evict unsaved blocks rather than fail, except
+            with ``"write_back"``.
         low_watermark_blocks: device blocks that are kept free or saved ahead of eviction; None
             for a thirty-second of ``device_blocks``, at most 8,192.
         eviction_policy: which blocks are evicted first. ``"adaptive"``: like ``"lru"``, or by
@@ -133,10 +134,9 @@ class CacheConfig:
             store. Required with stores: two models with equal names and layouts would share blocks.
         weights_version: version of the model's weights; part of the key, too. Each value of
             ``engine.updating_weights(version=...)`` replaces it.
-        store_policy: when to save blocks of host memory to the stores. ``"at_commit"``: as soon
-            as they are in host memory; ``"at_nth_use"``: at their n-th use; ``"on_eviction"``:
-            shortly before their eviction from host memory.
-        store_uses: the n of ``"at_nth_use"``; computing a block is its first use.
+        store_policy: when to save blocks of host memory to the stores. ``"write_through"``: as soon
+            as they are in host memory; ``"nth_use:N"``: at their N-th use, as for ``write_policy``;
+            ``"write_back"``: shortly before their eviction from host memory.
         store_admission: ``"reused"`` saves a block only when the same block was offered before, so
             that blocks which are used once do not wear the disk; ``"all"`` saves each block.
         store_queue_blocks: blocks that may wait for a save; further blocks are not saved, and
@@ -156,8 +156,7 @@ class CacheConfig:
     device_blocks: int
     block_tokens: int = 16
     host_blocks: int = 0
-    write_policy: WritePolicy = "write_through"
-    write_through_threshold: int = 2
+    write_policy: str = "write_through"
     low_watermark_blocks: int | None = None
     eviction_policy: EvictionPolicy = DEFAULT_EVICTION_POLICY
     min_onload_tokens: int = 0
@@ -174,8 +173,7 @@ class CacheConfig:
     salt_quota_blocks: int | None = None
     model: str = ""
     weights_version: str = ""
-    store_policy: StorePolicy = "at_commit"
-    store_uses: int = 2
+    store_policy: str = "write_through"
     store_admission: StoreAdmission = "all"
     store_queue_blocks: int = 4_096
     prefill_tokens_per_second: float | None = None
@@ -189,7 +187,6 @@ class CacheConfig:
         _require_int("host_state_slots", self.host_state_slots, 0)
         _require_int("leave_tokens", self.leave_tokens, 1)
         _require_int("reserve_blocks", self.reserve_blocks, 0)
-        _require_int("write_through_threshold", self.write_through_threshold, 1)
         _require_int("min_onload_tokens", self.min_onload_tokens, 0)
         if self.low_watermark_blocks is not None:
             _require_int("low_watermark_blocks", self.low_watermark_blocks, 0)
@@ -214,7 +211,7 @@ class CacheConfig:
                 "host memory needs a state slot on the device, and belongs to a block",
                 hint=f"set {missing}, or host_state_slots=0",
             )
-        checks.choice("write_policy", self.write_policy, get_args(WritePolicy), ConfigError)
+        SavePolicy.parse("write_policy", self.write_policy, WRITE_POLICIES)
         checks.choice("verify", self.verify, get_args(Verify), ConfigError)
         checks.choice("item_hits", self.item_hits, get_args(ItemHits), ConfigError)
         if (new_name := _RENAMED_POLICIES.get(str(self.eviction_policy))) is not None:
@@ -249,17 +246,16 @@ class CacheConfig:
             raise ConfigError(
                 "write_policy is 'write_back', and external_device is True: the engine does not "
                 "see the server's evictions, so it cannot save blocks before them",
-                hint="use 'write_through' or 'write_through_selective'",
+                hint="use 'write_through' or 'nth_use:N'",
             )
 
     def _check_stores(self) -> None:
         checks.text("model", self.model, ConfigError)
         checks.text("weights_version", self.weights_version, ConfigError)
-        checks.choice("store_policy", self.store_policy, get_args(StorePolicy), ConfigError)
+        SavePolicy.parse("store_policy", self.store_policy, STORE_POLICIES)
         checks.choice(
             "store_admission", self.store_admission, get_args(StoreAdmission), ConfigError
         )
-        _require_int("store_uses", self.store_uses, 1)
         _require_int("store_queue_blocks", self.store_queue_blocks, 1)
         speed = self.prefill_tokens_per_second
         if speed is not None:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiokv.base.statistics import RouteStatistics
-    from aiokv.config.cache_config import WritePolicy
     from aiokv.demo.ledger import Ledger
     from aiokv.demo.transformer import NumpyCache, NumpyTransformer
     from aiokv.demo.workload import Workload
@@ -51,7 +50,7 @@ class DemoConfig:
     device_blocks: int = 1024
     pressure_blocks: int = 128
     host_blocks: int = 1024
-    write_policy: WritePolicy = "write_through"
+    write_policy: str = "write_through"
     store: str = ""
     corrupt: bool = False
     serving: ServingConfig = field(default_factory=ServingConfig)
@@ -245,10 +244,10 @@ async def _run_once(
         repeated_tokens=ledger.repeated_rows,
         ttft_ms=Percentiles.of(server.ttft_seconds, 1e3),
         capacity_wait_ms=Percentiles.of(server.capacity_wait_seconds, 1e3),
-        onload=_traffic(worker.routes["onload"]),
-        offload=_traffic(worker.routes["offload"]),
-        fetch=_traffic(worker.routes["fetch"]),
-        save=_traffic(worker.routes["save"]),
+        onload=_traffic(worker.attention.onload),
+        offload=_traffic(worker.attention.offload),
+        fetch=_traffic(worker.attention.fetch),
+        save=_traffic(worker.attention.save),
         wakeup_us=Percentiles(*(round(1e6 * seconds, 3) for seconds in wakeups)),
         rows_not_finite=ledger.rows_not_finite,
         corrupted=corruptor.done if corruptor is not None else "",

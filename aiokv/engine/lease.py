@@ -566,6 +566,7 @@ class Lease(Unique):
             prompt_tokens=prompt_tokens,
             cached_device_tokens=cached_device,
             cached_host_tokens=cached_host,
+            groups=read.group_hits(lease_id),
             fetched_tokens=read.cached_store_tokens(lease_id),
             received_tokens=waits.received_tokens,
             pending_tokens=waits.pending_tokens,

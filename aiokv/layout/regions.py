@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from aiokv.base.groups import STATE
 from aiokv.errors import LayoutError
 from aiokv.layout.arrays import Piece, describe
 from aiokv.layout.axes import TOKENS, check_axes, check_heads, with_axes
@@ -343,6 +344,11 @@ class Regions:
             pieces = [piece for piece in self._state_pieces if piece.region == name]
             slots.add_pieces(name, pieces, self._num_state_slots)
         return slots
+
+    @property
+    def groups(self) -> list[str]:
+        """Groups of the tensors besides ``"attention"``."""
+        return [*([STATE] if self._state_pieces else []), *self._windows]
 
     @property
     def num_window_blocks(self) -> dict[str, int]:

@@ -139,7 +139,7 @@ def _with_names(stores: list[GuardStatistics]) -> Iterator[GuardStatistics]:
     """
     seen: Counter[tuple[object, ...]] = Counter()
     for store in stores:
-        place = (store.url, store.kind, store.pool, store.rank)
+        place = (store.url, store.kind, store.group, store.rank)
         seen[place] += 1
         number = seen[place]
         yield store if number == 1 else msgspec.structs.replace(store, url=f"{store.url}#{number}")

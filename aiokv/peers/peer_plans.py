@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from aiokv.base.plan import RECEIVE
 from aiokv.errors import UsageError
 from aiokv.worker.device.base import CopyError
-from aiokv.worker.lanes import RouteCounts
+from aiokv.worker.lanes import RouteCounts, RouteTable
 from aiokv.worker.plan_table import Executor, PlanEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable
 
-    from aiokv.base.plan import GroupRoute
     from aiokv.peers.receiver import Receiver
     from aiokv.peers.sender import Sender
     from aiokv.worker.base import Cancelled
@@ -33,7 +32,6 @@ class PeerPlans(Executor[_Work]):
     """Plans of the peer routes of one worker.
 
     Args:
-        routes: routes of the plans.
         plans: plans of the worker.
         receiver: returns the receiver; None while the worker does not receive.
         sender: likewise, the sender.
@@ -41,7 +39,6 @@ class PeerPlans(Executor[_Work]):
 
     def __init__(
         self,
-        routes: Iterable[GroupRoute],
         plans: PlanTable,
         receiver: Callable[[], Receiver[Any] | None],
         sender: Callable[[], Sender[Any] | None],
@@ -49,11 +46,11 @@ class PeerPlans(Executor[_Work]):
         self._plans = plans
         self._receiver = receiver
         self._sender = sender
-        self._counts = {route: RouteCounts() for route in routes}
+        self._counts = RouteTable(RouteCounts)
 
     @property
-    def counts(self) -> Mapping[GroupRoute, RouteCounts]:
-        """Counts of each route."""
+    def counts(self) -> RouteTable[RouteCounts]:
+        """Counts of each group and route."""
         return self._counts
 
     def new_work(self, entry: _Entry) -> _Work:

@@ -107,7 +107,7 @@ class PeerTransfers:
         self._opener: TicketOpener | None = None
         self._receiver: Receiver[Connection] | None = None
         self._sender: Sender[Connection] | None = None
-        self.plans = PeerPlans(self.routes, plans, lambda: self._receiver, lambda: self._sender)
+        self.plans = PeerPlans(plans, lambda: self._receiver, lambda: self._sender)
         self._ring: LandingRing[Connection] | None = None
         self.layout = b""
         self._mappings: Mappings | None = None

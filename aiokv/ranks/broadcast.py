@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from statistics import fmean
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
@@ -16,18 +17,19 @@ from aiokv.base.plan import (
     TransferReport,
     group_routes,
 )
+from aiokv.base.statistics import GroupTransferStatistics
 from aiokv.errors import ClosedError, UsageError
 from aiokv.ranks.messages import MAX_MESSAGE_BYTES, TransferBatch
 from aiokv.ranks.reduce import GroupTransfer
 from aiokv.worker.device.base import CopyError
-from aiokv.worker.lanes import RouteCounts, worker_statistics
+from aiokv.worker.lanes import RouteCounts, RouteTable, worker_statistics
 from aiokv.worker.plan_table import CANCELLED, Executor, PlanEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable
 
     from aiokv.base.groups import Retention
-    from aiokv.base.plan import GroupRoute, TransferPlan
+    from aiokv.base.plan import TransferPlan
     from aiokv.base.statistics import WorkerStatistics
     from aiokv.errors import RankLost
     from aiokv.ranks.membership import Membership
@@ -42,7 +44,6 @@ _RETENTIONS: Final[tuple[Retention, ...]] = ("all", "window")
 TIER_ROUTES: Final = group_routes(ONLOAD, OFFLOAD, retentions=_RETENTIONS)
 SAVED_ROUTES: Final = group_routes(*STORE_ROUTES, retentions=_RETENTIONS)
 SENT_ROUTES: Final = group_routes(*PEER_ROUTES)
-_ALL_ROUTES: Final = TIER_ROUTES | SAVED_ROUTES | SENT_ROUTES
 
 BATCH_BYTES: Final = MAX_MESSAGE_BYTES // 4  # of block ids in one batch
 
@@ -80,7 +81,7 @@ class TransferBroadcast(Executor[GroupTransfer]):
         self._clock = clock
         self._plans = plans
         self._failure = failure
-        self._counts = {route: RouteCounts(clock) for route in _ALL_ROUTES}
+        self._counts = RouteTable(lambda: RouteCounts(clock))
         self._new_plans: list[TransferPlan] = []
         self._new_cancels: list[int] = []
         self._new_priorities: dict[int, int] = {}  # by transfer id
@@ -89,8 +90,8 @@ class TransferBroadcast(Executor[GroupTransfer]):
         self.batches = self.plans = self.batch_bytes = self.given_up = 0
 
     @property
-    def counts(self) -> Mapping[GroupRoute, RouteCounts]:
-        """Counts of each route; a transfer counts once, not once per rank."""
+    def counts(self) -> RouteTable[RouteCounts]:
+        """Counts of each group and route; a transfer counts once, not once per rank."""
         return self._counts
 
     @property
@@ -99,19 +100,22 @@ class TransferBroadcast(Executor[GroupTransfer]):
         layout = self._membership.layout
         return 0 if layout is None else layout.num_layers
 
-    def statistics(self) -> WorkerStatistics:
-        """Return the counts of each route; a transfer counts once, not once per rank."""
+    def statistics(self, groups: Iterable[str]) -> WorkerStatistics:
+        """Return the counts of each group and route; a transfer counts once, not once per rank."""
         ranks = self._membership.ranks
-        counts = worker_statistics(
-            self._num_held(), {route: counts.statistics() for route, counts in self._counts.items()}
-        )
-        routes = {
-            name: msgspec.structs.replace(
-                route, queue_seconds=sum(state.queue_seconds[name] for state in ranks) / len(ranks)
+        counts = worker_statistics(groups, [self._counts], held=self._num_held())
+        by_group = {
+            group: GroupTransferStatistics(
+                **{
+                    name: msgspec.structs.replace(
+                        route, queue_seconds=fmean(r.queue_seconds[group, name] for r in ranks)
+                    )
+                    for name, route in transfers.routes.items()
+                }
             )
-            for name, route in counts.routes.items()
+            for group, transfers in counts.groups.items()
         }
-        return msgspec.structs.replace(counts, routes=routes)
+        return msgspec.structs.replace(counts, groups=by_group)
 
     # --- to the ranks ---------------------------------------------------------------------------
 

@@ -426,7 +426,7 @@ class RankGroup(Unique):
 
     def statistics(self) -> WorkerStatistics:
         """Return the counts of the group; a transfer counts once, not once per rank."""
-        return self._transfers.statistics()
+        return self._transfers.statistics(self._windows)
 
     def inspect(self) -> WorkerState:
         """Return the state of the ranks, and of their parts as of the last heartbeats.

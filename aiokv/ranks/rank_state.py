@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Final, cast
 
 from aiokv.base.checks import arguments
+from aiokv.base.statistics import GroupTransferStatistics
 from aiokv.errors import ConfigError
 from aiokv.worker.lanes import IDLE as IDLE_WORKER
 from aiokv.worker.poller import IDLE as IDLE_POLLER
@@ -90,7 +92,8 @@ class RankState:
         peers: likewise, its use of peers.
         poller: statistics of its event poller, from its last answer to a heartbeat.
         worker: statistics of its transfers, from the same answer.
-        queue_seconds: time that its transfers have waited, by route, over all its processes so far.
+        queue_seconds: time that its transfers have waited, by group and route, over all its
+            processes so far.
         endpoints: where it listens for senders; empty while it is not ready.
         peer_layout: layout of its blocks, for peers; empty without peers.
         layer_ends: end of each range of layers in which it sends blocks; empty without ranges.
@@ -135,7 +138,7 @@ class RankState:
         self.peers: list[RankPeerStatistics] = []
         self.poller = IDLE_POLLER
         self.worker = IDLE_WORKER
-        self.queue_seconds = dict.fromkeys(IDLE_WORKER.routes, 0.0)
+        self.queue_seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         self.endpoints: list[Endpoint] = []
         self.peer_layout = b""
         self.layer_ends: list[int] = []
@@ -143,9 +146,11 @@ class RankState:
 
     def note_statistics(self, counts: RankCounts) -> None:
         """Take the statistics of an answer to a heartbeat. Those of a new process begin at 0."""
-        for name, route in counts.worker.routes.items():
-            seconds, known = route.queue_seconds, self.worker.routes[name].queue_seconds
-            self.queue_seconds[name] += seconds - known if seconds >= known else seconds
+        for group, transfers in counts.worker.groups.items():
+            earlier = self.worker.groups.get(group, GroupTransferStatistics())
+            for name, route in transfers.routes.items():
+                seconds, known = route.queue_seconds, earlier.routes[name].queue_seconds
+                self.queue_seconds[group, name] += seconds - known if seconds >= known else seconds
         self.worker, self.poller = counts.worker, counts.poller
         self.stores, self.peers = counts.stores, counts.peers
         self.unpinned_bytes = counts.unpinned_bytes

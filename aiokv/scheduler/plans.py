@@ -14,8 +14,7 @@ from aiokv._native import (
     Outcome,
     StoreConfig,
 )
-from aiokv._native import StorePolicy as NativeStorePolicy
-from aiokv._native import WritePolicy as NativePolicy
+from aiokv._native import SavePolicy as NativePolicy
 from aiokv.base.groups import ATTENTION, STATE
 from aiokv.base.plan import (
     CLONE,
@@ -29,6 +28,8 @@ from aiokv.base.plan import (
     TransferPlan,
     id_bytes,
 )
+from aiokv.config.cache_config import STORE_POLICIES, WRITE_POLICIES
+from aiokv.config.save_policy import SavePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,15 +40,10 @@ if TYPE_CHECKING:
 _POLICIES = {
     "none": NativePolicy.NONE,
     "write_through": NativePolicy.WRITE_THROUGH,
-    "write_through_selective": NativePolicy.WRITE_THROUGH_SELECTIVE,
+    "nth_use": NativePolicy.NTH_USE,
     "write_back": NativePolicy.WRITE_BACK,
 }
-_STORE_POLICIES = {
-    "at_commit": NativeStorePolicy.AT_COMMIT,
-    "at_nth_use": NativeStorePolicy.AT_NTH_USE,
-    "on_eviction": NativeStorePolicy.ON_EVICTION,
-}
-_MAX_AHEAD_BLOCKS = 1024  # host blocks that on_eviction saves ahead: one scan takes 10 us
+_MAX_AHEAD_BLOCKS = 1024  # saved ahead of eviction to the stores: one scan takes 10 us
 _MOVE_ROUTES = {
     MoveRoute.ON_DEVICE: CLONE,
     MoveRoute.FROM_HOST: ONLOAD,
@@ -62,14 +58,15 @@ _OUTCOMES = {
 
 def new_core(config: CacheConfig, has_stores: bool = False) -> Core:
     """Return the native state of an empty cache."""
+    write = SavePolicy.parse("write_policy", config.write_policy, WRITE_POLICIES)
     return Core(
         block_tokens=config.block_tokens,
         device_blocks=config.device_blocks,
         host_blocks=config.host_blocks,
         leave_tokens=config.leave_tokens,
         reserve_blocks=config.reserve_blocks,
-        write_policy=_POLICIES[config.write_policy],
-        write_through_threshold=config.write_through_threshold,
+        write_policy=_POLICIES[write.moment],
+        write_uses=write.uses,
         low_watermark_blocks=config.watermark_blocks,
         min_onload_blocks=config.min_onload_blocks,
         eviction=config.eviction_policy,
@@ -92,9 +89,10 @@ def new_core(config: CacheConfig, has_stores: bool = False) -> Core:
 
 
 def _store_config(config: CacheConfig) -> StoreConfig:
+    save = SavePolicy.parse("store_policy", config.store_policy, STORE_POLICIES)
     return StoreConfig(
-        policy=_STORE_POLICIES[config.store_policy],
-        uses=config.store_uses,
+        policy=_POLICIES[save.moment],
+        uses=save.uses,
         only_reused=config.store_admission == "reused",
         queue_blocks=config.store_queue_blocks,
         ahead_blocks=min(-(-config.host_blocks // 32), _MAX_AHEAD_BLOCKS),

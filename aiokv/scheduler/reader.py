@@ -16,7 +16,7 @@ from aiokv.base.statistics import (
     DurationHistogram,
     TierStatistics,
 )
-from aiokv.base.types import Hit, LeaseInfo, LeaseState
+from aiokv.base.types import GroupHit, Hit, LeaseInfo, LeaseState
 from aiokv.errors import UsageError
 from aiokv.scheduler.events import BlockEvents
 from aiokv.scheduler.groups import block_groups, is_storable
@@ -105,7 +105,8 @@ class CacheReader:
         releases: Releases,
     ) -> None:
         self._config = config
-        self.groups = list(block_groups(config).values()) if is_storable(config) else []
+        self._groups = block_groups(config)
+        self.groups = list(self._groups.values()) if is_storable(config) else []
         self._core = core
         self._owners = owners
         self._clock = clock
@@ -178,6 +179,11 @@ class CacheReader:
     def usage(self, lease_id: int) -> tuple[int, int, int, int]:
         """Return (prompt_tokens, cached_device_tokens, cached_host_tokens, computed_blocks)."""
         return self._core.usage(lease_id)
+
+    def group_hits(self, lease_id: int) -> dict[str, GroupHit]:
+        """Return what the last grant took from the cache in the groups besides attention."""
+        groups = self._groups.items()
+        return {name: GroupHit(*self._core.group_hit(lease_id, g.number)) for name, g in groups}
 
     def cached_store_tokens(self, lease_id: int) -> int:
         """Return the cached tokens that were fetched from a store, and hit first by this lease."""

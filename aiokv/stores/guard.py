@@ -21,7 +21,7 @@ from aiokv.base.logs import Log
 from aiokv.base.plan import Priority
 from aiokv.base.statistics import GuardStatistics, StoreStatistics
 from aiokv.errors import AiokvError, ConfigError, StoreError
-from aiokv.stores.base import KEY_BYTES, Result, medium_name
+from aiokv.stores.base import KEY_BYTES, Result
 from aiokv.stores.breaker import Breaker
 from aiokv.stores.cost import Cost
 from aiokv.stores.guard_statistics import GuardCounts
@@ -643,7 +643,7 @@ class StoreGuard:
         return GuardStatistics(
             kind=self._store.kind,
             url=self._url,
-            pool=medium_name(self._group),
+            group=self._group,
             reading="off" if not self.use.read else "open" if is_opening else self._reads.state,
             saving="off" if not self.use.save else "open" if is_opening else self._saves.state,
             failure=failure,

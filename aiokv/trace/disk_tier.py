@@ -12,19 +12,20 @@ of them are mistaken for each other with a chance of 3 in a million.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 import numpy as np
 
 from aiokv import _native
+from aiokv.config.save_policy import SaveMoment, SavePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-DiskPolicy = Literal["at_commit", "at_nth_use"]
+DISK_POLICIES: Final[tuple[SaveMoment, ...]] = ("write_through", "nth_use")
 DiskAdmission = Literal["all", "reused"]
 
 
@@ -33,14 +34,12 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         blocks: capacity of the tier.
-        policy: when a block is saved: when it is committed, or at its n-th use.
-        uses: the n of ``"at_nth_use"``; computing a block is its first use.
+        policy: when a block is saved: ``"write_through"`` or ``"nth_use:N"``.
         admission: ``"reused"`` saves a block only when it was offered before.
     """
 
     blocks: int
-    policy: DiskPolicy = "at_commit"
-    uses: int = 2
+    policy: str = "write_through"
     admission: DiskAdmission = "all"
 
 
@@ -57,6 +56,7 @@ class DiskTier:
 
     def __init__(self, options: DiskOptions, *, block_tokens: int) -> None:
         self._options = options
+        self._saved_at_use = SavePolicy.parse("policy", options.policy, DISK_POLICIES).uses
         self._block_tokens = block_tokens
         self._root = _native.root_digest(block_tokens, "")
         self._blocks: OrderedDict[int, None] = OrderedDict()  # the least recently used first
@@ -99,7 +99,6 @@ class DiskTier:
 
     def _save(self, digests: Sequence[int], computed: int) -> None:
         """Offer the blocks that are due; those from index ``computed`` on were not cached."""
-        needed = 1 if self._options.policy == "at_commit" else self._options.uses
         for digest in digests[computed:]:
             self._unsaved[digest] = 0
         for digest in reversed(digests):
@@ -107,7 +106,7 @@ class DiskTier:
             if uses is None:
                 continue
             self._unsaved[digest] = uses + 1
-            if uses + 1 >= needed and self._offer(digest):
+            if uses + 1 >= self._saved_at_use and self._offer(digest):
                 del self._unsaved[digest]
 
     def _offer(self, digest: int) -> bool:

@@ -15,7 +15,6 @@ from aiokv.config.cache_config import (  # msgspec reads the annotations
     DEFAULT_EVICTION_POLICY,
     EVICTION_POLICIES,
     EvictionPolicy,
-    WritePolicy,
 )
 from aiokv.errors import UsageError
 from aiokv.trace.disk_tier import DiskOptions, DiskTier
@@ -60,11 +59,7 @@ if TYPE_CHECKING:
     Observe = Callable[[CacheEngine], AbstractContextManager[object]]
 
 
-COMPARED_POLICIES: Final[tuple[WritePolicy, ...]] = (
-    "write_through",
-    "write_through_selective",
-    "write_back",
-)
+COMPARED_POLICIES: Final = ("write_through", "nth_use:2", "write_back")
 
 
 class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +86,7 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int = 16
     device_blocks: int = 32_000
     host_blocks: int = 0
-    write_policy: WritePolicy = "write_through"
+    write_policy: str = "write_through"
     eviction_policy: EvictionPolicy = DEFAULT_EVICTION_POLICY
     block_bytes: int = 2 << 20  # 16 tokens of an 8B model: 32 layers, 8 KV heads of 128, 2 bytes
     concurrency: int = 1

@@ -302,11 +302,15 @@ class CacheController:
             self.memory.close()
 
     def statistics(self) -> WorkerStatistics:
-        """Return the counts of each route. Any thread."""
+        """Return the counts of each group and route. Any thread."""
+        # The device counts copies of peers, too, which are parts of the plans of `tickets`.
         executors = (self._transfers, self.stores.transfers, self.tickets.plans)
-        counts = {route: own for executor in executors for route, own in executor.counts.items()}
-        routes = {route: own.statistics() for route, own in counts.items()}
-        return worker_statistics(len(self._gate), routes, self._transfers.corrupt)
+        return worker_statistics(
+            self.memory.regions.groups,
+            [executor.counts for executor in executors],
+            held=len(self._gate),
+            corrupt=self._transfers.corrupt,
+        )
 
     def inspect(self) -> WorkerState:
         """Return the state of stores, peers and host memory."""

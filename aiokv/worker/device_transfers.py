@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from aiokv.base.plan import ONLOAD, TransferPlan, id_bytes
 from aiokv.worker.device.base import CopyError, blocks_of
-from aiokv.worker.lanes import Lane
+from aiokv.worker.lanes import Lane, RouteTable
 from aiokv.worker.plan_table import Executor, PlanEntry
 from aiokv.worker.poller import EventPoller
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
-    from aiokv.base.plan import GroupRoute, Route
+    from aiokv.base.plan import Route
     from aiokv.worker.base import Cancelled
     from aiokv.worker.checksums import Checksums
     from aiokv.worker.device.base import Copy, Device, Event
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from aiokv.worker.steps import StepEvents
     from aiokv.worker.transfers import StepGate
 
-MAX_SUBMITTED: Final = 2  # per route: one transfer moves, one is ready behind it
+MAX_SUBMITTED: Final = 2  # per group and route: one transfer moves, one is ready behind it
 
 
 class _Work:
     """Work of the device for a plan.
 
     Attributes:
-        lane: lane of its route.
+        lane: lane of its group and route.
         after: event that the first byte waits for, in place of that of the plan's step; None for
             none.
         unproven: layer -> time of its arrival, of layers whose checksums are not verified yet.
@@ -86,7 +86,7 @@ class DeviceTransfers(Executor[_Work]):
         self._events = events
         self._checksums = checksums
         self._poller = EventPoller()  # until open() gives the loop's
-        self._lanes = {route: Lane(route) for route in device.routes}
+        self._lanes = RouteTable(Lane)
         self._copy_ids = count(-1, -1)  # of copies that are part of a plan
 
     def open(self, poller: EventPoller) -> None:
@@ -94,8 +94,8 @@ class DeviceTransfers(Executor[_Work]):
         self._poller = poller
 
     @property
-    def counts(self) -> Mapping[GroupRoute, Lane]:
-        """Lane of each route."""
+    def counts(self) -> RouteTable[Lane]:
+        """Lane of each group and route."""
         return self._lanes
 
     @property
@@ -106,8 +106,8 @@ class DeviceTransfers(Executor[_Work]):
     # --- plans ------------------------------------------------------------------------------
 
     def new_work(self, entry: _Entry) -> _Work:
-        """Return the work of a plan, with the lane of its route."""
-        return _Work(self._lanes[entry.plan.group_route])
+        """Return the work of a plan, with its lane."""
+        return _Work(self._lanes.of(entry.plan))
 
     def submit(self, entry: _Entry) -> None:
         """Hold a plan until its step is closed, or queue it."""
@@ -236,7 +236,7 @@ class DeviceTransfers(Executor[_Work]):
         for layer, event in enumerate(events):
             if layer + 1 < len(events) and events[layer + 1] is event:
                 continue
-            order = (lane.route, entry.plan.group)
+            order = (entry.plan.route, entry.plan.group)
             key: Hashable = order if in_order else (*order, id(event))
             layers = range(first, layer + 1)
             share = (len(layers) if in_order else layer + 1) / len(events)

@@ -1,80 +1,25 @@
-"""One route of a controller: plans that wait, plans that move, and their bandwidth."""
+"""Plans of a worker by group and route: those that wait, those that move, and their bandwidth."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
-from aiokv.base.groups import RETENTIONS
-from aiokv.base.plan import (
-    CLONE,
-    FETCH,
-    OFFLOAD,
-    ONLOAD,
-    RECEIVE,
-    SAVE,
-    SEND,
-    STATE_CLONE,
-)
-from aiokv.base.statistics import RouteStatistics, WorkerStatistics
+from aiokv.base.groups import ATTENTION, whole_group
+from aiokv.base.statistics import GroupTransferStatistics, RouteStatistics, WorkerStatistics
 from aiokv.worker.transfers import TransferQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable
 
-    from aiokv.base.groups import Retention
-    from aiokv.base.plan import GroupRoute, Outcome, Route
+    from aiokv.base.plan import Outcome, Route, TransferPlan
 
 BANDWIDTH_WEIGHT: Final = 0.2  # of the newest transfer in the moving average
 LEARN_BYTES: Final = 1 << 20  # smaller transfers are mostly latency: no measure of bandwidth
 
 
-_IDLE_LANE: Final = RouteStatistics(
-    queued=0,
-    submitted=0,
-    done=0,
-    failed=0,
-    cancelled=0,
-    moved_bytes=0,
-    busy_seconds=0.0,
-    queue_seconds=0.0,
-    bytes_per_second=0.0,
-)
-
-
-_PREFIXES: Final[dict[Retention, str]] = {"all": "", "last": "state_", "window": "window_"}
-
-
-def _name(retention: Retention, route: Route) -> str:
-    """Return the name in statistics of a route of the groups of a retention."""
-    is_state = (retention, route) == STATE_CLONE
-    return "state" if is_state else _PREFIXES[retention] + route.name
-
-
-ROUTE_NAMES: Final = tuple(
-    _name(retention, route)
-    for retention in RETENTIONS
-    for route in (ONLOAD, OFFLOAD, CLONE, FETCH, SAVE, RECEIVE, SEND)
-    if route != CLONE or (retention, route) == STATE_CLONE
-)
-"""Names of the routes in :class:`WorkerStatistics`."""
-
-
-def worker_statistics(
-    held: int, routes: Mapping[GroupRoute, RouteStatistics], corrupt: int = 0
-) -> WorkerStatistics:
-    """Return the statistics of a worker; a route that it lacks has moved nothing."""
-    by_name: dict[str, RouteStatistics] = dict.fromkeys(ROUTE_NAMES, _IDLE_LANE)
-    for route, statistics in routes.items():
-        by_name[_name(*route)] = statistics
-    return WorkerStatistics(held=held, corrupt=corrupt, routes=by_name)
-
-
-IDLE: Final = worker_statistics(0, {})
-
-
 class RouteCounts:
-    """Counts of a route on which transfers start at once.
+    """Counts of a group and route whose transfers start at once.
 
     Args:
         clock: returns the time in seconds.
@@ -135,16 +80,15 @@ class RouteCounts:
 
 
 class Lane(RouteCounts):
-    """Queue, submitted transfers and counts of one route of a device.
+    """Queue, submitted transfers and counts of one group and route of a device.
 
     Attributes:
         queue: transfers that wait for the device.
         submitted: number of transfers that the device has; the owner counts them.
     """
 
-    def __init__(self, route: GroupRoute) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.route = route
         self.queue = TransferQueue()
         self._bandwidth = 0.0  # moving average
         self._last_end = 0.0
@@ -193,3 +137,59 @@ class Lane(RouteCounts):
         if not self._bandwidth or num_bytes < LEARN_BYTES:
             return None
         return num_bytes / self._bandwidth
+
+
+C = TypeVar("C", bound=RouteCounts)
+
+
+class RouteTable(Generic[C]):
+    """Counts of an executor by group and route, each made for its first plan.
+
+    Args:
+        new: returns new counts.
+    """
+
+    def __init__(self, new: Callable[[], C]) -> None:
+        self._new = new
+        self._counts: dict[tuple[str, Route], C] = {}
+
+    def of(self, plan: TransferPlan) -> C:
+        """Return the counts of a plan; the ranges of layers of a group count together."""
+        key = whole_group(plan.group), plan.route
+        counts = self._counts.get(key)
+        if counts is None:
+            counts = self._counts[key] = self._new()
+        return counts
+
+    def values(self) -> list[C]:
+        """Return all counts."""
+        return list(self._counts.values())
+
+    def items(self) -> list[tuple[tuple[str, Route], C]]:
+        """Return all counts with their groups and routes. Any thread."""
+        return list(self._counts.items())
+
+
+def worker_statistics(
+    groups: Iterable[str], tables: Iterable[RouteTable[Any]], *, held: int, corrupt: int = 0
+) -> WorkerStatistics:
+    """Return the statistics of a worker. Any thread.
+
+    Args:
+        groups: groups of the worker, besides ``"attention"``.
+        tables: counts of its executors; of two with the same group and route, the later ones count.
+        held: transfers that wait for their step.
+        corrupt: onloads that moved wrong bytes.
+    """
+    routes: dict[str, dict[str, RouteStatistics]] = {ATTENTION: {}, **{name: {} for name in groups}}
+    for table in tables:
+        for (group, route), counts in table.items():
+            routes.setdefault(group, {})[route.name] = counts.statistics()
+    return WorkerStatistics(
+        held=held,
+        corrupt=corrupt,
+        groups={group: GroupTransferStatistics(**found) for group, found in routes.items()},
+    )
+
+
+IDLE: Final = worker_statistics((), (), held=0)

@@ -24,11 +24,11 @@ from aiokv.worker.device.base import CopyError
 from aiokv.worker.layers import LayerDoneCounter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
-    from aiokv.base.plan import GroupRoute, TransferPlan
+    from aiokv.base.plan import TransferPlan
     from aiokv.worker.base import Cancelled
-    from aiokv.worker.lanes import RouteCounts
+    from aiokv.worker.lanes import RouteTable
     from aiokv.worker.poller import EventPoller
 
 W = TypeVar("W")  # state that an executor keeps for a plan
@@ -45,7 +45,7 @@ class PlanEntry(Generic[W]):
         executor: executor of its route.
         on_end: gets the failure, or None, in place of the report of a copy that is part of a plan;
             None for a plan of the scheduler.
-        counts: counters of its route.
+        counts: counts of its group and route.
         counter: layers of it that have arrived.
         priority: priority of the plan, or a more urgent one that was requested later.
         state: ``"waiting"`` until the executor has begun; ``"ended"`` until it is reported.
@@ -80,7 +80,7 @@ class PlanEntry(Generic[W]):
         self.plan = plan
         self.num_bytes = counter.num_bytes
         self.executor = executor
-        self.counts = executor.counts[plan.group_route]
+        self.counts = executor.counts.of(plan)
         self.on_end = on_end
         self.counter = counter
         self.priority = plan.priority
@@ -100,8 +100,8 @@ class Executor(ABC, Generic[W]):
 
     @property
     @abstractmethod
-    def counts(self) -> Mapping[GroupRoute, RouteCounts]:
-        """Counts of each route."""
+    def counts(self) -> RouteTable[Any]:
+        """Counts of each group and route."""
 
     @property
     def num_layers(self) -> int:

@@ -10,18 +10,16 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from aiokv.base.plan import FETCH, SAVE, STORE_ROUTES, group_routes
+from aiokv.base.plan import FETCH, SAVE
 from aiokv.stores.accesses import Accesses
 from aiokv.stores.base import Result
 from aiokv.stores.guard import CLOSE_SECONDS
 from aiokv.worker.device.base import CopyError
-from aiokv.worker.lanes import RouteCounts
+from aiokv.worker.lanes import RouteCounts, RouteTable
 from aiokv.worker.plan_table import Executor, PlanEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aiokv.base.plan import GroupRoute, TransferPlan
+    from aiokv.base.plan import TransferPlan
     from aiokv.stores.pools import StorePools
     from aiokv.worker.base import Cancelled
     from aiokv.worker.checksums import Checksums
@@ -71,11 +69,11 @@ class StoreTransfers(Executor[_Work]):
         self._plans = plans
         self._checksums = checksums
         self._is_closed = False
-        self._counts = {route: RouteCounts() for route in group_routes(*STORE_ROUTES)}
+        self._counts = RouteTable(RouteCounts)
 
     @property
-    def counts(self) -> Mapping[GroupRoute, RouteCounts]:
-        """Counts of each route."""
+    def counts(self) -> RouteTable[RouteCounts]:
+        """Counts of each group and route."""
         return self._counts
 
     def new_work(self, entry: _Entry) -> _Work:

@@ -10,7 +10,7 @@ from tests.harness.traces import trace_prompts
 
 
 @pytest.mark.parametrize("eviction", ["lru", "adaptive"])
-@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("policy", ["write_through", "nth_use:2", "write_back"])
 def test_blocks_are_saved_in_few_transfers(policy, eviction):
     """Scores rank a parent before its children, so that most of a chain is deferred."""
     prompts = trace_prompts(generate_family("chat", 400, seed=3))

@@ -20,7 +20,7 @@ CoreConfig config_of(std::uint32_t device_blocks, std::uint32_t host_blocks) {
     config.block_tokens = 2;
     config.device_blocks = device_blocks;
     config.host_blocks = host_blocks;
-    config.write_policy = WritePolicy::kWriteThrough;
+    config.write_policy = SavePolicy::kWriteThrough;
     return config;
 }
 

@@ -27,7 +27,7 @@ struct Cache {
         config.device_blocks = 16;
         config.host_blocks = 16;
         config.stores.exist = stores;
-        config.write_policy = WritePolicy::kWriteThrough;
+        config.write_policy = SavePolicy::kWriteThrough;
         config.external_device = true;
         return config;
     }

@@ -15,7 +15,7 @@ const Prompt kOther{9, 2, 3, 4, 5, 6, 7};
 // A core of 2-token blocks with two state slots: of a lease, and of a snapshot.
 class Cache {
   public:
-    explicit Cache(WritePolicy policy = WritePolicy::kWriteThrough) : core(config(policy)) {}
+    explicit Cache(SavePolicy policy = SavePolicy::kWriteThrough) : core(config(policy)) {}
     ~Cache() { check(); }
 
     // Computes a prompt and saves the state after its first 6 tokens.
@@ -53,7 +53,7 @@ class Cache {
     Core core;
 
   private:
-    static CoreConfig config(WritePolicy policy) {
+    static CoreConfig config(SavePolicy policy) {
         CoreConfig config;
         config.block_tokens = 2;
         config.device_blocks = 32;
@@ -176,7 +176,7 @@ TEST(each_tier_is_forgotten_alone) {
 }
 
 TEST(the_selective_policy_counts_the_uses_of_the_block) {
-    Cache cache(WritePolicy::kWriteThroughSelective);
+    Cache cache(SavePolicy::kNthUse);
     cache.serve(kPrompt);
     CHECK_EQ(cache.save_all(), 0u);
     cache.serve(kPrompt);

@@ -81,7 +81,7 @@ class Cache {
         config.block_tokens = 2;
         config.device_blocks = device_blocks;
         config.host_blocks = host_blocks;
-        config.write_policy = host_blocks > 0 ? WritePolicy::kWriteThrough : WritePolicy::kNone;
+        config.write_policy = host_blocks > 0 ? SavePolicy::kWriteThrough : SavePolicy::kNone;
         return config;
     }
 };

@@ -15,7 +15,7 @@ namespace {
 using Prompt = std::vector<std::int32_t>;
 
 CoreConfig config_of(std::uint32_t device_blocks, std::uint32_t host_blocks,
-                     WritePolicy write_policy = WritePolicy::kWriteThrough) {
+                     SavePolicy write_policy = SavePolicy::kWriteThrough) {
     CoreConfig config;
     config.block_tokens = 2;
     config.device_blocks = device_blocks;
@@ -107,7 +107,7 @@ TEST(missing_blocks_have_the_digests_that_saves_have) {
 }
 
 TEST(missing_digests_follow_what_is_cached) {
-    Cache cache(config_of(8, 8, WritePolicy::kNone));  // evicts without a save
+    Cache cache(config_of(8, 8, SavePolicy::kNone));  // evicts without a save
     const LeaseId id = cache.match(kPrompt);
     const auto digests_of = [&](LeaseId lease) {
         const Missing missing = cache.core.missing(lease);
@@ -218,7 +218,7 @@ TEST(leases_join_the_fetch_of_their_next_block) {
 }
 
 TEST(a_fetch_ends_before_a_block_that_another_fetch_brings) {
-    Cache cache(config_of(8, 8, WritePolicy::kNone));  // evicts without a save
+    Cache cache(config_of(8, 8, SavePolicy::kNone));  // evicts without a save
     const LeaseId first = cache.computed({1, 2});
     const TransferId deep = cache.fetch(cache.match(kPrompt));
     CHECK_EQ(cache.core.store_transfer(deep).host_blocks.size(), 3u);
@@ -403,7 +403,7 @@ TEST(blocks_that_stores_wait_for_replace_host_copies_that_wait_for_no_save) {
 
 TEST(early_copies_that_stores_wait_for_come_first) {
     CoreConfig config = config_of(8, 1);
-    config.stores.policy = StorePolicy::kAtNthUse;
+    config.stores.policy = SavePolicy::kNthUse;
     config.stores.uses = 2;
     Cache cache(config);
     cache.computed({7, 8});
@@ -441,7 +441,7 @@ TEST(a_save_does_not_keep_a_block_on_the_device) {
 
 TEST(saves_wait_for_the_nth_use) {
     CoreConfig config = config_of(4, 4);
-    config.stores.policy = StorePolicy::kAtNthUse;
+    config.stores.policy = SavePolicy::kNthUse;
     config.stores.uses = 3;
     Cache cache(config);
     const Prompt prompt{1, 2, 3};
@@ -460,7 +460,7 @@ TEST(saves_wait_for_the_nth_use) {
 
 TEST(blocks_near_host_eviction_are_saved_ahead) {
     CoreConfig config = config_of(8, 4);
-    config.stores.policy = StorePolicy::kOnEviction;
+    config.stores.policy = SavePolicy::kWriteBack;
     config.stores.ahead_blocks = 2;
     Cache cache(config);
     cache.core.release(cache.backed_up({1, 2, 3, 4}), 0);

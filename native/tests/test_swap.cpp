@@ -162,7 +162,7 @@ TEST(a_swap_waits_for_backups_in_flight) {
     CoreConfig config;
     config.block_tokens = 2;
     config.device_blocks = config.host_blocks = 4;
-    config.write_policy = WritePolicy::kWriteThrough;
+    config.write_policy = SavePolicy::kWriteThrough;
     Core core(config);
     const LeaseId id = core.match(kPrompt, "").lease;
     CHECK(core.allocate(id, 5) == Grant::kReady);

@@ -52,7 +52,7 @@ class Walk {
         config.host_blocks = below(4) == 0 ? 0 : below(60);
         config.leave_tokens = 1 + below(3);
         config.reserve_blocks = below(3);
-        config.write_policy = static_cast<WritePolicy>(below(4));
+        config.write_policy = static_cast<SavePolicy>(below(4));
         config.low_watermark_blocks = below(6);
         config.min_onload_blocks = below(3);
         config.state_slots = below(3) == 0 ? 2 + below(8) : 0;
@@ -62,7 +62,7 @@ class Walk {
             config.state_slots = 0;
             config.windows.clear();
         }
-        config.stores = {true,           static_cast<StorePolicy>(below(3)),
+        config.stores = {true,           static_cast<SavePolicy>(1 + below(3)),
                          1 + below(3),   below(4) == 0,
                          1 + below(300), below(20)};
         return config;

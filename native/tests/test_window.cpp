@@ -60,7 +60,7 @@ class Cache {
         config.block_tokens = 2;
         config.device_blocks = 64;
         config.host_blocks = host_blocks;
-        if (window.host_blocks > 0) config.write_policy = WritePolicy::kWriteThrough;
+        if (window.host_blocks > 0) config.write_policy = SavePolicy::kWriteThrough;
         config.windows = {window};
         return config;
     }

@@ -128,6 +128,6 @@ async def test_transfer_of_any_length_is_one_submission():
         (copy,) = drill.device.offloads
         assert len(copy.host_ids) == 100
         worker = drill.engine.statistics().worker
-        assert (worker.routes["offload"].submitted, worker.routes["offload"].queued) == (1, 0)
+        assert (worker.attention.offload.submitted, worker.attention.offload.queued) == (1, 0)
         held.open()
         await run_until_idle(lambda: drill.statistics.attention.host.cached == 100)

@@ -155,9 +155,7 @@ async def test_blocks_in_use_are_backed_up_and_host_copies_are_reclaimed():
     """Defect: Blocks that are always referenced are never backed up, and a full host tier never
     reclaims host copies.
     """
-    async with Drill(
-        host_blocks=4, write_policy="write_through_selective", low_watermark_blocks=0
-    ) as drill:
+    async with Drill(host_blocks=4, write_policy="nth_use:2", low_watermark_blocks=0) as drill:
         hot = [await drill.serve(A) for _ in range(2)]
         await drill.engine.drain()
         assert drill.statistics.attention.host.cached == 2, "saved while both leases are out"
@@ -308,8 +306,7 @@ async def test_eviction_time_does_not_grow_with_the_cache():
             block_tokens=1,
             device_blocks=device_blocks,
             host_blocks=500,
-            write_policy="write_through_selective",
-            write_through_threshold=1,
+            write_policy="nth_use:1",
         )
         best = float("inf")
         async with CacheEngine(config) as engine:

@@ -231,7 +231,7 @@ async def test_backups_do_not_starve_onloads():
         for seed in range(10, 16):
             await drill.fill(prompt(seed, 2))
         worker = drill.engine.statistics().worker
-        assert (worker.routes["offload"].submitted, worker.routes["offload"].queued) == (2, 4)
+        assert (worker.attention.offload.submitted, worker.attention.offload.queued) == (2, 4)
         lease = await drill.serve(A)
         assert lease.cached_tokens == 8
         lease.release()
@@ -359,7 +359,7 @@ async def test_queued_transfers_have_priorities_and_can_be_cancelled():
             await wanting.allocate(9)
         leases[2].release()
         await spin(3)
-        assert drill.engine.statistics().worker.routes["onload"].cancelled == 1
+        assert drill.engine.statistics().worker.attention.onload.cancelled == 1
         for used in (*leases, lease):
             used.release()
         drill.device.end_script()

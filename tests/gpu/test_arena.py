@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,8 @@ from aiokv.errors import DeviceError, UsageError
 from aiokv.worker.arena import HostArena
 
 from .pools import Pools, finish
+
+_cuda: Any = getattr(_native, "cuda", None)  # absent when aiokv was built without a CUDA compiler
 
 CHUNK = 4 << 20
 
@@ -34,7 +38,7 @@ def test_a_transfer_of_low_blocks_does_not_wait_for_the_whole_arena():
 def test_pinning_keeps_the_bytes_and_can_be_cancelled():
     arena = HostArena(num_blocks=1024, block_bytes=1 << 20)
     arena.blocks[::100] = 3
-    registration = _native.cuda.HostRegistration(
+    registration = _cuda.HostRegistration(
         arena.pointer, arena.nbytes, device=0, chunk_bytes=CHUNK, touch_threads=2
     )
     registration.wait_ready(1)
@@ -50,9 +54,9 @@ def test_pinning_keeps_the_bytes_and_can_be_cancelled():
 
 def test_pinning_failure_names_the_limit_to_change():
     arena = HostArena(num_blocks=8, block_bytes=1 << 20)
-    first = _native.cuda.HostRegistration(arena.pointer, arena.nbytes, device=0, chunk_bytes=CHUNK)
+    first = _cuda.HostRegistration(arena.pointer, arena.nbytes, device=0, chunk_bytes=CHUNK)
     first.wait_ready(arena.nbytes)
-    second = _native.cuda.HostRegistration(arena.pointer, arena.nbytes, device=0, chunk_bytes=CHUNK)
+    second = _cuda.HostRegistration(arena.pointer, arena.nbytes, device=0, chunk_bytes=CHUNK)
     with pytest.raises(DeviceError, match=r"memlock limit is .* lower host_blocks") as caught:
         second.wait_ready(arena.nbytes)
     assert f"of {arena.nbytes} bytes" in str(caught.value)
@@ -64,6 +68,6 @@ def test_pinning_failure_names_the_limit_to_change():
 
 def test_odd_addresses_and_chunks_are_refused():
     with pytest.raises(UsageError, match="page boundary"):
-        _native.cuda.HostRegistration(4096 + 8, CHUNK, device=0)
+        _cuda.HostRegistration(4096 + 8, CHUNK, device=0)
     with pytest.raises(UsageError, match="multiple of"):
-        _native.cuda.HostRegistration(4096, CHUNK, device=0, chunk_bytes=CHUNK + 4096)
+        _cuda.HostRegistration(4096, CHUNK, device=0, chunk_bytes=CHUNK + 4096)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,8 @@ import aiokv
 from aiokv import _native
 from aiokv.errors import TransferError
 from aiokv.worker.device.cuda import CudaDevice, CudaOptions
+
+_cuda: Any = getattr(_native, "cuda", None)  # absent when aiokv was built without a CUDA compiler
 
 LAYERS, BLOCK, TOKENS = 4, 16, 16 * 12
 
@@ -96,7 +100,7 @@ async def test_a_failure_at_a_late_layer_shortens_the_hit():
     async with engine:
         await compute(engine, tensors, tokens, 7, stream)
         await engine.evict(32)
-        device._engines["attention", "host"].fail_at(_native.cuda.Direction.ONLOAD, LAYERS - 1, 1)
+        device._engines["attention", "host"].fail_at(_cuda.Direction.ONLOAD, LAYERS - 1, 1)
         lease = await engine.match(np.append(tokens, np.int32(1)))
         await lease.allocate(TOKENS + 1)
         assert lease.cached_tokens == TOKENS

@@ -125,7 +125,7 @@ async def test_prompts_return_from_the_host_under_memory_pressure(policy):
         ]
         assert sum(hit.host_tokens for hit in hits) >= 6 * TOKENS
         assert all(hit.total == TOKENS for hit in hits)
-        assert engine.statistics().worker.routes["onload"].failed == 0
+        assert engine.statistics().worker.attention.onload.failed == 0
         assert engine.check_invariants() == []
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 
+from aiokv import _native
 from aiokv.base.plan import OFFLOAD, ONLOAD
 from aiokv.errors import DeviceError
 
 from .pools import Pools, finish
+
+_cuda: Any = getattr(_native, "cuda", None)  # absent when aiokv was built without a CUDA compiler
 
 SPIN_CYCLES = 100_000_000  # 50 to 80 ms: transfers here take well under one
 IDS = np.arange(8, dtype=np.int32)
@@ -108,9 +112,7 @@ def test_gpu_wait_orders_and_does_not_block(spin):
 
 
 def test_gpu_wait_blocks_until_the_layer_is_submitted():
-    from aiokv import _native
-
-    onload = _native.cuda.Direction.ONLOAD
+    onload = _cuda.Direction.ONLOAD
     with Pools(sizes=(4096,), layers=2) as pools:
         engine = pools.device._engines["attention", "host"]
         engine.hold(onload, True)
@@ -151,9 +153,7 @@ def test_layers_arrive_in_order_and_report_their_times():
 
 def test_a_failure_at_the_last_layer():
     """A failure of the last layer invalidates the block."""
-    from aiokv import _native
-
-    onload = _native.cuda.Direction.ONLOAD
+    onload = _cuda.Direction.ONLOAD
     with Pools(sizes=(65536,), layers=2, device_blocks=40, host_blocks=40) as pools:
         pools.device.wait_pinned()
         ids = np.arange(40, dtype=np.int32)

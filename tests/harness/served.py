@@ -79,8 +79,8 @@ class Served(OverBytes):
         """Let the engine process all transfers that the device has ended."""
 
         def reported() -> bool:
-            routes = self.engine.statistics().worker.routes
-            submitted = routes["onload"].submitted + routes["offload"].submitted
+            routes = self.engine.statistics().worker.attention
+            submitted = routes.onload.submitted + routes.offload.submitted
             return submitted == len(self.device.copies)
 
         await run_until_idle(reported)

@@ -128,8 +128,8 @@ async def test_loads_of_blocks_measure_the_store_for_snapshots_too():
     store = await filled(A, B)
     async with Model(store) as model:
         await measured(model, store, A, 1.2)
-        shown = {one.pool: one.load_seconds for one in model.engine.statistics().stores}
-        assert shown["host_state"] == shown["host"] == pytest.approx(1.2, rel=0.1)
+        shown = {one.group: one.load_seconds for one in model.engine.statistics().stores}
+        assert shown["state"] == shown["attention"] == pytest.approx(1.2, rel=0.1)
         assert await served(model, B, 0.0) == 0  # 1.2 s for blocks, and as long for the snapshot
         assert model.engine.statistics().requests.declined_fetches == 1
 
@@ -141,10 +141,10 @@ async def test_snapshots_measure_a_slow_store_if_no_block_is_missing():
             await model.serve(tokens)
             await model.engine.drain()
         await measured(model, store, B, 3.0)
-        before = model.engine.statistics().worker.routes["state_fetch"].done
+        before = model.engine.statistics().worker.groups["state"].fetch.done
         assert await served(model, A, 0.0) == 0
         assert model.engine.statistics().attention.fetched_blocks == 20  # those of B
-        assert model.engine.statistics().worker.routes["state_fetch"].done == before + 1
+        assert model.engine.statistics().worker.groups["state"].fetch.done == before + 1
         assert model.engine.statistics().requests.declined_fetches == 1
 
 

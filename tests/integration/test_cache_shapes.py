@@ -213,7 +213,7 @@ async def test_prompt_is_offloaded_and_onloaded_layer_by_layer(shape: Shape) -> 
                 await lease.layers.wait(layer)
                 assert expected_of(shape, layer, table) == expected[layer]
             await engine.drain()
-        moved = engine.statistics().worker.routes["onload"].moved_bytes
+        moved = engine.statistics().worker.attention.onload.moved_bytes
         assert moved == PROMPT_BLOCKS * shape.regions.block_bytes
         assert engine.check_invariants() == []
     assert_nothing_else_changed(shape, table)

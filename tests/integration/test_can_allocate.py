@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.loop("asyncio")]
 
 VERBS = [*("attempt",) * 4, *("match",) * 2, "commit", "line", "preempt", "swap", "release"]
 VERBS += ["copy", "fail", "pause", "cancel", "pass", "evict"]
-POLICIES = ("none", "write_through", "write_through_selective", "write_back")
+POLICIES = ("none", "write_through", "nth_use:2", "write_back")
 
 
 async def test_blocks_that_write_back_must_save_first_are_not_available():

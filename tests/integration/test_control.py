@@ -114,7 +114,7 @@ async def test_reset_returns_when_a_transfer_that_it_waits_for_is_cancelled():
         resetting = asyncio.create_task(cache.engine.reset())
         await spin(3)
         assert not resetting.done()
-        assert cache.engine.statistics().worker.routes["onload"].queued == 1, "the device has two"
+        assert cache.engine.statistics().worker.attention.onload.queued == 1, "the device has two"
         for lease in reversed(leases):
             lease.release()
         cache.device.complete_all()

@@ -325,7 +325,7 @@ async def test_each_block_is_backed_up_once():
     """A backup is issued once, and none is issued without blocks."""
     async with Books(host_blocks=50) as engine:
         await engine.drain()
-        assert engine.statistics().worker.routes["offload"].done == 0
+        assert engine.statistics().worker.attention.offload.done == 0
         engine.insert([1, 2], [1, 3])
         await engine.drain()
         first = engine.statistics().attention.offloaded_blocks
@@ -335,7 +335,7 @@ async def test_each_block_is_backed_up_once():
     async with Books(host_blocks=0) as engine:
         engine.insert([1, 2])
         await engine.drain()
-        assert engine.statistics().worker.routes["offload"].done == 0
+        assert engine.statistics().worker.attention.offload.done == 0
 
 
 async def test_generated_tokens_complete_blocks_one_by_one():

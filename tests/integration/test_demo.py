@@ -91,7 +91,7 @@ def test_three_runs_compute_equal_bits(demo, capsys):
     assert "equal in all runs" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("policy", ["write_through_selective", "write_back"])
+@pytest.mark.parametrize("policy", ["nth_use:2", "write_back"])
 def test_each_write_policy_computes_equal_bits(demo, capsys, policy):
     status, found = demo("--write-policy", policy)
     assert status == 0

@@ -43,7 +43,7 @@ async def test_dump_shows_leases_in_every_state():
         assert dump["waiting"] == [{"owner": "large", "num_tokens": 14}]
         assert dump["paused"] is False
         assert dump["statistics"]["leases"] == 4
-        assert dump["statistics"]["worker"]["routes"]["onload"]["submitted"] == 1
+        assert dump["statistics"]["worker"]["groups"]["attention"]["onload"]["submitted"] == 1
         served.device.complete_all()
         await served.settle()
         assert by_owner(served)["loading"]["onloads"] == []

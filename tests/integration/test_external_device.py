@@ -147,7 +147,7 @@ async def test_saves_of_consecutive_commits_do_not_wait_for_each_other():
         assert cache.hit(A) == (0, 0)
         _, third = cache.device.offloads
         third.complete_all()
-        await run_until_idle(lambda: cache.engine.statistics().worker.routes["offload"].done == 2)
+        await run_until_idle(lambda: cache.engine.statistics().worker.attention.offload.done == 2)
         assert cache.hit(A) == (0, 0)
         assert not lease.is_idle
         first.complete_all()
@@ -202,9 +202,7 @@ async def test_a_lease_that_does_not_write_saves_nothing():
 
 @pytest.mark.parametrize("threshold", [1, 2, 3])
 async def test_the_selective_policy_saves_blocks_at_their_nth_use(threshold: int):
-    async with ExternalCache(
-        write_policy="write_through_selective", write_through_threshold=threshold
-    ) as cache:
+    async with ExternalCache(write_policy=f"nth_use:{threshold}") as cache:
         for use in range(1, 4):
             tokens = A if use < threshold else LONG
             lease = await cache.compute_new(tokens, range(7))

@@ -9,8 +9,9 @@ import pytest
 
 from aiokv import CacheConfig, CacheEngine, Regions
 from aiokv.base.plan import OFFLOAD, ONLOAD, STATE_CLONE, group_routes
+from aiokv.base.types import GroupHit
 from aiokv.errors import ConfigError, LeaseError, TransferError
-from aiokv.testing import ManualDevice, ManualEvent, spin
+from aiokv.testing import ManualDevice, ManualEvent, run_until_idle, spin
 from tests.harness.flaky import ChaosDevice
 from tests.harness.recurrence import Hybrid
 from tests.harness.settling import settle
@@ -64,8 +65,8 @@ async def test_a_snapshot_outlives_its_device_slot():
             2,
         )
         assert await restored(hybrid) == 6
-        assert hybrid.engine.inspect.parts.worker.statistics().routes["state_onload"].done == 1
-        assert hybrid.engine.inspect.parts.worker.statistics().routes["state_offload"].done == 2
+        assert hybrid.engine.statistics().worker.groups["state"].onload.done == 1
+        assert hybrid.engine.statistics().worker.groups["state"].offload.done == 2
 
 
 async def test_blocks_and_state_both_return_from_the_host():
@@ -109,9 +110,7 @@ async def test_the_least_recently_used_host_snapshot_makes_room():
 
 
 async def test_the_selective_policy_saves_at_the_second_use():
-    async with hybrid_with_host(
-        state_slots=3, write_policy="write_through_selective", write_through_threshold=2
-    ) as hybrid:
+    async with hybrid_with_host(state_slots=3, write_policy="nth_use:2") as hybrid:
         await serve_and_save(hybrid)
         assert hybrid.engine.statistics().groups["state"].offloaded_blocks == 0
         await serve_and_save(hybrid)
@@ -222,6 +221,7 @@ async def test_a_failed_restore_drops_the_host_snapshot_and_computes(refused: bo
         assert caught.value.first_bad_token == 0
         await spin(3)
         assert lease.cached_tokens == 0
+        assert lease.usage.groups == {"state": (0, 0)}
         assert lease.commit(6) == 0
         with pytest.raises(LeaseError, match="preempt"):
             lease.recompute_from()
@@ -251,6 +251,25 @@ async def test_layers_of_the_state_are_awaited_one_by_one():
         await settle(hybrid.engine, device)
         hybrid.check(lease, PROMPT, 6)
         lease.release()
+
+
+async def test_usage_names_the_tier_of_the_snapshot():
+    async with hybrid_with_host() as hybrid:
+        await serve_and_save(hybrid)
+        async with hybrid.engine.match(PROMPT) as lease:
+            assert lease.usage.groups == {"state": (0, 0)}, "not granted"
+            await lease.allocate(7)
+            assert lease.usage.groups == {"state": (1, 0)}
+            await lease.preempt()
+            assert lease.usage.groups == {"state": (0, 0)}
+        await serve_and_save(hybrid, OTHER)
+        async with hybrid.engine.match(PROMPT) as lease:
+            await lease.allocate(7)
+            assert lease.usage.groups == {"state": GroupHit(device_blocks=0, host_blocks=1)}
+            await lease.layers.wait_all()
+        async with hybrid.engine.match([90, *PROMPT]) as lease:
+            await lease.allocate(8)
+            assert lease.usage.groups == {"state": (0, 0)}, "nothing is cached"
 
 
 async def test_a_lease_released_during_its_restore_keeps_slot_and_snapshot_in_use():
@@ -335,7 +354,7 @@ async def test_a_save_waits_until_the_step_of_its_snapshot_is_closed():
         assert device.copies_of(OFFLOAD, "last") == []
         event = ManualEvent()
         hybrid.engine.step(event)
-        await spin(4)
+        await run_until_idle(lambda: bool(device.copies_of(OFFLOAD, "last")))
         assert [copy.after for copy in device.copies_of(OFFLOAD, "last")] == [event]
         event.complete()
         lease.release()
@@ -395,7 +414,7 @@ async def test_dropping_a_block_drops_its_host_snapshot():
 async def test_conversations_with_failing_copies_equal_recomputation_bit_for_bit(seed: int):
     """Few slots on both tiers: evictions, preemptions, swaps, forks, cancellations."""
     rng = random.Random(seed)
-    policies = ["write_through", "write_through_selective", "write_back"]
+    policies = ["write_through", "nth_use:2", "write_back"]
     async with Hybrid(
         device_blocks=24,
         state_slots=4,

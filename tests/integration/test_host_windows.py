@@ -67,9 +67,9 @@ async def test_windows_outlive_their_device_blocks():
             assert await serve_and_save(model, tokens) == 0
         assert await serve_and_save(model, [*PROMPT, 7]) == 20
         assert onloaded(model) == NEEDED
-        worker = model.engine.inspect.parts.worker.statistics()
-        assert worker.routes["window_onload"].done == 2, "one transfer per group"
-        assert worker.routes["window_offload"].done > 0
+        worker = model.engine.statistics().worker
+        assert [worker.groups[name].onload.done for name in WINDOWS] == [1, 1]
+        assert all(worker.groups[name].offload.done > 0 for name in WINDOWS)
         assert await serve_and_save(model, [*PROMPT, 8]) == 20
         assert onloaded(model) == NEEDED, "the device has them again"
 
@@ -115,9 +115,7 @@ async def test_the_least_recently_used_host_blocks_make_room():
 
 
 async def test_the_selective_policy_saves_at_the_second_use():
-    async with windowed(
-        window_blocks=24, write_policy="write_through_selective", write_through_threshold=2
-    ) as model:
+    async with windowed(window_blocks=24, write_policy="nth_use:2") as model:
         await serve_and_save(model)
         assert saved(model) == {"near": 0, "far": 0}
         await serve_and_save(model, [*PROMPT, 7])
@@ -160,6 +158,20 @@ async def test_a_layer_is_ready_when_its_window_has_arrived():
         await settle(model.engine, device)
         model.check(lease, [*PROMPT, 7], 20)
         lease.release()
+
+
+async def test_usage_names_the_tiers_of_window_blocks():
+    async with windowed() as model:
+        await serve_and_save(model)
+        async with model.engine.match([*PROMPT, 7]) as lease:
+            await lease.allocate(21)
+            assert lease.usage.groups == {name: (blocks, 0) for name, blocks in NEEDED.items()}
+        for tokens in others():
+            await serve_and_save(model, tokens)
+        async with model.engine.match([*PROMPT, 7]) as lease:
+            await lease.allocate(21)
+            assert lease.usage.groups == {name: (0, blocks) for name, blocks in NEEDED.items()}
+            await lease.layers.wait_all()
 
 
 async def test_positions_that_are_committed_during_an_onload_keep_its_targets():
@@ -386,7 +398,7 @@ async def test_conversations_under_pressure_equal_recomputation_bit_for_bit(
     seed: int, sinks: Mapping[str, int]
 ):
     rng = random.Random(seed)
-    policies = ["write_through", "write_through_selective", "write_back"]
+    policies = ["write_through", "nth_use:2", "write_back"]
     async with windowed(
         device_blocks=28,
         window_blocks=18,

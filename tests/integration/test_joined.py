@@ -52,7 +52,7 @@ async def test_a_request_that_joins_a_prefetch_goes_before_later_requests(how: s
             await user.allocate(5)
         later.append(engine.match(prompt(4)))
         await later[1].allocate(5)
-        assert engine.statistics().worker.routes["onload"].queued == 3
+        assert engine.statistics().worker.attention.onload.queued == 3
         device.onloads[0].complete_all()
         await served.settle()
         device.onloads[1].complete_all()

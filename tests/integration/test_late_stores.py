@@ -158,18 +158,18 @@ async def test_wake_up_with_a_short_timeout_succeeds_when_the_limit_of_the_openi
             store.end_script()
 
 
-@pytest.mark.parametrize("failing_pool", ["host", "host_state"])
-async def test_pool_whose_part_of_a_store_fails_is_used_later(failing_pool):
+@pytest.mark.parametrize("failing", ["attention", "state"])
+async def test_group_whose_part_of_a_store_fails_is_used_later(failing):
     store = ScriptedStore()
     state = ScriptedStore("state", objects=store.objects)
     store.for_group = lambda group: state  # type: ignore[method-assign]
-    ({"host": store, "host_state": state}[failing_pool]).fail("open", call=0)
+    {"attention": store, "state": state}[failing].fail("open", call=0)
     tokens = [5, 6, 7, 8, 9, 10, 11]
     sizes = {"state_slots": 4, "host_state_slots": 4, "host_blocks": 32}
     async with Hybrid(stores=[store], **sizes) as model:
         await model.serve(tokens)
-        states = {s.pool: s.reading for s in model.engine.statistics().stores}
-        assert states == {"host": "closed", "host_state": "closed", failing_pool: "open"}
+        states = {s.group: s.reading for s in model.engine.statistics().stores}
+        assert states == {"attention": "closed", "state": "closed", failing: "open"}
         await running_clock().advance(FIRST_PAUSE_SECONDS)
         await model.engine.reset()
         await model.serve(tokens)

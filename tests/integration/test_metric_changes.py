@@ -120,7 +120,7 @@ async def test_a_host_hit_after_a_call_of_evict():
         await served.serve(PROMPT)
         await served.complete_offloads()
         changed = changes.take()
-        assert changed.pop("transfer_bytes offload") > 0
+        assert changed.pop("transfer_bytes attention offload") > 0
         assert changed == {
             "prompt_tokens": 7,
             "computed_tokens": 7,
@@ -129,7 +129,7 @@ async def test_a_host_hit_after_a_call_of_evict():
             "published_blocks": 3,
             "hold_seconds": 1,
             "copied_blocks attention offload": 3,
-            "transfers offload done": changed["transfers offload done"],
+            "transfers attention offload done": changed["transfers attention offload done"],
         }
         await served.engine.evict(3)
         assert changes.take() == {"evicted_blocks attention device request": 3}
@@ -138,13 +138,13 @@ async def test_a_host_hit_after_a_call_of_evict():
             served.device.complete_all()
             await served.settle()
             changed = changes.take()
-            assert changed.pop("transfer_bytes onload") > 0
+            assert changed.pop("transfer_bytes attention onload") > 0
             assert changed == {
                 "prompt_tokens": 7,
                 "hit_tokens host": 6,
                 "grants": 1,
                 "copied_blocks attention onload": 3,
-                "transfers onload done": 1,
+                "transfers attention onload done": 1,
                 "onload_seconds": 1,
             }
         assert changes.take() == {"hold_seconds": 1}
@@ -172,7 +172,7 @@ async def test_a_failed_onload():
                 "copied_blocks attention onload": 1,
                 "failed_blocks": 2,
                 "dropped_blocks failure": 2,
-                "transfers onload failed": 1,
+                "transfers attention onload failed": 1,
             }
 
 
@@ -188,7 +188,7 @@ async def test_a_corrupt_onload():
             await served.settle()
             changed = changes.take()
             assert changed["corrupt_onloads"] == 1
-            assert changed["transfers onload failed"] == 1
+            assert changed["transfers attention onload failed"] == 1
             assert failures(served.engine) == {"corrupt_onload": 1, "transfer": 1}
             assert changed["failed_blocks"] == 2
 
@@ -203,7 +203,7 @@ async def test_a_failed_copy_is_not_counted_as_corrupt():
             await served.settle()
             changed = changes.take()
             assert "corrupt_onloads" not in changed
-            assert changed["transfers onload failed"] == 1
+            assert changed["transfers attention onload failed"] == 1
 
 
 async def test_evictions_by_cause():
@@ -405,15 +405,15 @@ async def test_the_time_in_the_queue_ends_when_the_device_has_the_transfer():
         leases = [served.engine.match(tokens) for tokens in prompts]
         for lease in leases:
             await lease.allocate(7)
-        lane = served.engine.statistics().worker.routes["onload"]
+        lane = served.engine.statistics().worker.attention.onload
         assert (lane.submitted, lane.queued, lane.queue_seconds) == (2, 1, 0.0)
         await asyncio.sleep(0)
         served.device.complete_all()
         await served.settle()
-        before = served.engine.statistics().worker.routes["onload"].queue_seconds
+        before = served.engine.statistics().worker.attention.onload.queue_seconds
         served.device.complete_all()
         await served.settle()
-        after = served.engine.statistics().worker.routes["onload"]
+        after = served.engine.statistics().worker.attention.onload
         assert after.done == 3
         assert after.queue_seconds > before > 0
         for lease in leases:
@@ -430,7 +430,7 @@ async def test_a_cancelled_onload_has_no_time_in_the_queue():
             await lease.allocate(7)
         leases[2].release()  # its onload is queued behind the two others
         await spin(5)
-        lane = served.engine.statistics().worker.routes["onload"]
+        lane = served.engine.statistics().worker.attention.onload
         assert (lane.cancelled, lane.queue_seconds) == (1, 0.0)
         served.device.complete_all()
         await served.settle()
@@ -461,7 +461,7 @@ async def test_a_wait_for_a_store():
             assert changed["wait_seconds store"] == 1
             assert changed["hit_store_tokens"] == 6
             assert changed["fetch_blocks attention fetched"] == 3
-            labels = f"{store.url} scripted host "
+            labels = f"{store.url} scripted attention "
             assert changed[f"store_blocks {labels} loaded"] == 3
             assert changed[f"store_asked_blocks {labels}"] == 3
             assert changed[f"store_found_blocks {labels}"] == 3

@@ -646,5 +646,5 @@ async def test_each_grant_ends_once_under_random_cancellations(seed):
         assert len(grants) > 30
         moved = engine.statistics().worker
         ends = Counter((span.route, span.outcome) for span in seen.transfers)
-        assert ends["onload", "done"] == moved.routes["onload"].done
-        assert ends["offload", "done"] == moved.routes["offload"].done
+        assert ends["onload", "done"] == moved.attention.onload.done
+        assert ends["offload", "done"] == moved.attention.offload.done

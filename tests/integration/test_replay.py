@@ -420,7 +420,7 @@ def test_the_three_write_policies_are_compared_over_real_bytes(tmp_path, capsys)
     assert "write_back: hits " in capsys.readouterr().out
     result = json.loads((tmp_path / "r.json").read_text())
     points = {point["write_policy"]: point for point in result["write_policies"]}
-    assert list(points) == ["write_through", "write_through_selective", "write_back"]
+    assert list(points) == ["write_through", "nth_use:2", "write_back"]
     for point in points.values():
         traffic = point["traffic"]
         assert point["hit_tokens"]["host"] > 0
@@ -430,7 +430,7 @@ def test_the_three_write_policies_are_compared_over_real_bytes(tmp_path, capsys)
         assert point["failed_onloads"] == 0
     saved = {name: point["traffic"]["offloaded_blocks"] for name, point in points.items()}
     # The host has room for all early copies: a full one takes copies before evictions alone.
-    assert saved["write_through_selective"] < saved["write_through"]
+    assert saved["nth_use:2"] < saved["write_through"]
     assert result["traffic"] == points["write_through"]["traffic"]
 
 
@@ -463,12 +463,12 @@ def test_bytes_moved_are_nominal_without_real_ones(small):
 def test_command_reports_the_disk_tier(tmp_path, capsys):
     flags = ["--device-blocks", "1500", "--host-blocks", "1000", "--disk-blocks", "8000"]
     result = tmp_path / "result.json"
-    policy = ["--disk-policy", "at_nth_use", "--disk-uses", "1", "--disk-admission", "reused"]
+    policy = ["--disk-policy", "nth_use:1", "--disk-admission", "reused"]
     assert cli.main(["replay", str(SMALL), *flags, *policy, "--json", str(result)]) == 0
     report = json.loads(result.read_bytes())
     disk, output = report["disk"], capsys.readouterr().out
     assert report["config"]["disk"] == {
-        "blocks": 8000, "policy": "at_nth_use", "uses": 1, "admission": "reused",
+        "blocks": 8000, "policy": "nth_use:1", "admission": "reused",
     }  # fmt: skip
     assert f"hit tokens, disk: {report['hit_tokens']['disk']:,} (" in output
     assert f"saved on disk: {disk['saved_blocks']:,} blocks, " in output

@@ -19,7 +19,6 @@ from tests.harness.closing import complete_during
 from tests.harness.memory import Memory
 
 if TYPE_CHECKING:
-    from aiokv.config.cache_config import WritePolicy
     from aiokv.stores.base import StoreMemory
 
 A, B, C = (prompt(seed, 2) for seed in range(1, 4))
@@ -187,8 +186,8 @@ async def test_tiers_sleep_and_wake_one_by_one():
         (await cache.serve(B)).release()
 
 
-@pytest.mark.parametrize("policy", ["write_back", "write_through_selective"])
-async def test_unsaved_device_blocks_are_saved_before_sleep(policy: WritePolicy):
+@pytest.mark.parametrize("policy", ["write_back", "nth_use:2"])
+async def test_unsaved_device_blocks_are_saved_before_sleep(policy: str):
     async with Cache(write_policy=policy, device_blocks=8, host_blocks=3) as cache:
         await cache.fill(A, B)
         assert cache.statistics.attention.host.cached == 0

@@ -63,11 +63,11 @@ async def test_statistics_tell_pools_apart():
     async with hybrid(store := await filled(PROMPT)) as model:
         assert await from_stores(model, PROMPT) == 6
         blocks, snapshots = model.engine.statistics().stores
-        assert (blocks.pool, blocks.loaded_blocks) == ("host", 3)
-        assert (snapshots.pool, snapshots.loaded_blocks) == ("host_state", 1)
-        worker = model.engine.inspect.parts.worker.statistics()
-        assert (worker.routes["fetch"].done, worker.routes["state_fetch"].done) == (1, 1)
-        assert worker.routes["state_fetch"].moved_bytes == snapshots.loaded_bytes > 0
+        assert (blocks.group, blocks.loaded_blocks) == ("attention", 3)
+        assert (snapshots.group, snapshots.loaded_blocks) == ("state", 1)
+        worker = model.engine.statistics().worker
+        assert (worker.attention.fetch.done, worker.groups["state"].fetch.done) == (1, 1)
+        assert worker.groups["state"].fetch.moved_bytes == snapshots.loaded_bytes > 0
     assert store.calls["load"] == 1
     assert store.parts["state"].calls["load"] == 1
 
@@ -169,7 +169,7 @@ async def test_pin_brings_blocks_and_snapshot():
 
 @pytest.mark.parametrize("uses", [1, 2])
 async def test_snapshot_is_saved_at_its_nth_use(uses):
-    async with hybrid(ScriptedStore(), store_policy="at_nth_use") as model:
+    async with hybrid(ScriptedStore(), store_policy="nth_use:2") as model:
         for _ in range(uses):
             await model.serve(PROMPT)
             await model.engine.drain()
@@ -189,7 +189,7 @@ async def test_admission_of_reused_snapshots_only():
 
 
 async def test_snapshots_are_saved_shortly_before_their_eviction():
-    async with hybrid(ScriptedStore(), store_policy="on_eviction", host_state_slots=3) as model:
+    async with hybrid(ScriptedStore(), store_policy="write_back", host_state_slots=3) as model:
         for name in range(2):
             await model.serve([name, *PROMPT])
             await model.engine.drain()

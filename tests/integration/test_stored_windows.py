@@ -53,9 +53,10 @@ async def test_restart_continues_from_windows_on_disk(kind, tmp_path):
         assert await from_stores(model, LONGER) == 20
         assert model.engine.statistics().attention.fetched_blocks == 10
         assert fetched(model) == NEEDED
-        pools = [store.pool for store in model.engine.statistics().stores]
-        assert pools == ["host", *(f"host_window:{name}" for name in WINDOWS)]
-        assert model.engine.inspect.parts.worker.statistics().routes["window_fetch"].done == 2
+        groups = [store.group for store in model.engine.statistics().stores]
+        assert groups == ["attention", *WINDOWS]
+        worker = model.engine.statistics().worker
+        assert [worker.groups[name].fetch.done for name in WINDOWS] == [1, 1]
         assert await from_stores(model, LONGER) == 20
         assert fetched(model) == NEEDED
 
@@ -117,13 +118,13 @@ async def test_windows_of_other_weights_are_not_found():
         assert await from_stores(model, LONGER) == 20
 
 
-@pytest.mark.parametrize("policy", ["at_commit", "at_nth_use", "on_eviction"])
+@pytest.mark.parametrize("policy", ["write_through", "nth_use:2", "write_back"])
 async def test_window_blocks_are_saved_by_the_policy(policy):
     async with windowed(ScriptedStore(), store_policy=policy, host_windows=16) as model:
         await model.serve(PROMPT)
         await model.engine.drain()
         first = model.engine.statistics().groups["far"].saved_blocks
-        assert (first > 0) == (policy == "at_commit")
+        assert (first > 0) == (policy == "write_through")
         await model.serve(LONGER)
         await model.serve([*range(100, 120)])
         await model.engine.drain()

@@ -904,20 +904,20 @@ async def test_statistics_and_dump_show_the_stores():
         assert (shown["url"], shown["loaded_blocks"], shown["reading"]) == (
             "scripted:memory", 4, "closed",
         )  # fmt: skip
-        assert c.engine.statistics().worker.routes["fetch"].done == 1
-        assert c.engine.statistics().worker.routes["fetch"].moved_bytes == shown["loaded_bytes"]
+        assert c.engine.statistics().worker.attention.fetch.done == 1
+        assert c.engine.statistics().worker.attention.fetch.moved_bytes == shown["loaded_bytes"]
 
 
 async def test_blocks_that_a_store_has_move_no_bytes_when_they_are_saved_again():
     objects: dict[bytes, bytes] = {}
     for written in (4, 0):
         store = ScriptedStore(keeps_objects=True, objects=objects)
-        async with cache(store, device_blocks=16, store_policy="at_commit") as c:
+        async with cache(store, device_blocks=16, store_policy="write_through") as c:
             await c.fill(A)
             await c.finish()
             (shown,) = c.engine.statistics().stores
             assert (shown.saved_blocks, shown.present_blocks) == (written, 4 - written)
-            assert c.engine.statistics().worker.routes["save"].moved_bytes == shown.saved_bytes
+            assert c.engine.statistics().worker.attention.save.moved_bytes == shown.saved_bytes
             assert (
                 c.statistics.attention.saved_blocks == 4
             )  # the engine knows that the store has them

@@ -109,6 +109,7 @@ async def test_fork_counts_the_blocks_of_its_parent_as_cached():
         async with parent.fork() as child:
             usage = child.usage
             assert (usage.prompt_tokens, usage.cached_device_tokens) == (7, 7)
+            assert usage.groups == {}, "attention only"
             assert (usage.cached_host_tokens, usage.computed_blocks) == (0, 0)
 
 

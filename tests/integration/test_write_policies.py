@@ -45,15 +45,13 @@ async def test_blocks_that_exceed_the_host_are_skipped_and_dropped_later():
         assert cache.hit(A) == (0, 1)
 
 
-# ---- write_through_selective
+# ---- nth_use
 
 
 @pytest.mark.parametrize("threshold", [1, 2, 3])
 async def test_selective_saves_a_hot_block_at_its_nth_use(threshold: int):
     """The blocks are referenced all the time; only their uses count."""
-    async with Cache(
-        write_policy="write_through_selective", write_through_threshold=threshold
-    ) as cache:
+    async with Cache(write_policy=f"nth_use:{threshold}") as cache:
         leases = []
         for use in range(1, 4):
             leases.append(await cache.serve(A))
@@ -72,7 +70,7 @@ async def test_selective_counts_each_block_by_itself():
     """A shared prefix is used twice, the tails behind it once."""
     fork = A.copy()
     fork[4:] += 500
-    async with Cache(write_policy="write_through_selective") as cache:
+    async with Cache(write_policy="nth_use:2") as cache:
         await cache.fill(A, fork)
         await cache.finish()
         assert cache.statistics.attention.offloaded_blocks == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Policy = Literal["none", "write_through", "write_through_selective", "write_back"]
+Policy = Literal["none", "write_through", "nth_use", "write_back"]
 Item = tuple[bytes, int, int]  # content hash, offset, length
 # context, all tokens up to the end of the block, the items that begin before that
 Key = tuple[str, tuple[int, ...], tuple[Item, ...]]

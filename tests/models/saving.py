@@ -45,7 +45,7 @@ class Saving(CachedBlocks):
         block.uses += 1
         block.given_up = False
         due = self.policy == "write_through" or (
-            self.policy == "write_through_selective" and block.uses >= self.threshold
+            self.policy == "nth_use" and block.uses >= self.threshold
         )
         if due and block.host is None and not block.wants_backup:
             block.wants_backup = True

@@ -36,7 +36,7 @@ class StoringModel(PrefixCacheModel):
     def __init__(
         self,
         *,
-        store_policy: Literal["at_commit", "at_nth_use", "on_eviction"],
+        store_policy: Literal["write_through", "nth_use", "write_back"],
         store_uses: int,
         queue_blocks: int,
         **sizes: Any,
@@ -87,7 +87,7 @@ class StoringModel(PrefixCacheModel):
 
     def _awaits_save(self, block: Block) -> bool:
         kept = block.stored or block.save_refused
-        return not kept if self.store_policy == "on_eviction" else block.save_queued
+        return not kept if self.store_policy == "write_back" else block.save_queued
 
     def _hold(self, block: Block | None) -> None:
         if block is not None:
@@ -184,8 +184,8 @@ class StoringModel(PrefixCacheModel):
 
     def _is_due(self, block: Block) -> bool:
         """Return True if the block should be saved as soon as it is on the host."""
-        wanted = self.store_policy == "at_commit" or (
-            self.store_policy == "at_nth_use" and block.uses >= self.store_uses
+        wanted = self.store_policy == "write_through" or (
+            self.store_policy == "nth_use" and block.uses >= self.store_uses
         )
         return wanted and not block.stored and not block.saving
 
@@ -237,7 +237,7 @@ class StoringModel(PrefixCacheModel):
         """Return the blocks of the next save."""
         if len(self.saves) >= MAX_SAVES:
             return []
-        if self.store_policy == "on_eviction":
+        if self.store_policy == "write_back":
             ahead = 0 if self.host_free or not self.has_host else 1
             candidates = self.in_line("host")[:ahead]
         else:

@@ -33,9 +33,9 @@ async def test_blocks_arrive_with_equal_bytes_and_both_plans_are_done():
         p.controller.tickets.close_ticket(ticket.ticket_id, "closed")
         d.controller.tickets.close_ticket(ticket.ticket_id, "closed")
         await run_until_idle(lambda: d.free_slots == 8)
-        statistics = d.controller.statistics().routes["receive"]
+        statistics = d.controller.statistics().attention.receive
         assert (statistics.done, statistics.submitted) == (2, 0)
-        assert p.controller.statistics().routes["send"].done == 1
+        assert p.controller.statistics().attention.send.done == 1
 
 
 async def test_more_blocks_than_slots_and_more_plans_than_one():

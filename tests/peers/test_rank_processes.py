@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.loop("uvloop")]
 
+ROUNDS = 10 if os.environ.get("AIOKV_DEEP") else 3  # of requests, of which some are cancelled
 KILLS = 25 if os.environ.get("AIOKV_DEEP") else 2  # of each layout and victim
 MOST_KILLS = KILLS + 20  # while none has cut a transfer: the other processes may be faster
 ONE_TO_TWO, TWO_TO_ONE, TWO_TO_FOUR = layouts = [
@@ -273,7 +274,7 @@ async def test_cancelled_requests_do_not_delay_others(
     small = {"device_blocks": 400, "ring_blocks": 8, **layered}
     prefill, decode = options("p", senders, listen=None, **small), options("d", receivers, **small)
     async with LocalServer(nursery, prefill) as p, LocalServer(nursery, decode) as d:
-        for number in range(10):
+        for number in range(ROUNDS):
             rng = random.Random(number)
             requests = [Request(rng, CONCURRENT * number + i) for i in range(CONCURRENT)]
             async with asyncio.TaskGroup() as tasks:

@@ -48,6 +48,10 @@ KINDS = {"state": STATE, "windows": WINDOWS, "both": STATE | WINDOWS}
 MODELS = pytest.mark.parametrize("model", KINDS.values(), ids=KINDS)
 
 
+def groups_of(model: dict[str, Any]) -> list[str]:
+    return [*(["state"] if "state_slots" in model else []), *model.get("windows", ())]
+
+
 def sides(model: dict[str, Any], **decode: Any) -> tuple[Side, Side]:
     return Side(listen=None, **model), Side(**model, **decode)
 
@@ -69,11 +73,12 @@ async def test_state_and_windows_arrive_behind_the_prompt(kind, length, step):
         assert lease.usage.received_tokens == length
         assert lease.usage.computed_blocks == 0
         for side, verb in ((p, "send"), (d, "receive")):
-            routes = side.engine.statistics().worker.routes
-            state, window = (routes[f"{name}_{verb}"] for name in ("state", "window"))
-            assert state.done == ("state_slots" in model)
-            assert window.done == len(model.get("windows", {}))
-            assert bool(state.moved_bytes) == bool(state.done)
+            groups = side.engine.statistics().worker.groups
+            moved = {name: group.routes[verb] for name, group in groups.items()}
+            del moved["attention"]
+            assert sorted(moved) == sorted(groups_of(model))
+            assert all(route.done == 1 for route in moved.values())
+            assert all(route.moved_bytes for name, route in moved.items() if name == "state")
         # The lease decodes on from there: each position checks the state and the windows before it.
         longer = prompt(length + 30)
         d.engine.extend([lease], 30)

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aiokv.base.plan import ONLOAD, TransferPlan, TransferReport
 from aiokv.config.cache_config import CacheConfig
+from aiokv.config.save_policy import SavePolicy
 from aiokv.errors import LeaseError, UsageError
 from tests.models.prefix_cache import PrefixCacheModel
 from tests.property.event_subscriber import Subscriber
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from tests.models.cached_blocks import Block, Lease, Policy
 
 GARBAGE = ("garbage",)
-POLICIES: tuple[Policy, ...] = ("none", "write_through", "write_through_selective", "write_back")
+POLICIES: tuple[Policy, ...] = ("none", "write_through", "nth_use", "write_back")
 pick = st.integers(0, 7)  # an index, modulo the number of candidates
 
 # flags of Core.blocks()
@@ -78,8 +79,7 @@ class CacheSimulation(RuleBasedStateMachine):
                 leave_tokens=sizes["leave_tokens"],
                 reserve_blocks=sizes["reserve_blocks"],
                 min_onload_tokens=sizes["min_onload_blocks"] * self.bt,
-                write_policy=sizes["policy"],
-                write_through_threshold=sizes["threshold"],
+                write_policy=str(SavePolicy(sizes["policy"], sizes["threshold"])),
                 item_hits="partial" if sizes["splits_items"] else "whole",
                 low_watermark_blocks=min(sizes["low_watermark"], sizes["device_blocks"]),
                 **self.store_options,

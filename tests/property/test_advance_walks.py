@@ -24,7 +24,7 @@ PASSES: Final = 8  # of the loop, in which all transfers end
 CONFIGS: Final[dict[str, dict[str, Any]]] = {
     "device": {"host_blocks": 0},
     "host": {"write_policy": "write_through"},
-    "adaptive": {"write_policy": "write_through_selective", "eviction_policy": "adaptive"},
+    "adaptive": {"write_policy": "nth_use:2", "eviction_policy": "adaptive"},
     "quota": {"salt_quota_blocks": 14, "host_blocks": 0},
     "state": {"state_slots": 8, "host_state_slots": 4},
     "windows": {

@@ -18,14 +18,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aiokv._native import Core, EventStream, LeaseState, Outcome, WritePolicy
+from aiokv._native import Core, EventStream, LeaseState, Outcome, SavePolicy
 from aiokv.errors import LeaseError, UsageError
 from tests.models.external_device import BLOCK_BYTES, GARBAGE, ExternalDevice, block_bytes
 from tests.property.event_subscriber import MAX_EVENT_BLOCKS
 
 MAX_LEASES = 6
 DEVICE_VALID, HOST_VALID = 1, 4
-POLICIES = (WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH_SELECTIVE, WritePolicy.NONE)
+POLICIES = (SavePolicy.WRITE_THROUGH, SavePolicy.NTH_USE, SavePolicy.NONE)
 pick = st.integers(0, 7)
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
@@ -213,7 +213,7 @@ class ExternalMachine(RuleBasedStateMachine):
             return
         for index in range(caller.computed // self.bt):
             self.device.cache(self.content(caller, index), caller.table[index])
-            if caller.writes and self.policy == WritePolicy.WRITE_THROUGH:
+            if caller.writes and self.policy == SavePolicy.WRITE_THROUGH:
                 self.committed.append(tuple(caller.tokens[: (index + 1) * self.bt]))
 
     @precondition(lambda self: self.granted(assigned=True))

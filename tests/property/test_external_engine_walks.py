@@ -357,7 +357,7 @@ class Walk:
 
 @pytest.mark.clock
 @pytest.mark.asyncio
-@pytest.mark.parametrize("policy", ["write_through", "write_through_selective"])
+@pytest.mark.parametrize("policy", ["write_through", "nth_use:2"])
 @pytest.mark.parametrize("seed", range(60 if DEEP else 6))
 async def test_random_walk_serves_the_right_bytes(policy: str, seed: int, tmp_path: Path):
     cache = ExternalCache(device_blocks=DEVICE_BLOCKS, host_blocks=HOST_BLOCKS, write_policy=policy)

@@ -534,23 +534,29 @@ class Load:
         await engine.complete(asyncio.ensure_future(engine.side.engine.aclose(0.0)))
 
 
+@pytest.mark.loop("asyncio")
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_no_fault_of_a_peer_yields_a_wrong_byte(seed):
-    load = Load(seed)
-    await load.run()
+    await Load(seed).run()
 
 
+@pytest.mark.loop("asyncio")
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("model", [LAYERS, LAYERS | STATE | WINDOWS], ids=["layers", "all"])
 async def test_no_fault_of_a_peer_yields_a_wrong_layer(seed, model):
-    load = Load(seed, model)
-    await load.run()
+    await Load(seed, model).run()
 
 
+@pytest.mark.loop("asyncio")
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     "model", [STATE, WINDOWS, STATE | WINDOWS], ids=["state", "windows", "both"]
 )
 async def test_no_fault_of_a_peer_yields_a_wrong_state_or_window(seed, model):
-    load = Load(seed, model)
-    await load.run()
+    await Load(seed, model).run()
+
+
+@pytest.mark.loop("uvloop")
+@pytest.mark.parametrize("seed", [200, 201])
+async def test_no_fault_of_a_peer_yields_a_wrong_byte_on_uvloop(seed):
+    await Load(seed, LAYERS | STATE | WINDOWS).run()

@@ -49,7 +49,9 @@ class Load:
         self.cache: Any = self.new_cache(
             device=ScriptedDevice(),
             stores=uses,
-            store_policy=self.rng.choice(("at_commit", "at_commit", "at_nth_use", "on_eviction")),
+            store_policy=self.rng.choice(
+                ("write_through", "write_through", "nth_use:2", "write_back")
+            ),
             store_admission=self.rng.choice(("all", "all", "reused")),
             store_queue_blocks=self.rng.choice((2, 4096)),
         )
@@ -234,10 +236,21 @@ class WindowLoad(TwiceComputedLoad):
         )
 
 
+@pytest.mark.loop("asyncio")
 @pytest.mark.parametrize("load", [Load, StateLoad, WindowLoad])
 @pytest.mark.parametrize("seed", range(8))
 async def test_no_request_fails_and_no_block_is_wrong(seed, load):
-    """A second engine finds what the first one has saved, or does not."""
+    await run_twice(load, seed)
+
+
+@pytest.mark.loop("uvloop")
+@pytest.mark.parametrize("load", [Load, StateLoad, WindowLoad])
+async def test_no_request_fails_and_no_block_is_wrong_on_uvloop(load):
+    await run_twice(load, 8)
+
+
+async def run_twice(load: type[Load], seed: int) -> None:
+    """Run a load; a second engine finds what the first one has saved, or does not."""
     objects: list[dict[bytes, bytes]] = [{}, {}]
     for run in range(2):
         await load(100 * seed + run, objects).run()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from aiokv._native import Core, Outcome, WritePolicy
+from aiokv._native import Core, Outcome, SavePolicy
 from aiokv.errors import LeaseError, RequestTooLarge, UsageError
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class Walk:
         self.random = Random(seed)
         choice = self.random.choice
         self.policy = choice(
-            [WritePolicy.NONE, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH_SELECTIVE]
-            + 4 * [WritePolicy.WRITE_BACK]
+            [SavePolicy.NONE, SavePolicy.WRITE_THROUGH, SavePolicy.NTH_USE]
+            + 4 * [SavePolicy.WRITE_BACK]
         )
         sides = choice(["none", "none", "none", "state", "window"])
         self.core = Core(
@@ -41,7 +41,7 @@ class Walk:
             host_blocks=choice([0, 1, 2, 3, 5, 16]),
             reserve_blocks=choice([0, 0, 1, 2]),
             write_policy=self.policy,
-            write_through_threshold=choice([1, 2]),
+            write_uses=choice([1, 2]),
             low_watermark_blocks=choice([0, 0, 2]),
             min_onload_blocks=choice([0, 0, 2]),
             eviction=choice(["lru", "lru", "adaptive"]),
@@ -49,8 +49,8 @@ class Walk:
             windows=[(6, 4, 2, 0, 0)] if sides == "window" else [],
         )
         self.has_windows = sides == "window"
-        self.saves = self.policy != WritePolicy.NONE
-        self.saves_before_extend = self.policy == WritePolicy.WRITE_BACK
+        self.saves = self.policy != SavePolicy.NONE
+        self.saves_before_extend = self.policy == SavePolicy.WRITE_BACK
         self.leases: list[int] = []
         self.transfers: list[int] = []
         self.step = 0

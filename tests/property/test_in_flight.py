@@ -33,7 +33,7 @@ UPDATE_PASSES = 12_500 if os.environ.get("AIOKV_DEEP") else 300  # 10**6 steps i
 
 
 def config_of(seed: int, rng: random.Random) -> CacheConfig:
-    policy = ("none", "write_through", "write_through_selective", "write_back")[seed % 4]
+    policy = ("none", "write_through", "nth_use:2", "write_back")[seed % 4]
     return CacheConfig(
         block_tokens=BLOCK_TOKENS,
         device_blocks=rng.randint(9, 20),

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiokv._native import Core, Outcome, WritePolicy
+from aiokv._native import Core, Outcome, SavePolicy
 from aiokv.errors import RequestTooLarge
 from tests.models.block_pool import PoolModel, runs
 
@@ -49,7 +49,7 @@ def test_each_id_is_allocated_once(capacity, calls):
 def test_host_ids_come_in_runs(sizes):
     """A backup of n blocks into an empty host pool is one run: one copy a layer (design 6)."""
     core = Core(
-        block_tokens=1, device_blocks=300, host_blocks=300, write_policy=WritePolicy.WRITE_THROUGH
+        block_tokens=1, device_blocks=300, host_blocks=300, write_policy=SavePolicy.WRITE_THROUGH
     )
     for number, size in enumerate(sizes):
         lease, _, _ = core.match(np.full(size, number, np.int32))
@@ -72,7 +72,7 @@ def test_host_ids_are_the_lowest_run_that_holds_all_or_else_the_longest(calls):
     """In fragmented pools, equal calls give equal ids (I9)."""
     size = 70
     core = Core(
-        block_tokens=1, device_blocks=size, host_blocks=size, write_policy=WritePolicy.WRITE_THROUGH
+        block_tokens=1, device_blocks=size, host_blocks=size, write_policy=SavePolicy.WRITE_THROUGH
     )
     for number, (call, blocks) in enumerate(calls):
         if call == "evict":

@@ -72,7 +72,7 @@ class Walk:
         if has_stores:
             config = dataclasses.replace(
                 config,
-                store_policy=random.choice(("at_commit", "at_nth_use", "on_eviction")),
+                store_policy=random.choice(("write_through", "nth_use:2", "write_back")),
                 store_admission=random.choice(("all", "all", "reused")),
                 store_queue_blocks=random.choice((2, 64)),
             )
@@ -87,7 +87,7 @@ class Walk:
             config = dataclasses.replace(
                 config,
                 write_policy=random.choice(
-                    ("none", "write_through", "write_through_selective", *["write_back"] * 3)
+                    ("none", "write_through", "nth_use:2", *["write_back"] * 3)
                 ),
                 host_blocks=random.choice((0, 1, 2, 3, HOST_BLOCKS)),
                 reserve_blocks=random.choice((0, 1, 3)),

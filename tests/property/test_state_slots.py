@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aiokv._native import STATE_GROUP, Core, EventStream, MoveRoute, Outcome, WritePolicy
+from aiokv._native import STATE_GROUP, Core, EventStream, MoveRoute, Outcome, SavePolicy
 from aiokv.base.plan import ID_DTYPE
 from aiokv.errors import LeaseError, RequestTooLarge
 from tests.property.event_subscriber import MAX_EVENT_BLOCKS
@@ -80,16 +80,16 @@ class StateMachine(RuleBasedStateMachine):
         leave_tokens=st.integers(1, 2),
     )
     def begin(self, **sizes: int) -> None:
-        policy = WritePolicy.WRITE_THROUGH if sizes["host_blocks"] else WritePolicy.NONE
+        policy = SavePolicy.WRITE_THROUGH if sizes["host_blocks"] else SavePolicy.NONE
         self.set_up(policy, **sizes, host_state_slots=0)
 
-    def set_up(self, policy: WritePolicy, **sizes: int) -> None:
+    def set_up(self, policy: SavePolicy, **sizes: int) -> None:
         self.bt = sizes["block_tokens"]
         self.leave = sizes["leave_tokens"]
         self.core = Core(write_policy=policy, **sizes)
         self.events = EventStream(self.core, MAX_EVENT_BLOCKS)  # violations() compares it
         self.events.drain(1)
-        self.saves_all = policy == WritePolicy.WRITE_THROUGH and sizes["host_state_slots"] > 0
+        self.saves_all = policy == SavePolicy.WRITE_THROUGH and sizes["host_state_slots"] > 0
         self.device = Tier(sizes["state_slots"])
         self.host = Tier(sizes["host_state_slots"])
         self.queued: set[Prefix] = set()  # to be saved, with write-through
@@ -554,9 +554,9 @@ class HostStateMachine(StateMachine):
         state_slots=st.integers(2, 3),
         host_state_slots=st.integers(1, 5),
         leave_tokens=st.just(1),
-        policy=st.sampled_from([WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH_SELECTIVE]),
+        policy=st.sampled_from([SavePolicy.WRITE_THROUGH, SavePolicy.NTH_USE]),
     )
-    def begin(self, *, policy: WritePolicy, **sizes: int) -> None:
+    def begin(self, *, policy: SavePolicy, **sizes: int) -> None:
         self.set_up(policy, **sizes, host_blocks=16)
 
     @precondition(lambda self: len(self.callers) < MAX_LEASES)

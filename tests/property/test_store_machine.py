@@ -32,7 +32,7 @@ DIGEST_BYTES = 32
 
 
 class StoreMachine(CacheMachine):
-    store_options = {"store_policy": "at_commit", "store_queue_blocks": 6}  # noqa: RUF012
+    store_options = {"store_policy": "write_through", "store_queue_blocks": 6}  # noqa: RUF012
     model: StoringModel
 
     def new_model(self, sizes: dict[str, Any]) -> StoringModel:
@@ -40,8 +40,8 @@ class StoreMachine(CacheMachine):
         self.store: dict[bytes, Any] = {}  # what saves have written, by digest
         self.key_of: dict[bytes, Any] = {}  # of the digests of plans
         return StoringModel(
-            store_policy=options["store_policy"],
-            store_uses=options.get("store_uses", 2),
+            store_policy=options["store_policy"].partition(":")[0],
+            store_uses=2,
             queue_blocks=options["store_queue_blocks"],
             **sizes,
         )
@@ -153,15 +153,11 @@ class StoreMachine(CacheMachine):
 
 
 class NthUseMachine(StoreMachine):
-    store_options = {  # noqa: RUF012
-        "store_policy": "at_nth_use",
-        "store_uses": 2,
-        "store_queue_blocks": 4,
-    }
+    store_options = {"store_policy": "nth_use:2", "store_queue_blocks": 4}  # noqa: RUF012
 
 
 class EvictionMachine(StoreMachine):
-    store_options = {"store_policy": "on_eviction", "store_queue_blocks": 4}  # noqa: RUF012
+    store_options = {"store_policy": "write_back", "store_queue_blocks": 4}  # noqa: RUF012
 
 
 MACHINES = (StoreMachine, NthUseMachine, EvictionMachine)

@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aiokv._native import Core, EventStream, Outcome, WritePolicy
+from aiokv._native import Core, EventStream, Outcome, SavePolicy
 from aiokv.errors import LeaseError, RequestTooLarge
 from tests.property.event_subscriber import MAX_EVENT_BLOCKS
 
@@ -44,7 +44,7 @@ class SwapMachine(RuleBasedStateMachine):
         block_tokens=st.integers(1, 3),
         device_blocks=st.integers(4, 10),
         host_blocks=st.integers(0, 10),
-        policy=st.sampled_from(list(WritePolicy)),
+        policy=st.sampled_from(list(SavePolicy)),
         low_watermark_blocks=st.sampled_from([0, 3]),
     )
     def begin(self, **sizes: Any) -> None:

@@ -21,7 +21,7 @@ BLOCK_TOKENS = 4
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "write_through": {"host_blocks": 40},
-    "selective": {"host_blocks": 40, "write_policy": "write_through_selective"},
+    "selective": {"host_blocks": 40, "write_policy": "nth_use:2"},
     "write_back": {"host_blocks": 24, "write_policy": "write_back", "eviction_policy": "lru"},
     "no_host": {"host_blocks": 0},
     "quota": {"host_blocks": 40, "salt_quota_blocks": 16},

@@ -19,16 +19,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aiokv._native import Core, EventStream, MoveRoute, Outcome, WritePolicy
+from aiokv._native import Core, EventStream, MoveRoute, Outcome, SavePolicy
 from aiokv.base.plan import ID_DTYPE
 from aiokv.errors import ConfigError, LeaseError, RequestTooLarge, UsageError
 from tests.property.event_subscriber import MAX_EVENT_BLOCKS
 
 MAX_LEASES = 4
 POLICIES = [
-    WritePolicy.WRITE_THROUGH,
-    WritePolicy.WRITE_THROUGH_SELECTIVE,
-    WritePolicy.WRITE_BACK,
+    SavePolicy.WRITE_THROUGH,
+    SavePolicy.NTH_USE,
+    SavePolicy.WRITE_BACK,
 ]
 pick = st.integers(0, 7)
 prompts = st.one_of(
@@ -95,7 +95,7 @@ class WindowMachine(RuleBasedStateMachine):
         groups: list[tuple[int, int, int, int]],
         state_slots: int,
         host_windows: list[int],
-        policy: WritePolicy,
+        policy: SavePolicy,
     ) -> None:
         self.bt = block_tokens
         self.windows = [window for window, _, _, _ in groups]
@@ -113,7 +113,7 @@ class WindowMachine(RuleBasedStateMachine):
             block_tokens=block_tokens,
             device_blocks=device_blocks,
             host_blocks=host_blocks,
-            write_policy=policy if host_blocks else WritePolicy.NONE,
+            write_policy=policy if host_blocks else SavePolicy.NONE,
             state_slots=state_slots,
             windows=list(
                 zip(sizes, self.windows, self.steps, self.sinks, self.on_host, strict=True)

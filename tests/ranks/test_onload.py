@@ -24,8 +24,8 @@ async def test_bytes_are_restored_on_every_rank(tmp_path, num_ranks):
         assert ranked.engine.match(A).hit == Hit(0, 6)
         assert await ranked.serve(A) == 6
         await ranked.finish()
-        assert ranked.engine.statistics().worker.routes["onload"].done == 1
-        assert ranked.engine.statistics().worker.routes["onload"].moved_bytes == 3 * 16 * num_ranks
+        assert ranked.engine.statistics().worker.attention.onload.done == 1
+        assert ranked.engine.statistics().worker.attention.onload.moved_bytes == 3 * 16 * num_ranks
 
 
 async def test_restart_without_a_lost_rank_is_refused(tmp_path):
@@ -100,7 +100,7 @@ async def test_a_backup_waits_on_each_rank_for_its_own_step(tmp_path):
             assert ranked.engine.statistics().attention.host.in_flight == 3
             slow.worker.step(number)
         await ranked.finish()
-        assert ranked.engine.statistics().worker.routes["offload"].done == 1
+        assert ranked.engine.statistics().worker.attention.offload.done == 1
 
 
 async def test_abandoned_onload_is_cancelled_on_every_rank(tmp_path):
@@ -112,11 +112,11 @@ async def test_abandoned_onload_is_cancelled_on_every_rank(tmp_path):
         leases = [ranked.engine.match(tokens) for tokens in (A, B, C)]
         for lease, tokens in zip(leases, (A, B, C), strict=True):
             await lease.allocate(len(tokens))
-        assert ranked.engine.statistics().worker.routes["onload"].submitted == 3
+        assert ranked.engine.statistics().worker.attention.onload.submitted == 3
         await run_until_idle(lambda: all(len(s.device.onloads) == 2 for s in ranked.shards))
         leases[2].release()  # its plan waits behind two others
         await run_until_idle(
-            lambda: ranked.engine.statistics().worker.routes["onload"].cancelled == 1
+            lambda: ranked.engine.statistics().worker.attention.onload.cancelled == 1
         )
         leases[0].release()
         leases[1].release()

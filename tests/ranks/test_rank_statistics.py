@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from aiokv.base.statistics import GroupTransferStatistics
 from aiokv.observe.metrics import families
 from aiokv.ranks.messages import RankCounts
 from aiokv.ranks.rank_state import RankState
@@ -17,8 +18,9 @@ A = [1, 2, 3, 4, 5, 6, 7]
 
 
 def counts(queue_seconds: float) -> RankCounts:
-    onload = msgspec.structs.replace(IDLE.routes["onload"], queue_seconds=queue_seconds)
-    worker = msgspec.structs.replace(IDLE, routes={**IDLE.routes, "onload": onload})
+    onload = msgspec.structs.replace(IDLE.attention.onload, queue_seconds=queue_seconds)
+    groups = {"attention": GroupTransferStatistics(onload=onload)}
+    worker = msgspec.structs.replace(IDLE, groups=groups)
     return RankCounts(worker=worker, poller=IDLE_POLLER)
 
 
@@ -36,12 +38,12 @@ async def test_the_manager_shows_queues_and_pollers_of_its_ranks(tmp_path):
             await lease.allocate(7)
             await ranked.finish()
         group, shards = ranked.group, ranked.shards
-        assert group.statistics().routes["onload"].queue_seconds == 0.0
+        assert group.statistics().attention.onload.queue_seconds == 0.0
         ranked.pass_time(PATIENT.silence - 1)
         await run_until_idle(lambda: all(r.poller.events for r in group.inspect().ranks))
-        waited = [shard.worker.statistics().routes["onload"].queue_seconds for shard in shards]
+        waited = [shard.worker.statistics().attention.onload.queue_seconds for shard in shards]
         assert all(seconds > 0 for seconds in waited)
-        assert group.statistics().routes["onload"].queue_seconds == sum(waited) / 2
+        assert group.statistics().attention.onload.queue_seconds == sum(waited) / 2
         events = {r.rank: r.poller.events for r in group.inspect().ranks}
         assert samples(ranked, "aiokv_poller_events_total") == {
             "": 0, "0": events[0], "1": events[1],
@@ -77,5 +79,5 @@ def test_the_time_in_queues_does_not_fall_when_a_rank_starts_again():
     state = RankState(0)
     for seconds, total in ((2.0, 2.0), (5.0, 5.0), (5.0, 5.0), (1.0, 6.0), (3.0, 8.0)):
         state.note_statistics(counts(seconds))
-        assert state.queue_seconds["onload"] == total
-        assert state.queue_seconds["offload"] == 0.0
+        assert state.queue_seconds["attention", "onload"] == total
+        assert state.queue_seconds["attention", "offload"] == 0.0

@@ -114,7 +114,7 @@ async def test_stuck_load_releases_its_waiters_and_does_not_lose_the_rank(tmp_pa
         await run_until_idle(lambda: stores[1].calls["load"] == 1)
         r.pass_time(PATIENT.transfer + 1)
         assert await serving == 0
-        await run_until_idle(lambda: r.engine.statistics().worker.routes["offload"].done == 1)
+        await run_until_idle(lambda: r.engine.statistics().worker.attention.offload.done == 1)
         for _ in range(3):
             r.pass_time(PATIENT.transfer + 1)
         assert r.group.failure is None
@@ -140,7 +140,7 @@ async def test_load_beyond_the_deadline_of_the_store_releases_its_waiters(tmp_pa
         assert await serving == 0
         assert r.engine.statistics().attention.host.in_flight >= 4  # still the fetch's
         assert r.engine.check_invariants() == []
-        await run_until_idle(lambda: r.engine.statistics().worker.routes["offload"].done == 1)
+        await run_until_idle(lambda: r.engine.statistics().worker.attention.offload.done == 1)
         for _ in range(3):
             r.pass_time(PATIENT.transfer + 1)
         assert r.group.failure is None

@@ -98,7 +98,7 @@ async def test_window_blocks_return_on_every_rank(tmp_path):
     statistics = engine.statistics().groups["local"]
     assert statistics.onloaded_blocks == 4
     worker = engine.statistics().worker
-    assert worker.routes["window_onload"].moved_bytes == 4 * 8 * 2
+    assert worker.groups["local"].onload.moved_bytes == 4 * 8 * 2
     await leave(engine, ranks)
 
 

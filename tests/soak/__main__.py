@@ -34,6 +34,7 @@ import uvloop
 
 from aiokv import CacheConfig, CacheEngine
 from aiokv.cli.progress import show_progress
+from aiokv.config.save_policy import SaveMoment, SavePolicy
 from aiokv.testing import record
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.flaky import ChaosDevice, FlakyDevice
@@ -48,7 +49,7 @@ from tests.soak.stores import RoundStores
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-POLICIES = ("none", "write_through", "write_through_selective", "write_back")
+POLICIES: tuple[SaveMoment, ...] = ("none", "write_through", "nth_use", "write_back")
 DEVICES = ("chaos", "flaky")
 VERIFY = ("off", "checksum", "off")  # cycled, so that each policy and device gets several
 STORES: tuple[tuple[str, ...], ...] = ((), ("disk",), ("scripted",), ("disk", "scripted"), ())
@@ -133,8 +134,7 @@ class Round:
             block_tokens=rng.choice((1, 4, 16)),
             device_blocks=device_blocks,
             host_blocks=0 if policy == "none" else rng.choice((8, 60, 250)),
-            write_policy=policy,
-            write_through_threshold=rng.randint(1, 3),
+            write_policy=str(SavePolicy(policy, rng.randint(1, 3))),
             low_watermark_blocks=rng.choice((None, 0, device_blocks // 4)),
             min_onload_tokens=rng.choice((0, 0, 8)),
             leave_tokens=rng.choice((1, 1, 2)),
@@ -143,8 +143,12 @@ class Round:
             salt_quota_blocks=rng.choice((None, None, device_blocks // 2)),
             verify=verify,
             model="soak" if self.stores.kinds or peers else "",
-            store_policy=rng.choice(("at_commit", "at_commit", "at_nth_use", "on_eviction")),
-            store_uses=rng.randint(1, 3),
+            store_policy=str(
+                SavePolicy(
+                    rng.choice(("write_through", "write_through", "nth_use", "write_back")),
+                    rng.randint(1, 3),
+                )
+            ),
             store_admission=rng.choice(("all", "all", "reused")),
             store_queue_blocks=rng.choice((8, 4096)),
             prefill_tokens_per_second=rng.choice((1.0, 2e3, None)),

@@ -40,16 +40,18 @@ class RoundRecords:
     def __exit__(self, exc_type: object, exc: object, traceback: object) -> None:
         if exc is not None or not self._is_on:
             return
-        for route, counts in self._engine.statistics().worker.routes.items():
-            done = self._ends[route, "done"]
-            if done != counts.done:
-                self._violations.append(f"{done} records of {route}, but {counts.done} ended")
+        for group, transfers in self._engine.statistics().worker.groups.items():
+            for route, counts in transfers.routes.items():
+                done = self._ends[group, route, "done"]
+                if done != counts.done:
+                    what = f"{done} records of {group} {route}"
+                    self._violations.append(f"{what}, but {counts.done} ended")
         if self._violations:
             raise Violation("; ".join(self._violations[:5]))
 
     def _note(self, record: Any, context: Context | None) -> None:
         if isinstance(record, TransferSpan):
-            self._ends[record.route, record.outcome] += 1
+            self._ends[record.group, record.route, record.outcome] += 1
             if record.transfer_id in self._transfers:
                 self._violations.append(f"the transfer ended twice: {record}")
             self._transfers.add(record.transfer_id)

@@ -230,7 +230,9 @@ def test_wrong_blocks_of_another_engine_are_detected(monkeypatch, capsys, tmp_pa
     assert "VIOLATION" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("problem", ["ended twice", "not in order", "overlap", "records of onload"])
+@pytest.mark.parametrize(
+    "problem", ["ended twice", "not in order", "overlap", "records of attention onload"]
+)
 def test_wrong_records_are_found(problem):
     engine = CacheEngine(CacheConfig(device_blocks=8))
     times: dict[str, Any] = {"queued_at": 1.0, "started_at": 2.0, "ended_at": 3.0}
@@ -252,7 +254,7 @@ def test_wrong_records_are_found(problem):
         "ended twice": [TransferSpan(**span, **times)] * 2,
         "not in order": [TransferSpan(**span, **times | {"started_at": 4.0})],
         "overlap": [LeasePhase(**phase, began_at=t, ended_at=t + 2.0) for t in (1.0, 2.0)],
-        "records of onload": [
+        "records of attention onload": [
             TransferSpan(**span | {"route": "onload", "outcome": "done"}, **times)
         ],
     }

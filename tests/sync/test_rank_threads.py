@@ -79,7 +79,7 @@ def test_threads_of_two_ranks_wait_for_their_bytes(tmp_path):
                 assert layers.is_done
                 assert layers.failures() == []
                 layers.raise_for_error()
-            assert [rank.statistics().routes["onload"].done for rank in served.ranks] == [1, 1]
+            assert [rank.statistics().attention.onload.done for rank in served.ranks] == [1, 1]
 
 
 def test_a_wait_ends_when_its_layer_has_arrived(loading):

@@ -108,7 +108,7 @@ async def test_each_direction_has_two_slots_and_the_next_is_chosen_by_priority(
         assert len(device.onloads) == MAX_SUBMITTED == 2
         assert len(device.offloads) == 1
         statistics = worker.controller.statistics()
-        assert (statistics.routes["onload"].queued, statistics.routes["onload"].submitted) == (3, 2)
+        assert (statistics.attention.onload.queued, statistics.attention.onload.submitted) == (3, 2)
         device.onloads[1].complete_all()  # the younger one first: transfers may end in any order
         await worker.settle()
         assert [copy.host_ids.tolist() for copy in device.onloads] == [[0], [5]]
@@ -157,7 +157,7 @@ async def test_a_failed_layer_fails_the_transfer_at_its_first_bad_block(
         assert (report.outcome, report.first_bad_block) == ("failed", 1)
         with pytest.raises(TransferError, match="failed by the test"):
             await waiter
-        assert worker.controller.statistics().routes["onload"].failed == 1
+        assert worker.controller.statistics().attention.onload.failed == 1
 
 
 async def test_a_device_that_refuses_is_a_failed_transfer(new_worker: type[Worker]) -> None:
@@ -310,7 +310,7 @@ async def test_a_failed_native_call_frees_its_place_in_the_device(
                 counter.gpu_wait(0, ManualStream())
             await worker.settle()
         assert set(outcomes(worker).values()) == {"failed"}
-        statistics = worker.controller.statistics().routes["onload"]
+        statistics = worker.controller.statistics().attention.onload
         assert (statistics.submitted, statistics.queued, statistics.failed) == (
             0,
             0,
@@ -561,7 +561,7 @@ async def test_statistics_count_bytes_and_learn_the_bandwidth(
             worker.submit("onload", [1, 2], [1, 2])
             device.complete_all()
             await worker.settle()
-            return worker.controller.statistics().routes["onload"]
+            return worker.controller.statistics().attention.onload
 
         lane = await move()
         assert lane.moved_bytes == 2 * worker.regions.block_bytes == 2 * (3 * 55 + 5)
@@ -585,6 +585,6 @@ async def test_bandwidth_is_measured_by_the_devices_clock(
         device.complete_all()
         last_layer.finished_seconds = counter.started_seconds + 2.0
         await worker.settle()
-        lane = worker.controller.statistics().routes["onload"]
+        lane = worker.controller.statistics().attention.onload
         assert lane.bytes_per_second == pytest.approx(lane.moved_bytes / 2.0)
         assert lane.busy_seconds == pytest.approx(2.0)

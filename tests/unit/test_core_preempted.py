@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aiokv._native import Core, Outcome, WritePolicy
+from aiokv._native import Core, Outcome, SavePolicy
 from aiokv.base.plan import id_bytes
 from aiokv.errors import LeaseError
 
@@ -27,7 +27,7 @@ def saving_core(device_blocks: int = 16, state_slots: int = 0) -> Core:
         block_tokens=2,
         device_blocks=device_blocks,
         host_blocks=16,
-        write_policy=WritePolicy.WRITE_THROUGH,
+        write_policy=SavePolicy.WRITE_THROUGH,
         state_slots=state_slots,
     )
 
@@ -121,7 +121,7 @@ def test_preempted_lease_keeps_its_state_when_dropping_it_frees_too_few_blocks()
 def test_swap_that_exceeds_the_host_evicts_no_host_block():
     """Host copies of a preempted lease are not evictable, even without a transfer."""
     core = Core(
-        block_tokens=1, device_blocks=16, host_blocks=6, write_policy=WritePolicy.WRITE_THROUGH
+        block_tokens=1, device_blocks=16, host_blocks=6, write_policy=SavePolicy.WRITE_THROUGH
     )
 
     def compute(*tokens: int, writes: bool = True) -> int:

@@ -83,7 +83,7 @@ def test_blocks_on_the_device_are_neither_used_nor_saved_again():
 
 
 def test_nth_use_saves_blocks():
-    disk = tier(policy="at_nth_use", uses=3)
+    disk = tier(policy="nth_use:3")
     disk.serve(prompt(1), 0)
     disk.serve(prompt(1), BLOCK)
     assert len(disk) == 0
@@ -94,7 +94,7 @@ def test_nth_use_saves_blocks():
 
 
 def test_computing_a_block_again_is_its_first_use():
-    disk = tier(policy="at_nth_use", uses=2)
+    disk = tier(policy="nth_use:2")
     disk.serve(prompt(1), 0)
     disk.serve(prompt(1), 0)
     assert len(disk) == 0

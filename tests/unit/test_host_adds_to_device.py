@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aiokv._native import Core, Outcome, WritePolicy
+from aiokv._native import Core, Outcome, SavePolicy
 
 BT = 2
 BLOCKS = 4
 PROMPTS = [np.full(BLOCKS * BT + 1, token, np.int32) for token in range(4)]
-SAVING = [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH_SELECTIVE, WritePolicy.WRITE_BACK]
+SAVING = [SavePolicy.WRITE_THROUGH, SavePolicy.NTH_USE, SavePolicy.WRITE_BACK]
 
 
-def new_core(policy: WritePolicy, **options) -> Core:
+def new_core(policy: SavePolicy, **options) -> Core:
     sizes = {"device_blocks": BLOCKS + 1, "host_blocks": BLOCKS} | options
-    return Core(block_tokens=BT, write_policy=policy, write_through_threshold=2, **sizes)
+    return Core(block_tokens=BT, write_policy=policy, write_uses=2, **sizes)
 
 
 def end(core: Core, transfer_id: int) -> int:
@@ -45,7 +45,7 @@ def serve(core: Core, tokens: np.ndarray) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("policy", SAVING)
-def test_blocks_on_the_host_alone_survive_new_commits(policy: WritePolicy):
+def test_blocks_on_the_host_alone_survive_new_commits(policy: SavePolicy):
     core = new_core(policy)
     for tokens in PROMPTS[:2]:
         assert serve(core, tokens) == (0, 0)
@@ -56,7 +56,7 @@ def test_blocks_on_the_host_alone_survive_new_commits(policy: WritePolicy):
 
 
 @pytest.mark.parametrize("policy", SAVING)
-def test_evicted_blocks_are_saved_and_replace_the_oldest_of_the_host(policy: WritePolicy):
+def test_evicted_blocks_are_saved_and_replace_the_oldest_of_the_host(policy: SavePolicy):
     core = new_core(policy)
     for tokens in PROMPTS[:3]:
         assert serve(core, tokens) == (0, 0)
@@ -66,7 +66,7 @@ def test_evicted_blocks_are_saved_and_replace_the_oldest_of_the_host(policy: Wri
 
 
 def test_early_copies_take_free_host_blocks_alone():
-    core = new_core(WritePolicy.WRITE_THROUGH, host_blocks=BLOCKS + 1)
+    core = new_core(SavePolicy.WRITE_THROUGH, host_blocks=BLOCKS + 1)
     serve(core, PROMPTS[0])
     assert core.statistics().host_free == 1
     serve(core, PROMPTS[1])
@@ -76,7 +76,7 @@ def test_early_copies_take_free_host_blocks_alone():
 
 
 def test_copies_of_device_blocks_give_way_before_blocks_on_the_host_alone():
-    core = new_core(WritePolicy.WRITE_THROUGH, device_blocks=2 * BLOCKS + 1, host_blocks=BLOCKS)
+    core = new_core(SavePolicy.WRITE_THROUGH, device_blocks=2 * BLOCKS + 1, host_blocks=BLOCKS)
     serve(core, PROMPTS[0])  # has the host copies
     serve(core, PROMPTS[1])  # has none: the host is full
     serve(core, PROMPTS[0])  # used last
@@ -87,7 +87,7 @@ def test_copies_of_device_blocks_give_way_before_blocks_on_the_host_alone():
 
 
 @pytest.mark.parametrize("policy", SAVING)
-def test_extend_fails_for_an_unsaved_block_only_with_write_back(policy: WritePolicy):
+def test_extend_fails_for_an_unsaved_block_only_with_write_back(policy: SavePolicy):
     core = new_core(policy)
     for tokens in PROMPTS[:2]:
         serve(core, tokens)
@@ -95,4 +95,4 @@ def test_extend_fails_for_an_unsaved_block_only_with_write_back(policy: WritePol
     end(core, core.take_write_backs(1))
     assert core.allocate(lease, BT)
     extended = core.extend([lease], BLOCKS * BT)
-    assert extended == (policy != WritePolicy.WRITE_BACK)
+    assert extended == (policy != SavePolicy.WRITE_BACK)

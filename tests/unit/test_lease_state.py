@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aiokv._native import Core, LeaseState, Outcome, WritePolicy
+from aiokv._native import Core, LeaseState, Outcome, SavePolicy
 from aiokv.errors import AiokvError, ConfigError, LeaseError, RequestTooLarge, UsageError
 
 PROMPT = np.arange(9, dtype=np.int32)
@@ -16,7 +16,7 @@ def saving_core(device_blocks: int = 8) -> Core:
         block_tokens=4,
         device_blocks=device_blocks,
         host_blocks=8,
-        write_policy=WritePolicy.WRITE_THROUGH,
+        write_policy=SavePolicy.WRITE_THROUGH,
     )
 
 

@@ -13,14 +13,12 @@ from aiokv.base.plan import CLONE, OFFLOAD, ONLOAD, RECEIVE, TransferPlan, Trans
 from aiokv.errors import TransferError, UsageError
 from aiokv.testing import spin
 from aiokv.worker.device.base import CopyError
-from aiokv.worker.lanes import RouteCounts
+from aiokv.worker.lanes import RouteCounts, RouteTable
 from aiokv.worker.plan_table import CANCELLED, Executor, PlanEntry, PlanTable
 from aiokv.worker.poller import EventPoller
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from aiokv.base.plan import GroupRoute, Route
+    from aiokv.base.plan import Route
     from aiokv.worker.base import Cancelled
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.loop("asyncio")]
@@ -42,11 +40,11 @@ class Scripted(Executor[None]):
         self._plans = plans
         self._answer = answer
         self._ends = ends
-        self._counts = {("all", route): RouteCounts() for route in (ONLOAD, OFFLOAD, RECEIVE)}
+        self._counts = RouteTable(RouteCounts)
         self.raised: list[tuple[int, int]] = []
 
     @property
-    def counts(self) -> Mapping[GroupRoute, RouteCounts]:
+    def counts(self) -> RouteTable[RouteCounts]:
         return self._counts
 
     def new_work(self, entry: PlanEntry[None]) -> None:
@@ -213,7 +211,8 @@ class Walk:
         for entry in self.table:
             assert entry.state == self.plans[entry.plan.transfer_id][1]
         for route, executor in self.executors.items():
-            counts = executor.counts["all", route].statistics()
+            plan = TransferPlan(transfer_id=0, route=route, source_blocks=b"", target_blocks=b"")
+            counts = executor.counts.of(plan).statistics()
             in_flight = sum(plan[0] == route for plan in self.plans.values())
             expected = [
                 self.counts[route, name] for name in ("done", "failed", "cancelled", "bytes")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aiokv._native import Core, Outcome, StoreConfig, WritePolicy
+from aiokv._native import Core, Outcome, SavePolicy, StoreConfig
 from aiokv.errors import UsageError
 
 
@@ -14,7 +14,7 @@ def test_resize_is_refused_while_a_save_keeps_dropped_blocks() -> None:
         block_tokens=2,
         device_blocks=4,
         host_blocks=4,
-        write_policy=WritePolicy.WRITE_THROUGH,
+        write_policy=SavePolicy.WRITE_THROUGH,
         stores=StoreConfig(),
     )
     lease = core.match(np.arange(6, dtype=np.int32))[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from aiokv._native import Core, Outcome, WritePolicy
+from aiokv._native import Core, Outcome, SavePolicy
 
 
 def serve(core: Core, *tokens: int) -> None:
@@ -26,7 +26,7 @@ def test_unsaved_block_that_is_out_of_the_queue_joins_the_next_save():
         block_tokens=1,
         device_blocks=4,
         host_blocks=8,
-        write_policy=WritePolicy.WRITE_BACK,
+        write_policy=SavePolicy.WRITE_BACK,
         low_watermark_blocks=3,
     )
     serve(core, 1, 2)
@@ -48,7 +48,7 @@ def test_unsaved_block_that_is_out_of_the_queue_joins_the_next_save():
 
 def test_block_is_dropped_unsaved_when_no_host_block_can_be_evicted():
     """All host blocks are the table of a preempted lease, which nothing may evict."""
-    core = Core(block_tokens=1, device_blocks=8, host_blocks=2, write_policy=WritePolicy.WRITE_BACK)
+    core = Core(block_tokens=1, device_blocks=8, host_blocks=2, write_policy=SavePolicy.WRITE_BACK)
     lease = core.match(np.array([8, 9], np.int32), writes=False)[0]
     assert core.allocate(lease, 2) == 1
     core.commit(lease, 2)

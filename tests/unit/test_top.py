@@ -209,9 +209,9 @@ def test_rates_are_differences_per_second(dumps):
     evicted = change("groups", "attention", "device", "evicted_by_cause", "capacity")
     assert recent.attention.device.evicted_blocks == evicted
     assert recent.poller.busy_seconds == pytest.approx(change("poller", "busy_seconds"))
-    onload = recent.worker.routes["onload"]
-    assert onload.done == change("worker", "routes", "onload", "done")
-    assert onload.moved_bytes == change("worker", "routes", "onload", "moved_bytes")
+    onload = recent.worker.attention.onload
+    assert onload.done == change("worker", "groups", "attention", "onload", "done")
+    assert onload.moved_bytes == change("worker", "groups", "attention", "onload", "moved_bytes")
     statistics = second["statistics"]
     assert figures.total.prompt_tokens == statistics["prompt_tokens"]
     assert recent.leases == figures.total.leases == statistics["leases"], "no counter"
@@ -246,7 +246,13 @@ def test_leases_that_wait_come_first_then_the_oldest():
                 "statistics": {
                     "groups": {"attention": {"device": {"blocks": 4, "something_new": 5}}},
                     "something_new": {"a": 5},
-                    "worker": {"held": 3, "routes": {"onload": {}, "offload": {"queued": 1}}},
+                    "worker": {
+                        "held": 3,
+                        "groups": {
+                            "attention": {"onload": {}, "offload": {"queued": 1}},
+                            "state": {"onload": {"done": 2}},
+                        },
+                    },
                 },
                 "leases": leases,
             }
@@ -259,7 +265,8 @@ def test_leases_that_wait_come_first_then_the_oldest():
     assert figures.total.requests.hold.count == 0
     text = rendered(dump)
     assert "offload" in text
-    assert "onload " not in text.replace("offload", "")
+    assert "state onload" in text
+    assert "onload " not in text.replace("state onload", "").replace("offload", "")
     assert "0 prompt tokens, - cached" in text
 
 

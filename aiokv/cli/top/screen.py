@@ -123,22 +123,26 @@ def _tiers(statistics: Statistics) -> Table:
     return table
 
 
-def _shown_routes(statistics: Statistics) -> dict[str, RouteStatistics]:
-    """Return the routes that have moved something, or are to."""
-    routes = statistics.worker.routes.items()
-    return {name: r for name, r in routes if r.queued or r.submitted or r.done or r.failed}
+def _shown_routes(statistics: Statistics) -> dict[tuple[str, str], RouteStatistics]:
+    """Return the groups and routes that have moved something, or are to."""
+    return {
+        (group, name): route
+        for group, transfers in statistics.worker.groups.items()
+        for name, route in transfers.routes.items()
+        if route.queued or route.submitted or route.done or route.failed
+    }
 
 
 def _routes(figures: EngineFigures) -> Table:
     table = _table("route", "queued", "running", "done", "rate", "moved", "speed", "failed", left=1)
-    for name, route in _shown_routes(figures.total).items():
+    for (group, name), route in _shown_routes(figures.total).items():
         rate = speed = UNKNOWN
         if figures.recent is not None and figures.seconds is not None:
-            recent = figures.recent.worker.routes[name]
+            recent = figures.recent.worker.groups[group].routes[name]
             rate = _rate(recent.done / figures.seconds)
             speed = f"{format_bytes(round(recent.moved_bytes / figures.seconds))}/s"
         table.add_row(
-            _plain(name.replace("_", " ")),
+            _plain(name if group == ATTENTION else f"{group} {name}"),
             f"{route.queued:,}",
             f"{route.submitted:,}",
             f"{route.done:,}",
@@ -152,14 +156,14 @@ def _routes(figures: EngineFigures) -> Table:
 
 def _stores(statistics: Statistics) -> Table:
     table = _table(
-        "store", "pool", "reads", "saves", "found", "loaded", "saved", "used", "failures"
+        "store", "group", "reads", "saves", "found", "loaded", "saved", "used", "failures"
     )
     for store in statistics.stores:
         failures = store.wrong_blocks + store.failed_blocks + store.timeouts
         used_bytes = store.store.used_bytes
         table.add_row(
             _plain(store.url),
-            _plain(store.pool),
+            _plain(store.group),
             _breaker(store.reading),
             _breaker(store.saving),
             _share(store.found_keys / store.lookup_keys if store.lookup_keys else None),

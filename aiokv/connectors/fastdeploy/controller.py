@@ -256,7 +256,7 @@ class CacheController:
         }
         if self._rank is not None and self._rank.is_ready:
             counts = self._rank.statistics()
-            stats |= {"swap_in": counts.routes["onload"], "swap_out": counts.routes["offload"]}
+            stats |= {"swap_in": counts.attention.onload, "swap_out": counts.attention.offload}
         return stats
 
 

@@ -19,8 +19,8 @@ class Sizes:
         block_tokens: ``cache_config.block_size``.
         device_blocks: ``cache_config.total_block_num``.
         host_blocks: ``cache_config.num_cpu_blocks``.
-        write_policy: ``cache_config.write_policy``.
-        write_through_threshold: ``cache_config.write_through_threshold``.
+        write_policy: ``cache_config.write_policy`` and ``write_through_threshold``, as
+            :class:`aiokv.CacheConfig` names them.
         shares_blocks: ``cache_config.enable_prefix_caching``.
         shares_outputs: ``cache_config.enable_output_caching``.
         decode_blocks: ``cache_config.enc_dec_block_num``: blocks that a decoding request gets at a
@@ -38,8 +38,7 @@ class Sizes:
     block_tokens: int
     device_blocks: int
     host_blocks: int = 0
-    write_policy: str = "write_through_selective"
-    write_through_threshold: int = 2
+    write_policy: str = "nth_use:2"
     shares_blocks: bool = True
     shares_outputs: bool = True
     decode_blocks: int = 0
@@ -75,8 +74,7 @@ class Sizes:
             block_tokens=block_tokens,
             device_blocks=device_blocks,
             host_blocks=host_blocks,
-            write_policy=str(_field(cache, "write_policy", "write_through_selective")),
-            write_through_threshold=_count(cache, "write_through_threshold", 2),
+            write_policy=_write_policy(cache),
             shares_blocks=shares_blocks,
             shares_outputs=bool(_field(cache, "enable_output_caching", True)),
             decode_blocks=_count(cache, "enc_dec_block_num", 0),
@@ -111,13 +109,18 @@ class Sizes:
             "device_blocks": self.device_blocks,
             "host_blocks": self.host_blocks,
             "write_policy": self.write_policy,
-            "write_through_threshold": self.write_through_threshold,
             "leave_tokens": self.leave_tokens,
             "item_hits": "partial" if self.splits_items else "whole",
             "drain_timeout_seconds": 0.0,
             "strict": False,  # FastDeploy returns blocks after the step that computes them
         }
         return CacheConfig(**{**fields, **options})
+
+
+def _write_policy(cache: object) -> str:
+    policy = str(_field(cache, "write_policy", "write_through_selective"))
+    threshold = _count(cache, "write_through_threshold", 2)
+    return f"nth_use:{threshold}" if policy == "write_through_selective" else policy
 
 
 def check_role(role: str) -> None:

@@ -149,7 +149,7 @@ class HostCache:
 
     def load_rate(self) -> float:
         """Return the measured speed of loads in bytes per second; 0.0 before the first load."""
-        return self._engine.statistics().worker.routes["onload"].bytes_per_second
+        return self._engine.statistics().worker.attention.onload.bytes_per_second
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the changes of the blocks in host memory since the last call."""

@@ -91,7 +91,6 @@ def cache_config(
         block_tokens=block_tokens_of(kv_cache_config),
         host_blocks=host_blocks,
         write_policy=options.write_policy,
-        write_through_threshold=options.write_through_threshold,
         eviction_policy=options.eviction_policy,
         min_onload_tokens=options.min_load_tokens,
         verify=options.verify,

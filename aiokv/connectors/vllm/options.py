@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 
 from aiokv.base import checks
 from aiokv.config.cache_config import DEFAULT_EVICTION_POLICY
+from aiokv.config.save_policy import SaveMoment, SavePolicy
 from aiokv.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aiokv.config.cache_config import EvictionPolicy, StoreAdmission, StorePolicy, Verify
+    from aiokv.config.cache_config import EvictionPolicy, StoreAdmission, Verify
 
 Load = Literal["async", "layerwise"]
-SavePolicy = Literal["write_through", "write_through_selective", "none"]
+WRITE_POLICIES: Final[tuple[SaveMoment, ...]] = ("write_through", "nth_use", "none")
 
 GIB: Final = 1 << 30
 
@@ -42,7 +43,6 @@ class Options:
             with other requests waits for. For a longer load, the request waits, not the step.
         write_policy: when computed blocks are copied to host memory, as
             ``CacheConfig.write_policy``.
-        write_through_threshold: as ``CacheConfig.write_through_threshold``.
         eviction_policy: as ``CacheConfig.eviction_policy``.
         min_load_tokens: shorter hits in host memory are computed again.
         verify: ``"checksum"`` verifies each loaded block; with one GPU only.
@@ -69,13 +69,12 @@ class Options:
     cpu_bytes_to_use: int | None = None
     load: Load = "async"
     step_wait_seconds: float = 0.05
-    write_policy: SavePolicy = "write_through"
-    write_through_threshold: int = 2
+    write_policy: str = "write_through"
     eviction_policy: EvictionPolicy = DEFAULT_EVICTION_POLICY
     min_load_tokens: int = 0
     verify: Verify = "off"
     stores: tuple[str, ...] = ()
-    store_policy: StorePolicy = "at_commit"
+    store_policy: str = "write_through"
     store_admission: StoreAdmission = "all"
     store_wait_seconds: float = 1.0
     prefill_tokens_per_second: float | None = None
@@ -116,7 +115,7 @@ class Options:
             ConfigError: names the key, its value and the limit.
         """
         checks.choice("load", self.load, get_args(Load), ConfigError)
-        checks.choice("write_policy", self.write_policy, get_args(SavePolicy), ConfigError)
+        SavePolicy.parse("write_policy", self.write_policy, WRITE_POLICIES)
         checks.flag("follow_resets", self.follow_resets, ConfigError)
         checks.flag("in_process", self.in_process, ConfigError)
         checks.integer("min_load_tokens", self.min_load_tokens, error=ConfigError)

@@ -76,7 +76,9 @@ function remember(name, engine, time) {
   let history = state.histories.get(name);
   const sample = { time, bytes: 0 };
   for (const counter of COUNTERS) sample[counter] = engine.statistics[counter];
-  for (const route of Object.values(engine.statistics.worker.routes)) sample.bytes += route.moved_bytes;
+  for (const routes of Object.values(engine.statistics.worker.groups)) {
+    for (const route of Object.values(routes)) sample.bytes += route.moved_bytes;
+  }
   const last = history && history.samples[history.samples.length - 1];
   if (!history || sample.prompt_tokens < last.prompt_tokens) {
     history = { samples: [], lines: { device: [], host: [], store: [] }, transfers: new Map() };
@@ -352,7 +354,7 @@ function drawStores(engine) {
   const card = byId("stores-card"), { stores } = engine.statistics;
   card.hidden = !stores.length;
   replace("stores", stores.map(store => {
-    const where = store.pool === "host" ? store.url : `${store.url} (${store.pool})`;
+    const where = store.group === "attention" ? store.url : `${store.url} (${store.group})`;
     const name = store.rank === null ? where : `rank ${store.rank}: ${where}`;
     const failures = store.failed_blocks + store.wrong_blocks + store.timeouts;
     const cells = [

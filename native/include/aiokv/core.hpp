@@ -143,6 +143,8 @@ class Core {
     // grant; none while the lease is swapped.
     std::vector<BlockId> hit_blocks(LeaseId id);
     Usage usage(LeaseId id) const;
+    // Of the last grant, in a group besides attention; none after a failed onload.
+    GroupHit group_hit(LeaseId id, GroupId group) const;
     // Has blocks, and its hit can still be matched: no reset and no failed copy came between.
     bool is_current(LeaseId id) const;
     // Of a window group, or (-1) of all other layers.

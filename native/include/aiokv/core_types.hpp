@@ -24,32 +24,31 @@ constexpr GroupId kAttention = -2;
 constexpr GroupId kRecurrentState = -1;
 using Tokens = std::span<const std::int32_t>;
 
-enum class WritePolicy : std::uint8_t {
+// When blocks are saved to the tier below: from the device to host memory, from there to stores.
+enum class SavePolicy : std::uint8_t {
     kNone,
-    kWriteThrough,           // at commit
-    kWriteThroughSelective,  // at the n-th use
-    kWriteBack,              // when eviction comes near; nothing is dropped that was not saved
+    kWriteThrough,  // when they are committed, or are in host memory
+    kNthUse,        // at their n-th use, of which computing them is the first
+    kWriteBack,     // shortly before their eviction; the device drops no unsaved block
 };
 
-enum class StorePolicy : std::uint8_t {
-    kAtCommit,    // as soon as a block is in host memory
-    kAtNthUse,    // at the n-th use, in host memory
-    kOnEviction,  // shortly before the host copy is evicted
-};
+// Number of uses after which a block is saved.
+constexpr bool saves_after(SavePolicy policy, std::uint32_t n, std::uint32_t uses) {
+    return policy == SavePolicy::kWriteThrough || (policy == SavePolicy::kNthUse && uses >= n);
+}
 
 // When host blocks are saved to the stores.
 struct StoreConfig {
     bool exist = false;
-    StorePolicy policy = StorePolicy::kAtCommit;
-    std::uint32_t uses = 2;             // the n; the lease that computed a block is its first use
+    SavePolicy policy = SavePolicy::kWriteThrough;
+    std::uint32_t uses = 2;             // the n of kNthUse
     bool only_reused = false;           // a block is saved when it is offered the second time
     std::uint32_t queue_blocks = 4096;  // that may wait for a save
-    std::uint32_t ahead_blocks = 0;     // on_eviction: host blocks that are kept free or saved
+    std::uint32_t ahead_blocks = 0;     // kWriteBack: host blocks that are kept free or saved
 
     // A host copy is due after so many uses of its block.
     bool saves_after(std::uint32_t uses_so_far) const {
-        return policy == StorePolicy::kAtCommit ||
-               (policy == StorePolicy::kAtNthUse && uses_so_far >= uses);
+        return aiokv::saves_after(policy, uses, uses_so_far);
     }
 };
 
@@ -69,8 +68,8 @@ struct CoreConfig {
     std::uint32_t host_blocks = 0;
     std::uint32_t leave_tokens = 1;    // positions at the end of a prompt that are always computed
     std::uint32_t reserve_blocks = 0;  // kept from allocate, for extend
-    WritePolicy write_policy = WritePolicy::kNone;
-    std::uint32_t write_through_threshold = 2;
+    SavePolicy write_policy = SavePolicy::kNone;
+    std::uint32_t write_uses = 2;            // the n of kNthUse
     std::uint32_t low_watermark_blocks = 0;  // free or clean; eviction runs ahead of this
     std::uint32_t min_onload_blocks = 0;     // fewer host blocks than this are computed instead
     std::string eviction = "lru";            // name of a policy; see EvictionOrder
@@ -84,9 +83,7 @@ struct CoreConfig {
 
     // Number of uses after which a block on the device is copied to host memory.
     bool copies_after(std::uint32_t uses) const {
-        return write_policy == WritePolicy::kWriteThrough ||
-               (write_policy == WritePolicy::kWriteThroughSelective &&
-                uses >= write_through_threshold);
+        return saves_after(write_policy, write_uses, uses);
     }
     std::uint32_t blocks_for(std::uint64_t num_tokens) const {
         return static_cast<std::uint32_t>((num_tokens + block_tokens - 1) / block_tokens);

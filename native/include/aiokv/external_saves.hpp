@@ -146,7 +146,7 @@ class ExternalSaves {
     TransferLedger& transfers_;
     Promises& promises_;
     DeviceUses& uses_;
-    std::optional<ReuseSketch> offered_;  // of write_through_selective
+    std::optional<ReuseSketch> offered_;  // of nth_use
 
     std::deque<Block> blocks_;
     std::vector<SaveId> free_;

@@ -88,8 +88,8 @@ class Grants {
     // extend() and fork() never wait: they would rather lose a cached block than fail, except with
     // write-back.
     Residency::Unsaved unsaved_of_running() const {
-        return config_.write_policy == WritePolicy::kWriteBack ? Residency::Unsaved::kKept
-                                                               : Residency::Unsaved::kDropped;
+        return config_.write_policy == SavePolicy::kWriteBack ? Residency::Unsaved::kKept
+                                                              : Residency::Unsaved::kDropped;
     }
     std::uint32_t takeable_blocks(std::uint32_t limit, bool saves, Residency::Unsaved unsaved);
     std::uint32_t pinned_blocks() const;

@@ -69,7 +69,7 @@ class HostCopies {
 
   private:
     static std::size_t at(BlockId id) { return static_cast<std::size_t>(id); }
-    bool is_write_back() const { return config_.write_policy == WritePolicy::kWriteBack; }
+    bool is_write_back() const { return config_.write_policy == SavePolicy::kWriteBack; }
     bool is_unsaved(BlockId device_id) const;
     void queue(BlockId device_id);
     void queue_next_evicted();

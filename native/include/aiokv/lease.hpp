@@ -46,12 +46,19 @@ struct UnattachedSnapshot {
     BlockId slot;
 };
 
+// Blocks of a group besides attention that a grant took from the cache.
+struct GroupHit {
+    std::uint32_t device_blocks = 0;
+    std::uint32_t host_blocks = 0;  // those that the device did not have
+};
+
 // The state slot and snapshots of a lease; see RecurrentState.
 struct RecurrentHolding {
     BlockId slot = kNoBlock;                // the lease's own, while granted or swapped
     BlockId read_snapshot = kNoBlock;       // kept for a lease that computes nothing
     BlockId read_host_snapshot = kNoBlock;  // instead, where the device has none
     std::vector<UnattachedSnapshot> snapshots;
+    GroupHit hit;        // of the last grant
     bool valid = false;  // the slot is that of computed_tokens, once its move has ended
 };
 
@@ -61,6 +68,7 @@ struct WindowTable {
     std::uint32_t first = 0;
     std::uint32_t end = 0;
     std::uint32_t reserved = 0;  // of the group's ids, set aside for the lease
+    GroupHit hit;                // of the last grant
     // Received from a peer: the table is the one after these positions, which are not computed.
     std::uint32_t received_tokens = 0;
     TicketId received_ticket{};  // of this receive

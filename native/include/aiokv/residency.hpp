@@ -172,7 +172,7 @@ class Residency {
     // The block can be evicted when its save has ended. With write-back, eviction waits for that
     // instead of passing over the block.
     bool waits_for_save(NodeId node) const {
-        return tree_[node].has(kHostLoading) && config_.write_policy == WritePolicy::kWriteBack;
+        return tree_[node].has(kHostLoading) && config_.write_policy == SavePolicy::kWriteBack;
     }
     bool evict_one_device(Unsaved unsaved);
     bool evict_one_host();

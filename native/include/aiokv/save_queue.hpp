@@ -75,7 +75,7 @@ class SaveQueue {
 
     Copies& copies() { return copies_; }
     const Copies& copies() const { return copies_; }
-    bool saves_ahead() const { return config_.policy == StorePolicy::kOnEviction; }
+    bool saves_ahead() const { return config_.policy == SavePolicy::kWriteBack; }
 
     // The copy has arrived in host memory, or was used.
     void queue(Key key) {

@@ -61,9 +61,8 @@ class StoredBlocks {
     // The host block should be saved, and is not.
     bool awaits_save(NodeId node) const {
         if (!exist_) return false;
-        return config_.stores.policy == StorePolicy::kOnEviction
-                   ? !has(node, kStored | kSaveRefused)
-                   : has(node, kSaveQueued);
+        return config_.stores.policy == SavePolicy::kWriteBack ? !has(node, kStored | kSaveRefused)
+                                                               : has(node, kSaveQueued);
     }
 
     std::size_t bytes() const { return digests_.bytes() + flags_.bytes(); }

@@ -55,7 +55,7 @@ CoreConfig checked(const CoreConfig& config) {
             .field("reserve_blocks");
     }
     CoreConfig valid = config;
-    if (config.host_blocks == 0) valid.write_policy = WritePolicy::kNone;
+    if (config.host_blocks == 0) valid.write_policy = SavePolicy::kNone;
     return valid;
 }
 
@@ -245,6 +245,14 @@ Usage Core::usage(LeaseId id) const {
         std::min<std::uint64_t>(std::uint64_t{lease.device_hit} * config_.block_tokens, cached);
     const std::uint32_t store = std::min(lease.store_hit * config_.block_tokens, cached);
     return {lease.prompt_tokens, device, cached - device, lease.computed_blocks, store};
+}
+
+GroupHit Core::group_hit(LeaseId id, GroupId group) const {
+    const Lease& lease = leases_.at(id);
+    if (!lease.has_blocks() || lease.cached_tokens == 0) return {};
+    if (group == kRecurrentState) return lease.recurrent.hit;
+    const auto number = static_cast<std::size_t>(group);
+    return number < lease.windows.size() ? lease.windows[number].hit : GroupHit{};
 }
 
 bool Core::is_current(LeaseId id) const {

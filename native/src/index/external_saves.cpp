@@ -45,9 +45,9 @@ ExternalSaves::ExternalSaves(const CoreConfig& config, const DevicePool& device,
       transfers_(transfers),
       promises_(promises),
       uses_(uses) {
-    if (config.external_device && config.write_policy == WritePolicy::kWriteThroughSelective) {
+    if (config.external_device && config.write_policy == SavePolicy::kNthUse) {
         offered_.emplace(2 * (std::uint64_t{config.device_blocks} + config.host_blocks),
-                         config.write_through_threshold);
+                         config.write_uses);
     }
 }
 
@@ -72,7 +72,7 @@ void ExternalSaves::count_uses(Lease& lease, std::size_t blocks) {
         const Tokens tokens = Tokens(lease.tokens).subspan(block * size, size);
         lease.use_hash = mixed(lease.use_hash, token_hash(tokens, key_of(lease.item_keys, block)));
         const std::uint32_t uses = offered_->count(sketch_digest(lease.use_hash)) + 1;
-        if (lease.due_blocks == block && uses >= config_.write_through_threshold) {
+        if (lease.due_blocks == block && uses >= config_.write_uses) {
             ++lease.due_blocks;
         }
     }
@@ -92,7 +92,7 @@ std::uint32_t ExternalSaves::publish(Lease& lease) {
     }
     const std::size_t size = config_.block_tokens;
     const std::size_t end = before_written(lease, target(lease));
-    const bool saves = config_.write_policy != WritePolicy::kNone && !lease.save_failed;
+    const bool saves = config_.write_policy != SavePolicy::kNone && !lease.save_failed;
     std::uint32_t queued = 0;
     for (std::size_t block = lease.path.size() + lease.saving.size(); block < end; ++block) {
         const Tokens tokens = Tokens(lease.tokens).subspan(block * size, size);
@@ -144,7 +144,7 @@ void ExternalSaves::publish_postponed() {
 void ExternalSaves::announce(Lease& lease) {
     promises_.withdraw(lease);
     // With the selective policy, a block is saved at a later use: nothing is worth waiting for.
-    if (config_.write_policy != WritePolicy::kWriteThrough || lease.save_failed) return;
+    if (config_.write_policy != SavePolicy::kWriteThrough || lease.save_failed) return;
     if (!lease.flags.writes || !index_.is_of_epoch(lease) || lease.is(LeaseState::kFailed)) return;
     if (!lease.has_blocks() || (lease.is(LeaseState::kReleasing) && lease.saving.empty())) return;
     if (lease.path.size() >= lease.tokens.size() / config_.block_tokens) return;

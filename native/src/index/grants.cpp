@@ -233,7 +233,7 @@ std::uint32_t Grants::takeable_blocks(std::uint32_t limit, bool saves, Residency
     const bool is_possible = limit <= residency_.device_room();
     limit = std::min(limit, residency_.device_room());
     if (limit <= device_.free_blocks()) return limit;
-    if (unsaved == Residency::Unsaved::kDropped || config_.write_policy == WritePolicy::kNone) {
+    if (unsaved == Residency::Unsaved::kDropped || config_.write_policy == SavePolicy::kNone) {
         return std::min(limit, residency_.device_room() - pinned_blocks());
     }
     Residency::Forecast forecast(residency_, {});

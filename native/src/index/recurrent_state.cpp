@@ -28,6 +28,7 @@ void RecurrentState::take(Lease& lease) {
     const BlockId source = hit == kNone ? kNoBlock : pool.find(hit);
     const bool is_on_host = host != nullptr && source == kNoBlock && hit != kNone;
     const BlockId host_source = is_on_host ? host->find(hit) : kNoBlock;
+    lease.recurrent.hit = {source != kNoBlock, host_source != kNoBlock};
     if (!lease.flags.computes) return keep_snapshot(lease, source, host_source);
     lease.recurrent.valid = true;
     if (hit != kNone) group_->note_hit(hit);
@@ -59,6 +60,7 @@ void RecurrentState::keep_snapshot(Lease& lease, BlockId source, BlockId host_so
 void RecurrentState::fork(const Lease& parent, Lease& child, Step step) {
     if (!group_) return;
     child.recurrent.slot = group_->take();
+    child.recurrent.hit = {};
     child.recurrent.valid = true;
     group_->pool.use_in(parent.recurrent.slot, step);
     group_->pool.use_in(child.recurrent.slot, step);

@@ -138,7 +138,7 @@ class Residency::Forecast {
     }
 
     bool must_save(NodeId node) const {
-        if (residency_.config_.write_policy == WritePolicy::kNone) return false;
+        if (residency_.config_.write_policy == SavePolicy::kNone) return false;
         const bool may_go = tree_[node].has(kHostValid | kBackupFailed) ||
                             droppable_.contains(node) || !residency_.can_save(node);
         return !may_go && host_usable_;

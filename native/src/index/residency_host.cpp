@@ -17,14 +17,14 @@ void Residency::list_host_copy(NodeId node) {
 // A save of a block of the open step begins when that step is closed, for which the caller may be
 // needed. So only write-back waits for it; the other policies evict the block unsaved.
 bool Residency::can_save(NodeId node) const {
-    return config_.write_policy == WritePolicy::kWriteBack ||
+    return config_.write_policy == SavePolicy::kWriteBack ||
            device_.is_writable(tree_[node].device);
 }
 
 // Evicting the node now would lose a block that the policy promised to keep.
 bool Residency::must_save(NodeId node) const {
     const Node& n = tree_[node];
-    if (config_.write_policy == WritePolicy::kNone || n.has(kHostValid | kBackupFailed) ||
+    if (config_.write_policy == SavePolicy::kNone || n.has(kHostValid | kBackupFailed) ||
         !can_save(node)) {
         return false;
     }

@@ -33,12 +33,12 @@ TransferId Saver::take_backups() {
 }
 
 bool Saver::wants_write_backs() const {
-    return config_.write_policy != WritePolicy::kNone &&
+    return config_.write_policy != SavePolicy::kNone &&
            device_.free_blocks() + residency_.clean_ahead() < config_.low_watermark_blocks;
 }
 
 TransferId Saver::take_write_backs(std::uint32_t wanted_blocks) {
-    if (config_.write_policy == WritePolicy::kNone) return 0;
+    if (config_.write_policy == SavePolicy::kNone) return 0;
     const std::uint32_t target = std::max(wanted_blocks, config_.low_watermark_blocks);
     if (wanted_blocks > 0) residency_.restart_look_ahead();
     const std::uint32_t free = device_.free_blocks();

@@ -179,9 +179,11 @@ void SlidingWindows::take_hit(WindowGroup& group, WindowTable& window, Lease& le
         group.note_hit(lease.path[i]);
         window.table[i] = id;
         if (id == kNoBlock) return absent.push_back(i);
+        ++window.hit.device_blocks;
         group.pool.add_reader(id);
         group.note_use(id);
     });
+    window.hit.host_blocks = static_cast<std::uint32_t>(absent.size());
     if (!absent.empty()) onload(group, window, lease, absent);
 }
 

@@ -231,6 +231,11 @@ auto of_lease(Field Lease::* field) {
     return [field](const Core& core, LeaseId id) -> Field { return core.lease(id).*field; };
 }
 
+HitTuple group_hit(const Core& core, LeaseId id, GroupId group) {
+    const GroupHit hit = core.group_hit(id, group);
+    return nb::make_tuple(hit.device_blocks, hit.host_blocks);
+}
+
 HitTuple hit(const Core& core, LeaseId id) {
     const Lease& lease = core.lease(id);
     return nb::make_tuple(lease.device_hit, lease.host_hit);
@@ -388,23 +393,19 @@ void bind_core(nb::module_& m) {
         .value("DONE", Outcome::kDone)
         .value("FAILED", Outcome::kFailed)
         .value("CANCELLED", Outcome::kCancelled);
-    nb::enum_<WritePolicy>(m, "WritePolicy")
-        .value("NONE", WritePolicy::kNone)
-        .value("WRITE_THROUGH", WritePolicy::kWriteThrough)
-        .value("WRITE_THROUGH_SELECTIVE", WritePolicy::kWriteThroughSelective)
-        .value("WRITE_BACK", WritePolicy::kWriteBack);
-    nb::enum_<StorePolicy>(m, "StorePolicy")
-        .value("AT_COMMIT", StorePolicy::kAtCommit)
-        .value("AT_NTH_USE", StorePolicy::kAtNthUse)
-        .value("ON_EVICTION", StorePolicy::kOnEviction);
+    nb::enum_<SavePolicy>(m, "SavePolicy")
+        .value("NONE", SavePolicy::kNone)
+        .value("WRITE_THROUGH", SavePolicy::kWriteThrough)
+        .value("NTH_USE", SavePolicy::kNthUse)
+        .value("WRITE_BACK", SavePolicy::kWriteBack);
     nb::class_<StoreConfig>(m, "StoreConfig", "Rule of when host blocks are saved to the stores.")
         .def(
             "__init__",
-            [](StoreConfig* self, StorePolicy policy, std::uint32_t uses, bool only_reused,
+            [](StoreConfig* self, SavePolicy policy, std::uint32_t uses, bool only_reused,
                std::uint32_t queue_blocks, std::uint32_t ahead_blocks) {
                 new (self) StoreConfig{true, policy, uses, only_reused, queue_blocks, ahead_blocks};
             },
-            nb::kw_only(), "policy"_a = StorePolicy::kAtCommit, "uses"_a = 2,
+            nb::kw_only(), "policy"_a = SavePolicy::kWriteThrough, "uses"_a = 2,
             "only_reused"_a = false, "queue_blocks"_a = 4096, "ahead_blocks"_a = 0);
     nb::enum_<MoveRoute>(m, "MoveRoute")
         .value("ON_DEVICE", MoveRoute::kOnDevice)
@@ -429,7 +430,7 @@ void bind_core(nb::module_& m) {
             "__init__",
             [](Core* self, std::uint32_t block_tokens, std::uint32_t device_blocks,
                std::uint32_t host_blocks, std::uint32_t leave_tokens, std::uint32_t reserve_blocks,
-               WritePolicy write_policy, std::uint32_t write_through_threshold,
+               SavePolicy write_policy, std::uint32_t write_uses,
                std::uint32_t low_watermark_blocks, std::uint32_t min_onload_blocks,
                std::string eviction, std::uint32_t state_slots,
                const std::vector<WindowTuple>& windows, std::uint32_t max_leases,
@@ -439,19 +440,18 @@ void bind_core(nb::module_& m) {
                 for (const auto& [blocks, window, step, sink, host] : windows)
                     groups.push_back({blocks, window, step, sink, host});
                 new (self) Core(CoreConfig{block_tokens, device_blocks, host_blocks, leave_tokens,
-                                           reserve_blocks, write_policy, write_through_threshold,
+                                           reserve_blocks, write_policy, write_uses,
                                            low_watermark_blocks, min_onload_blocks,
                                            std::move(eviction), state_slots, std::move(groups),
                                            max_leases, stores != nullptr ? *stores : StoreConfig{},
                                            host_state_slots, external_device, splits_items});
             },
             nb::kw_only(), "block_tokens"_a, "device_blocks"_a, "host_blocks"_a = 0,
-            "leave_tokens"_a = 1, "reserve_blocks"_a = 0, "write_policy"_a = WritePolicy::kNone,
-            "write_through_threshold"_a = 2, "low_watermark_blocks"_a = 0,
-            "min_onload_blocks"_a = 0, "eviction"_a = "lru", "state_slots"_a = 0,
-            "windows"_a = std::vector<WindowTuple>(), "max_leases"_a = kMaxLeases,
-            "stores"_a.none() = nb::none(), "host_state_slots"_a = 0, "external_device"_a = false,
-            "splits_items"_a = false)
+            "leave_tokens"_a = 1, "reserve_blocks"_a = 0, "write_policy"_a = SavePolicy::kNone,
+            "write_uses"_a = 2, "low_watermark_blocks"_a = 0, "min_onload_blocks"_a = 0,
+            "eviction"_a = "lru", "state_slots"_a = 0, "windows"_a = std::vector<WindowTuple>(),
+            "max_leases"_a = kMaxLeases, "stores"_a.none() = nb::none(), "host_state_slots"_a = 0,
+            "external_device"_a = false, "splits_items"_a = false)
         .def(
             "match",
             [](Core& core, Tokens tokens, std::string_view context, bool reads, bool writes) {
@@ -601,6 +601,8 @@ void bind_core(nb::module_& m) {
             "cached_store_tokens",
             [](const Core& core, LeaseId id) { return core.usage(id).cached_store_tokens; },
             "lease"_a, "Of the cached tokens: those whose blocks a fetch brought for this lease.")
+        .def("group_hit", &group_hit, "lease"_a, "group"_a,
+             "(device_blocks, host_blocks) of the last grant in a group; group -1: state.")
         .def("missing", &missing, "lease"_a,
              "(first block, digests) of the blocks behind the cached ones that stores may have.")
         .def("begin_fetch", &Core::begin_fetch, "lease"_a, "blocks"_a, "replaced"_a = 0,

@@ -113,10 +113,10 @@ def main() -> None:
     answers = {}
     for name in rounds:
         if name in ("flushed", "damaged"):
-            wait_until(lambda: record.stat().st_size >= PROMPTS * PAGES, 60)
+            wait_until(lambda: record.stat().st_size >= PROMPTS * PAGES)
             if name == "damaged":
                 damage(Path(directory) / "store")
-            wait_until(lambda: engine.flush_cache().success, 60)  # refused while pages move
+            wait_until(lambda: engine.flush_cache().success)  # refused while pages move
         answers[name] = [answer(engine, tokens) for tokens in prompts(name)]
     (Path(directory) / "answers.json").write_text(json.dumps(answers))
     engine.shutdown()

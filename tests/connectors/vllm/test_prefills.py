@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from aiokv.connectors.vllm import prefills
 from aiokv.connectors.vllm.options import Options
 from aiokv.connectors.vllm.prefills import LEAST_TOKENS, PrefillClock
 
@@ -13,7 +12,7 @@ from aiokv.connectors.vllm.prefills import LEAST_TOKENS, PrefillClock
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Return a list whose only element is the time."""
     time = [100.0]
-    monkeypatch.setattr(prefills.time, "monotonic", lambda: time[0])
+    monkeypatch.setattr("time.monotonic", lambda: time[0])
     return time
 
 

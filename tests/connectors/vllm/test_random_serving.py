@@ -35,7 +35,7 @@ MODES: dict[str, dict[str, Any]] = {
     "no prefix cache, async scheduling": {"prefix_caching": False, "async_scheduling": True},
     "drafts": {"num_drafts": 3},
     "small host": {"host_blocks": 30},
-    "selective": {"write_policy": "write_through_selective"},
+    "selective": {"write_policy": "nth_use:2"},
     "layerwise, async scheduling": {"load": "layerwise", "async_scheduling": True},
     "flaky": {"flaky": True},
     "flaky, async scheduling": {"flaky": True, "async_scheduling": True},
