@@ -24,7 +24,7 @@ from aiokv.engine.inspection import Inspection
 from aiokv.engine.leases import NO_NAME, Leases
 from aiokv.engine.lifecycle import Lifecycle
 from aiokv.engine.parts import Parts, check_arguments
-from aiokv.engine.peers import Exchange
+from aiokv.engine.peers import PeerTickets
 from aiokv.engine.pins import Pins
 from aiokv.engine.recording import TraceRecording, writer_for
 from aiokv.engine.recovery import Recovery
@@ -112,23 +112,23 @@ class CacheEngine(Unique):
         self._scheduler = parts.scheduler
         self._speed = parts.speed
         self._steps = Steps(parts)
-        exchange = Exchange(parts)
-        self._recovery = Recovery(parts, self._steps, exchange)
+        peer_tickets = PeerTickets(parts)
+        self._recovery = Recovery(parts, self._steps, peer_tickets)
         expiries = Expiries(parts.lifetime)
         computing = Computing(
-            parts, expiries, on_failure=self._recovery.fail, on_end=exchange.after_batch
+            parts, expiries, on_failure=self._recovery.fail, on_end=peer_tickets.after_batch
         )
         fetches = Fetches(parts)
-        self._leases = Leases(parts, self._steps, computing, fetches, exchange, expiries)
+        self._leases = Leases(parts, self._steps, computing, fetches, peer_tickets, expiries)
         self._batches = Batches(parts, self._leases, computing, expiries)
         self._pins = Pins(parts, self._leases, fetches)
-        self._control = Control(parts, exchange)
+        self._control = Control(parts, peer_tickets)
         self._sleep = Sleep(parts, regions, self._control)
         self._lifecycle = Lifecycle(
-            parts, self._steps, computing, self._leases, self._recovery, exchange, expiries
+            parts, self._steps, computing, self._leases, self._recovery, peer_tickets, expiries
         )
-        self._exchange = exchange
-        self._status = Status(parts, self._sleep, exchange)
+        self._peer_tickets = peer_tickets
+        self._status = Status(parts, self._sleep, peer_tickets)
         self._inspection = Inspection(parts, self._status, self._sleep)
         self._events = Events(parts)
 

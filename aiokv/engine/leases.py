@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aiokv.engine.expiries import Expiries
     from aiokv.engine.fetches import Fetches
     from aiokv.engine.parts import Parts
-    from aiokv.engine.peers import Exchange
+    from aiokv.engine.peers import PeerTickets
     from aiokv.engine.steps import Steps
     from aiokv.scheduler.effects import Effects
     from aiokv.worker.device.base import Event
@@ -51,8 +51,8 @@ class Leases:
         granting: grants leases, and awaits capacity.
         steps: closes steps.
         computing: batches in flight.
-        exchange: receives and sends.
-        flows: receives and sends in progress; empty when no lease has one.
+        peer_tickets: receives and sends.
+        tickets: receives and sends in progress; empty when no lease has one.
         transfers: transfers in flight, and views of them.
         worker: copies blocks between leases.
         dispatcher: awaits the effects of other transitions.
@@ -75,7 +75,7 @@ class Leases:
         steps: Steps,
         computing: Computing,
         fetches: Fetches,
-        exchange: Exchange,
+        peer_tickets: PeerTickets,
         expiries: Expiries,
     ) -> None:
         self.read = parts.scheduler.read
@@ -89,8 +89,8 @@ class Leases:
         self.granting = Granting(parts, fetches)
         self.steps = steps
         self.computing = computing
-        self.exchange = exchange
-        self.flows = exchange.flows
+        self.peer_tickets = peer_tickets
+        self.tickets = peer_tickets.by_lease
         self.transfers = parts.transfers
         self.worker = parts.worker
         self.open_step = parts.open_step
@@ -201,7 +201,7 @@ class Leases:
         """See ``CacheEngine.send``."""
         self.check_thread()
         self.used(self.record_of(lease).id)
-        return Sending(self.exchange, lease, ticket)
+        return Sending(self.peer_tickets, lease, ticket)
 
     # --- ends -----------------------------------------------------------------------------------
 
@@ -256,8 +256,8 @@ class Leases:
             self.used(lease_id)
         if self.observers.active:
             self.observers.released(lease_id)
-        if self.flows:
-            self.exchange.gave_back(lease_id, reason)
+        if self.tickets:
+            self.peer_tickets.gave_back(lease_id, reason)
 
     # --- leases of calls --------------------------------------------------------------------------
 
