@@ -72,9 +72,9 @@ class Batches:
         )
         if self._expiries.timers:
             self._expiries.stop_all(np.delete(lease_ids, refused))
-        if leases.flows:
+        if leases.tickets:
             for lease_id in lease_ids.tolist():
-                leases.exchange.committed(lease_id)
+                leases.peer_tickets.committed(lease_id)
         return tuple([batch[row] for row in refused])
 
     def _check_coverage(
