@@ -128,7 +128,7 @@ class Lifecycle:
             device_blocks=config.device_blocks,
             device_bytes=config.device_blocks * facts.block_bytes,
             host_blocks=config.host_blocks,
-            host_bytes=config.host_blocks * facts.block_bytes,
+            host_bytes=config.host_blocks * facts.pitch_bytes,
             layers=facts.num_layers,
             write_policy=config.write_policy,
             eviction_policy=config.eviction_policy,
