@@ -373,7 +373,7 @@ class StoreFiles:
 
 
 def _faults(
-    part: Part, reading: Reading, stages: Stages, threads: int
+    part: StoreDirectory, reading: Reading, stages: Stages, threads: int
 ) -> list[tuple[int, BadBlock]]:
     """Read every block; return those whose bytes are wrong, in the order of reading."""
     order = reading.order.tolist()
