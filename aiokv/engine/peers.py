@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from aiokv.engine.lease_record import LeaseRecord
     from aiokv.engine.observers import End
     from aiokv.engine.parts import Parts
-    from aiokv.engine.progress import SendPart
     from aiokv.scheduler.effects import Effects, Moved
     from aiokv.worker.device.base import Event
 
@@ -272,14 +271,14 @@ class Exchange:
         if self.groups and (num_tokens < flow.ticket.num_tokens or flow.is_broken):
             return False
         for group in self._windows:
-            flow.begin_group(self._transitions.receive_group, group, num_tokens)
+            flow.begin_group(self._transitions.receive, group, num_tokens)
         if not flow.moved_groups.issuperset(self._windows):
             return False
         if STATE not in self.groups:
             self._apply(self._transitions.commit_received(flow.lease_id, num_tokens))
             return True
         # The end of the transfer commits the positions.
-        flow.begin_group(self._transitions.receive_group, STATE, num_tokens)
+        flow.begin_group(self._transitions.receive, STATE, num_tokens)
         return self.is_committed(flow)
 
     def is_committed(self, flow: Flow) -> bool:
@@ -412,7 +411,12 @@ class Exchange:
             if not flow.may_begin(is_early=is_early):
                 break
             flow.begin_part(
-                partial(self._send_part, part),
+                partial(
+                    self._transitions.send,
+                    first_range=part.first_range,
+                    end_range=part.end_range,
+                    mark=part.mark,
+                ),
                 part.first_block,
                 part.num_blocks,
                 share=progress.share(part),
@@ -422,14 +426,6 @@ class Exchange:
             progress.begin(part)
         if computed >= flow.ticket.num_tokens:
             self._begin_groups(flow, computed)
-
-    def _send_part(
-        self, part: SendPart, lease_id: int, ticket_id: bytes, first_block: int, num_blocks: int
-    ) -> tuple[int, Effects]:
-        args = lease_id, ticket_id, first_block, num_blocks, part.first_range, part.end_range
-        if part.mark:
-            return self._transitions.send_early(*args, part.mark)
-        return self._transitions.send(*args)
 
     def _begin_groups(self, flow: Flow, computed: int) -> None:
         """Send the state and the windows behind the computed positions."""
@@ -449,7 +445,7 @@ class Exchange:
             flow.is_computing = True
             return
         for group in groups:
-            flow.begin_group(self._transitions.send_group, group, limit)
+            flow.begin_group(self._transitions.send, group, limit)
 
     # --- flows ----------------------------------------------------------------------------------
 

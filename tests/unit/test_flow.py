@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 from aiokv.engine.flow import MAX_IN_FLIGHT, Flow
 from aiokv.errors import LeaseError
 
+BLOCK_TOKENS = 4
+
 
 class Exchange:
     """The part of an exchange that a flow uses."""
 
     def __init__(self) -> None:
+        self.block_tokens = BLOCK_TOKENS
         self.loop: Any = SimpleNamespace(time=lambda: 7.0)
         self.submitted: list[int] = []
         self.ended: list[Flow] = []
@@ -39,9 +42,9 @@ def new_flow(first_block: int = 3) -> tuple[Flow, Exchange, list[tuple[int, int]
 
 
 def begin(flow: Flow, begun: list[tuple[int, int]], end: int, chunk: int) -> None:
-    def transition(lease_id: int, ticket_id: bytes, first: int, blocks: int) -> Any:
+    def transition(lease_id: int, ticket_id: bytes, num_tokens: int, *, first_block: int) -> Any:
         assert (lease_id, ticket_id) == (5, b"t" * 16)
-        begun.append((first, blocks))
+        begun.append((first_block, num_tokens // BLOCK_TOKENS - first_block))
         return 100 + len(begun), object()
 
     flow.begin(transition, end, chunk)
@@ -110,7 +113,7 @@ def test_transfers_in_flight_are_limited():
 def test_refused_transfer_is_not_in_flight():
     flow, exchange, _ = new_flow()
 
-    def refuse(*args: object) -> Any:
+    def refuse(*args: object, first_block: int) -> Any:
         raise LeaseError("refused")
 
     with pytest.raises(LeaseError):
