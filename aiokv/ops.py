@@ -201,9 +201,10 @@ def _swap_on_cpu(
     own = CpuStream("aiokv-swap") if stream is None else stream
     try:
         for device, host in pairs:
+            size = device.block_bytes
             blocks = _native.BlockMap(
                 num_layers=1,
-                pieces=[(0, device.pointer, device.stride_bytes, device.block_bytes, 0)],
+                pieces=[(0, device.pointer, device.stride_bytes, size, 0, size, 0, 0)],
                 host_base=host.pointer,
                 host_stride=host.stride_bytes,
                 host_blocks=host.num_blocks,

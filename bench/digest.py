@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiokv import _native
-from aiokv.stores.base import PITCH_BYTES
+from aiokv.layout.host_format import STORE_ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +64,7 @@ def _hashlib_ns(blocks: int) -> float:
 
 def _verify(payload_bytes: int, arena_bytes: int) -> dict[str, float]:
     num_blocks = max(arena_bytes // payload_bytes, 1)
-    pitch_bytes = payload_bytes + PITCH_BYTES
+    pitch_bytes = payload_bytes + STORE_ALIGNMENT_BYTES
     memory = np.ones((num_blocks, pitch_bytes), np.uint8)
     ids = np.arange(num_blocks, dtype=np.int32)
     keys = _native.derive_keys(bytes(32), bytes(32)) * num_blocks

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiokv._native import seal_blocks
+from aiokv.layout.host_format import TRAILER_BYTES
 from aiokv.peers.messages import MAX_LISTED, Credit, Done, Landed, SlotCredit, Want, fragment_key
 from aiokv.peers.transport import Outgoing, PeerMemory
-from aiokv.stores.base import TRAILER_BYTES
 from aiokv.worker.arena import HostArena
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Slots:
     """
 
     def __init__(self, fragment_bytes: int, num_slots: int) -> None:
-        self.arena = HostArena(num_blocks=max(num_slots, 1), block_bytes=fragment_bytes)
+        self.arena = HostArena(num_blocks=max(num_slots, 1), pitch_bytes=fragment_bytes)
         random = np.random.default_rng(0)
         self.arena.blocks[:] = random.integers(0, 256, fragment_bytes, np.uint8)
         self.memory = PeerMemory(

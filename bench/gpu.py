@@ -106,7 +106,7 @@ def measure_row(pools: GpuPools, layout: str) -> dict[str, Any]:
     host_ids, device_ids = pools.host_ids(layout, 1), pools.device_ids(2)
     count = min(len(host_ids), len(device_ids))
     host_ids, device_ids = host_ids[:count], device_ids[:count]
-    num_bytes = count * pools.arena.block_bytes
+    num_bytes = count * pools.arena.pitch_bytes
     unused_host = np.setdiff1d(np.arange(2 * pools.num_blocks, dtype=np.int32), host_ids)
     other_host = unused_host[:count]
     if layout == "random":
@@ -131,7 +131,7 @@ def measure_row(pools: GpuPools, layout: str) -> dict[str, Any]:
     for name, move, moved in (
         ("onload", onload, num_bytes),
         ("offload", offload, num_bytes),
-        ("both", duplex, 2 * both * pools.arena.block_bytes),
+        ("both", duplex, 2 * both * pools.arena.pitch_bytes),
     ):
         yardstick = contiguous.gbps(name)
         seconds, cpu, call = zip(*[_timed(pools, move) for _ in range(ROUNDS + 1)][1:], strict=True)
@@ -297,7 +297,7 @@ def measure_baselines(pools: GpuPools) -> dict[str, float]:
         offset = pools.regions.host_offset(layer, "k")
         base = pools.tensors["k"][layer].data.ptr
         for i in range(min(blocks, len(host_ids))):
-            host.append(pools.arena.pointer + int(host_ids[i]) * pools.arena.block_bytes + offset)
+            host.append(pools.arena.pointer + int(host_ids[i]) * pools.arena.pitch_bytes + offset)
             device.append(base + int(device_ids[i]) * size)
     hosts, devices = np.array(host, np.uint64), np.array(device, np.uint64)
     on_gpu = cupy.asarray(hosts), cupy.asarray(devices)
@@ -330,7 +330,7 @@ def measure_arena() -> dict[str, float]:
     from aiokv import _native
     from aiokv.worker.arena import HostArena
 
-    arena = HostArena(num_blocks=16, block_bytes=GIB)
+    arena = HostArena(num_blocks=16, pitch_bytes=GIB)
     registration = _native.cuda.HostRegistration(arena.pointer, arena.nbytes, device=0)
     registration.wait_ready(1)
     usable = registration.elapsed_seconds

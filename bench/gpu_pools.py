@@ -41,7 +41,7 @@ class GpuPools:
         }
         for name, tensors in self.tensors.items():
             self.regions.add(name, layers=tensors)
-        self.arena = HostArena(num_blocks=pool, block_bytes=self.regions.host_block_bytes)
+        self.arena = HostArena(num_blocks=pool, pitch_bytes=self.regions.payload_bytes)
         self.device = CudaDevice(options=CudaOptions(**options))
         self.device.attach(self.regions, self.arena)
         self.device.wait_pinned()

@@ -154,7 +154,7 @@ class _Pinning:
     """
 
     def __init__(self) -> None:
-        self._arena = HostArena(num_blocks=32, block_bytes=1 << 30)
+        self._arena = HostArena(num_blocks=32, pitch_bytes=1 << 30)
         self._pinning = _native.cuda.HostRegistration(
             self._arena.pointer, self._arena.nbytes, device=0
         )

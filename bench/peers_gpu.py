@@ -148,11 +148,11 @@ class Pool:
                 tensor[:] = content(cupy, index, self.pool, slice_bytes)
         self.regions.add("k", layers=self.tensors[:LAYERS])
         self.regions.add("v", layers=self.tensors[LAYERS:])
-        self.block_bytes = self.regions.host_block_bytes
+        self.block_bytes = self.regions.payload_bytes
         self.slot_bytes = device_slot_bytes(self.block_bytes)
         self.num_slots = RING_BYTES // self.block_bytes
         self.batch = self.num_slots
-        self.arena = DeviceArena(gpu, num_blocks=self.num_slots, block_bytes=self.slot_bytes)
+        self.arena = DeviceArena(gpu, num_blocks=self.num_slots, pitch_bytes=self.slot_bytes)
         random = np.random.default_rng(SEED + is_sender)
         self.ids = random.permutation(self.pool)[: self.num_blocks].astype(np.int32)
         self.keys = np.random.default_rng(SEED).bytes(32 * self.num_blocks)

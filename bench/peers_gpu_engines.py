@@ -160,7 +160,7 @@ class Side:
         regions = Regions(num_layers=LAYERS)
         regions.add("k", layers=self.tensors[:LAYERS])
         regions.add("v", layers=self.tensors[LAYERS:])
-        self.block_bytes = regions.host_block_bytes
+        self.block_bytes = regions.payload_bytes
         self.engine = CacheEngine(
             CacheConfig(
                 model="m", block_tokens=BLOCK_TOKENS, device_blocks=pool, host_blocks=1,
@@ -247,7 +247,7 @@ class Side:
         seconds, wrong, row = [], 0, self._setup._asdict()
         async with self.engine:
             if self._gpu is not None:
-                memory = DeviceArena(self._gpu, num_blocks=1, block_bytes=PLAIN_BYTES)
+                memory = DeviceArena(self._gpu, num_blocks=1, pitch_bytes=PLAIN_BYTES)
                 self._pipe.send(memory.handle)
                 row["plain_gbps"] = await self.take()
                 memory.close()
@@ -306,7 +306,7 @@ def plain_gbps(gpu: int, handle: bytes) -> float:
     from aiokv import _native
 
     cuda: Any = vars(_native)["cuda"]
-    own = DeviceArena(gpu, num_blocks=1, block_bytes=PLAIN_BYTES)
+    own = DeviceArena(gpu, num_blocks=1, pitch_bytes=PLAIN_BYTES)
     target, copies = cuda.MappedMemory(gpu, handle), cuda.PeerCopies(gpu)
     seconds = []
     for _ in range(ROUNDS):

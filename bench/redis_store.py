@@ -32,7 +32,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import uvloop
 
-from aiokv.stores.base import KEY_BYTES, TRAILER_BYTES, Result, StoreMemory
+from aiokv.layout.host_format import TRAILER_BYTES
+from aiokv.stores.base import KEY_BYTES, Result, StoreMemory
 from aiokv.stores.redis import RedisStore
 from aiokv.stores.redis.commands import WINDOW_BYTES
 from aiokv.worker.arena import HostArena
@@ -84,7 +85,7 @@ class _Bench:
         self.rounds = 2 if quick else 7
         total = TOTAL_BYTES // 8 if quick else TOTAL_BYTES
         self.count = max(4, total // object_bytes)
-        self.arena = HostArena(num_blocks=self.count, block_bytes=object_bytes)
+        self.arena = HostArena(num_blocks=self.count, pitch_bytes=object_bytes)
         self.arena.blocks[:] = np.random.default_rng(0).integers(0, 256, object_bytes, np.uint8)
         self.arena.blocks[:, 0] = np.arange(self.count)
         self.view = memoryview(self.arena.blocks.reshape(-1))

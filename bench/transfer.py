@@ -42,9 +42,7 @@ class Pools:
         for region in range(regions):
             tensors = [np.ones((self.num_blocks, piece_bytes), np.uint8) for _ in range(layers)]
             self.regions.add(f"r{region}", layers=tensors)
-        self.arena = HostArena(
-            num_blocks=self.num_blocks, block_bytes=self.regions.host_block_bytes
-        )
+        self.arena = HostArena(num_blocks=self.num_blocks, pitch_bytes=self.regions.payload_bytes)
         self.arena.blocks[:] = 2
         self.device = CpuDevice()
         self.device.attach(self.regions, self.arena)

@@ -46,7 +46,7 @@ def run(quick: bool) -> dict[str, Any]:
 async def _measure(way: str, rounds: int) -> dict[str, float]:
     regions = Regions(num_layers=1)
     regions.add("k", layers=[np.ones((8, COPY_BYTES // 8), np.uint8)])
-    arena = HostArena(num_blocks=8, block_bytes=regions.host_block_bytes)
+    arena = HostArena(num_blocks=8, pitch_bytes=regions.payload_bytes)
     arena.blocks[:] = 1
     device = CpuDevice()
     device.attach(regions, arena)

@@ -11,7 +11,7 @@ from aiokv.base import checks
 from aiokv.base.groups import ATTENTION, STATE, is_reserved
 from aiokv.config.save_policy import SaveMoment, SavePolicy
 from aiokv.errors import ConfigError
-from aiokv.stores.base import store_pitch_bytes
+from aiokv.layout.host_format import pitch_bytes
 
 if TYPE_CHECKING:
     from aiokv.layout.regions import Regions
@@ -296,10 +296,9 @@ class CacheConfig:
             device_blocks = min(device_blocks, fitting)
         host_blocks = 0
         if host_bytes:
-            block_bytes = regions.host_block_bytes
-            if checks.flag("with_stores", with_stores, ConfigError):
-                block_bytes = store_pitch_bytes(block_bytes)
-            host_blocks = _fitting_blocks("host_bytes", host_bytes, block_bytes)
+            checks.flag("with_stores", with_stores, ConfigError)
+            pitch = pitch_bytes(regions.payload_bytes, with_stores=with_stores)
+            host_blocks = _fitting_blocks("host_bytes", host_bytes, pitch)
         return cls(device_blocks=device_blocks, host_blocks=host_blocks, **options)
 
     @classmethod

@@ -21,8 +21,8 @@ import msgspec
 from aiokv.base import checks
 from aiokv.config.cache_config import CacheConfig, WindowGroup
 from aiokv.errors import ConfigError
+from aiokv.layout.host_format import pitch_bytes
 from aiokv.layout.regions import Regions, num_blocks_for
-from aiokv.stores.base import store_pitch_bytes
 from aiokv.stores.options import parse_bytes
 
 if TYPE_CHECKING:
@@ -155,9 +155,10 @@ class Settings:
                     f"{name} is {setting.value}, but the bytes of a block are unknown",
                     hint=f"pass block=, the bytes of a block or the Regions, or set {blocks_name}",
                 )
-            size = _block_bytes(block, is_host=name == "host_bytes")
-            if with_stores and name == "host_bytes":
-                size = store_pitch_bytes(size)
+            is_host = name == "host_bytes"
+            size = _block_bytes(block, is_host=is_host)
+            if is_host:
+                size = pitch_bytes(size, with_stores=with_stores)
             num_blocks = num_blocks_for(setting.value, size)
             if num_blocks == 0 and setting.value:
                 raise _error(
@@ -228,7 +229,7 @@ _READ: Final = (Rank.FILE, Rank.ENVIRONMENT)
 
 def _block_bytes(block: Regions | int, *, is_host: bool) -> int:
     if isinstance(block, Regions):
-        return block.host_block_bytes if is_host else block.block_bytes
+        return block.payload_bytes if is_host else block.block_bytes
     return checks.integer("block", block, minimum=1, error=ConfigError)
 
 

@@ -21,8 +21,9 @@ import uvloop
 from aiokv import _native
 from aiokv.base.plan import FETCH, SAVE, Priority, Route, TransferPlan, id_bytes
 from aiokv.errors import ClosedError, UsageError
+from aiokv.layout.host_format import pitch_bytes
 from aiokv.stores.accesses import Accesses
-from aiokv.stores.base import KEY_BYTES, Result, StoreMemory, store_pitch_bytes
+from aiokv.stores.base import KEY_BYTES, Result, StoreMemory
 from aiokv.stores.store_set import StoreSet
 from aiokv.worker.arena import HostArena
 
@@ -69,9 +70,9 @@ class PageStore:
     ) -> None:
         self._page_bytes = page_bytes
         self._process = os.getpid()
-        pitch_bytes = store_pitch_bytes(page_bytes)
-        num_blocks = max(1, staging_bytes // pitch_bytes)
-        self._arena = HostArena(num_blocks=2 * num_blocks, block_bytes=pitch_bytes)
+        pitch = pitch_bytes(page_bytes, with_stores=True)
+        num_blocks = max(1, staging_bytes // pitch)
+        self._arena = HostArena(num_blocks=2 * num_blocks, pitch_bytes=pitch)
         self._loading = _Staging(self._arena, 0, num_blocks)
         self._saving = _Staging(self._arena, num_blocks, num_blocks)
         self._stores = StoreSet(stores)
@@ -84,7 +85,7 @@ class PageStore:
         memory = StoreMemory(
             address=self._arena.pointer,
             num_blocks=2 * num_blocks,
-            pitch_bytes=pitch_bytes,
+            pitch_bytes=pitch,
             payload_bytes=page_bytes,
             view=self._arena.blocks.reshape(-1).data,
         )
@@ -237,8 +238,8 @@ class _Staging:
     """
 
     def __init__(self, arena: HostArena, first: int, num_blocks: int) -> None:
-        self._address = arena.pointer + first * arena.block_bytes
-        self._pitch_bytes = arena.block_bytes
+        self._address = arena.pointer + first * arena.pitch_bytes
+        self._pitch_bytes = arena.pitch_bytes
         self._ids = np.arange(first, first + num_blocks, dtype=np.int32)
         self.lock = threading.Lock()
         self.accesses = Accesses()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from aiokv.engine.parts import Parts
-    from aiokv.engine.peers import Exchange
+    from aiokv.engine.peers import PeerTickets
     from aiokv.scheduler.gate import GateChange
 
 log = Log(__name__)
@@ -26,7 +26,7 @@ log = Log(__name__)
 class Control:
     """Control operations of an engine; see ``CacheEngine`` for each."""
 
-    def __init__(self, parts: Parts, exchange: Exchange) -> None:
+    def __init__(self, parts: Parts, peer_tickets: PeerTickets) -> None:
         self._config = parts.config
         self._lifetime = parts.lifetime
         self._scheduler = parts.scheduler
@@ -35,7 +35,7 @@ class Control:
         self._worker = parts.worker
         self._transfers = parts.transfers
         self._open_step = parts.open_step
-        self._exchange = exchange
+        self._peer_tickets = peer_tickets
 
     def change_gate(self, change: GateChange) -> None:
         """Begin or end a pause or a hold."""
@@ -69,7 +69,7 @@ class Control:
         """See ``CacheEngine.reset``."""
         self._lifetime.check_open()
         timeout = checks.timeout(timeout)
-        self._exchange.end_all("the cache was reset")
+        self._peer_tickets.end_all("the cache was reset")
         self._dispatcher.apply(self._scheduler.reset("the cache was reset"))
         log.info("cache.reset")
         async with self.deadline("reset", timeout):
@@ -194,8 +194,8 @@ class Control:
                 await self._transfers.settle(but=PEER_ROUTES)
             self._lifetime.check_open()  # it may have been closed meanwhile
             try:  # no await from here to the block: an entry that fails has changed nothing
-                self._exchange.change_weights(nonce)
-                self._exchange.end_all("the weights are being updated")
+                self._peer_tickets.change_weights(nonce)
+                self._peer_tickets.end_all("the weights are being updated")
                 # Open leases may compute with other weights from now on: they publish no more.
                 self._dispatcher.apply(self._scheduler.reset("the weights are being updated"))
                 yield
@@ -203,7 +203,7 @@ class Control:
                 next_version = nonce  # the weights may have been updated in part
                 raise
             finally:  # nothing was granted in the block: no tier has blocks of either weights
-                self._exchange.change_weights(next_version)
+                self._peer_tickets.change_weights(next_version)
                 self._worker.change_weights(next_version)
                 log.info("weights.updated", version=next_version)
         finally:

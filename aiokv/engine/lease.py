@@ -310,14 +310,14 @@ class Lease(Unique):
         if leases.observers.active:
             leases.observers.end_grant(lease_id, "preempted")
         self._log_preempted(lease_id, swap=False)
-        if leases.flows:
-            leases.exchange.gave_back(lease_id, "the lease was preempted")
+        if leases.tickets:
+            leases.peer_tickets.gave_back(lease_id, "the lease was preempted")
 
     async def _swap_out(self) -> None:
         record = self.record
         leases = record.leases
         await leases.computing.wait_ended(record)
-        await leases.exchange.stop(record.live_id(), "the lease was preempted")
+        await leases.peer_tickets.stop(record.live_id(), "the lease was preempted")
         while saving := leases.read.saving(record.live_id()):
             await leases.transfers.ended(saving)
             await leases.computing.wait_ended(record)
@@ -784,8 +784,8 @@ class Lease(Unique):
             if leases.timers:
                 leases.used(lease_id)
             leases.steps.close(ready)
-        if leases.flows:
-            leases.exchange.committed(lease_id)
+        if leases.tickets:
+            leases.peer_tickets.committed(lease_id)
         return published
 
     def snapshot(self, num_tokens: int, stream: object = None) -> bool:
@@ -878,8 +878,8 @@ class Lease(Unique):
         lease_id = self.record.live_id()
         leases.apply(leases.scheduler.truncate(lease_id, num_tokens))
         leases.used(lease_id)
-        if leases.flows:
-            leases.exchange.truncated(lease_id, num_tokens)
+        if leases.tickets:
+            leases.peer_tickets.truncated(lease_id, num_tokens)
 
     def recompute_from(self) -> int | None:
         """Accept a failed onload: the lease continues with the positions before the failed block.
@@ -990,7 +990,7 @@ class Lease(Unique):
             open_timeout = timeout / 2
         open_timeout = checks.positive("open_timeout", open_timeout)
         leases.used(lease_id)
-        return Receiving(leases.exchange, self, num_tokens, timeout, open_timeout)
+        return Receiving(leases.peer_tickets, self, num_tokens, timeout, open_timeout)
 
     def __repr__(self) -> str:
         return repr(self.record)

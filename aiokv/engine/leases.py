@@ -21,14 +21,14 @@ from aiokv.errors import LeaseError, UsageError
 from aiokv.worker.views import done_view
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from aiokv.base.types import Hit, Item, TokenIds
     from aiokv.engine.computing import Computing
     from aiokv.engine.expiries import Expiries
     from aiokv.engine.fetches import Fetches
     from aiokv.engine.parts import Parts
-    from aiokv.engine.peers import Exchange
+    from aiokv.engine.peers import PeerTickets
     from aiokv.engine.steps import Steps
     from aiokv.scheduler.effects import Effects
     from aiokv.worker.device.base import Event
@@ -51,8 +51,8 @@ class Leases:
         granting: grants leases, and awaits capacity.
         steps: closes steps.
         computing: batches in flight.
-        exchange: receives and sends.
-        flows: receives and sends in progress; empty when no lease has one.
+        peer_tickets: receives and sends.
+        tickets: receives and sends in progress; empty when no lease has one.
         transfers: transfers in flight, and views of them.
         worker: copies blocks between leases.
         dispatcher: awaits the effects of other transitions.
@@ -66,6 +66,7 @@ class Leases:
         used: notes a use of a lease, which stops its timer; see ``Expiries.stop``.
         verifies: True if the worker checks the checksums of blocks.
         done: layers of a lease that waits for no transfer.
+        num_ended: number of leases that have ended so far.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Leases:
         steps: Steps,
         computing: Computing,
         fetches: Fetches,
-        exchange: Exchange,
+        peer_tickets: PeerTickets,
         expiries: Expiries,
     ) -> None:
         self.read = parts.scheduler.read
@@ -88,8 +89,8 @@ class Leases:
         self.granting = Granting(parts, fetches)
         self.steps = steps
         self.computing = computing
-        self.exchange = exchange
-        self.flows = exchange.flows
+        self.peer_tickets = peer_tickets
+        self.tickets = peer_tickets.by_lease
         self.transfers = parts.transfers
         self.worker = parts.worker
         self.open_step = parts.open_step
@@ -101,6 +102,7 @@ class Leases:
         self.timers = expiries.timers
         self.used = expiries.stop
         self.done = done_view(parts.worker.facts.num_layers)
+        self.num_ended = 0
         expiries.tell_expired(self._expire)
 
     def open(self) -> None:
@@ -199,7 +201,7 @@ class Leases:
         """See ``CacheEngine.send``."""
         self.check_thread()
         self.used(self.record_of(lease).id)
-        return Sending(self.exchange, lease, ticket)
+        return Sending(self.peer_tickets, lease, ticket)
 
     # --- ends -----------------------------------------------------------------------------------
 
@@ -207,6 +209,7 @@ class Leases:
         """Release a lease and give its blocks back; see ``Lease.release``. Idempotent."""
         if not self.lifetime.is_usable:
             record.id = 0  # the lease ended with the engine
+            self.num_ended += 1
         if not record.id:
             return
         self.check_loop()
@@ -247,13 +250,14 @@ class Leases:
         if self.coverage.active:
             self.coverage.note_release(lease_id)
         record.id = 0
+        self.num_ended += 1
         self.apply(transition(lease_id))
         if self.timers:
             self.used(lease_id)
         if self.observers.active:
             self.observers.released(lease_id)
-        if self.flows:
-            self.exchange.gave_back(lease_id, reason)
+        if self.tickets:
+            self.peer_tickets.gave_back(lease_id, reason)
 
     # --- leases of calls --------------------------------------------------------------------------
 
@@ -271,7 +275,7 @@ class Leases:
         lease.record.live_id()
         return lease.record
 
-    def lease_ids(self, leases: Sequence[Lease]) -> list[int]:
+    def lease_ids(self, leases: Iterable[Lease]) -> list[int]:
         """Return the ids of leases of this engine; raise the errors of ``record_of``."""
         if type(leases) is not list:
             leases = checks.sequence("leases", leases)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aiokv.engine.expiries import Expiries
     from aiokv.engine.leases import Leases
     from aiokv.engine.parts import Parts
-    from aiokv.engine.peers import Exchange
+    from aiokv.engine.peers import PeerTickets
     from aiokv.engine.recovery import Recovery
     from aiokv.engine.steps import Steps
 
@@ -51,7 +51,7 @@ class Lifecycle:
         computing: Computing,
         leases: Leases,
         recovery: Recovery,
-        exchange: Exchange,
+        peer_tickets: PeerTickets,
         expiries: Expiries,
     ) -> None:
         self._config = parts.config
@@ -68,7 +68,7 @@ class Lifecycle:
         self._computing = computing
         self._leases = leases
         self._recovery = recovery
-        self._exchange = exchange
+        self._peer_tickets = peer_tickets
         self._expiries = expiries
         self._opened_at = 0.0
 
@@ -96,7 +96,7 @@ class Lifecycle:
                     on_lost=self._recovery.on_lost,
                     identity=self._identity,
                     windows=self._config.windows,
-                    on_ticket_end=self._exchange.note_ticket_end,
+                    on_ticket_end=self._peer_tickets.note_ticket_end,
                 )
             )
         except BaseException:
@@ -128,7 +128,7 @@ class Lifecycle:
             device_blocks=config.device_blocks,
             device_bytes=config.device_blocks * facts.block_bytes,
             host_blocks=config.host_blocks,
-            host_bytes=config.host_blocks * facts.block_bytes,
+            host_bytes=config.host_blocks * facts.pitch_bytes,
             layers=facts.num_layers,
             write_policy=config.write_policy,
             eviction_policy=config.eviction_policy,
@@ -167,7 +167,7 @@ class Lifecycle:
         self._poller.close()
         lifetime.close(Phase.CLOSED)
         self._expiries.close()
-        self._exchange.lose_all("the engine was closed")
+        self._peer_tickets.lose_all("the engine was closed")
         self._observers.close()
         self._dispatcher.end_idle_waits()
         self._dispatcher.conditions.test()
@@ -187,7 +187,7 @@ class Lifecycle:
         self._dispatcher.apply(self._scheduler.close())
         await self._wait_for_leases(timeout)
         self._computing.close()
-        self._exchange.end_all("the engine was closed")
+        self._peer_tickets.end_all("the engine was closed")
         if self._scheduler.has_stores and timeout != 0.0:
             await self._save(timeout)
         self._dispatcher.apply(self._scheduler.stop_saving())

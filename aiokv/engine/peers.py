@@ -7,9 +7,10 @@
          └─► RECEIVE plans of all blocks                 └─► leaving waits for the acknowledgements
               chunk after chunk: commit_received
 
-A :class:`Receiving` or :class:`Sending` is the handle of one ticket on its side, a :class:`Flow`
-has the transfers of the ticket. :class:`Exchange` has all flows of the engine: it tells them the
-ends of their transfers, and ends them when their leases give blocks back.
+A :class:`Receiving` or :class:`Sending` is the handle of one ticket on its side. The ticket's
+:class:`TicketTransfers` begin and count its transfers. :class:`PeerTickets` has the tickets of the
+engine: it passes the ends of transfers on to them, and ends a ticket when its lease gives blocks
+back.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ if TYPE_CHECKING:
 
     from aiokv.base.plan import TransferReport
     from aiokv.config.cache_config import WindowGroup
-    from aiokv.engine.flow import Flow
     from aiokv.engine.lease_record import LeaseRecord
     from aiokv.engine.observers import End
     from aiokv.engine.parts import Parts
+    from aiokv.engine.ticket_transfers import TicketTransfers
     from aiokv.scheduler.effects import Effects, Moved
     from aiokv.worker.device.base import Event
 
@@ -57,14 +58,14 @@ _COMPLETE: Final = "all positions have arrived"
 _NO_PEERS: Final = "pass peers=Peers(...) to CacheEngine, or has_peers=True to the RankGroup"
 
 
-class Exchange:
+class PeerTickets:
     """Receives and sends of all leases of one engine.
 
     Attributes:
         block_tokens: positions per block.
         groups: groups other than ``"attention"``; a receive needs their blocks at its end.
         counts: counts of all receives and sends.
-        flows: by lease, those that have not ended or have transfers in flight.
+        by_lease: tickets by lease that have not ended or have transfers in flight.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -81,17 +82,19 @@ class Exchange:
         self._generation = secrets.token_bytes(tickets.ID_BYTES)
         self._chunk_blocks = CHUNK_BLOCKS if parts.peers is None else parts.peers.chunk_blocks
         self._marks = count(1)
-        self._by_transfer: dict[int, Flow] = {}
+        self._by_transfer: dict[int, TicketTransfers] = {}
         self._reasons: dict[int, str] = {}  # why transfers are not done, by transfer
-        self._ended: deque[Moved] = deque()  # transfers whose flows have not been told
-        self._sent_tickets: set[bytes] = set()  # tickets that flows send
-        self._loading: set[Flow] = set()  # wait for the onloads of their leases
-        self._computing: set[Flow] = set()  # wait for the batches that compute with their leases
+        self._ended: deque[Moved] = deque()  # transfers that have ended, not passed on yet
+        self._sent_tickets: set[bytes] = set()  # ids of tickets that this engine sends
+        self._loading: set[TicketTransfers] = set()  # wait for the onloads of their leases
+        self._computing: set[TicketTransfers] = (
+            set()
+        )  # wait for the batches that compute with their leases
         self._windows = window_sizes(parts.config.windows)
         self.block_tokens = parts.config.block_tokens
         self.groups = [*self._windows, *([STATE] if parts.config.state_slots else ())]
         self.counts = PeerCounts()
-        self.flows: dict[int, list[Flow]] = {}
+        self.by_lease: dict[int, list[TicketTransfers]] = {}
         parts.dispatcher.on_moved(self._note_moved)
 
     @property
@@ -105,8 +108,10 @@ class Exchange:
 
     def statistics(self, ranks: list[RankPeerStatistics]) -> PeerStatistics:
         """Return the counts of receives and sends. Any thread."""
-        running = [f for flows in list(self.flows.values()) for f in list(flows) if not f.ended]
-        receiving = sum(flow.receives for flow in running)
+        running = [
+            f for active in list(self.by_lease.values()) for f in list(active) if not f.ended
+        ]
+        receiving = sum(transfers.receives for transfers in running)
         return PeerStatistics(
             receiving=receiving,
             sending=len(running) - receiving,
@@ -132,7 +137,7 @@ class Exchange:
                 hint="pass Peers(listen=..., secret=...) with an address of this server",
             )
         lease_id = self._granted_id(record, "receive")
-        if any(flow.receives for flow in self.flows.get(lease_id, ())):
+        if any(transfers.receives for transfers in self.by_lease.get(lease_id, ())):
             raise LeaseError(f"receive: {record!r} is being received already")
         read, block_tokens = self._read, self.block_tokens
         if num_tokens is None:
@@ -225,38 +230,38 @@ class Exchange:
     # --- receives -------------------------------------------------------------------------------
 
     async def open_receive(
-        self, flow: Flow, blob: bytes, timeout: float, open_timeout: float
+        self, transfers: TicketTransfers, blob: bytes, timeout: float, open_timeout: float
     ) -> None:
         """Let the other engine send the blocks of a ticket; see ``Lease.receive`` for the times.
 
         Raises:
             PeerError, ClosedError, BrokenEngineError: see ``Receiving.__aenter__``.
 
-        Cancellation: the caller ends the flow.
+        Cancellation: the caller ends the ticket.
         """
         self._worker.tickets.expect(blob, timeout, open_timeout)
-        self._open(flow)
-        flow.end_in(timeout)
-        await self._worker.tickets.expected(flow.ticket.ticket_id, timeout)
+        self._open(transfers)
+        transfers.end_in(timeout)
+        await self._worker.tickets.expected(transfers.ticket.ticket_id, timeout)
         self.counts.receives += 1
-        self.counts.wanted_tokens += flow.ticket.num_tokens - flow.ticket.first_position
+        self.counts.wanted_tokens += transfers.ticket.num_tokens - transfers.ticket.first_position
 
-    def begin_receive(self, flow: Flow) -> None:
-        """Begin the transfers of a flow, unless onloads of the lease are in flight.
+    def begin_receive(self, transfers: TicketTransfers) -> None:
+        """Begin the transfers of a ticket, unless onloads of the lease are in flight.
 
         Raises:
             AiokvError: the scheduler refuses a transfer.
         """
-        if flow.ended or self._waits_for_onloads(flow):
+        if transfers.ended or self._waits_for_onloads(transfers):
             return
-        if self._read.state(flow.lease_id) is LeaseState.FAILED:
-            self._keep_cached(flow)
-            flow.end(flow.reason or "an onload of the lease has failed")
+        if self._read.state(transfers.lease_id) is LeaseState.FAILED:
+            self._keep_cached(transfers)
+            transfers.end(transfers.reason or "an onload of the lease has failed")
             return
-        end_block = self._read.blocks_for(flow.ticket.num_tokens)
-        flow.begin(self._transitions.receive, end_block, self._chunk_blocks)
+        end_block = self._read.blocks_for(transfers.ticket.num_tokens)
+        transfers.begin(self._transitions.receive, end_block, self._chunk_blocks)
 
-    def commit_arrived(self, flow: Flow, num_tokens: int) -> bool:
+    def commit_arrived(self, transfers: TicketTransfers, num_tokens: int) -> bool:
         """Commit the first ``num_tokens`` positions, whose blocks have arrived.
 
         With recurrent state or windows, only all positions of the ticket can be committed: the
@@ -268,37 +273,37 @@ class Exchange:
         Raises:
             AiokvError: the lease cannot commit them, or the scheduler refuses a transfer.
         """
-        if self.groups and (num_tokens < flow.ticket.num_tokens or flow.is_broken):
+        if self.groups and (num_tokens < transfers.ticket.num_tokens or transfers.is_broken):
             return False
         for group in self._windows:
-            flow.begin_group(self._transitions.receive, group, num_tokens)
-        if not flow.moved_groups.issuperset(self._windows):
+            transfers.begin_group(self._transitions.receive, group, num_tokens)
+        if not transfers.moved_groups.issuperset(self._windows):
             return False
         if STATE not in self.groups:
-            self._apply(self._transitions.commit_received(flow.lease_id, num_tokens))
+            self._apply(self._transitions.commit_received(transfers.lease_id, num_tokens))
             return True
         # The end of the transfer commits the positions.
-        flow.begin_group(self._transitions.receive, STATE, num_tokens)
-        return self.is_committed(flow)
+        transfers.begin_group(self._transitions.receive, STATE, num_tokens)
+        return self.is_committed(transfers)
 
-    def is_committed(self, flow: Flow) -> bool:
+    def is_committed(self, transfers: TicketTransfers) -> bool:
         """Return True when the end of the receive of a state has committed all positions."""
-        return STATE in flow.moved_groups
+        return STATE in transfers.moved_groups
 
     def note_received(self, record: LeaseRecord, tokens: int) -> None:
         """Count positions that have arrived."""
         self.counts.received_tokens += tokens
         record.waits.received_tokens += tokens
 
-    def note_wait(self, flow: Flow, seconds: float, outcome: End) -> None:
+    def note_wait(self, transfers: TicketTransfers, seconds: float, outcome: End) -> None:
         """Add the time of one call of ``Receiving.wait``, which ends now."""
         self.counts.receive_wait_seconds += seconds
         self._peer_wait.add(seconds)
-        flow.record.waits.add_peer(seconds)
+        transfers.record.waits.add_peer(seconds)
         if self._observers.active:
             self._observers.end_wait(
-                flow.lease_id,
-                flow.record.owner,
+                transfers.lease_id,
+                transfers.record.owner,
                 "peer",
                 time.monotonic() - seconds,
                 outcome,
@@ -306,37 +311,37 @@ class Exchange:
 
     # --- sends ----------------------------------------------------------------------------------
 
-    async def open_send(self, flow: Flow, blob: bytes) -> None:
+    async def open_send(self, transfers: TicketTransfers, blob: bytes) -> None:
         """Connect to the engine that made a ticket.
 
         Raises:
             LayoutError, PeerError, LeaseError, ClosedError, BrokenEngineError: see
-                ``Sending.__aenter__``. The flow has ended.
+                ``Sending.__aenter__``. The ticket has ended.
 
-        Cancellation: the flow has ended.
+        Cancellation: the ticket has ended.
         """
-        seconds = flow.ticket.timeout_seconds
+        seconds = transfers.ticket.timeout_seconds
         deadline = self.loop.time() + seconds
-        self._open(flow)
-        self._sent_tickets.add(flow.ticket.ticket_id)
+        self._open(transfers)
+        self._sent_tickets.add(transfers.ticket.ticket_id)
         try:
             async with asyncio.timeout_at(deadline):
                 await self._worker.tickets.open_ticket(blob)
-            if flow.ended:
+            if transfers.ended:
                 raise PeerError("the ticket was closed while it was opened")
         except BaseException as error:
-            failure = flow.failure
-            flow.end(f"the ticket could not be opened: {_cause(error)}")
+            failure = transfers.failure
+            transfers.end(f"the ticket could not be opened: {_cause(error)}")
             if isinstance(error, TimeoutError):
                 raise PeerError(
                     f"send: the receiving engine did not answer within {seconds:.4g} s"
                 ) from None
             if isinstance(error, PeerError) and failure is not None:
                 self._check_open("send")
-                flow.record.live_id()
+                transfers.record.live_id()
                 raise PeerError(f"send: the ticket has ended: {failure}") from None
             raise
-        flow.end_in(deadline - self.loop.time())
+        transfers.end_in(deadline - self.loop.time())
         self.counts.sends += 1
 
     def new_progress(self, first_block: int) -> SendProgress:
@@ -350,7 +355,7 @@ class Exchange:
 
     def note_layers(
         self,
-        flow: Flow,
+        transfers: TicketTransfers,
         progress: SendProgress,
         num_tokens: int,
         num_layers: int,
@@ -367,19 +372,19 @@ class Exchange:
         event = as_event("event", event)
         self._worker.steps.check_event(event)
         mark = next(self._marks)
-        if flow.ended:
-            return layer_mark(flow.ticket.ticket_id, mark)
-        if num_tokens > (allocated := self._read.num_tokens(flow.record.live_id())):
+        if transfers.ended:
+            return layer_mark(transfers.ticket.ticket_id, mark)
+        if num_tokens > (allocated := self._read.num_tokens(transfers.record.live_id())):
             raise LeaseError(
                 f"layers_done: num_tokens is {num_tokens}; it must be at most the {allocated} "
-                f"positions of {flow.record!r}"
+                f"positions of {transfers.record!r}"
             )
-        ticket = flow.ticket
+        ticket = transfers.ticket
         ranges = bisect_right(self._worker.tickets.layer_ends, num_layers)
         end_block = self._sendable_block(ticket, num_tokens)
         self._worker.tickets.layers_done(ticket.ticket_id, mark, event)
         progress.note_computed(end_block, ranges, mark)
-        flow.proceed()
+        transfers.proceed()
         return layer_mark(ticket.ticket_id, mark)
 
     def _sendable_block(self, ticket: Ticket, num_tokens: int) -> int:
@@ -388,7 +393,7 @@ class Exchange:
             return self._read.blocks_for(ticket.num_tokens)
         return num_tokens // self.block_tokens
 
-    def begin_send(self, flow: Flow, progress: SendProgress) -> None:
+    def begin_send(self, transfers: TicketTransfers, progress: SendProgress) -> None:
         """Begin transfers of the blocks that were computed since the last call.
 
         Those of the state and of the windows begin when exactly the positions of the ticket are
@@ -399,18 +404,18 @@ class Exchange:
                 windows of the ticket do not exist any more.
             AiokvError: the scheduler refuses a transfer.
         """
-        if self._waits_for_onloads(flow):
+        if self._waits_for_onloads(transfers):
             return
-        if self._read.state(flow.lease_id) is not LeaseState.GRANTED:
+        if self._read.state(transfers.lease_id) is not LeaseState.GRANTED:
             progress.forget_computed()  # an onload has failed
             return  # the next commit calls again
-        computed = self._read.computed_tokens(flow.lease_id)
-        committed_block = self._sendable_block(flow.ticket, computed)
+        computed = self._read.computed_tokens(transfers.lease_id)
+        committed_block = self._sendable_block(transfers.ticket, computed)
         while (part := progress.next_part(committed_block)) is not None:
             is_early = bool(part.mark)
-            if not flow.may_begin(is_early=is_early):
+            if not transfers.may_begin(is_early=is_early):
                 break
-            flow.begin_part(
+            transfers.begin_part(
                 partial(
                     self._transitions.send,
                     first_range=part.first_range,
@@ -424,87 +429,91 @@ class Exchange:
                 is_early=is_early,
             )
             progress.begin(part)
-        if computed >= flow.ticket.num_tokens:
-            self._begin_groups(flow, computed)
+        if computed >= transfers.ticket.num_tokens:
+            self._begin_groups(transfers, computed)
 
-    def _begin_groups(self, flow: Flow, computed: int) -> None:
+    def _begin_groups(self, transfers: TicketTransfers, computed: int) -> None:
         """Send the state and the windows behind the computed positions."""
-        groups = [group for group in self.groups if not flow.has_begun(group)]
+        groups = [group for group in self.groups if not transfers.has_begun(group)]
         if not groups:
             return
-        limit = flow.ticket.num_tokens
+        limit = transfers.ticket.num_tokens
         if computed > limit:
             raise LeaseError(
-                f"send: {computed} positions of {flow.record!r} are computed; the recurrent state "
-                f"and the windows can be sent only after exactly the {limit} positions of the "
-                "ticket",
+                f"send: {computed} positions of {transfers.record!r} are computed; the recurrent "
+                f"state and the windows can be sent only after exactly the {limit} positions of "
+                "the ticket",
                 hint=f"commit {limit} positions, and end the send before further ones are computed",
             )
-        if self._read.batches(flow.lease_id):
-            self._computing.add(flow)
-            flow.is_computing = True
+        if self._read.batches(transfers.lease_id):
+            self._computing.add(transfers)
+            transfers.is_computing = True
             return
         for group in groups:
-            flow.begin_group(self._transitions.send, group, limit)
+            transfers.begin_group(self._transitions.send, group, limit)
 
-    # --- flows ----------------------------------------------------------------------------------
+    # --- tickets ----------------------------------------------------------------------------------
 
-    def _open(self, flow: Flow) -> None:
-        self.flows.setdefault(flow.lease_id, []).append(flow)
+    def _open(self, transfers: TicketTransfers) -> None:
+        self.by_lease.setdefault(transfers.lease_id, []).append(transfers)
 
-    def _waits_for_onloads(self, flow: Flow) -> bool:
-        if not self._read.onloads(flow.lease_id):
+    def _waits_for_onloads(self, transfers: TicketTransfers) -> bool:
+        if not self._read.onloads(transfers.lease_id):
             return False
-        self._loading.add(flow)
-        flow.is_loading = True
+        self._loading.add(transfers)
+        transfers.is_loading = True
         return True
 
-    def _keep_cached(self, flow: Flow) -> None:
+    def _keep_cached(self, transfers: TicketTransfers) -> None:
         """Note that the lease has only the positions before its failed onload."""
-        flow.kept_tokens = min(flow.kept_tokens, self._read.cached_tokens(flow.lease_id))
+        transfers.kept_tokens = min(
+            transfers.kept_tokens, self._read.cached_tokens(transfers.lease_id)
+        )
 
-    def _end_loading(self, flow: Flow) -> None:
-        self._loading.discard(flow)
-        flow.is_loading = False
+    def _end_loading(self, transfers: TicketTransfers) -> None:
+        self._loading.discard(transfers)
+        transfers.is_loading = False
 
-    def _end_computing(self, flow: Flow) -> None:
-        self._computing.discard(flow)
-        flow.is_computing = False
+    def _end_computing(self, transfers: TicketTransfers) -> None:
+        self._computing.discard(transfers)
+        transfers.is_computing = False
 
-    def submit(self, flow: Flow, transfer_id: int, effects: Effects) -> None:
+    def submit(self, transfers: TicketTransfers, transfer_id: int, effects: Effects) -> None:
         """Apply the effects of the begin of a transfer."""
-        self._by_transfer[transfer_id] = flow
+        self._by_transfer[transfer_id] = transfers
         self._apply((None, effects))
         if self._observers.active:
-            self._observers.caused(flow.lease_id, transfer_id)
+            self._observers.caused(transfers.lease_id, transfer_id)
 
-    def end(self, flow: Flow) -> None:
-        """Cancel the transfers of a flow that has ended."""
-        ticket_id = flow.ticket.ticket_id
-        if not flow.receives:  # a receive that has ended still waits: its lease is not complete
-            self._end_loading(flow)
-            self._end_computing(flow)
+    def end(self, transfers: TicketTransfers) -> None:
+        """Cancel the transfers of a ticket that has ended."""
+        ticket_id = transfers.ticket.ticket_id
+        if (
+            not transfers.receives
+        ):  # a receive that has ended still waits: its lease is not complete
+            self._end_loading(transfers)
+            self._end_computing(transfers)
             self._sent_tickets.discard(ticket_id)
         if self._lifetime.is_running:
             # Before the transfers are cancelled: the other engine gets the reason.
-            self._worker.tickets.close_ticket(ticket_id, flow.failure or _COMPLETE)
-            if not flow.at_rest:
-                self._apply(self._transitions.end(flow.lease_id, ticket_id))
-        flow.context.run(_log_end, flow)
-        self._settle(flow)
+            self._worker.tickets.close_ticket(ticket_id, transfers.failure or _COMPLETE)
+            if not transfers.at_rest:
+                self._apply(self._transitions.end(transfers.lease_id, ticket_id))
+        transfers.context.run(_log_end, transfers)
+        self._settle(transfers)
 
-    def _settle(self, flow: Flow) -> None:
-        """Wake the coroutines that wait for a flow, and forget it when it has ended. Idempotent."""
-        flows = self.flows.get(flow.lease_id)
-        if flow.ended and flow.at_rest and flows is not None and flow in flows:
-            flows.remove(flow)
-            if flow.failure is None and flow.receives:
+    def _settle(self, transfers: TicketTransfers) -> None:
+        """Wake the coroutines that wait for a ticket; forget it when it has ended. Idempotent."""
+        active = self.by_lease.get(transfers.lease_id)
+        if transfers.ended and transfers.at_rest and active is not None and transfers in active:
+            active.remove(transfers)
+            if transfers.failure is None and transfers.receives:
                 self.counts.complete_receives += 1
-            elif flow.failure is None:
+            elif transfers.failure is None:
                 self.counts.complete_sends += 1
-        if flows is not None and not flows:
-            self.flows.pop(flow.lease_id, None)
-        flow.wake()
+        if active is not None and not active:
+            self.by_lease.pop(transfers.lease_id, None)
+        transfers.wake()
 
     # --- ends of transfers ----------------------------------------------------------------------
 
@@ -514,36 +523,36 @@ class Exchange:
             self._reasons[report.transfer_id] = report.reason
 
     def after_report(self) -> None:
-        """Proceed with the flows whose leases have no more onloads in flight."""
-        for flow in list(self._loading):
-            if not self._read.onloads(flow.lease_id):
-                self._end_loading(flow)
-                if flow.ended and self._read.state(flow.lease_id) is LeaseState.FAILED:
-                    self._keep_cached(flow)
-                flow.proceed()
-                self._settle(flow)
+        """Proceed with the tickets whose leases have no more onloads in flight."""
+        for transfers in list(self._loading):
+            if not self._read.onloads(transfers.lease_id):
+                self._end_loading(transfers)
+                if transfers.ended and self._read.state(transfers.lease_id) is LeaseState.FAILED:
+                    self._keep_cached(transfers)
+                transfers.proceed()
+                self._settle(transfers)
 
     def after_batch(self) -> None:
-        """Proceed with the flows whose leases no batch computes with any more."""
-        for flow in list(self._computing):
-            if not self._read.batches(flow.lease_id):
-                self._end_computing(flow)
-                flow.proceed()
-                self._settle(flow)
+        """Proceed with the tickets whose leases no batch computes with any more."""
+        for transfers in list(self._computing):
+            if not self._read.batches(transfers.lease_id):
+                self._end_computing(transfers)
+                transfers.proceed()
+                self._settle(transfers)
 
     def _note_moved(self, moved: Moved) -> None:
         """Note the end of a transfer; the next pass of the loop makes the transitions for it."""
         if moved.transfer_id in self._by_transfer:
             self._ended.append(moved)
             if not self._poller.closed:
-                self._poller.soon(self._tell_flows)
+                self._poller.soon(self._deliver_ends)
 
-    def _tell_flows(self) -> None:
-        """Tell the flows the ends of their transfers; an error of one does not keep the others."""
+    def _deliver_ends(self) -> None:
+        """Pass the ends of transfers on to their tickets, also after an error of one of them."""
         while self._ended:
             moved = self._ended.popleft()
             try:
-                self._tell_flow(moved)
+                self._deliver_end(moved)
             except Exception as error:
                 self.loop.call_exception_handler(
                     {
@@ -553,14 +562,14 @@ class Exchange:
                 )
             self._forget(moved.transfer_id)
 
-    def _tell_flow(self, moved: Moved) -> None:
+    def _deliver_end(self, moved: Moved) -> None:
         transfer_id = moved.transfer_id
-        if (flow := self._by_transfer.get(transfer_id)) is not None:
-            flow.moved(transfer_id, moved.blocks, self._reasons.get(transfer_id, ""))
-            if flow.receives and self._read.state(flow.lease_id) is LeaseState.FAILED:
-                self._keep_cached(flow)  # its windows or its state are lost
-            flow.proceed()
-            self._settle(flow)
+        if (transfers := self._by_transfer.get(transfer_id)) is not None:
+            transfers.moved(transfer_id, moved.blocks, self._reasons.get(transfer_id, ""))
+            if transfers.receives and self._read.state(transfers.lease_id) is LeaseState.FAILED:
+                self._keep_cached(transfers)  # its windows or its state are lost
+            transfers.proceed()
+            self._settle(transfers)
 
     def _forget(self, transfer_id: int) -> None:
         self._by_transfer.pop(transfer_id, None)
@@ -571,60 +580,60 @@ class Exchange:
 
         Its last transfers may have succeeded. Idempotent.
         """
-        for flow in [flow for flows in self.flows.values() for flow in flows]:
-            if flow.ticket.ticket_id == ticket_id and not flow.receives:
-                flow.note_ticket_end(reason)
-                self._settle(flow)
+        for transfers in [transfers for active in self.by_lease.values() for transfers in active]:
+            if transfers.ticket.ticket_id == ticket_id and not transfers.receives:
+                transfers.note_ticket_end(reason)
+                self._settle(transfers)
 
     # --- changes of leases and of the engine ------------------------------------------------------
 
     def committed(self, lease_id: int) -> None:
         """Send the blocks of a lease that were computed."""
-        for flow in list(self.flows.get(lease_id, ())):
-            flow.proceed()
+        for transfers in list(self.by_lease.get(lease_id, ())):
+            transfers.proceed()
 
     def truncated(self, lease_id: int, num_tokens: int) -> None:
-        """End the flows of a lease that has given positions of their tickets back."""
-        for flow in list(self.flows.get(lease_id, ())):
-            if num_tokens < flow.ticket.num_tokens:
-                flow.kept_tokens = min(flow.kept_tokens, num_tokens)
-                flow.end(f"the lease was truncated to {num_tokens} positions")
+        """End the tickets of a lease that has given positions of their tickets back."""
+        for transfers in list(self.by_lease.get(lease_id, ())):
+            if num_tokens < transfers.ticket.num_tokens:
+                transfers.kept_tokens = min(transfers.kept_tokens, num_tokens)
+                transfers.end(f"the lease was truncated to {num_tokens} positions")
 
     def gave_back(self, lease_id: int, reason: str) -> None:
-        """End the flows of a lease that has given all its blocks back."""
-        for flow in list(self.flows.get(lease_id, ())):
-            flow.kept_tokens = 0
-            for transfer_id in flow.transfer_ids:
+        """End the tickets of a lease that has given all its blocks back."""
+        for transfers in list(self.by_lease.get(lease_id, ())):
+            transfers.kept_tokens = 0
+            for transfer_id in transfers.transfer_ids:
                 self._forget(transfer_id)
-            self._loading.discard(flow)
-            self._computing.discard(flow)
-            flow.forget()
-            flow.end(reason)
-            self._settle(flow)
+            self._loading.discard(transfers)
+            self._computing.discard(transfers)
+            transfers.forget()
+            transfers.end(reason)
+            self._settle(transfers)
 
     async def stop(self, lease_id: int, reason: str) -> None:
-        """End the flows of a lease; return when none of its transfers is in flight.
+        """End the tickets of a lease; return when none of its transfers is in flight.
 
-        Cancellation: the flows have ended.
+        Cancellation: the tickets have ended.
         """
-        flows = list(self.flows.get(lease_id, ()))
-        for flow in flows:
-            flow.end(reason)
-        for flow in flows:
-            await flow.wait_for(lambda flow=flow: flow.at_rest)  # type: ignore[misc]
+        active = list(self.by_lease.get(lease_id, ()))
+        for transfers in active:
+            transfers.end(reason)
+        for transfers in active:
+            await transfers.wait_for(lambda transfers=transfers: transfers.at_rest)  # type: ignore[misc]
 
     def end_all(self, reason: str) -> None:
-        """End all flows."""
-        for flow in [flow for flows in self.flows.values() for flow in flows]:
-            flow.end(reason)
+        """End all tickets."""
+        for transfers in [transfers for active in self.by_lease.values() for transfers in active]:
+            transfers.end(reason)
 
     def lose_all(self, reason: str) -> None:
-        """End all flows: no lease has its blocks any more, and no report of a transfer follows."""
-        for lease_id in list(self.flows):
+        """End all tickets: no lease has its blocks any more, and no transfer is reported again."""
+        for lease_id in list(self.by_lease):
             self.gave_back(lease_id, reason)
 
     def change_weights(self, version: str) -> None:
-        """Exchange blocks with engines that have this version of the weights only."""
+        """PeerTickets blocks with engines that have this version of the weights only."""
         self._weights_version = version
 
     def renew(self) -> None:
@@ -633,7 +642,7 @@ class Exchange:
 
 
 def _cause(error: BaseException) -> str:
-    """Return an error as the reason of the end of a flow."""
+    """Return an error as the reason of the end of a ticket."""
     if isinstance(error, TimeoutError):
         return "the receiving engine did not answer in time"
     if isinstance(error, asyncio.CancelledError):
@@ -641,22 +650,25 @@ def _cause(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _log_end(flow: Flow) -> None:
-    """Log the end of a flow; in the context of the task that has begun it."""
-    owner, ticket = lease_name(flow.record.owner, flow.lease_id), flow.ticket.ticket_id.hex()
-    if flow.failure is None:
+def _log_end(transfers: TicketTransfers) -> None:
+    """Log the end of a ticket. Call it in the context of the task that has begun the ticket."""
+    owner, ticket = (
+        lease_name(transfers.record.owner, transfers.lease_id),
+        transfers.ticket.ticket_id.hex(),
+    )
+    if transfers.failure is None:
         log.debug(
-            "receive.completed" if flow.receives else "send.completed",
+            "receive.completed" if transfers.receives else "send.completed",
             owner=owner,
             ticket=ticket,
-            tokens=flow.ticket.num_tokens - flow.ticket.first_position,
+            tokens=transfers.ticket.num_tokens - transfers.ticket.first_position,
         )
-    elif not flow.is_cancelled:
+    elif not transfers.is_cancelled:
         log.warning(
-            "receive.ended" if flow.receives else "send.ended",
+            "receive.ended" if transfers.receives else "send.ended",
             owner=owner,
             ticket=ticket,
-            reason=flow.failure,
+            reason=transfers.failure,
         )
 
 

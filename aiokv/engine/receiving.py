@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Self
 
 from aiokv.base import checks
 from aiokv.base.checks import Unique
-from aiokv.engine.flow import Flow, check_not_entered, entered
 from aiokv.engine.observers import outcome_of
+from aiokv.engine.ticket_transfers import TicketTransfers, check_not_entered, entered
 from aiokv.peers.statistics import ReceivingStatistics
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from aiokv.engine.lease import Lease
     from aiokv.engine.observers import End
-    from aiokv.engine.peers import Exchange
+    from aiokv.engine.peers import PeerTickets
 
 
 class Receiving(Unique):
@@ -23,18 +23,18 @@ class Receiving(Unique):
 
     def __init__(
         self,
-        exchange: Exchange,
+        peer_tickets: PeerTickets,
         lease: Lease,
         num_tokens: int | None,
         timeout: float,
         open_timeout: float,
     ) -> None:
-        self._exchange = exchange
+        self._peer_tickets = peer_tickets
         self._lease = lease  # not garbage-collected while this object is in use
         self._asked_tokens = num_tokens
         self._timeout = timeout
         self._open_timeout = open_timeout
-        self._flow: Flow | None = None
+        self._transfers: TicketTransfers | None = None
         self._blob = b""
         self._committed = 0  # positions that are cached or were received
         self._began = 0.0
@@ -57,21 +57,25 @@ class Receiving(Unique):
 
         Cancellation: the receive has ended.
         """
-        check_not_entered(self._flow, self, "lease.receive()")
-        exchange = self._exchange
-        ticket, blob = exchange.new_ticket(self._lease.record, self._asked_tokens, self._timeout)
+        check_not_entered(self._transfers, self, "lease.receive()")
+        peer_tickets = self._peer_tickets
+        ticket, blob = peer_tickets.new_ticket(
+            self._lease.record, self._asked_tokens, self._timeout
+        )
         first_block = ticket.first_position // ticket.block_tokens
-        flow = Flow(exchange, self._lease.record, ticket, first_block, self._advance, receives=True)
+        transfers = TicketTransfers(
+            peer_tickets, self._lease.record, ticket, first_block, self._advance, receives=True
+        )
         self._committed = ticket.first_position
-        self._began = exchange.loop.time()
+        self._began = peer_tickets.loop.time()
         try:
-            await exchange.open_receive(flow, blob, self._timeout, self._open_timeout)
-            exchange.begin_receive(flow)
+            await peer_tickets.open_receive(transfers, blob, self._timeout, self._open_timeout)
+            peer_tickets.begin_receive(transfers)
         except BaseException:
-            flow.end("the receive could not begin")
+            transfers.end("the receive could not begin")
             raise
-        self._flow, self._blob = flow, blob
-        flow.enter()
+        self._transfers, self._blob = transfers, blob
+        transfers.enter()
         return self
 
     async def __aexit__(
@@ -80,9 +84,9 @@ class Receiving(Unique):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        flow = self._entered()
-        flow.end("the receive was left before all positions had arrived")
-        await flow.wait_for(lambda: flow.at_rest)
+        transfers = self._entered()
+        transfers.end("the receive was left before all positions had arrived")
+        await transfers.wait_for(lambda: transfers.at_rest)
 
     @property
     def ticket(self) -> bytes:
@@ -113,22 +117,22 @@ class Receiving(Unique):
 
         Cancellation: nothing changed.
         """
-        flow = self._entered()
-        limit = flow.ticket.num_tokens
+        transfers = self._entered()
+        limit = transfers.ticket.num_tokens
         target = limit
         if position is not None:
             target = checks.integer("position", position, minimum=0, maximum=limit)
-        began = self._exchange.loop.time()
+        began = self._peer_tickets.loop.time()
         outcome: End = "done"
         try:
-            await flow.wait_for(lambda: self._has_arrived(flow, target))
+            await transfers.wait_for(lambda: self._has_arrived(transfers, target))
         except BaseException as error:
             outcome = outcome_of(error)
             raise
         finally:
-            seconds = self._exchange.loop.time() - began
+            seconds = self._peer_tickets.loop.time() - began
             self._wait_seconds += seconds
-            self._exchange.note_wait(flow, seconds, outcome)
+            self._peer_tickets.note_wait(transfers, seconds, outcome)
         return self._position
 
     def cancel(self) -> None:
@@ -145,8 +149,8 @@ class Receiving(Unique):
     @property
     def received_tokens(self) -> int:
         """Number of positions that have arrived, from the first of the ticket on."""
-        flow = self._entered()
-        return max(self._position - flow.ticket.first_position, 0)
+        transfers = self._entered()
+        return max(self._position - transfers.ticket.first_position, 0)
 
     @property
     def failure(self) -> str | None:
@@ -156,9 +160,9 @@ class Receiving(Unique):
     @property
     def statistics(self) -> ReceivingStatistics:
         """Progress and times so far."""
-        flow = self._entered()
-        ticket = flow.ticket
-        now = self._exchange.loop.time() if flow.ended_at is None else flow.ended_at
+        transfers = self._entered()
+        ticket = transfers.ticket
+        now = self._peer_tickets.loop.time() if transfers.ended_at is None else transfers.ended_at
         return ReceivingStatistics(
             wanted_tokens=ticket.num_tokens - ticket.first_position,
             received_tokens=self.received_tokens,
@@ -167,39 +171,43 @@ class Receiving(Unique):
             wait_seconds=self._wait_seconds,
         )
 
-    def _has_arrived(self, flow: Flow, target: int) -> bool:
+    def _has_arrived(self, transfers: TicketTransfers, target: int) -> bool:
         """Return True when ``wait`` need not wait: also not for onloads of positions before."""
-        if flow.ended or flow.is_loading:
-            return flow.at_rest
+        if transfers.ended or transfers.is_loading:
+            return transfers.at_rest
         return self._committed >= target
 
     @property
     def _position(self) -> int:
-        flow = self._entered()
-        if self._exchange.is_committed(flow):  # the receive of a state, maybe after the flow's end
-            self._note_committed(flow, flow.ticket.num_tokens)
-        return min(self._committed, flow.kept_tokens)
+        transfers = self._entered()
+        if self._peer_tickets.is_committed(
+            transfers
+        ):  # a receive of state may be committed after its end
+            self._note_committed(transfers, transfers.ticket.num_tokens)
+        return min(self._committed, transfers.kept_tokens)
 
-    def _entered(self) -> Flow:
-        return entered(self._flow, self._exchange, self)
+    def _entered(self) -> TicketTransfers:
+        return entered(self._transfers, self._peer_tickets, self)
 
     def _advance(self) -> bool:
         """Commit the positions that have arrived in order; return True when all have arrived."""
-        flow, exchange = self._entered(), self._exchange
-        exchange.begin_receive(flow)
-        arrived = min(flow.moved_block * exchange.block_tokens, flow.ticket.num_tokens)
-        if arrived > self._committed and exchange.commit_arrived(flow, arrived):
-            self._note_committed(flow, arrived)
-        return self._committed == flow.ticket.num_tokens
+        transfers, peer_tickets = self._entered(), self._peer_tickets
+        peer_tickets.begin_receive(transfers)
+        arrived = min(
+            transfers.moved_block * peer_tickets.block_tokens, transfers.ticket.num_tokens
+        )
+        if arrived > self._committed and peer_tickets.commit_arrived(transfers, arrived):
+            self._note_committed(transfers, arrived)
+        return self._committed == transfers.ticket.num_tokens
 
-    def _note_committed(self, flow: Flow, num_tokens: int) -> None:
+    def _note_committed(self, transfers: TicketTransfers, num_tokens: int) -> None:
         """Note that the first positions are committed. Idempotent."""
         new_tokens, self._committed = num_tokens - self._committed, num_tokens
         if new_tokens:
-            self._first_at = self._first_at or self._exchange.loop.time()
-            self._exchange.note_received(flow.record, new_tokens)
+            self._first_at = self._first_at or self._peer_tickets.loop.time()
+            self._peer_tickets.note_received(transfers.record, new_tokens)
 
     def __repr__(self) -> str:
-        if self._flow is None:
+        if self._transfers is None:
             return "<Receiving, not entered>"
-        return f"<Receiving {self._flow!r}>"
+        return f"<Receiving {self._transfers!r}>"

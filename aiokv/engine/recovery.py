@@ -10,7 +10,7 @@ from aiokv.errors import ClosedError, RankLost, UsageError
 if TYPE_CHECKING:
     from aiokv.base.plan import TransferReport
     from aiokv.engine.parts import Parts
-    from aiokv.engine.peers import Exchange
+    from aiokv.engine.peers import PeerTickets
     from aiokv.engine.steps import Steps
 
 log = Log(__name__)
@@ -19,7 +19,7 @@ log = Log(__name__)
 class Recovery:
     """Receives the reports of the worker, and breaks or restarts the engine."""
 
-    def __init__(self, parts: Parts, steps: Steps, exchange: Exchange) -> None:
+    def __init__(self, parts: Parts, steps: Steps, peer_tickets: PeerTickets) -> None:
         self._lifetime = parts.lifetime
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
@@ -27,18 +27,18 @@ class Recovery:
         self._transfers = parts.transfers
         self._observers = parts.observers
         self._steps = steps
-        self._exchange = exchange
+        self._peer_tickets = peer_tickets
 
     def on_report(self, report: TransferReport) -> None:
         """Account for the end of a transfer."""
         failure = self._worker.failure if report.outcome == "failed" else None
         if failure is not None and self._lifetime.failure is None:
             self.fail(failure)  # the device failed, not only this transfer
-        self._exchange.note_report(report)
+        self._peer_tickets.note_report(report)
         self._dispatcher.apply(self._scheduler.complete(report))
         self._transfers.forget(report)
         self._transfers.announce(report)
-        self._exchange.after_report()
+        self._peer_tickets.after_report()
 
     def on_step(self, step: int, error: BaseException | None) -> None:
         """Account for the end of a step and of all earlier steps."""
@@ -51,7 +51,7 @@ class Recovery:
         """Take all blocks from the leases: the part of a lost rank is missing."""
         self.fail(lost)
         self._dispatcher.apply(self._scheduler.lose_blocks(str(lost)))
-        self._exchange.lose_all(str(lost))
+        self._peer_tickets.lose_all(str(lost))
         if self._observers.active:
             self._observers.end_grants("lost")
 
@@ -59,7 +59,7 @@ class Recovery:
         """Refuse all calls and fail all waiters: the device or a rank has failed."""
         self._lifetime.fail(error)
         self._dispatcher.apply(self._scheduler.fail(str(error)))
-        self._exchange.end_all(str(error))
+        self._peer_tickets.end_all(str(error))
         if isinstance(error, RankLost) and error.has_left:
             log.info("engine.rank_left", rank=error.rank)
         else:
@@ -80,7 +80,7 @@ class Recovery:
         self._worker.give_up()
         self._dispatcher.fail_waits(self._lifetime.new_error)
         self._transfers.fail_waits(self._lifetime.new_error)
-        self._exchange.lose_all(str(self._lifetime.new_error()))
+        self._peer_tickets.lose_all(str(self._lifetime.new_error()))
 
     async def restart_ranks(self) -> None:
         """See ``CacheEngine.restart_ranks``."""
@@ -94,4 +94,4 @@ class Recovery:
         await worker.restart()
         self._lifetime.repair()
         self._dispatcher.apply(self._scheduler.restart())
-        self._exchange.renew()
+        self._peer_tickets.renew()

@@ -5,25 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from aiokv.base.checks import Unique
-from aiokv.engine.flow import Flow, check_not_entered, entered
 from aiokv.engine.progress import SendProgress
+from aiokv.engine.ticket_transfers import TicketTransfers, check_not_entered, entered
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from aiokv.engine.lease import Lease
-    from aiokv.engine.peers import Exchange
+    from aiokv.engine.peers import PeerTickets
     from aiokv.worker.device.base import Event
 
 
 class Sending(Unique):
     """Blocks of a lease that another engine receives; see ``CacheEngine.send``."""
 
-    def __init__(self, exchange: Exchange, lease: Lease, blob: bytes) -> None:
-        self._exchange = exchange
+    def __init__(self, peer_tickets: PeerTickets, lease: Lease, blob: bytes) -> None:
+        self._peer_tickets = peer_tickets
         self._lease = lease  # not garbage-collected while this object is in use
         self._blob = blob
-        self._flow: Flow | None = None
+        self._transfers: TicketTransfers | None = None
         self._progress = SendProgress(0)
         self._counted_tokens = 0  # in PeerCounts.delivered_tokens
 
@@ -44,26 +44,26 @@ class Sending(Unique):
 
         Cancellation: nothing is left behind.
         """
-        check_not_entered(self._flow, self, "engine.send()")
-        exchange = self._exchange
+        check_not_entered(self._transfers, self, "engine.send()")
+        peer_tickets = self._peer_tickets
         try:
-            ticket = exchange.checked_ticket(self._lease.record, self._blob)
-            first_block = ticket.first_position // exchange.block_tokens
-            self._progress = exchange.new_progress(first_block)
-            flow = Flow(
-                exchange, self._lease.record, ticket, first_block, self._advance, receives=False
+            ticket = peer_tickets.checked_ticket(self._lease.record, self._blob)
+            first_block = ticket.first_position // peer_tickets.block_tokens
+            self._progress = peer_tickets.new_progress(first_block)
+            transfers = TicketTransfers(
+                peer_tickets, self._lease.record, ticket, first_block, self._advance, receives=False
             )
-            await exchange.open_send(flow, self._blob)
+            await peer_tickets.open_send(transfers, self._blob)
         except Exception:
-            exchange.counts.refused_sends += 1
+            peer_tickets.counts.refused_sends += 1
             raise
         try:
-            exchange.begin_send(flow, self._progress)
+            peer_tickets.begin_send(transfers, self._progress)
         except BaseException:
-            flow.end("the send could not begin")
+            transfers.end("the send could not begin")
             raise
-        self._flow = flow
-        flow.enter()
+        self._transfers = transfers
+        transfers.enter()
         return self
 
     async def __aexit__(
@@ -72,16 +72,16 @@ class Sending(Unique):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        flow = self._entered()
+        transfers = self._entered()
         if exc_type is not None:
-            flow.end(f"the send was left with {exc_type.__name__}")
+            transfers.end(f"the send was left with {exc_type.__name__}")
             return
         try:
-            await flow.wait_for(lambda: flow.ended or flow.at_rest)
+            await transfers.wait_for(lambda: transfers.ended or transfers.at_rest)
         except BaseException:
-            flow.end("the send was cancelled")
+            transfers.end("the send was cancelled")
             raise
-        flow.end("the send was left before all positions were computed")
+        transfers.end("the send was left before all positions were computed")
 
     def layers_done(self, num_tokens: int, num_layers: int, event: Event | None = None) -> bytes:
         """Send layers of positions that are not committed yet, while the model computes the others.
@@ -115,8 +115,10 @@ class Sending(Unique):
                 ``async with`` block has not begun; or the call is made in another thread.
             LeaseError: the lease has fewer positions, or was released. Nothing changed.
         """
-        flow = self._entered()
-        return self._exchange.note_layers(flow, self._progress, num_tokens, num_layers, event)
+        transfers = self._entered()
+        return self._peer_tickets.note_layers(
+            transfers, self._progress, num_tokens, num_layers, event
+        )
 
     def cancel(self) -> None:
         """Send nothing more; the receiving engine computes what is missing. Idempotent.
@@ -139,9 +141,9 @@ class Sending(Unique):
 
         Cancellation: nothing changed.
         """
-        flow = self._entered()
-        await flow.wait_for(lambda: flow.ended)
-        return flow.failure
+        transfers = self._entered()
+        await transfers.wait_for(lambda: transfers.ended)
+        return transfers.failure
 
     @property
     def num_tokens(self) -> int:
@@ -151,9 +153,9 @@ class Sending(Unique):
     @property
     def delivered_tokens(self) -> int:
         """Number of positions that the receiver has acknowledged, from the first on."""
-        flow = self._entered()
-        ticket = flow.ticket
-        delivered = min(flow.moved_block * self._exchange.block_tokens, ticket.num_tokens)
+        transfers = self._entered()
+        ticket = transfers.ticket
+        delivered = min(transfers.moved_block * self._peer_tickets.block_tokens, ticket.num_tokens)
         return max(delivered - ticket.first_position, 0)
 
     @property
@@ -169,21 +171,21 @@ class Sending(Unique):
         """Reason why the send has ended early; None while it runs, and when all was delivered."""
         return self._entered().failure
 
-    def _entered(self) -> Flow:
-        return entered(self._flow, self._exchange, self)
+    def _entered(self) -> TicketTransfers:
+        return entered(self._transfers, self._peer_tickets, self)
 
     def _advance(self) -> bool:
         """Send what is computed; return True when all was acknowledged."""
-        flow, exchange = self._entered(), self._exchange
+        transfers, peer_tickets = self._entered(), self._peer_tickets
         try:
-            exchange.begin_send(flow, self._progress)
+            peer_tickets.begin_send(transfers, self._progress)
         finally:
-            exchange.counts.delivered_tokens += self.delivered_tokens - self._counted_tokens
+            peer_tickets.counts.delivered_tokens += self.delivered_tokens - self._counted_tokens
             self._counted_tokens = self.delivered_tokens
-        is_last = flow.moved_block * exchange.block_tokens >= flow.ticket.num_tokens
-        return is_last and flow.moved_groups.issuperset(exchange.groups)
+        is_last = transfers.moved_block * peer_tickets.block_tokens >= transfers.ticket.num_tokens
+        return is_last and transfers.moved_groups.issuperset(peer_tickets.groups)
 
     def __repr__(self) -> str:
-        if self._flow is None:
+        if self._transfers is None:
             return "<Sending, not entered>"
-        return f"<Sending {self._flow!r}>"
+        return f"<Sending {self._transfers!r}>"

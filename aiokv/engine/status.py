@@ -12,14 +12,14 @@ from aiokv.stores.guard_statistics import unavailable_stores
 
 if TYPE_CHECKING:
     from aiokv.engine.parts import Parts
-    from aiokv.engine.peers import Exchange
+    from aiokv.engine.peers import PeerTickets
     from aiokv.engine.sleeping import Sleep
 
 
 class Status:
     """Reads the statistics and the health of an engine from its parts."""
 
-    def __init__(self, parts: Parts, sleep: Sleep, exchange: Exchange) -> None:
+    def __init__(self, parts: Parts, sleep: Sleep, peer_tickets: PeerTickets) -> None:
         self._lifetime = parts.lifetime
         self._read = parts.scheduler.read
         self._requests = parts.requests
@@ -27,7 +27,7 @@ class Status:
         self._poller = parts.poller
         self._layer_waits = parts.transfers.layer_waits
         self._sleep = sleep
-        self._exchange = exchange
+        self._peer_tickets = peer_tickets
 
     def statistics(self) -> Statistics:
         """See ``CacheEngine.statistics``. Any thread."""
@@ -40,7 +40,7 @@ class Status:
             poller=self._poller.statistics(),
             ranks=state.ranks,
             stores=state.stores,
-            peers=self._exchange.statistics(state.peers),
+            peers=self._peer_tickets.statistics(state.peers),
         )
 
     def health(self) -> Health:

@@ -19,7 +19,7 @@ from msgspec import Meta
 from aiokv.base import checks
 from aiokv.errors import AiokvError, ConfigError, LayoutError, UsageError
 from aiokv.layout.axes import HEADS, MAX_AXES, TOKENS, check_axes
-from aiokv.layout.regions import HOST_ALIGNMENT_BYTES
+from aiokv.layout.host_format import payload_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -44,11 +44,6 @@ _Name: TypeAlias = Annotated[str, Meta(max_length=256)]
 _Size: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_BLOCK_BYTES)]
 _Count: TypeAlias = Annotated[int, Meta(ge=1, le=checks.MAX_INT32)]
 _Index: TypeAlias = Annotated[int, Meta(ge=0, le=checks.MAX_INT32)]
-
-
-def aligned(size_bytes: int) -> int:
-    """Return the bytes that a piece takes in a host block or fragment."""
-    return -(-size_bytes // HOST_ALIGNMENT_BYTES) * HOST_ALIGNMENT_BYTES
 
 
 class PieceLayout(msgspec.Struct, frozen=True, array_like=True):
@@ -110,9 +105,9 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
         return sum(len(self.kinds[kind]) * count for kind, count in self.runs)
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of a host block, with the alignment of its pieces."""
-        sizes = [sum(aligned(piece.num_bytes) for piece in kind) for kind in self.kinds]
+    def payload_bytes(self) -> int:
+        """Bytes of a block as peers exchange it, with the alignment of its pieces."""
+        sizes = [payload_bytes(piece.num_bytes for piece in kind) for kind in self.kinds]
         return sum(sizes[kind] * count for kind, count in self.runs)
 
     def ranges(self, num_ranges: int) -> list[tuple[int, int]]:
@@ -325,9 +320,9 @@ def _check_pool(name: str, pool: PoolLayout, block_tokens: int, error: type[Aiok
             )
         for piece in kind:
             _check_piece(f"layout: region {piece.region!r}", name, piece, block_tokens, error)
-    if pool.block_bytes > MAX_BLOCK_BYTES:
+    if pool.payload_bytes > MAX_BLOCK_BYTES:
         raise error(
-            f"layout: {name} has {pool.block_bytes} bytes per block; at most {MAX_BLOCK_BYTES}"
+            f"layout: {name} has {pool.payload_bytes} bytes per block; at most {MAX_BLOCK_BYTES}"
         )
 
 

@@ -21,8 +21,9 @@ from aiokv._native import Repack
 from aiokv.base import checks
 from aiokv.errors import LayoutError, UsageError
 from aiokv.layout.axes import HEADS, TOKENS
-from aiokv.layout.block_layout import BLOCKS, STATE, PieceLayout, aligned
+from aiokv.layout.block_layout import BLOCKS, STATE, PieceLayout
 from aiokv.layout.block_layout import BlockLayout as BlockLayout
+from aiokv.layout.host_format import aligned
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -77,7 +78,7 @@ class Mapping:
             if first <= box.layer < end
         ]
         sender_bytes = sent.num_bytes
-        receiver_bytes = receiver.pool(pool).block_bytes
+        receiver_bytes = receiver.pool(pool).payload_bytes
         num_pieces = sent.num_pieces
         self.fragment_bytes = sum(aligned(box.copy.num_bytes) for box in boxes)
         self.fragment_is_block = len(boxes) == num_pieces and all(

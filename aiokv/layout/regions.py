@@ -5,22 +5,29 @@ distinguish K and V. The host pool is block-first, so a block is one contiguous 
 network::
 
     host block  | layer 0: k, v | layer 1: k, v, scale | ...     each piece aligned to 64 bytes
+
+A :class:`~aiokv.layout.host_format.HostFormat` may encode the pieces on the host.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from aiokv.base.groups import STATE
+from aiokv.base.groups import ATTENTION, STATE, layers_of
 from aiokv.errors import LayoutError
 from aiokv.layout.arrays import Piece, describe
 from aiokv.layout.axes import TOKENS, check_axes, check_heads, with_axes
+from aiokv.layout.host_format import (
+    DEVICE_BYTES,
+    HostFormat,
+    aligned,
+    checked_payload,
+    payload_bytes,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-HOST_ALIGNMENT_BYTES: Final = 64  # a cache line: streaming stores, and no false sharing
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 class Regions:
@@ -28,12 +35,18 @@ class Regions:
 
     Args:
         num_layers: layers of the model; 0 makes a cache of no bytes.
+        host_format: encoding of the blocks in host memory and in stores; by default the bytes of
+            the device. The device must be able to run it.
+
+    Raises:
+        LayoutError: ``num_layers`` is negative.
     """
 
-    def __init__(self, *, num_layers: int) -> None:
+    def __init__(self, *, num_layers: int, host_format: HostFormat = DEVICE_BYTES) -> None:
         if num_layers < 0:
             raise LayoutError(f"num_layers is {num_layers}; it must be at least 0")
         self.num_layers = num_layers
+        self.host_format = host_format
         self._pieces: list[list[Piece]] = [[] for _ in range(num_layers)]
         self._names: list[str] = []
         self._num_blocks: int | None = None
@@ -41,6 +54,7 @@ class Regions:
         self._num_state_slots: int | None = None
         self._windows: dict[str, Regions] = {}  # by group
         self._layer_blocks: dict[tuple[int, int], Regions] = {}  # by range of layers
+        self._sent: Regions | None = None  # see sent()
 
     def add(
         self,
@@ -168,6 +182,7 @@ class Regions:
         self._state_pieces += pieces
         self._num_state_slots = num_slots
         self._names.append(name)
+        self._sent = None
 
     def add_window(
         self,
@@ -196,7 +211,7 @@ class Regions:
             LayoutError: as :meth:`add`; the registry is unchanged.
         """
         self._check_layers(name, len(layers), layer_indices)
-        blocks = self._windows.get(group) or Regions(num_layers=self.num_layers)
+        blocks = self.window_blocks(group)
         blocks.add(
             name,
             layers=layers,
@@ -212,9 +227,10 @@ class Regions:
 
         Args:
             group: name of the group; tensors that it has already are replaced.
-            blocks: the tensors as regions of their own.
+            blocks: the tensors as regions of their own, with the same host format.
         """
         self._windows[group] = blocks
+        self._sent = None
         self._names += [name for name in blocks.names if name not in self._names]
 
     def _check_layers(
@@ -254,29 +270,58 @@ class Regions:
 
     def without_tensors(self) -> Regions:
         """Return the same layout without memory, which keeps no tensor alive."""
-        bare = Regions(num_layers=self.num_layers)
+        return self._copy(
+            self.host_format,
+            {group: blocks.without_tensors() for group, blocks in self._windows.items()},
+            lambda piece: replace(piece, pointer=0, owner=None),
+        )
+
+    def in_format(self, host_format: HostFormat) -> Regions:
+        """Return the same tensors with host blocks of another format; itself if it has it."""
+        if host_format is self.host_format:
+            return self
+        windows = {group: blocks.in_format(host_format) for group, blocks in self._windows.items()}
+        return self._copy(host_format, windows, lambda piece: piece)
+
+    def sent(self) -> Regions:
+        """Return the same tensors with host blocks as peers exchange them."""
+        if self.host_format is DEVICE_BYTES:
+            return self  # not kept in ``_sent``: a cycle would keep the tensors alive
+        if self._sent is None:
+            self._sent = self.in_format(DEVICE_BYTES)
+        return self._sent
+
+    def _copy(
+        self,
+        host_format: HostFormat,
+        windows: dict[str, Regions],
+        change: Callable[[Piece], Piece],
+    ) -> Regions:
+        copy = Regions(num_layers=self.num_layers, host_format=host_format)
         state_names = {piece.region for piece in self._state_pieces}
         window_names = {name for blocks in self._windows.values() for name in blocks.names}
         for name in self._names:
-            pieces = [
-                replace(piece, pointer=0, owner=None)
-                for piece in self.all_pieces()
-                if piece.region == name
-            ]
+            pieces = [change(piece) for piece in self.all_pieces() if piece.region == name]
             if name in state_names:
-                bare.add_state_pieces(name, pieces, self._num_state_slots)
+                copy.add_state_pieces(name, pieces, self._num_state_slots)
             elif name not in window_names:
-                bare.add_pieces(name, pieces, self._num_blocks)
-        for group, blocks in self._windows.items():
-            bare.add_window_blocks(group, blocks.without_tensors())
-        return bare
+                copy.add_pieces(name, pieces, self._num_blocks)
+        for group, blocks in windows.items():
+            copy.add_window_blocks(group, blocks)
+        return copy
 
     def check_layout(self, other: Regions) -> None:
         """Raise unless blocks of ``other`` have the same layout, at whatever addresses.
 
         Raises:
-            LayoutError: names the first difference in layers, regions, bytes per block or axes.
+            LayoutError: names the first difference in layers, regions, bytes per block, axes or
+                format.
         """
+        if other.host_format.name != self.host_format.name:
+            raise LayoutError(
+                f"the new tensors have the host format {other.host_format.name!r}, not "
+                f"{self.host_format.name!r} as before"
+            )
         if other.num_layers != self.num_layers:
             raise LayoutError(
                 f"the new tensors have {other.num_layers} layers, not {self.num_layers} as before"
@@ -339,7 +384,7 @@ class Regions:
 
         Their host blocks hold the slots that are copied to host memory.
         """
-        slots = Regions(num_layers=self.num_layers)
+        slots = self._empty()
         for name in dict.fromkeys(piece.region for piece in self._state_pieces):
             pieces = [piece for piece in self._state_pieces if piece.region == name]
             slots.add_pieces(name, pieces, self._num_state_slots)
@@ -360,7 +405,18 @@ class Regions:
 
         Their host blocks hold the blocks of the group that are copied to host memory.
         """
-        return self._windows.get(group) or Regions(num_layers=self.num_layers)
+        return self._windows.get(group) or self._empty()
+
+    def group_blocks(self, group: str) -> Regions:
+        """Return the tensors of a group, or of a range of layers, as regions of their own."""
+        if (layers := layers_of(group)) is not None:
+            return self.layer_blocks(*layers)
+        if group == ATTENTION:
+            return self
+        return self.state_blocks() if group == STATE else self.window_blocks(group)
+
+    def _empty(self) -> Regions:
+        return Regions(num_layers=self.num_layers, host_format=self.host_format)
 
     def layer_blocks(self, first: int, end: int) -> Regions:
         """Return the tensors of layers ``first`` to ``end - 1`` as regions of their own.
@@ -368,7 +424,7 @@ class Regions:
         Their host blocks hold these layers only.
         """
         if (first, end) not in self._layer_blocks:
-            blocks = Regions(num_layers=self.num_layers)
+            blocks = self._empty()
             for name in dict.fromkeys(piece.region for piece in self.pieces()):
                 pieces = [
                     piece
@@ -391,16 +447,21 @@ class Regions:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that move with one block: all layers, all regions."""
+        """Bytes of one block on the device: all layers, all regions."""
         return sum(piece.block_bytes for piece in self.pieces())
 
     @property
-    def host_block_bytes(self) -> int:
-        """Bytes of a block in host memory: block_bytes and the alignment between pieces."""
-        return sum(_aligned(piece.block_bytes) for piece in self.pieces())
+    def copied_bytes(self) -> int:
+        """Bytes of one block that are written to host memory, and read from it."""
+        return sum(piece.payload.num_bytes for piece in self.pieces())
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of a block in host memory: copied_bytes and the alignment between pieces."""
+        return payload_bytes(piece.payload.num_bytes for piece in self.pieces())
 
     def layer_bytes(self, layer: int) -> int:
-        """Bytes that move with one block in one layer."""
+        """Bytes of one block on the device in one layer."""
         return sum(piece.block_bytes for piece in self._pieces[layer])
 
     def layer_pieces(self, layer: int) -> tuple[Piece, ...]:
@@ -432,11 +493,13 @@ class Regions:
 
     def _place(self) -> None:
         self._layer_blocks.clear()
+        self._sent = None
         offset = 0
         for layer, pieces in enumerate(self._pieces):
             for i, piece in enumerate(pieces):
-                self._pieces[layer][i] = replace(piece, host_offset_bytes=offset)
-                offset += _aligned(piece.block_bytes)
+                payload = checked_payload(self.host_format, piece.block_bytes, piece.dtype)
+                self._pieces[layer][i] = replace(piece, host_offset_bytes=offset, payload=payload)
+                offset += aligned(payload.num_bytes)
 
 
 def num_blocks_for(total_bytes: int, block: Regions | int) -> int:
@@ -449,13 +512,9 @@ def num_blocks_for(total_bytes: int, block: Regions | int) -> int:
     Raises:
         LayoutError: a block has no bytes.
     """
-    block_bytes = block if isinstance(block, int) else block.host_block_bytes
-    if block_bytes <= 0:
+    size = block if isinstance(block, int) else block.payload_bytes
+    if size <= 0:
         raise LayoutError(
-            f"block is {block_bytes} bytes; it must be at least 1", hint="register tensors first"
+            f"block is {size} bytes; it must be at least 1", hint="register tensors first"
         )
-    return max(total_bytes, 0) // block_bytes
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // HOST_ALIGNMENT_BYTES) * HOST_ALIGNMENT_BYTES
+    return max(total_bytes, 0) // size

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiokv.base import checks
 from aiokv.errors import ConfigError
-from aiokv.stores.base import store_pitch_bytes
+from aiokv.layout.host_format import (
+    DEVICE_BYTES,
+    HostFormat,
+    checked_payload,
+    payload_bytes,
+    pitch_bytes,
+)
 
 if TYPE_CHECKING:
     import os
@@ -47,7 +53,6 @@ _BYTES: Final = "uint8"
 
 _SCALE_ELEMENTS: Final = 128
 _SCALE_BYTES: Final = 4
-_HOST_ALIGNMENT_BYTES: Final = 64  # of a piece in a host block, as aiokv.layout.regions has it
 
 
 class TensorShape(NamedTuple):
@@ -259,7 +264,7 @@ class ModelShape:
             ConfigError: ``kv_dtype`` is unknown or does not suit the model, or the ranks cannot
                 divide the heads.
         """
-        return sum(self._pieces(kv_dtype, tensor_parallel, group))
+        return sum(piece.token_bytes for piece in self._pieces(kv_dtype, tensor_parallel, group))
 
     def bytes_per_block(
         self,
@@ -293,6 +298,7 @@ class ModelShape:
         tensor_parallel: int = 1,
         group: str | None = None,
         with_stores: bool = False,
+        host_format: HostFormat = DEVICE_BYTES,
     ) -> int:
         """Return the bytes of one block in host memory on one rank, alignment included.
 
@@ -302,14 +308,19 @@ class ModelShape:
             tensor_parallel: as :meth:`bytes_per_token`.
             group: as :meth:`bytes_per_token`.
             with_stores: True if the engine has stores, whose objects have trailers.
+            host_format: format of the blocks in host memory; see ``Regions``.
 
         Raises:
             ConfigError: as :meth:`bytes_per_block`.
         """
         block_tokens = checks.integer("block_tokens", block_tokens, minimum=1, error=ConfigError)
         pieces = self._pieces(kv_dtype, tensor_parallel, group)
-        block_bytes = sum(_aligned(block_tokens * piece) for piece in pieces)
-        return store_pitch_bytes(block_bytes) if with_stores else block_bytes
+        payloads = (
+            checked_payload(host_format, block_tokens * piece.token_bytes, piece.element)
+            for piece in pieces
+        )
+        size = payload_bytes(payload.num_bytes for payload in payloads)
+        return pitch_bytes(size, with_stores=with_stores)
 
     def state_slot_bytes(self, *, tensor_parallel: int = 1) -> int:
         """Return the bytes of the recurrent state of one sequence on one rank; 0 for none.
@@ -338,8 +349,8 @@ class ModelShape:
         checks.choice("kv_dtype", kv_dtype, KV_DTYPES, ConfigError)
         return (self.kv_dtype or self.dtype) if kv_dtype == "auto" else kv_dtype
 
-    def _pieces(self, kv_dtype: str, tensor_parallel: int, group: str | None) -> list[int]:
-        """Return the bytes per token of each tensor of the layers of a group."""
+    def _pieces(self, kv_dtype: str, tensor_parallel: int, group: str | None) -> list[TensorShape]:
+        """Return the tensors of the layers of a group."""
         checks.integer("tensor_parallel", tensor_parallel, minimum=1, error=ConfigError)
         kv_dtype = self.resolved_kv_dtype(kv_dtype)
         if group is not None:
@@ -349,7 +360,7 @@ class ModelShape:
             piece
             for layer, count in self.layers
             if layer.window_tokens == window
-            for piece in _pieces(layer, kv_dtype, tensor_parallel, self.dtype) * count
+            for piece in layer.tensors(kv_dtype, tensor_parallel, model_dtype=self.dtype) * count
         ]
 
 
@@ -367,11 +378,6 @@ def heads_per_rank(kv_heads: int, tensor_parallel: int) -> int:
         f"tensor_parallel is {tensor_parallel} for {kv_heads} KV heads; one number must divide the "
         "other"
     )
-
-
-def _pieces(layer: LayerShape, kv_dtype: str, tensor_parallel: int, model_dtype: str) -> list[int]:
-    tensors = layer.tensors(kv_dtype, tensor_parallel, model_dtype=model_dtype)
-    return [tensor.token_bytes for tensor in tensors]
 
 
 def _stored(kv_dtype: str) -> tuple[str, str]:
@@ -400,7 +406,3 @@ def _quantized(
 
 def _scaled_fp8_bytes(elements: int) -> int:
     return elements + -(-elements // _SCALE_ELEMENTS) * _SCALE_BYTES
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _HOST_ALIGNMENT_BYTES) * _HOST_ALIGNMENT_BYTES

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from aiokv import _native
+from aiokv.layout.host_format import TRAILER_BYTES
 from aiokv.peers.slot_access import SlotAccess, report_error
-from aiokv.stores.base import TRAILER_BYTES, Result
+from aiokv.stores.base import Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -135,7 +135,7 @@ class PeerTransfers:
             ConfigError: ``ring_bytes`` or ``outgoing_bytes`` is less than a slot.
         """
         slots = ArenaSlots.of(self._checked(), regions)
-        return slots.total, slots.block_bytes
+        return slots.total, slots.slot_bytes
 
     def _checked(self) -> Peers:
         if self._options is None:
@@ -186,14 +186,14 @@ class PeerTransfers:
         identity = self._identity_now()
         slots = ArenaSlots.of(self._checked(), regions)
         per_slot = slots.blocks_per_slot(identity.block_tokens)
-        boundary = slots.first_outgoing * slots.block_bytes
+        boundary = slots.first_outgoing * slots.slot_bytes
         num_landing = slots.first_assembly // per_slot
         access, whole = self._open_work(memory)
         landing = msgspec.structs.replace(
             whole,
             num_slots=num_landing,
-            slot_bytes=per_slot * slots.block_bytes,
-            view=whole.view and whole.view[: slots.first_assembly * slots.block_bytes],
+            slot_bytes=per_slot * slots.slot_bytes,
+            view=whole.view and whole.view[: slots.first_assembly * slots.slot_bytes],
         )
         outgoing = msgspec.structs.replace(
             whole,
@@ -297,7 +297,7 @@ class PeerTransfers:
         return self._work, PeerMemory(
             address=arena.pointer,
             num_slots=arena.num_blocks,
-            slot_bytes=arena.block_bytes,
+            slot_bytes=arena.pitch_bytes,
             view=arena.blocks.reshape(-1).data,
         )
 

@@ -117,9 +117,9 @@ class ReceiverWork:
     def place(self, fragments: Sequence[Received], slots: Sequence[dict[int, int]]) -> None:
         """Place fragments in assembly slots."""
         memory, arena = self._landing, self._parts.arena
-        first = memory.address + arena.first_assembly * arena.block_bytes
+        first = memory.address + arena.first_assembly * arena.slot_bytes
         addresses = [
-            {split_key(key)[1]: first + slot * arena.block_bytes for key, slot in targets.items()}
+            {split_key(key)[1]: first + slot * arena.slot_bytes for key, slot in targets.items()}
             for targets in slots
         ]
         then = partial(self._placed, list(fragments))

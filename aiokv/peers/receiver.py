@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Protocol, TypeVa
 import msgspec
 
 from aiokv.base.statistics import ReceiverCounts
+from aiokv.layout.host_format import TRAILER_BYTES
 from aiokv.peers.acceptance import Acceptance
 from aiokv.peers.arrivals import Fragment, Receive, SlotCopies, SlotCopy
 from aiokv.peers.assembly import AssemblySlots
@@ -48,7 +49,6 @@ from aiokv.peers.messages import (
     split_key,
 )
 from aiokv.peers.unplanned import UnplannedFragments
-from aiokv.stores.base import TRAILER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence

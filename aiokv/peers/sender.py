@@ -21,6 +21,7 @@ import msgspec
 
 from aiokv.base.statistics import SenderCounts
 from aiokv.errors import UsageError
+from aiokv.layout.host_format import TRAILER_BYTES
 from aiokv.peers.departures import Send, SlotFill
 from aiokv.peers.messages import (
     MAX_LISTED,
@@ -38,7 +39,6 @@ from aiokv.peers.messages import (
 from aiokv.peers.outgoing import OutgoingTicket
 from aiokv.peers.outgoing_slots import OutgoingSlots
 from aiokv.peers.send_queue import SendQueue
-from aiokv.stores.base import TRAILER_BYTES
 from aiokv.worker.device.base import CopyError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from aiokv.errors import ConfigError
-from aiokv.stores.base import TRAILER_BYTES
+from aiokv.layout.host_format import TRAILER_BYTES, aligned
 
 if TYPE_CHECKING:
     from aiokv.layout.regions import Regions
@@ -31,20 +31,20 @@ DEVICE_ALIGNMENT: Final = 4096
 
 def device_slot_bytes(payload_bytes: int) -> int:
     """Return the distance between slots in the memory of a GPU."""
-    return -(-(payload_bytes + TRAILER_BYTES) // DEVICE_ALIGNMENT) * DEVICE_ALIGNMENT
+    return aligned(payload_bytes + TRAILER_BYTES, DEVICE_ALIGNMENT)
 
 
 class ArenaSlots(NamedTuple):
     """Numbers of blocks of the arena.
 
     Attributes:
-        block_bytes: distance between blocks.
+        slot_bytes: distance between blocks.
         ring: blocks for landing and assembly.
         assembly: blocks of the ring in which fragments of other layouts are put together.
         outgoing: blocks for sending.
     """
 
-    block_bytes: int
+    slot_bytes: int
     ring: int
     assembly: int
     outgoing: int
@@ -56,10 +56,10 @@ class ArenaSlots(NamedTuple):
         Raises:
             ConfigError: ``ring_bytes`` or ``outgoing_bytes`` is less than a block.
         """
-        pools = [regions, regions.state_blocks()]
-        pools += [regions.window_blocks(group) for group in regions.num_window_blocks]
-        payload_bytes = max(*[pool.host_block_bytes for pool in pools], TRAILER_BYTES)
-        block_bytes = payload_bytes + TRAILER_BYTES
+        sent = regions.sent()
+        pools = [sent, *map(sent.group_blocks, sent.groups)]
+        payload_bytes = max(*[pool.payload_bytes for pool in pools], TRAILER_BYTES)
+        slot_bytes = payload_bytes + TRAILER_BYTES
         if options.slots_on_device:
             if regions.state_pieces or regions.num_window_blocks:
                 raise ConfigError(
@@ -67,22 +67,22 @@ class ArenaSlots(NamedTuple):
                     "of sliding windows",
                     hint="use Peers(transport='tcp') on both servers",
                 )
-            block_bytes = device_slot_bytes(payload_bytes)
+            slot_bytes = device_slot_bytes(payload_bytes)
         blocks = []
         for name in ("ring_bytes", "outgoing_bytes"):
             size = int(getattr(options, name))
-            if size < block_bytes:
+            if size < slot_bytes:
                 raise ConfigError(
-                    f"{name} is {size}; a block takes {block_bytes} bytes",
+                    f"{name} is {size}; a block takes {slot_bytes} bytes",
                     hint=f"set Peers({name}=...) to some tens of blocks",
                 )
-            blocks.append(size // block_bytes)
+            blocks.append(size // slot_bytes)
         ring = 0 if options.listen is None else blocks[0]
         # Fragments in the memory of a GPU are not put together: the layouts are equal.
         is_mapped = not options.slots_on_device and any(
             piece.axes is not None for piece in regions.all_pieces()
         )
-        return cls(block_bytes, ring, ring // ASSEMBLY_SHARE if is_mapped else 0, blocks[1])
+        return cls(slot_bytes, ring, ring // ASSEMBLY_SHARE if is_mapped else 0, blocks[1])
 
     @property
     def total(self) -> int:

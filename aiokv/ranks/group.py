@@ -317,6 +317,7 @@ class RankGroup(Unique):
             device_blocks=min((known.num_blocks for known in layouts), default=UNLIMITED_BLOCKS),
             device_name=f"{self.num_ranks} ranks",
             block_bytes=0 if layout is None else layout.block_bytes * self.num_ranks,
+            pitch_bytes=0 if layout is None else layout.pitch_bytes * self.num_ranks,
         )
 
     @property

@@ -39,6 +39,7 @@ from aiokv.base.statistics import (
 )
 from aiokv.base.types import Tier  # noqa: TC001
 from aiokv.config.cache_config import WindowGroup  # noqa: TC001  (msgspec needs it)
+from aiokv.layout.host_format import pitch_bytes
 from aiokv.peers.ticket import Endpoint  # noqa: TC001
 from aiokv.stores.identity import StoreIdentity  # noqa: TC001
 from aiokv.wire.connection import Connection
@@ -69,24 +70,20 @@ class Layout(_Message, frozen=True):
     Attributes:
         num_layers: layers of the model.
         num_blocks: device blocks of the rank's tensors.
-        block_bytes: bytes of one block, over all layers and regions.
-        fingerprint: digest of number, name and bytes of all regions of all layers.
+        block_bytes: bytes of one block on the device, over all layers and regions.
+        pitch_bytes: bytes that one block takes in host memory.
+        fingerprint: digest of number, name, bytes and host format of all regions of all layers.
         window_blocks: blocks of the tensors of each window group.
-        window_block_bytes: bytes of one block of each window group.
+        copied_bytes: bytes of one block of each group that a copy to or from host memory moves.
     """
 
     num_layers: Annotated[int, msgspec.Meta(ge=0, le=MAX_LAYERS)]
     num_blocks: int
     block_bytes: int
+    pitch_bytes: int
     fingerprint: Annotated[bytes, msgspec.Meta(max_length=64)]
     window_blocks: dict[str, int] = {}
-    window_block_bytes: dict[str, int] = {}
-
-    def bytes_per_block(self, plan: TransferPlan) -> int:
-        """Return the bytes of one block of a plan on one rank."""
-        if plan.group != ATTENTION:
-            return self.window_block_bytes.get(plan.group, 0)
-        return self.block_bytes
+    copied_bytes: dict[str, int] = {}
 
 
 class Hello(_Message, frozen=True, tag="hello"):
@@ -353,22 +350,29 @@ RankConnection = Connection[FromManager, FromConnectedRank]  # the manager's end
 ManagerConnection = Connection[FromRank, FromManager]  # the rank's end
 
 
-def layout_of(regions: Regions) -> Layout:
-    """Return the layout of a rank's regions."""
+def layout_of(regions: Regions, *, with_stores: bool = False) -> Layout:
+    """Return the layout of a rank's regions.
+
+    Args:
+        regions: the tensors of the rank.
+        with_stores: True if the rank has stores, whose host blocks are larger.
+    """
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(f"aiokv layout {regions.num_layers}".encode())
-    for piece in regions.pieces():
-        digest.update(f"\n{piece.layer} {piece.block_bytes} {piece.region}".encode())
-    groups = {group: regions.window_blocks(group) for group in regions.num_window_blocks}
-    for group, blocks in sorted(groups.items()):
-        digest.update(f"\nwindow {group}".encode())
+    digest.update(f"aiokv layout {regions.num_layers} {regions.host_format.name}".encode())
+    groups = {
+        group: regions.group_blocks(group)
+        for group in (ATTENTION, *sorted(regions.num_window_blocks))
+    }
+    for group, blocks in groups.items():
+        digest.update(f"\ngroup {group}".encode())
         for piece in blocks.pieces():
             digest.update(f"\n{piece.layer} {piece.block_bytes} {piece.region}".encode())
     return Layout(
         num_layers=regions.num_layers,
         num_blocks=device_blocks(regions),
         block_bytes=regions.block_bytes,
+        pitch_bytes=pitch_bytes(regions.payload_bytes, with_stores=with_stores),
         fingerprint=digest.digest(),
         window_blocks=regions.num_window_blocks,
-        window_block_bytes={group: blocks.block_bytes for group, blocks in groups.items()},
+        copied_bytes={group: blocks.copied_bytes for group, blocks in groups.items()},
     )

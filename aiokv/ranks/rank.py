@@ -198,7 +198,7 @@ class Rank(Unique):
         self._disconnected: asyncio.Future[None] = loop.create_future()
         try:
             await self._connect()
-            layout = layout_of(self.regions)
+            layout = layout_of(self.regions, with_stores=bool(self._stores))
             self._send(
                 Hello(
                     protocol=PROTOCOL_VERSION,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from aiokv.base.groups import ATTENTION, STATE
+from aiokv.layout.host_format import TRAILER_BYTES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,13 +26,6 @@ if TYPE_CHECKING:
     from aiokv.base.statistics import StoreStatistics
 
 KEY_BYTES: Final = 32
-TRAILER_BYTES: Final = 64
-PITCH_BYTES: Final = 4096  # host blocks begin at multiples of this when there are stores
-
-
-def store_pitch_bytes(payload_bytes: int) -> int:
-    """Return the bytes from one host block to the next where there are stores."""
-    return -(-(payload_bytes + TRAILER_BYTES) // PITCH_BYTES) * PITCH_BYTES
 
 
 class Result(IntEnum):
@@ -70,11 +64,11 @@ class StoreMemory(msgspec.Struct, frozen=True, kw_only=True):
     ``address + i * pitch_bytes``; a slot of recurrent state is a block of its group.
 
     Attributes:
-        address: address of block 0, a multiple of ``PITCH_BYTES``.
+        address: address of block 0, a multiple of ``STORE_ALIGNMENT_BYTES``.
         num_blocks: number of blocks.
-        pitch_bytes: distance between blocks, a multiple of ``PITCH_BYTES``; a store may read and
-            overwrite all of it.
-        payload_bytes: bytes of a block that the device tier copies.
+        pitch_bytes: distance between blocks, a multiple of ``STORE_ALIGNMENT_BYTES``; a store may
+            read and overwrite all of it.
+        payload_bytes: bytes of a block that the device tier copies, in the format of the host.
         view: all blocks as one writable buffer.
         group: name of the group.
         quota_share: part of the limit of the store that the objects of the group may take, above 0;

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from aiokv.base import checks
-from aiokv.base.groups import ATTENTION, STATE
+from aiokv.base.groups import ATTENTION
 from aiokv.config.cache_config import WindowGroup  # noqa: TC001  (msgspec needs it)
 from aiokv.errors import ConfigError
 from aiokv.stores.base import medium_name
@@ -63,7 +63,8 @@ class StoreIdentity(msgspec.Struct, frozen=True, kw_only=True):
                 the attention kernel reads, not as plain bytes. Axes and heads count where they were
                 given (``Regions.add(axes=, heads=)``), since one shape can have two orders of axes;
                 a region without them has the fingerprint that it always had. So a cache whose
-                regions get axes does not find the blocks that it stored before.
+                regions get axes does not find the blocks that it stored before. So does the name of
+                the host format, unless it is empty.
             group: group of the objects. Its line names the group by its ``medium_name``.
 
         Raises:
@@ -93,6 +94,8 @@ class StoreIdentity(msgspec.Struct, frozen=True, kw_only=True):
             f"layers {regions.num_layers}",
             *_region_lines(regions),
         ]
+        if host_format := regions.host_format.name:
+            lines.append(f"host format {_quoted('the name of a host format', host_format)}")
         for name, window in sorted(self.windows.items()):
             quoted = _quoted("the name of a window", name)
             lines.append(f"window {quoted} {window.window_tokens} sink {window.sink_tokens}")
@@ -111,8 +114,7 @@ def _region_lines(regions: Regions) -> Iterator[str]:
 
 def _group_lines(regions: Regions, group: str) -> Iterator[str]:
     """Yield the places of the tensors of a group in one of its blocks."""
-    blocks = regions.state_blocks() if group == STATE else regions.window_blocks(group)
-    for piece in blocks.pieces():
+    for piece in regions.group_blocks(group).pieces():
         yield f"layer {piece.layer} slot {_array(piece)} at {piece.host_offset_bytes}"
 
 

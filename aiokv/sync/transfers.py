@@ -28,7 +28,7 @@ class _SyncFlow(Unique, Generic[F]):
     def __init__(self, port: Port, make: Callable[[], F]) -> None:
         self._port = port
         self._make: Callable[[], F] = make
-        self._flow: F | None = None
+        self._handle: F | None = None
 
     def __enter__(self) -> Self:
         self._port.begin(self._enter).wait()
@@ -43,25 +43,25 @@ class _SyncFlow(Unique, Generic[F]):
         self._port.begin(self._entered().__aexit__, exc_type, exc, traceback).wait()
 
     async def _enter(self) -> None:
-        if self._flow is not None:
+        if self._handle is not None:
             raise UsageError(f"{self!r} was entered already; it can be entered once")
-        flow = self._make()
-        await flow.__aenter__()
-        self._flow = flow
+        handle = self._make()
+        await handle.__aenter__()
+        self._handle = handle
 
     def cancel(self) -> None:
         """Transfer nothing more. Idempotent."""
-        self._ask(lambda flow: flow.cancel())
+        self._ask(lambda handle: handle.cancel())
 
     @property
     def failure(self) -> str | None:
         """Reason why the transfer has ended early; None while it runs, and after success."""
-        return self._ask(lambda flow: flow.failure)
+        return self._ask(lambda handle: handle.failure)
 
     def _entered(self) -> F:
-        if self._flow is None:
+        if self._handle is None:
             raise UsageError(f"{self!r} can only be used inside its `with` block")
-        return self._flow
+        return self._handle
 
     def _ask(self, read: Callable[[F], T]) -> T:
         return self._port.call(lambda calls: calls.add(lambda: read(self._entered())))
@@ -73,12 +73,12 @@ class SyncReceiving(_SyncFlow[Receiving]):
     @property
     def ticket(self) -> bytes:
         """Ticket for ``send`` of the other engine; put it into the user's request."""
-        return self._ask(lambda flow: flow.ticket)
+        return self._ask(lambda handle: handle.ticket)
 
     @property
     def statistics(self) -> ReceivingStatistics:
         """Progress and times so far."""
-        return self._ask(lambda flow: flow.statistics)
+        return self._ask(lambda handle: handle.statistics)
 
     def wait(self, position: int | None = None) -> EngineFuture[int]:
         """Wait until positions have arrived, or the receive has ended, as ``Receiving.wait``.
@@ -95,11 +95,11 @@ class SyncSending(_SyncFlow[Sending]):
     @property
     def delivered_tokens(self) -> int:
         """Number of positions that the receiver has acknowledged, from the first on."""
-        return self._ask(lambda flow: flow.delivered_tokens)
+        return self._ask(lambda handle: handle.delivered_tokens)
 
     def layers_done(self, num_tokens: int, num_layers: int, event: Event | None = None) -> bytes:
         """Send layers of positions that are not committed yet; see ``Sending.layers_done``."""
-        return self._ask(lambda flow: flow.layers_done(num_tokens, num_layers, event))
+        return self._ask(lambda handle: handle.layers_done(num_tokens, num_layers, event))
 
     def ended(self) -> EngineFuture[str | None]:
         """Wait until the send has ended, as ``Sending.ended``.

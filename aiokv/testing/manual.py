@@ -17,7 +17,13 @@ import numpy as np
 from aiokv.base.groups import ATTENTION, retention_of
 from aiokv.base.plan import CLONE, OFFLOAD, ONLOAD, RECEIVE, SEND, STATE_CLONE, Pool, direction
 from aiokv.errors import DeviceError, UsageError
-from aiokv.worker.device.base import CopyError, blocks_of, check_event_type, host_pool
+from aiokv.worker.device.base import (
+    CopyError,
+    blocks_of,
+    check_device_bytes,
+    check_event_type,
+    host_pool,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -297,9 +303,14 @@ class ManualDevice:
         arena: HostArena,
         side_arenas: Mapping[Pool, HostArena] | None = None,
     ) -> None:
-        """Bind the memory."""
+        """Bind the memory.
+
+        Raises:
+            LayoutError: the tensors have a host format.
+        """
+        check_device_bytes(regions, self.name)
         arenas: dict[Pool, HostArena] = {Pool(ATTENTION, "host"): arena, **(side_arenas or {})}
-        self._tiers = {pool: (blocks_of(regions, pool.group), own) for pool, own in arenas.items()}
+        self._tiers = {pool: (blocks_of(regions, pool), own) for pool, own in arenas.items()}
 
     def detach(self, *, keep_host: bool) -> None:
         """Detach from the memory.

@@ -24,27 +24,27 @@ class HostArena:
 
     Args:
         num_blocks: capacity of the host tier.
-        block_bytes: distance from one block to the next.
+        pitch_bytes: distance from one block to the next.
 
     Raises:
         ConfigError: the system has not that much memory.
     """
 
-    def __init__(self, *, num_blocks: int, block_bytes: int) -> None:
+    def __init__(self, *, num_blocks: int, pitch_bytes: int) -> None:
         self.num_blocks = num_blocks
-        self.block_bytes = block_bytes
-        self.nbytes = num_blocks * block_bytes
+        self.pitch_bytes = pitch_bytes
+        self.nbytes = num_blocks * pitch_bytes
         self._map = _reserve(self.nbytes)
         raw = np.frombuffer(self._map, dtype=np.uint8)
         skip = -raw.ctypes.data % HUGE_PAGE_BYTES
         self._blocks: NDArray[np.uint8] | None = raw[skip : skip + self.nbytes].reshape(
-            num_blocks, block_bytes
+            num_blocks, pitch_bytes
         )
         self.pointer = raw.ctypes.data + skip
 
     @property
     def blocks(self) -> NDArray[np.uint8]:
-        """``[num_blocks, block_bytes]`` uint8, not copied.
+        """``[num_blocks, pitch_bytes]`` uint8, not copied.
 
         Raises:
             ClosedError: the arena was freed.

@@ -93,6 +93,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
             ``open``.
         device_name: device of the tensors, such as ``"cuda:0"``, or the number of ranks.
         block_bytes: bytes of a device block, over all layers and ranks; 0 before they are known.
+        pitch_bytes: bytes that a block takes in host memory, likewise.
     """
 
     capabilities: Capabilities
@@ -101,6 +102,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     device_blocks: int
     device_name: str
     block_bytes: int
+    pitch_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

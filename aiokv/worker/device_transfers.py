@@ -13,7 +13,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from aiokv.base.plan import ONLOAD, TransferPlan, id_bytes
-from aiokv.worker.device.base import CopyError, blocks_of
+from aiokv.worker.device.base import CopyError, blocks_of, host_pool
 from aiokv.worker.lanes import Lane, RouteTable
 from aiokv.worker.plan_table import Executor, PlanEntry
 from aiokv.worker.poller import EventPoller
@@ -179,8 +179,8 @@ class DeviceTransfers(Executor[_Work]):
             group=group,
             digests=keys,
         )
-        regions = blocks_of(self._memory.regions, group)
-        num_bytes = regions.block_bytes * plan.num_blocks
+        regions = blocks_of(self._memory.regions, host_pool(route, group))
+        num_bytes = regions.copied_bytes * plan.num_blocks
         entry = self._plans.add(plan, self, regions.num_layers, num_bytes, on_end)
         entry.work.after = None if isinstance(after, int) else after
         self.submit(entry)

@@ -6,19 +6,20 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakValueDictionary
 
 from aiokv.base.groups import ATTENTION, STATE, layers_group, retention_of
-from aiokv.base.plan import PEER_ROUTES, STORE_ROUTES, Pool
+from aiokv.base.plan import CLONE, PEER_ROUTES, STORE_ROUTES, Pool
 from aiokv.errors import ClosedError, ConfigError, LayoutError, UsageError
-from aiokv.stores.base import KEY_BYTES, StoreMemory, store_pitch_bytes
+from aiokv.layout.host_format import pitch_bytes
+from aiokv.stores.base import KEY_BYTES, StoreMemory
 from aiokv.worker.arena import HostArena
 from aiokv.worker.base import UNLIMITED_BLOCKS
-from aiokv.worker.device.base import blocks_of
+from aiokv.worker.device.base import blocks_of, host_pool
 from aiokv.worker.device.cpu import device_blocks
 from aiokv.worker.ids import check_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aiokv.base.plan import AnyTier, TransferPlan
+    from aiokv.base.plan import AnyTier, Route, TransferPlan
     from aiokv.base.types import Tier
     from aiokv.layout.regions import Regions
     from aiokv.worker.checksums import Checksums
@@ -78,7 +79,7 @@ class WorkerMemory:
         self._addresses: set[int] = set()  # of the tensors that are this worker's
         self._arena: HostArena | None = None
         self._side_arenas: dict[Pool, HostArena] = {}  # of state slots, window groups, peers
-        self._group_sizes: dict[str, tuple[int, int]] = {}  # device blocks, bytes of each
+        self._copy_sizes: dict[tuple[str, Route], tuple[int, int]] = {}  # see _copy_size()
         self._payloads: dict[str, tuple[int, int]] = {}  # with stores: blocks, bytes of each
         self.asleep: frozenset[Tier] = frozenset()
 
@@ -154,8 +155,8 @@ class WorkerMemory:
             pool.group: StoreMemory(
                 address=arena.pointer,
                 num_blocks=arena.num_blocks,
-                pitch_bytes=arena.block_bytes,
-                payload_bytes=blocks_of(self.regions, pool.group).host_block_bytes,
+                pitch_bytes=arena.pitch_bytes,
+                payload_bytes=blocks_of(self.regions, pool).payload_bytes,
                 view=arena.blocks.reshape(-1).data,
                 group=pool.group,
                 quota_share=arena.nbytes / num_bytes,
@@ -167,6 +168,11 @@ class WorkerMemory:
     def device_blocks(self) -> int:
         """Blocks that the tensors hold; ``UNLIMITED_BLOCKS`` without tensors."""
         return device_blocks(self.regions)
+
+    def pitch_bytes(self, group: str = ATTENTION) -> int:
+        """Return the bytes that a block of a group takes in host memory."""
+        payload_bytes = self.regions.group_blocks(group).payload_bytes
+        return pitch_bytes(payload_bytes, with_stores=self._has_stores)
 
     def check(self, plan: TransferPlan) -> int:
         """Return the bytes that a plan moves.
@@ -202,7 +208,7 @@ class WorkerMemory:
         is_window = retention_of(plan.group) == "window"
         if is_window:
             self._check_window(plan)
-        num_blocks, block_bytes = self._group_size(plan.group)
+        num_blocks, copied_bytes = self._copy_size(plan.group, plan.route)
         if plan.num_blocks or not (is_window and plan.route in PEER_ROUTES):
             sizes: dict[AnyTier, int] = {
                 "device": num_blocks,
@@ -211,7 +217,7 @@ class WorkerMemory:
                 "peer": UNLIMITED_BLOCKS,
             }
             check_ids(plan, sizes)
-        return block_bytes * plan.num_blocks
+        return copied_bytes * plan.num_blocks
 
     def sleep(self, tiers: frozenset[Tier]) -> None:
         """Free the host arena, or the views of the device tensors. Idempotent."""
@@ -304,7 +310,7 @@ class WorkerMemory:
 
     def _bind(self, regions: Regions) -> None:
         self.regions = regions
-        self._group_sizes.clear()
+        self._copy_sizes.clear()
         self._keep_tensors({piece.pointer for piece in regions.all_pieces()})
         if self._checksums is not None:
             self._checksums.bind(regions)
@@ -321,7 +327,7 @@ class WorkerMemory:
         }
         if self._peer_slots is not None and not self._peer_slots_on_device:
             slots, slot_bytes = self._peer_slots(self.regions)
-            arena = HostArena(num_blocks=slots, block_bytes=slot_bytes)
+            arena = HostArena(num_blocks=slots, pitch_bytes=slot_bytes)
             arenas |= {Pool(group, "peer"): arena for group in self._sent_groups()}
         return arenas
 
@@ -332,11 +338,10 @@ class WorkerMemory:
         return [ATTENTION, *ranges, *states, *self.regions.num_window_blocks]
 
     def _arena_of(self, group: str, num_blocks: int) -> HostArena:
-        payload_bytes = blocks_of(self.regions, group).host_block_bytes
-        pitch_bytes = store_pitch_bytes(payload_bytes) if self._has_stores else payload_bytes
         if self._has_stores:
+            payload_bytes = self.regions.group_blocks(group).payload_bytes
             self._payloads[group] = num_blocks, payload_bytes
-        return HostArena(num_blocks=num_blocks, block_bytes=pitch_bytes)
+        return HostArena(num_blocks=num_blocks, pitch_bytes=self.pitch_bytes(group))
 
     def _close_arenas(self) -> None:
         _close(self.arena, self._side_arenas)
@@ -363,12 +368,14 @@ class WorkerMemory:
             raise
         return slots
 
-    def _group_size(self, group: str) -> tuple[int, int]:
-        """Return the device blocks of a group, and the bytes of each."""
-        if group not in self._group_sizes:
-            blocks = blocks_of(self.regions, group)
-            self._group_sizes[group] = device_blocks(blocks), blocks.block_bytes
-        return self._group_sizes[group]
+    def _copy_size(self, group: str, route: Route) -> tuple[int, int]:
+        """Return the device blocks of a group, and the bytes per block that a route copies."""
+        size = self._copy_sizes.get((group, route))
+        if size is None:
+            blocks = blocks_of(self.regions, host_pool(route, group))
+            copied_bytes = blocks.block_bytes if route == CLONE else blocks.copied_bytes
+            size = self._copy_sizes[group, route] = device_blocks(blocks), copied_bytes
+        return size
 
     def _check_window(self, plan: TransferPlan) -> None:
         """Raise unless the window group of a plan has the memory of its route."""

@@ -24,7 +24,7 @@ class Attached:
 
     def __init__(self) -> None:
         self.regions = regions_of(2, k=((37,), "u1", (0, 1)), s=((3,), "u1", (1,)))
-        self.arena = HostArena(num_blocks=Shaped.BLOCKS, block_bytes=self.regions.host_block_bytes)
+        self.arena = HostArena(num_blocks=Shaped.BLOCKS, pitch_bytes=self.regions.payload_bytes)
         random = np.random.default_rng(2)
         self.views = [*(piece.view() for piece in self.regions.pieces()), self.arena.blocks]
         for view in self.views:

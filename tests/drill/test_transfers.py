@@ -423,8 +423,8 @@ async def test_host_memory_fits_quantised_blocks():
         arena = engine.inspect.parts.worker.memory.arena
         pieces = list(shaped.regions.pieces())
         ends = [piece.host_offset_bytes + piece.block_bytes for piece in pieces]
-        assert max(ends) <= arena.block_bytes
-        assert arena.nbytes == Shaped.BLOCKS * arena.block_bytes
+        assert max(ends) <= arena.pitch_bytes
+        assert arena.nbytes == Shaped.BLOCKS * arena.pitch_bytes
         beyond = np.array([Shaped.BLOCKS], np.int32).tobytes()
         plan = TransferPlan(
             transfer_id=9, route=OFFLOAD, source_blocks=b"\0" * 4, target_blocks=beyond

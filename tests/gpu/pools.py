@@ -54,7 +54,7 @@ class Pools:
             ]
             self.tensors.append([tensor[:, :size] for tensor in whole])
             self.regions.add(f"r{index}", layers=self.tensors[-1])
-        self.arena = HostArena(num_blocks=host_blocks, block_bytes=self.regions.host_block_bytes)
+        self.arena = HostArena(num_blocks=host_blocks, pitch_bytes=self.regions.payload_bytes)
         self.arena.blocks[:] = self.random.integers(0, 256, self.arena.blocks.shape, np.uint8)
         options.setdefault("slot_bytes", SMALL_SLOT_BYTES)
         options.setdefault("register_chunk_bytes", SMALL_CHUNK_BYTES)

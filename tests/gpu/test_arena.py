@@ -9,8 +9,9 @@ import pytest
 
 from aiokv import _native
 from aiokv.base.plan import ONLOAD
-from aiokv.errors import DeviceError, UsageError
+from aiokv.errors import DeviceError, LayoutError, UsageError
 from aiokv.worker.arena import HostArena
+from tests.harness.host_formats import Masked
 
 from .pools import Pools, finish
 
@@ -36,7 +37,7 @@ def test_a_transfer_of_low_blocks_does_not_wait_for_the_whole_arena():
 
 
 def test_pinning_keeps_the_bytes_and_can_be_cancelled():
-    arena = HostArena(num_blocks=1024, block_bytes=1 << 20)
+    arena = HostArena(num_blocks=1024, pitch_bytes=1 << 20)
     arena.blocks[::100] = 3
     registration = _cuda.HostRegistration(
         arena.pointer, arena.nbytes, device=0, chunk_bytes=CHUNK, touch_threads=2
@@ -53,7 +54,7 @@ def test_pinning_keeps_the_bytes_and_can_be_cancelled():
 
 
 def test_pinning_failure_names_the_limit_to_change():
-    arena = HostArena(num_blocks=8, block_bytes=1 << 20)
+    arena = HostArena(num_blocks=8, pitch_bytes=1 << 20)
     first = _cuda.HostRegistration(arena.pointer, arena.nbytes, device=0, chunk_bytes=CHUNK)
     first.wait_ready(arena.nbytes)
     second = _cuda.HostRegistration(arena.pointer, arena.nbytes, device=0, chunk_bytes=CHUNK)
@@ -71,3 +72,11 @@ def test_odd_addresses_and_chunks_are_refused():
         _cuda.HostRegistration(4096 + 8, CHUNK, device=0)
     with pytest.raises(UsageError, match="multiple of"):
         _cuda.HostRegistration(4096, CHUNK, device=0, chunk_bytes=CHUNK + 4096)
+
+
+def test_tensors_with_a_host_format_are_refused():
+    with Pools(sizes=(4096,), layers=1, device_blocks=4, host_blocks=4) as pools:
+        pools.device.detach(keep_host=True)
+        with pytest.raises(LayoutError, match=r"host format 'masked 1'; the cuda:0 device"):
+            pools.device.attach(pools.regions.in_format(Masked(1)), pools.arena)
+        pools.device.attach(pools.regions, pools.arena)

@@ -17,7 +17,7 @@ from aiokv.layout.regions import Regions
 
 regions = Regions(num_layers=2)
 regions.add("k", layers=[cupy.zeros((8, 4096), cupy.uint8) for _ in range(2)])
-arena = HostArena(num_blocks=8, block_bytes=regions.host_block_bytes)
+arena = HostArena(num_blocks=8, pitch_bytes=regions.payload_bytes)
 device = CudaDevice()
 device.attach(regions, arena)
 device.wait_pinned()

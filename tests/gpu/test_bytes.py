@@ -126,7 +126,7 @@ def test_layers_without_a_region():
     regions = Regions(num_layers=4)
     tensors = [cupy.zeros((4, 100), cupy.uint8) for _ in range(2)]
     regions.add("k", layers=tensors, layer_indices=[1, 3])
-    arena = HostArena(num_blocks=4, block_bytes=regions.host_block_bytes)
+    arena = HostArena(num_blocks=4, pitch_bytes=regions.payload_bytes)
     arena.blocks[:] = 7
     device = CudaDevice()
     device.attach(regions, arena)
@@ -152,7 +152,7 @@ def test_tensors_of_other_libraries(library):
         given = [_OnlyDlpack(tensors[0])]
     regions = Regions(num_layers=1)
     regions.add("k", layers=given)
-    arena = HostArena(num_blocks=6, block_bytes=regions.host_block_bytes)
+    arena = HostArena(num_blocks=6, pitch_bytes=regions.payload_bytes)
     arena.blocks[:] = np.random.default_rng(1).integers(0, 256, arena.blocks.shape, np.uint8)
     device = CudaDevice()
     device.attach(regions, arena)
@@ -178,7 +178,7 @@ class _OnlyDlpack:
 def test_tensors_on_the_cpu_are_refused():
     regions = Regions(num_layers=1)
     regions.add("k", layers=[np.zeros((4, 16), np.uint8)])
-    arena = HostArena(num_blocks=4, block_bytes=regions.host_block_bytes)
+    arena = HostArena(num_blocks=4, pitch_bytes=regions.payload_bytes)
     with pytest.raises(LayoutError, match="copies tensors on a GPU"):
         CudaDevice().attach(regions, arena)
     arena.close()
@@ -193,7 +193,7 @@ def test_two_devices():
         tensor = cupy.zeros((4, 4096), cupy.uint8)
     regions = Regions(num_layers=1)
     regions.add("k", layers=[tensor])
-    arena = HostArena(num_blocks=4, block_bytes=regions.host_block_bytes)
+    arena = HostArena(num_blocks=4, pitch_bytes=regions.payload_bytes)
     arena.blocks[:] = 9
     with pytest.raises(LayoutError, match="is on cuda:1"):
         CudaDevice(0).attach(regions, arena)

@@ -30,7 +30,7 @@ def make(*, block_tokens: int = BLOCK, seed: int = 1, layer_ranges: int = 1):
         model="m",
         weights_version="1",
     )
-    slot_bytes = regions.host_block_bytes + 64
+    slot_bytes = regions.payload_bytes + 64
     peers = aiokv.Peers(
         secret=SECRET,
         listen="127.0.0.1",

@@ -9,8 +9,8 @@ import pytest
 
 from aiokv import _native
 from aiokv.errors import UsageError
+from aiokv.layout.host_format import TRAILER_BYTES
 from aiokv.layout.regions import Regions
-from aiokv.stores.base import TRAILER_BYTES
 from aiokv.worker.device.cuda import slice_layout
 from aiokv.worker.device.cuda_slots import CudaSlots, DeviceArena
 
@@ -43,11 +43,11 @@ class Slots:
             ]
             self.tensors.append(tensors)
             self.regions.add(f"r{index}", layers=tensors)
-        self.payload = self.regions.host_block_bytes
-        self.arena = DeviceArena(0, num_blocks=NUM_SLOTS, block_bytes=self.payload + TRAILER_BYTES)
+        self.payload = self.regions.payload_bytes
+        self.arena = DeviceArena(0, num_blocks=NUM_SLOTS, pitch_bytes=self.payload + TRAILER_BYTES)
         memory = cupy.cuda.UnownedMemory(self.arena.pointer, self.arena.nbytes, self.arena)
         self.view = cupy.ndarray(
-            (NUM_SLOTS, self.arena.block_bytes), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0)
+            (NUM_SLOTS, self.arena.pitch_bytes), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0)
         )
         self.view[:] = cupy.asarray(self.random.integers(0, 256, self.view.shape, np.uint8))
         self.slots = CudaSlots(
@@ -68,7 +68,7 @@ class Slots:
 
     def rows(self, ids: NDArray[np.int32]) -> NDArray[np.uint8]:
         """The host blocks of device blocks, with zeros between the pieces."""
-        rows = np.zeros((len(ids), self.arena.block_bytes), np.uint8)
+        rows = np.zeros((len(ids), self.arena.pitch_bytes), np.uint8)
         for index, tensors in enumerate(self.tensors):
             for layer, tensor in enumerate(tensors):
                 offset = self.regions.host_offset(layer, f"r{index}")

@@ -111,7 +111,7 @@ class FlakyDevice(CpuDevice):
             return super().copy(route, source_ids, target_ids, after, group)
         regions, arenas = self._memory
         pool = host_pool(route, group)
-        fill_with_garbage(blocks_of(regions, group), arenas[pool], route, target_ids[good:])
+        fill_with_garbage(blocks_of(regions, pool), arenas[pool], route, target_ids[good:])
         copy = super().copy(route, source_ids[:good], target_ids[:good], after, group)
         return FlakyCopy(copy, CopyError(good, "failed at random"))
 

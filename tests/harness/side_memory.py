@@ -61,7 +61,7 @@ class SideMemory(Memory):
         """Bytes of the largest host block of all pools."""
         pools = [self.regions, self.regions.state_blocks()]
         pools += [self.regions.window_blocks(name) for name in self.windows]
-        return max(pool.host_block_bytes for pool in pools)
+        return max(pool.payload_bytes for pool in pools)
 
     def compute_sides(self, lease: Lease, words: np.ndarray, first: int, end: int) -> None:
         """Check the state and the windows before ``first``, and bring them to ``end``.

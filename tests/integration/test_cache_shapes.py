@@ -12,8 +12,10 @@ import pytest
 
 from aiokv import CacheConfig, CacheEngine, Regions, num_blocks_for
 from aiokv.errors import ConfigError, LayoutError
+from aiokv.layout.host_format import DEVICE_BYTES, HostFormat
 from aiokv.testing import ManualDevice, ScriptedStore, spin
 from aiokv.worker.arena import HostArena
+from tests.harness.host_formats import Framed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -227,15 +229,20 @@ def assert_nothing_else_changed(shape: Shape, table: np.ndarray) -> None:
         assert (tensor == 0xA5).all()
 
 
+FORMATS = pytest.mark.parametrize("host_format", [DEVICE_BYTES, Framed()], ids=["device", "framed"])
+
+
+@FORMATS
 @pytest.mark.asyncio
-async def test_native_threads_move_the_same_bytes(shape: Shape) -> None:
+async def test_native_threads_move_the_same_bytes(shape: Shape, host_format: HostFormat) -> None:
     """The same round trip on the cpu device, with the worker's checksums."""
+    shape.regions = shape.regions.in_format(host_format)
     rng = np.random.default_rng(1)
     for tensor in owners(shape):
         tensor[:] = rng.integers(0, 256, tensor.shape, dtype=np.uint8)
     config = CacheConfig.for_regions(
         shape.regions,
-        host_bytes=8 * shape.regions.host_block_bytes,
+        host_bytes=8 * shape.regions.payload_bytes,
         block_tokens=BLOCK_TOKENS,
         verify="checksum",
     )
@@ -258,9 +265,13 @@ async def test_native_threads_move_the_same_bytes(shape: Shape) -> None:
     assert_nothing_else_changed(shape, table)
 
 
+@FORMATS
 @pytest.mark.asyncio
-async def test_prompt_returns_from_a_store_with_all_regions(shape: Shape) -> None:
+async def test_prompt_returns_from_a_store_with_all_regions(
+    shape: Shape, host_format: HostFormat
+) -> None:
     """An object is a whole host block: scales, draft layers and indexer caches are part of it."""
+    shape.regions = shape.regions.in_format(host_format)
     rng = np.random.default_rng(2)
     for tensor in owners(shape):
         tensor[:] = rng.integers(0, 256, tensor.shape, dtype=np.uint8)
@@ -293,7 +304,7 @@ def test_capacity_counts_every_region_and_extra_layer() -> None:
     main, draft = 2 * BLOCK_TOKENS * HEADS * HEAD_DIM * 2, 2 * BLOCK_TOKENS * HEAD_DIM * 2
     assert regions.block_bytes == 2 * main + 2 * draft
     config = CacheConfig.for_regions(
-        regions, device_bytes=7 * regions.block_bytes + 1, host_bytes=20 * regions.host_block_bytes
+        regions, device_bytes=7 * regions.block_bytes + 1, host_bytes=20 * regions.payload_bytes
     )
     assert (config.device_blocks, config.host_blocks) == (7, 20)
     assert blockwise_fp8().regions.block_bytes == 2 * 2 * BLOCK_TOKENS * HEADS * (HEAD_DIM + 4)
@@ -303,7 +314,7 @@ def test_host_capacity_counts_the_padding_between_the_pieces_of_a_block() -> Non
     """A block of 2 x 37 bytes takes 2 x 64 bytes of host memory."""
     regions = Regions(num_layers=2)
     regions.add("kv", layers=[np.zeros((4, 37), np.uint8) for _ in range(2)])
-    assert (regions.block_bytes, regions.host_block_bytes) == (74, 128)
+    assert (regions.block_bytes, regions.payload_bytes) == (74, 128)
     for host_bytes, blocks in ((10 * 128, 10), (10 * 128 - 1, 9), (128, 1)):
         assert CacheConfig.for_regions(regions, host_bytes=host_bytes).host_blocks == blocks
     with pytest.raises(ConfigError, match="host_bytes is 127; it must be at least 128"):
@@ -312,7 +323,7 @@ def test_host_capacity_counts_the_padding_between_the_pieces_of_a_block() -> Non
     assert config.host_blocks == 1  # with the trailer, and aligned for direct I/O
     with pytest.raises(ConfigError, match="with_stores"):
         CacheConfig.for_regions(regions, host_bytes=4096, with_stores=1)
-    arena = HostArena(num_blocks=10, block_bytes=regions.host_block_bytes)
+    arena = HostArena(num_blocks=10, pitch_bytes=regions.payload_bytes)
     assert arena.nbytes >= 10 * 128
     arena.close()
 

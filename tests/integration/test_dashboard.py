@@ -22,8 +22,8 @@ import pytest
 
 from aiokv import CacheConfig, CacheEngine, Peers, WindowGroup
 from aiokv.errors import AllocateTimeout
+from aiokv.layout.host_format import TRAILER_BYTES
 from aiokv.observe.metrics import CONTENT_TYPE, exposition
-from aiokv.stores.base import TRAILER_BYTES
 from aiokv.testing import run_until_idle, spin
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.harness.filled import engine_with, filled_records
@@ -91,7 +91,7 @@ class Decode:
 
     def __init__(self, folder: Path) -> None:
         self.memory = Memory(16, 4, axes=("tokens", "dim"))
-        ring = 8 * (self.memory.regions.host_block_bytes + TRAILER_BYTES)
+        ring = 8 * (self.memory.regions.payload_bytes + TRAILER_BYTES)
         self.engine = CacheEngine(
             CacheConfig(
                 model="m", block_tokens=4, device_blocks=16, host_blocks=16, salt_quota_blocks=14

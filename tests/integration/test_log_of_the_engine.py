@@ -54,7 +54,7 @@ def events():
 
 async def test_opening_and_closing_with_sizes_and_device(events):
     async with Served(device_blocks=8, host_blocks=16) as served:
-        block_bytes = served.memory.regions.block_bytes
+        regions = served.memory.regions
     opened, closed = events.named("engine.opened", "engine.closed")
     assert opened.pop("opening_seconds") >= 0
     assert opened == {
@@ -63,9 +63,9 @@ async def test_opening_and_closing_with_sizes_and_device(events):
         "device": "manual",
         "block_tokens": 2,
         "device_blocks": 8,
-        "device_bytes": 8 * block_bytes,
+        "device_bytes": 8 * regions.block_bytes,
         "host_blocks": 16,
-        "host_bytes": 16 * block_bytes,
+        "host_bytes": 16 * regions.payload_bytes,
         "layers": 2,
         "write_policy": "write_through",
         "eviction_policy": "adaptive",

@@ -143,7 +143,7 @@ class Server:
     ) -> np.ndarray:
         """Return the bytes of a host block; bytes between the pieces are ``fill``."""
         regions = self.rank_regions(rank, tensors)
-        host = np.full(regions.host_block_bytes, fill, np.uint8)
+        host = np.full(regions.payload_bytes, fill, np.uint8)
         for region in self.regions:
             for layer in region.layers:
                 block = self.block(region, tensors[layer, region.name], rank, index)

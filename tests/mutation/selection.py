@@ -164,7 +164,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "aiokv/engine/expiries.py": ("integration/test_expiry.py",),
     "aiokv/engine/fetch_line.py": ("unit/test_fetch_line.py", "integration/test_stores.py"),
     "aiokv/engine/fetches.py": ("integration/test_stores.py", "integration/test_stored_state.py"),
-    "aiokv/engine/flow.py": ("unit/test_flow.py", *ENGINES),
+    "aiokv/engine/ticket_transfers.py": ("unit/test_ticket_transfers.py", *ENGINES),
     "aiokv/engine/peers.py": (
         *ENGINES,
         "peers/test_layers.py",
@@ -236,7 +236,12 @@ LIKELY: dict[str, tuple[str, ...]] = {
         "unit/test_block_layout.py",
         "unit/test_peer_mapping.py",
     ),
-    "aiokv/layout/regions.py": ("unit/test_regions.py", "integration/test_cache_shapes.py"),
+    "aiokv/layout/regions.py": (
+        "unit/test_regions.py",
+        "integration/test_cache_shapes.py",
+        "integration/test_host_formats.py",
+    ),
+    "aiokv/layout/host_format.py": ("integration/test_host_formats.py", "unit/test_store_set.py"),
     "aiokv/worker/checksums.py": ("integration/test_verify.py",),
     "aiokv/worker/device/cpu.py": ("unit/test_cpu_device.py", "unit/test_controller.py"),
     "aiokv/ranks": ("ranks",),

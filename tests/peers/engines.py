@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from aiokv import CacheConfig, CacheEngine, Peers
+from aiokv.layout.host_format import TRAILER_BYTES
 from aiokv.peers.slots import device_slot_bytes
 from aiokv.peers.ticket import ticket_key
-from aiokv.stores.base import TRAILER_BYTES
 from aiokv.testing import ManualDevice, run_until_idle
 from tests.harness.closing import close, complete_during
 from tests.harness.side_memory import SideMemory

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from aiokv import CacheConfig, CacheEngine, Peers, Regions
+from aiokv.layout.host_format import TRAILER_BYTES
 from aiokv.ranks import Rank, RankGroup
-from aiokv.stores.base import TRAILER_BYTES
 from aiokv.testing import run_until_idle
 from tests.harness.closing import close
 from tests.harness.memory import WORDS
@@ -92,7 +92,7 @@ def peers_for(
     layer_ranges: int = 1,
 ) -> Peers:
     """Return the options of a rank with rings of so many of its blocks."""
-    ring_bytes = ring_blocks * (regions.host_block_bytes + TRAILER_BYTES)
+    ring_bytes = ring_blocks * (regions.payload_bytes + TRAILER_BYTES)
     return Peers(
         secret=SECRET,
         listen=listen,

@@ -64,17 +64,17 @@ class Slots:
 
     def __init__(self, arena: HostArena, regions: Regions) -> None:
         self.arena = arena
-        self._payload_bytes = regions.host_block_bytes
+        self._payload_bytes = regions.payload_bytes
         self._num_layers = regions.num_layers
         self.address = arena.pointer
         self.num_slots = arena.num_blocks
-        self.slot_bytes = arena.block_bytes
+        self.slot_bytes = arena.pitch_bytes
         self.memory = SimpleNamespace(handle=lambda: b"handle")
 
     def _call(self, function: Callable[..., Any], slots: NDArray[np.int32], keys: bytes) -> Any:
         return function(
             self.arena.pointer,
-            self.arena.block_bytes,
+            self.arena.pitch_bytes,
             self._payload_bytes,
             np.ascontiguousarray(slots),
             keys,
@@ -113,7 +113,7 @@ class SlotDevice(CpuDevice):
 
     def open_peer_slots(self, num_slots: int, slot_bytes: int) -> Slots:
         regions, arena, side_arenas = self._attached
-        own = HostArena(num_blocks=num_slots, block_bytes=slot_bytes)
+        own = HostArena(num_blocks=num_slots, pitch_bytes=slot_bytes)
         super().detach(keep_host=True)
         super().attach(regions, arena, {**side_arenas, Pool(ATTENTION, "peer"): own})
         self.slots = Slots(own, regions)

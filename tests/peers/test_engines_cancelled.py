@@ -338,7 +338,7 @@ async def test_error_after_a_transfer_does_not_keep_other_receives_from_going_on
                 lease.receive(timeout=PATIENCE_SECONDS) as failing,
                 other.receive(timeout=PATIENCE_SECONDS) as receiving,
             ):
-                monkeypatch.setattr(failing._flow, "proceed", _raising(broken))
+                monkeypatch.setattr(failing._transfers, "proceed", _raising(broken))
                 assert await p.prefill(tokens, failing.ticket) == (8, None)
                 assert await p.prefill(others, receiving.ticket) == (20, None)
                 assert await receiving.wait() == 20

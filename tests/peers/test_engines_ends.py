@@ -146,7 +146,7 @@ async def test_receiver_closes_with_transfers_in_flight(slow):
         await receiving.__aexit__(None, None, None)
         lease.release()
         with pytest.raises(ClosedError):
-            await Receiving(lease.record.leases.exchange, lease, None, 1.0, 0.5).__aenter__()
+            await Receiving(lease.record.leases.peer_tickets, lease, None, 1.0, 0.5).__aenter__()
 
 
 @pytest.mark.parametrize("slow", [False, True])

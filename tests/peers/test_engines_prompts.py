@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from aiokv import CacheConfig, CacheEngine, Item, Peers
-from aiokv.engine.flow import MAX_IN_FLIGHT
+from aiokv.engine.ticket_transfers import MAX_IN_FLIGHT
 from aiokv.errors import (
     LayoutError,
 )

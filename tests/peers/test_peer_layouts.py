@@ -55,7 +55,7 @@ class Rank(PeerWorker):
         self.regions = Regions(num_layers=LAYERS)
         self.regions.add("kv", layers=self.kv, axes=axes)
         self.regions.add("latent", layers=self.latent, axes=("tokens", "dim"))
-        pitch = self.regions.host_block_bytes + 64
+        pitch = self.regions.payload_bytes + 64
         self.peers = type(self.peers)(
             secret=self.peers.secret,
             listen="127.0.0.1",

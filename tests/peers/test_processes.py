@@ -18,7 +18,7 @@ import structlog
 
 from aiokv import CacheConfig, CacheEngine, Peers
 from aiokv.errors import ConfigError, LayoutError, PeerError
-from aiokv.stores.base import TRAILER_BYTES
+from aiokv.layout.host_format import TRAILER_BYTES
 from aiokv.testing import run_until_idle, running_clock
 from aiokv.testing.loops import PATIENCE_SECONDS
 from tests.peers.engines import SECRET, Side, prompt
@@ -440,7 +440,7 @@ async def test_slot_smaller_than_a_fragment_is_refused():
 
 async def test_ring_smaller_than_a_block_is_an_error_at_start():
     side = Side(ring_blocks=1)
-    slot = side.memory.regions.host_block_bytes + TRAILER_BYTES
+    slot = side.memory.regions.payload_bytes + TRAILER_BYTES
     peers = Peers(secret=SECRET, listen="127.0.0.1", ring_bytes=slot - 1)
     config = CacheConfig(model="m", device_blocks=64, block_tokens=4)
     with pytest.raises(ConfigError, match="ring_bytes"):

@@ -245,17 +245,17 @@ async def test_receive_that_is_cancelled_before_it_is_told_of_its_windows(model,
         await cache(d, tokens, 44)
         lease = await granted(d, tokens)
         async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
-            exchange: Any = d.engine._exchange
-            tell = exchange._tell_flow
+            peer_tickets: Any = d.engine._peer_tickets
+            tell = peer_tickets._deliver_end
 
             def cancel_and_tell(moved: Any) -> None:
                 groups = d.engine.statistics().groups
                 has_windows = any(groups[name].received_blocks for name in d.engine.config.windows)
-                if has_windows and not exchange._read.peer_transfers(lease.id):
+                if has_windows and not peer_tickets._read.peer_transfers(lease.id):
                     receiving.cancel()
                 tell(moved)
 
-            monkeypatch.setattr(exchange, "_tell_flow", cancel_and_tell)
+            monkeypatch.setattr(peer_tickets, "_deliver_end", cancel_and_tell)
             prefill = asyncio.create_task(p.prefill(tokens, receiving.ticket))
             assert await receiving.wait() == 0
             await prefill

@@ -62,7 +62,7 @@ class Slots:
     """Memory of one side."""
 
     def __init__(self, num_slots: int = NUM_SLOTS) -> None:
-        self.arena = HostArena(num_blocks=max(num_slots, 1), block_bytes=SLOT_BYTES)
+        self.arena = HostArena(num_blocks=max(num_slots, 1), pitch_bytes=SLOT_BYTES)
         self.blocks = self.arena.blocks
         self.memory = PeerMemory(
             address=self.arena.pointer,

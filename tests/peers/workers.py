@@ -66,7 +66,7 @@ class PeerWorker:
         self.device = device or CpuDevice()
         self.reports: list[TransferReport] = []
         self.poller = EventPoller()
-        slot_bytes = self.regions.host_block_bytes + 64
+        slot_bytes = self.regions.payload_bytes + 64
         self.peers = Peers(
             secret=SECRET,
             listen="127.0.0.1" if listens else None,

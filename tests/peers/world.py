@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from aiokv.base.plan import RECEIVE, SEND, TransferPlan, id_bytes
+from aiokv.layout.host_format import TRAILER_BYTES
 from aiokv.peers.arrivals import Source
 from aiokv.peers.departures import Target
 from aiokv.peers.messages import (
@@ -34,7 +35,6 @@ from aiokv.peers.receiver import Receiver
 from aiokv.peers.ring import LandingRing
 from aiokv.peers.sender import Sender
 from aiokv.peers.ticket import Endpoint, Ticket
-from aiokv.stores.base import TRAILER_BYTES
 from aiokv.worker.device.base import CopyError
 
 if TYPE_CHECKING:

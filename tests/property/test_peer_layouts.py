@@ -110,7 +110,7 @@ def move(
     assert covers([senders[r] for r in chosen], own)
     first_block = positions.start // receiver.block_tokens
     blocks = {
-        index: np.full(own.pool().block_bytes, SENTINEL, np.uint8)
+        index: np.full(own.pool().payload_bytes, SENTINEL, np.uint8)
         for index in range(first_block, num_blocks(positions.stop, receiver.block_tokens))
     }
     addresses = {index: address(block) for index, block in blocks.items()}
@@ -150,7 +150,7 @@ def test_every_position_arrives_and_nothing_else_changes(
         for index, block in blocks.items():
             expected = receiver.host_block(rank, index, tensors, SENTINEL)
             written = receiver.known_bytes(rank, index, tensors, range(sent_until))
-            if not receiver.layout(rank, tensors).pool().block_bytes:
+            if not receiver.layout(rank, tensors).pool().payload_bytes:
                 continue
             padding_kept = block[~written] == SENTINEL
             assert np.array_equal(block[written], expected[written])
@@ -179,4 +179,4 @@ def test_an_encoded_layout_is_decoded_to_the_same(
         blob = layout.encode()
         assert BlockLayout.decode(blob) == layout
         assert BlockLayout.decode(blob).encode() == blob
-        assert layout.pool().block_bytes == sender.rank_regions(rank, tensors).host_block_bytes
+        assert layout.pool().payload_bytes == sender.rank_regions(rank, tensors).payload_bytes

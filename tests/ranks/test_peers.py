@@ -176,7 +176,13 @@ def _seen(ranked: Ranked, peers: list[Peer]) -> int:
 @pytest.mark.asyncio
 async def test_a_hello_with_absurd_sizes_is_refused(tmp_path):
     for layers, fingerprint in ((MAX_LAYERS + 1, b""), (-1, b""), (2, bytes(65))):
-        layout = Layout(num_layers=layers, num_blocks=8, block_bytes=16, fingerprint=fingerprint)
+        layout = Layout(
+            num_layers=layers,
+            num_blocks=8,
+            block_bytes=16,
+            pitch_bytes=64,
+            fingerprint=fingerprint,
+        )
         with pytest.raises(msgspec.ValidationError):
             decode_hello(encode(Hello(protocol=PROTOCOL_VERSION, rank=0, layout=layout)))
 

@@ -14,7 +14,7 @@ from aiokv.errors import (
     RequestTooLarge,
     UsageError,
 )
-from aiokv.stores.base import TRAILER_BYTES
+from aiokv.layout.host_format import TRAILER_BYTES
 from aiokv.testing import spin
 from tests.peers.engines import SECRET, Side
 
@@ -114,7 +114,7 @@ class Prefill:
 
 def receiving_peers(memory: Memory, rng: random.Random) -> Peers:
     """Return options of the engine that receives."""
-    slot_bytes = memory.regions.host_block_bytes + TRAILER_BYTES
+    slot_bytes = memory.regions.payload_bytes + TRAILER_BYTES
     return Peers(
         secret=SECRET,
         listen="127.0.0.1",

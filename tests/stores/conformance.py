@@ -22,7 +22,8 @@ import pytest
 
 from aiokv.base.statistics import StoreStatistics
 from aiokv.errors import StoreError
-from aiokv.stores.base import KEY_BYTES, PITCH_BYTES, TRAILER_BYTES, Result, Store, StoreMemory
+from aiokv.layout.host_format import TRAILER_BYTES, pitch_bytes
+from aiokv.stores.base import KEY_BYTES, Result, Store, StoreMemory
 from aiokv.testing.loops import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
@@ -38,13 +39,13 @@ class Blocks:
     """Host blocks of a test: page-aligned, with a writable view."""
 
     def __init__(self, num_blocks: int = 24, payload_bytes: int = 9_984) -> None:
-        pitch_bytes = -(-(payload_bytes + TRAILER_BYTES) // PITCH_BYTES) * PITCH_BYTES
-        self._map = mmap.mmap(-1, num_blocks * pitch_bytes)
-        self.array = np.frombuffer(self._map, np.uint8).reshape(num_blocks, pitch_bytes)
+        pitch = pitch_bytes(payload_bytes, with_stores=True)
+        self._map = mmap.mmap(-1, num_blocks * pitch)
+        self.array = np.frombuffer(self._map, np.uint8).reshape(num_blocks, pitch)
         self.memory = StoreMemory(
             address=self.array.ctypes.data,
             num_blocks=num_blocks,
-            pitch_bytes=pitch_bytes,
+            pitch_bytes=pitch,
             payload_bytes=payload_bytes,
             view=memoryview(self._map),
         )

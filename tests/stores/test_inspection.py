@@ -14,8 +14,8 @@ import uvloop
 
 from aiokv import _native, cli
 from aiokv.errors import UsageError
+from aiokv.layout.host_format import TRAILER_BYTES
 from aiokv.stores import DirectoryStore
-from aiokv.stores.base import TRAILER_BYTES
 from aiokv.stores.disk import DiskStore
 from aiokv.stores.disk import inspection as inspection_module
 from aiokv.stores.disk.inspection import DiskFiles

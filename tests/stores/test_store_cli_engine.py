@@ -11,8 +11,8 @@ import pytest
 import uvloop
 
 from aiokv import cli
+from aiokv.layout.host_format import STORE_ALIGNMENT_BYTES, aligned
 from aiokv.stores import DirectoryStore, StoreUse
-from aiokv.stores.base import PITCH_BYTES
 from aiokv.stores.disk import DiskStore
 from aiokv.stores.disk.layout import segment_name
 from aiokv.testing import ScriptedDevice, run_until_idle
@@ -95,7 +95,7 @@ def test_blocks_of_an_engine_are_listed_and_verified_and_damaged_ones_computed_a
     listing = aiokv_store("ls", saved, 0)
     assert listing["blocks"] == BLOCKS
     object_bytes = listing["block_bytes"] // listing["blocks"]
-    slot_bytes = -(-object_bytes // PITCH_BYTES) * PITCH_BYTES
+    slot_bytes = aligned(object_bytes, STORE_ALIGNMENT_BYTES)
     verified = aiokv_store("verify", saved, 0)
     assert (verified["blocks"], verified["bad"]) == (BLOCKS, [])
 

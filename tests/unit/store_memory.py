@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aiokv.layout.host_format import pitch_bytes
 from aiokv.stores import StoreMemory
-from aiokv.stores.base import store_pitch_bytes
 from aiokv.worker.arena import HostArena
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ class Arena:
     """Host blocks whose payloads a test writes and compares."""
 
     def __init__(self, num_blocks: int = 64, payload_bytes: int = PAYLOAD_BYTES) -> None:
-        pitch = store_pitch_bytes(payload_bytes)
-        self._arena = HostArena(num_blocks=num_blocks, block_bytes=pitch)
+        pitch = pitch_bytes(payload_bytes, with_stores=True)
+        self._arena = HostArena(num_blocks=num_blocks, pitch_bytes=pitch)
         self.memory = StoreMemory(
             address=self._arena.pointer,
             num_blocks=num_blocks,

@@ -34,9 +34,9 @@ def test_a_layout_describes_the_pieces_of_each_layer() -> None:
     scale = PieceLayout("scale", "float32", 4, (16,), ("tokens",), None)
     assert list(layout.pool().layers()) == [(k, v), (k, v, scale), (k, v)]
     assert layout.pool().runs == ((0, 1), (1, 1), (0, 1))
-    assert layout.pool().block_bytes == regions.host_block_bytes
+    assert layout.pool().payload_bytes == regions.payload_bytes
     assert layout.pool_names == ("blocks", "state", "window local")
-    assert layout.pool("state").block_bytes == 3 * 64
+    assert layout.pool("state").payload_bytes == 3 * 64
     assert layout.pool("window local").num_layers == 1
     assert (layout.block_tokens, layout.rank, layout.num_ranks) == (32, 1, 4)
     assert BlockLayout.decode(layout.encode()) == layout
@@ -57,7 +57,7 @@ def test_heads_are_equal_shares_by_default() -> None:
 
 def test_a_cache_of_no_bytes_has_a_layout() -> None:
     layout = BlockLayout.of(Regions(num_layers=0), 16)
-    assert (layout.pool().num_layers, layout.pool().block_bytes) == (0, 0)
+    assert (layout.pool().num_layers, layout.pool().payload_bytes) == (0, 0)
     assert BlockLayout.decode(layout.encode()) == layout
 
 

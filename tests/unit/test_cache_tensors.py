@@ -122,7 +122,7 @@ def test_the_bytes_are_those_of_the_model_shape(
         assert regions.num_blocks == 2
         assert regions.block_bytes == shape.bytes_per_block(T, **options)
         if not joined:
-            assert regions.host_block_bytes == shape.host_bytes_per_block(T, **options)
+            assert regions.payload_bytes == shape.host_bytes_per_block(T, **options)
         assert regions.num_window_blocks == dict.fromkeys(shape.windows, 3)
         for group in shape.windows:
             window = regions.window_blocks(group)

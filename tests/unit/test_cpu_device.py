@@ -191,7 +191,7 @@ def test_streams_wait_for_each_other(stream: CpuStream) -> None:
 def attached() -> Iterator[tuple[CpuDevice, Regions, HostArena]]:
     regions = Regions(num_layers=2)
     regions.add("k", layers=[np.zeros((8, 1000), np.uint8) for _ in range(2)])
-    arena = HostArena(num_blocks=8, block_bytes=regions.host_block_bytes)
+    arena = HostArena(num_blocks=8, pitch_bytes=regions.payload_bytes)
     arena.blocks[:] = 5
     device = CpuDevice()
     device.attach(regions, arena)
@@ -243,7 +243,7 @@ def test_memory_is_kept_while_a_dropped_device_copies() -> None:
     """No memory is freed under a copy, even without close()."""
     regions = Regions(num_layers=1)
     regions.add("k", layers=[np.zeros((4, 1 << 20), np.uint8)])
-    arena = HostArena(num_blocks=4, block_bytes=regions.host_block_bytes)
+    arena = HostArena(num_blocks=4, pitch_bytes=regions.payload_bytes)
     device = CpuDevice()
     device.attach(regions, arena)
     gate = CpuEvent()
@@ -263,16 +263,16 @@ def test_use_before_attach_and_unsupported_memory_are_refused() -> None:
     regions = Regions(num_layers=1)
     regions.add("k", layers=[SimpleNamespace(__cuda_array_interface__=interface)])
     with pytest.raises(LayoutError, match="the tensors are on cuda; the cpu device"):
-        device.attach(regions, HostArena(num_blocks=1, block_bytes=64))
+        device.attach(regions, HostArena(num_blocks=1, pitch_bytes=64))
     device.close()
 
 
 def test_pieces_that_do_not_fit_are_refused() -> None:
     """A host pool of another layout is an error, not an overrun."""
     with pytest.raises(LayoutError, match="65 bytes at offset 0 do not fit host blocks of 64"):
-        _native.BlockMap(1, [(0, 4096, 65, 65, 0)], 4096, 64, 8, 8)
+        _native.BlockMap(1, [(0, 4096, 65, 65, 0, 65, 0, 0)], 4096, 64, 8, 8)
     with pytest.raises(LayoutError, match="layer 1"):
-        _native.BlockMap(1, [(1, 4096, 64, 64, 0)], 4096, 64, 8, 8)
+        _native.BlockMap(1, [(1, 4096, 64, 64, 0, 64, 0, 0)], 4096, 64, 8, 8)
 
 
 def test_timers_expire_once_and_can_be_armed_again() -> None:

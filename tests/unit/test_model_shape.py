@@ -186,7 +186,7 @@ def test_sizes_are_those_of_registered_tensors():
         layers = [np.zeros((2, 16, 8, 64), np.float16) for _ in range(shape.full_layers)]
         regions.add(name, layers=layers)
     assert regions.block_bytes == shape.bytes_per_block(16)
-    assert regions.host_block_bytes == shape.host_bytes_per_block(16)
+    assert regions.payload_bytes == shape.host_bytes_per_block(16)
 
 
 def test_host_blocks_include_alignment_and_trailers():

@@ -117,7 +117,7 @@ def test_equal_layouts_are_the_identity() -> None:
     mapping = Mapping(layout(1, 2), layout(1, 2))
     assert mapping.is_identity
     assert mapping.fragment_is_block
-    assert mapping.fragment_bytes == layout().pool().block_bytes == 2 * 1024
+    assert mapping.fragment_bytes == layout().pool().payload_bytes == 2 * 1024
     block = np.random.default_rng(1).integers(0, 255, mapping.fragment_bytes, np.uint8)
     fragment, placed = np.zeros_like(block), np.zeros_like(block)
     mapping.cut(block.ctypes.data, fragment.ctypes.data)
@@ -199,7 +199,7 @@ def test_overlapping_blocks() -> None:
 def test_only_wanted_blocks_are_written() -> None:
     mapping = Mapping(layout(shape=(32, 4, 8), block_tokens=32), layout())
     fragment = np.ones(mapping.fragment_bytes, np.uint8)
-    kept = np.zeros((2, layout().pool().block_bytes), np.uint8)
+    kept = np.zeros((2, layout().pool().payload_bytes), np.uint8)
     mapping.place(fragment.ctypes.data, 1, {3: kept[1].ctypes.data})
     assert kept.sum(axis=1).tolist() == [0, kept.shape[1]]
 

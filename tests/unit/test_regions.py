@@ -48,7 +48,7 @@ def test_pieces_are_aligned_and_disjoint_in_the_host_block() -> None:
     pieces = list(regions.pieces())
     assert [piece.host_offset_bytes for piece in pieces] == [0, 128, 192, 320]
     assert regions.host_offset(1, "k") == 192
-    assert regions.host_block_bytes == 384
+    assert regions.payload_bytes == 384
     assert regions.block_bytes == 214
 
 
@@ -142,7 +142,7 @@ def test_state_tensors_of_other_numbers_of_slots_are_refused() -> None:
     assert (regions.num_state_slots, regions.state_slot_bytes) == (4, 8 + 8 + 16)
     slots = regions.state_blocks()
     assert (slots.num_blocks, slots.block_bytes, slots.num_layers) == (4, 8 + 8 + 16, 2)
-    assert slots.host_block_bytes == 3 * 64, "each piece is aligned"
+    assert slots.payload_bytes == 3 * 64, "each piece is aligned"
     assert [piece.pointer for piece in slots.pieces()] == [
         piece.pointer
         for piece in sorted(regions.state_pieces, key=lambda piece: (piece.layer, piece.region))
@@ -208,7 +208,7 @@ def test_num_blocks_for() -> None:
 
 
 def test_arena_is_block_first_aligned_zeroed_and_freed() -> None:
-    arena = HostArena(num_blocks=5, block_bytes=192)
+    arena = HostArena(num_blocks=5, pitch_bytes=192)
     assert arena.pointer % HUGE_PAGE_BYTES == 0
     assert arena.blocks.shape == (5, 192)
     assert arena.blocks.ctypes.data == arena.pointer
@@ -225,10 +225,10 @@ def test_arena_is_block_first_aligned_zeroed_and_freed() -> None:
 
 def test_arena_without_blocks_or_with_too_many() -> None:
     """A host tier of zero blocks is accepted."""
-    HostArena(num_blocks=0, block_bytes=192).close()
-    HostArena(num_blocks=7, block_bytes=0).close()
+    HostArena(num_blocks=0, pitch_bytes=192).close()
+    HostArena(num_blocks=7, pitch_bytes=0).close()
     with pytest.raises(ConfigError, match="host_blocks") as caught:
-        HostArena(num_blocks=2**40, block_bytes=2**20)
+        HostArena(num_blocks=2**40, pitch_bytes=2**20)
     assert isinstance(caught.value, UsageError)
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from aiokv import _native
 from aiokv.errors import UsageError
+from aiokv.layout.host_format import TRAILER_BYTES
 from aiokv.stores import Result
-from aiokv.stores.base import TRAILER_BYTES
 from tests.models import digests as model
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "digests.json").read_text())

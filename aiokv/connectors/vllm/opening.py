@@ -14,8 +14,8 @@ from aiokv.connectors.vllm.sources import EngineSource, RankSource
 from aiokv.connectors.vllm.tensors import LayerTensors, page_bytes_of
 from aiokv.connectors.vllm.worker import WorkerHalf
 from aiokv.errors import ConfigError
+from aiokv.layout.host_format import pitch_bytes
 from aiokv.ranks import RankGroup
-from aiokv.stores.base import store_pitch_bytes
 from aiokv.sync import RankThread, SyncEngine
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ def cache_config(
     """
     num_ranks = vllm_config.parallel_config.world_size
     block_bytes = block_bytes_of(vllm_config, kv_cache_config)
-    if options.stores:
-        block_bytes = store_pitch_bytes(block_bytes // num_ranks) * num_ranks
+    with_stores = bool(options.stores)
+    block_bytes = pitch_bytes(block_bytes // num_ranks, with_stores=with_stores) * num_ranks
     host_blocks = options.host_bytes // block_bytes
     if host_blocks == 0:
         raise ConfigError(

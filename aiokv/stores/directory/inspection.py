@@ -13,7 +13,8 @@ import numpy as np
 
 from aiokv import _native
 from aiokv.base.units import format_bytes
-from aiokv.stores.base import KEY_BYTES, TRAILER_BYTES
+from aiokv.layout.host_format import TRAILER_BYTES
+from aiokv.stores.base import KEY_BYTES
 from aiokv.stores.directory.files import IDENTITY, INCOMING
 from aiokv.stores.inspection import BadBlock, FileGroup, Part, Reading, allocated_bytes
 

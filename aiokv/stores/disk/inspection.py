@@ -16,7 +16,7 @@ import numpy as np
 
 from aiokv import _native
 from aiokv.errors import ConfigError, UsageError
-from aiokv.stores.base import TRAILER_BYTES
+from aiokv.layout.host_format import TRAILER_BYTES
 from aiokv.stores.disk.journal import Journal
 from aiokv.stores.disk.layout import (
     HEADER_BYTES,

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from aiokv.base.groups import ATTENTION, STATE, layers_of
+from aiokv.base.groups import ATTENTION
 from aiokv.base.plan import PEER_ROUTES, Pool
-from aiokv.errors import UsageError
+from aiokv.errors import LayoutError, UsageError
+from aiokv.layout.host_format import DEVICE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,13 +29,23 @@ def host_pool(route: Route, group: str) -> Pool:
     return Pool(group, "peer" if route in PEER_ROUTES else "host")
 
 
-def blocks_of(regions: Regions, group: str) -> Regions:
-    """Return the tensors of a group, or of a range of layers, as regions of their own."""
-    if (layers := layers_of(group)) is not None:
-        return regions.layer_blocks(*layers)
-    if group == ATTENTION:
-        return regions
-    return regions.state_blocks() if group == STATE else regions.window_blocks(group)
+def blocks_of(regions: Regions, pool: Pool) -> Regions:
+    """Return the tensors whose host blocks, or slots of peers, are those of a pool."""
+    return (regions.sent() if pool.tier == "peer" else regions).group_blocks(pool.group)
+
+
+def check_device_bytes(regions: Regions, name: str) -> None:
+    """Raise unless host blocks have the bytes of the device.
+
+    Raises:
+        LayoutError: they have another format, which the device named ``name`` cannot run.
+    """
+    if regions.host_format is not DEVICE_BYTES:
+        raise LayoutError(
+            f"the tensors have the host format {regions.host_format.name!r}; the {name} device has "
+            "no copies with formats",
+            hint="register the tensors with Regions(num_layers=...) without host_format",
+        )
 
 
 class CopyError(NamedTuple):
@@ -209,12 +220,13 @@ class Device(Protocol):
             regions: the device tensors.
             arena: host memory of the blocks.
             side_arenas: host memory of the other pools that have some, laid out as the host
-                blocks of ``blocks_of(regions, pool.group)``; None for none. Several pools may have
+                blocks of ``blocks_of(regions, pool)``; None for none. Several pools may have
                 the same arena, the slots of peers, whose blocks are as large as those of the
                 largest.
 
         Raises:
-            LayoutError: the device cannot reach a region's memory.
+            LayoutError: the device cannot reach a region's memory, or has no copies with the host
+                format of the regions.
         """
 
     def copy(

@@ -104,7 +104,7 @@ class CpuDevice(Unique):
             )
         arenas: dict[Pool, HostArena] = {Pool(ATTENTION, "host"): arena, **(side_arenas or {})}
         self._maps = {
-            pool: block_map(blocks_of(regions, pool.group), own) for pool, own in arenas.items()
+            pool: block_map(blocks_of(regions, pool), own) for pool, own in arenas.items()
         }
         self._memory = (regions, arenas)
         self._num_layers = regions.num_layers
@@ -230,6 +230,7 @@ def block_map(regions: Regions, arena: HostArena) -> _native.BlockMap:
             piece.stride_bytes,
             piece.block_bytes,
             piece.host_offset_bytes,
+            *piece.payload,
         )
         for piece in regions.pieces()
     ]
@@ -237,7 +238,7 @@ def block_map(regions: Regions, arena: HostArena) -> _native.BlockMap:
         num_layers=regions.num_layers,
         pieces=pieces,
         host_base=arena.pointer,
-        host_stride=arena.block_bytes,
+        host_stride=arena.pitch_bytes,
         host_blocks=arena.num_blocks,
         device_blocks=device_blocks(regions),
     )

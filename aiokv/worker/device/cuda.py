@@ -32,9 +32,11 @@ from aiokv.base.plan import (
     group_routes,
 )
 from aiokv.errors import ConfigError, DeviceError, LayoutError, UsageError
+from aiokv.layout.host_format import aligned
 from aiokv.worker.device.base import (
     CopyError,
     blocks_of,
+    check_device_bytes,
     check_event_type,
     host_pool,
 )
@@ -223,7 +225,7 @@ class CudaDevice(Unique):
         A transfer waits until its host blocks are pinned; low ids are pinned first.
 
         Raises:
-            LayoutError: there are no tensors, or they are not on this GPU.
+            LayoutError: there are no tensors, they are not on this GPU, or they have a host format.
             DeviceError: the GPU has no memory for the staging rings.
         """
         if regions.devices != {"cuda"} or regions.num_blocks is None:
@@ -231,6 +233,7 @@ class CudaDevice(Unique):
                 f"the tensors are on {sorted(regions.devices) or 'no device'}; {self.name} copies "
                 "tensors on a GPU"
             )
+        check_device_bytes(regions, self.name)
         for piece in regions.all_pieces():
             self._check_device(piece.pointer, f"region {piece.region!r}, layer {piece.layer}")
         if regions.state_pieces:
@@ -238,7 +241,7 @@ class CudaDevice(Unique):
         arenas: dict[Pool, HostArena] = {_MAIN: arena, **(side_arenas or {})}
         self._memory = (regions, arenas)
         for pool, own in arenas.items():
-            self._open_pool(pool, blocks_of(regions, pool.group), own)
+            self._open_pool(pool, blocks_of(regions, pool), own)
 
     def _open_pool(self, pool: Pool, blocks: Regions, arena: HostArena) -> None:
         """Pin the host memory of a pool, unless it is, and make its engine."""
@@ -249,7 +252,7 @@ class CudaDevice(Unique):
         if pool == _MAIN:
             self._main_host = self._hosts[arena.pointer]
         # Slots of recurrent state move one by one: a staging slot need not be larger.
-        moved_bytes = arena.block_bytes if pool.group == STATE else arena.nbytes
+        moved_bytes = arena.pitch_bytes if pool.group == STATE else arena.nbytes
         slot_bytes = self.options.slot_bytes
         if layers_of(pool.group) is not None:
             slot_bytes = self._share_of_slot(slot_bytes, blocks)
@@ -264,9 +267,9 @@ class CudaDevice(Unique):
         """Return the staging slot of a range of layers: all ranges together have that of a pool."""
         if self._memory is None:
             raise UsageError(f"{self.name} has no blocks: attach() it first")
-        own_bytes, all_bytes = blocks.host_block_bytes, self._memory[0].host_block_bytes
+        own_bytes, all_bytes = blocks.payload_bytes, self._memory[0].sent().payload_bytes
         share = max(slot_bytes * own_bytes // all_bytes, own_bytes)
-        return -(-share // _STAGING_ALIGNMENT) * _STAGING_ALIGNMENT
+        return aligned(share, _STAGING_ALIGNMENT)
 
     def open_peer_slots(self, num_slots: int, slot_bytes: int) -> CudaSlots:
         """Reserve slots for peers in the memory of the GPU, until ``detach``.
@@ -283,8 +286,8 @@ class CudaDevice(Unique):
         """
         if self._memory is None:
             raise UsageError(f"{self.name} has no blocks: attach() it first")
-        regions = self._memory[0]
-        arena = DeviceArena(self.ordinal, num_blocks=num_slots, block_bytes=slot_bytes)
+        regions = self._memory[0].sent()
+        arena = DeviceArena(self.ordinal, num_blocks=num_slots, pitch_bytes=slot_bytes)
         try:
             slots = self._peer_slots = CudaSlots(
                 self._cupy, regions, slice_layout(regions), arena, ctas=self.options.peer_ctas
@@ -468,7 +471,7 @@ class CudaDevice(Unique):
             device_blocks=regions.num_blocks,
             host_blocks=arena.num_blocks,
             host_base=arena.pointer,
-            host_pitch=arena.block_bytes,
+            host_pitch=arena.pitch_bytes,
             slices=slices,
             layer_begin=layer_begin,
             onload_streams=(handles[0], handles[1]),
@@ -490,7 +493,7 @@ def slice_layout(
     """Return ``(device base, stride, bytes, host offset, host bytes)`` per piece, and each layer's
     first index."""
     pieces = list(regions.pieces())
-    ends = [piece.host_offset_bytes for piece in pieces[1:]] + [regions.host_block_bytes]
+    ends = [piece.host_offset_bytes for piece in pieces[1:]] + [regions.payload_bytes]
     slices = [
         (
             piece.pointer,

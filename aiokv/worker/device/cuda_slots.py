@@ -41,17 +41,17 @@ class DeviceArena:
     Args:
         ordinal: number of the GPU.
         num_blocks: number of slots.
-        block_bytes: distance from one slot to the next.
+        pitch_bytes: distance from one slot to the next.
 
     Raises:
         ConfigError: the GPU has not that much memory.
     """
 
-    def __init__(self, ordinal: int, *, num_blocks: int, block_bytes: int) -> None:
+    def __init__(self, ordinal: int, *, num_blocks: int, pitch_bytes: int) -> None:
         self.ordinal = ordinal
         self.num_blocks = num_blocks
-        self.block_bytes = block_bytes
-        self.nbytes = num_blocks * block_bytes
+        self.pitch_bytes = pitch_bytes
+        self.nbytes = num_blocks * pitch_bytes
         try:
             self._memory: Any = _cuda.DeviceMemory(ordinal, self.nbytes)
         except DeviceError as error:
@@ -167,7 +167,7 @@ class CudaSlots:
         self.ordinal = arena.ordinal
         self.address = arena.pointer
         self.num_slots = arena.num_blocks
-        self.slot_bytes = arena.block_bytes
+        self.slot_bytes = arena.pitch_bytes
         self.memory = arena.memory
         with cupy.cuda.Device(arena.ordinal):
             self._streams = [
@@ -178,7 +178,7 @@ class CudaSlots:
             device_blocks=regions.num_blocks,
             num_slots=arena.num_blocks,
             address=arena.pointer,
-            slot_bytes=arena.block_bytes,
+            slot_bytes=arena.pitch_bytes,
             slices=slices,
             layer_begin=layer_begin,
             send_stream=self._streams[0].ptr,

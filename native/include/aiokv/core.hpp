@@ -17,7 +17,7 @@
 //   promises_ uses_ batches_     what leases will compute, wait for, and compute now
 //   peers_        the ways between leases and other engines
 //   external_      leases on device blocks that a server owns
-//   matching_ publication_ swaps_ grants_ releases_ completions_ tiers_   the transitions
+//   matching_ publication_ swaps_ grants_ releases_ completions_ tiers_ decoding_   the transitions
 //
 // violations() checks the invariants I1-I6 of the design from scratch.
 #pragma once
@@ -35,6 +35,7 @@
 #include "aiokv/block_events.hpp"
 #include "aiokv/completions.hpp"
 #include "aiokv/core_types.hpp"
+#include "aiokv/decoding.hpp"
 #include "aiokv/device_pool.hpp"
 #include "aiokv/external_blocks.hpp"
 #include "aiokv/fetches.hpp"
@@ -116,6 +117,11 @@ class Core {
         peers_.check_commit(leases_.at(id), num_tokens);
         return publication_.commit(leases_.at(id), num_tokens, step);
     }
+    // See Decoding::advance().
+    Advanced advance(std::span<const LeaseId> ids, const StepTokens& tokens,
+                     std::int64_t draft_tokens, Step step) {
+        return decoding_.advance(ids, tokens, draft_tokens, step);
+    }
     // retract() and truncate() return the lease that keeps the blocks for the batches and transfers
     // of peers in flight, or 0.
     LeaseId retract(LeaseId id, Step step) { return releases_.retract(leases_.at(id), step); }
@@ -143,6 +149,9 @@ class Core {
     bool is_current(LeaseId id) const;
     // Of a window group, or (-1) of all other layers.
     const std::vector<BlockId>& table_of(LeaseId id, std::int32_t group) const;
+    // Of a released lease, nothing.
+    std::size_t longest_table(std::span<const LeaseId> ids) const;
+    std::vector<std::int32_t> lengths(std::span<const LeaseId> ids) const;
     void block_tables(std::span<const LeaseId> ids, std::span<BlockId> out, std::size_t rows,
                       BlockId fill, std::int32_t group = -1) const;
 
@@ -328,6 +337,8 @@ class Core {
   private:
     static constexpr std::size_t kMaxListed = 4096;  // records of leases: takes less than 1 ms
 
+    // Empty for a released lease.
+    const std::vector<BlockId>& table_if_held(LeaseId id, std::int32_t group) const;
     void finish_state(Lease& lease, std::uint32_t num_tokens);
 
     CoreConfig config_;
@@ -358,6 +369,7 @@ class Core {
     Completions completions_;
     Tiers tiers_;
     AuxiliaryStores auxiliary_stores_;
+    Decoding decoding_;
 };
 
 }  // namespace aiokv

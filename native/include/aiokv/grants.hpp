@@ -68,6 +68,11 @@ class Grants {
     }
     // All leases get `num_tokens` more positions, or none does.
     bool extend(std::span<const LeaseId> ids, std::int64_t num_tokens);
+    // All leases get the positions that they are to have, or none does. Requires what extend()
+    // checks.
+    bool grow(std::span<const Growth> growths);
+    // Throws LeaseError, which names `call`: the lease cannot get `more` positions.
+    void check_grow(const Lease& lease, const char* call, std::uint64_t more) const;
     // A second lease on the same blocks. What is not indexed gets ids of its own, and what of that
     // is computed has to be copied on the device, source to target, in `step`.
     Fork fork(Lease& parent, Step step);

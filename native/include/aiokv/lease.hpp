@@ -176,4 +176,10 @@ struct Lease {
     Step last_use(Step step) const { return step_is_exact ? last_step : std::max(last_step, step); }
 };
 
+// The positions that a lease is to have; at least as many as it has.
+struct Growth {
+    Lease* lease;
+    std::uint32_t num_tokens;
+};
+
 }  // namespace aiokv

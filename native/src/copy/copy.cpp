@@ -13,6 +13,10 @@ constexpr std::size_t kStreamedJobBytes = std::size_t{8} << 20;
 // Bytes copied between two checks of the stop flag: a few hundred microseconds.
 constexpr std::size_t kChunkBytes = std::size_t{4} << 20;
 
+using Failure = const char*;  // text of a failure; null for none
+constexpr Failure kAborted = "the stream was aborted while the copy was in flight";
+constexpr Failure kRefused = "the host format refused the bytes of a block";
+
 using Ids = std::span<const std::int32_t>;
 
 // State that the stream's thread needs for one job.
@@ -29,48 +33,49 @@ class Mover {
         streaming_ = block_bytes * static_cast<std::size_t>(blocks) >= kStreamedJobBytes;
     }
 
-    // Moves the bytes of one event: a layer of an onload, all layers of an offload. Returns false
-    // when `stop` was set before the last byte.
-    bool move_step(std::size_t step, const std::atomic<bool>& stop) const {
+    // Moves the bytes of one event: a layer of an onload, all layers of an offload. Returns null,
+    // or the reason why it stopped before the last byte.
+    Failure move_step(std::size_t step, const std::atomic<bool>& stop) const {
         return direction_ == Direction::kOnload ? move_layer(step, stop) : move_all(stop);
     }
 
   private:
-    bool move_layer(std::size_t layer, const std::atomic<bool>& stop) const {
+    Failure move_layer(std::size_t layer, const std::atomic<bool>& stop) const {
         for (const auto& piece : map_->layers[layer]) {
             for (const auto& run : runs_) {
-                if (!move_run(piece, run, stop)) return false;
+                if (const auto failure = move_run(piece, run, stop)) return failure;
             }
         }
         if (streaming_) streaming_fence();
-        return true;
+        return nullptr;
     }
 
     // Block by block, so that each host block is written sequentially.
-    bool move_all(const std::atomic<bool>& stop) const {
+    Failure move_all(const std::atomic<bool>& stop) const {
         for (const auto& run : runs_) {
-            if (!move_run_of_all(run, stop)) return false;
+            if (const auto failure = move_run_of_all(run, stop)) return failure;
         }
         if (streaming_) streaming_fence();
-        return true;
+        return nullptr;
     }
 
     bool dense(const Piece& piece) const {
-        return piece.device_stride == piece.bytes && map_->host_stride == piece.bytes;
+        return piece.device_stride == piece.bytes && map_->host_stride == piece.bytes &&
+               !piece.encode;
     }
 
-    bool move_run(const Piece& piece, const Run& run, const std::atomic<bool>& stop) const {
+    Failure move_run(const Piece& piece, const Run& run, const std::atomic<bool>& stop) const {
         if (dense(piece)) {
             const auto bytes = static_cast<std::size_t>(run.length) * piece.bytes;
             return move_bytes(piece, run.host, run.device, bytes, stop);
         }
         for (std::int64_t i = 0; i < run.length; ++i) {
-            if (!move_bytes(piece, run.host + i, run.device + i, piece.bytes, stop)) return false;
+            if (const auto failure = move_block(piece, run, i, stop)) return failure;
         }
-        return true;
+        return nullptr;
     }
 
-    bool move_run_of_all(const Run& run, const std::atomic<bool>& stop) const {
+    Failure move_run_of_all(const Run& run, const std::atomic<bool>& stop) const {
         // A dense piece is the only piece of its host block, so no other piece is left out.
         for (const auto& pieces : map_->layers) {
             for (const auto& piece : pieces) {
@@ -80,28 +85,35 @@ class Mover {
         for (std::int64_t i = 0; i < run.length; ++i) {
             for (const auto& pieces : map_->layers) {
                 for (const auto& piece : pieces) {
-                    if (!move_bytes(piece, run.host + i, run.device + i, piece.bytes, stop)) {
-                        return false;
-                    }
+                    if (const auto failure = move_block(piece, run, i, stop)) return failure;
                 }
             }
         }
-        return true;
+        return nullptr;
     }
 
-    bool move_bytes(const Piece& piece, std::int64_t host_block, std::int64_t device_block,
-                    std::size_t bytes, const std::atomic<bool>& stop) const {
+    Failure move_block(const Piece& piece, const Run& run, std::int64_t i,
+                       const std::atomic<bool>& stop) const {
+        return move_bytes(piece, run.host + i, run.device + i, piece.bytes, stop);
+    }
+
+    Failure move_bytes(const Piece& piece, std::int64_t host_block, std::int64_t device_block,
+                       std::size_t bytes, const std::atomic<bool>& stop) const {
         auto* host = reinterpret_cast<char*>(map_->host_base) +
                      static_cast<std::size_t>(host_block) * map_->host_stride + piece.host_offset;
         auto* device = reinterpret_cast<char*>(piece.device_base) +
                        static_cast<std::size_t>(device_block) * piece.device_stride;
         char* to = direction_ == Direction::kOnload ? device : host;
         const char* from = direction_ == Direction::kOnload ? host : device;
+        if (const auto convert = direction_ == Direction::kOnload ? piece.decode : piece.encode) {
+            if (stop.load(std::memory_order_relaxed)) return kAborted;
+            return convert(to, from, bytes) == 0 ? nullptr : kRefused;
+        }
         for (std::size_t at = 0; at < bytes; at += kChunkBytes) {
-            if (stop.load(std::memory_order_relaxed)) return false;
+            if (stop.load(std::memory_order_relaxed)) return kAborted;
             copy_bytes(to + at, from + at, std::min(kChunkBytes, bytes - at), streaming_);
         }
-        return true;
+        return nullptr;
     }
 
     std::shared_ptr<const BlockMap> map_;
@@ -115,8 +127,8 @@ void run_job(CopyJob& job, const Mover& mover, const std::vector<std::uint64_t>&
              std::string failure, const std::atomic<bool>& stop) {
     const auto& events = job.events();
     for (std::size_t i = 0; i < events.size(); ++i) {
-        if (failure.empty() && !mover.move_step(i, stop)) {
-            failure = "the stream was aborted while the copy was in flight";
+        if (failure.empty()) {
+            if (const auto reason = mover.move_step(i, stop)) failure = reason;
         }
         if (!failure.empty()) job.fail({0, failure});
         events[i]->finish(generations[i], failure);
@@ -134,13 +146,21 @@ std::string failure_of(const Event& event, std::uint64_t generation) {
 void BlockMap::check() const {
     for (std::size_t layer = 0; layer < layers.size(); ++layer) {
         for (const auto& piece : layers[layer]) {
-            if (piece.host_offset + piece.bytes > host_stride ||
+            if (piece.host_offset + piece.host_bytes > host_stride ||
                 piece.bytes > piece.device_stride) {
                 throw LayoutError(
-                    "layer " + std::to_string(layer) + ": " + std::to_string(piece.bytes) +
+                    "layer " + std::to_string(layer) + ": " + std::to_string(piece.host_bytes) +
                     " bytes at offset " + std::to_string(piece.host_offset) +
-                    " do not fit host blocks of " + std::to_string(host_stride) +
-                    " and device blocks of " + std::to_string(piece.device_stride) + " bytes");
+                    " do not fit host blocks of " + std::to_string(host_stride) + " bytes, or " +
+                    std::to_string(piece.bytes) + " bytes do not fit device blocks of " +
+                    std::to_string(piece.device_stride) + " bytes");
+            }
+            if (!piece.encode != !piece.decode ||
+                (!piece.encode && piece.host_bytes != piece.bytes)) {
+                throw LayoutError("layer " + std::to_string(layer) + ": " +
+                                  std::to_string(piece.bytes) + " bytes on the device and " +
+                                  std::to_string(piece.host_bytes) +
+                                  " on the host need functions for both directions");
             }
         }
     }

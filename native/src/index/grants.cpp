@@ -261,42 +261,48 @@ bool Grants::extend(std::span<const LeaseId> ids, std::int64_t num_tokens) {
         throw LeaseError("extend: num_tokens is " + std::to_string(num_tokens) +
                          "; it must be between 0 and " + std::to_string(kMaxTokens));
     }
-    const auto more = static_cast<std::uint64_t>(num_tokens);
-    std::uint64_t needed = 0;
+    std::vector<Growth> growths;
+    growths.reserve(ids.size());
     for (const LeaseId id : ids) {
-        const Lease& lease = std::as_const(leases_).at(id);
-        if (!lease.has_blocks() || lease.is(LeaseState::kSwapping)) {
-            throw LeaseError("extend: the lease is " + std::string(name_of(lease.state)) +
-                             "; only a lease that is allocated, and stays so, can grow")
-                .of(id);
-        }
-        if (lease.num_tokens + more > kMaxTokens) {
-            throw LeaseError("extend: " + str(lease.num_tokens) + " + " + str(more) +
-                             " positions exceed " + std::to_string(kMaxTokens))
-                .of(id);
-        }
-        needed += config_.blocks_for(lease.num_tokens + more) - lease.table.size();
+        Lease& lease = leases_.at(id);
+        check_grow(lease, "extend", static_cast<std::uint64_t>(num_tokens));
+        growths.push_back({&lease, lease.num_tokens + static_cast<std::uint32_t>(num_tokens)});
     }
-    std::vector<LeaseId> sorted(ids.begin(), ids.end());
-    std::sort(sorted.begin(), sorted.end());
-    const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
-    if (twice != sorted.end()) {
-        throw LeaseError("extend: a lease is listed more than once").of(*twice);
+    leases_.require_distinct(ids, "extend");
+    return grow(growths);
+}
+
+void Grants::check_grow(const Lease& lease, const char* call, std::uint64_t more) const {
+    if (!lease.has_blocks() || lease.is(LeaseState::kSwapping)) {
+        throw LeaseError(std::string(call) + ": the lease is " + name_of(lease.state) +
+                         "; only a lease that is allocated, and stays so, can grow")
+            .of(lease.id());
     }
-    if (!windows_.can_extend(ids, more)) return false;
+    if (lease.num_tokens + more > kMaxTokens) {
+        throw LeaseError(std::string(call) + ": " + str(lease.num_tokens) + " + " + str(more) +
+                         " positions exceed " + std::to_string(kMaxTokens))
+            .of(lease.id());
+    }
+}
+
+bool Grants::grow(std::span<const Growth> growths) {
+    std::uint64_t needed = 0;
+    for (const auto& [lease, num_tokens] : growths) {
+        needed += config_.blocks_for(num_tokens) - lease->table.size();
+    }
+    if (!windows_.can_grow(growths)) return false;
     if (needed > residency_.device_room()) return false;
     if (!residency_.make_room(static_cast<std::uint32_t>(needed), unsaved_of_running())) {
         return false;
     }
-    for (const LeaseId id : ids) {
-        Lease& lease = leases_.at(id);
-        const std::size_t old = lease.table.size();
-        lease.num_tokens += static_cast<std::uint32_t>(more);
-        lease.table.resize(config_.blocks_for(lease.num_tokens));
-        lease.grown_blocks =
-            std::max(lease.grown_blocks, static_cast<std::uint32_t>(lease.table.size()));
-        device_.take(std::span(lease.table).subspan(old));
-        windows_.fit(lease, 0);
+    for (const auto& [lease, num_tokens] : growths) {
+        const std::size_t old = lease->table.size();
+        lease->num_tokens = num_tokens;
+        lease->table.resize(config_.blocks_for(num_tokens));
+        lease->grown_blocks =
+            std::max(lease->grown_blocks, static_cast<std::uint32_t>(lease->table.size()));
+        device_.take(std::span(lease->table).subspan(old));
+        windows_.fit(*lease, 0);
     }
     return true;
 }

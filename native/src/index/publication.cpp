@@ -32,18 +32,20 @@ void Publication::append(Lease& lease, Tokens tokens, std::span<const Item> item
     if (names_more_blocks) promises_.add(lease);
 }
 
-void Publication::check_commit(const Lease& lease, std::int64_t num_tokens) const {
+void Publication::check_commit(const Lease& lease, const char* call,
+                               std::int64_t num_tokens) const {
     if (!lease.has_blocks()) {
-        throw LeaseError("commit: the lease is " + std::string(name_of(lease.state)) +
+        throw LeaseError(std::string(call) + ": the lease is " + name_of(lease.state) +
                          " and has no blocks")
             .of(lease.id())
             .hint("call allocate first");
     }
     if (lease.is(LeaseState::kSwapping)) {
-        throw LeaseError("commit: the lease is being swapped to host memory").of(lease.id());
+        throw LeaseError(std::string(call) + ": the lease is being swapped to host memory")
+            .of(lease.id());
     }
     if (num_tokens < 0 || num_tokens > lease.num_tokens) {
-        throw LeaseError("commit: num_tokens is " + std::to_string(num_tokens) +
+        throw LeaseError(std::string(call) + ": num_tokens is " + std::to_string(num_tokens) +
                          "; it must be between 0 and the " + str(lease.num_tokens) +
                          " allocated positions")
             .of(lease.id())
@@ -51,7 +53,7 @@ void Publication::check_commit(const Lease& lease, std::int64_t num_tokens) cons
     }
     const auto computed = static_cast<std::uint32_t>(num_tokens);
     if (!lease.windows.empty() && computed > windows_.max_extend_tokens(lease)) {
-        throw LeaseError("commit: the windows have blocks for " +
+        throw LeaseError(std::string(call) + ": the windows have blocks for " +
                          str(windows_.max_extend_tokens(lease)) + " positions, not for " +
                          std::to_string(num_tokens) + "; a step computes at most step_tokens")
             .of(lease.id())
@@ -60,7 +62,7 @@ void Publication::check_commit(const Lease& lease, std::int64_t num_tokens) cons
 }
 
 std::uint32_t Publication::commit(Lease& lease, std::int64_t num_tokens, Step step) {
-    check_commit(lease, num_tokens);
+    check_commit(lease, "commit", num_tokens);
     const auto computed = static_cast<std::uint32_t>(num_tokens);
     if (lease.is(LeaseState::kFailed) || computed <= lease.computed_tokens) return publish(lease);
     if (step > device_.finished_step()) {
@@ -86,7 +88,7 @@ std::uint32_t Publication::commit(Lease& lease, std::int64_t num_tokens, Step st
 }
 
 std::uint32_t Publication::commit_received(Lease& lease, std::int64_t num_tokens) {
-    check_commit(lease, num_tokens);
+    check_commit(lease, "commit", num_tokens);
     const auto computed = static_cast<std::uint32_t>(num_tokens);
     if (lease.is(LeaseState::kFailed) || computed <= lease.computed_tokens) return publish(lease);
     if (const std::uint32_t end = lease.end_of_received(); computed > end) {

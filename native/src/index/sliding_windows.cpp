@@ -139,13 +139,12 @@ void SlidingWindows::give_up(const Lease& lease, std::vector<std::uint64_t>& giv
     for (std::size_t g = 0; g < lease.windows.size(); ++g) given_up[g] += lease.windows[g].reserved;
 }
 
-bool SlidingWindows::can_extend(std::span<const LeaseId> ids, std::uint64_t more) const {
+bool SlidingWindows::can_grow(std::span<const Growth> growths) const {
     for (std::size_t g = 0; g < groups_.size(); ++g) {
         std::uint64_t reserved = std::uint64_t{groups_[g].reserved} + groups_[g].in_flight;
-        for (const LeaseId id : ids) {
-            const Lease& lease = leases_.at(id);
-            const std::uint32_t held = lease.windows[g].reserved;
-            const std::uint32_t total = config_.blocks_for(lease.num_tokens + more);
+        for (const Growth& growth : growths) {
+            const std::uint32_t held = growth.lease->windows[g].reserved;
+            const std::uint32_t total = config_.blocks_for(growth.num_tokens);
             reserved += std::max(reserve_of(groups_[g], total), held);
             reserved -= held;
         }

@@ -21,6 +21,7 @@ namespace aiokv {
 namespace {
 
 using TokenArray = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using LeaseIdArray = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ItemTuple = std::tuple<nb::bytes, std::int64_t, std::int64_t>;
 
 }  // namespace
@@ -44,9 +45,27 @@ struct ViewOf {
 
 template <>
 struct type_caster<aiokv::Tokens> : ViewOf<aiokv::Tokens, aiokv::TokenArray> {};
+// Ids of leases: an array is not copied.
 template <>
-struct type_caster<std::span<const aiokv::LeaseId>>
-    : ViewOf<std::span<const aiokv::LeaseId>, std::vector<aiokv::LeaseId>> {};
+struct type_caster<std::span<const aiokv::LeaseId>> {
+    NB_TYPE_CASTER(std::span<const aiokv::LeaseId>,
+                   union_name(make_caster<std::vector<aiokv::LeaseId>>::Name,
+                              make_caster<aiokv::LeaseIdArray>::Name))
+    bool from_python(handle src, std::uint32_t flags, cleanup_list* cleanup) noexcept {
+        if (PyList_Check(src.ptr()) || PyTuple_Check(src.ptr())) {
+            if (!list_.from_python(src, flags, cleanup)) return false;
+            value = list_.value;
+            return true;
+        }
+        if (!array_.from_python(src, flags, cleanup)) return false;
+        value = {reinterpret_cast<const aiokv::LeaseId*>(array_.value.data()), array_.value.size()};
+        return true;
+    }
+
+  private:
+    make_caster<std::vector<aiokv::LeaseId>> list_;
+    make_caster<aiokv::LeaseIdArray> array_;
+};
 template <>
 struct type_caster<std::span<const std::uint8_t>> : ViewOf<std::span<const std::uint8_t>, bytes> {};
 
@@ -104,6 +123,7 @@ namespace aiokv {
 namespace {
 
 using TableArray = nb::ndarray<std::int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using MutableTokenArray = nb::ndarray<std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using IdArray = nb::ndarray<nb::numpy, const std::int32_t, nb::ndim<1>>;
 
 IdArray copy_ids(const std::vector<BlockId>& ids) {
@@ -194,6 +214,17 @@ auto with_ticket(Result (Core::*method)(LeaseId, const TicketId&, Args...)) {
     };
 }
 
+using AdvancedTuple = nb::typed<nb::tuple, std::uint32_t, std::vector<std::uint32_t>,
+                                std::vector<std::uint32_t>, IdArray>;
+
+AdvancedTuple advance(Core& core, std::span<const LeaseId> ids, Tokens tokens, std::size_t width,
+                      std::optional<Tokens> counts, std::int64_t draft_tokens, Step step) {
+    const StepTokens step_tokens{tokens, width, counts.value_or(Tokens())};
+    const Advanced advanced = core.advance(ids, step_tokens, draft_tokens, step);
+    return nb::make_tuple(advanced.published, advanced.refused, advanced.grown,
+                          copy_ids(advanced.computed));
+}
+
 // A field of an open lease.
 template <class Field>
 auto of_lease(Field Lease::* field) {
@@ -259,6 +290,23 @@ LeaseTuple lease_tuple(const Lease& lease, std::uint32_t block_tokens) {
     return nb::make_tuple(lease.id(), LeaseTable::age_seconds(lease), lease.prompt_tokens,
                           lease.has_blocks() ? lease.cached_tokens : hit, lease.num_tokens,
                           lease.computed_tokens, lease.table.size());
+}
+
+// Writes the integers of a list to `out`. Returns how many of them, from the first on, are of the
+// type int and fit in 32 bits.
+std::size_t copy_ints(const nb::typed<nb::list, nb::object>& list, MutableTokenArray out) {
+    std::int32_t* target = out.data();
+    const std::size_t count = std::min(list.size(), out.size());
+    for (std::size_t i = 0; i < count; ++i) {
+        PyObject* item = NB_LIST_GET_ITEM(list.ptr(), i);
+        if (!PyLong_CheckExact(item)) return i;
+        int overflow = 0;
+        const long value = PyLong_AsLongAndOverflow(item, &overflow);
+        const auto narrow = static_cast<std::int32_t>(value);
+        if (overflow != 0 || narrow != value) return i;
+        target[i] = narrow;
+    }
+    return count;
 }
 
 void bind_statistics(nb::module_& m) {
@@ -339,6 +387,9 @@ void bind_core(nb::module_& m) {
     m.attr("ATTENTION_GROUP") = kAttention;
     m.attr("ATTENTION_GROUP") = kAttention;
     m.attr("STATE_GROUP") = kRecurrentState;
+    m.def("copy_ints", &copy_ints, "list"_a, "out"_a.noconvert(),
+          "Write the integers of a list to `out`; return how many of them, from the first on, are "
+          "ints of 32 bits.");
     nb::enum_<Outcome>(m, "Outcome")
         .value("DONE", Outcome::kDone)
         .value("FAILED", Outcome::kFailed)
@@ -464,6 +515,12 @@ void bind_core(nb::module_& m) {
              "append() with items; offsets count from the first position of the prompt.")
         .def("commit", &Core::commit, "lease"_a, "num_tokens"_a, "step"_a = 0,
              "Index computed blocks; returns how many became shareable.")
+        .def("advance", &advance, "leases"_a, "tokens"_a, "width"_a, "counts"_a.none(),
+             "draft_tokens"_a = 0, "step"_a = 0,
+             "Name the tokens that a step has produced, rows of `width`, of which counts[i] count "
+             "(None: all); commit all positions before the last token of each lease, and give the "
+             "lease draft_tokens positions behind that token. Return (published blocks, rows "
+             "without room, rows that got blocks, device blocks that are computed now).")
         .def("truncate", &Core::truncate, "lease"_a, "num_tokens"_a, "step"_a = 0,
              "Return what retract() returns.")
         .def("extend", &Core::extend, "leases"_a, "num_tokens"_a)
@@ -518,6 +575,14 @@ void bind_core(nb::module_& m) {
             },
             "leases"_a, "out"_a.noconvert(), "fill"_a, "group"_a = -1,
             "Write the block tables into rows of `out`, the rest of each row `fill`.")
+        .def("longest_table", &Core::longest_table, "leases"_a,
+             "Number of blocks of the longest block table.")
+        .def(
+            "lengths",
+            [](const Core& core, std::span<const LeaseId> ids) {
+                return copy_ids(core.lengths(ids));
+            },
+            "leases"_a, "Number of named positions of each lease; 0 for a released one.")
         .def("is_current", &Core::is_current, "lease"_a,
              "Return whether the lease is granted and its hit can still be matched.")
         .def("await_use", &Core::await_use, "lease"_a,

@@ -1,4 +1,4 @@
-"""Flow: the transfers of one ticket, on the side that receives or on the side that sends."""
+"""Transfers of one ticket, on the side that receives or on the side that sends."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiokv.engine.lease_record import LeaseRecord
-    from aiokv.engine.peers import Exchange
+    from aiokv.engine.peers import PeerTickets
     from aiokv.peers.ticket import Ticket
     from aiokv.scheduler.effects import Effects
 
-MAX_IN_FLIGHT: Final = 64  # transfers of one flow: a long prompt must not block the loop
+MAX_IN_FLIGHT: Final = 64  # transfers of one ticket: a long prompt must not block the loop
 MAX_EARLY: Final = 32  # of them, transfers of positions that may not be committed yet
 
 
@@ -28,9 +28,9 @@ class _Part:
         first_block: first block of the lease.
         num_blocks: number of blocks.
         share: share of the layers of each block that moves.
-        is_last: it has the last of their layers.
-        is_early: their positions may not be committed yet.
-        moved: leading blocks that have moved, once it has ended.
+        is_last: True if the last layer of the blocks moves.
+        is_early: True if positions of the blocks may not be committed yet.
+        moved: leading blocks that have moved; None until the transfer has ended.
     """
 
     __slots__ = ("first_block", "is_early", "is_last", "moved", "num_blocks", "share")
@@ -46,11 +46,11 @@ class _Part:
         self.moved: int | None = None
 
 
-class Flow:
+class TicketTransfers:
     """Transfers of one ticket between a lease of this engine and another engine.
 
     Args:
-        exchange: all flows of the engine.
+        peer_tickets: the tickets of the engine.
         record: the lease.
         ticket: the ticket.
         first_block: first block of the lease to move.
@@ -59,27 +59,28 @@ class Flow:
         receives: True on the side that receives.
 
     Attributes:
-        record: as given.
-        lease_id: its id, also after its release.
-        ticket: as given.
-        receives: as given.
-        moved_block: blocks before it, from ``first_block`` on, have moved.
-        moved_blocks: blocks that have moved; some layers of a block count as a part of it.
+        record: the lease.
+        lease_id: id of the lease, also after its release.
+        ticket: the ticket.
+        receives: True on the side that receives.
+        moved_block: end of the blocks that have moved without a gap from ``first_block`` on.
+        moved_blocks: number of blocks that have moved; a part of a block's layers counts as that
+            part of a block.
         moved_groups: groups, other than ``"attention"``, whose blocks have moved.
         kept_tokens: positions that the lease still has.
-        is_loading: the flow waits for the onloads of its lease.
-        is_computing: the flow waits for the batches that compute with its lease.
-        is_broken: a transfer has ended without all that it was to move.
+        is_loading: True while the ticket waits for onloads of its lease.
+        is_computing: True while the ticket waits for batches that compute with its lease.
+        is_broken: True if a transfer has ended without moving all of its blocks.
         reason: why that transfer has ended.
-        ended_at: time of the loop at which it has ended; None before.
-        failure: why it has ended early; None if it has not.
-        is_cancelled: the application has cancelled it.
-        context: context variables of the task that has begun the flow.
+        ended_at: time of the loop at which the ticket has ended; None before.
+        failure: why the ticket has ended early; None if it has not.
+        is_cancelled: True if the application has cancelled the ticket.
+        context: context variables of the task that has begun the ticket.
     """
 
     def __init__(
         self,
-        exchange: Exchange,
+        peer_tickets: PeerTickets,
         record: LeaseRecord,
         ticket: Ticket,
         first_block: int,
@@ -87,7 +88,7 @@ class Flow:
         *,
         receives: bool,
     ) -> None:
-        self._exchange = exchange
+        self._peer_tickets = peer_tickets
         self._timer: asyncio.TimerHandle | None = None
         self._parts: dict[int, _Part] = {}  # by transfer: not ended in order, oldest first
         self._groups: dict[int, tuple[str, int]] = {}  # by transfer in flight, with its blocks
@@ -121,7 +122,7 @@ class Flow:
 
     @property
     def at_rest(self) -> bool:
-        """True if no transfer is in flight, nor an onload or a batch that the flow waits for."""
+        """True if no transfer is in flight, nor an onload or a batch that the ticket waits for."""
         return not self.is_loading and not self.is_computing and not self._has_transfers
 
     @property
@@ -141,7 +142,7 @@ class Flow:
         return [*self._parts, *self._groups]
 
     def enter(self) -> None:
-        """Let ``proceed`` advance: the handle of the flow was entered."""
+        """Let ``proceed`` advance: the handle of the ticket was entered."""
         self._is_entered = True
 
     def proceed(self) -> None:
@@ -171,14 +172,14 @@ class Flow:
             self.proceed()
 
     def cancel(self, reason: str) -> None:
-        """End the flow for the application; the log has no warning of it."""
+        """End the ticket for the application; the log has no warning of it."""
         self.is_cancelled = self.is_cancelled or not self.ended
         self.end(reason)
 
     def end_in(self, seconds: float) -> None:
-        """End the flow after ``seconds``, by the loop's clock."""
+        """End the ticket after ``seconds``, by the loop's clock."""
         reason = f"the deadline of {seconds:.4g} s passed"
-        self._timer = self._exchange.loop.call_later(seconds, self.end, reason)
+        self._timer = self._peer_tickets.loop.call_later(seconds, self.end, reason)
 
     def begin(
         self,
@@ -232,14 +233,14 @@ class Flow:
         Raises:
             AiokvError: the scheduler refuses the transfer.
         """
-        end_token = (first_block + num_blocks) * self._exchange.block_tokens
+        end_token = (first_block + num_blocks) * self._peer_tickets.block_tokens
         transfer_id, effects = transition(
             self.lease_id, self.ticket.ticket_id, end_token, first_block=first_block
         )
         self._parts[transfer_id] = _Part(
             first_block, num_blocks, share, is_last=is_last, is_early=is_early
         )
-        self._exchange.submit(self, transfer_id, effects)
+        self._peer_tickets.submit(self, transfer_id, effects)
 
     def has_begun(self, group: str) -> bool:
         """Return True if the transfer of a group has begun."""
@@ -269,7 +270,7 @@ class Flow:
         )
         self._begun_groups.add(group)
         self._groups[transfer_id] = group, num_blocks
-        self._exchange.submit(self, transfer_id, effects)
+        self._peer_tickets.submit(self, transfer_id, effects)
 
     def moved(self, transfer_id: int, blocks: int, reason: str) -> None:
         """Note the end of a transfer, of which the first ``blocks`` blocks have moved. Idempotent.
@@ -308,10 +309,10 @@ class Flow:
         if self.ended:
             return
         self.failure = failure
-        self.ended_at = self._exchange.loop.time()
+        self.ended_at = self._peer_tickets.loop.time()
         if self._timer is not None:
             self._timer.cancel()
-        self._exchange.end(self)
+        self._peer_tickets.end(self)
 
     def forget(self) -> None:
         """Note that no end of a transfer follows: the lease no longer has the blocks."""
@@ -326,12 +327,12 @@ class Flow:
                 waiter.set_result(None)
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition on this flow.
+        """Wait for a condition on this ticket.
 
         Cancellation: nothing changed.
         """
         while not condition():
-            waiter: asyncio.Future[None] = self._exchange.loop.create_future()
+            waiter: asyncio.Future[None] = self._peer_tickets.loop.create_future()
             self._waiters.append(waiter)
             try:
                 await waiter
@@ -349,30 +350,32 @@ class Flow:
         )
 
 
-def entered(flow: Flow | None, exchange: Exchange, handle: object) -> Flow:
-    """Return the flow of a handle whose ``async with`` block has begun.
+def entered(
+    transfers: TicketTransfers | None, peer_tickets: PeerTickets, handle: object
+) -> TicketTransfers:
+    """Return the transfers of a handle whose ``async with`` block has begun.
 
     Raises:
         UsageError: it has not begun, or the call is made in another thread.
     """
-    exchange.check_thread()
-    if flow is None:
+    peer_tickets.check_thread()
+    if transfers is None:
         raise UsageError(f"{handle!r} can only be used inside its `async with` block")
-    return flow
+    return transfers
 
 
-def check_not_entered(flow: Flow | None, handle: object, call: str) -> None:
+def check_not_entered(transfers: TicketTransfers | None, handle: object, call: str) -> None:
     """Check that the ``async with`` block of a handle has not begun.
 
     Args:
-        flow: flow of the handle; None before it is entered.
+        transfers: transfers of the handle; None before it is entered.
         handle: named in the error.
         call: name of the call that returns a new handle.
 
     Raises:
         UsageError: it has begun.
     """
-    if flow is not None:
+    if transfers is not None:
         raise UsageError(
             f"{handle!r} was entered already; it can be entered once", hint=f"call {call} again"
         )
