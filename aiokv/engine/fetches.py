@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.base.plan import Priority
 from aiokv.engine.boundaries import BoundarySearch
-from aiokv.engine.comparison import PARTS, Comparison, Part, rest_of
+from aiokv.engine.comparison import PARTS, Comparison, FetchPart, rest_of
 from aiokv.engine.fetch_line import AT_A_TIME, FetchLine
 from aiokv.errors import AiokvError
 from aiokv.stores.base import KEY_BYTES
@@ -309,7 +309,7 @@ class Fetches:
             self._requests.note_declined_fetch()
             self._probe(lease_id, comparison)
 
-    async def _turn(self, place: Place, part: Part, comparison: Comparison) -> bool:
+    async def _turn(self, place: Place, part: FetchPart, comparison: Comparison) -> bool:
         """Wait for the turn of a request; return False if the wait was too long."""
         try:
             async with asyncio.timeout(comparison.patience(part.blocks, self._line.seconds)):
@@ -323,7 +323,7 @@ class Fetches:
         self,
         lease_id: int,
         first: int,
-        part: Part,
+        part: FetchPart,
         priority: Priority,
         comparison: Comparison,
         newest: _Newest,
@@ -556,7 +556,7 @@ class Fetches:
             search.note_cached(group.name, self._read.has_copies(lease_id, group, search.hit, end))
 
 
-def _share_of(search: BoundarySearch, end: int, comparison: Comparison) -> Part:
+def _share_of(search: BoundarySearch, end: int, comparison: Comparison) -> FetchPart:
     """Return the part of a fetch to a boundary for which a wait must not take longer."""
     blocks = max(math.ceil((end - search.hit) / PARTS), comparison.probe_blocks)
-    return Part(blocks, 0.0, search.seconds(end))
+    return FetchPart(blocks, 0.0, search.seconds(end))

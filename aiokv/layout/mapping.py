@@ -26,15 +26,15 @@ from aiokv.layout.block_layout import BlockLayout as BlockLayout
 from aiokv.layout.host_format import aligned
 
 if TYPE_CHECKING:
+    import collections.abc
     from collections.abc import Iterable, Iterator, Sequence
-    from collections.abc import Mapping as Dictionary
 
 _Axis: TypeAlias = tuple[int, int, int]  # length, source stride, target stride
 _Rows: TypeAlias = tuple[int, int, int, int]  # length, inner length, outer and inner stride
 _NO_ROWS: Final[_Rows] = (0, 0, 0, 0)
 
 
-class Mapping:
+class BlockMapping:
     """Copies of blocks of one sender rank to blocks of one receiver rank. Immutable, thread-safe.
 
     Args:
@@ -142,7 +142,7 @@ class Mapping:
         self,
         fragment_addresses: int | Sequence[int],
         sender_blocks: int | Sequence[int],
-        receiver_addresses: Dictionary[int, int],
+        receiver_addresses: collections.abc.Mapping[int, int],
     ) -> None:
         """Write the tokens of fragments to the receiver's host blocks. Call it in a thread.
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Sequence
 
-    from aiokv.peers.one_sided import Piece
+    from aiokv.peers.one_sided import WritePiece
     from aiokv.peers.transport import PeerMemory
 
 _cuda: Any = getattr(_native, "cuda", None)  # absent when aiokv was built without a CUDA compiler
@@ -143,7 +143,7 @@ class CudaIpcEndpoint:
         self._mapped = _checked(_cuda.MappedMemory, self._device, export.handle)
         self._base = int(self._mapped.address)
 
-    def write(self, pieces: Sequence[Piece], unwanted: threading.Event) -> None:
+    def write(self, pieces: Sequence[WritePiece], unwanted: threading.Event) -> None:
         """Copy pieces; return when they are in the memory of the receiver."""
         export = self._export
         if export is None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.errors import ConfigError
-from aiokv.peers.one_sided import WRITE_BYTES, EndpointError, Piece, rdma_devices
+from aiokv.peers.one_sided import WRITE_BYTES, EndpointError, WritePiece, rdma_devices
 
 if TYPE_CHECKING:
     import threading
@@ -153,7 +153,7 @@ class NixlEndpoint:
         except Exception as error:
             raise EndpointError(f"NIXL cannot connect: {error}") from error
 
-    def write(self, pieces: Sequence[Piece], unwanted: threading.Event) -> None:
+    def write(self, pieces: Sequence[WritePiece], unwanted: threading.Event) -> None:
         """Write pieces; a short call of the library may execute all of it."""
         library, agent = self._library, self._agent
         try:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping as Dictionary
 
     from aiokv.base.plan import TransferPlan
-    from aiokv.peers.departures import Fragment, Target
+    from aiokv.peers.departures import Fragment, ReceiverRank
     from aiokv.peers.messages import Message, SlotCredit
     from aiokv.peers.ticket import Ticket
 
@@ -121,7 +121,7 @@ class Sender(Generic[C]):
     # --- tickets and plans ------------------------------------------------------------------------
 
     def add_ticket(
-        self, ticket: Ticket, deadline: float, targets: Dictionary[int, Target[C]]
+        self, ticket: Ticket, deadline: float, targets: Dictionary[int, ReceiverRank[C]]
     ) -> None:
         """Take a ticket that all its receivers have accepted.
 

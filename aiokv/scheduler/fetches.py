@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from aiokv.config.cache_config import CacheConfig
     from aiokv.scheduler.effects import Effects, Outbox
     from aiokv.scheduler.guarded import TransitionErrors
-    from aiokv.scheduler.plans import Plans
+    from aiokv.scheduler.plans import PlanMaker
     from aiokv.scheduler.store_saver import StoreSaver
 
 
@@ -27,7 +27,7 @@ class Fetches:
         self,
         config: CacheConfig,
         core: Core,
-        plans: Plans,
+        plans: PlanMaker,
         outbox: Outbox,
         errors: TransitionErrors,
         store_saver: StoreSaver,

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from aiokv.scheduler.guarded import TransitionErrors
     from aiokv.scheduler.owners import Owners
     from aiokv.scheduler.pending import PendingBlocks
-    from aiokv.scheduler.plans import Plans
+    from aiokv.scheduler.plans import PlanMaker
     from aiokv.scheduler.saver import Saver
 
 
-class Peers:
+class ReceivesAndSends:
     """Begins the receives and sends of one cache, cancels them, and reports their ends.
 
     The methods of the first section are transitions of the scheduler.
@@ -47,7 +47,7 @@ class Peers:
         self,
         config: CacheConfig,
         core: Core,
-        plans: Plans,
+        plans: PlanMaker,
         outbox: Outbox,
         clock: StepClock,
         *,

@@ -38,7 +38,7 @@ class TransferFailure(msgspec.Struct, frozen=True, kw_only=True):
 Arrived: TypeAlias = "tuple[TransferPlan, LayerDoneCounter]"
 
 
-class Transfers(Protocol):
+class RankTransfers(Protocol):
     """The transfers of a rank in a thread."""
 
     def check_process(self) -> None:
@@ -73,7 +73,7 @@ class RankLayers(Unique):
 
     def __init__(
         self,
-        transfers: Transfers,
+        transfers: RankTransfers,
         transfer_ids: tuple[int, ...],
         num_layers: int,
         waits: LayerWaits,

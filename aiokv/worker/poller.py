@@ -30,7 +30,7 @@ from aiokv.base.percentiles import percentile
 from aiokv.base.state_guard import StateGuard
 from aiokv.base.statistics import DurationHistogram, PollerStatistics
 from aiokv.errors import ClosedError, DeviceError, UsageError
-from aiokv.worker.watches import Stream, Watch, next_query
+from aiokv.worker.watches import Watch, WatchedStream, next_query
 
 if TYPE_CHECKING:
     import asyncio
@@ -66,8 +66,9 @@ class EventPoller:
         self._bound_loop: asyncio.AbstractEventLoop | None = None
         self._thread_id = threading.get_ident()  # of the loop
         self.lead_seconds = FIRST_LEAD_SECONDS  # how long before an expected end polling begins
-        self._streams: dict[Hashable, Stream] = {}
-        self._ended: deque[tuple[Stream, Watch, float]] = deque()  # announced, when seen; see _pass
+        self._streams: dict[Hashable, WatchedStream] = {}
+        # Events that were announced as ended, and when they were seen; see _pass.
+        self._ended: deque[tuple[WatchedStream, Watch, float]] = deque()
         self._soon: deque[Callable[[], object]] = deque()
         self._next_soon: asyncio.Handle | None = None
         self._timer: _native.TimerFd | None = None
@@ -135,7 +136,7 @@ class EventPoller:
         now = time.monotonic()
         if not self._streams:
             self._pending_since = now
-        stream = Stream(stream_key)
+        stream = WatchedStream(stream_key)
         stream.queue.append(watch)
         stream.expect(now, now, self.lead_seconds)
         self._streams[stream_key] = stream
@@ -260,7 +261,7 @@ class EventPoller:
         if not self._in_pass:
             self._schedule(now)
 
-    def _next_of(self, stream: Stream, began_at: float, now: float) -> None:
+    def _next_of(self, stream: WatchedStream, began_at: float, now: float) -> None:
         """Expect the next event of a stream, whose work began at ``began_at``."""
         if stream.queue:
             stream.expect(began_at, now, self.lead_seconds)
@@ -336,7 +337,7 @@ class EventPoller:
         self._passed_at = now = time.monotonic()
         self._busy_seconds += now - started - self._callback_seconds
 
-    def _ask(self, stream: Stream, until: float) -> None:
+    def _ask(self, stream: WatchedStream, until: float) -> None:
         """Query a stream's oldest event, repeatedly before the time ``until``.
 
         Behind an event that is done the next one is queried, if it should have ended as well.
@@ -375,7 +376,7 @@ class EventPoller:
             self._next_of(stream, began_at, time.monotonic())
             self._ended.popleft()
 
-    def _note_end(self, stream: Stream, watch: Watch, now: float) -> float:
+    def _note_end(self, stream: WatchedStream, watch: Watch, now: float) -> float:
         """Count an event that is done; return when it ended, as far as can be known."""
         finished_at: float | None = getattr(watch.event, "finished_seconds", None)
         latency = max(now - (finished_at or stream.asked_at or now), 0.0)
@@ -435,7 +436,7 @@ class EventPoller:
             self._timer_at = at
 
 
-def _next_has_ended(stream: Stream, watch: Watch, now: float) -> bool:
+def _next_has_ended(stream: WatchedStream, watch: Watch, now: float) -> bool:
     """Return True if the event after ``watch``, which has ended, is expected to have ended."""
     if not stream.queue:
         return False

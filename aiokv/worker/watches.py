@@ -51,7 +51,7 @@ class Watch:
             self._on_cancel(self)
 
 
-class Stream:
+class WatchedStream:
     """Events that finish in order, and the next query of the oldest."""
 
     __slots__ = ("asked_at", "due", "ends_at", "key", "next_query", "queue", "slept")

@@ -69,7 +69,7 @@ def encode_around(
     return b"".join(parts), b"".join([_CRLF, *behind])
 
 
-class Connection:
+class RedisConnection:
     """Requests and replies on a connected socket.
 
     All methods block, except for ``abort``, ``close`` and ``is_usable``.
