@@ -49,16 +49,7 @@ IDLE_PASS_SECONDS: Final = 20e-6  # its pass from poll to poll takes no longer t
 LATENCY_SAMPLES: Final = 4096
 
 
-IDLE: Final = PollerStatistics(
-    events=0,
-    queries=0,
-    pending=0,
-    latency_p50_seconds=0.0,
-    latency_p99_seconds=0.0,
-    busy_seconds=0.0,
-    pending_seconds=0.0,
-    latency=DurationHistogram.of(_native.Histogram()),
-)
+IDLE: Final = PollerStatistics(latency=DurationHistogram.of(_native.Histogram()))
 
 
 class EventPoller:

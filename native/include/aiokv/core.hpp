@@ -236,36 +236,23 @@ class Core {
     }
 
     // -- peers
-    TransferId receive(LeaseId id, const TicketId& ticket, std::int64_t first_block,
-                       std::int64_t num_blocks) {
-        return peers_.receive(leases_.at(id), ticket, first_block, num_blocks);
-    }
-    TransferId send(LeaseId id, const TicketId& ticket, std::int64_t first_block,
-                    std::int64_t num_blocks, LayerRanges layers = {}) {
-        return peers_.send(leases_.at(id), ticket, first_block, num_blocks, layers);
-    }
-    // `step`: the open one.
-    TransferId send_early(LeaseId id, const TicketId& ticket, std::int64_t first_block,
-                          std::int64_t num_blocks, LayerRanges layers, std::uint64_t mark,
-                          Step step) {
-        return peers_.send_early(leases_.at(id), ticket, first_block, num_blocks, layers, mark,
-                                 step);
-    }
     // `step`: the open one. It may use the window blocks that the lease gives back.
-    TransferId receive_group(LeaseId id, const TicketId& ticket, GroupId group,
-                             std::int64_t num_tokens, Step step) {
-        return peers_.receive_group(leases_.at(id), ticket, group, num_tokens, step);
+    TransferId receive(LeaseId id, const TicketId& ticket, std::int64_t num_tokens, GroupId group,
+                       std::int64_t first_block, Step step) {
+        return peers_.receive(leases_.at(id), ticket, num_tokens, group, first_block, step);
     }
-    TransferId send_group(LeaseId id, const TicketId& ticket, GroupId group,
-                          std::int64_t num_tokens) {
-        return peers_.send_group(leases_.at(id), ticket, group, num_tokens);
+    // `step`: the open one, behind which the layers of a mark are computed at the latest.
+    TransferId send(LeaseId id, const TicketId& ticket, std::int64_t num_tokens, GroupId group,
+                    std::int64_t first_block, LayerRanges layers, std::uint64_t mark, Step step) {
+        return peers_.send(leases_.at(id), ticket, num_tokens, group, first_block, layers, mark,
+                           step);
     }
     // A lease that has windows of the ticket behind positions that are not committed fails.
     void end_ticket(LeaseId id, const TicketId& ticket) {
         Lease& lease = leases_.at(id);
         if (peers_.end_ticket(lease, ticket)) completions_.lose_sides(lease);
     }
-    // With recurrent state, the end of receive_group() commits. All windows have arrived.
+    // With recurrent state, the end of its receive commits. All windows have arrived.
     std::uint32_t commit_received(LeaseId id, std::int64_t num_tokens);
     // Throws LeaseError: these positions have no tokens.
     Digest prompt_digest(LeaseId id, std::int64_t num_tokens) const;
