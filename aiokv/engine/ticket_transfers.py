@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from aiokv.scheduler.effects import Effects
 
 MAX_IN_FLIGHT: Final = 64  # transfers of one ticket: a long prompt must not block the loop
-MAX_EARLY: Final = 32  # of them, transfers of positions that may not be committed yet
+MAX_EARLY: Final = 32  # transfers in flight of positions that may not be committed
 
 
 class _Part:

@@ -55,12 +55,11 @@ struct PeerTransfer {
     LeaseId lease = 0;            // 0: no handle has the blocks any more
     std::uint32_t end_token = 0;  // positions behind it have no bytes; of a state: those before it
     std::vector<BlockId> ids;     // on the device, of the group
-    std::vector<std::uint32_t> blocks;  // of the prompt, one per id; 0 of a state
-    std::uint32_t kept_blocks = 0;      // of attention, that truncate() has not cut off the table
+    std::vector<std::uint32_t> blocks;  // index in the prompt per id; 0 for a state
+    std::uint32_t kept_blocks = 0;      // attention blocks that are still in the table
     LayerRanges layers;
-    bool is_early = false;  // the lease may compute the blocks
-    std::uint64_t mark =
-        0;  // of an early send: names the point in the work that computes the layers
+    bool is_early = false;   // the lease may compute the blocks
+    std::uint64_t mark = 0;  // for early sends: the point in the work that computes the layers
     std::vector<LeaseId> holders;  // each lists the transfer in Lease::peer_transfers
     Step after_step = 0;
     bool cancelling = false;  // nothing waits for it; a worker was, or will be, asked
@@ -87,7 +86,7 @@ struct PeerEnd {
 // Effects of the end of a transfer on leases.
 struct PeerRelease {
     std::vector<LeaseId> ended;      // released, and waited for this transfer only
-    LeaseId lease = 0;               // whose state was received, or lost; 0: none
+    LeaseId lease = 0;               // lease whose state was received or lost; 0: none
     std::uint32_t state_tokens = 0;  // positions before the state; 0: it was lost
 };
 
@@ -223,7 +222,7 @@ class PeerTransfers {
     std::unordered_map<TransferId, PeerTransfer> in_flight_;
     std::vector<PeerEnd> ends_;
     std::vector<TransferId> abandoned_;
-    std::array<std::vector<Counts>, 2> counts_;  // of sends and of receives, by group
+    std::array<std::vector<Counts>, 2> counts_;  // sends, then receives, by group
 };
 
 }  // namespace aiokv
