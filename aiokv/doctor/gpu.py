@@ -30,7 +30,7 @@ SLOW_COPIES: Final = (
     "end other users of the link, bind the process to the GPU's NUMA node, and turn off the IOMMU "
     "or set it to passthrough (iommu=pt)"
 )
-EXPECTED_SHARE: Final = 0.75  # of the link; packet headers take the rest
+EXPECTED_SHARE: Final = 0.75  # share of the link's rate; packet headers take the rest
 
 
 class Gpu(msgspec.Struct, frozen=True):

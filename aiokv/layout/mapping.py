@@ -268,7 +268,7 @@ class _Copy(NamedTuple):
     """Copies of one piece: sender's host block to fragment to receiver's host block."""
 
     num_bytes: int  # in the fragment
-    source_shift: int  # of the first common head in the sender's piece, bytes
+    source_shift: int  # bytes before the first common head in the sender's piece
     target_shift: int  # and in the receiver's
     cut: _Geometry
     place: _Geometry

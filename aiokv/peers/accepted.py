@@ -64,7 +64,7 @@ class AcceptedConnections:
         self._landing: PeerMemory | None = None
         self._connections: set[Connection] = set()
         self._waiting: dict[Connection, list[Message]] = {}  # messages behind the first Open
-        self._metadata: dict[Connection, bytes] = {}  # of one-sided transports
+        self._metadata: dict[Connection, bytes] = {}  # metadata of one-sided transports
         self._accepts: set[asyncio.Task[None]] = set()
         self._fences: dict[Connection, asyncio.Task[None]] = {}
 
@@ -124,7 +124,7 @@ class AcceptedConnections:
                 connection.abort(f"the peer sent {MAX_WAITING} messages before it was accepted")
             else:
                 waiting.append(message)
-        elif isinstance(message, Landed):  # of a one-sided transport
+        elif isinstance(message, Landed):  # sent over a one-sided transport
             if self._begin_fragment(connection, message):
                 self.on_fragment(connection, message)
         elif receiver is None:

@@ -72,7 +72,7 @@ class CudaIpcBackend:
 
     name = "cuda_ipc"
     is_reused = False
-    write_bytes = 64 << 20  # of one call: 0.2 ms over NVLink
+    write_bytes = 64 << 20  # per call: 0.2 ms over NVLink
 
     def __init__(self, machine: str | None = None) -> None:
         self._machine = this_machine() if machine is None else machine
@@ -109,7 +109,7 @@ class CudaIpcEndpoint:
         self._receives = receives
         self._export: _Export | None = None
         self._mapped: Any = None
-        self._base = 0  # of the mapped memory, in this process
+        self._base = 0  # address of the mapped memory in this process
         self._copies: Any = None
         if not receives:
             self._copies = _checked(_cuda.PeerCopies, device)

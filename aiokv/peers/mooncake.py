@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from aiokv.peers.transport import PeerMemory
 
-TRANSFER_SECONDS: Final = 5  # of one write, in the library
+TRANSFER_SECONDS: Final = 5  # longest write in the library
 _METADATA: Final = "P2PHANDSHAKE"
 _PROTOCOLS: Final = ("tcp", "rdma")
 _OPTIONS: Final = ("protocol", "devices")

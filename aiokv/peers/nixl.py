@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # The pump thread of an agent sleeps until UCX has an event, and for at most this time. With less,
 # an idle agent takes more CPU time: 2 % of a core with 1 ms, half a core with 0.
 PUMP_MICROSECONDS: Final = 50_000
-WRITE_SECONDS: Final = 10.0  # of one write, after which its agent is closed
+WRITE_SECONDS: Final = 10.0  # longest write; then its agent is closed
 MAX_PAUSE_SECONDS: Final = 0.0005  # between looks at the state of a write
 _PACKAGES: Final = ("nixl", "nixl_cu12", "nixl_cu13")
 _BACKEND: Final = "UCX"

@@ -42,7 +42,7 @@ log = Log(__name__)
 
 _T = TypeVar("_T")
 
-WRITE_BYTES: Final = 4 << 20  # of one call of a library that writes from host memory
+WRITE_BYTES: Final = 4 << 20  # per call of a library that writes from host memory
 START_SECONDS: Final = 30.0  # for the first endpoints, which load the library
 ENDPOINT_SECONDS: Final = 5.0  # for a further endpoint, or to connect it
 CLOSE_SECONDS: Final = 3.0  # after which ``aclose`` leaves an endpoint behind

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound="Hashable")  # a connection
 
-MAX_TRIES: Final = 3  # of one fragment
-MAX_REASONS: Final = 256  # of tickets that the engine has not closed yet
+MAX_TRIES: Final = 3  # attempts per fragment
+MAX_REASONS: Final = 256  # reasons kept for tickets that the engine has not closed
 
 
 class SenderPort(Protocol[C]):

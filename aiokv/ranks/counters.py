@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from aiokv.base.plan import TransferPlan
     from aiokv.worker.layers import LayerDoneCounter
 
-KEPT_COUNTERS: Final = 4096  # of ended transfers, for a runner that waits late
+KEPT_COUNTERS: Final = 4096  # counters of ended transfers, for a runner that waits late
 
 
 class Counters:

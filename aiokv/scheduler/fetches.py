@@ -38,7 +38,7 @@ class Fetches:
         self._outbox = outbox
         self._store_saver = store_saver
         self._groups = block_groups(config)
-        self._priorities: dict[int, Priority] = {}  # of the fetches in flight
+        self._priorities: dict[int, Priority] = {}  # priorities of the fetches in flight
 
     # --- transitions ----------------------------------------------------------------------------
 

@@ -91,9 +91,6 @@ TRANSITIONS: Final = (
     "peers.commit_received",
     "peers.receive",
     "peers.send",
-    "peers.send_early",
-    "peers.receive_group",
-    "peers.send_group",
     "peers.end",
     "complete",
     "note_cancelling",
@@ -924,7 +921,7 @@ class CacheScheduler:
 
     def _collect_backups(self) -> bool:
         begun = self._saver.collect()
-        if self._external is not None:  # what cannot be saved is given up
+        if self._external is not None:  # gives up blocks that cannot be saved
             if not self._saver.is_active:
                 self._core.give_up_saves()
             self._external.settle()

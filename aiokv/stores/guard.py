@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 log = Log(__name__)
 
-PART_BYTES: Final = 256 << 20  # of one operation, and so of one deadline
+PART_BYTES: Final = 256 << 20  # per operation, and so per deadline
 CLOSE_SECONDS: Final = 10.0  # for operations in flight to end
 
 

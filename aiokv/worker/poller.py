@@ -49,16 +49,7 @@ IDLE_PASS_SECONDS: Final = 20e-6  # its pass from poll to poll takes no longer t
 LATENCY_SAMPLES: Final = 4096
 
 
-IDLE: Final = PollerStatistics(
-    events=0,
-    queries=0,
-    pending=0,
-    latency_p50_seconds=0.0,
-    latency_p99_seconds=0.0,
-    busy_seconds=0.0,
-    pending_seconds=0.0,
-    latency=DurationHistogram.of(_native.Histogram()),
-)
+IDLE: Final = PollerStatistics(latency=DurationHistogram.of(_native.Histogram()))
 
 
 class EventPoller:
@@ -73,7 +64,7 @@ class EventPoller:
     def __init__(self, guard: StateGuard | None = None) -> None:
         self._guard = guard or StateGuard()
         self._bound_loop: asyncio.AbstractEventLoop | None = None
-        self._thread_id = threading.get_ident()  # of the loop
+        self._thread_id = threading.get_ident()  # thread of the loop
         self.lead_seconds = FIRST_LEAD_SECONDS  # how long before an expected end polling begins
         self._streams: dict[Hashable, WatchedStream] = {}
         # Events that were announced as ended, and when they were seen; see _pass.
@@ -89,7 +80,7 @@ class EventPoller:
         self._closed = False
         self._events = 0
         self._queries = 0
-        self._latencies = np.zeros(LATENCY_SAMPLES)  # of the newest events, in a ring
+        self._latencies = np.zeros(LATENCY_SAMPLES)  # latencies of the newest events, in a ring
         self._latency = _native.Histogram()
         self._busy_seconds = 0.0
         self._callback_seconds = 0.0

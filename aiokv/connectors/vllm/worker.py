@@ -93,7 +93,7 @@ class WorkerHalf:
         self._calls_all = False  # the last step that called wait_layer() did so for all layers
         self._loading: dict[str, tuple[Load, LoadTransfers | None]] = {}  # by request
         self._in_step: list[tuple[Load, LoadTransfers]] = []
-        self._layers_left: set[int] = set()  # of the loads of this step
+        self._layers_left: set[int] = set()  # layers of this step's loads that have not ended
         self._failed: set[int] = set()
         self._step = 0
         self._counts = {"loaded_blocks": 0, "failed_blocks": 0}

@@ -138,7 +138,7 @@ class DiskFiles(StoreDirectory):
             place=place,
             keep_only=partial(self._keep_only, header, stored),
             disk_bytes=sum(_file_bytes(self._volume, name) for name in others),
-            incomplete={NEW_JOURNAL: 0.0} if NEW_JOURNAL in names else {},  # of no process
+            incomplete={NEW_JOURNAL: 0.0} if NEW_JOURNAL in names else {},  # no process owns it
             damage=_described(damage, _DAMAGE),
             notes=_described(damage, _NOTES),
             used_by=self._user(),
@@ -240,7 +240,7 @@ class DiskFiles(StoreDirectory):
                 numbers.pop()
                 continue
             with _opened(self._volume, segment_name(number), write=True) as fd:
-                ends = slots.astype(np.int64) * header.slot_bytes  # of the free places
+                ends = slots.astype(np.int64) * header.slot_bytes  # ends of the free slots
                 begins = np.concatenate(([0], ends + header.slot_bytes))
                 if self._volume.size(fd) > begins[-1]:
                     self._volume.truncate(fd, int(begins[-1]))

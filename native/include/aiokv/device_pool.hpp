@@ -137,7 +137,7 @@ class DevicePool {
     std::uint32_t cooling_blocks_ = 0;
     Step finished_ = 0;
     Step closed_ = 0;
-    Step newest_ = 0;  // that ever used a block
+    Step newest_ = 0;  // newest step that used a block
 };
 
 }  // namespace aiokv

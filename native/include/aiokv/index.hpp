@@ -57,7 +57,7 @@ class Index {
         }
     }
     NodeId root_of(const Lease& lease) const { return contexts_[lease.context].root; }
-    // Of the fingerprints of its prompts; the same in every process.
+    // Seed of the fingerprints of the lease's prompt; the same in every process.
     std::uint64_t seed_of(const Lease& lease) const { return contexts_[lease.context].seed; }
 
     // -- multimodal items of a lease's prompt
@@ -98,7 +98,7 @@ class Index {
         ++version_;
     }
 
-    std::vector<BlockView> blocks() const;  // that can be matched, in no order
+    std::vector<BlockView> blocks() const;  // matchable blocks, in no order
     void add_to(CoreStatistics& statistics) const;
     void check(Report& report) const;
 

@@ -18,11 +18,11 @@ namespace aiokv {
 
 using ItemKey = std::uint32_t;
 constexpr ItemKey kNoItems = 0;
-constexpr ItemKey kUnknownItems = ~ItemKey{0};  // of no block
+constexpr ItemKey kUnknownItems = ~ItemKey{0};  // no block has this key
 
 struct Item {
     std::string_view hash;
-    std::int64_t offset;  // of its first position in the prompt
+    std::int64_t offset;  // its first position in the prompt
     std::int64_t length;  // in positions
 };
 

@@ -30,7 +30,7 @@ enum NodeFlag : std::uint16_t {
 };
 
 constexpr std::uint16_t kDeviceResident = kDeviceValid | kDeviceLoading;
-constexpr std::uint32_t kMaxLeases = (1 << 20) - 1;  // what Node::refs can count
+constexpr std::uint32_t kMaxLeases = (1 << 20) - 1;  // largest value of Node::refs
 constexpr std::uint32_t kMaxHolds = (1 << 9) - 1;    // in Node::holds; Core counts the rest
 
 struct Node {
@@ -44,7 +44,7 @@ struct Node {
     std::uint32_t holds : 9 = 0;  // swapped leases, fetches and saves that need it; saturates
     std::uint32_t pins : 3 = 0;   // transfers that read or write one of its copies; at most two
     std::uint16_t flags = 0;
-    std::uint8_t reuse_class = 0;  // of the last lease: where it waits for eviction
+    std::uint8_t reuse_class = 0;  // class of the last lease: its place among the evictable
     std::uint8_t uses = 0;         // leases granted since it was inserted; saturates
 
     bool has(std::uint16_t mask) const { return (flags & mask) != 0; }

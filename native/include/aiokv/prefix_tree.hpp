@@ -133,8 +133,8 @@ class PrefixTree {
         forks_[child & ~kFork].for_each(visit);
     }
 
-    // As for_each_child(), in bounded time: looks at no more than `max_slots` places of children.
-    // Returns how many it looked at.
+    // Does the same as for_each_child() for some children: visits at most `max_slots` places of
+    // children. Returns the number of visited places.
     template <class Visit>
     std::size_t for_some_children(NodeId node, std::size_t max_slots, Visit visit) const {
         const std::uint32_t child = nodes_[node].child;
@@ -185,7 +185,7 @@ class PrefixTree {
     Slab<std::int32_t> tokens_;
     std::deque<ChildSet> forks_;
     std::vector<std::uint32_t> free_forks_;
-    std::size_t child_bytes_ = 0;  // of all forks
+    std::size_t child_bytes_ = 0;  // memory of the tables of all forks
     ItemKeys item_keys_;
     NodeId free_head_ = kNone;
     std::uint32_t live_ = 0;

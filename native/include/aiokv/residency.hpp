@@ -75,7 +75,7 @@ class Residency {
     // Stops before blocks that have to be saved first; see Saver.
     std::uint32_t evict_device(std::uint32_t blocks);
     std::uint32_t evict_host(std::uint32_t blocks);
-    class Forecast;  // of make_room(); residency_forecast.hpp
+    class Forecast;  // forecasts make_room(); see residency_forecast.hpp
 
     // -- host room; see residency_host.cpp
     // Keeps as many of the nodes as get a host copy before they come near eviction. A full host
@@ -204,11 +204,11 @@ class Residency {
     DevicePool& device_;
     RunPool& host_;
     BlockEvents& events_;
-    HostCopyList host_copies_;  // of clean blocks that no swapped lease holds
+    HostCopyList host_copies_;  // clean blocks that no swapped lease holds
     EvictableBlocks evictable_;
     std::uint32_t device_nodes_ = 0;  // nodes with a device id
     bool stopped_at_unsaved_ = false;
-    std::unordered_map<NodeId, std::uint32_t> more_holds_;  // of nodes with kMaxHolds
+    std::unordered_map<NodeId, std::uint32_t> more_holds_;  // holds beyond kMaxHolds
     std::vector<NodeId> scratch_;
 
     struct {

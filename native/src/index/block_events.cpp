@@ -10,8 +10,8 @@
 namespace aiokv {
 namespace {
 
-constexpr std::size_t kRunBlocks = 256;       // of one event
-constexpr std::size_t kSweepNodes = 1 << 14;  // that one drain() walks over
+constexpr std::size_t kRunBlocks = 256;       // most blocks per event
+constexpr std::size_t kSweepNodes = 1 << 14;  // most nodes per drain()
 constexpr Medium kMedia[] = {Medium::kDevice, Medium::kHost};
 
 std::uint8_t bit_of(Medium medium) {

@@ -118,7 +118,7 @@ void EvictionQueue<Nodes>::close_run(RunId id) {
 
 // -- cells -----------------------------------------------------------------------------------
 
-// As the newest run of the cell.
+// Adds the run as the newest one of the cell.
 template <class Nodes>
 void EvictionQueue<Nodes>::enter_cell(RunId id, Cell cell) {
     const std::uint32_t bucket = cell % ReturnRates::kBuckets;

@@ -195,8 +195,8 @@ bool Grants::can_allocate(Lease& lease, std::int64_t num_tokens, bool saves, Res
     return forecast.can_make_room(total - static_cast<std::uint32_t>(blocks));
 }
 
-// As an attempt that Saver::take_write_backs() follows, and further ones while the host has no room
-// for what has to be saved: unsaved blocks may be dropped then.
+// Forecasts an attempt, Saver::take_write_backs() after it, and further attempts. Those may drop
+// unsaved blocks while the host has no room to save them.
 bool Grants::will_have_room(Residency::Forecast& forecast, std::uint32_t needed_blocks,
                             std::uint32_t wanted_blocks, bool saves) const {
     bool has_room = forecast.can_make_room(needed_blocks);

@@ -99,7 +99,7 @@ void Index::add_items(Lease& lease, std::span<const Item> items) {
     for (std::size_t i = 0; i < keys.size(); ++i) {
         if (keys[i].empty()) continue;
         ItemKey& key = lease.item_keys[first + i];
-        const ItemKey before = key;  // of items that end in the block where the first one begins
+        const ItemKey before = key;  // key of the items that end in the block where `first` begins
         key = known.intern(before == kNoItems ? std::move(keys[i]) : known.bytes(before) + keys[i]);
         if (before != kNoItems) known.unref(before);
     }
@@ -133,7 +133,7 @@ void Index::cut_items(Lease& lease, std::uint32_t num_tokens) {
     while (!lease.items.empty() && lease.items.back().start >= num_tokens) lease.items.pop_back();
     ItemKeys& keys = tree_.item_keys();
     const std::size_t whole = num_tokens / config_.block_tokens;
-    ItemKey last = kNoItems;  // of the block that is cut
+    ItemKey last = kNoItems;  // key of the block that is cut
     if (const ItemKey old = key_of(lease.item_keys, whole); old != kNoItems) {
         std::string bytes = item_key_before(keys.bytes(old), num_tokens % config_.block_tokens);
         if (!bytes.empty()) last = keys.intern(std::move(bytes));

@@ -26,8 +26,8 @@ Residency::Residency(const CoreConfig& config, Index& index, StoredBlocks& store
       host_copies_(config.host_blocks),
       evictable_(config, tree_) {}
 
-// Of a detached node: its leases use the device copy alone, and no swapped lease can be resumed
-// with it. Without device copies, those who hold it may read the host copy.
+// Leases of a detached node use its device copy only, and no swapped lease can be resumed with it.
+// Without a device copy, transfers that hold the node may read the host copy.
 void Residency::free_if_unowned(NodeId node) {
     Node& n = tree_[node];
     if (n.pins > 0) return;
