@@ -357,7 +357,7 @@ class Fetches:
         )
         for group in self._groups if boundary else ():
             transfer_id = transfer_id or self._dispatcher.apply(
-                self._scheduler.fetches.begin_group(lease_id, boundary, group.name, Priority.BACKUP)
+                self._scheduler.fetches.begin(lease_id, boundary, Priority.BACKUP, group=group.name)
             )
         if transfer_id:
             self._note_compared(transfer_id)
@@ -519,7 +519,7 @@ class Fetches:
         arrive, and return False then."""
         begun = []
         for group in self._groups:
-            fetching = self._scheduler.fetches.begin_group(lease_id, end, group.name, priority)
+            fetching = self._scheduler.fetches.begin(lease_id, end, priority, group=group.name)
             if transfer_id := self._dispatcher.apply(fetching):
                 begun.append(transfer_id)
                 if is_compared:

@@ -85,7 +85,6 @@ TRANSITIONS: Final = (
     "finish_step",
     "collect_backups",
     "fetches.begin",
-    "fetches.begin_group",
     "store_saver.collect",
     "save",
     "peers.commit_received",

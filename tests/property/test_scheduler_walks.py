@@ -293,8 +293,8 @@ class Walk:
         if (lease_id := self.pick(waiting=True)) is not None:
             boundaries = self.scheduler.read.boundaries(lease_id)
             num_blocks = self.random.randint(0, boundaries.cached + 1)
-            fetching = self.scheduler.fetches.begin_group(
-                lease_id, num_blocks, "state", Priority.DEMAND
+            fetching = self.scheduler.fetches.begin(
+                lease_id, num_blocks, Priority.DEMAND, group="state"
             )
             if fetched := self.apply(fetching):
                 assert 0 < num_blocks <= boundaries.cached

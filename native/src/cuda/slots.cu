@@ -411,12 +411,9 @@ __global__ void __launch_bounds__(kThreads)
         one.rows = {pass.slots, &row.slot, pass.pitch, 0};
         const Chunk chunk = locate(one, index % per_row);
         if (way == Way::kScatter) {
-            copy_bytes(chunk.device, chunk.other, chunk.bytes, lane);
+            to_device(chunk, lane);
         } else {
-            copy_bytes(chunk.other, chunk.device, chunk.bytes, lane);
-            for (std::uint32_t i = lane; i < chunk.padding; i += 32) {
-                chunk.other[chunk.bytes + i] = 0;
-            }
+            to_host(chunk, lane);
         }
     }
 }
