@@ -10,6 +10,7 @@ from aiokv.base.types import Hit, Item, LeaseState
 from aiokv.base.usage import Usage
 from aiokv.config.cache_config import CacheConfig, WindowGroup
 from aiokv.engine import CacheEngine, ComputeBatch
+from aiokv.engine.batch import Batch
 from aiokv.engine.events import KVEvents
 from aiokv.engine.lease import Lease
 from aiokv.engine.pins import Pin
@@ -25,6 +26,7 @@ from aiokv.worker.views import LayerView
 __version__ = "0.1.0"
 
 __all__ = [
+    "Batch",
     "CacheConfig",
     "CacheEngine",
     "ComputeBatch",

@@ -356,6 +356,11 @@ ATTENTION_GROUP: int = -2
 
 STATE_GROUP: int = -1
 
+def copy_ints(list: list[object], out: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu')]) -> int:
+    """
+    Write the integers of a list to `out`; return how many of them, from the first on, are ints of 32 bits.
+    """
+
 class Outcome(enum.Enum):
     DONE = 0
 
@@ -486,10 +491,15 @@ class Core:
     def commit(self, lease: int, num_tokens: int, step: int = 0) -> int:
         """Index computed blocks; returns how many became shareable."""
 
+    def advance(self, leases: Sequence[int] | Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], width: int, counts: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, draft_tokens: int = 0, step: int = 0) -> tuple[int, list[int], list[int], Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]]:
+        """
+        Name the tokens that a step has produced, rows of `width`, of which counts[i] count (None: all); commit all positions before the last token of each lease, and give the lease draft_tokens positions behind that token. Return (published blocks, rows without room, rows that got blocks, device blocks that are computed now).
+        """
+
     def truncate(self, lease: int, num_tokens: int, step: int = 0) -> int:
         """Return what retract() returns."""
 
-    def extend(self, leases: Sequence[int], num_tokens: int) -> bool: ...
+    def extend(self, leases: Sequence[int] | Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_tokens: int) -> bool: ...
 
     def assign(self, lease: int, ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], computed_tokens: int = 0) -> None:
         """Append device ids of a server to the table of a lease."""
@@ -528,10 +538,10 @@ class Core:
         Return False when batches or transfers of peers in flight keep the blocks until they have ended.
         """
 
-    def begin_batch(self, leases: Sequence[int]) -> int:
+    def begin_batch(self, leases: Sequence[int] | Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
         """Begin a batch that computes with these leases; return its number."""
 
-    def has_onloads(self, leases: Sequence[int]) -> bool:
+    def has_onloads(self, leases: Sequence[int] | Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> bool:
         """Return True while a lease has onloads in flight."""
 
     def end_batch(self, batch: int, step: int = 0) -> list[int]:
@@ -559,10 +569,16 @@ class Core:
     def hold_times(self) -> Histogram:
         """Times for which leases that compute had blocks; those that ended."""
 
-    def block_tables(self, leases: Sequence[int], out: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu')], fill: int, group: int = -1) -> None:
+    def block_tables(self, leases: Sequence[int] | Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu')], fill: int, group: int = -1) -> None:
         """
         Write the block tables into rows of `out`, the rest of each row `fill`.
         """
+
+    def longest_table(self, leases: Sequence[int] | Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
+        """Number of blocks of the longest block table."""
+
+    def lengths(self, leases: Sequence[int] | Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
+        """Number of named positions of each lease; 0 for a released one."""
 
     def is_current(self, lease: int) -> bool:
         """Return whether the lease is granted and its hit can still be matched."""
@@ -634,27 +650,14 @@ class Core:
     def store_transfer(self, transfer: int) -> tuple[int, bytes, bytes]:
         """(group, host_blocks, digests) of a fetch or a save in flight."""
 
-    def receive(self, lease: int, ticket_id: bytes, first_block: int, num_blocks: int) -> int:
-        """Begin to receive blocks of the lease from a peer; return the transfer."""
-
-    def send(self, lease: int, ticket_id: bytes, first_block: int, num_blocks: int, first_range: int = 0, end_range: int = 0) -> int:
+    def receive(self, lease: int, ticket_id: bytes, num_tokens: int, group: int = -2, first_block: int = 0, step: int = 0) -> int:
         """
-        Begin to send computed blocks of the lease, or ranges of their layers, to a peer; return the transfer.
+        Begin to receive the blocks of a group that are needed behind `num_tokens` positions: of group -2, full attention, those from `first_block` on; of group -1 the recurrent state, the end of which commits these positions. Return the transfer.
         """
 
-    def send_early(self, lease: int, ticket_id: bytes, first_block: int, num_blocks: int, first_range: int, end_range: int, mark: int, step: int = 0) -> int:
+    def send(self, lease: int, ticket_id: bytes, num_tokens: int, group: int = -2, first_block: int = 0, first_range: int = 0, end_range: int = 0, mark: int = 0, step: int = 0) -> int:
         """
-        Begin to send ranges of layers of blocks that the lease computes; return the transfer.
-        """
-
-    def receive_group(self, lease: int, ticket_id: bytes, group: int, num_tokens: int, step: int = 0) -> int:
-        """
-        Begin to receive the blocks of a group that are needed behind received positions; of group -1: the recurrent state, the end of which commits these positions.
-        """
-
-    def send_group(self, lease: int, ticket_id: bytes, group: int, num_tokens: int) -> int:
-        """
-        Begin to send the blocks of a group that are needed behind the computed positions.
+        Begin to send the blocks of a group that are needed behind `num_tokens` computed positions; of group -2 those from `first_block` on, or ranges of their layers, which need not be computed before a mark. Return the transfer.
         """
 
     def end_ticket(self, lease: int, ticket_id: bytes) -> None:

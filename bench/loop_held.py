@@ -166,7 +166,8 @@ class _Bench:
             finally:
                 gc.enable()
             await _cancel_all(asyncio.all_tasks() - {asyncio.current_task()})
-            self.engine.release_many(self.leases)
+            for lease in self.leases:
+                lease.release()
         await self._run_in_stream()
         return {"set_up_seconds": set_up, **self.watch.results()}
 

@@ -59,13 +59,19 @@ def run(quick: bool) -> dict[str, Any]:
             "calls_1": _measure(lambda: running[0].commit(PROMPT_TOKENS), repeats),
             "beside_python": _beside_python(cross, repeats // 20),
         }
-        engine.release_many(step.joined)
+        _release(engine, step.joined)
         inner = [lease.inner for lease in running]
         on_loop = engine.call(_on_the_loop, engine.cache, inner, prompts[:JOINING], repeats)
-        engine.release_many(running)
+        _release(engine, running)
         if engine.statistics().leases:
             raise InternalError(f"leases are left: {engine.statistics()}")
     return {"crossing_us": crossing, "same_calls_on_the_loop_us": on_loop}
+
+
+def _release(engine: SyncEngine, leases: list[SyncLease]) -> None:
+    with engine.calls() as calls:
+        for lease in leases:
+            calls.release(lease)
 
 
 class _Step:
@@ -106,7 +112,8 @@ def _on_the_loop(
         cache.step()
 
     measured = _measure(step, repeats)
-    cache.release_many(joined)
+    for lease in joined:
+        lease.release()
     return measured
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import operator
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
+from aiokv._native import copy_ints
 from aiokv.base.checks import integer, sequence
 from aiokv.errors import UsageError
 
@@ -18,8 +20,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     TokenIds = NDArray[np.integer] | Sequence[int]
+    LeaseIds = Sequence[int] | NDArray[np.int64]
+    StepTokenIds = NDArray[np.integer] | Sequence[int] | Sequence[Sequence[int]]
 
 Tier = Literal["device", "host"]
+
+_INT32: Final = np.dtype(np.int32)
 
 
 class LeaseState(StrEnum):
@@ -238,8 +244,58 @@ def as_block_ids(block_ids: TokenIds) -> NDArray[np.int32]:
     return _as_ids("block", "block_ids", block_ids)
 
 
+def as_step_tokens(
+    tokens: StepTokenIds, counts: TokenIds | None, rows: int
+) -> tuple[NDArray[np.int32], int, NDArray[np.int32] | None]:
+    """Convert the tokens of a step, one row per lease.
+
+    Args:
+        tokens: ``[rows]`` ids, ``[rows, K]`` ids, or a list of lists.
+        counts: ``[rows]`` leading tokens of each row that count; None for all, and for a list of
+            lists.
+        rows: number of leases.
+
+    Returns:
+        ``(tokens, width, counts)``: ``[rows * width]`` int32, row by row; ``[rows]`` int32, or None
+        for all tokens.
+
+    Raises:
+        UsageError: the shape is another one, or an element is not an integer of int32.
+    """
+    if isinstance(tokens, list | tuple) and tokens and isinstance(tokens[0], list | tuple):
+        if counts is not None:
+            raise UsageError("advance: counts must be None when tokens is a list of lists")
+        return _as_padded(tokens, rows)
+    array = tokens if isinstance(tokens, list) else np.asarray(tokens)
+    width, given = 1, len(array) if np.ndim(array) else 0
+    if isinstance(array, np.ndarray) and array.ndim == 2:
+        width, array = array.shape[1], array.ravel()
+    flat = _as_ids("token", "tokens", array)
+    if given != rows:
+        raise UsageError(
+            f"advance: tokens has {given} rows; the batch has {rows}, one per lease, with those "
+            "that were released since the block of computing was entered"
+        )
+    return flat, width, None if counts is None else _as_ids("count", "counts", counts)
+
+
+def _as_padded(lists: Sequence[Any], rows: int) -> tuple[NDArray[np.int32], int, NDArray[np.int32]]:
+    if len(lists) != rows:
+        raise UsageError(f"advance: tokens has {len(lists)} rows; the batch has {rows}")
+    counts = np.fromiter((len(row) for row in lists), np.int32, rows)
+    width = int(counts.max())
+    padded = np.zeros((rows, width), np.int32)
+    flat = _as_ids("token", "tokens", list(chain.from_iterable(lists)))
+    padded[np.arange(width) < counts[:, None]] = flat
+    return padded.ravel(), width, counts
+
+
 def _as_ids(kind: str, name: str, ids: TokenIds) -> NDArray[np.int32]:
-    if isinstance(ids, np.ndarray) and ids.dtype == np.int32 and ids.ndim == 1:
+    if type(ids) is list:
+        array = np.empty(len(ids), _INT32)
+        if copy_ints(ids, array) == len(ids):
+            return array
+    elif isinstance(ids, np.ndarray) and ids.dtype == _INT32 and ids.ndim == 1:
         return np.ascontiguousarray(ids)
     try:
         array = np.asarray(ids)
@@ -254,6 +310,8 @@ def _as_ids(kind: str, name: str, ids: TokenIds) -> NDArray[np.int32]:
         raise UsageError(f"{name} has {array.ndim} dimensions; it must have one dimension")
     if array.size == 0:
         return np.empty(0, dtype=np.int32)
+    if array.dtype == _INT32:
+        return np.ascontiguousarray(array)
     if array.dtype.kind not in "iu":
         raise UsageError(f"{name} has dtype {array.dtype}; {kind} ids must be integers")
     converted = array.astype(np.int32)

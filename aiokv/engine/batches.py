@@ -1,31 +1,38 @@
-"""Batches: the methods of ``CacheEngine`` on many leases."""
+"""Batches: the methods of ``CacheEngine`` on several leases."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from aiokv.base import checks
+from aiokv.base.types import as_step_tokens
+from aiokv.engine.batch import Batch
 from aiokv.engine.computing import ComputeBatch
-from aiokv.engine.lease import Lease
 from aiokv.errors import UsageError, WouldBlock
 from aiokv.worker.views import LayerView
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
-    from aiokv.base.types import TokenIds
+    from aiokv.base.types import LeaseIds, StepTokenIds, TokenIds
     from aiokv.engine.computing import Computing
     from aiokv.engine.expiries import Expiries
+    from aiokv.engine.lease import Lease
     from aiokv.engine.leases import Leases
     from aiokv.engine.parts import Parts
 
+    AnyLeases = Batch[Any] | Iterable[Lease]
+
+LeaseT = TypeVar("LeaseT")
+
 
 class Batches:
-    """Calls a method of :class:`Leases` for each lease; see ``CacheEngine`` for the methods."""
+    """Makes the transitions of several leases; see ``CacheEngine`` for the methods."""
 
     def __init__(
         self, parts: Parts, leases: Leases, computing: Computing, expiries: Expiries
@@ -38,36 +45,56 @@ class Batches:
         self._computing = computing
         self._expiries = expiries
 
-    def match(self, prompts: Iterable[TokenIds], *, salt: str) -> list[Lease]:
-        """See ``CacheEngine.match_many``."""
-        prompts = checks.sequence("prompts", prompts)
-        leases: list[Lease] = []
-        try:
-            leases.extend(self._leases.match(tokens, salt=salt) for tokens in prompts)
-        except BaseException:
-            self.release(leases)
-            raise
-        return leases
+    def new(self, leases: Iterable[Lease]) -> Batch[Lease]:
+        """See ``CacheEngine.batch``."""
+        return Batch(self._leases, self._leases.record_of, checks.sequence("leases", leases))
 
-    def commit(self, leases: Sequence[Lease], num_tokens: Sequence[int]) -> int:
-        """See ``CacheEngine.commit_many``."""
+    def advance(
+        self,
+        batch: Batch[LeaseT],
+        tokens: StepTokenIds,
+        counts: TokenIds | None,
+        draft_tokens: int,
+    ) -> tuple[LeaseT, ...]:
+        """See ``CacheEngine.advance``."""
         self._lifetime.check_loop()
-        leases = checks.sequence("leases", leases)
-        self._leases.lease_ids(leases)
-        counts = [
-            checks.integer("num_tokens", n) for n in checks.sequence("num_tokens", num_tokens)
-        ]
-        if len(leases) != len(counts):
-            raise UsageError(
-                f"commit_many: num_tokens has {len(counts)} numbers for {len(leases)} leases; pass "
-                "one number per lease"
-            )
-        return sum(lease.commit(n) for lease, n in zip(leases, counts, strict=True))
+        if not isinstance(batch, Batch):
+            raise UsageError(f"advance: batch is {batch!r}; it must be a Batch")
+        lease_ids = batch.ids_for(self._leases)
+        flat, width, numbers = as_step_tokens(tokens, counts, len(lease_ids))
+        if type(draft_tokens) is not int:
+            draft_tokens = checks.integer("draft_tokens", draft_tokens)
+        leases = self._leases
+        if leases.coverage.active:
+            self._check_coverage(batch, lease_ids, width, numbers)
+        refused = self._dispatcher.apply(
+            self._scheduler.advance_batch(lease_ids, flat, width, numbers, draft_tokens)
+        )
+        if self._expiries.timers:
+            self._expiries.stop_all(np.delete(lease_ids, refused))
+        if leases.tickets:
+            for lease_id in lease_ids.tolist():
+                leases.peer_tickets.committed(lease_id)
+        return tuple([batch[row] for row in refused])
 
-    def extend(self, leases: Sequence[Lease], num_tokens: int) -> None:
+    def _check_coverage(
+        self,
+        batch: Batch[LeaseT],
+        lease_ids: NDArray[np.int64],
+        width: int,
+        counts: NDArray[np.int32] | None,
+    ) -> None:
+        """Warn about positions that the step would commit, and that no batch covers."""
+        lengths = self._read.lengths(lease_ids)
+        added = np.full(len(lengths), width) if counts is None else counts
+        for record, length, count in zip(batch.records, lengths, added, strict=True):
+            if record.id and count > 0:
+                self._leases.coverage.check_commit(record, int(length + count - 1))
+
+    def extend(self, leases: AnyLeases, num_tokens: int) -> None:
         """See ``CacheEngine.extend``."""
         self._lifetime.check_loop()
-        lease_ids = self._leases.lease_ids(leases)
+        lease_ids = self._ids_of(leases)
         num_tokens = checks.integer("num_tokens", num_tokens)
         if not self._dispatcher.apply(self._scheduler.extend(lease_ids, num_tokens)):
             raise WouldBlock(
@@ -75,50 +102,55 @@ class Batches:
                 hint="preempt a lease, or raise CacheConfig.reserve_blocks",
             )
         if self._expiries.timers:
-            for lease_id in lease_ids:
-                self._expiries.stop(lease_id)
+            self._expiries.stop_all(lease_ids)
 
-    def release(self, leases: Iterable[Lease]) -> None:
-        """See ``CacheEngine.release_many``."""
-        if self._lifetime.is_usable:
-            self._lifetime.check_thread()
-        leases = checks.sequence("leases", leases)
-        for lease in leases:
-            if not isinstance(lease, Lease):
-                raise UsageError(f"lease is {lease!r}; it must be a Lease")
-        for lease in leases:
-            lease.release()
-
-    def computing(self, leases: Iterable[Lease]) -> ComputeBatch:
+    def computing(self, leases: AnyLeases) -> ComputeBatch:
         """See ``CacheEngine.computing``."""
         self._lifetime.check_loop()
+        if isinstance(leases, Batch):
+            return ComputeBatch(self._computing, partial(self._live_ids, leases))
         named = checks.sequence("leases", leases)
         return ComputeBatch(self._computing, lambda: self._leases.lease_ids(named))
 
-    def layers(self, leases: Sequence[Lease]) -> LayerView:
+    def _live_ids(self, batch: Batch[Any]) -> LeaseIds:
+        batch.drop_released()
+        return batch.ids_for(self._leases)
+
+    def layers(self, leases: AnyLeases) -> LayerView:
         """See ``CacheEngine.layers``."""
         self._lifetime.check_loop()
-        leases = checks.sequence("leases", leases)
-        self._leases.lease_ids(leases)
-        return LayerView.of_batch(lease.record.layers for lease in leases) or self._leases.done
+        if isinstance(leases, Batch):
+            leases.ids_for(self._leases)
+            records = leases.records
+        else:
+            records = [self._leases.record_of(lease) for lease in checks.sequence("leases", leases)]
+        return LayerView.of_batch(record.layers for record in records) or self._leases.done
+
+    def lengths(self, leases: AnyLeases) -> NDArray[np.int32]:
+        """See ``CacheEngine.lengths``."""
+        self._lifetime.check_loop()
+        return self._read.lengths(self._ids_of(leases))
+
+    def _ids_of(self, leases: AnyLeases) -> LeaseIds:
+        if isinstance(leases, Batch):
+            return leases.ids_for(self._leases)
+        return self._leases.lease_ids(leases)
 
     def block_tables(
         self,
-        leases: Sequence[Lease],
+        leases: AnyLeases,
         out: NDArray[np.int32] | None,
         fill: int,
         group: str | None,
     ) -> NDArray[np.int32]:
         """See ``CacheEngine.block_tables``."""
         self._lifetime.check_loop()
-        ids = self._leases.lease_ids(leases)
+        ids = self._ids_of(leases)
         fill = checks.integer("fill", fill, minimum=-(2**31), maximum=checks.MAX_INT32)
         if group is not None:
             checks.text("group", group)
         if out is None:
-            read = self._read
-            width = max((read.blocks_for(read.num_tokens(i)) for i in ids), default=0)
-            out = np.empty((len(ids), width), dtype=np.int32)
+            out = np.empty((len(ids), self._read.longest_table(ids)), dtype=np.int32)
         try:
             self._read.block_tables(ids, out, fill, group)
         except TypeError:

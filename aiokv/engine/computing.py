@@ -14,10 +14,11 @@ from aiokv.errors import ClosedError, LeaseError, UsageError
 from aiokv.worker.device.base import as_event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from concurrent.futures import Executor
     from types import TracebackType
 
+    from aiokv.base.types import LeaseIds
     from aiokv.engine.expiries import Expiries
     from aiokv.engine.lease_record import LeaseRecord
     from aiokv.engine.parts import Parts
@@ -44,9 +45,9 @@ class ComputeBatch:
 
     __slots__ = ("_batch_id", "_computing", "_event", "_ids", "_in_block", "_task", "_unended")
 
-    def __init__(self, computing: Computing, lease_ids: Callable[[], list[int]]) -> None:
+    def __init__(self, computing: Computing, lease_ids: Callable[[], LeaseIds]) -> None:
         self._computing = computing
-        self._ids: Callable[[], list[int]] | None = lease_ids
+        self._ids: Callable[[], LeaseIds] | None = lease_ids
         self._batch_id = 0  # 0 until the `with` block begins
         self._in_block = False
         self._event = False  # True if it ends with an event: not part of the open step
@@ -243,7 +244,7 @@ class Computing:
         """See ``Lifetime.check_loop``."""
         self._lifetime.check_loop()
 
-    def begin(self, batch: ComputeBatch, lease_ids: Sequence[int]) -> int:
+    def begin(self, batch: ComputeBatch, lease_ids: LeaseIds) -> int:
         """Begin a batch and return its number.
 
         Raises:
@@ -253,8 +254,7 @@ class Computing:
         batch_id = self._dispatcher.apply(self._scheduler.begin_batch(lease_ids))
         self._batches[batch_id] = batch
         if self._expiries.timers:
-            for lease_id in lease_ids:
-                self._expiries.stop(lease_id)
+            self._expiries.stop_all(lease_ids)
         waits = self._transfers.are_in_flight and self._read.has_onloads(lease_ids)
         self._times.batch_begins(batch_id, waits=waits)
         if self._observers.active:

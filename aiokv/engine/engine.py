@@ -10,7 +10,7 @@ event loop.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 from aiokv.base import checks
 from aiokv.base.checks import Unique, arguments
@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.base.statistics import CacheStatistics, Statistics
-    from aiokv.base.types import Health, Hit, Item, Tier, TokenIds
+    from aiokv.base.types import Health, Hit, Item, StepTokenIds, Tier, TokenIds
     from aiokv.config.cache_config import CacheConfig
+    from aiokv.engine.batch import Batch, LeaseT
     from aiokv.engine.computing import ComputeBatch
     from aiokv.engine.events import KVEvents
     from aiokv.engine.lease import Lease
@@ -84,7 +85,7 @@ class CacheEngine(Unique):
 
     ``async with`` binds the engine to the running event loop. Call every method on that loop.
     Read-only methods may also be called before ``async with`` and after closing. Any thread may
-    call ``statistics()``, ``cache_statistics()``, ``asleep``, ``open_step``, ``loop``,
+    call ``batch()``, ``statistics()``, ``cache_statistics()``, ``asleep``, ``open_step``, ``loop``,
     ``inspect`` and ``repr()``; all other methods raise ``UsageError`` in another thread.
 
     Raises:
@@ -211,22 +212,6 @@ class CacheEngine(Unique):
             tokens, salt=salt, adapter=adapter, items=items, owner=owner, read=read, write=write
         )
 
-    def match_many(self, prompts: Iterable[TokenIds], *, salt: str = "") -> list[Lease]:
-        """Call ``match`` for each prompt.
-
-        Args:
-            prompts: token ids of each prompt, as for ``match``.
-            salt: namespace of all prompts, as for ``match``.
-
-        Returns:
-            One lease per prompt, in order.
-
-        Raises:
-            UsageError, ClosedError, BrokenEngineError: as for ``match``. The leases of the earlier
-                prompts have been released.
-        """
-        return self._batches.match(prompts, salt=salt)
-
     def would_hit(
         self,
         tokens: TokenIds,
@@ -304,7 +289,76 @@ class CacheEngine(Unique):
 
     # --- batches of the model ---------------------------------------------------------------------
 
-    def computing(self, leases: Iterable[Lease]) -> ComputeBatch:
+    def batch(self, leases: Iterable[Lease] = ()) -> Batch[Lease]:
+        """Return a batch with these leases, for ``advance`` and other methods that take leases.
+
+        Args:
+            leases: its first rows, in any state but released.
+
+        Raises:
+            UsageError: an element is not a lease, or is listed twice.
+            LeaseError: a lease is released, or belongs to another engine.
+        """
+        return self._batches.new(leases)
+
+    def advance(
+        self,
+        batch: Batch[LeaseT],
+        tokens: StepTokenIds,
+        counts: TokenIds | None = None,
+        *,
+        draft_tokens: int = 0,
+    ) -> tuple[LeaseT, ...]:
+        """Account for a step of the model in one call: commit, append and extend for each lease.
+
+        ::
+
+            with engine.computing(batch) as computing:
+                tokens = await computing.run(model, engine.block_tables(batch))
+            for lease in engine.advance(batch, tokens):
+                ...  # no room: preempt it, or call advance again later
+            engine.step()
+
+        The next step computes the last token of each lease. So the call names the tokens of the
+        lease, commits all positions before the last token, and makes sure that the lease has
+        positions for the last token and for ``draft_tokens`` behind it. The first call for a lease
+        follows its prefill: it commits the whole prompt. The commits belong to the open step, so
+        call ``advance`` before ``step``; on a GPU, where the tokens arrive later, the blocks are
+        saved one step later.
+
+        With speculative decoding, the tokens of a lease are the accepted draft tokens, whose
+        positions the step has computed, and then the token that the model has sampled. The
+        positions of rejected draft tokens stay with the lease; the next step computes them anew.
+
+        Leases get blocks in the order of their rows. A lease without room is left as it is, and
+        ``advance`` can be called again for it alone. Before you preempt it, call ``append`` with
+        all its tokens but the last, and ``commit`` of these positions: otherwise the model computes
+        them again.
+
+        Args:
+            batch: leases; each one is granted, or was released since the block of ``computing``
+                was entered: its row is skipped.
+            tokens: ids from 0, one row per lease: ``[N]`` or ``[N, K]`` integers, or a list of N
+                lists. An int32 array is fastest.
+            counts: ``[N]``, with ``[N, K]``: number of leading tokens of each row, the others are
+                padding; a lease with 0 tokens is left as it is. None for all K.
+            draft_tokens: positions behind the last token of each lease, for the draft tokens of the
+                next step.
+
+        Returns:
+            The leases for which there was no room, in the order of their rows; usually empty.
+
+        Raises:
+            UsageError: a token is negative or too large, a count is out of range, or ``tokens`` has
+                another number of rows than the batch. Nothing changed in any lease.
+            LeaseError: a lease is not granted; or it has fewer positions than the tokens before its
+                last one need. ``lease_id`` and ``owner`` of the error name it. Nothing changed in
+                any lease.
+            ClosedError: the engine is closed.
+        """
+        return self._batches.advance(batch, tokens, counts, draft_tokens)
+
+    def computing(self, leases: Batch[Any] | Iterable[Lease]) -> ComputeBatch:
         """Protect the blocks of leases while the model computes with them.
 
         ::
@@ -323,7 +377,8 @@ class CacheEngine(Unique):
         covers that work.
 
         Args:
-            leases: granted leases, each listed once. A lease may be in several batches at a time.
+            leases: granted leases, each listed once; or a batch, from which the entry of the block
+                drops the released leases. A lease may be computed with in several blocks at a time.
 
         Returns:
             A context manager that can be entered once.
@@ -335,10 +390,11 @@ class CacheEngine(Unique):
         """
         return self._batches.computing(leases)
 
-    def extend(self, leases: Sequence[Lease], num_tokens: int) -> None:
+    def extend(self, leases: Batch[Any] | Iterable[Lease], num_tokens: int) -> None:
         """Add ``num_tokens`` positions to each lease: to all of them, or to none.
 
-        Never waits, and takes free blocks before leases that wait in ``allocate``.
+        Never waits, and takes free blocks before leases that wait in ``allocate``. ``advance`` adds
+        the positions of a decode step.
 
         Args:
             leases: granted leases, each listed once.
@@ -404,39 +460,11 @@ class CacheEngine(Unique):
         """
         return self._leases.granting.extendable_blocks(limit)
 
-    def commit_many(self, leases: Sequence[Lease], num_tokens: Sequence[int]) -> int:
-        """Call ``commit`` for each lease.
+    def layers(self, leases: Batch[Any] | Iterable[Lease]) -> LayerView:
+        """Return one layer counter over all transfers that a step waits for.
 
         Args:
-            leases: granted leases.
-            num_tokens: absolute number of computed positions of each lease, one per lease.
-
-        Returns:
-            The number of blocks that became shareable, over all leases.
-
-        Raises:
-            LeaseError: a lease is released or belongs to another engine, and nothing changed; or
-                ``commit`` of a lease fails, and the leases before it are committed.
-            UsageError: ``num_tokens`` has not one integer per lease. Nothing changed.
-        """
-        return self._batches.commit(leases, num_tokens)
-
-    def release_many(self, leases: Iterable[Lease]) -> None:
-        """Call ``release`` for each lease. Idempotent.
-
-        Args:
-            leases: leases in any state.
-
-        Raises:
-            UsageError: an element is not a lease. Nothing changed.
-        """
-        self._batches.release(leases)
-
-    def layers(self, leases: Sequence[Lease]) -> LayerView:
-        """Return one layer counter over all transfers that a batch waits for.
-
-        Args:
-            leases: leases of the batch.
+            leases: leases of the step.
 
         Returns:
             A view that raises ``TransferError`` when blocks of any of these leases failed. The
@@ -449,7 +477,7 @@ class CacheEngine(Unique):
 
     def block_tables(
         self,
-        leases: Sequence[Lease],
+        leases: Batch[Any] | Iterable[Lease],
         out: NDArray[np.int32] | None = None,
         fill: int = -1,
         group: str | None = None,
@@ -457,7 +485,8 @@ class CacheEngine(Unique):
         """Return the block tables as rows, padded with ``fill``.
 
         Args:
-            leases: B leases; the table of a lease that is not granted is empty.
+            leases: B leases; the table of a lease that is not granted is empty, and that of a
+                released lease of a batch.
             out: ``[>= B, >= M]`` writable C-contiguous int32 array, where M is the length of the
                 longest table; every element is written. None for a new ``[B, M]`` array.
             fill: value of the elements after the end of a table, and of rows without a lease.
@@ -473,6 +502,23 @@ class CacheEngine(Unique):
             LeaseError: a lease is released or belongs to another engine.
         """
         return self._batches.block_tables(leases, out, fill, group)
+
+    def lengths(self, leases: Batch[Any] | Iterable[Lease]) -> NDArray[np.int32]:
+        """Return the number of positions of each lease whose tokens are named.
+
+        In a decode step, these are the sequence lengths for attention kernels: the last named token
+        is the one that the step computes.
+
+        Args:
+            leases: B leases.
+
+        Returns:
+            ``[B]`` int32; 0 for a released lease of a batch.
+
+        Raises:
+            LeaseError: a lease is released or belongs to another engine.
+        """
+        return self._batches.lengths(leases)
 
     def step(self, event: Event | None = None) -> int:
         """Close the open step, whose work finishes with ``event``.

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
+    from aiokv.base.types import LeaseIds
     from aiokv.engine.lease_record import LeaseRecord
     from aiokv.engine.lifetime import Lifetime
 
@@ -40,6 +41,11 @@ class Expiries:
         """Stop the timer of a lease. Idempotent."""
         if (timer := self.timers.pop(lease_id, None)) is not None:
             timer.cancel()
+
+    def stop_all(self, lease_ids: LeaseIds) -> None:
+        """Stop the timers of these leases. Idempotent."""
+        for lease_id in lease_ids:
+            self.stop(int(lease_id))
 
     def close(self) -> None:
         """Stop all timers: the engine is closed."""

@@ -21,7 +21,7 @@ from aiokv.errors import LeaseError, UsageError
 from aiokv.worker.views import done_view
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from aiokv.base.types import Hit, Item, TokenIds
     from aiokv.engine.computing import Computing
@@ -66,6 +66,7 @@ class Leases:
         used: notes a use of a lease, which stops its timer; see ``Expiries.stop``.
         verifies: True if the worker checks the checksums of blocks.
         done: layers of a lease that waits for no transfer.
+        num_ended: number of leases that have ended so far.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Leases:
         self.timers = expiries.timers
         self.used = expiries.stop
         self.done = done_view(parts.worker.facts.num_layers)
+        self.num_ended = 0
         expiries.tell_expired(self._expire)
 
     def open(self) -> None:
@@ -207,6 +209,7 @@ class Leases:
         """Release a lease and give its blocks back; see ``Lease.release``. Idempotent."""
         if not self.lifetime.is_usable:
             record.id = 0  # the lease ended with the engine
+            self.num_ended += 1
         if not record.id:
             return
         self.check_loop()
@@ -247,6 +250,7 @@ class Leases:
         if self.coverage.active:
             self.coverage.note_release(lease_id)
         record.id = 0
+        self.num_ended += 1
         self.apply(transition(lease_id))
         if self.timers:
             self.used(lease_id)
@@ -271,7 +275,7 @@ class Leases:
         lease.record.live_id()
         return lease.record
 
-    def lease_ids(self, leases: Sequence[Lease]) -> list[int]:
+    def lease_ids(self, leases: Iterable[Lease]) -> list[int]:
         """Return the ids of leases of this engine; raise the errors of ``record_of``."""
         if type(leases) is not list:
             leases = checks.sequence("leases", leases)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from aiokv._native import Core, GroupStatistics
     from aiokv.base.groups import BlockGroup
-    from aiokv.base.types import LeaseWait
+    from aiokv.base.types import LeaseIds, LeaseWait
     from aiokv.config.cache_config import CacheConfig
     from aiokv.scheduler.admission import Admission
     from aiokv.scheduler.clock import StepClock
@@ -237,8 +237,16 @@ class CacheReader:
             return self._core.block_table(lease_id)
         return self._core.block_table(lease_id, self._window(group))
 
+    def lengths(self, lease_ids: LeaseIds) -> NDArray[np.int32]:
+        """Return the number of named positions of each lease; 0 for a released one."""
+        return self._core.lengths(lease_ids)
+
+    def longest_table(self, lease_ids: LeaseIds) -> int:
+        """Return the number of blocks of the longest block table."""
+        return self._core.longest_table(lease_ids)
+
     def block_tables(
-        self, lease_ids: Sequence[int], out: NDArray[np.int32], fill: int, group: str | None
+        self, lease_ids: LeaseIds, out: NDArray[np.int32], fill: int, group: str | None
     ) -> None:
         """Write the block tables into rows of ``out``; see ``CacheEngine.block_tables``."""
         self._core.block_tables(lease_ids, out, fill, self._window(group))
@@ -341,7 +349,7 @@ class CacheReader:
         """Number of prompt positions that leases have computed, over all leases so far."""
         return self._core.computed_prompt_tokens
 
-    def has_onloads(self, lease_ids: Sequence[int]) -> bool:
+    def has_onloads(self, lease_ids: LeaseIds) -> bool:
         """Return True while a lease has onloads in flight."""
         return self._core.has_onloads(lease_ids)
 
@@ -668,7 +676,7 @@ _CORE_FIELDS = tuple(
 def _auxiliary(
     device_blocks: int, host_blocks: int, counts: GroupStatistics
 ) -> BlockGroupStatistics:
-    """Return the statistics of a group besides attention, whose evictions all make room."""
+    """Return the statistics of a group besides attention; all its evictions are for capacity."""
     return BlockGroupStatistics(
         device=TierStatistics(
             blocks=device_blocks,

@@ -8,9 +8,10 @@ from aiokv.errors import LeaseError
 from aiokv.scheduler.sharded import SHARDS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from aiokv._native import Core
+    from aiokv.base.types import LeaseIds
     from aiokv.scheduler.admission import Admission
     from aiokv.scheduler.clock import StepClock
     from aiokv.scheduler.owners import Owners
@@ -84,7 +85,7 @@ class Releases:
         self._admission.refuse(lease_id, error)
         return True
 
-    def begin_batch(self, lease_ids: Sequence[int]) -> int:
+    def begin_batch(self, lease_ids: LeaseIds) -> int:
         """Begin a batch that uses the blocks of these leases; return its number.
 
         Raises:

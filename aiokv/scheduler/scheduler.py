@@ -19,8 +19,9 @@ from aiokv.errors import (
     UsageError,
     WouldBlock,
 )
-from aiokv.scheduler.admission import Admission, Request, already_waits
+from aiokv.scheduler.admission import Admission, WaitingRequest, already_waits
 from aiokv.scheduler.clock import StepClock
+from aiokv.scheduler.decoding import Decoding
 from aiokv.scheduler.effects import Fork, Grant, Outbox
 from aiokv.scheduler.external import ExternalBlocks
 from aiokv.scheduler.fetches import Fetches
@@ -28,10 +29,10 @@ from aiokv.scheduler.gate import Gate
 from aiokv.scheduler.granting import Granting
 from aiokv.scheduler.guarded import TransitionErrors, guarded
 from aiokv.scheduler.owners import Owners
-from aiokv.scheduler.peers import Peers
+from aiokv.scheduler.peers import ReceivesAndSends
 from aiokv.scheduler.pending import PendingBlocks
 from aiokv.scheduler.pins import Pins
-from aiokv.scheduler.plans import Plans, new_core
+from aiokv.scheduler.plans import PlanMaker, new_core
 from aiokv.scheduler.preemption import Preemption
 from aiokv.scheduler.quota import SaltQuota
 from aiokv.scheduler.reader import CacheReader
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiokv.base.plan import TransferReport
-    from aiokv.base.types import Tier
+    from aiokv.base.types import LeaseIds, Tier
     from aiokv.config.cache_config import CacheConfig
     from aiokv.scheduler.effects import Done, Effects
     from aiokv.scheduler.gate import GateChange
@@ -69,6 +70,7 @@ TRANSITIONS: Final = (
     "append",
     "commit",
     "extend",
+    "advance_batch",
     "truncate",
     "recompute_from",
     "fork",
@@ -83,15 +85,11 @@ TRANSITIONS: Final = (
     "finish_step",
     "collect_backups",
     "fetches.begin",
-    "fetches.begin_group",
     "store_saver.collect",
     "save",
     "peers.commit_received",
     "peers.receive",
     "peers.send",
-    "peers.send_early",
-    "peers.receive_group",
-    "peers.send_group",
     "peers.end",
     "complete",
     "note_cancelling",
@@ -154,7 +152,9 @@ class CacheScheduler:
         self._outbox = Outbox()
         self._clock = StepClock()
         self._gate = Gate()
-        self._plans = Plans(core, saves_states=config.host_state_slots > 0, windows=config.windows)
+        self._plans = PlanMaker(
+            core, saves_states=config.host_state_slots > 0, windows=config.windows
+        )
         self._saver = Saver(config, core, self._plans, self._outbox)
         self.store_saver = StoreSaver(
             core, self._gate, self._plans, self._outbox, errors, has_stores
@@ -166,7 +166,7 @@ class CacheScheduler:
             core, self._gate, self._quota, self._granting, self._outbox, errors
         )
         self._pending = PendingBlocks(core, self._outbox)
-        self.peers = Peers(
+        self.peers = ReceivesAndSends(
             config,
             core,
             self._plans,
@@ -210,6 +210,9 @@ class CacheScheduler:
                 self._releases,
                 records_checksums=self._records_checksums,
             )
+        self._decoding = Decoding(
+            config, core, self._outbox, self._clock, self._saver, self._quota, self._pending
+        )
         self._requests = self._admission.requests
         self._waiters = self._pending.waiters
         self._advances = False  # True if an effect has requested `advance`
@@ -477,7 +480,7 @@ class CacheScheduler:
         counted = self._quota.admits(salt, num_blocks)
         if counted:
             self._quota.count(lease_id, salt, num_blocks)
-        request = Request(lease_id, salt, num_tokens, num_blocks, priority, reserve_blocks)
+        request = WaitingRequest(lease_id, salt, num_tokens, num_blocks, priority, reserve_blocks)
         self._admission.join(request, counted=counted)
         return None, self._outbox.pending
 
@@ -491,7 +494,7 @@ class CacheScheduler:
         self._quota.check_request(num_blocks)
         salt = self._salt(lease_id)
         self._admission.join_store(
-            Request(lease_id, salt, num_tokens, num_blocks, priority, reserve_blocks)
+            WaitingRequest(lease_id, salt, num_tokens, num_blocks, priority, reserve_blocks)
         )
 
     @guarded
@@ -669,7 +672,7 @@ class CacheScheduler:
             self.errors.note(error)
             raise
 
-    def extend(self, lease_ids: Sequence[int], num_tokens: int) -> tuple[bool, Effects]:
+    def extend(self, lease_ids: LeaseIds, num_tokens: int) -> tuple[bool, Effects]:
         """Add ``num_tokens`` positions to each lease; return False, and add none, without room.
 
         Raises:
@@ -696,12 +699,48 @@ class CacheScheduler:
             self.errors.note(error)
             raise
 
+    @guarded
+    def advance_batch(
+        self,
+        lease_ids: NDArray[np.int64],
+        tokens: NDArray[np.int32],
+        width: int = 1,
+        counts: NDArray[np.int32] | None = None,
+        draft_tokens: int = 0,
+    ) -> tuple[list[int], Effects]:
+        """Name the tokens of a step, commit the positions before them, and add the next positions.
+
+        Earlier rows get blocks first. Rows of released leases, and rows without tokens, change
+        nothing.
+
+        Args:
+            lease_ids: ``[N]`` ids of granted or released leases.
+            tokens: ``[N * width]``, row by row.
+            width: tokens per row.
+            counts: ``[N]`` leading tokens of each row that count; None for all.
+            draft_tokens: positions that each lease gets behind its last token.
+
+        Returns:
+            The rows without room, whose leases are unchanged, in ascending order.
+
+        Raises:
+            LeaseError: a lease is not granted, is listed twice, or has not computed as many
+                positions.
+            UsageError: a token, a count or ``draft_tokens`` is out of range.
+        """
+        refused = self._decoding.advance(lease_ids, tokens, width, counts, draft_tokens)
+        if self._external is not None:
+            self._external.settle()
+        if self._waiters or self._salts is not None:
+            return refused, self._settle()
+        return refused, self._outbox.pending
+
     def _blocks_to_add(self, lease_id: int, num_tokens: int) -> int:
         held = self._core.num_tokens(lease_id)
         return self._blocks_for(held + num_tokens) - self._blocks_for(held)
 
-    def _recount(self, lease_ids: Sequence[int]) -> None:
-        for lease_id in lease_ids:
+    def _recount(self, lease_ids: LeaseIds) -> None:
+        for lease_id in map(int, lease_ids):
             self._quota.recount(lease_id, self._blocks_for(self._core.num_tokens(lease_id)))
 
     @guarded
@@ -824,7 +863,7 @@ class CacheScheduler:
     # --- batches and steps ----------------------------------------------------------------------
 
     @guarded
-    def begin_batch(self, lease_ids: Sequence[int]) -> tuple[int, Effects]:
+    def begin_batch(self, lease_ids: LeaseIds) -> tuple[int, Effects]:
         """Begin a batch that computes with these leases; return its number.
 
         Raises:
@@ -881,7 +920,7 @@ class CacheScheduler:
 
     def _collect_backups(self) -> bool:
         begun = self._saver.collect()
-        if self._external is not None:  # what cannot be saved is given up
+        if self._external is not None:  # gives up blocks that cannot be saved
             if not self._saver.is_active:
                 self._core.give_up_saves()
             self._external.settle()

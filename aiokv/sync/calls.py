@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from aiokv.base import checks
 from aiokv.base.checks import Unique
 from aiokv.errors import UsageError
 from aiokv.sync import on_loop
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable
     from types import TracebackType
 
+    from aiokv.engine.batch import Batch
     from aiokv.sync.lease import SyncLease
     from aiokv.sync.port import Port
 
@@ -118,14 +118,14 @@ class Calls(RecordedVerbs, Unique):
 
     # --- batches of the model ---------------------------------------------------------------------
 
-    def begin_computing(self, leases: Iterable[SyncLease]) -> SyncComputing:
+    def begin_computing(self, leases: Batch[SyncLease] | Iterable[SyncLease]) -> SyncComputing:
         """Protect the blocks of leases while the model computes; see ``CacheEngine.computing``.
 
         Returns:
             The batch, for ``end_computing`` in a later crossing. If this call fails, with a
             ``LeaseError`` for example, no batch has begun.
         """
-        port, named = self._port, checks.sequence("leases", leases)
+        port, named = self._port, on_loop.kept("leases", leases)
         computing = SyncComputing(port, lambda: port.cache.computing(on_loop.inners_of(named)))
         self._add(Answer(computing.begin, ()))
         return computing

@@ -11,6 +11,7 @@ from aiokv.base import checks
 from aiokv.base.checks import Unique, arguments
 from aiokv.engine import CacheEngine
 from aiokv.errors import ClosedError
+from aiokv.sync import on_loop
 from aiokv.sync.port import Port
 from aiokv.sync.thread import LoopThread
 from aiokv.sync.verbs import EngineVerbs
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from aiokv.base.statistics import CacheStatistics, Statistics
     from aiokv.config.cache_config import CacheConfig
+    from aiokv.engine.batch import Batch
     from aiokv.errors import AiokvError
     from aiokv.layout.regions import Regions
     from aiokv.peers.options import Peers
@@ -138,12 +140,22 @@ class SyncEngine(EngineVerbs, Unique):
         """Return an empty list of calls, which cross together."""
         return self._port.new_calls()
 
-    def release_many(self, leases: Iterable[SyncLease]) -> None:
-        """Call ``release`` for each lease. Idempotent."""
-        calls = self.calls()
+    def batch(self, leases: Iterable[SyncLease] = ()) -> Batch[SyncLease]:
+        """Return a batch of leases, as :meth:`aiokv.CacheEngine.batch`. Does not cross.
+
+        Change it in the thread that makes the calls, and not while they are made.
+
+        Args:
+            leases: its first rows, which are matched.
+
+        Raises:
+            UsageError: an element is not a ``SyncLease``, is not matched yet, or is listed twice.
+            LeaseError: a lease is released, belongs to another engine, or could not be matched.
+        """
+        batch: Batch[SyncLease] = self._cache.batch().of_handles(on_loop.inner_of)
         for lease in checks.sequence("leases", leases):
-            calls.release(lease)
-        calls.run()
+            batch.add(lease)
+        return batch
 
     # --- everything else --------------------------------------------------------------------------
 

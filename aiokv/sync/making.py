@@ -8,7 +8,6 @@ import re
 from inspect import Parameter
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from aiokv.base import checks
 from aiokv.sync import on_loop
 from aiokv.sync.answers import Answer, ReturnAnswer
 
@@ -86,7 +85,7 @@ def add_methods(verbs: Iterable[Verb], calls: type, lease: type, engine: type) -
         "begin": on_loop.begin,
         "inner_of": on_loop.inner_of,
         "inners_of": on_loop.inners_of,
-        "sequence": checks.sequence,
+        "kept": on_loop.kept,
     }
     for methods in made:
         names[f"run_{methods.name}"] = methods.verb.run
@@ -207,11 +206,11 @@ def run_{self.name}({given}):
         return self._method.__name__ if is_property else f"{self._method.__name__}({passed})"
 
     def _copied(self) -> str:
-        """Return the text that takes the elements of sequences when the call is recorded."""
+        """Return the text that takes the elements of iterables when the call is recorded."""
         return "".join(
-            f"    {p.name} = sequence({p.name!r}, {p.name})\n"
+            f"    {p.name} = kept({p.name!r}, {p.name})\n"
             for p in self._parameters
-            if p.annotation.startswith("Iterable[") and p.default is Parameter.empty
+            if "Iterable[" in p.annotation and p.default is Parameter.empty
         )
 
     def _declared(self, *first: str) -> str:

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiokv.base import checks
 from aiokv.base.types import as_priority
+from aiokv.engine.batch import Batch
 from aiokv.errors import AiokvError, InternalError, UsageError
 from aiokv.sync.answers import without_frames
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Sequence
 
     from aiokv.engine.lease import Lease
     from aiokv.sync.futures import EngineFuture
@@ -33,8 +34,18 @@ def inner_of(lease: SyncLease) -> Lease:
         raise UsageError(f"lease is {checks.shown(lease)}; it must be a SyncLease") from None
 
 
-def inners_of(leases: Sequence[SyncLease]) -> list[Lease]:
-    """Return the engine's leases of handles; raise the errors of ``inner_of``."""
+def kept(name: str, values: Batch[Any] | Iterable[T]) -> Batch[Any] | list[T]:
+    """Return what a recorded call keeps of an argument: its elements now, or a batch itself."""
+    return values if isinstance(values, Batch) else checks.sequence(name, values)
+
+
+def inners_of(leases: Batch[Any] | Sequence[SyncLease]) -> Batch[Any] | list[Lease]:
+    """Return the engine's leases of handles, or a batch as it is.
+
+    Raises the errors of ``inner_of``.
+    """
+    if isinstance(leases, Batch):
+        return leases
     try:
         return [lease.inner for lease in leases]
     except AttributeError:

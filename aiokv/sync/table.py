@@ -50,7 +50,6 @@ VERBS: Final = (
     Verb(Lease.idle, "future", run=on_loop.idle),
     # Computed positions
     Verb(Lease.commit),
-    Verb(CacheEngine.commit_many),
     Verb(Lease.append),
     Verb(Lease.truncate),
     Verb(Lease.snapshot),
@@ -63,10 +62,12 @@ VERBS: Final = (
     Verb(CacheEngine.send, "block", wraps=SyncSending),
     # Batches of the model
     Verb(CacheEngine.computing, "block", wraps=SyncComputing),
+    Verb(CacheEngine.advance),
     Verb(CacheEngine.step),
     Verb(CacheEngine.note_prefill),
     Verb(CacheEngine.layers, wraps=SyncLayers),
     Verb(CacheEngine.block_tables),
+    Verb(CacheEngine.lengths),
     Verb(Lease.block_table, "direct"),
     Verb(Lease.window_table, "direct"),
     # The engine

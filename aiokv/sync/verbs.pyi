@@ -7,8 +7,11 @@ from aiokv.base.types import Health
 from aiokv.base.types import Hit
 from aiokv.base.types import Item
 from aiokv.base.types import LeaseState
+from aiokv.base.types import StepTokenIds
 from aiokv.base.types import TokenIds
 from aiokv.base.usage import Usage
+from aiokv.engine.batch import Batch
+from aiokv.engine.batch import LeaseT
 from aiokv.sync.answers import Answer
 from aiokv.sync.computing import SyncComputing
 from aiokv.sync.futures import EngineFuture
@@ -21,6 +24,7 @@ from aiokv.worker.device.base import Event
 from collections.abc import Iterable
 from collections.abc import Sequence
 from numpy.typing import NDArray
+from typing import Any
 import numpy as np
 
 class RecordedVerbs:
@@ -96,7 +100,7 @@ class RecordedVerbs:
         See ``CacheEngine.extendable_blocks``.
         """
 
-    def extend(self, leases: Iterable[SyncLease], num_tokens: int) -> Answer[None]:
+    def extend(self, leases: Batch[Any] | Iterable[SyncLease], num_tokens: int) -> Answer[None]:
         """Add ``num_tokens`` positions to each lease: to all of them, or to none.
 
         See ``CacheEngine.extend``.
@@ -172,12 +176,6 @@ class RecordedVerbs:
         See ``Lease.commit``.
         """
 
-    def commit_many(self, leases: Iterable[SyncLease], num_tokens: Iterable[int]) -> Answer[int]:
-        """Call ``commit`` for each lease.
-
-        See ``CacheEngine.commit_many``.
-        """
-
     def append(
         self, lease: SyncLease, tokens: TokenIds, *, items: Sequence[Item] = ()
     ) -> Answer[None]:
@@ -222,6 +220,15 @@ class RecordedVerbs:
         See ``Lease.usage``.
         """
 
+    def advance(
+        self, batch: Batch[LeaseT], tokens: StepTokenIds, counts: TokenIds | None = None, *,
+        draft_tokens: int = 0
+    ) -> Answer[tuple[LeaseT, ...]]:
+        """Account for a step of the model in one call: commit, append and extend for each lease.
+
+        See ``CacheEngine.advance``.
+        """
+
     def step(self, event: Event | None = None) -> Answer[int]:
         """Close the open step, whose work finishes with ``event``.
 
@@ -234,19 +241,25 @@ class RecordedVerbs:
         See ``CacheEngine.note_prefill``.
         """
 
-    def layers(self, leases: Iterable[SyncLease]) -> Answer[SyncLayers]:
-        """Return one layer counter over all transfers that a batch waits for.
+    def layers(self, leases: Batch[Any] | Iterable[SyncLease]) -> Answer[SyncLayers]:
+        """Return one layer counter over all transfers that a step waits for.
 
         See ``CacheEngine.layers``.
         """
 
     def block_tables(
-        self, leases: Iterable[SyncLease], out: NDArray[np.int32] | None = None, fill: int = -1,
-        group: str | None = None
+        self, leases: Batch[Any] | Iterable[SyncLease], out: NDArray[np.int32] | None = None, fill:
+        int = -1, group: str | None = None
     ) -> Answer[NDArray[np.int32]]:
         """Return the block tables as rows, padded with ``fill``.
 
         See ``CacheEngine.block_tables``.
+        """
+
+    def lengths(self, leases: Batch[Any] | Iterable[SyncLease]) -> Answer[NDArray[np.int32]]:
+        """Return the number of positions of each lease whose tokens are named.
+
+        See ``CacheEngine.lengths``.
         """
 
     def health(self) -> Answer[Health]:
@@ -834,10 +847,11 @@ class EngineVerbs:
             ClosedError: the engine is closed.
         """
 
-    def extend(self, leases: Iterable[SyncLease], num_tokens: int) -> None:
+    def extend(self, leases: Batch[Any] | Iterable[SyncLease], num_tokens: int) -> None:
         """Add ``num_tokens`` positions to each lease: to all of them, or to none.
 
-        Never waits, and takes free blocks before leases that wait in ``allocate``.
+        Never waits, and takes free blocks before leases that wait in ``allocate``. ``advance`` adds
+        the positions of a decode step.
 
         Args:
             leases: granted leases, each listed once.
@@ -850,22 +864,6 @@ class EngineVerbs:
                 engine. Nothing changed.
             UsageError: an argument has the wrong type; or a server owns the device blocks, and
                 names those of new positions with ``lease.assign``. Nothing changed.
-        """
-
-    def commit_many(self, leases: Iterable[SyncLease], num_tokens: Iterable[int]) -> int:
-        """Call ``commit`` for each lease.
-
-        Args:
-            leases: granted leases.
-            num_tokens: absolute number of computed positions of each lease, one per lease.
-
-        Returns:
-            The number of blocks that became shareable, over all leases.
-
-        Raises:
-            LeaseError: a lease is released or belongs to another engine, and nothing changed; or
-                ``commit`` of a lease fails, and the leases before it are committed.
-            UsageError: ``num_tokens`` has not one integer per lease. Nothing changed.
         """
 
     def send(self, lease: SyncLease, ticket: bytes) -> SyncSending:
@@ -913,7 +911,7 @@ class EngineVerbs:
         :class:`EngineFuture`. Nothing crosses before it is entered.
         """
 
-    def computing(self, leases: Iterable[SyncLease]) -> SyncComputing:
+    def computing(self, leases: Batch[Any] | Iterable[SyncLease]) -> SyncComputing:
         """Protect the blocks of leases while the model computes with them.
 
         ::
@@ -932,7 +930,8 @@ class EngineVerbs:
         covers that work.
 
         Args:
-            leases: granted leases, each listed once. A lease may be in several batches at a time.
+            leases: granted leases, each listed once; or a batch, from which the entry of the block
+                drops the released leases. A lease may be computed with in several blocks at a time.
 
         Returns:
             A context manager that can be entered once.
@@ -944,6 +943,58 @@ class EngineVerbs:
 
         For threads, the object is entered with ``with``, and what is awaited returns an
         :class:`EngineFuture`. Nothing crosses before it is entered.
+        """
+
+    def advance(
+        self, batch: Batch[LeaseT], tokens: StepTokenIds, counts: TokenIds | None = None, *,
+        draft_tokens: int = 0
+    ) -> tuple[LeaseT, ...]:
+        """Account for a step of the model in one call: commit, append and extend for each lease.
+
+        ::
+
+            with engine.computing(batch) as computing:
+                tokens = await computing.run(model, engine.block_tables(batch))
+            for lease in engine.advance(batch, tokens):
+                ...  # no room: preempt it, or call advance again later
+            engine.step()
+
+        The next step computes the last token of each lease. So the call names the tokens of the
+        lease, commits all positions before the last token, and makes sure that the lease has
+        positions for the last token and for ``draft_tokens`` behind it. The first call for a lease
+        follows its prefill: it commits the whole prompt. The commits belong to the open step, so
+        call ``advance`` before ``step``; on a GPU, where the tokens arrive later, the blocks are
+        saved one step later.
+
+        With speculative decoding, the tokens of a lease are the accepted draft tokens, whose
+        positions the step has computed, and then the token that the model has sampled. The
+        positions of rejected draft tokens stay with the lease; the next step computes them anew.
+
+        Leases get blocks in the order of their rows. A lease without room is left as it is, and
+        ``advance`` can be called again for it alone. Before you preempt it, call ``append`` with
+        all its tokens but the last, and ``commit`` of these positions: otherwise the model computes
+        them again.
+
+        Args:
+            batch: leases; each one is granted, or was released since the block of ``computing``
+                was entered: its row is skipped.
+            tokens: ids from 0, one row per lease: ``[N]`` or ``[N, K]`` integers, or a list of N
+                lists. An int32 array is fastest.
+            counts: ``[N]``, with ``[N, K]``: number of leading tokens of each row, the others are
+                padding; a lease with 0 tokens is left as it is. None for all K.
+            draft_tokens: positions behind the last token of each lease, for the draft tokens of the
+                next step.
+
+        Returns:
+            The leases for which there was no room, in the order of their rows; usually empty.
+
+        Raises:
+            UsageError: a token is negative or too large, a count is out of range, or ``tokens`` has
+                another number of rows than the batch. Nothing changed in any lease.
+            LeaseError: a lease is not granted; or it has fewer positions than the tokens before its
+                last one need. ``lease_id`` and ``owner`` of the error name it. Nothing changed in
+                any lease.
+            ClosedError: the engine is closed.
         """
 
     def step(self, event: Event | None = None) -> int:
@@ -991,11 +1042,11 @@ class EngineVerbs:
             UsageError: an argument is not a number, or is not above 0.
         """
 
-    def layers(self, leases: Iterable[SyncLease]) -> SyncLayers:
-        """Return one layer counter over all transfers that a batch waits for.
+    def layers(self, leases: Batch[Any] | Iterable[SyncLease]) -> SyncLayers:
+        """Return one layer counter over all transfers that a step waits for.
 
         Args:
-            leases: leases of the batch.
+            leases: leases of the step.
 
         Returns:
             A view that raises ``TransferError`` when blocks of any of these leases failed. The
@@ -1006,13 +1057,14 @@ class EngineVerbs:
         """
 
     def block_tables(
-        self, leases: Iterable[SyncLease], out: NDArray[np.int32] | None = None, fill: int = -1,
-        group: str | None = None
+        self, leases: Batch[Any] | Iterable[SyncLease], out: NDArray[np.int32] | None = None, fill:
+        int = -1, group: str | None = None
     ) -> NDArray[np.int32]:
         """Return the block tables as rows, padded with ``fill``.
 
         Args:
-            leases: B leases; the table of a lease that is not granted is empty.
+            leases: B leases; the table of a lease that is not granted is empty, and that of a
+                released lease of a batch.
             out: ``[>= B, >= M]`` writable C-contiguous int32 array, where M is the length of the
                 longest table; every element is written. None for a new ``[B, M]`` array.
             fill: value of the elements after the end of a table, and of rows without a lease.
@@ -1025,6 +1077,22 @@ class EngineVerbs:
         Raises:
             UsageError: ``out`` is too small or has another type or layout, or ``group`` is
                 unknown. Nothing was written.
+            LeaseError: a lease is released or belongs to another engine.
+        """
+
+    def lengths(self, leases: Batch[Any] | Iterable[SyncLease]) -> NDArray[np.int32]:
+        """Return the number of positions of each lease whose tokens are named.
+
+        In a decode step, these are the sequence lengths for attention kernels: the last named token
+        is the one that the step computes.
+
+        Args:
+            leases: B leases.
+
+        Returns:
+            ``[B]`` int32; 0 for a released lease of a batch.
+
+        Raises:
             LeaseError: a lease is released or belongs to another engine.
         """
 

@@ -286,7 +286,8 @@ def _plain(value: object) -> Plain:
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, np.ndarray):
-        return {"int32": base64.b64encode(np.asarray(value, "<i4").tobytes()).decode()}
+        kind, dtype = ("int64", "<i8") if value.dtype == np.int64 else ("int32", "<i4")
+        return {kind: base64.b64encode(np.asarray(value, dtype).tobytes()).decode()}
     if isinstance(value, np.integer):
         return int(value)
     if isinstance(value, TransferReport):
@@ -311,6 +312,8 @@ def _value(plain: Plain) -> Any:
     ((kind, content),) = plain.items()
     if kind == "int32":
         return np.frombuffer(base64.b64decode(content), "<i4").astype(np.int32)
+    if kind == "int64":
+        return np.frombuffer(base64.b64decode(content), "<i8").astype(np.int64)
     if kind == "bytes":
         return base64.b64decode(content)
     if kind == "set":

@@ -21,45 +21,21 @@ B = [11, 12, 13, 14, 15]
 async def test_a_batch_from_match_to_release():
     async with Served(device_blocks=16) as served:
         engine = served.engine
-        leases = engine.match_many([A, np.array(B, np.int32)], salt="t")
+        leases = [engine.match(tokens, salt="t") for tokens in (A, np.array(B, np.int32))]
         assert [lease.try_allocate(n) for lease, n in zip(leases, (7, 5), strict=True)] == [
             True,
             True,
         ]
         served.compute(leases[0], A)
         served.compute(leases[1], B)
-        assert engine.commit_many(leases, [7, 5]) == 5
+        assert [lease.commit(n) for lease, n in zip(leases, (7, 5), strict=True)] == [3, 2]
         engine.extend(leases, 3)
         assert [lease.num_tokens for lease in leases] == [10, 8]
-        engine.release_many(leases)
-        engine.release_many(leases)  # idempotent, as release is
-        hits = [lease.hit for lease in engine.match_many([A, B], salt="t")]
+        for lease in leases:
+            lease.release()
+        hits = [engine.match(tokens, salt="t").hit for tokens in (A, B)]
         assert hits == [Hit(6, 0), Hit(4, 0)]
-        assert [lease.hit.total for lease in engine.match_many([A, B])] == [0, 0]
-        await served.complete_offloads()
-
-
-async def test_bad_prompt_in_a_batch_releases_the_earlier_leases():
-    async with Served() as served:
-        before = served.engine.statistics().leases
-        with pytest.raises(UsageError):
-            served.engine.match_many([A, [], B])
-        assert served.engine.statistics().leases == before
-
-
-async def test_commit_many_stops_at_the_first_refused_lease():
-    async with Served() as served:
-        leases = served.engine.match_many([A, B])
-        for lease, tokens in zip(leases, (A, B), strict=True):
-            await lease.allocate(len(tokens))
-        with pytest.raises(LeaseError, match="99"):
-            served.engine.commit_many(leases, [4, 99])
-        assert served.engine.match(A).hit == Hit(4, 0)
-        with pytest.raises(UsageError, match="1 numbers for 2"):
-            served.engine.commit_many(leases, [7])
-        assert served.engine.match(A).hit == Hit(4, 0)
-        assert served.engine.commit_many([], []) == 0
-        served.engine.release_many(leases)
+        assert [engine.match(tokens).hit.total for tokens in (A, B)] == [0, 0]
         await served.complete_offloads()
 
 
@@ -68,7 +44,6 @@ async def test_leases_of_another_engine_are_refused():
         mine = await served.engine.match(A).allocate(7)
         theirs = await other.engine.match(A).allocate(7)
         for call in (
-            lambda: served.engine.commit_many([mine, theirs], [7, 7]),
             lambda: served.engine.extend([mine, theirs], 1),
             lambda: served.engine.block_tables([mine, theirs]),
         ):
@@ -82,7 +57,7 @@ async def test_leases_of_another_engine_are_refused():
 
 async def test_extend_takes_all_or_none():
     async with Served(device_blocks=7, write_policy="none") as served:
-        leases = served.engine.match_many([A, B])
+        leases = [served.engine.match(tokens) for tokens in (A, B)]
         for lease, tokens in zip(leases, (A, B), strict=True):
             await lease.allocate(len(tokens) - 1)
         with pytest.raises(WouldBlock):
@@ -92,12 +67,13 @@ async def test_extend_takes_all_or_none():
         assert [len(lease.block_table) for lease in leases] == [4, 3]
         with pytest.raises(LeaseError, match="listed more than once"):
             served.engine.extend([leases[0], leases[0]], 0)
-        served.engine.release_many(leases)
+        for lease in leases:
+            lease.release()
 
 
 async def test_block_tables_are_padded_rows():
     async with Served(device_blocks=16) as served:
-        leases = [*served.engine.match_many([A, B]), served.engine.match([9])]
+        leases = [*[served.engine.match(tokens) for tokens in (A, B)], served.engine.match([9])]
         for lease, n in zip(leases[:2], (7, 5), strict=True):
             await lease.allocate(n)
         tables = served.engine.block_tables(leases)
@@ -114,13 +90,14 @@ async def test_block_tables_are_padded_rows():
         assert served.engine.block_tables([]).shape == (0, 0)
         served.engine.block_tables([], out[:2])
         assert (out[:2] == -1).all()
-        served.engine.release_many(leases)
+        for lease in leases:
+            lease.release()
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (2, 3), (0, 9)])
 async def test_a_buffer_that_is_too_small_is_not_written(shape):
     async with Served(device_blocks=16) as served:
-        leases = served.engine.match_many([A, B])
+        leases = [served.engine.match(tokens) for tokens in (A, B)]
         for lease, n in zip(leases, (7, 5), strict=True):
             await lease.allocate(n)
         out = np.full(shape, 77, np.int32)
@@ -131,7 +108,8 @@ async def test_a_buffer_that_is_too_small_is_not_written(shape):
         for out in wrong:
             with pytest.raises(UsageError, match="out is"):
                 served.engine.block_tables(leases, out)
-        served.engine.release_many(leases)
+        for lease in leases:
+            lease.release()
         with pytest.raises(LeaseError):
             served.engine.block_tables(leases)
 
@@ -140,7 +118,7 @@ async def test_one_counter_waits_for_the_transfers_of_a_batch():
     async with Served(device_blocks=16) as served:
         await served.to_host(A)
         await served.to_host(B)
-        leases = served.engine.match_many([A, A, B, [50, 51]])
+        leases = [served.engine.match(tokens) for tokens in (A, A, B, [50, 51])]
         for lease, n in zip(leases, (7, 7, 5, 2), strict=True):
             await lease.allocate(n)
         layers = served.engine.layers(leases)
@@ -163,4 +141,5 @@ async def test_one_counter_waits_for_the_transfers_of_a_batch():
         served.check(leases[2], B, 4)
         assert served.engine.layers([leases[3]]).is_done
         await served.engine.layers([]).wait_all()
-        served.engine.release_many(leases)
+        for lease in leases:
+            lease.release()

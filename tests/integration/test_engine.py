@@ -234,7 +234,7 @@ async def test_released_and_foreign_leases_are_refused():
         assert one.engine.statistics().attention.device.free == 8
 
 
-@pytest.mark.parametrize("how", ["async with", "exit stack", "release_many"])
+@pytest.mark.parametrize("how", ["async with", "exit stack", "release"])
 async def test_released_lease_names_the_line_of_the_caller(how):
     async with Served() as served:
         if how == "async with":
@@ -245,7 +245,7 @@ async def test_released_lease_names_the_line_of_the_caller(how):
                 lease = await stack.enter_async_context(served.engine.match([1]))
         else:
             lease = served.engine.match([1])
-            served.engine.release_many([lease])
+            lease.release()
         assert re.search(r"released at .*tests/integration/test_engine\.py:\d+>", repr(lease))
 
 
@@ -262,7 +262,8 @@ async def test_timeout_names_the_largest_holders():
         assert (
             "'b' holds 5 blocks; 'c' holds 4 blocks; 'd' holds 3 blocks; 1 more leases hold blocks"
         ) in str(caught.value)
-        served.engine.release_many([*leases, waiter])
+        for lease in [*leases, waiter]:
+            lease.release()
 
 
 async def test_a_collected_lease_frees_itself():

@@ -98,7 +98,7 @@ USES: dict[str, Callable[[CacheEngine, Lease], Awaitable[None] | object]] = {
     "keep": lambda engine, lease: lease.keep(),
     "infinite": lambda engine, lease: lease.expire_after(math.inf),
     "commit": lambda engine, lease: lease.commit(4),
-    "commit_many": lambda engine, lease: engine.commit_many([lease], [4]),
+    "advance": lambda engine, lease: engine.advance(engine.batch([lease]), [9]),
     "append": lambda engine, lease: lease.append([7]),
     "extend": lambda engine, lease: engine.extend([lease], 1),
     "truncate": lambda engine, lease: lease.truncate(9),

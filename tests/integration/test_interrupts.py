@@ -85,6 +85,7 @@ async def serve_all(served: Served, leases: list[Lease]) -> None:
     waiting.append([1])
     waiting.commit(8)
     engine.extend([waiting], 0)
+    engine.advance(engine.batch([waiting]), [2])
     waiting.release()
     engine.step()
     await resuming
@@ -154,6 +155,7 @@ def refused_calls(engine: CacheEngine, leases: list[Lease]) -> list[Callable[[],
         engine.pause,
         lambda: engine.computing(leases[:1]).__enter__(),
         lambda: engine.extend(leases[:1], 1),
+        lambda: engine.advance(engine.batch(), []),
     ]
     for lease in leases:
         if lease.id:

@@ -63,7 +63,8 @@ async def test_a_request_that_joins_a_prefetch_goes_before_later_requests(how: s
         await served.settle()
         device.complete_all()
         await prefetch
-        engine.release_many([*busy, user, *later])
+        for lease in [*busy, user, *later]:
+            lease.release()
 
 
 @pytest.mark.parametrize("block", [1, 2])
@@ -142,7 +143,8 @@ async def test_every_wait_for_a_cancelled_transfer_raises() -> None:
             await spin(3)
         served.device.complete_all()
         await served.settle()
-        served.engine.release_many([*busy, lease])
+        for held in [*busy, lease]:
+            held.release()
 
 
 async def test_without_tensors_waiters_resume_after_the_report() -> None:

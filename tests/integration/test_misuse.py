@@ -77,8 +77,6 @@ CALLS: dict[str, tuple[str, Callable[[E, L], Any]]] = {
     "items offset": ("offset is 0.5", lambda e, _: e.match(TOKENS, items=[(b"a", 0.5, 1)])),
     "items length bool": ("length is True", lambda e, _: e.match(TOKENS, items=[(b"a", 0, True)])),
     "items 2**70": ("offset is 1180", lambda e, _: e.match(TOKENS, items=[(b"a", 2**70, 1)])),
-    "prompts int": ("prompts is 5", lambda e, _: e.match_many(5)),
-    "prompts str": ("prompts is 'ab'", lambda e, _: e.match_many("ab")),
     # numbers of positions and blocks
     **{
         f"{verb} {value!r}": (
@@ -103,8 +101,6 @@ CALLS: dict[str, tuple[str, Callable[[E, L], Any]]] = {
         f"resize {value!r}": ("device_blocks is", lambda e, _, value=value: e.resize(value))
         for value in ("5", 1.5, None)
     },
-    "commit_many str": ("num_tokens is '1'", lambda e, lease: e.commit_many([lease], ["1"])),
-    "commit_many second": ("num_tokens", lambda e, lease: e.commit_many([lease, lease], [8, None])),
     # times
     **{
         f"{name} timeout {value!r}": (
@@ -147,8 +143,6 @@ CALLS: dict[str, tuple[str, Callable[[E, L], Any]]] = {
     "extend str": ("lease is 'x'; it must be", lambda e, _: e.extend(["x"], 1)),
     "layers str": ("lease is 'x'; it must be", lambda e, _: e.layers(["x"])),
     "block_tables None": ("lease is None; it must be", lambda e, _: e.block_tables([None])),
-    "release_many": ("lease is 'x'; it must be", lambda e, lease: e.release_many([lease, "x"])),
-    "commit_many leases": ("leases is 5", lambda e, _: e.commit_many(5, [1])),
     "commit ready str": ("ready is 'x'", lambda e, lease: lease.commit(8, "x")),
     "commit ready object": ("ready is <object", lambda e, lease: lease.commit(8, object())),
     "release after int": ("after is 5", lambda e, lease: lease.release(5)),
@@ -337,7 +331,8 @@ async def test_reading_calls_work_on_an_engine_of_ranks_before_entry(tmp_path):
 
 ANY_THREAD = {
     "CacheEngine": {
-        "statistics", "cache_statistics", "asleep", "open_step", "regions", "loop", "inspect",
+        "batch", "statistics", "cache_statistics", "asleep", "open_step", "regions", "loop",
+        "inspect",
     },
     "Inspection": {"device_blocks_by_salt"},
     "Lease": {"block_table", "window_table", "id", "owner", "salt", "layers"},
@@ -346,10 +341,9 @@ ARGUMENTS: dict[str, Callable[[CacheEngine, Lease], tuple[Any, ...]]] = {
     "match": lambda e, lease: (TOKENS,),
     "would_hit": lambda e, lease: (TOKENS,),
     "send": lambda e, lease: (lease, b"ticket"),
-    "match_many": lambda e, lease: ([TOKENS],),
-    "commit_many": lambda e, lease: ([lease], [8]),
+    "advance": lambda e, lease: (e.batch(), []),
     "computing": lambda e, lease: ([lease],),
-    "release_many": lambda e, lease: ([lease],),
+    "lengths": lambda e, lease: ([lease],),
     "extend": lambda e, lease: ([lease], 1),
     "layers": lambda e, lease: ([lease],),
     "block_tables": lambda e, lease: ([lease],),

@@ -5,17 +5,15 @@ The program for GPUs is run by ``tests/gpu/test_readme.py``.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from aiokv import CacheConfig, CacheEngine, Regions
+from aiokv import CacheConfig, CacheEngine
 from tests.harness.patience import PROGRAM_SECONDS
 
 README = Path(__file__).parents[2] / "README.md"
@@ -45,23 +43,21 @@ def test_the_first_program_hits_all_but_the_last_block_of_the_second_request(tmp
 async def test_decoding_in_the_order_of_the_readme_indexes_generated_blocks():
     (decoding,) = [block for block in code_blocks() if "decode_step" in block]
     names: dict[str, object] = {}
-    body = textwrap.indent(f"{decoding}return token\n", "    ")
-    exec(f"async def decode(engine, lease, decode_step, token):\n{body}", names)
-    kv = np.zeros((8, 4, 2), np.float32)
-    regions = Regions(num_layers=1)
-    regions.add("kv", layers=[kv])
-    prompt = list(range(5))
-    async with CacheEngine(CacheConfig(block_tokens=4, device_blocks=8), regions) as engine:
-        async with engine.match(prompt) as lease:
-            await lease.allocate(len(prompt))
-            lease.commit(len(prompt))
-            token = 100
-            for _ in range(4):
-                token = await names["decode"](engine, lease, lambda table, t=token: t + 1, token)
-            assert lease.num_tokens == 9
-        with_generated = [*prompt, 100, 101, 102, 103]
-        assert engine.match(with_generated).hit.total == 8
-        await asyncio.sleep(0)
+    body = textwrap.indent(f"{decoding}return tokens\n", "    ")
+    exec(f"async def decode(engine, batch, decode_step, tokens):\n{body}", names)
+    config = CacheConfig(block_tokens=4, device_blocks=16)
+    async with CacheEngine(config) as engine:
+        async with engine.match([1, 2, 3, 4, 5]) as lease:
+            await lease.allocate(5)
+            with engine.computing([lease]):
+                pass
+            batch, tokens = engine.batch([lease]), [6]
+            for _ in range(8):
+                tokens = await names["decode"](
+                    engine, batch, lambda tables, t=tokens: [t[0] + 1], tokens
+                )
+            lease.commit(lease.num_tokens)
+        assert engine.match(list(range(1, 15))).hit.total == 12
 
 
 def test_links_of_the_readme_lead_to_files():

@@ -61,14 +61,14 @@ async def test_strict_must_be_a_bool_or_none():
 # --- what warns ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("many", [False, True])
-async def test_uncovered_commit_names_the_positions_and_the_line_of_the_caller(many, caplog):
+@pytest.mark.parametrize("advances", [False, True])
+async def test_uncovered_commit_names_the_positions_and_the_line_of_the_caller(advances, caplog):
     caplog.set_level(logging.DEBUG, "aiokv.engine.coverage")
     engine = CacheEngine(CacheConfig(device_blocks=8, strict=True))
     async with engine, engine.match(range(40), owner="r1") as lease:
         await lease.allocate(40)
         with warns(0, 39) as caught:
-            _ = engine.commit_many([lease], [40]) if many else lease.commit(40)
+            _ = engine.advance(engine.batch([lease]), [7]) if advances else lease.commit(40)
         assert caught[0].filename == __file__
         assert "lease 'r1'" in str(caught[0].message)
     (record,) = caplog.records

@@ -508,10 +508,23 @@ class Request:
             while not work.done.done():  # noqa: ASYNC110
                 await asyncio.sleep(0)
         if self.preempting is None and grant == self.grant:
+            if end == len(self.tokens) and rng.random() < 0.3:
+                self.advance(end)
+                return end
             ready = world.record() if world.has_events and rng.random() < 0.2 else None
             self.note("commit", end)
             lease.commit(end, ready)
         return end
+
+    def advance(self, end: int) -> None:
+        """Commit the first ``end`` positions and name the next one, as a decode step does."""
+        token = self.rng.randint(0, 1)
+        self.note("advance", end, token)
+        batch = self.engine.batch([self.lease] if self.lease else [])
+        if self.engine.advance(batch, [token], draft_tokens=self.rng.choice((0, 0, 3))):
+            self.lease.commit(end)
+        else:
+            self.tokens = np.append(self.tokens, np.int32(token))
 
     def extend(self) -> None:
         lease, rng = self.lease, self.rng

@@ -34,7 +34,7 @@ def stub() -> str:
 def imports(body: str) -> str:
     """Return the imports of the names in annotations."""
     names = set(re.findall(r"\w+", re.sub(r'""".*?"""', "", body, flags=re.DOTALL)))
-    lines = {"import numpy as np"}
+    lines = {"import numpy as np", "from typing import Any"}
     for source in SOURCES:
         for node in ast.walk(ast.parse((PACKAGE / source).read_text())):
             if isinstance(node, ast.ImportFrom) and node.module != "__future__":

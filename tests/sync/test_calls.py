@@ -78,7 +78,8 @@ def test_the_error_of_a_call_hides_no_other_answer(engine):
     assert full.hit.total == 0
     with pytest.raises(WouldBlock):
         grown.value  # noqa: B018
-    engine.release_many([first, full])
+    for lease in [first, full]:
+        lease.release()
 
 
 def test_traceback_does_not_grow_with_each_reading_of_an_error(engine):
@@ -167,8 +168,7 @@ def test_direct_calls_refuse_what_are_no_leases(engine, leases):
         lambda: engine.extend(leases, 1),
         lambda: engine.layers(leases),
         lambda: engine.block_tables(leases),
-        lambda: engine.commit_many(leases, [1]),
-        lambda: engine.release_many(leases),
+        lambda: engine.extend(leases, 1),
         lambda: engine.computing(leases).__enter__(),
     ):
         with pytest.raises(UsageError, match="lease"):
@@ -202,7 +202,7 @@ def test_each_verb_has_a_direct_form(engine):
         lease.truncate(14)
         engine.extend([lease], 1)
         lease.append([50])
-        assert engine.commit_many([lease], [15]) == 0
+        assert lease.commit(15) == 0
         with engine.computing([lease]):
             assert lease.state is LeaseState.GRANTED
         engine.step()
@@ -396,13 +396,12 @@ def test_a_call_with_wrong_arguments_is_refused_where_it_is_made(engine):
 def test_the_leases_of_a_call_are_those_of_its_recording(engine):
     with engine.match(PROMPT) as lease:
         lease.allocate(16).result()
-        running, counts = [lease], [16]
+        running = [lease]
         calls = engine.calls()
-        published = calls.commit_many(running, counts)
+        calls.extend(running, 1)
         running.clear()
-        counts[0] = 99
         calls.run()
-        assert published.value == 4
+        assert lease.num_tokens == 17
 
 
 def test_calls_after_close_are_refused_and_release_has_nothing_to_do(config):
@@ -473,7 +472,8 @@ def test_lease_expires_unless_it_is_used(engine):
     future = lost_again(engine)
     assert future.state is LeaseState.RELEASED
     assert engine.statistics().expired_leases == 3
-    engine.release_many([kept, lost, used, future])
+    for lease in [kept, lost, used, future]:
+        lease.release()
 
 
 def lost_again(engine: SyncEngine) -> SyncLease:

@@ -207,7 +207,8 @@ def serve(engine, seed, shared):
         else:
             with shared[0]:
                 shared[1].append(other)
-            engine.release_many(list(shared[1]))
+            for lease in list(shared[1]):
+                lease.release()
     return grants
 
 
@@ -217,7 +218,8 @@ def test_random_threads_leave_the_engine_whole(engine, seed):
     with ThreadPoolExecutor(4) as threads:
         grants = sum(threads.map(lambda i: serve(engine, 100 * seed + i, shared), range(4)))
     assert grants > 0
-    engine.release_many(shared[1])
+    for lease in shared[1]:
+        lease.release()
     engine.call(engine.cache.quiesce, timeout=PATIENCE_SECONDS)
     engine.call(engine.cache.resume)
     statistics = engine.statistics()

@@ -26,6 +26,10 @@ class LeaseTable {
     const Lease& at(LeaseId id) const;
     Lease& at(LeaseId id);
     bool is_open(LeaseId id) const;
+    // Open, and not released while batches or transfers keep its blocks.
+    bool is_held(LeaseId id) const { return is_open(id) && !at(id).is(LeaseState::kReleasing); }
+    // Throws LeaseError, which names `call`, when a lease is listed more than once. O(ids).
+    void require_distinct(std::span<const LeaseId> ids, const char* call);
     // Throws UsageError when max_leases are open. Call it before any change.
     void require_room() const;
 
@@ -65,9 +69,11 @@ class LeaseTable {
     std::uint32_t max_leases_;
     std::deque<Lease> leases_;
     std::vector<std::uint32_t> free_;
-    std::array<std::uint32_t, kLeaseStates> counts_{};  // of open leases
+    std::array<std::uint32_t, kLeaseStates> counts_{};  // open leases by state
     std::uint32_t computing_ = 0;
     Histogram hold_times_;
+    std::vector<std::uint32_t> listed_;  // by index of the lease: the last list that has named it
+    std::uint32_t list_ = 0;             // number of the last list of require_distinct()
 };
 
 const char* name_of(LeaseState state);

@@ -34,6 +34,8 @@ class Publication {
 
     // Offsets of the items count from the first position of the prompt.
     void append(Lease& lease, Tokens tokens, std::span<const Item> items);
+    // Throws LeaseError, which names `call`: so many positions cannot be committed.
+    void check_commit(const Lease& lease, const char* call, std::int64_t num_tokens) const;
     // Returns how many blocks became matchable. Throws LeaseError, changing nothing.
     std::uint32_t commit(Lease& lease, std::int64_t num_tokens, Step step);
     // The same for positions that were received from a peer: they belong to no step. Throws
@@ -57,8 +59,6 @@ class Publication {
     }
 
   private:
-    void check_commit(const Lease& lease, std::int64_t num_tokens) const;
-
     const CoreConfig& config_;
     DevicePool& device_;
     Index& index_;

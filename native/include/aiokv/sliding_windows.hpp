@@ -76,8 +76,8 @@ class SlidingWindows {
     std::vector<std::uint32_t> needed_blocks(const Lease& lease, std::size_t group) const;
     // Gives the tables of the lease the ids that they have when so many positions are computed.
     void move_to(Lease& lease, std::uint32_t num_tokens, Step step);
-    // All leases can have `more` positions more, of what is set aside for windows.
-    bool can_extend(std::span<const LeaseId> ids, std::uint64_t more) const;
+    // All leases can grow together, of what is set aside for windows.
+    bool can_grow(std::span<const Growth> growths) const;
     // The lease still has the windows that it stopped with.
     bool is_kept(const Lease& lease) const { return lease.windows.size() == groups_.size(); }
     // Call with a grant: the path is final, and has_room() was true. A lease that comes

@@ -11,12 +11,7 @@
 namespace aiokv {
 
 BatchId Batches::begin(std::span<const LeaseId> ids) {
-    std::vector<LeaseId> sorted(ids.begin(), ids.end());
-    std::sort(sorted.begin(), sorted.end());
-    const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
-    if (twice != sorted.end()) {
-        throw LeaseError("computing: a lease is listed more than once").of(*twice);
-    }
+    leases_.require_distinct(ids, "computing");
     for (const LeaseId id : ids) {
         const Lease& lease = leases_.at(id);
         if (lease.is(LeaseState::kSwapping)) {

@@ -101,7 +101,8 @@ Core::Core(const CoreConfig& config)
                    transfers_, promises_, publication_, swaps_, store_saver_, external_),
       tiers_(config_, device_, leases_, index_, auxiliary_, residency_, saver_, transfers_,
              promises_, swaps_, store_saver_),
-      auxiliary_stores_(connected(auxiliary_, stored_, residency_), matching_) {}
+      auxiliary_stores_(connected(auxiliary_, stored_, residency_), matching_),
+      decoding_(config_, leases_, peers_, external_, publication_, grants_) {}
 
 Hit Core::match(Tokens tokens, std::string_view context, bool reads, bool writes,
                 std::span<const Item> items) {
@@ -270,6 +271,27 @@ const std::vector<BlockId>& Core::table_of(LeaseId id, std::int32_t group) const
     return group < 0 ? lease.table : windows_.table_of(lease, static_cast<std::size_t>(group));
 }
 
+const std::vector<BlockId>& Core::table_if_held(LeaseId id, std::int32_t group) const {
+    static const std::vector<BlockId> none;
+    return leases_.is_held(id) ? table_of(id, group) : none;
+}
+
+std::size_t Core::longest_table(std::span<const LeaseId> ids) const {
+    std::size_t longest = 0;
+    for (const LeaseId id : ids) longest = std::max(longest, table_if_held(id, -1).size());
+    return longest;
+}
+
+std::vector<std::int32_t> Core::lengths(std::span<const LeaseId> ids) const {
+    std::vector<std::int32_t> lengths;
+    lengths.reserve(ids.size());
+    for (const LeaseId id : ids) {
+        const std::size_t length = leases_.is_held(id) ? leases_.at(id).tokens.size() : 0;
+        lengths.push_back(static_cast<std::int32_t>(length));
+    }
+    return lengths;
+}
+
 void Core::block_tables(std::span<const LeaseId> ids, std::span<BlockId> out, std::size_t rows,
                         BlockId fill, std::int32_t group) const {
     const std::size_t width = rows == 0 ? 0 : out.size() / rows;
@@ -278,9 +300,9 @@ void Core::block_tables(std::span<const LeaseId> ids, std::span<BlockId> out, st
                          " leases");
     }
     for (const LeaseId id : ids) {
-        if (table_of(id, group).size() > width) {
+        if (table_if_held(id, group).size() > width) {
             throw UsageError("block_tables: out has " + str(width) + " columns; the lease has " +
-                             str(table_of(id, group).size()) + " blocks")
+                             str(table_if_held(id, group).size()) + " blocks")
                 .of(id);
         }
     }
@@ -288,7 +310,7 @@ void Core::block_tables(std::span<const LeaseId> ids, std::span<BlockId> out, st
         const std::span<BlockId> line = out.subspan(row * width, width);
         std::size_t blocks = 0;
         if (row < ids.size()) {
-            const std::vector<BlockId>& table = table_of(ids[row], group);
+            const std::vector<BlockId>& table = table_if_held(ids[row], group);
             std::copy(table.begin(), table.end(), line.begin());
             blocks = table.size();
         }

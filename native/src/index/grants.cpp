@@ -111,9 +111,10 @@ std::uint32_t Grants::take_resident(Lease& lease) {
         lease.table[resident++] = n.device;
         lease.device_hit += n.has(kDeviceValid);
         if (n.has(kDeviceValid)) continue;
-        if (lease.onloads.empty() || lease.onloads.back() != n.next) {
-            lease.onloads.push_back(n.next);
-            transfers_.join(n.next, lease.id());
+        const TransferId id = transfers_.onload_of(node);
+        if (lease.onloads.empty() || lease.onloads.back() != id) {
+            lease.onloads.push_back(id);
+            transfers_.join(id, lease.id());
         }
     }
     return resident;
@@ -167,7 +168,7 @@ void Grants::start_onload(Lease& lease, std::uint32_t first_host_block) {
     }
     transfer.after_step = residency_.after_step(transfer.device_blocks);
     const TransferId id = transfers_.begin(std::move(transfer));
-    residency_.begin_onload(id, transfers_.get(id));
+    residency_.begin_onload(transfers_.get(id));
     lease.onloads.push_back(id);
 }
 
@@ -195,8 +196,8 @@ bool Grants::can_allocate(Lease& lease, std::int64_t num_tokens, bool saves, Res
     return forecast.can_make_room(total - static_cast<std::uint32_t>(blocks));
 }
 
-// As an attempt that Saver::take_write_backs() follows, and further ones while the host has no room
-// for what has to be saved: unsaved blocks may be dropped then.
+// Forecasts an attempt, Saver::take_write_backs() after it, and further attempts. Those may drop
+// unsaved blocks while the host has no room to save them.
 bool Grants::will_have_room(Residency::Forecast& forecast, std::uint32_t needed_blocks,
                             std::uint32_t wanted_blocks, bool saves) const {
     bool has_room = forecast.can_make_room(needed_blocks);
@@ -220,9 +221,9 @@ std::uint32_t Grants::pinned_blocks() const {
     for (const auto& [id, transfer] : transfers_.all()) {
         for (NodeId node : transfer.nodes) {
             while (!tree[node].has(kRoot | kDetached) && tree[node].has(kDeviceResident) &&
-                   tree[node].refs == 0 && seen.insert(node).second) {
+                   tree.refs(node) == 0 && seen.insert(node).second) {
                 blocks += tree[node].has(kDeviceValid);
-                node = tree[node].parent;
+                node = tree.parent(node);
             }
         }
     }
@@ -261,42 +262,48 @@ bool Grants::extend(std::span<const LeaseId> ids, std::int64_t num_tokens) {
         throw LeaseError("extend: num_tokens is " + std::to_string(num_tokens) +
                          "; it must be between 0 and " + std::to_string(kMaxTokens));
     }
-    const auto more = static_cast<std::uint64_t>(num_tokens);
-    std::uint64_t needed = 0;
+    std::vector<Growth> growths;
+    growths.reserve(ids.size());
     for (const LeaseId id : ids) {
-        const Lease& lease = std::as_const(leases_).at(id);
-        if (!lease.has_blocks() || lease.is(LeaseState::kSwapping)) {
-            throw LeaseError("extend: the lease is " + std::string(name_of(lease.state)) +
-                             "; only a lease that is allocated, and stays so, can grow")
-                .of(id);
-        }
-        if (lease.num_tokens + more > kMaxTokens) {
-            throw LeaseError("extend: " + str(lease.num_tokens) + " + " + str(more) +
-                             " positions exceed " + std::to_string(kMaxTokens))
-                .of(id);
-        }
-        needed += config_.blocks_for(lease.num_tokens + more) - lease.table.size();
+        Lease& lease = leases_.at(id);
+        check_grow(lease, "extend", static_cast<std::uint64_t>(num_tokens));
+        growths.push_back({&lease, lease.num_tokens + static_cast<std::uint32_t>(num_tokens)});
     }
-    std::vector<LeaseId> sorted(ids.begin(), ids.end());
-    std::sort(sorted.begin(), sorted.end());
-    const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
-    if (twice != sorted.end()) {
-        throw LeaseError("extend: a lease is listed more than once").of(*twice);
+    leases_.require_distinct(ids, "extend");
+    return grow(growths);
+}
+
+void Grants::check_grow(const Lease& lease, const char* call, std::uint64_t more) const {
+    if (!lease.has_blocks() || lease.is(LeaseState::kSwapping)) {
+        throw LeaseError(std::string(call) + ": the lease is " + name_of(lease.state) +
+                         "; only a lease that is allocated, and stays so, can grow")
+            .of(lease.id());
     }
-    if (!windows_.can_extend(ids, more)) return false;
+    if (lease.num_tokens + more > kMaxTokens) {
+        throw LeaseError(std::string(call) + ": " + str(lease.num_tokens) + " + " + str(more) +
+                         " positions exceed " + std::to_string(kMaxTokens))
+            .of(lease.id());
+    }
+}
+
+bool Grants::grow(std::span<const Growth> growths) {
+    std::uint64_t needed = 0;
+    for (const auto& [lease, num_tokens] : growths) {
+        needed += config_.blocks_for(num_tokens) - lease->table.size();
+    }
+    if (!windows_.can_grow(growths)) return false;
     if (needed > residency_.device_room()) return false;
     if (!residency_.make_room(static_cast<std::uint32_t>(needed), unsaved_of_running())) {
         return false;
     }
-    for (const LeaseId id : ids) {
-        Lease& lease = leases_.at(id);
-        const std::size_t old = lease.table.size();
-        lease.num_tokens += static_cast<std::uint32_t>(more);
-        lease.table.resize(config_.blocks_for(lease.num_tokens));
-        lease.grown_blocks =
-            std::max(lease.grown_blocks, static_cast<std::uint32_t>(lease.table.size()));
-        device_.take(std::span(lease.table).subspan(old));
-        windows_.fit(lease, 0);
+    for (const auto& [lease, num_tokens] : growths) {
+        const std::size_t old = lease->table.size();
+        lease->num_tokens = num_tokens;
+        lease->table.resize(config_.blocks_for(num_tokens));
+        lease->grown_blocks =
+            std::max(lease->grown_blocks, static_cast<std::uint32_t>(lease->table.size()));
+        device_.take(std::span(lease->table).subspan(old));
+        windows_.fit(*lease, 0);
     }
     return true;
 }

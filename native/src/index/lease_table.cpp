@@ -88,6 +88,22 @@ Lease& LeaseTable::at(LeaseId id) {
     return const_cast<Lease&>(static_cast<const LeaseTable*>(this)->at(id));
 }
 
+void LeaseTable::require_distinct(std::span<const LeaseId> ids, const char* call) {
+    listed_.resize(leases_.size(), 0);
+    if (++list_ == 0) {  // the numbers start again
+        std::fill(listed_.begin(), listed_.end(), 0);
+        list_ = 1;
+    }
+    for (const LeaseId id : ids) {
+        const auto index = static_cast<std::uint32_t>(id);
+        if (index >= listed_.size()) continue;  // at() refuses it
+        if (listed_[index] == list_) {
+            throw LeaseError(std::string(call) + ": a lease is listed more than once").of(id);
+        }
+        listed_[index] = list_;
+    }
+}
+
 void LeaseTable::require_room() const {
     if (!free_.empty() || leases_.size() < max_leases_) return;
     throw UsageError(std::to_string(max_leases_) + " leases are open, which is the limit")

@@ -32,18 +32,20 @@ void Publication::append(Lease& lease, Tokens tokens, std::span<const Item> item
     if (names_more_blocks) promises_.add(lease);
 }
 
-void Publication::check_commit(const Lease& lease, std::int64_t num_tokens) const {
+void Publication::check_commit(const Lease& lease, const char* call,
+                               std::int64_t num_tokens) const {
     if (!lease.has_blocks()) {
-        throw LeaseError("commit: the lease is " + std::string(name_of(lease.state)) +
+        throw LeaseError(std::string(call) + ": the lease is " + name_of(lease.state) +
                          " and has no blocks")
             .of(lease.id())
             .hint("call allocate first");
     }
     if (lease.is(LeaseState::kSwapping)) {
-        throw LeaseError("commit: the lease is being swapped to host memory").of(lease.id());
+        throw LeaseError(std::string(call) + ": the lease is being swapped to host memory")
+            .of(lease.id());
     }
     if (num_tokens < 0 || num_tokens > lease.num_tokens) {
-        throw LeaseError("commit: num_tokens is " + std::to_string(num_tokens) +
+        throw LeaseError(std::string(call) + ": num_tokens is " + std::to_string(num_tokens) +
                          "; it must be between 0 and the " + str(lease.num_tokens) +
                          " allocated positions")
             .of(lease.id())
@@ -51,7 +53,7 @@ void Publication::check_commit(const Lease& lease, std::int64_t num_tokens) cons
     }
     const auto computed = static_cast<std::uint32_t>(num_tokens);
     if (!lease.windows.empty() && computed > windows_.max_extend_tokens(lease)) {
-        throw LeaseError("commit: the windows have blocks for " +
+        throw LeaseError(std::string(call) + ": the windows have blocks for " +
                          str(windows_.max_extend_tokens(lease)) + " positions, not for " +
                          std::to_string(num_tokens) + "; a step computes at most step_tokens")
             .of(lease.id())
@@ -60,14 +62,13 @@ void Publication::check_commit(const Lease& lease, std::int64_t num_tokens) cons
 }
 
 std::uint32_t Publication::commit(Lease& lease, std::int64_t num_tokens, Step step) {
-    check_commit(lease, num_tokens);
+    check_commit(lease, "commit", num_tokens);
     const auto computed = static_cast<std::uint32_t>(num_tokens);
     if (lease.is(LeaseState::kFailed) || computed <= lease.computed_tokens) return publish(lease);
     if (step > device_.finished_step()) {
-        for (std::size_t i = lease.computed_tokens / config_.block_tokens;
-             i < config_.blocks_for(computed); ++i) {
-            device_.use_in(lease.table[i], step);
-        }
+        const std::size_t used = lease.computed_tokens / config_.block_tokens;
+        device_.use_in(std::span(lease.table).subspan(used, config_.blocks_for(computed) - used),
+                       step);
         windows_.use_computed(lease, computed, step);
     }
     lease.computed_blocks +=
@@ -86,7 +87,7 @@ std::uint32_t Publication::commit(Lease& lease, std::int64_t num_tokens, Step st
 }
 
 std::uint32_t Publication::commit_received(Lease& lease, std::int64_t num_tokens) {
-    check_commit(lease, num_tokens);
+    check_commit(lease, "commit", num_tokens);
     const auto computed = static_cast<std::uint32_t>(num_tokens);
     if (lease.is(LeaseState::kFailed) || computed <= lease.computed_tokens) return publish(lease);
     if (const std::uint32_t end = lease.end_of_received(); computed > end) {
@@ -121,21 +122,19 @@ std::uint32_t Publication::publish(Lease& lease) {
         if (!residency_.reclaim_detached(lease)) return 0;
     }
     PrefixTree& tree = index_.tree();
-    std::uint32_t published = 0;
-    NodeId node = lease.path.empty() ? index_.root_of(lease) : lease.path.back();
-    for (auto i = static_cast<std::uint32_t>(lease.path.size()); i < target; ++i) {
-        const std::int32_t* tokens = &lease.tokens[std::size_t{i} * config_.block_tokens];
-        const PrefixTree::Found found =
-            tree.find_or_add_child(node, tokens, key_of(lease.item_keys, i));
-        node = found.node;
-        // First proof wins: where the block is indexed already, the lease's own copy stays private,
-        // unless the index has none on the device.
-        if (residency_.publish(lease, i, found)) {
-            saver_.count_use(node);
-            ++published;
-        }
-        lease.path.push_back(node);
+    const std::size_t old = lease.path.size();
+    if (old < target) {
+        const NodeId above = old == 0 ? index_.root_of(lease) : lease.path.back();
+        tree.find_or_add_path(above, &lease.tokens[old * config_.block_tokens],
+                              keys_from(lease.item_keys, old), target - old, lease.path);
     }
+    // First proof wins: where a block is indexed already, the lease's own copy stays private,
+    // unless the index has none on the device.
+    std::uint32_t published = 0;
+    residency_.publish(lease, old, [&](NodeId node) {
+        saver_.count_use(node);
+        ++published;
+    });
     if (!lease.recurrent.snapshots.empty()) state_.attach_snapshots(lease);
     if (!lease.windows.empty()) windows_.publish(lease, first);
     announce(lease);

@@ -139,13 +139,12 @@ void SlidingWindows::give_up(const Lease& lease, std::vector<std::uint64_t>& giv
     for (std::size_t g = 0; g < lease.windows.size(); ++g) given_up[g] += lease.windows[g].reserved;
 }
 
-bool SlidingWindows::can_extend(std::span<const LeaseId> ids, std::uint64_t more) const {
+bool SlidingWindows::can_grow(std::span<const Growth> growths) const {
     for (std::size_t g = 0; g < groups_.size(); ++g) {
         std::uint64_t reserved = std::uint64_t{groups_[g].reserved} + groups_[g].in_flight;
-        for (const LeaseId id : ids) {
-            const Lease& lease = leases_.at(id);
-            const std::uint32_t held = lease.windows[g].reserved;
-            const std::uint32_t total = config_.blocks_for(lease.num_tokens + more);
+        for (const Growth& growth : growths) {
+            const std::uint32_t held = growth.lease->windows[g].reserved;
+            const std::uint32_t total = config_.blocks_for(growth.num_tokens);
             reserved += std::max(reserve_of(groups_[g], total), held);
             reserved -= held;
         }
@@ -205,7 +204,7 @@ void SlidingWindows::onload(WindowGroup& group, WindowTable& window, Lease& leas
     lease.onloads.push_back(transfers_.begin_move(std::move(move)));
 }
 
-// As many entries as the lease has blocks, and the reserve with it.
+// Gives the window table as many entries as the lease has blocks, and adapts the reserve.
 void SlidingWindows::fit_group(WindowGroup& group, WindowTable& window, const Lease& lease,
                                Step step) {
     const auto total = static_cast<std::uint32_t>(lease.table.size());
@@ -240,7 +239,7 @@ void SlidingWindows::publish(Lease& lease, std::size_t first) {
             if (i < window.first && !group.is_sink(i)) continue;
             const NodeId node = lease.path[i];
             if (index_.tree()[node].has(kDetached) || group.pool.find(node) != kNoBlock) continue;
-            if (group.pool.readers(window.table[i]) > 0) continue;  // of a node that was dropped
+            if (group.pool.readers(window.table[i]) > 0) continue;  // read for a dropped node
             group.attach(node, window.table[i]);
             group.pool.add_reader(window.table[i]);
             group.note_use(window.table[i]);

@@ -21,6 +21,7 @@ namespace aiokv {
 namespace {
 
 using TokenArray = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using LeaseIdArray = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ItemTuple = std::tuple<nb::bytes, std::int64_t, std::int64_t>;
 
 }  // namespace
@@ -44,9 +45,27 @@ struct ViewOf {
 
 template <>
 struct type_caster<aiokv::Tokens> : ViewOf<aiokv::Tokens, aiokv::TokenArray> {};
+// Ids of leases: an array is not copied.
 template <>
-struct type_caster<std::span<const aiokv::LeaseId>>
-    : ViewOf<std::span<const aiokv::LeaseId>, std::vector<aiokv::LeaseId>> {};
+struct type_caster<std::span<const aiokv::LeaseId>> {
+    NB_TYPE_CASTER(std::span<const aiokv::LeaseId>,
+                   union_name(make_caster<std::vector<aiokv::LeaseId>>::Name,
+                              make_caster<aiokv::LeaseIdArray>::Name))
+    bool from_python(handle src, std::uint32_t flags, cleanup_list* cleanup) noexcept {
+        if (PyList_Check(src.ptr()) || PyTuple_Check(src.ptr())) {
+            if (!list_.from_python(src, flags, cleanup)) return false;
+            value = list_.value;
+            return true;
+        }
+        if (!array_.from_python(src, flags, cleanup)) return false;
+        value = {reinterpret_cast<const aiokv::LeaseId*>(array_.value.data()), array_.value.size()};
+        return true;
+    }
+
+  private:
+    make_caster<std::vector<aiokv::LeaseId>> list_;
+    make_caster<aiokv::LeaseIdArray> array_;
+};
 template <>
 struct type_caster<std::span<const std::uint8_t>> : ViewOf<std::span<const std::uint8_t>, bytes> {};
 
@@ -104,6 +123,7 @@ namespace aiokv {
 namespace {
 
 using TableArray = nb::ndarray<std::int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using MutableTokenArray = nb::ndarray<std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using IdArray = nb::ndarray<nb::numpy, const std::int32_t, nb::ndim<1>>;
 
 IdArray copy_ids(const std::vector<BlockId>& ids) {
@@ -194,6 +214,17 @@ auto with_ticket(Result (Core::*method)(LeaseId, const TicketId&, Args...)) {
     };
 }
 
+using AdvancedTuple = nb::typed<nb::tuple, std::uint32_t, std::vector<std::uint32_t>,
+                                std::vector<std::uint32_t>, IdArray>;
+
+AdvancedTuple advance(Core& core, std::span<const LeaseId> ids, Tokens tokens, std::size_t width,
+                      std::optional<Tokens> counts, std::int64_t draft_tokens, Step step) {
+    const StepTokens step_tokens{tokens, width, counts.value_or(Tokens())};
+    const Advanced advanced = core.advance(ids, step_tokens, draft_tokens, step);
+    return nb::make_tuple(advanced.published, advanced.refused, advanced.grown,
+                          copy_ids(advanced.computed));
+}
+
 // A field of an open lease.
 template <class Field>
 auto of_lease(Field Lease::* field) {
@@ -214,11 +245,12 @@ using BlockTuple =
     nb::typed<nb::tuple, std::string, nb::bytes, BlockId, BlockId, int, std::uint32_t, int>;
 
 std::vector<BlockTuple> blocks(const Core& core) {
+    constexpr std::uint32_t kCopies = kDeviceResident | kHostValid | kHostLoading;
     std::vector<BlockTuple> tuples;
     for (const BlockView& view : core.blocks()) {
         const Node& n = *view.node;
         tuples.push_back(nb::make_tuple(view.context, id_bytes(view.prefix), n.device, n.host,
-                                        int{n.flags}, std::uint32_t{n.refs},
+                                        static_cast<int>(n.flags & kCopies), view.refs,
                                         static_cast<int>(n.pins)));
     }
     return tuples;
@@ -259,6 +291,23 @@ LeaseTuple lease_tuple(const Lease& lease, std::uint32_t block_tokens) {
     return nb::make_tuple(lease.id(), LeaseTable::age_seconds(lease), lease.prompt_tokens,
                           lease.has_blocks() ? lease.cached_tokens : hit, lease.num_tokens,
                           lease.computed_tokens, lease.table.size());
+}
+
+// Writes the integers of a list to `out`. Returns how many of them, from the first on, are of the
+// type int and fit in 32 bits.
+std::size_t copy_ints(const nb::typed<nb::list, nb::object>& list, MutableTokenArray out) {
+    std::int32_t* target = out.data();
+    const std::size_t count = std::min(list.size(), out.size());
+    for (std::size_t i = 0; i < count; ++i) {
+        PyObject* item = NB_LIST_GET_ITEM(list.ptr(), i);
+        if (!PyLong_CheckExact(item)) return i;
+        int overflow = 0;
+        const long value = PyLong_AsLongAndOverflow(item, &overflow);
+        const auto narrow = static_cast<std::int32_t>(value);
+        if (overflow != 0 || narrow != value) return i;
+        target[i] = narrow;
+    }
+    return count;
 }
 
 void bind_statistics(nb::module_& m) {
@@ -337,7 +386,11 @@ void bind_statistics(nb::module_& m) {
 void bind_core(nb::module_& m) {
     bind_statistics(m);
     m.attr("ATTENTION_GROUP") = kAttention;
+    m.attr("ATTENTION_GROUP") = kAttention;
     m.attr("STATE_GROUP") = kRecurrentState;
+    m.def("copy_ints", &copy_ints, "list"_a, "out"_a.noconvert(),
+          "Write the integers of a list to `out`; return how many of them, from the first on, are "
+          "ints of 32 bits.");
     nb::enum_<Outcome>(m, "Outcome")
         .value("DONE", Outcome::kDone)
         .value("FAILED", Outcome::kFailed)
@@ -463,6 +516,12 @@ void bind_core(nb::module_& m) {
              "append() with items; offsets count from the first position of the prompt.")
         .def("commit", &Core::commit, "lease"_a, "num_tokens"_a, "step"_a = 0,
              "Index computed blocks; returns how many became shareable.")
+        .def("advance", &advance, "leases"_a, "tokens"_a, "width"_a, "counts"_a.none(),
+             "draft_tokens"_a = 0, "step"_a = 0,
+             "Name the tokens that a step has produced, rows of `width`, of which counts[i] count "
+             "(None: all); commit all positions before the last token of each lease, and give the "
+             "lease draft_tokens positions behind that token. Return (published blocks, rows "
+             "without room, rows that got blocks, device blocks that are computed now).")
         .def("truncate", &Core::truncate, "lease"_a, "num_tokens"_a, "step"_a = 0,
              "Return what retract() returns.")
         .def("extend", &Core::extend, "leases"_a, "num_tokens"_a)
@@ -517,6 +576,14 @@ void bind_core(nb::module_& m) {
             },
             "leases"_a, "out"_a.noconvert(), "fill"_a, "group"_a = -1,
             "Write the block tables into rows of `out`, the rest of each row `fill`.")
+        .def("longest_table", &Core::longest_table, "leases"_a,
+             "Number of blocks of the longest block table.")
+        .def(
+            "lengths",
+            [](const Core& core, std::span<const LeaseId> ids) {
+                return copy_ids(core.lengths(ids));
+            },
+            "leases"_a, "Number of named positions of each lease; 0 for a released one.")
         .def("is_current", &Core::is_current, "lease"_a,
              "Return whether the lease is granted and its hit can still be matched.")
         .def("await_use", &Core::await_use, "lease"_a,
@@ -562,39 +629,24 @@ void bind_core(nb::module_& m) {
         .def("take_saves", &Core::take_saves, "Begin a save; 0: there is nothing to save.")
         .def("store_transfer", &store_transfer, "transfer"_a,
              "(group, host_blocks, digests) of a fetch or a save in flight.")
-        .def("receive", with_ticket(&Core::receive), "lease"_a, "ticket_id"_a, "first_block"_a,
-             "num_blocks"_a,
-             "Begin to receive blocks of the lease from a peer; return the transfer.")
+        .def("receive", with_ticket(&Core::receive), "lease"_a, "ticket_id"_a, "num_tokens"_a,
+             "group"_a = kAttention, "first_block"_a = 0, "step"_a = 0,
+             "Begin to receive the blocks of a group that are needed behind `num_tokens` "
+             "positions: of group -2, full attention, those from `first_block` on; of group -1 the "
+             "recurrent state, the end of which commits these positions. Return the transfer.")
         .def(
             "send",
-            [](Core& core, LeaseId id, const nb::bytes& ticket, std::int64_t first_block,
-               std::int64_t num_blocks, std::uint32_t first_range, std::uint32_t end_range) {
-                return core.send(id, ticket_id(ticket), first_block, num_blocks,
-                                 {first_range, end_range});
+            [](Core& core, LeaseId id, const nb::bytes& ticket, std::int64_t num_tokens,
+               GroupId group, std::int64_t first_block, std::uint32_t first_range,
+               std::uint32_t end_range, std::uint64_t mark, Step step) {
+                return core.send(id, ticket_id(ticket), num_tokens, group, first_block,
+                                 {first_range, end_range}, mark, step);
             },
-            "lease"_a, "ticket_id"_a, "first_block"_a, "num_blocks"_a, "first_range"_a = 0,
-            "end_range"_a = 0,
-            "Begin to send computed blocks of the lease, or ranges of their layers, to a peer; "
-            "return the transfer.")
-        .def(
-            "send_early",
-            [](Core& core, LeaseId id, const nb::bytes& ticket, std::int64_t first_block,
-               std::int64_t num_blocks, std::uint32_t first_range, std::uint32_t end_range,
-               std::uint64_t mark, Step step) {
-                return core.send_early(id, ticket_id(ticket), first_block, num_blocks,
-                                       {first_range, end_range}, mark, step);
-            },
-            "lease"_a, "ticket_id"_a, "first_block"_a, "num_blocks"_a, "first_range"_a,
-            "end_range"_a, "mark"_a, "step"_a = 0,
-            "Begin to send ranges of layers of blocks that the lease computes; return the "
-            "transfer.")
-        .def("receive_group", with_ticket(&Core::receive_group), "lease"_a, "ticket_id"_a,
-             "group"_a, "num_tokens"_a, "step"_a = 0,
-             "Begin to receive the blocks of a group that are needed behind received positions; of "
-             "group -1: the recurrent state, the end of which commits these positions.")
-        .def("send_group", with_ticket(&Core::send_group), "lease"_a, "ticket_id"_a, "group"_a,
-             "num_tokens"_a,
-             "Begin to send the blocks of a group that are needed behind the computed positions.")
+            "lease"_a, "ticket_id"_a, "num_tokens"_a, "group"_a = kAttention, "first_block"_a = 0,
+            "first_range"_a = 0, "end_range"_a = 0, "mark"_a = 0, "step"_a = 0,
+            "Begin to send the blocks of a group that are needed behind `num_tokens` computed "
+            "positions; of group -2 those from `first_block` on, or ranges of their layers, which "
+            "need not be computed before a mark. Return the transfer.")
         .def("end_ticket", with_ticket(&Core::end_ticket), "lease"_a, "ticket_id"_a,
              "No caller waits for the transfers of the ticket: those in flight are abandoned.")
         .def("commit_received", &Core::commit_received, "lease"_a, "num_tokens"_a,
