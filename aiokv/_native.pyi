@@ -654,27 +654,14 @@ class Core:
     def store_transfer(self, transfer: int) -> tuple[int, bytes, bytes]:
         """(group, host_blocks, digests) of a fetch or a save in flight."""
 
-    def receive(self, lease: int, ticket_id: bytes, first_block: int, num_blocks: int) -> int:
-        """Begin to receive blocks of the lease from a peer; return the transfer."""
-
-    def send(self, lease: int, ticket_id: bytes, first_block: int, num_blocks: int, first_range: int = 0, end_range: int = 0) -> int:
+    def receive(self, lease: int, ticket_id: bytes, num_tokens: int, group: int = -2, first_block: int = 0, step: int = 0) -> int:
         """
-        Begin to send computed blocks of the lease, or ranges of their layers, to a peer; return the transfer.
+        Begin to receive the blocks of a group that are needed behind `num_tokens` positions: of group -2, full attention, those from `first_block` on; of group -1 the recurrent state, the end of which commits these positions. Return the transfer.
         """
 
-    def send_early(self, lease: int, ticket_id: bytes, first_block: int, num_blocks: int, first_range: int, end_range: int, mark: int, step: int = 0) -> int:
+    def send(self, lease: int, ticket_id: bytes, num_tokens: int, group: int = -2, first_block: int = 0, first_range: int = 0, end_range: int = 0, mark: int = 0, step: int = 0) -> int:
         """
-        Begin to send ranges of layers of blocks that the lease computes; return the transfer.
-        """
-
-    def receive_group(self, lease: int, ticket_id: bytes, group: int, num_tokens: int, step: int = 0) -> int:
-        """
-        Begin to receive the blocks of a group that are needed behind received positions; of group -1: the recurrent state, the end of which commits these positions.
-        """
-
-    def send_group(self, lease: int, ticket_id: bytes, group: int, num_tokens: int) -> int:
-        """
-        Begin to send the blocks of a group that are needed behind the computed positions.
+        Begin to send the blocks of a group that are needed behind `num_tokens` computed positions; of group -2 those from `first_block` on, or ranges of their layers, which need not be computed before a mark. Return the transfer.
         """
 
     def end_ticket(self, lease: int, ticket_id: bytes) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiokv.layout.mapping import BlockLayout, Mapping
+from aiokv.layout.mapping import BlockLayout, BlockMapping
 from aiokv.layout.regions import Regions
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _layout(block_tokens: int, order: str, ranks: int) -> BlockLayout:
 def _case(
     ours: tuple[int, str, int], theirs: tuple[int, str, int], arena_bytes: int
 ) -> dict[str, float]:
-    mapping = Mapping(_layout(*ours), _layout(*theirs))
+    mapping = BlockMapping(_layout(*ours), _layout(*theirs))
     block_bytes = mapping.sender.pool().block_bytes
     num_blocks = arena_bytes // block_bytes // 4 * 4  # whole blocks of the receiver
     num_kept = num_blocks * ours[0] // theirs[0]

@@ -42,7 +42,7 @@ from aiokv.peers.messages import (
 )
 from aiokv.peers.mooncake import MooncakeBackend
 from aiokv.peers.nixl import NixlBackend
-from aiokv.peers.one_sided import OneSidedTransport, Piece
+from aiokv.peers.one_sided import OneSidedTransport, WritePiece
 from aiokv.peers.ring import LandingRing
 from aiokv.peers.wire import Connection, connect, listen
 from bench.fragments import GENERATION, SECRET, SIZES, TICKET, Sending, Slots
@@ -305,9 +305,9 @@ async def _send_raw(sender: _Sender, backend: Any, slots: Slots, count: int) -> 
     memory = slots.memory
     half = memory.num_slots // 2
 
-    def pieces(first: int, number: int) -> Sequence[Piece]:
+    def pieces(first: int, number: int) -> Sequence[WritePiece]:
         offsets = [memory.slot_bytes * (first + slot) for slot in range(number)]
-        return [Piece(memory.address + at, target + at, memory.slot_bytes) for at in offsets]
+        return [WritePiece(memory.address + at, target + at, memory.slot_bytes) for at in offsets]
 
     def write() -> None:
         left, first = count, 0

@@ -152,9 +152,7 @@ class Log:
                 extra={"event": event, **fields},
                 stacklevel=3,  # the line that calls warning() or error()
             )
-        except (
-            Exception
-        ):  # of a processor or filter: printed, as by the standard library's handlers
+        except Exception:  # raised by a processor or filter: printed, as logging does
             if logging.raiseExceptions:
                 traceback.print_exc()
 

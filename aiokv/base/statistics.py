@@ -441,21 +441,21 @@ class RouteStatistics(msgspec.Struct, frozen=True, kw_only=True):
     them; ``moved_bytes`` of a save are those of blocks that a store has taken.
     """
 
-    queued: Annotated[int, _IN_FLIGHT(state="queued")]
-    submitted: Annotated[int, _IN_FLIGHT(state="submitted")]
-    done: Annotated[int, _ENDED(outcome="done")]
-    failed: Annotated[int, _ENDED(outcome="failed")]
-    cancelled: Annotated[int, _ENDED(outcome="cancelled")]
+    queued: Annotated[int, _IN_FLIGHT(state="queued")] = 0
+    submitted: Annotated[int, _IN_FLIGHT(state="submitted")] = 0
+    done: Annotated[int, _ENDED(outcome="done")] = 0
+    failed: Annotated[int, _ENDED(outcome="failed")] = 0
+    cancelled: Annotated[int, _ENDED(outcome="cancelled")] = 0
     moved_bytes: Annotated[
         int, counter("transfer_bytes_total", "Bytes of a group that a route has moved.")
-    ]
+    ] = 0
     busy_seconds: Annotated[
         float,
         counter(
             "transfer_busy_seconds_total",
             "Time during which a group had at least one transfer in progress on a route.",
         ),
-    ]
+    ] = 0.0
     queue_seconds: Annotated[
         float,
         counter(
@@ -463,7 +463,7 @@ class RouteStatistics(msgspec.Struct, frozen=True, kw_only=True):
             "Time that the done and failed transfers of a group and route have waited for the "
             "device, and for their step.",
         ),
-    ]
+    ] = 0.0
     bytes_per_second: Annotated[
         float,
         gauge(
@@ -471,32 +471,19 @@ class RouteStatistics(msgspec.Struct, frozen=True, kw_only=True):
             "Bandwidth of a group on a route: moving average over transfers of 1 MiB and more; 0 "
             "before the first.",
         ),
-    ]
-
-
-IDLE_ROUTE: Final = RouteStatistics(
-    queued=0,
-    submitted=0,
-    done=0,
-    failed=0,
-    cancelled=0,
-    moved_bytes=0,
-    busy_seconds=0.0,
-    queue_seconds=0.0,
-    bytes_per_second=0.0,
-)
+    ] = 0.0
 
 
 class GroupTransferStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Transfers of one group, by route. A route that the worker lacks has moved nothing."""
 
-    onload: Annotated[RouteStatistics, Label("route", "onload")] = IDLE_ROUTE
-    offload: Annotated[RouteStatistics, Label("route", "offload")] = IDLE_ROUTE
-    clone: Annotated[RouteStatistics, Label("route", "clone")] = IDLE_ROUTE
-    fetch: Annotated[RouteStatistics, Label("route", "fetch")] = IDLE_ROUTE
-    save: Annotated[RouteStatistics, Label("route", "save")] = IDLE_ROUTE
-    receive: Annotated[RouteStatistics, Label("route", "receive")] = IDLE_ROUTE
-    send: Annotated[RouteStatistics, Label("route", "send")] = IDLE_ROUTE
+    onload: Annotated[RouteStatistics, Label("route", "onload")] = RouteStatistics()
+    offload: Annotated[RouteStatistics, Label("route", "offload")] = RouteStatistics()
+    clone: Annotated[RouteStatistics, Label("route", "clone")] = RouteStatistics()
+    fetch: Annotated[RouteStatistics, Label("route", "fetch")] = RouteStatistics()
+    save: Annotated[RouteStatistics, Label("route", "save")] = RouteStatistics()
+    receive: Annotated[RouteStatistics, Label("route", "receive")] = RouteStatistics()
+    send: Annotated[RouteStatistics, Label("route", "send")] = RouteStatistics()
 
     @property
     def routes(self) -> dict[str, RouteStatistics]:
@@ -560,11 +547,13 @@ _LATENCY: Final = gauge(
 class PollerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Latency and CPU time of waiting for devices."""
 
-    events: Annotated[int, counter("poller_events_total", "Events of devices that were announced.")]
-    queries: Annotated[int, counter("poller_queries_total", "Queries of events.")]
-    pending: Annotated[int, gauge("poller_watched_events", "Events that are watched now.")]
-    latency_p50_seconds: Annotated[float, _LATENCY(percentile="50")]
-    latency_p99_seconds: Annotated[float, _LATENCY(percentile="99")]
+    events: Annotated[
+        int, counter("poller_events_total", "Events of devices that were announced.")
+    ] = 0
+    queries: Annotated[int, counter("poller_queries_total", "Queries of events.")] = 0
+    pending: Annotated[int, gauge("poller_watched_events", "Events that are watched now.")] = 0
+    latency_p50_seconds: Annotated[float, _LATENCY(percentile="50")] = 0.0
+    latency_p99_seconds: Annotated[float, _LATENCY(percentile="99")] = 0.0
     latency: Annotated[
         DurationHistogram,
         histogram("poller_latency_seconds", "Time from the end of an event to its callback."),
@@ -575,14 +564,14 @@ class PollerStatistics(msgspec.Struct, frozen=True, kw_only=True):
             "poller_busy_seconds_total",
             "Time that the poller itself has used on the event loop.",
         ),
-    ]
+    ] = 0.0
     pending_seconds: Annotated[
         float,
         counter(
             "poller_pending_seconds_total",
             "Time during which at least one event was watched.",
         ),
-    ]
+    ] = 0.0
 
     @property
     def cpu_share(self) -> float:

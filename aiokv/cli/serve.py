@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            app.state.end_streams()  # of /aiokv/events, which have no end of their own
+            app.state.end_streams()  # streams of /aiokv/events do not end by themselves
             await super().shutdown(sockets)
 
     server = Server(config)

@@ -61,7 +61,7 @@ _UNSET: Final = object()
 _Config = TypeVar("_Config", bound=CacheConfig)
 
 
-class Rank(IntEnum):
+class SourceKind(IntEnum):
     """Kinds of sources; a source with a larger number takes precedence."""
 
     DEFAULT = 0
@@ -77,12 +77,12 @@ class Setting:
 
     Attributes:
         value: the value, as the field has it.
-        rank: kind of the source.
+        kind: kind of the source.
         source: ``"default"``, ``"keyword"``, ``"AIOKV_BLOCK_TOKENS"``, ``"aiokv.toml, line 3"``.
     """
 
     value: Any
-    rank: Rank
+    kind: SourceKind
     source: str
 
 
@@ -120,9 +120,9 @@ class Settings:
             return found
         field = FIELDS[name]
         if field.default is not dataclasses.MISSING:
-            return Setting(field.default, Rank.DEFAULT, "default")
+            return Setting(field.default, SourceKind.DEFAULT, "default")
         if field.default_factory is not dataclasses.MISSING:
-            return Setting(field.default_factory(), Rank.DEFAULT, "default")
+            return Setting(field.default_factory(), SourceKind.DEFAULT, "default")
         return None
 
     def resolve(self, block: Regions | int | None, *, with_stores: bool = False) -> None:
@@ -143,7 +143,7 @@ class Settings:
                 )
             if not {"device_blocks", "device_bytes"} & set(self._settings):
                 self._settings["device_blocks"] = Setting(
-                    block.num_blocks, Rank.REGIONS, "the tensors"
+                    block.num_blocks, SourceKind.REGIONS, "the tensors"
                 )
         for name, blocks_name in BLOCKS_OF.items():
             setting = self._settings.pop(name, None)
@@ -168,7 +168,7 @@ class Settings:
             if isinstance(block, Regions) and name == "device_bytes" and block.num_blocks:
                 num_blocks = min(num_blocks, block.num_blocks)
             self._settings[blocks_name] = Setting(
-                num_blocks, setting.rank, f"{name} of {setting.source}"
+                num_blocks, setting.kind, f"{name} of {setting.source}"
             )
 
     def config(self, cls: type[_Config]) -> _Config:
@@ -215,7 +215,7 @@ class Settings:
         message = str(error.args[0])
         words = re.findall(r"\w+", message)
         named = [name for name in self._settings if name in words]
-        read = [name for name in named if self._settings[name].rank in _READ]
+        read = [name for name in named if self._settings[name].kind in _READ]
         if not read:
             return error
         if len(named) == 1:
@@ -224,7 +224,7 @@ class Settings:
         return ConfigError(f"{message} ({sources})", hint=error.hint)
 
 
-_READ: Final = (Rank.FILE, Rank.ENVIRONMENT)
+_READ: Final = (SourceKind.FILE, SourceKind.ENVIRONMENT)
 
 
 def _block_bytes(block: Regions | int, *, is_host: bool) -> int:
@@ -246,10 +246,10 @@ def _read_file(path: Path) -> Iterator[tuple[str, Setting]]:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     lines = _Lines(path, text)
     for name, value in values.items():
-        setting = Setting(value, Rank.FILE, lines.source(name))
+        setting = Setting(value, SourceKind.FILE, lines.source(name))
         _check_name(name, NAMES, setting.source)
         typed = _windows(value, setting, lines) if name == WINDOWS else _typed(name, value, setting)
-        yield name, Setting(typed, Rank.FILE, setting.source)
+        yield name, Setting(typed, SourceKind.FILE, setting.source)
 
 
 class _Lines:
@@ -297,19 +297,19 @@ def _windows(value: object, setting: Setting, lines: _Lines | None = None) -> An
             continue
         place = setting
         if lines is not None:
-            place = Setting(fields, setting.rank, lines.source(WINDOWS, group))
+            place = Setting(fields, setting.kind, lines.source(WINDOWS, group))
         if not isinstance(fields, Mapping):
             raise _error(place, f"windows.{group} is {checks.shown(fields)}; it must be a table")
         for name in fields:
             if lines is not None:
-                place = Setting(fields, setting.rank, lines.source(WINDOWS, group, name))
+                place = Setting(fields, setting.kind, lines.source(WINDOWS, group, name))
             _check_name(name, names, place.source, prefix=f"windows.{group}.")
         try:
             groups[group] = WindowGroup(**fields)
         except ConfigError as error:
             wrong = [name for name in fields if name in re.findall(r"\w+", str(error.args[0]))]
             if lines is not None:
-                place = Setting(fields, setting.rank, lines.source(WINDOWS, group, *wrong[:1]))
+                place = Setting(fields, setting.kind, lines.source(WINDOWS, group, *wrong[:1]))
             raise _error(place, f"windows.{group}: {error.args[0]}", hint=error.hint) from None
     return groups
 
@@ -321,14 +321,14 @@ def _read_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, Setting
             continue
         if _SERVICE_LINK.search(variable):
             continue
-        setting = Setting(text, Rank.ENVIRONMENT, variable)
+        setting = Setting(text, SourceKind.ENVIRONMENT, variable)
         _check_name(variable, (*known, *OTHER_VARIABLES), "environment")
         name = known[variable]
         if name == WINDOWS:
-            yield name, Setting(_windows_of_json(setting), setting.rank, variable)
+            yield name, Setting(_windows_of_json(setting), setting.kind, variable)
         else:
             given = text if _kind(name) is str else text.strip()
-            yield name, Setting(_parsed(name, given, setting), setting.rank, variable)
+            yield name, Setting(_parsed(name, given, setting), setting.kind, variable)
 
 
 def _windows_of_json(setting: Setting) -> Any:
@@ -345,13 +345,13 @@ def _windows_of_json(setting: Setting) -> Any:
 
 def _read_keywords(overrides: Mapping[str, Any]) -> Iterator[tuple[str, Setting]]:
     for name, value in overrides.items():
-        setting = Setting(value, Rank.KEYWORD, "keyword")
+        setting = Setting(value, SourceKind.KEYWORD, "keyword")
         _check_name(name, NAMES, "CacheConfig.load")
         if name in BLOCKS_OF:
             value = _typed(name, value, setting)
         elif name == WINDOWS:
             value = _windows(value, setting)
-        yield name, Setting(value, Rank.KEYWORD, "keyword")
+        yield name, Setting(value, SourceKind.KEYWORD, "keyword")
 
 
 def _check_name(name: str, known: Iterable[str], source: str, *, prefix: str = "") -> None:
@@ -462,6 +462,6 @@ def _hints() -> dict[str, Any]:
 
 def _error(setting: Setting, message: str, *, hint: str = "") -> ConfigError:
     """Return an error that begins with the source of a setting that was read."""
-    if setting.rank in _READ:
+    if setting.kind in _READ:
         message = f"{setting.source}: {message}"
     return ConfigError(message, hint=hint)

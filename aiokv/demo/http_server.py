@@ -65,7 +65,7 @@ class Running:
     """A granted request. The KV of the positions before ``computed`` is in the lease's blocks."""
 
     lease: Lease
-    tokens: list[int]  # of the prompt, then those generated
+    tokens: list[int]  # prompt, then generated tokens
     prompt_length: int
     stop_length: int
     cached_tokens: int

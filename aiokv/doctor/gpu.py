@@ -30,7 +30,7 @@ SLOW_COPIES: Final = (
     "end other users of the link, bind the process to the GPU's NUMA node, and turn off the IOMMU "
     "or set it to passthrough (iommu=pt)"
 )
-EXPECTED_SHARE: Final = 0.75  # of the link; packet headers take the rest
+EXPECTED_SHARE: Final = 0.75  # share of the link's rate; packet headers take the rest
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ class Gpus(msgspec.Struct, frozen=True):
     gpus: list[Gpu]
 
 
-class Link(msgspec.Struct, frozen=True):
+class PcieLink(msgspec.Struct, frozen=True):
     """PCIe link of a GPU: now, and the most that the GPU can have."""
 
     generation: int
@@ -68,7 +68,7 @@ class Copies(msgspec.Struct, frozen=True):
     """Measured speed by direction, and the link while it was busy."""
 
     bytes_per_second: dict[str, float]
-    link: Link | None
+    link: PcieLink | None
 
 
 def check_gpus(machine: Machine, *, measure: bool = True) -> Iterator[Finding]:
@@ -175,7 +175,7 @@ def _check_copies(machine: Machine, gpu: Gpu) -> Iterator[Finding]:
         yield slow(line, text, SLOW_COPIES, unless=is_usual)
 
 
-def _check_link(name: str, link: Link) -> Finding:
+def _check_link(name: str, link: PcieLink) -> Finding:
     now = f"generation {link.generation}, x{link.width}"
     if (link.generation, link.width) == (link.max_generation, link.max_width):
         return ok(f"{name}, PCIe link", now)
@@ -186,7 +186,7 @@ def _check_link(name: str, link: Link) -> Finding:
     )
 
 
-def _link_of_files(machine: Machine, gpu: Gpu) -> Link | None:
+def _link_of_files(machine: Machine, gpu: Gpu) -> PcieLink | None:
     folder = f"sys/bus/pci/devices/{gpu.pci_address}"
     found = {}
     for prefix in ("current", "max"):
@@ -195,7 +195,7 @@ def _link_of_files(machine: Machine, gpu: Gpu) -> Link | None:
         if speed not in _GENERATIONS or not width:
             return None
         found[prefix] = _GENERATIONS[speed], width
-    return Link(*found["current"], *found["max"])
+    return PcieLink(*found["current"], *found["max"])
 
 
 def _ask(machine: Machine, kind: type[_T], deadline_seconds: float, *arguments: str) -> _T:

@@ -34,7 +34,7 @@ PART_LATENCIES: Final = 4  # shortest part, in multiples of the time to fetch on
 PATIENCE: Final = 1.5  # a part is late after this multiple of its expected time
 
 
-class Part(NamedTuple):
+class FetchPart(NamedTuple):
     """Next part of a fetch.
 
     Attributes:
@@ -48,7 +48,7 @@ class Part(NamedTuple):
     work: float
 
 
-NO_PART: Final = Part(0, 0.0, 0.0)
+NO_PART: Final = FetchPart(0, 0.0, 0.0)
 
 
 class Comparison:
@@ -90,7 +90,7 @@ class Comparison:
         computing = np.arange(1, len(seconds) + 1, dtype=np.float64) * self._block_seconds
         return computing - np.maximum(seconds - self._seconds_until_free(), 0.0)
 
-    def next_part(self, seconds: NDArray[np.float64], wait: float = 0.0) -> Part:
+    def next_part(self, seconds: NDArray[np.float64], wait: float = 0.0) -> FetchPart:
         """Return the next part of a fetch with N remaining blocks; ``NO_PART`` to compute them.
 
         Args:
@@ -106,7 +106,7 @@ class Comparison:
             return NO_PART
         return self.first_part(seconds[: best + 1])
 
-    def first_part(self, seconds: NDArray[np.float64]) -> Part:
+    def first_part(self, seconds: NDArray[np.float64]) -> FetchPart:
         """Return the next part of a fetch of N blocks that was found to be sooner than computing.
 
         Args:
@@ -115,7 +115,7 @@ class Comparison:
         if not self._part_blocks:
             self._part_blocks = self._blocks_per_part(seconds)
         blocks = min(self._part_blocks, len(seconds))
-        return Part(blocks, float(seconds[blocks - 1]), float(seconds[-1]))
+        return FetchPart(blocks, float(seconds[blocks - 1]), float(seconds[-1]))
 
     def _blocks_per_part(self, seconds: NDArray[np.float64]) -> int:
         if not seconds[-1]:

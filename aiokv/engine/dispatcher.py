@@ -68,7 +68,9 @@ class Dispatcher:
         self._idle_waits: dict[int, list[asyncio.Future[None]]] = {}
         self._on_unpinned: Callable[[int, str], None] = lambda lease_id, reason: None
         self._on_moved: Callable[[Moved], None] = lambda moved: None
-        self._answers: deque[Callable[[], tuple[None, Effects]]] = deque()  # of cancellations
+        self._answers: deque[Callable[[], tuple[None, Effects]]] = (
+            deque()
+        )  # results of cancellations
         self._advance: asyncio.Handle | None = None
         self._stopped = False
         self.conditions = Conditions()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.base.plan import Priority
 from aiokv.engine.boundaries import BoundarySearch
-from aiokv.engine.comparison import PARTS, Comparison, Part, rest_of
+from aiokv.engine.comparison import PARTS, Comparison, FetchPart, rest_of
 from aiokv.engine.fetch_line import AT_A_TIME, FetchLine
 from aiokv.errors import AiokvError
 from aiokv.stores.base import KEY_BYTES
@@ -117,7 +117,7 @@ class _Newest:
 
 
 class Fetches:
-    """Waits for stores of one engine.
+    """Lets the leases of one engine wait for blocks of its stores.
 
     Attributes:
         has_stores: False when the engine has no stores; then no method may be called.
@@ -309,7 +309,7 @@ class Fetches:
             self._requests.note_declined_fetch()
             self._probe(lease_id, comparison)
 
-    async def _turn(self, place: Place, part: Part, comparison: Comparison) -> bool:
+    async def _turn(self, place: Place, part: FetchPart, comparison: Comparison) -> bool:
         """Wait for the turn of a request; return False if the wait was too long."""
         try:
             async with asyncio.timeout(comparison.patience(part.blocks, self._line.seconds)):
@@ -323,7 +323,7 @@ class Fetches:
         self,
         lease_id: int,
         first: int,
-        part: Part,
+        part: FetchPart,
         priority: Priority,
         comparison: Comparison,
         newest: _Newest,
@@ -357,7 +357,7 @@ class Fetches:
         )
         for group in self._groups if boundary else ():
             transfer_id = transfer_id or self._dispatcher.apply(
-                self._scheduler.fetches.begin_group(lease_id, boundary, group.name, Priority.BACKUP)
+                self._scheduler.fetches.begin(lease_id, boundary, Priority.BACKUP, group=group.name)
             )
         if transfer_id:
             self._note_compared(transfer_id)
@@ -519,7 +519,7 @@ class Fetches:
         arrive, and return False then."""
         begun = []
         for group in self._groups:
-            fetching = self._scheduler.fetches.begin_group(lease_id, end, group.name, priority)
+            fetching = self._scheduler.fetches.begin(lease_id, end, priority, group=group.name)
             if transfer_id := self._dispatcher.apply(fetching):
                 begun.append(transfer_id)
                 if is_compared:
@@ -556,7 +556,7 @@ class Fetches:
             search.note_cached(group.name, self._read.has_copies(lease_id, group, search.hit, end))
 
 
-def _share_of(search: BoundarySearch, end: int, comparison: Comparison) -> Part:
+def _share_of(search: BoundarySearch, end: int, comparison: Comparison) -> FetchPart:
     """Return the part of a fetch to a boundary for which a wait must not take longer."""
     blocks = max(math.ceil((end - search.hit) / PARTS), comparison.probe_blocks)
-    return Part(blocks, 0.0, search.seconds(end))
+    return FetchPart(blocks, 0.0, search.seconds(end))

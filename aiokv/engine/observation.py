@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from aiokv.engine.observers import BatchSpan, Observers, Record
 
 DEFAULT_LIMIT: Final = 65_536  # records per kind: about 20 MiB
-MAX_SECONDS: Final = 3_600.0  # of a timeline
+MAX_SECONDS: Final = 3_600.0  # longest timeline
 
 
 class Observation(Unique):

@@ -189,7 +189,9 @@ class Observers:
         self._closed = False
         self._is_delivering = False
         self._queue: deque[tuple[Record, Context | None]] = deque()  # not delivered yet
-        self._contexts: dict[int, Context] = {}  # of the tasks that called match, by lease id
+        self._contexts: dict[
+            int, Context
+        ] = {}  # contexts of the tasks that called match, by lease id
         self._waits: dict[tuple[int, WaitName], tuple[str, float]] = {}  # owner, begin
         self._grants: dict[int, _Grant] = {}  # by lease id
         self._causes: dict[int, tuple[int, Context | None]] = {}  # lease of a transfer in flight

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from aiokv.engine.lease_record import LeaseRecord
     from aiokv.engine.observers import End
     from aiokv.engine.parts import Parts
-    from aiokv.engine.progress import SendPart
     from aiokv.engine.ticket_transfers import TicketTransfers
     from aiokv.scheduler.effects import Effects, Moved
     from aiokv.worker.device.base import Event
@@ -277,14 +276,14 @@ class PeerTickets:
         if self.groups and (num_tokens < transfers.ticket.num_tokens or transfers.is_broken):
             return False
         for group in self._windows:
-            transfers.begin_group(self._transitions.receive_group, group, num_tokens)
+            transfers.begin_group(self._transitions.receive, group, num_tokens)
         if not transfers.moved_groups.issuperset(self._windows):
             return False
         if STATE not in self.groups:
             self._apply(self._transitions.commit_received(transfers.lease_id, num_tokens))
             return True
         # The end of the transfer commits the positions.
-        transfers.begin_group(self._transitions.receive_group, STATE, num_tokens)
+        transfers.begin_group(self._transitions.receive, STATE, num_tokens)
         return self.is_committed(transfers)
 
     def is_committed(self, transfers: TicketTransfers) -> bool:
@@ -417,7 +416,12 @@ class PeerTickets:
             if not transfers.may_begin(is_early=is_early):
                 break
             transfers.begin_part(
-                partial(self._send_part, part),
+                partial(
+                    self._transitions.send,
+                    first_range=part.first_range,
+                    end_range=part.end_range,
+                    mark=part.mark,
+                ),
                 part.first_block,
                 part.num_blocks,
                 share=progress.share(part),
@@ -427,14 +431,6 @@ class PeerTickets:
             progress.begin(part)
         if computed >= transfers.ticket.num_tokens:
             self._begin_groups(transfers, computed)
-
-    def _send_part(
-        self, part: SendPart, lease_id: int, ticket_id: bytes, first_block: int, num_blocks: int
-    ) -> tuple[int, Effects]:
-        args = lease_id, ticket_id, first_block, num_blocks, part.first_range, part.end_range
-        if part.mark:
-            return self._transitions.send_early(*args, part.mark)
-        return self._transitions.send(*args)
 
     def _begin_groups(self, transfers: TicketTransfers, computed: int) -> None:
         """Send the state and the windows behind the computed positions."""
@@ -454,7 +450,7 @@ class PeerTickets:
             transfers.is_computing = True
             return
         for group in groups:
-            transfers.begin_group(self._transitions.send_group, group, limit)
+            transfers.begin_group(self._transitions.send, group, limit)
 
     # --- tickets ----------------------------------------------------------------------------------
 

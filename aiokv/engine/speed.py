@@ -9,7 +9,7 @@ from aiokv.base.rates import bounded_mean
 
 WINDOW: Final = 32  # newest batches from which the speed is estimated
 LEAST_TOKENS: Final = 64  # batches of fewer prompt tokens do not keep the model busy
-LEAST_SHARE: Final = 0.25  # of the tokens of the largest batch; likewise
+LEAST_SHARE: Final = 0.25  # share of the largest batch; smaller batches do not count
 
 
 class PrefillSpeed:

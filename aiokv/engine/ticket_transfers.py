@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from aiokv.scheduler.effects import Effects
 
 MAX_IN_FLIGHT: Final = 64  # transfers of one ticket: a long prompt must not block the loop
-MAX_EARLY: Final = 32  # of them, transfers of positions that may not be committed yet
+MAX_EARLY: Final = 32  # transfers in flight of positions that may not be committed
 
 
 class _Part:
@@ -183,7 +183,7 @@ class TicketTransfers:
 
     def begin(
         self,
-        transition: Callable[[int, bytes, int, int], tuple[int, Effects]],
+        transition: Callable[..., tuple[int, Effects]],
         end_block: int,
         chunk_blocks: int,
     ) -> None:
@@ -211,7 +211,7 @@ class TicketTransfers:
 
     def begin_part(
         self,
-        transition: Callable[[int, bytes, int, int], tuple[int, Effects]],
+        transition: Callable[..., tuple[int, Effects]],
         first_block: int,
         num_blocks: int,
         *,
@@ -222,7 +222,7 @@ class TicketTransfers:
         """Begin a transfer of blocks.
 
         Args:
-            transition: scheduler method; gets lease, ticket, first block and number of blocks.
+            transition: scheduler method; gets lease, ticket, end of the positions, and first block.
             first_block: first block of the lease.
             num_blocks: number of blocks.
             share: share of the layers of each block that moves.
@@ -233,8 +233,9 @@ class TicketTransfers:
         Raises:
             AiokvError: the scheduler refuses the transfer.
         """
+        end_token = (first_block + num_blocks) * self._peer_tickets.block_tokens
         transfer_id, effects = transition(
-            self.lease_id, self.ticket.ticket_id, first_block, num_blocks
+            self.lease_id, self.ticket.ticket_id, end_token, first_block=first_block
         )
         self._parts[transfer_id] = _Part(
             first_block, num_blocks, share, is_last=is_last, is_early=is_early
@@ -247,14 +248,14 @@ class TicketTransfers:
 
     def begin_group(
         self,
-        transition: Callable[[int, bytes, str, int], tuple[int, Effects]],
+        transition: Callable[[int, bytes, int, str], tuple[int, Effects]],
         group: str,
         num_tokens: int,
     ) -> None:
         """Begin the transfer of a group other than ``"attention"``, unless it has begun.
 
         Args:
-            transition: scheduler method; gets lease, ticket, group and number of positions.
+            transition: scheduler method; gets lease, ticket, number of positions and group.
             group: name of the group.
             num_tokens: positions that the blocks of the group stand for.
 
@@ -263,7 +264,7 @@ class TicketTransfers:
         """
         if self.ended or self.has_begun(group):
             return
-        transfer_id, effects = transition(self.lease_id, self.ticket.ticket_id, group, num_tokens)
+        transfer_id, effects = transition(self.lease_id, self.ticket.ticket_id, num_tokens, group)
         num_blocks = sum(
             plan.num_blocks for plan in effects.submit if plan.transfer_id == transfer_id
         )
@@ -314,7 +315,7 @@ class TicketTransfers:
         self._peer_tickets.end(self)
 
     def forget(self) -> None:
-        """Note that no end of a transfer follows: the lease no longer has the blocks."""
+        """Forget the transfers in flight, whose ends are not reported: the lease has no blocks."""
         self.is_loading = self.is_computing = False
         self._parts.clear()
         self._groups.clear()

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 HASH_BLOCK_TOKENS: Final = 512
-MAX_IDS: Final = 1 << 18  # of a file; the writer needs about 200 bytes per id
+MAX_IDS: Final = 1 << 18  # ids per file; the writer needs about 200 bytes per id
 MAX_QUEUED_TOKENS: Final = 1 << 24  # 64 MiB
 RETRY_SECONDS: Final = 30.0  # after a failed write
 FLUSH_SECONDS: Final = 1.0
@@ -211,7 +211,7 @@ class TraceWriter:
         self._dropped = 0
         self._failed = 0
         self._files = 0
-        self._file: TraceFile | None = None  # of the thread; so are the next four
+        self._file: TraceFile | None = None  # only the thread uses it and the next four
         self._unflushed = 0  # entries
         self._flush_at = 0.0
         self._retry_at = 0.0

@@ -26,7 +26,7 @@ log = Log(__name__)
 END_SEQUENCE: Final = (-1).to_bytes(8, "big", signed=True)
 MAX_PORT: Final = 2**16 - 1
 _LINGER_MS: Final = 1000  # for the last batch, when the publisher is closed
-_SENDS_PER_PASS: Final = 64  # of a replay
+_SENDS_PER_PASS: Final = 64  # batches that a replay sends per pass
 _SUBSCRIBES: Final = 1  # first byte of an XPUB message
 
 

@@ -107,12 +107,12 @@ class MappedTensor(Unique):
         device: ``"cuda:N"`` in this process.
     """
 
-    def __init__(self, shared: SharedTensor, ordinal: int, mapping: _Mapping) -> None:
+    def __init__(self, shared: SharedTensor, ordinal: int, mapping: _MappedAllocation) -> None:
         self.shape = shared.shape
         self.dtype = shared.dtype
         self.device = f"cuda:{ordinal}"
         self._shared = shared
-        self._mapping: _Mapping | None = mapping
+        self._mapping: _MappedAllocation | None = mapping
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -254,14 +254,14 @@ def open_shared(shared: SharedTensor | bytes) -> MappedTensor:
             hint="see CUDA_VISIBLE_DEVICES of both processes",
         )
     ordinal = visible.index(shared.device_uuid)
-    return MappedTensor(shared, ordinal, _Mapping.take(driver, ordinal, shared.handle))
+    return MappedTensor(shared, ordinal, _MappedAllocation.take(driver, ordinal, shared.handle))
 
 
-class _Mapping:
+class _MappedAllocation:
     """An allocation of another process, mapped once for all its tensors."""
 
     _lock: Final = threading.Lock()
-    _open: Final[dict[tuple[int, bytes], _Mapping]] = {}
+    _open: Final[dict[tuple[int, bytes], _MappedAllocation]] = {}
 
     def __init__(self, key: tuple[int, bytes], memory: Any) -> None:
         self._key = key
@@ -270,7 +270,7 @@ class _Mapping:
         self.address = int(memory.address)
 
     @classmethod
-    def take(cls, driver: Driver, ordinal: int, handle: bytes) -> _Mapping:
+    def take(cls, driver: Driver, ordinal: int, handle: bytes) -> _MappedAllocation:
         """Return the mapping of a handle, for one more tensor."""
         key = (ordinal, handle)
         with cls._lock:

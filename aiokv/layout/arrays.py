@@ -26,7 +26,7 @@ _DLPACK_DEVICES: Final = {
 }
 
 
-_NO_PAYLOAD: Final = PiecePayload(0)  # of a piece without a place on the host
+_NO_PAYLOAD: Final = PiecePayload(0)  # for a piece without a place on the host
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,15 +26,15 @@ from aiokv.layout.block_layout import BlockLayout as BlockLayout
 from aiokv.layout.host_format import aligned
 
 if TYPE_CHECKING:
+    import collections.abc
     from collections.abc import Iterable, Iterator, Sequence
-    from collections.abc import Mapping as Dictionary
 
 _Axis: TypeAlias = tuple[int, int, int]  # length, source stride, target stride
 _Rows: TypeAlias = tuple[int, int, int, int]  # length, inner length, outer and inner stride
 _NO_ROWS: Final[_Rows] = (0, 0, 0, 0)
 
 
-class Mapping:
+class BlockMapping:
     """Copies of blocks of one sender rank to blocks of one receiver rank. Immutable, thread-safe.
 
     Args:
@@ -142,7 +142,7 @@ class Mapping:
         self,
         fragment_addresses: int | Sequence[int],
         sender_blocks: int | Sequence[int],
-        receiver_addresses: Dictionary[int, int],
+        receiver_addresses: collections.abc.Mapping[int, int],
     ) -> None:
         """Write the tokens of fragments to the receiver's host blocks. Call it in a thread.
 
@@ -179,14 +179,15 @@ class Mapping:
 def sources(senders: Sequence[BlockLayout], receiver: BlockLayout) -> list[int]:
     """Return the ranks that send to one rank of the receiver, in ascending order.
 
-    Of ranks with equal heads, one sends; receivers with equal needs get different ones.
+    Among sender ranks with equal heads, one sends to this receiver. Receivers that need the same
+    heads get different senders.
 
     Args:
         senders: layouts of all ranks of the sender.
         receiver: layout of the receiver's rank.
 
     Raises:
-        LayoutError: layouts do not fit each other, or no rank has some heads of the receiver.
+        LayoutError: layouts do not fit each other, or a head of the receiver is on no rank.
         UsageError: not one layout of each rank.
     """
     num_ranks = len(senders)
@@ -268,7 +269,7 @@ class _Copy(NamedTuple):
     """Copies of one piece: sender's host block to fragment to receiver's host block."""
 
     num_bytes: int  # in the fragment
-    source_shift: int  # of the first common head in the sender's piece, bytes
+    source_shift: int  # bytes before the first common head in the sender's piece
     target_shift: int  # and in the receiver's
     cut: _Geometry
     place: _Geometry

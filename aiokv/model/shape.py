@@ -315,12 +315,8 @@ class ModelShape:
         """
         block_tokens = checks.integer("block_tokens", block_tokens, minimum=1, error=ConfigError)
         pieces = self._pieces(kv_dtype, tensor_parallel, group)
-        payloads = (
-            checked_payload(host_format, block_tokens * piece.token_bytes, piece.element)
-            for piece in pieces
-        )
-        size = payload_bytes(payload.num_bytes for payload in payloads)
-        return pitch_bytes(size, with_stores=with_stores)
+        sizes = [(block_tokens * piece.token_bytes, piece.element) for piece in pieces]
+        return _host_bytes(sizes, host_format, with_stores=with_stores)
 
     def state_slot_bytes(self, *, tensor_parallel: int = 1) -> int:
         """Return the bytes of the recurrent state of one sequence on one rank; 0 for none.
@@ -328,17 +324,27 @@ class ModelShape:
         Raises:
             ConfigError: the ranks cannot divide the heads of the state.
         """
-        total = 0
-        for state, count in self.states:
-            if state.heads % tensor_parallel:
-                raise ConfigError(
-                    f"tensor_parallel is {tensor_parallel}; it must divide the {state.heads} heads "
-                    "of the recurrent state"
-                )
-            tensors = state.tensors(self.dtype).values()
-            num_bytes = sum(elements * ELEMENT_BYTES[dtype] for elements, dtype in tensors)
-            total += -(-num_bytes // tensor_parallel) * count
-        return total
+        return sum(num_bytes for num_bytes, _ in self._state_pieces(tensor_parallel))
+
+    def host_state_slot_bytes(
+        self,
+        *,
+        tensor_parallel: int = 1,
+        with_stores: bool = False,
+        host_format: HostFormat = DEVICE_BYTES,
+    ) -> int:
+        """Return the bytes of one slot of recurrent state in host memory on one rank.
+
+        Args:
+            tensor_parallel: as :meth:`state_slot_bytes`.
+            with_stores: as :meth:`host_bytes_per_block`.
+            host_format: likewise.
+
+        Raises:
+            ConfigError: as :meth:`state_slot_bytes`.
+        """
+        sizes = self._state_pieces(tensor_parallel)
+        return _host_bytes(sizes, host_format, with_stores=with_stores)
 
     def resolved_kv_dtype(self, kv_dtype: str = "auto") -> str:
         """Return the dtype of KV that ``"auto"`` stands for; other dtypes are returned as they are.
@@ -348,6 +354,22 @@ class ModelShape:
         """
         checks.choice("kv_dtype", kv_dtype, KV_DTYPES, ConfigError)
         return (self.kv_dtype or self.dtype) if kv_dtype == "auto" else kv_dtype
+
+    def _state_pieces(self, tensor_parallel: int) -> list[tuple[int, str]]:
+        """Return the bytes of a slot on one rank, and the dtype, of each tensor of each layer."""
+        pieces = []
+        for state, count in self.states:
+            if state.heads % tensor_parallel:
+                raise ConfigError(
+                    f"tensor_parallel is {tensor_parallel}; it must divide the {state.heads} heads "
+                    "of the recurrent state"
+                )
+            tensors = state.tensors(self.dtype).values()
+            pieces += count * [
+                (-(-elements * ELEMENT_BYTES[dtype] // tensor_parallel), dtype)
+                for elements, dtype in tensors
+            ]
+        return pieces
 
     def _pieces(self, kv_dtype: str, tensor_parallel: int, group: str | None) -> list[TensorShape]:
         """Return the tensors of the layers of a group."""
@@ -362,6 +384,15 @@ class ModelShape:
             if layer.window_tokens == window
             for piece in layer.tensors(kv_dtype, tensor_parallel, model_dtype=self.dtype) * count
         ]
+
+
+def _host_bytes(
+    pieces: Iterable[tuple[int, str]], host_format: HostFormat, *, with_stores: bool
+) -> int:
+    """Return the bytes of a block in host memory from the bytes and element types of its pieces."""
+    payloads = [checked_payload(host_format, *piece) for piece in pieces]
+    size = payload_bytes(payload.num_bytes for payload in payloads)
+    return pitch_bytes(size, with_stores=with_stores)
 
 
 def heads_per_rank(kv_heads: int, tensor_parallel: int) -> int:

@@ -279,8 +279,7 @@ class _Tier:
             for name, tokens in shape.windows.items()
         }
         self.window_blocks = {name: min(blocks, longest) for name, blocks in self._least.items()}
-        state_bytes = shape.state_slot_bytes(tensor_parallel=memory.tensor_parallel)
-        self._state_bytes = state_bytes * (1 if is_host else SLOTS_PER_CONVERSATION)
+        self._state_bytes = self._state_slot_bytes() * (1 if is_host else SLOTS_PER_CONVERSATION)
 
     def token_bytes(self, group: str | None) -> int:
         return self._shape.bytes_per_token(**self._per_rank, group=group)
@@ -325,6 +324,15 @@ class _Tier:
             group=group,
             with_stores=memory.with_stores,
             host_format=self._host_format,
+        )
+
+    def _state_slot_bytes(self) -> int:
+        memory = self._memory
+        ranks = memory.tensor_parallel
+        if self._host_format is None or not self._shape.states:
+            return self._shape.state_slot_bytes(tensor_parallel=ranks)
+        return self._shape.host_state_slot_bytes(
+            tensor_parallel=ranks, with_stores=memory.with_stores, host_format=self._host_format
         )
 
 

@@ -416,7 +416,7 @@ def _register(
 
 # --- libraries ------------------------------------------------------------------------------------
 
-_NAMES: Final = {"bfloat16": "uint16"}  # of numpy and CuPy
+_NAMES: Final = {"bfloat16": "uint16"}  # names in numpy and CuPy
 
 
 def _numpy(device: str | None) -> _Make:

@@ -10,8 +10,8 @@ from aiokv.peers.messages import PROTOCOL_VERSION, Refused
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiokv.peers.arrivals import Source
-    from aiokv.peers.incoming import Incoming
+    from aiokv.peers.arrivals import SenderBlocks
+    from aiokv.peers.incoming import IncomingTicket
     from aiokv.peers.messages import Open
 
 
@@ -34,7 +34,7 @@ class Acceptance:
         transport: str,
         slot_bytes: int,
         num_assembly: int,
-        source: Callable[[Open], Source],
+        source: Callable[[Open], SenderBlocks],
     ) -> None:
         self._rank = rank
         self._transport = transport
@@ -42,7 +42,7 @@ class Acceptance:
         self._num_assembly = num_assembly
         self._source = source
 
-    def check(self, message: Open, incoming: Incoming[Any] | None) -> Source | Refused:
+    def check(self, message: Open, incoming: IncomingTicket[Any] | None) -> SenderBlocks | Refused:
         """Return the source of a message, or the reply that refuses it.
 
         Args:
@@ -63,7 +63,7 @@ class Acceptance:
             return Refused(ticket_id=message.ticket_id, kind="ticket", reason=reason)
         return source
 
-    def _misuse(self, message: Open, incoming: Incoming[Any] | None) -> str:
+    def _misuse(self, message: Open, incoming: IncomingTicket[Any] | None) -> str:
         """Return the reason why a message is refused whatever its blocks are; "" without any."""
         if message.protocol != PROTOCOL_VERSION:
             return f"the protocol is {message.protocol}; it must be {PROTOCOL_VERSION}"
@@ -80,7 +80,7 @@ class Acceptance:
             return f"a sender of rank {message.sender_rank} has, or had, the ticket"
         return ""
 
-    def _check_room(self, source: Source) -> None:
+    def _check_room(self, source: SenderBlocks) -> None:
         """Check that a fragment fits in a slot, and that there are enough assembly slots.
 
         Raises:

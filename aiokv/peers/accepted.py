@@ -52,7 +52,7 @@ class _ReceiverEnd:
 
 
 class AcceptedConnections:
-    """Connections of senders; those that come while there is no receiver wait for the next one.
+    """Connections of senders; a connection without a receiver waits for the next receiver.
 
     Args:
         transport: transport of the fragments.
@@ -64,7 +64,7 @@ class AcceptedConnections:
         self._landing: PeerMemory | None = None
         self._connections: set[Connection] = set()
         self._waiting: dict[Connection, list[Message]] = {}  # messages behind the first Open
-        self._metadata: dict[Connection, bytes] = {}  # of one-sided transports
+        self._metadata: dict[Connection, bytes] = {}  # metadata of one-sided transports
         self._accepts: set[asyncio.Task[None]] = set()
         self._fences: dict[Connection, asyncio.Task[None]] = {}
 
@@ -104,7 +104,7 @@ class AcceptedConnections:
             await asyncio.wait(list(self._accepts), timeout=seconds)
 
     async def cancel_fences(self) -> None:
-        """Wait for no end of writes any more: the transport will be closed. Idempotent.
+        """Stop the waits for the ends of writes: the transport will be closed. Idempotent.
 
         Cancellation: call it again.
         """
@@ -124,7 +124,7 @@ class AcceptedConnections:
                 connection.abort(f"the peer sent {MAX_WAITING} messages before it was accepted")
             else:
                 waiting.append(message)
-        elif isinstance(message, Landed):  # of a one-sided transport
+        elif isinstance(message, Landed):  # sent over a one-sided transport
             if self._begin_fragment(connection, message):
                 self.on_fragment(connection, message)
         elif receiver is None:

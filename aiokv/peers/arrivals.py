@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from aiokv.base.plan import TransferPlan
 
 
-class Mapping(Protocol):
+class ArrivalMapping(Protocol):
     """Map one sender rank's fragments to blocks of this rank; see ``aiokv.layout.mapping``."""
 
     is_identity: bool
@@ -26,7 +26,7 @@ class Mapping(Protocol):
         """Return the blocks of the sender that have tokens of a block of the receiver."""
 
 
-class Source(NamedTuple):
+class SenderBlocks(NamedTuple):
     """The blocks of a sender rank.
 
     Attributes:
@@ -35,7 +35,7 @@ class Source(NamedTuple):
         block_tokens: positions per block of the sender.
     """
 
-    mappings: Sequence[Mapping]
+    mappings: Sequence[ArrivalMapping]
     layout: Any
     block_tokens: int
 
@@ -73,7 +73,7 @@ class Fragment(NamedTuple):
     slot: int
     num_bytes: int
     key: bytes
-    mapping: Mapping | None = None
+    mapping: ArrivalMapping | None = None
 
     @property
     def place(self) -> tuple[int, int]:
@@ -103,7 +103,7 @@ class Receive:
         self.device_ids: list[int] = plan.target_ids.tolist()
         self.missing = set(self.positions)
         self.parts: dict[int, set[int]] = {}
-        self.copies: set[SlotCopy] = set()
+        self.copies: set[LandingCopy] = set()
         self.failure: CopyError | None = None
         self.is_touched = False
 
@@ -141,7 +141,7 @@ class Receive:
         return not self.copies and (self.failure is not None or not self.missing)
 
 
-class SlotCopy:
+class LandingCopy:
     """A copy from slots to device blocks of a plan.
 
     Attributes:
@@ -190,19 +190,22 @@ class SlotCopies:
 
     def __init__(self, *, is_assembled: bool = False) -> None:
         self._is_assembled = is_assembled
-        self._copies: dict[tuple[int, int], SlotCopy] = {}
+        self._copies: dict[tuple[int, int], LandingCopy] = {}
 
     def add(self, receive: Receive, block: int, slot: int, num_ranges: int = 0) -> None:
-        """Add a block of a plan, or a range of its layers, by ``block_key``; see ``SlotCopy``."""
+        """Add a block of a plan, or a range of its layers, by ``block_key``.
+
+        See ``LandingCopy`` for the parameters.
+        """
         key = receive.plan.transfer_id, split_key(block)[0]
         copy = self._copies.get(key)
         if copy is None:
-            self._copies[key] = SlotCopy(
+            self._copies[key] = LandingCopy(
                 receive, [block], [slot], num_ranges=num_ranges, is_assembled=self._is_assembled
             )
         else:
             copy.blocks.append(block)
             copy.slots.append(slot)
 
-    def __iter__(self) -> Iterator[SlotCopy]:
+    def __iter__(self) -> Iterator[LandingCopy]:
         return iter(self._copies.values())

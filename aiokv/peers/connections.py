@@ -12,13 +12,13 @@ from aiokv.wire.connection import WireLimits
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiokv.peers.wire import Connection, Handler
+    from aiokv.peers.wire import Connection, PeerHandler
 
 IDLE_SECONDS: Final = 60.0
 CONNECT_SECONDS: Final = 5.0
 
 
-class _Endpoint:
+class _EndpointConnection:
     """The connection to one endpoint, or the attempt to make it."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Connections:
     def __init__(
         self,
         secret: bytes,
-        handler: Callable[[Connection], Handler],
+        handler: Callable[[Connection], PeerHandler],
         *,
         limits: WireLimits = WireLimits(),  # noqa: B008  (frozen)
         connect_seconds: float = CONNECT_SECONDS,
@@ -53,7 +53,7 @@ class Connections:
         self._limits = limits
         self._connect_seconds = connect_seconds
         self._idle_seconds = idle_seconds
-        self._endpoints: dict[tuple[str, int], _Endpoint] = {}
+        self._endpoints: dict[tuple[str, int], _EndpointConnection] = {}
         self._attempts: set[asyncio.Task[Connection]] = set()  # cancelled ones, too
         self._closed = False
 
@@ -83,7 +83,7 @@ class Connections:
         """
         if self._closed:
             raise ClosedError("the connections to peers are closed")
-        endpoint = self._endpoints.setdefault((host, port), _Endpoint())
+        endpoint = self._endpoints.setdefault((host, port), _EndpointConnection())
         endpoint.users += 1
         if endpoint.idle_timer is not None:
             endpoint.idle_timer.cancel()
@@ -98,7 +98,7 @@ class Connections:
             raise
 
     async def _connect(
-        self, host: str, port: int, endpoint: _Endpoint, timeout: float
+        self, host: str, port: int, endpoint: _EndpointConnection, timeout: float
     ) -> Connection:
         attempt = endpoint.attempt or self._new_attempt(host, port, endpoint)
         await asyncio.wait((attempt,), timeout=timeout)
@@ -111,7 +111,9 @@ class Connections:
             raise PeerError(failure.args[0], hint=failure.hint) from failure
         return attempt.result()
 
-    def _new_attempt(self, host: str, port: int, endpoint: _Endpoint) -> asyncio.Task[Connection]:
+    def _new_attempt(
+        self, host: str, port: int, endpoint: _EndpointConnection
+    ) -> asyncio.Task[Connection]:
         attempt = asyncio.get_running_loop().create_task(self._attempt(host, port, endpoint))
         endpoint.attempt = attempt
         self._attempts.add(attempt)
@@ -123,7 +125,7 @@ class Connections:
         if not attempt.cancelled():
             attempt.exception()  # its callers may have been cancelled, and do not ask for it
 
-    async def _attempt(self, host: str, port: int, endpoint: _Endpoint) -> Connection:
+    async def _attempt(self, host: str, port: int, endpoint: _EndpointConnection) -> Connection:
         try:
             connection = await connect(
                 host, port, self._secret, timeout=self._connect_seconds, limits=self._limits
@@ -144,7 +146,7 @@ class Connections:
         if endpoint is not None:
             self._release(host, port, endpoint)
 
-    def _release(self, host: str, port: int, endpoint: _Endpoint) -> None:
+    def _release(self, host: str, port: int, endpoint: _EndpointConnection) -> None:
         endpoint.users -= 1
         if endpoint.users:
             return
@@ -157,7 +159,7 @@ class Connections:
                 self._idle_seconds, self._forget, host, port, endpoint
             )
 
-    def _forget(self, host: str, port: int, endpoint: _Endpoint) -> None:
+    def _forget(self, host: str, port: int, endpoint: _EndpointConnection) -> None:
         if self._endpoints.get((host, port)) is endpoint:
             del self._endpoints[host, port]
         if endpoint.connection is not None:

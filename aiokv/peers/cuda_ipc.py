@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Sequence
 
-    from aiokv.peers.one_sided import Piece
+    from aiokv.peers.one_sided import WritePiece
     from aiokv.peers.transport import PeerMemory
 
 _cuda: Any = getattr(_native, "cuda", None)  # absent when aiokv was built without a CUDA compiler
@@ -72,7 +72,7 @@ class CudaIpcBackend:
 
     name = "cuda_ipc"
     is_reused = False
-    write_bytes = 64 << 20  # of one call: 0.2 ms over NVLink
+    write_bytes = 64 << 20  # per call: 0.2 ms over NVLink
 
     def __init__(self, machine: str | None = None) -> None:
         self._machine = this_machine() if machine is None else machine
@@ -109,7 +109,7 @@ class CudaIpcEndpoint:
         self._receives = receives
         self._export: _Export | None = None
         self._mapped: Any = None
-        self._base = 0  # of the mapped memory, in this process
+        self._base = 0  # address of the mapped memory in this process
         self._copies: Any = None
         if not receives:
             self._copies = _checked(_cuda.PeerCopies, device)
@@ -143,7 +143,7 @@ class CudaIpcEndpoint:
         self._mapped = _checked(_cuda.MappedMemory, self._device, export.handle)
         self._base = int(self._mapped.address)
 
-    def write(self, pieces: Sequence[Piece], unwanted: threading.Event) -> None:
+    def write(self, pieces: Sequence[WritePiece], unwanted: threading.Event) -> None:
         """Copy pieces; return when they are in the memory of the receiver."""
         export = self._export
         if export is None:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
 
     from aiokv.peers.assembly import AssemblySlots
-    from aiokv.peers.incoming import Incoming, OpenSender
+    from aiokv.peers.incoming import IncomingTicket, OpenSender
 
 C = TypeVar("C", bound="Hashable")  # a connection
 
@@ -38,9 +38,9 @@ class DeferredFragments(Generic[C]):
 
     def __init__(self, slots: AssemblySlots) -> None:
         self._slots = slots
-        self._tickets: dict[Incoming[C], None] = {}
+        self._tickets: dict[IncomingTicket[C], None] = {}
 
-    def add(self, incoming: Incoming[C], place: tuple[int, int]) -> None:
+    def add(self, incoming: IncomingTicket[C], place: tuple[int, int]) -> None:
         """Add a fragment, by rank and block of the sender."""
         incoming.deferred[place] = None
         self._tickets[incoming] = None
@@ -67,7 +67,7 @@ class DeferredFragments(Generic[C]):
                 del incoming.deferred[place]
                 yield DeferredFragment(incoming.ticket.ticket_id, sender, place[1])
 
-    def violations(self, tickets: Iterable[Incoming[C]]) -> list[str]:
+    def violations(self, tickets: Iterable[IncomingTicket[C]]) -> list[str]:
         """Return a description of each violated invariant.
 
         Args:

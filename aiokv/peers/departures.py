@@ -37,7 +37,7 @@ class Fragment(Generic[C]):
     """
 
     def __init__(
-        self, send: Send, block: int, queue: SendQueue[C], target: Target[C], key: bytes
+        self, send: Send, block: int, queue: SendQueue[C], target: ReceiverRank[C], key: bytes
     ) -> None:
         self.send = send
         self.block = block
@@ -62,14 +62,14 @@ class Fragment(Generic[C]):
         return split_key(self.block)[0]
 
 
-class Mapping(Protocol):
+class DepartureMapping(Protocol):
     """Mapping of this rank's blocks to fragments for one receiver; see ``aiokv.layout.mapping``."""
 
     fragment_is_block: bool
     fragment_bytes: int
 
 
-class Target(NamedTuple, Generic[C]):
+class ReceiverRank(NamedTuple, Generic[C]):
     """A receiver rank of a ticket.
 
     Attributes:
@@ -78,7 +78,7 @@ class Target(NamedTuple, Generic[C]):
     """
 
     connection: C
-    mappings: Sequence[Mapping]
+    mappings: Sequence[DepartureMapping]
 
     def fragment_bytes(self, group: int) -> int:
         """Return the bytes of a fragment of a group with its trailer."""

@@ -63,7 +63,7 @@ class Handshake:
         self._secret = secret
         self._role: Role = role
         self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._nonces = b""  # of the client, then of the server
+        self._nonces = b""  # nonce of the client, then that of the server
         self.greeting = MAGIC + self._nonce
 
     def read_greeting(self, greeting: bytes) -> None:

@@ -10,7 +10,7 @@ from aiokv.peers.messages import block_key, shown_block, split_key
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
-    from aiokv.peers.arrivals import Fragment, Mapping, Receive, Source
+    from aiokv.peers.arrivals import ArrivalMapping, Fragment, Receive, SenderBlocks
     from aiokv.peers.assembly import Assembly, AssemblySlots
     from aiokv.peers.ticket import Ticket
 
@@ -20,13 +20,13 @@ C = TypeVar("C", bound="Hashable")  # a connection
 class OpenSender(Generic[C]):
     """A sender rank that has opened a ticket."""
 
-    def __init__(self, rank: int, connection: C, source: Source) -> None:
+    def __init__(self, rank: int, connection: C, source: SenderBlocks) -> None:
         self.rank = rank
         self.connection = connection
         self.source = source
 
 
-class Incoming(Generic[C]):
+class IncomingTicket(Generic[C]):
     """A ticket that senders may open. Blocks are named by ``block_key``.
 
     A block of a plan waits until its fragment, or the fragments of all ranges of its layers, have
@@ -73,7 +73,7 @@ class Incoming(Generic[C]):
         self._open_by = open_by
         self.num_pools = num_pools
         self.senders: dict[int, OpenSender[C]] = {}
-        self.sources: dict[int, Source] = {}
+        self.sources: dict[int, SenderBlocks] = {}
         self.done = ""
         self.receives: dict[int, Receive] = {}
         self.waiting: dict[int, Receive] = {}
@@ -130,12 +130,12 @@ class Incoming(Generic[C]):
         num_groups = (len(source.mappings) for source in self.sources.values())
         return max(num_groups, default=self.num_pools) - self.num_pools
 
-    def receiver_keys(self, mapping: Mapping, sender_key: int) -> list[int]:
+    def receiver_keys(self, mapping: ArrivalMapping, sender_key: int) -> list[int]:
         """Return the blocks of the receiver that have tokens of a block of the sender."""
         group, block = split_key(self.whole(sender_key))
         return [block_key(group, index) for index in mapping.receiver_blocks(block)]
 
-    def has(self, source: Source, group: int, block: int) -> bool:
+    def has(self, source: SenderBlocks, group: int, block: int) -> bool:
         """Return True for a block that has positions of the ticket, or the state behind them."""
         first = self.ticket.first_position // source.block_tokens
         end = -(-self.ticket.num_tokens // source.block_tokens)
@@ -189,7 +189,7 @@ class Incoming(Generic[C]):
 
     # --- blocks that are put together -------------------------------------------------------------
 
-    def waiting_blocks(self, mapping: Mapping | None, place: tuple[int, int]) -> list[int]:
+    def waiting_blocks(self, mapping: ArrivalMapping | None, place: tuple[int, int]) -> list[int]:
         """Return the blocks that wait for a fragment of this rank and block of the sender."""
         blocks = [] if mapping is None else self.receiver_keys(mapping, place[1])
         return [
@@ -199,7 +199,7 @@ class Incoming(Generic[C]):
             and (block not in self.assemblies or place not in self.assemblies[block].placed)
         ]
 
-    def may_be_planned(self, mapping: Mapping, sender_block: int) -> bool:
+    def may_be_planned(self, mapping: ArrivalMapping, sender_block: int) -> bool:
         """Return True if a fragment has tokens of a block that has no plan yet."""
         ticket, group = self.ticket, split_key(self.whole(sender_block))[0]
         if group:
@@ -222,7 +222,7 @@ class Incoming(Generic[C]):
         is_early = self.is_range(group) and group + 1 < len(self.sources[rank].mappings)
         return self._slots.num_slots // 2 if is_early else 0
 
-    def slots_needed(self, source: Source, place: tuple[int, int]) -> int | None:
+    def slots_needed(self, source: SenderBlocks, place: tuple[int, int]) -> int | None:
         """Return the least assembly slots for a deferred fragment; None if it must wait."""
         if source.is_identity:
             return 0 if self.whole(place[1]) in self.planned else None
@@ -284,7 +284,7 @@ class Incoming(Generic[C]):
             if sent * source.block_tokens < end
         )
 
-    def _has_placed(self, assembly: Assembly, rank: int, source: Source, key: int) -> bool:
+    def _has_placed(self, assembly: Assembly, rank: int, source: SenderBlocks, key: int) -> bool:
         """Return True if the whole block of a sender, or all ranges of its layers, were placed."""
         if (rank, key) in assembly.placed:
             return True

@@ -8,8 +8,8 @@ from aiokv.base.groups import ATTENTION, layers_group
 from aiokv.base.groups import STATE as STATE_GROUP
 from aiokv.errors import LayoutError, UsageError
 from aiokv.layout.block_layout import STATE, window_pool
-from aiokv.layout.mapping import BlockLayout, Mapping, covers, sources
-from aiokv.peers.arrivals import Source
+from aiokv.layout.mapping import BlockLayout, BlockMapping, covers, sources
+from aiokv.peers.arrivals import SenderBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +51,7 @@ class Mappings:
         self._own = own
         self._only_equal = only_equal
         self._outgoing_slots = outgoing_slots
-        self._mappings: dict[tuple[bytes, bytes, int], tuple[Mapping, ...]] = {}
+        self._mappings: dict[tuple[bytes, bytes, int], tuple[BlockMapping, ...]] = {}
 
     @property
     def last_range(self) -> int | None:
@@ -99,7 +99,7 @@ class Mappings:
 
     def receivers(
         self, ticket: Ticket, layouts: Sequence[bytes]
-    ) -> list[tuple[Endpoint, tuple[Mapping, ...]]]:
+    ) -> list[tuple[Endpoint, tuple[BlockMapping, ...]]]:
         """Return the receiver ranks that this rank sends to, and the mappings of all groups.
 
         Args:
@@ -126,7 +126,7 @@ class Mappings:
             receivers.append((endpoint, mappings))
         return receivers
 
-    def source(self, message: Open) -> Source:
+    def source(self, message: Open) -> SenderBlocks:
         """Return the blocks of a sender.
 
         Raises:
@@ -149,7 +149,7 @@ class Mappings:
                 hint="set the same Peers(layer_ranges=...) on both servers",
             )
         mappings = self._of_groups(layout, self._own, message.layer_ranges)
-        return Source(mappings, layout, layout.block_tokens)
+        return SenderBlocks(mappings, layout, layout.block_tokens)
 
     def covers(self, layouts: list[BlockLayout]) -> bool:
         """Return True when ranks of these layouts together have all heads of this rank."""
@@ -157,7 +157,7 @@ class Mappings:
 
     def _of_groups(
         self, sender: BlockLayout, receiver: BlockLayout, num_ranges: int
-    ) -> tuple[Mapping, ...]:
+    ) -> tuple[BlockMapping, ...]:
         """Return the mapping of each group: of the pools, then of the ranges of layers.
 
         Raises:
@@ -168,9 +168,9 @@ class Mappings:
         if mappings is None:
             while len(self._mappings) >= MAX_MAPPINGS:
                 del self._mappings[next(iter(self._mappings))]
-            pools = [Mapping(sender, receiver, pool) for pool in receiver.pool_names]
+            pools = [BlockMapping(sender, receiver, pool) for pool in receiver.pool_names]
             ranges = receiver.pool().ranges(num_ranges) if num_ranges else []
-            mappings = (*pools, *(Mapping(sender, receiver, layers=each) for each in ranges))
+            mappings = (*pools, *(BlockMapping(sender, receiver, layers=each) for each in ranges))
             _check_windows(sender, receiver)
             if self._only_equal and not all(mapping.is_identity for mapping in mappings):
                 raise LayoutError(

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 PROTOCOL_VERSION: Final = 1
-ID_BYTES: Final = 16  # of a ticket, and of a generation
+ID_BYTES: Final = 16  # length of ticket ids and generations
 MAX_LAYOUT_BYTES: Final = 64 << 10
 MAX_METADATA_BYTES: Final = 64 << 10
 MAX_REASON_CHARACTERS: Final = 1024
@@ -47,7 +47,7 @@ MAX_LISTED: Final = 8192  # blocks or slots in one message
 
 Id = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
-Index = Annotated[int, Meta(ge=0, lt=1 << 31)]  # of a block or of a slot
+Index = Annotated[int, Meta(ge=0, lt=1 << 31)]  # number of a block or a slot
 Group = Annotated[int, Meta(ge=0, lt=1 << 8)]
 Generation = Annotated[int, Meta(ge=1, lt=1 << 62)]
 Reason = Annotated[str, Meta(max_length=MAX_REASON_CHARACTERS)]

@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.errors import ConfigError
-from aiokv.peers.one_sided import WRITE_BYTES, EndpointError, Piece, rdma_devices
+from aiokv.peers.one_sided import WRITE_BYTES, EndpointError, WritePiece, rdma_devices
 from aiokv.stores.mooncake.client import ENVIRONMENT
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from aiokv.peers.transport import PeerMemory
 
-TRANSFER_SECONDS: Final = 5  # of one write, in the library
+TRANSFER_SECONDS: Final = 5  # longest write in the library
 _METADATA: Final = "P2PHANDSHAKE"
 _PROTOCOLS: Final = ("tcp", "rdma")
 _OPTIONS: Final = ("protocol", "devices")
@@ -137,7 +137,7 @@ class MooncakeEndpoint:
         except UnicodeDecodeError as error:
             raise EndpointError("the address of the receiver's engine is malformed") from error
 
-    def write(self, pieces: Sequence[Piece], unwanted: threading.Event) -> None:
+    def write(self, pieces: Sequence[WritePiece], unwanted: threading.Event) -> None:
         """Write pieces; the library ends the call after its timeouts, which are some seconds."""
         code = self._engine.batch_transfer_sync_write(
             self._remote,

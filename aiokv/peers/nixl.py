@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.errors import ConfigError
-from aiokv.peers.one_sided import WRITE_BYTES, EndpointError, Piece, rdma_devices
+from aiokv.peers.one_sided import WRITE_BYTES, EndpointError, WritePiece, rdma_devices
 
 if TYPE_CHECKING:
     import threading
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # The pump thread of an agent sleeps until UCX has an event, and for at most this time. With less,
 # an idle agent takes more CPU time: 2 % of a core with 1 ms, half a core with 0.
 PUMP_MICROSECONDS: Final = 50_000
-WRITE_SECONDS: Final = 10.0  # of one write, after which its agent is closed
+WRITE_SECONDS: Final = 10.0  # longest write; then its agent is closed
 MAX_PAUSE_SECONDS: Final = 0.0005  # between looks at the state of a write
 _PACKAGES: Final = ("nixl", "nixl_cu12", "nixl_cu13")
 _BACKEND: Final = "UCX"
@@ -153,7 +153,7 @@ class NixlEndpoint:
         except Exception as error:
             raise EndpointError(f"NIXL cannot connect: {error}") from error
 
-    def write(self, pieces: Sequence[Piece], unwanted: threading.Event) -> None:
+    def write(self, pieces: Sequence[WritePiece], unwanted: threading.Event) -> None:
         """Write pieces; a short call of the library may execute all of it."""
         library, agent = self._library, self._agent
         try:

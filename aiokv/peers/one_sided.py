@@ -42,7 +42,7 @@ log = Log(__name__)
 
 _T = TypeVar("_T")
 
-WRITE_BYTES: Final = 4 << 20  # of one call of a library that writes from host memory
+WRITE_BYTES: Final = 4 << 20  # per call of a library that writes from host memory
 START_SECONDS: Final = 30.0  # for the first endpoints, which load the library
 ENDPOINT_SECONDS: Final = 5.0  # for a further endpoint, or to connect it
 CLOSE_SECONDS: Final = 3.0  # after which ``aclose`` leaves an endpoint behind
@@ -56,7 +56,7 @@ class EndpointError(Exception):
     """A call of a library failed."""
 
 
-class Piece(NamedTuple):
+class WritePiece(NamedTuple):
     """Bytes to write.
 
     Attributes:
@@ -70,7 +70,7 @@ class Piece(NamedTuple):
     num_bytes: int
 
 
-class Endpoint(Protocol):
+class LibraryEndpoint(Protocol):
     """An object of the library, for one connection. Its calls block, and run in one thread.
 
     All methods but ``close`` raise ``EndpointError``.
@@ -87,7 +87,7 @@ class Endpoint(Protocol):
             device: ordinal, on its machine, of the GPU that has its memory; None for host memory.
         """
 
-    def write(self, pieces: Sequence[Piece], unwanted: threading.Event) -> None:
+    def write(self, pieces: Sequence[WritePiece], unwanted: threading.Event) -> None:
         """Write pieces; return when they are in the memory of the receiver.
 
         An endpoint whose write failed is closed next. ``unwanted`` is set when the connection has
@@ -105,7 +105,8 @@ class Backend(Protocol):
         name: name of the transport.
         is_reused: an endpoint whose connection ended without a write in progress serves the next
             connection, because a new one is expensive.
-        write_bytes: most bytes of one call of ``Endpoint.write``, which announces them together.
+        write_bytes: most bytes of one call of ``LibraryEndpoint.write``, which announces them
+            together.
     """
 
     name: str
@@ -119,7 +120,7 @@ class Backend(Protocol):
             ConfigError: the package, or a library that it needs, is missing; or an option is wrong.
         """
 
-    def create(self, memory: PeerMemory, *, receives: bool) -> Endpoint:
+    def create(self, memory: PeerMemory, *, receives: bool) -> LibraryEndpoint:
         """Return an endpoint that has registered ``memory``. Blocks.
 
         Args:
@@ -168,7 +169,7 @@ def rdma_devices() -> list[str]:
         return []
 
 
-class _Channel:
+class _EndpointThread:
     """An endpoint and its thread. A thread that does not end keeps no process from ending."""
 
     def __init__(self, backend: Backend, memory: PeerMemory, *, receives: bool) -> None:
@@ -176,7 +177,7 @@ class _Channel:
         self._memory = memory
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._unwanted = threading.Event()
-        self._endpoint: Endpoint | None = None
+        self._endpoint: LibraryEndpoint | None = None
         self._closing: Future[None] | None = None
         self.created = self._submit(lambda: self._create(backend, receives))
         threading.Thread(target=self._run, name=f"aiokv-{backend.name}", daemon=True).start()
@@ -185,7 +186,7 @@ class _Channel:
         """Begin to connect to the endpoint of a receiver."""
         return self._submit(lambda: self._open_endpoint().connect(target.endpoint, target.device))
 
-    def write(self, pieces: Sequence[Piece]) -> Future[None]:
+    def write(self, pieces: Sequence[WritePiece]) -> Future[None]:
         """Begin to write pieces, behind those of earlier calls. The first failure is final."""
         return self._submit(lambda: self._write(pieces))
 
@@ -231,12 +232,12 @@ class _Channel:
         self._endpoint = backend.create(self._memory, receives=receives)
         return self._endpoint.metadata()
 
-    def _open_endpoint(self) -> Endpoint:
+    def _open_endpoint(self) -> LibraryEndpoint:
         if self._endpoint is None or self._unwanted.is_set():
             raise EndpointError("the connection ended")
         return self._endpoint
 
-    def _write(self, pieces: Sequence[Piece]) -> None:
+    def _write(self, pieces: Sequence[WritePiece]) -> None:
         try:
             self._open_endpoint().write(pieces, self._unwanted)
         except BaseException:
@@ -250,7 +251,7 @@ class _Channel:
             endpoint.close()
 
 
-class _Incoming(NamedTuple):
+class _ReceivingEnd(NamedTuple):
     """The receiving end of a connection.
 
     Attributes:
@@ -258,7 +259,7 @@ class _Incoming(NamedTuple):
         is_near: the sender may be able to write without the endpoint.
     """
 
-    channel: _Channel
+    channel: _EndpointThread
     is_near: bool
 
 
@@ -278,10 +279,10 @@ class OneSidedTransport:
         self._machine = this_machine() if machine is None else machine
         self._landing: PeerMemory | None = None
         self._outgoing: PeerMemory | None = None
-        self._spares: dict[bool, _Channel] = {}  # by ``receives``; created, not connected
-        self._incoming: dict[Connection, _Incoming] = {}
+        self._spares: dict[bool, _EndpointThread] = {}  # by ``receives``; created, not connected
+        self._incoming: dict[Connection, _ReceivingEnd] = {}
         self._links: set[OneSidedLink] = set()
-        self._connecting: set[_Channel] = set()
+        self._connecting: set[_EndpointThread] = set()
         self._is_open = False
 
     async def open(self, landing: PeerMemory, outgoing: PeerMemory) -> None:
@@ -292,7 +293,7 @@ class OneSidedTransport:
             await asyncio.shield(loading)
             for memory, receives in ((landing, True), (outgoing, False)):
                 if memory.num_slots:
-                    channel = _Channel(self._backend, memory, receives=receives)
+                    channel = _EndpointThread(self._backend, memory, receives=receives)
                     self._spares[receives] = channel
                     await _ended(channel.created, START_SECONDS, "its library did not start")
         except BaseException as error:
@@ -318,7 +319,7 @@ class OneSidedTransport:
             raise PeerError(f"the metadata of the sender is malformed: {error}") from error
         channel = self._new_channel(landing, receives=True)
         is_near = landing.device is not None or not machine or machine == self._machine
-        self._incoming[connection] = _Incoming(channel, is_near)
+        self._incoming[connection] = _ReceivingEnd(channel, is_near)
         connection.hold()
         try:
             endpoint = await _ended(channel.created, ENDPOINT_SECONDS, "no endpoint was made")
@@ -372,18 +373,18 @@ class OneSidedTransport:
         self._links.add(link)
         return link
 
-    def link_ended(self, link: OneSidedLink, channel: _Channel | None) -> bool:
+    def link_ended(self, link: OneSidedLink, channel: _EndpointThread | None) -> bool:
         """Forget a link; return True if its idle channel is kept for the next one."""
         self._links.discard(link)
         return channel is not None and self._keep(channel, receives=False)
 
     # --- both -------------------------------------------------------------------------------------
 
-    def _new_channel(self, memory: PeerMemory, *, receives: bool) -> _Channel:
+    def _new_channel(self, memory: PeerMemory, *, receives: bool) -> _EndpointThread:
         spare = self._spares.pop(receives, None)
-        return spare or _Channel(self._backend, memory, receives=receives)
+        return spare or _EndpointThread(self._backend, memory, receives=receives)
 
-    def _keep(self, channel: _Channel, *, receives: bool) -> bool:
+    def _keep(self, channel: _EndpointThread, *, receives: bool) -> bool:
         """Keep a channel for the next connection, if that is cheaper than a new one."""
         is_usable = self._is_open and self._backend.is_reused and channel.is_created
         if not is_usable or receives in self._spares:
@@ -418,7 +419,7 @@ class OneSidedTransport:
         self._links.clear()
         self._landing = self._outgoing = None
 
-    async def _close_incoming(self, connection: Connection, incoming: _Incoming) -> None:
+    async def _close_incoming(self, connection: Connection, incoming: _ReceivingEnd) -> None:
         connection.abort("the transport was closed")
         if incoming.is_near:
             await connection.peer_ended()
@@ -445,7 +446,7 @@ class OneSidedLink:
         self,
         transport: OneSidedTransport,
         connection: Connection,
-        channel: _Channel,
+        channel: _EndpointThread,
         outgoing: PeerMemory,
         target: _Target,
     ) -> None:
@@ -492,7 +493,7 @@ class OneSidedLink:
         """Return why the connection ended, or ``otherwise``."""
         return self._connection.reason or otherwise
 
-    def _pieces(self, batch: Sequence[Outgoing]) -> list[Piece]:
+    def _pieces(self, batch: Sequence[Outgoing]) -> list[WritePiece]:
         pieces = []
         target = self._target
         for slot, landed in batch:
@@ -504,7 +505,7 @@ class OneSidedLink:
                 )
             source = self._outgoing.address + slot * self._outgoing.slot_bytes
             place = target.address + landed.slot * target.slot_bytes
-            pieces.append(Piece(source, place, landed.fragment_bytes))
+            pieces.append(WritePiece(source, place, landed.fragment_bytes))
         return pieces
 
     def _announce(self, batch: Sequence[Outgoing]) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
     from collections.abc import Mapping as Dictionary
 
-    from aiokv.peers.departures import Send, Target
+    from aiokv.peers.departures import ReceiverRank, Send
     from aiokv.peers.send_queue import SendQueue
     from aiokv.peers.ticket import Ticket
 
@@ -43,7 +43,7 @@ class OutgoingTicket(Generic[C]):
         ticket: Ticket,
         deadline: float,
         rank: int,
-        targets: Dictionary[int, Target[C]],
+        targets: Dictionary[int, ReceiverRank[C]],
         queues: dict[int, SendQueue[C]],
     ) -> None:
         self.ticket = ticket

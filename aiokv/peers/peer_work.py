@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from aiokv.base.plan import Route, TransferPlan
     from aiokv.peers.arrivals import Fragment as Received
-    from aiokv.peers.arrivals import Receive, SlotCopy
+    from aiokv.peers.arrivals import LandingCopy, Receive
     from aiokv.peers.departures import Fragment as Sent
     from aiokv.peers.departures import Send, SlotFill
     from aiokv.peers.mappings import Mappings
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from aiokv.worker.base import Cancelled
     from aiokv.worker.device.base import CopyError, Event
     from aiokv.worker.layer_marks import LayerMarks
-    from aiokv.worker.steps import StepClock
+    from aiokv.worker.steps import WorkerStepClock
 
 
 class DeviceCopies(Protocol):
@@ -81,7 +81,7 @@ class SlotWork(NamedTuple):
     access: SlotAccess
     mappings: Mappings
     copies: DeviceCopies
-    clock: StepClock
+    clock: WorkerStepClock
     plans: PeerPlans
 
 
@@ -131,7 +131,7 @@ class ReceiverWork:
                 self._receiver.close_ticket(fragment.ticket_id, "an internal error")
         self._receiver.placed(fragments)
 
-    def copy(self, copy: SlotCopy) -> None:
+    def copy(self, copy: LandingCopy) -> None:
         """Copy landing slots or assembly slots to device blocks."""
         receiver, parts = self._receiver, self._parts
         if not receiver.admit(copy):
@@ -151,7 +151,7 @@ class ReceiverWork:
         )
         parts.plans.begin(plan.transfer_id)
 
-    def take_back(self, copy: SlotCopy) -> bool:
+    def take_back(self, copy: LandingCopy) -> bool:
         """Cancel a copy, and return True, unless the device has it. Idempotent."""
         return self._parts.copies.cancel_copy(copy.copy_id) == "at once"
 

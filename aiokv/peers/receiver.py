@@ -25,10 +25,10 @@ import msgspec
 from aiokv.base.statistics import ReceiverCounts
 from aiokv.layout.host_format import TRAILER_BYTES
 from aiokv.peers.acceptance import Acceptance
-from aiokv.peers.arrivals import Fragment, Receive, SlotCopies, SlotCopy
+from aiokv.peers.arrivals import Fragment, LandingCopy, Receive, SlotCopies
 from aiokv.peers.assembly import AssemblySlots
 from aiokv.peers.deferred import DeferredFragments
-from aiokv.peers.incoming import Incoming, OpenSender
+from aiokv.peers.incoming import IncomingTicket, OpenSender
 from aiokv.peers.messages import (
     Accepted,
     Again,
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from aiokv.base.plan import TransferPlan
-    from aiokv.peers.arrivals import Source
+    from aiokv.peers.arrivals import SenderBlocks
     from aiokv.peers.messages import Message
     from aiokv.peers.ring import LandingRing
     from aiokv.peers.ticket import Ticket
@@ -79,11 +79,11 @@ class ReceiverPort(Protocol[D]):
         """Place each fragment in assembly slots, by ``block_key`` of the receiver's blocks, then
         call ``Receiver.placed``."""
 
-    def copy(self, copy: SlotCopy) -> None:
+    def copy(self, copy: LandingCopy) -> None:
         """Copy slots to the device blocks of a plan if ``Receiver.admit`` allows it, then call
         ``Receiver.copied``."""
 
-    def take_back(self, copy: SlotCopy) -> bool:
+    def take_back(self, copy: LandingCopy) -> bool:
         """Cancel a copy that waits for its step or for other copies, then call
         ``Receiver.copied``. Return False, without effect, when the device has it. Idempotent."""
 
@@ -122,7 +122,7 @@ class Receiver(Generic[C]):
         *,
         rank: int,
         slot_bytes: int,
-        source: Callable[[Open], Source],
+        source: Callable[[Open], SenderBlocks],
         covers: Callable[[list[Any]], bool] = lambda layouts: True,
         group: Callable[[TransferPlan], int] = lambda plan: 0,
         num_pools: int = 1,
@@ -149,7 +149,7 @@ class Receiver(Generic[C]):
         self._metadata = metadata
         self._one_sided = one_sided
         self._connections: set[C] = set()  # connections that have opened a ticket
-        self._tickets: dict[bytes, Incoming[C]] = {}
+        self._tickets: dict[bytes, IncomingTicket[C]] = {}
         self._receives: dict[int, Receive] = {}
         self._unplanned = UnplannedFragments(ring.num_slots)
         self._deferred: DeferredFragments[C] = DeferredFragments(self._assembly)
@@ -160,7 +160,9 @@ class Receiver(Generic[C]):
     def expect(self, ticket: Ticket, deadline: float, open_by: float = math.inf) -> None:
         """Let senders open a ticket until the deadline, the first one until ``open_by``; a ticket
         that is known is not changed."""
-        incoming: Incoming[C] = Incoming(ticket, deadline, self._num_pools, self._assembly, open_by)
+        incoming: IncomingTicket[C] = IncomingTicket(
+            ticket, deadline, self._num_pools, self._assembly, open_by
+        )
         self._tickets.setdefault(ticket.ticket_id, incoming)
 
     def submit(self, plan: TransferPlan) -> Receive:
@@ -186,7 +188,7 @@ class Receiver(Generic[C]):
         self._ask_again()
         return receive
 
-    def _take_parked(self, incoming: Incoming[C], receive: Receive) -> None:
+    def _take_parked(self, incoming: IncomingTicket[C], receive: Receive) -> None:
         """Copy the parked fragments of the blocks of a plan."""
         ready = SlotCopies()
         for key in [k for k in incoming.parked if incoming.whole(k) in receive.positions]:
@@ -389,7 +391,9 @@ class Receiver(Generic[C]):
             self._unplanned.note(incoming)
             self._port.verify([fragment])
 
-    def _fragment(self, incoming: Incoming[C], sender: OpenSender[C], message: Landed) -> Fragment:
+    def _fragment(
+        self, incoming: IncomingTicket[C], sender: OpenSender[C], message: Landed
+    ) -> Fragment:
         """Return the fragment that has landed in a slot."""
         source, group = sender.source, message.group
         return Fragment(
@@ -410,7 +414,7 @@ class Receiver(Generic[C]):
             mapping=None if source.is_identity else source.mappings[group],
         )
 
-    def _is_useful(self, incoming: Incoming[C], rank: int, block: int) -> bool:
+    def _is_useful(self, incoming: IncomingTicket[C], rank: int, block: int) -> bool:
         """Return True for a block without a fragment that a plan waits for, or may wait for."""
         if (rank, block) in incoming.in_hand or block in incoming.parked:
             return False
@@ -463,7 +467,7 @@ class Receiver(Generic[C]):
     # --- fragments of other layouts ---------------------------------------------------------------
 
     def _answer_unplaced(
-        self, incoming: Incoming[C], sender: OpenSender[C] | None, fragment: Fragment
+        self, incoming: IncomingTicket[C], sender: OpenSender[C] | None, fragment: Fragment
     ) -> None:
         """Answer a fragment that was not placed, or not in all blocks that wait for it."""
         mapping = fragment.mapping
@@ -491,7 +495,7 @@ class Receiver(Generic[C]):
                 connection, kind(ticket_id=ticket_id, sender_blocks=blocks, group=group)
             )
 
-    def _defer(self, incoming: Incoming[C], sender: OpenSender[C], block: int) -> None:
+    def _defer(self, incoming: IncomingTicket[C], sender: OpenSender[C], block: int) -> None:
         """Let the sender keep a fragment until there is room for it."""
         self._deferred.add(incoming, (sender.rank, block))
         ticket_id = incoming.ticket.ticket_id
@@ -530,7 +534,7 @@ class Receiver(Generic[C]):
         for copy in copies:
             self._port.copy(copy)
 
-    def admit(self, copy: SlotCopy) -> bool:
+    def admit(self, copy: LandingCopy) -> bool:
         """Return True if a copy is to be begun; called by the port before it begins. Idempotent.
 
         The slots of a copy whose plan was given up meanwhile are freed.
@@ -544,7 +548,7 @@ class Receiver(Generic[C]):
         receive.copies.add(copy)
         return True
 
-    def copied(self, copy: SlotCopy, failure: CopyError | None) -> None:
+    def copied(self, copy: LandingCopy, failure: CopyError | None) -> None:
         """Note the end of a copy into device blocks. Idempotent."""
         receive, slots = copy.receive, copy.slots
         copy.slots = []
@@ -573,7 +577,7 @@ class Receiver(Generic[C]):
             incoming.withdraw(receive)
         self._settle(receive)
 
-    def _end_ticket(self, incoming: Incoming[C], reason: str) -> None:
+    def _end_ticket(self, incoming: IncomingTicket[C], reason: str) -> None:
         """Give up what a ticket misses; drop its fragments in hand when they are verified."""
         if not incoming.closed:
             incoming.closed = reason
@@ -615,7 +619,7 @@ class Receiver(Generic[C]):
             self._forget(incoming)
         del self._receives[transfer_id]
 
-    def _forget(self, incoming: Incoming[C]) -> None:
+    def _forget(self, incoming: IncomingTicket[C]) -> None:
         """Forget a ticket that has ended, when it has neither a plan nor a fragment any more."""
         if incoming.closed and not incoming.has_transfers:
             self._tickets.pop(incoming.ticket.ticket_id, None)
@@ -626,7 +630,12 @@ class Receiver(Generic[C]):
         self._ring.free(slot)
 
     def _reject(
-        self, incoming: Incoming[C], sender: OpenSender[C] | None, slot: int, block: int, why: str
+        self,
+        incoming: IncomingTicket[C],
+        sender: OpenSender[C] | None,
+        slot: int,
+        block: int,
+        why: str,
     ) -> None:
         """Drop a wrong fragment; after ``MAX_WRONG`` of one block the ticket ends."""
         self._counts.wrong += 1
@@ -697,5 +706,5 @@ class Receiver(Generic[C]):
         ]
         return problems
 
-    def _copies_in_flight(self) -> list[SlotCopy]:
+    def _copies_in_flight(self) -> list[LandingCopy]:
         return [copy for receive in self._receives.values() for copy in receive.copies]

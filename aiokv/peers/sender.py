@@ -46,14 +46,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping as Dictionary
 
     from aiokv.base.plan import TransferPlan
-    from aiokv.peers.departures import Fragment, Target
+    from aiokv.peers.departures import Fragment, ReceiverRank
     from aiokv.peers.messages import Message, SlotCredit
     from aiokv.peers.ticket import Ticket
 
 C = TypeVar("C", bound="Hashable")  # a connection
 
-MAX_TRIES: Final = 3  # of one fragment
-MAX_REASONS: Final = 256  # of tickets that the engine has not closed yet
+MAX_TRIES: Final = 3  # attempts per fragment
+MAX_REASONS: Final = 256  # reasons kept for tickets that the engine has not closed
 
 
 class SenderPort(Protocol[C]):
@@ -121,7 +121,7 @@ class Sender(Generic[C]):
     # --- tickets and plans ------------------------------------------------------------------------
 
     def add_ticket(
-        self, ticket: Ticket, deadline: float, targets: Dictionary[int, Target[C]]
+        self, ticket: Ticket, deadline: float, targets: Dictionary[int, ReceiverRank[C]]
     ) -> None:
         """Take a ticket that all its receivers have accepted.
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiokv.errors import ClosedError, LayoutError, PeerError, UsageError
 from aiokv.peers.connections import Connections
-from aiokv.peers.departures import Target
+from aiokv.peers.departures import ReceiverRank
 from aiokv.peers.messages import PROTOCOL_VERSION, Accepted, Cancel, Open, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiokv.layout.mapping import Mapping
+    from aiokv.layout.mapping import BlockMapping
     from aiokv.peers.messages import Landed, Message
     from aiokv.peers.sender import Sender
     from aiokv.peers.ticket import Endpoint, Ticket
@@ -132,7 +132,7 @@ class TicketOpener:
     async def open(
         self,
         ticket: Ticket,
-        receivers: Sequence[tuple[Endpoint, Sequence[Mapping]]],
+        receivers: Sequence[tuple[Endpoint, Sequence[BlockMapping]]],
         deadline: float,
     ) -> None:
         """Connect to the receivers of a ticket, let them accept it, and give it to the sender.
@@ -155,7 +155,7 @@ class TicketOpener:
         self.check_unused(ticket.ticket_id)
         acquired = self._acquired[ticket.ticket_id] = []
         opening = self._opening[ticket.ticket_id] = _Opening()
-        accepted: dict[int, Target[Connection]] = {}
+        accepted: dict[int, ReceiverRank[Connection]] = {}
         try:
             for endpoint, mappings in receivers:
                 timeout = min(CONNECT_SECONDS, ticket.timeout_seconds)
@@ -165,7 +165,7 @@ class TicketOpener:
                 acquired.append((endpoint.host, endpoint.port))
                 opening.check()
                 opening.asked.add(connection)
-                target = accepted[endpoint.rank] = Target(connection, mappings)
+                target = accepted[endpoint.rank] = ReceiverRank(connection, mappings)
                 await self._ask(target, ticket, endpoint, timeout)
             if self._is_stopped:
                 raise ClosedError("the worker is closed")
@@ -192,7 +192,7 @@ class TicketOpener:
             raise UsageError(f"ticket {ticket_id.hex()} is being sent already")
 
     async def _ask(
-        self, target: Target[Connection], ticket: Ticket, endpoint: Endpoint, timeout: float
+        self, target: ReceiverRank[Connection], ticket: Ticket, endpoint: Endpoint, timeout: float
     ) -> None:
         """Send Open, and wait for the reply."""
         connection = target.connection

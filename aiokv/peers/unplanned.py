@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from aiokv.peers.incoming import Incoming
+    from aiokv.peers.incoming import IncomingTicket
 
 
 class UnplannedFragments:
@@ -21,13 +21,13 @@ class UnplannedFragments:
 
     def __init__(self, num_slots: int) -> None:
         self._most = num_slots // 2
-        self._tickets: dict[Incoming[Any], None] = {}  # all that have some, and others
+        self._tickets: dict[IncomingTicket[Any], None] = {}  # all that have some, and others
 
-    def note(self, incoming: Incoming[Any]) -> None:
+    def note(self, incoming: IncomingTicket[Any]) -> None:
         """Note that a ticket may have unplanned fragments from now on."""
         self._tickets[incoming] = None
 
-    def forget(self, incoming: Incoming[Any]) -> None:
+    def forget(self, incoming: IncomingTicket[Any]) -> None:
         """Note that a ticket has none, and will have none. Idempotent."""
         self._tickets.pop(incoming, None)
 
@@ -38,7 +38,7 @@ class UnplannedFragments:
         self._tickets = {incoming: None for incoming, count in counts.items() if count}
         return sum(counts.values()) < self._most
 
-    def violations(self, tickets: Iterable[Incoming[Any]]) -> list[str]:
+    def violations(self, tickets: Iterable[IncomingTicket[Any]]) -> list[str]:
         """Return a description of each violated invariant.
 
         Args:

@@ -41,7 +41,7 @@ CODEC: Final[Codec[Message, Message]] = Codec(
 Connection = wire.Connection[Message, Message]
 
 
-class Handler(wire.Handler[Message], FragmentHandler[Landed], Protocol):
+class PeerHandler(wire.Handler[Message], FragmentHandler[Landed], Protocol):
     """Owner of one end of a connection of peers.
 
     A ``Landed`` is a message only if no bytes follow it, from a one-sided transport.

@@ -45,7 +45,7 @@ TIER_ROUTES: Final = group_routes(ONLOAD, OFFLOAD, retentions=_RETENTIONS)
 SAVED_ROUTES: Final = group_routes(*STORE_ROUTES, retentions=_RETENTIONS)
 SENT_ROUTES: Final = group_routes(*PEER_ROUTES)
 
-BATCH_BYTES: Final = MAX_MESSAGE_BYTES // 4  # of block ids in one batch
+BATCH_BYTES: Final = MAX_MESSAGE_BYTES // 4  # bytes of block ids per batch
 
 
 _Entry: TypeAlias = PlanEntry[GroupTransfer]

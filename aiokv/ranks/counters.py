@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from aiokv.base.plan import TransferPlan
     from aiokv.worker.layers import LayerDoneCounter
 
-KEPT_COUNTERS: Final = 4096  # of ended transfers, for a runner that waits late
+KEPT_COUNTERS: Final = 4096  # counters of ended transfers, for a runner that waits late
 
 
 class Counters:
@@ -93,7 +93,7 @@ class Counters:
                     del self._expected[transfer_id]
 
     def clear(self, reason: str) -> None:
-        """Drop the counters of ended transfers; plans that have not arrived will not arrive."""
+        """Drop the counters of ended transfers, and fail waits for plans that have not arrived."""
         for arrivals in self._expected.values():
             for arrival in arrivals:
                 if not arrival.done():

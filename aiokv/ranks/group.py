@@ -143,7 +143,9 @@ class RankGroup(Unique):
         self._identity: StoreIdentity | None = None
         self._clock = clock
         self._host_blocks = 0
-        self._windows: dict[str, WindowGroup] = {}  # those with host blocks; with peers, all
+        self._windows: dict[
+            str, WindowGroup
+        ] = {}  # groups with host blocks; with peers, all groups
         self._failure: RankLost | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._opened = False

@@ -101,7 +101,7 @@ class Membership:
         self._has_peers = has_peers
         self._on_ticket_ended = on_ticket_ended
         self._on_lost = on_lost
-        self._limits = WireLimits()  # of connections; set by `open`
+        self._limits = WireLimits()  # limits of connections; set by `open`
         self._change_waiters: list[asyncio.Future[None]] = []
         self._clock = clock
         self._ticked_at = 0.0

@@ -549,7 +549,7 @@ class Rank(Unique):
             await self._steps_finished()
             await self._controller.sleep(frozenset(begin.asleep))
             self.is_asleep = "device" in begin.asleep
-        except Exception as error:  # of any class: the manager gets the reason
+        except Exception as error:  # any class: the manager gets the reason
             log.error("rank.cannot_begin", rank=self.rank, exc_info=error)
             self._send(Broken(reason=_reason_of(error)))
             return

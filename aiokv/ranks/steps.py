@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from aiokv.errors import UsageError
-from aiokv.worker.steps import StepClock
+from aiokv.worker.steps import WorkerStepClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ class GroupSteps:
     """
 
     def __init__(self, ranks: Sequence[RankState], is_lost: Callable[[], bool]) -> None:
-        self.clock = StepClock()
+        self.clock = WorkerStepClock()
         self.on_step: Callable[[int, BaseException | None], None] = lambda step, error: None
         self._is_lost = is_lost
         self._ranks = ranks

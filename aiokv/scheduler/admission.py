@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from aiokv.scheduler.quota import SaltQuota
 
 
-class Request(Entry):
+class WaitingRequest(Entry):
     """Lease that waits for its salt's quota, then for capacity; it holds no blocks.
 
     Attributes:
@@ -89,10 +89,10 @@ class Admission:
         self._quota = quota
         self._granting = granting
         self._outbox = outbox
-        self._line: PriorityLine[Request] = PriorityLine(quota.sequence)
-        self._store_waits: PriorityLine[Request] = PriorityLine(quota.sequence)
-        self.requests: dict[int, Request] = {}
-        self._endings: Endings[Request] = Endings()
+        self._line: PriorityLine[WaitingRequest] = PriorityLine(quota.sequence)
+        self._store_waits: PriorityLine[WaitingRequest] = PriorityLine(quota.sequence)
+        self.requests: dict[int, WaitingRequest] = {}
+        self._endings: Endings[WaitingRequest] = Endings()
 
     def __len__(self) -> int:
         """Return the number of requests that wait for capacity."""
@@ -120,7 +120,7 @@ class Admission:
             return True
         return bool(self._line) and (priority is None or priority >= self._line.first_priority())
 
-    def join(self, request: Request, *, counted: bool) -> None:
+    def join(self, request: WaitingRequest, *, counted: bool) -> None:
         """Let a request wait that could not be granted at once.
 
         Args:
@@ -133,7 +133,7 @@ class Admission:
         else:
             self._quota.join(request)
 
-    def join_store(self, request: Request) -> None:
+    def join_store(self, request: WaitingRequest) -> None:
         """Let a request take its place, and wait for a store before it is served."""
         self.requests[request.lease_id] = request
         request.enter(self._store_waits, request.priority)
@@ -151,7 +151,7 @@ class Admission:
         else:
             self._quota.join(request, ticket[1])
 
-    def _enter(self, request: Request, ticket: Ticket | None = None) -> None:
+    def _enter(self, request: WaitingRequest, ticket: Ticket | None = None) -> None:
         """Let a request wait for capacity, at the place of a ticket or at the last place."""
         # A swapped table is split between the tiers once granted: taking the grant back loses it.
         request.takes_turn = self._core.is_swapped(request.lease_id)
@@ -178,7 +178,7 @@ class Admission:
             self._remove(request)
         return grant
 
-    def _attempt(self, request: Request) -> Grant | None:
+    def _attempt(self, request: WaitingRequest) -> Grant | None:
         return self._granting.attempt(
             request.lease_id, request.num_tokens, reserve_blocks=request.reserve_blocks
         )
@@ -199,7 +199,7 @@ class Admission:
         self._quota.left(request.salt)
         return lets_others_pass
 
-    def _remove(self, request: Request) -> None:
+    def _remove(self, request: WaitingRequest) -> None:
         request.leave()
         del self.requests[request.lease_id]
 
@@ -208,7 +208,7 @@ class Admission:
         if request := self.requests.get(lease_id):
             self._refuse(request, error)
 
-    def _refuse(self, request: Request, error: AiokvError) -> None:
+    def _refuse(self, request: WaitingRequest, error: AiokvError) -> None:
         self._outbox.effects.refused.append((request.lease_id, error))
         self.leave(request.lease_id)
 
@@ -264,11 +264,11 @@ class Admission:
         self._remove(request)
         return True
 
-    def entries(self, limit: int | None = None) -> list[Request]:
+    def entries(self, limit: int | None = None) -> list[WaitingRequest]:
         """Return the first ``limit`` requests that wait for capacity, or all, in line order."""
         return self._line.in_order(limit)
 
-    def store_waits(self, limit: int | None = None) -> list[Request]:
+    def store_waits(self, limit: int | None = None) -> list[WaitingRequest]:
         """Return the first ``limit`` requests that wait for a store, or all, in line order."""
         return self._store_waits.in_order(limit)
 

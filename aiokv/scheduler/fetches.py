@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aiokv.base.groups import ATTENTION
 from aiokv.base.plan import FETCH
 from aiokv.scheduler.groups import block_groups
 from aiokv.scheduler.guarded import guarded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from aiokv._native import Core
     from aiokv.base.plan import Priority
     from aiokv.config.cache_config import CacheConfig
     from aiokv.scheduler.effects import Effects, Outbox
     from aiokv.scheduler.guarded import TransitionErrors
-    from aiokv.scheduler.plans import Plans
+    from aiokv.scheduler.plans import PlanMaker
     from aiokv.scheduler.store_saver import StoreSaver
 
 
@@ -27,7 +26,7 @@ class Fetches:
         self,
         config: CacheConfig,
         core: Core,
-        plans: Plans,
+        plans: PlanMaker,
         outbox: Outbox,
         errors: TransitionErrors,
         store_saver: StoreSaver,
@@ -38,67 +37,54 @@ class Fetches:
         self._outbox = outbox
         self._store_saver = store_saver
         self._groups = block_groups(config)
-        self._priorities: dict[int, Priority] = {}  # of the fetches in flight
+        self._priorities: dict[int, Priority] = {}  # priorities of the fetches in flight
 
     # --- transitions ----------------------------------------------------------------------------
 
     @guarded
     def begin(
-        self, lease_id: int, num_blocks: int, priority: Priority, replaced: int = 0
+        self,
+        lease_id: int,
+        num_blocks: int,
+        priority: Priority,
+        replaced: int = 0,
+        group: str = ATTENTION,
     ) -> tuple[int, Effects]:
-        """Begin to fetch up to ``num_blocks`` blocks that follow the cached prefix of a lease.
+        """Begin to fetch blocks of a group for a lease.
 
-        A lease joins the fetch in flight that brings its next missing block. Blocks that have
-        arrived are cached on the host, even if the lease has ended. Host blocks are evicted to
-        make room.
+        Of ``"attention"``, up to ``num_blocks`` blocks that follow the cached prefix of the lease.
+        Of another group, the copies that a hit of ``num_blocks`` cached blocks lacks.
+
+        A lease joins the fetch in flight that brings its first missing block or copy. What has
+        arrived is cached on the host, even if the lease has ended. Host blocks, or copies of the
+        group, are evicted to make room.
 
         Args:
             lease_id: a matched lease.
-            num_blocks: number of blocks of ``read.missing`` that a store has.
+            num_blocks: of ``"attention"``, number of blocks of ``read.missing`` that a store has;
+                else number of blocks of its prompt, all of which are cached.
             priority: priority of the transfer. If the lease joins a transfer of lower priority,
                 that transfer gets this priority.
-            replaced: a late fetch, which this lease and later ones do not join: its blocks are
-                fetched again. Whichever fetch brings a block first is used. 0 for none.
+            replaced: of ``"attention"``, a late fetch, which this lease and later ones do not join:
+                its blocks are fetched again. Whichever fetch brings a block first is used. 0 for
+                none.
+            group: ``"attention"``, or the name of a group from ``read.groups``.
 
         Returns:
             The transfer; 0 when there is nothing to fetch, no host room can be made, admission is
-            paused, or a tier is asleep.
+            paused, or a tier is asleep; of another group, also when the blocks are not cached.
         """
-        return self._begin(self._core.begin_fetch, (lease_id, num_blocks, replaced), priority)
-
-    @guarded
-    def begin_group(
-        self, lease_id: int, num_blocks: int, group: str, priority: Priority
-    ) -> tuple[int, Effects]:
-        """Begin to fetch what a hit of ``num_blocks`` cached blocks lacks in a group.
-
-        A lease joins the fetch in flight that brings the first missing copy. Copies that have
-        arrived are cached on the host, even if the lease has ended. Copies are evicted to make
-        room.
-
-        Args:
-            lease_id: a matched lease.
-            num_blocks: number of blocks of its prompt; all are cached.
-            group: name of the group, from ``read.groups``.
-            priority: as for ``begin``.
-
-        Returns:
-            The transfer; 0 when the tiers have all that the hit needs, the blocks are not cached,
-            no host room can be made, admission is paused, or a tier is asleep.
-        """
-        arguments = lease_id, self._groups[group].number, num_blocks
-        return self._begin(self._core.begin_auxiliary_fetch, arguments, priority)
-
-    # --- parts of transitions -------------------------------------------------------------------
-
-    def _begin(
-        self, begin: Callable[..., int], arguments: tuple[int, ...], priority: Priority
-    ) -> tuple[int, Effects]:
         if not self._store_saver.is_active:
             return 0, self._outbox.pending
-        transfer_id = begin(*arguments)
+        if group == ATTENTION:
+            transfer_id = self._core.begin_fetch(lease_id, num_blocks, replaced)
+        else:
+            number = self._groups[group].number
+            transfer_id = self._core.begin_auxiliary_fetch(lease_id, number, num_blocks)
         self._submit(transfer_id, priority)
         return transfer_id, self._outbox.pending
+
+    # --- parts of transitions -------------------------------------------------------------------
 
     def _submit(self, transfer_id: int, priority: Priority) -> None:
         known = self._priorities.get(transfer_id)

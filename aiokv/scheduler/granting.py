@@ -10,7 +10,7 @@ from aiokv.scheduler.effects import Grant
 if TYPE_CHECKING:
     from aiokv._native import Core
     from aiokv.scheduler.effects import Outbox
-    from aiokv.scheduler.plans import Plans
+    from aiokv.scheduler.plans import PlanMaker
     from aiokv.scheduler.saver import Saver
 
 _NO_ROOM, _READY, _LOADING = range(3)  # returned by Core.allocate
@@ -25,7 +25,7 @@ class Granting:
     """
 
     def __init__(
-        self, core: Core, plans: Plans, saver: Saver, outbox: Outbox, block_tokens: int
+        self, core: Core, plans: PlanMaker, saver: Saver, outbox: Outbox, block_tokens: int
     ) -> None:
         self._core = core
         self._plans = plans

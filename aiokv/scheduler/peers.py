@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aiokv._native import ATTENTION_GROUP
+from aiokv.base.groups import ATTENTION
 from aiokv.errors import UsageError
 from aiokv.scheduler.effects import Moved
 from aiokv.scheduler.groups import block_groups
@@ -19,11 +21,11 @@ if TYPE_CHECKING:
     from aiokv.scheduler.guarded import TransitionErrors
     from aiokv.scheduler.owners import Owners
     from aiokv.scheduler.pending import PendingBlocks
-    from aiokv.scheduler.plans import Plans
+    from aiokv.scheduler.plans import PlanMaker
     from aiokv.scheduler.saver import Saver
 
 
-class Peers:
+class ReceivesAndSends:
     """Begins the receives and sends of one cache, cancels them, and reports their ends.
 
     The methods of the first section are transitions of the scheduler.
@@ -45,7 +47,7 @@ class Peers:
         self,
         config: CacheConfig,
         core: Core,
-        plans: Plans,
+        plans: PlanMaker,
         outbox: Outbox,
         clock: StepClock,
         *,
@@ -72,110 +74,19 @@ class Peers:
 
     @guarded
     def receive(
-        self, lease_id: int, ticket_id: bytes, first_block: int, num_blocks: int
-    ) -> tuple[int, Effects]:
-        """Begin to receive blocks of a lease from a peer.
-
-        The lease may be released, preempted or truncated meanwhile: its blocks are freed when the
-        transfer has ended. Until then, the lease can neither be swapped nor compute.
-
-        Args:
-            lease_id: a granted lease whose onloads have ended, and with which no batch computes.
-            ticket_id: 16 bytes.
-            first_block: index in the table; the block has no computed position.
-            num_blocks: number of blocks, at least 1.
-
-        Returns:
-            The transfer. An entry of ``Effects.moved`` names it when it has ended, unless the lease
-            was released or preempted. ``commit_received`` publishes its blocks.
-
-        Raises:
-            LeaseError: the lease is not in the state above, the blocks are computed, shared or
-                being received, or the cache was reset after the grant.
-            UsageError: the table does not have these blocks, or ``ticket_id`` is not 16 bytes.
-        """
-        return self._begin(self._core.receive, lease_id, ticket_id, first_block, num_blocks)
-
-    @guarded
-    def send(
         self,
         lease_id: int,
         ticket_id: bytes,
-        first_block: int,
-        num_blocks: int,
-        first_range: int = 0,
-        end_range: int = 0,
-    ) -> tuple[int, Effects]:
-        """Begin to send computed blocks of a lease to a peer.
-
-        The lease may compute, be released, preempted or truncated meanwhile: the blocks are freed
-        when the transfer has ended. Until then, the lease cannot be swapped.
-
-        Args:
-            lease_id: a granted lease whose onloads have ended.
-            ticket_id: 16 bytes.
-            first_block: index in the table.
-            num_blocks: number of blocks, at least 1; the last one may be computed in part.
-            first_range: first range of layers, as the worker numbers them.
-            end_range: end of the ranges; 0 to send each block as a whole.
-
-        Returns:
-            The transfer. An entry of ``Effects.moved`` names it when it has ended, unless the lease
-            was released or preempted.
-
-        Raises:
-            LeaseError: the lease is not in the state above, the blocks are not computed, or the
-                cache was reset after the grant.
-            UsageError: the table does not have these blocks, or ``ticket_id`` is not 16 bytes.
-        """
-        return self._begin(
-            self._core.send, lease_id, ticket_id, first_block, num_blocks, first_range, end_range
-        )
-
-    @guarded
-    def send_early(
-        self,
-        lease_id: int,
-        ticket_id: bytes,
-        first_block: int,
-        num_blocks: int,
-        first_range: int,
-        end_range: int,
-        mark: int,
-    ) -> tuple[int, Effects]:
-        """Begin to send some layers of blocks that a lease is computing to a peer.
-
-        The caller must send the last range of layers with ``send``, so that the receiver completes
-        no block before its positions are committed here. Otherwise as ``send``.
-
-        Args:
-            lease_id: a granted lease whose onloads have ended.
-            ticket_id: 16 bytes.
-            first_block: index in the table.
-            num_blocks: number of blocks, at least 1.
-            first_range: first range of layers, as the worker numbers them.
-            end_range: end of the ranges; not that of all layers.
-            mark: see ``TransferPlan.mark``.
-
-        Returns:
-            The transfer; ``Effects.moved`` as for ``send``.
-
-        Raises:
-            LeaseError: the lease is not in the state above, the blocks are being received, or the
-                cache was reset after the grant.
-            UsageError: the table does not have these blocks, there is no range, or ``ticket_id`` is
-                not 16 bytes.
-        """
-        blocks = first_block, num_blocks
-        ranges = first_range, end_range
-        step = self._clock.open
-        return self._begin(self._core.send_early, lease_id, ticket_id, *blocks, *ranges, mark, step)
-
-    @guarded
-    def receive_group(
-        self, lease_id: int, ticket_id: bytes, group: str, num_tokens: int
+        num_tokens: int,
+        group: str = ATTENTION,
+        first_block: int = 0,
     ) -> tuple[int, Effects]:
         """Begin to receive the blocks of a group that are needed after ``num_tokens`` positions.
+
+        Of ``"attention"``, these are the blocks from ``first_block`` on. The lease may be released,
+        preempted or truncated meanwhile: its blocks are freed when the transfer has ended. Until
+        then, the lease can neither be swapped nor compute. ``commit_received`` publishes the
+        blocks.
 
         Of a window group, these are the blocks of its window and of its sink. All window tables of
         the lease are those behind ``num_tokens`` from now on. So the lease can neither compute nor
@@ -193,43 +104,72 @@ class Peers:
         Args:
             lease_id: a granted lease whose onloads have ended, and with which no batch computes.
             ticket_id: 16 bytes.
-            group: ``"state"``, or a name in ``CacheConfig.windows``.
-            num_tokens: all positions before it are computed or received, and not all are computed;
-                the same for all groups.
+            num_tokens: of ``"attention"``, the last block is that of position ``num_tokens - 1``.
+                Of the other groups, all positions before ``num_tokens`` are computed or received,
+                and not all are computed; the same number for all groups.
+            group: ``"attention"``, ``"state"``, or a name in ``CacheConfig.windows``.
+            first_block: of ``"attention"``, index in the table; the block has no computed position.
 
         Returns:
-            The transfer; ``Effects.moved`` as for ``receive``, with 1 block for the state.
+            The transfer. An entry of ``Effects.moved`` names it when it has ended, with 1 block for
+            the state, unless the lease was released or preempted.
 
         Raises:
-            LeaseError: the lease is not in the state above, or the cache was reset after the grant.
-            UsageError: the model has no such group, or ``ticket_id`` is not 16 bytes.
+            LeaseError: the lease is not in the state above, the blocks are computed, shared or
+                being received, or the cache was reset after the grant.
+            UsageError: the table does not have these blocks, the model has no such group, or
+                ``ticket_id`` is not 16 bytes.
         """
-        number, step = self._number(group), self._clock.open
-        return self._begin(self._core.receive_group, lease_id, ticket_id, number, num_tokens, step)
+        begin, step = self._core.receive, self._clock.open
+        number = self._number(group)
+        return self._begin(begin, lease_id, ticket_id, num_tokens, number, first_block, step)
 
     @guarded
-    def send_group(
-        self, lease_id: int, ticket_id: bytes, group: str, num_tokens: int
+    def send(
+        self,
+        lease_id: int,
+        ticket_id: bytes,
+        num_tokens: int,
+        group: str = ATTENTION,
+        first_block: int = 0,
+        first_range: int = 0,
+        end_range: int = 0,
+        mark: int = 0,
     ) -> tuple[int, Effects]:
         """Begin to send the blocks of a group that are needed after ``num_tokens`` positions.
 
-        Until the transfer has ended, the lease cannot compute, commit or be swapped.
+        Of ``"attention"``, these are the blocks from ``first_block`` on, or ranges of their layers.
+        The lease may compute, be released, preempted or truncated meanwhile: the blocks are freed
+        when the transfer has ended. Until then, the lease cannot be swapped. With a ``mark``, the
+        lease may still be computing the blocks; the last range of layers must be sent without one,
+        so that the receiver completes no block before its positions are committed here.
+
+        Of the other groups: until the transfer has ended, the lease cannot compute, commit or be
+        swapped.
 
         Args:
-            lease_id: a granted lease whose onloads have ended, and with which no batch computes.
+            lease_id: a granted lease whose onloads have ended; for other groups than
+                ``"attention"``, no batch computes with it.
             ticket_id: 16 bytes.
-            group: ``"state"``, or a name in ``CacheConfig.windows``.
-            num_tokens: the number of computed positions.
+            num_tokens: of ``"attention"``, the last block is that of position ``num_tokens - 1``;
+                it may be computed in part. Of the other groups, the number of computed positions.
+            group: ``"attention"``, ``"state"``, or a name in ``CacheConfig.windows``.
+            first_block: of ``"attention"``, index in the table.
+            first_range: likewise, the first range of layers, as the worker numbers them.
+            end_range: likewise, the end of the ranges; 0 to send each block as a whole.
+            mark: see ``TransferPlan.mark``; 0 when the blocks are computed.
 
         Returns:
-            The transfer; ``Effects.moved`` as for ``send``, with 1 block for the state.
+            The transfer; ``Effects.moved`` as for ``receive``.
 
         Raises:
-            LeaseError: the lease is not in the state above, or the cache was reset after the grant.
-            UsageError: the model has no such group, or ``ticket_id`` is not 16 bytes.
+            LeaseError: the lease is not in the state above, the blocks are not computed, or with a
+                mark, they are being received; or the cache was reset after the grant.
+            UsageError: the table does not have these blocks, the model has no such group, a mark
+                has no range of layers, or ``ticket_id`` is not 16 bytes.
         """
-        number = self._number(group)
-        return self._begin(self._core.send_group, lease_id, ticket_id, number, num_tokens)
+        part = num_tokens, self._number(group), first_block, first_range, end_range, mark
+        return self._begin(self._core.send, lease_id, ticket_id, *part, self._clock.open)
 
     @guarded
     def end(self, lease_id: int, ticket_id: bytes) -> Done:
@@ -296,8 +236,11 @@ class Peers:
 
     def _number(self, group: str) -> int:
         """Return the number of a group in the core."""
+        if group == ATTENTION:
+            return ATTENTION_GROUP
         if group not in self._groups:
-            raise UsageError(f"group is {group!r}; it must be one of {list(self._groups)}")
+            known = [ATTENTION, *self._groups]
+            raise UsageError(f"group is {group!r}; it must be one of {known}")
         return self._groups[group].number
 
     def _begin(self, begin: Callable[..., int], *args: int | bytes) -> tuple[int, Effects]:

@@ -99,7 +99,7 @@ def _store_config(config: CacheConfig) -> StoreConfig:
     )
 
 
-class Plans:
+class PlanMaker:
     """Makes the plans of one core's transfers, and reports their ends to the core."""
 
     def __init__(

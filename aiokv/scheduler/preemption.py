@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from aiokv.scheduler.effects import Outbox
     from aiokv.scheduler.owners import Owners
     from aiokv.scheduler.pending import PendingBlocks
-    from aiokv.scheduler.plans import Plans
+    from aiokv.scheduler.plans import PlanMaker
     from aiokv.scheduler.quota import SaltQuota
 
 
@@ -42,7 +42,7 @@ class Preemption:
         self,
         config: CacheConfig,
         core: Core,
-        plans: Plans,
+        plans: PlanMaker,
         outbox: Outbox,
         clock: StepClock,
         *,

@@ -13,7 +13,7 @@ from aiokv.scheduler.sharded import SHARDS, Sharded
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from aiokv.scheduler.admission import Request
+    from aiokv.scheduler.admission import WaitingRequest
 
 
 class SaltQuota:
@@ -32,7 +32,8 @@ class SaltQuota:
         self.limit_blocks = limit_blocks
         self._held: dict[str, int] = {}
         self._by_lease: Sharded[tuple[str, int]] = Sharded()
-        self._lines: dict[str, PriorityLine[Request]] = {}  # salts with waiting requests only
+        # Salts with waiting requests only.
+        self._lines: dict[str, PriorityLine[WaitingRequest]] = {}
         self.sequence = count()
         self._due: OrderedDict[str, None] = OrderedDict()  # salts whose requests may fit now
 
@@ -69,9 +70,9 @@ class SaltQuota:
         """Return True if the blocks fit and no earlier request of the salt waits.
 
         Args:
-            salt: salt of a request that took its place before.
-            num_blocks: its blocks.
-            arrival: its number of ``sequence``.
+            salt: salt of a request that has a place in line.
+            num_blocks: blocks of the request.
+            arrival: number that the request has drawn from ``sequence``.
         """
         line = self._lines.get(salt)
         first = line.first() if line else None
@@ -126,7 +127,7 @@ class SaltQuota:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def join(self, request: Request, arrival: int | None = None) -> None:
+    def join(self, request: WaitingRequest, arrival: int | None = None) -> None:
         """Let a request wait until its blocks fit.
 
         Args:
@@ -155,7 +156,7 @@ class SaltQuota:
         """True if ``next_fitting`` has salts to check."""
         return bool(self._due)
 
-    def next_fitting(self) -> Request | None:
+    def next_fitting(self) -> WaitingRequest | None:
         """Return the first request whose blocks fit; count it and remove it from its line."""
         while self._due:
             salt = next(iter(self._due))
@@ -170,18 +171,18 @@ class SaltQuota:
             del self._due[salt]
         return None
 
-    def take_lines(self) -> list[PriorityLine[Request]]:
+    def take_lines(self) -> list[PriorityLine[WaitingRequest]]:
         """Remove and return all lines."""
         lines, self._lines = list(self._lines.values()), {}
         self._due.clear()
         return lines
 
     @property
-    def lines(self) -> Collection[PriorityLine[Request]]:
+    def lines(self) -> Collection[PriorityLine[WaitingRequest]]:
         """Lines of all salts with waiting requests."""
         return self._lines.values()
 
-    def requests(self, limit: int | None = None) -> list[Request]:
+    def requests(self, limit: int | None = None) -> list[WaitingRequest]:
         """Return the first ``limit`` waiting requests, or all, by salt and in line order."""
         waiting = (request for line in self._lines.values() for request in line.in_order(limit))
         return list(islice(waiting, limit))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from aiokv._native import Core
     from aiokv.config.cache_config import CacheConfig
     from aiokv.scheduler.effects import Outbox
-    from aiokv.scheduler.plans import Plans
+    from aiokv.scheduler.plans import PlanMaker
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class Saver:
         saves_before_extend: True when ``extend`` fails rather than evict a block unsaved.
     """
 
-    def __init__(self, config: CacheConfig, core: Core, plans: Plans, outbox: Outbox) -> None:
+    def __init__(self, config: CacheConfig, core: Core, plans: PlanMaker, outbox: Outbox) -> None:
         self._core = core
         self._plans = plans
         self._outbox = outbox

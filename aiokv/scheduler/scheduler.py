@@ -19,7 +19,7 @@ from aiokv.errors import (
     UsageError,
     WouldBlock,
 )
-from aiokv.scheduler.admission import Admission, Request, already_waits
+from aiokv.scheduler.admission import Admission, WaitingRequest, already_waits
 from aiokv.scheduler.clock import StepClock
 from aiokv.scheduler.decoding import Decoding
 from aiokv.scheduler.effects import Fork, Grant, Outbox
@@ -29,10 +29,10 @@ from aiokv.scheduler.gate import Gate
 from aiokv.scheduler.granting import Granting
 from aiokv.scheduler.guarded import TransitionErrors, guarded
 from aiokv.scheduler.owners import Owners
-from aiokv.scheduler.peers import Peers
+from aiokv.scheduler.peers import ReceivesAndSends
 from aiokv.scheduler.pending import PendingBlocks
 from aiokv.scheduler.pins import Pins
-from aiokv.scheduler.plans import Plans, new_core
+from aiokv.scheduler.plans import PlanMaker, new_core
 from aiokv.scheduler.preemption import Preemption
 from aiokv.scheduler.quota import SaltQuota
 from aiokv.scheduler.reader import CacheReader
@@ -85,15 +85,11 @@ TRANSITIONS: Final = (
     "finish_step",
     "collect_backups",
     "fetches.begin",
-    "fetches.begin_group",
     "store_saver.collect",
     "save",
     "peers.commit_received",
     "peers.receive",
     "peers.send",
-    "peers.send_early",
-    "peers.receive_group",
-    "peers.send_group",
     "peers.end",
     "complete",
     "note_cancelling",
@@ -156,7 +152,9 @@ class CacheScheduler:
         self._outbox = Outbox()
         self._clock = StepClock()
         self._gate = Gate()
-        self._plans = Plans(core, saves_states=config.host_state_slots > 0, windows=config.windows)
+        self._plans = PlanMaker(
+            core, saves_states=config.host_state_slots > 0, windows=config.windows
+        )
         self._saver = Saver(config, core, self._plans, self._outbox)
         self.store_saver = StoreSaver(
             core, self._gate, self._plans, self._outbox, errors, has_stores
@@ -168,7 +166,7 @@ class CacheScheduler:
             core, self._gate, self._quota, self._granting, self._outbox, errors
         )
         self._pending = PendingBlocks(core, self._outbox)
-        self.peers = Peers(
+        self.peers = ReceivesAndSends(
             config,
             core,
             self._plans,
@@ -482,7 +480,7 @@ class CacheScheduler:
         counted = self._quota.admits(salt, num_blocks)
         if counted:
             self._quota.count(lease_id, salt, num_blocks)
-        request = Request(lease_id, salt, num_tokens, num_blocks, priority, reserve_blocks)
+        request = WaitingRequest(lease_id, salt, num_tokens, num_blocks, priority, reserve_blocks)
         self._admission.join(request, counted=counted)
         return None, self._outbox.pending
 
@@ -496,7 +494,7 @@ class CacheScheduler:
         self._quota.check_request(num_blocks)
         salt = self._salt(lease_id)
         self._admission.join_store(
-            Request(lease_id, salt, num_tokens, num_blocks, priority, reserve_blocks)
+            WaitingRequest(lease_id, salt, num_tokens, num_blocks, priority, reserve_blocks)
         )
 
     @guarded
@@ -922,7 +920,7 @@ class CacheScheduler:
 
     def _collect_backups(self) -> bool:
         begun = self._saver.collect()
-        if self._external is not None:  # what cannot be saved is given up
+        if self._external is not None:  # gives up blocks that cannot be saved
             if not self._saver.is_active:
                 self._core.give_up_saves()
             self._external.settle()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from aiokv.scheduler.effects import Effects, Outbox
     from aiokv.scheduler.gate import Gate
     from aiokv.scheduler.guarded import TransitionErrors
-    from aiokv.scheduler.plans import Plans
+    from aiokv.scheduler.plans import PlanMaker
 
 
 class StoreSaver:
@@ -30,7 +30,7 @@ class StoreSaver:
         self,
         core: Core,
         gate: Gate,
-        plans: Plans,
+        plans: PlanMaker,
         outbox: Outbox,
         errors: TransitionErrors,
         has_stores: bool,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FAILURES: Final = 3  # of one operation in a row
+FAILURES: Final = 3  # failures in a row of one operation that open the breaker
 FIRST_PAUSE_SECONDS: Final = 0.5
 
 State = Literal["closed", "open", "probing"]

@@ -60,8 +60,8 @@ class Cost:
     def __init__(self) -> None:
         self._latency = _Rate()  # per batch
         self._transfer = _Rate()  # per byte
-        self._small: dict[Batch, None] = {}  # in flight, in the order of their begins
-        self._large: dict[Batch, None] = {}
+        self._small: dict[StoreBatch, None] = {}  # in flight, in the order of their begins
+        self._large: dict[StoreBatch, None] = {}
         self._share = 0.0  # seconds of the store that each large batch in flight has had so far
         self._shared_until = 0.0
         self._progress_at = 0.0  # end of the newest large operation, or begin of the first batch
@@ -80,7 +80,7 @@ class Cost:
         """Note that a small batch has taken ``seconds``."""
         self._latency.note(1, seconds, now)
 
-    def begin(self, num_bytes: int, now: float, num_blocks: int = 1) -> Batch:
+    def begin(self, num_bytes: int, now: float, num_blocks: int = 1) -> StoreBatch:
         """Return a batch that begins now. The caller must call its ``end``.
 
         Args:
@@ -89,7 +89,7 @@ class Cost:
             num_blocks: number of blocks.
         """
         is_large = num_bytes >= LATENCY_BYTES or num_blocks > LATENCY_BLOCKS
-        batch = Batch(self, num_bytes, now, is_large=is_large)
+        batch = StoreBatch(self, num_bytes, now, is_large=is_large)
         if is_large:
             if not self._large:
                 self._progress_at = now
@@ -99,7 +99,7 @@ class Cost:
             self._small[batch] = None
         return batch
 
-    def note_large(self, batch: Batch, num_bytes: int, now: float) -> None:
+    def note_large(self, batch: StoreBatch, num_bytes: int, now: float) -> None:
         """Note that an operation of a large batch has taken the time since ``batch.began``."""
         seconds = now - batch.began
         share = self._shared(now) - batch.share
@@ -108,19 +108,19 @@ class Cost:
             self._latency.note(1, seconds, now)
         self.advance(batch, now)
 
-    def advance(self, batch: Batch, now: float) -> None:
+    def advance(self, batch: StoreBatch, now: float) -> None:
         """Note that the next operation of a large batch begins."""
         batch.began, batch.share = now, self._shared(now)
         self._progress_at = now
 
-    def note_small(self, batch: Batch, moved_bytes: int, now: float) -> None:
+    def note_small(self, batch: StoreBatch, moved_bytes: int, now: float) -> None:
         """Note that a small batch has taken the time since ``batch.began``."""
         seconds = now - batch.began
         self._latency.note(1, seconds, now)
         if seconds < moved_bytes * self._transfer.seconds:
             self._transfer.note(moved_bytes, seconds, now)
 
-    def remove(self, batch: Batch) -> None:
+    def remove(self, batch: StoreBatch) -> None:
         """Note that a batch is no longer in flight."""
         self._small.pop(batch, None)
         self._large.pop(batch, None)
@@ -155,7 +155,7 @@ class Cost:
         )
 
 
-class Batch:
+class StoreBatch:
     """One load or save, whose bytes are moved by one or more operations, one after the other.
 
     Attributes:

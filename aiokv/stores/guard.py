@@ -4,7 +4,7 @@ Each operation has a deadline, and a slot among a bounded number of operations. 
 calls while the store is unavailable. Loaded blocks count only after their bytes are verified.
 
 An operation has two ends. The caller gets its results at the deadline at the latest. The blocks
-belong to the operation until the store's coroutine has really ended: ``Reply.overdue``.
+belong to the operation until the store's coroutine has really ended: ``StoreResults.overdue``.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
     from aiokv.stores.accesses import Accesses
     from aiokv.stores.base import Store, StoreMemory
     from aiokv.stores.breaker import State
-    from aiokv.stores.cost import Batch
+    from aiokv.stores.cost import StoreBatch
     from aiokv.stores.proof import Proof
     from aiokv.stores.use import StoreUse
 
 T = TypeVar("T")
 log = Log(__name__)
 
-PART_BYTES: Final = 256 << 20  # of one operation, and so of one deadline
+PART_BYTES: Final = 256 << 20  # per operation, and so per deadline
 CLOSE_SECONDS: Final = 10.0  # for operations in flight to end
 
 
-class Reply(NamedTuple):
+class StoreResults(NamedTuple):
     """Results of a load or a save.
 
     Attributes:
@@ -117,7 +117,7 @@ class Costs(NamedTuple):
         return cls(Cost(), Cost(), Cost())
 
 
-class Lookup:
+class GuardedLookup:
     """One lookup of a store, in one or more calls of the store, one after the other.
 
     The deadline limits the time of all calls together. A call that exceeds it is a failure of the
@@ -318,14 +318,14 @@ class StoreGuard:
 
     # --- operations -------------------------------------------------------------------------------
 
-    def begin_lookup(self) -> Lookup:
+    def begin_lookup(self) -> GuardedLookup:
         """Return a lookup with the deadline of the store."""
-        return Lookup(self._look_up, self.use.lookup_seconds)
+        return GuardedLookup(self._look_up, self.use.lookup_seconds)
 
     async def lookup(self, keys: bytes) -> NDArray[np.bool_]:
         """Return for each key whether the store has it, ``[N]`` bool; all False without an answer.
 
-        Cancellation: as for ``Lookup.ask``.
+        Cancellation: as for ``GuardedLookup.ask``.
         """
         found = await self.begin_lookup().ask(keys)
         return np.zeros(len(keys) // KEY_BYTES, np.bool_) if found is None else found
@@ -363,7 +363,7 @@ class StoreGuard:
         blocks: NDArray[np.int32],
         priority: int = Priority.DEMAND,
         accesses: Accesses | None = None,
-    ) -> Reply:
+    ) -> StoreResults:
         """Load object ``i`` into host block ``blocks[i]``, and verify it.
 
         Args:
@@ -378,7 +378,7 @@ class StoreGuard:
 
     async def save(
         self, keys: bytes, blocks: NDArray[np.int32], accesses: Accesses | None = None
-    ) -> Reply:
+    ) -> StoreResults:
         """Store the sealed object in host block ``blocks[i]``.
 
         Args:
@@ -397,7 +397,7 @@ class StoreGuard:
         blocks: NDArray[np.int32],
         priority: int,
         accesses: Accesses | None,
-    ) -> Reply:
+    ) -> StoreResults:
         """Load or save blocks, one operation of the store per part."""
         results = np.full(len(blocks), Result.FAILED, np.uint8)
         batch = way.cost.begin(len(blocks) * self._payload_bytes, _now(), len(blocks))
@@ -405,7 +405,7 @@ class StoreGuard:
             overdue = await self._move_parts(way, keys, blocks, priority, accesses, results, batch)
         finally:
             batch.end()
-        return Reply(results, overdue)
+        return StoreResults(results, overdue)
 
     async def _move_parts(
         self,
@@ -415,7 +415,7 @@ class StoreGuard:
         priority: int,
         accesses: Accesses | None,
         results: NDArray[np.uint8],
-        batch: Batch,
+        batch: StoreBatch,
     ) -> asyncio.Task[Any] | None:
         """Move the parts until one fails, and write their results; return its overdue task."""
         overdue, num_counted = None, 0

@@ -1,26 +1,29 @@
 """Inspection of stores on a file system: list, verify and clean up.
 
 ``aiokv store`` works on the files of a store, whether or not an engine has opened it. A store has
-one or more parts; each kind of store has its own :class:`Part`, which reads and removes blocks.
+one or more directories; each kind of store has its own :class:`StoreDirectory`, which reads and
+removes blocks.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 
+from aiokv import _native
 from aiokv.errors import UsageError
+from aiokv.layout.host_format import TRAILER_BYTES
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
@@ -154,17 +157,36 @@ class Cleaning(msgspec.Struct, frozen=True, kw_only=True):
     kept_blocks: int = 0
 
 
-@dataclass(kw_only=True, eq=False)
-class Reading(ABC):
-    """State of the files of a part at one reading. Methods block, and raise ``OSError``.
+class Place(NamedTuple):
+    """Where an object is.
+
+    Attributes:
+        key: key of its block.
+        file: name of the file, below the directory of the part.
+        num_bytes: bytes of the object, trailer included.
+        offset: of its first byte in the file.
+        slot: its slot in a disk store, over all segment files; None in other stores.
+    """
+
+    key: bytes
+    file: str
+    num_bytes: int
+    offset: int = 0
+    slot: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """State of the files of a part at one reading.
 
     Attributes:
         seconds: ``[N]`` Unix time of the save (disk) or the last use (directory) of each block.
-        order: ``[N]`` blocks in the order in which ``faults`` reads them fastest.
-        block_bytes: bytes of all blocks, with their trailers.
+        order: ``[N]`` blocks in the order in which they are read fastest.
         groups: the blocks by file, or by size of their files.
-        other_bytes: bytes that the file system has allocated for files without blocks.
-        quarantined_blocks: slots that are no longer used because their bytes were wrong.
+        place: returns the place of a block; any thread may call it.
+        keep_only: removes all blocks but those of a mask ``[N]``, and the incomplete files with
+            some names; blocks, raises ``OSError``, and returns the bytes that were freed.
+        disk_bytes: bytes that the file system has allocated for files without blocks.
         incomplete: incomplete files by name, with the Unix time of the last write of each.
         damage: descriptions of the damaged records.
         notes: descriptions of records of saves that a crash has interrupted.
@@ -174,26 +196,22 @@ class Reading(ABC):
 
     seconds: NDArray[np.float64]
     order: NDArray[np.intp]
-    block_bytes: int
     groups: list[FileGroup]
-    other_bytes: int = 0
-    quarantined_blocks: int = 0
+    place: Callable[[int], Place]
+    keep_only: Callable[[NDArray[np.bool_], Sequence[str]], int]
+    disk_bytes: int = 0
     incomplete: dict[str, float] = field(default_factory=dict)
     damage: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     used_by: int | None = None
     obstacle: str = ""
 
-    @abstractmethod
-    def faults(self, blocks: Iterable[int]) -> list[tuple[int, BadBlock]]:
-        """Read blocks from the medium, in any thread; return those whose bytes are wrong."""
-
-    @abstractmethod
-    def keep_only(self, kept: NDArray[np.bool_], abandoned: Sequence[str]) -> int:
-        """Remove all other blocks, and incomplete files; return the bytes that were freed."""
+    def total(self, count: str) -> int:
+        """Return the sum of a number of the groups."""
+        return sum(getattr(group, count) for group in self.groups)
 
 
-class Part(ABC):
+class StoreDirectory(ABC):
     """The files of one store in one directory. All methods block, and raise ``OSError``.
 
     Attributes:
@@ -230,7 +248,7 @@ class StoreFiles:
             blocks.
     """
 
-    def __init__(self, folder: Path, parts: Sequence[Part]) -> None:
+    def __init__(self, folder: Path, parts: Sequence[StoreDirectory]) -> None:
         self._folder = folder
         self._parts = parts
         self._common: dict[str, Any] = {"kind": parts[0].kind, "path": str(folder)}
@@ -253,10 +271,10 @@ class StoreFiles:
             **self._common,
             used_by=readings[0].used_by,
             blocks=len(seconds),
-            block_bytes=sum(reading.block_bytes for reading in readings),
+            block_bytes=sum(group.block_bytes for group in groups),
             disk_bytes=sum(group.disk_bytes for group in groups)
-            + sum(reading.other_bytes for reading in readings),
-            quarantined_blocks=sum(reading.quarantined_blocks for reading in readings),
+            + sum(reading.disk_bytes for reading in readings),
+            quarantined_blocks=sum(group.quarantined_blocks for group in groups),
             incomplete_files=sum(len(reading.incomplete) for reading in readings),
             oldest_seconds=float(seconds.min()) if len(seconds) else None,
             newest_seconds=float(seconds.max()) if len(seconds) else None,
@@ -275,7 +293,7 @@ class StoreFiles:
         for part in self._parts:
             with part.locked():
                 reading = part.read()
-                faults = _faults(reading, stages, threads)
+                faults = _faults(part, reading, stages, threads)
             found.append((part, reading))
             bad += [
                 msgspec.structs.replace(block, file=self._below(part, block.file))
@@ -284,7 +302,7 @@ class StoreFiles:
         return Verification(
             **self._common,
             blocks=sum(len(reading.seconds) for _, reading in found),
-            block_bytes=sum(reading.block_bytes for _, reading in found),
+            block_bytes=sum(reading.total("block_bytes") for _, reading in found),
             seconds=time.perf_counter() - began,
             bad=bad,
             **self._texts(found),
@@ -321,7 +339,7 @@ class StoreFiles:
                     raise UsageError(reading.obstacle, hint="remove the directory")
                 is_bad = np.zeros(len(reading.seconds), np.bool_)
                 if verify:
-                    is_bad[[block for block, _ in _faults(reading, stages, threads)]] = True
+                    is_bad[[block for block, _ in _faults(part, reading, stages, threads)]] = True
                 limit = -np.inf if older_than_seconds is None else now - older_than_seconds
                 is_old = ~is_bad & (reading.seconds < limit)
                 kept = ~(is_bad | is_old)
@@ -333,17 +351,17 @@ class StoreFiles:
                 counts["old_blocks"] += int(is_old.sum())
                 counts["bad_blocks"] += int(is_bad.sum())
                 counts["kept_blocks"] += int(kept.sum())
-                counts["quarantined_blocks"] += reading.quarantined_blocks
+                counts["quarantined_blocks"] += reading.total("quarantined_blocks")
                 counts["incomplete_files"] += len(abandoned)
                 counts["freed_bytes"] += 0 if dry_run else reading.keep_only(kept, abandoned)
         return Cleaning(**self._common | counts)
 
-    def _below(self, part: Part, text: str) -> str:
+    def _below(self, part: StoreDirectory, text: str) -> str:
         """Return the text behind the path of the part below that of the store, if any."""
         place = part.path.relative_to(self._folder)
         return text if place == Path() else f"{place}/{text}"
 
-    def _texts(self, found: Sequence[tuple[Part, Reading]]) -> dict[str, Any]:
+    def _texts(self, found: Sequence[tuple[StoreDirectory, Reading]]) -> dict[str, Any]:
         return {
             name: [
                 self._below(part, text)
@@ -354,20 +372,52 @@ class StoreFiles:
         }
 
 
-def _faults(reading: Reading, stages: Stages, threads: int) -> list[tuple[int, BadBlock]]:
+def _faults(
+    part: StoreDirectory, reading: Reading, stages: Stages, threads: int
+) -> list[tuple[int, BadBlock]]:
     """Read every block; return those whose bytes are wrong, in the order of reading."""
     order = reading.order.tolist()
     batches = [order[i : i + _BATCH_BLOCKS] for i in range(0, len(order), _BATCH_BLOCKS)]
     progress = stages("verify", len(order))
     found: list[tuple[int, BadBlock]] = []
+
+    def read(batch: list[int]) -> list[tuple[int, BadBlock]]:
+        places = [(block, reading.place(block)) for block in batch]
+        return [
+            (block, BadBlock(key=place.key.hex(), file=place.file, slot=place.slot, reason=reason))
+            for block, place in places
+            if (reason := _fault(part.path / place.file, place))
+        ]
+
     pool = ThreadPoolExecutor(threads, thread_name_prefix="aiokv-verify")
     try:
-        for batch, faults in zip(batches, pool.map(reading.faults, batches), strict=True):
+        for batch, faults in zip(batches, pool.map(read, batches), strict=True):
             found += faults
             progress(len(batch))
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     return found
+
+
+def _fault(path: Path, place: Place) -> str:
+    """Read an object; return a description of its fault, empty if it has none, or was removed."""
+    what = "file" if place.slot is None else "slot"
+    try:
+        with path.open("rb") as file:
+            part = file.fileno(), place.offset, place.num_bytes
+            os.posix_fadvise(*part, os.POSIX_FADV_DONTNEED)  # read the medium, not the page cache
+            file.seek(place.offset)
+            data = file.read(place.num_bytes)
+            os.posix_fadvise(*part, os.POSIX_FADV_DONTNEED)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and place.slot is None:
+            return ""  # an engine has removed the block meanwhile
+        return f"the {what} cannot be read: {error.strerror}"
+    if len(data) < place.num_bytes:
+        return f"the file ends within the {what}"
+    if len(data) < TRAILER_BYTES:
+        return f"the file has {len(data)} bytes, fewer than a trailer"
+    return "" if _native.verify_object(data, place.key) else "length, key or checksum is wrong"
 
 
 def open_files(path: str | os.PathLike[str]) -> StoreFiles:

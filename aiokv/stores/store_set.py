@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from aiokv.base.statistics import GuardStatistics
     from aiokv.stores.accesses import Accesses
     from aiokv.stores.base import Store, StoreMemory
-    from aiokv.stores.guard import Lookup, Reply
+    from aiokv.stores.guard import GuardedLookup, StoreResults
     from aiokv.stores.search import Search
 
 REMEMBERED_LOOKUPS: Final = 256
@@ -282,8 +282,8 @@ class StoreSet:
             search.note(asked, found[stores])
 
     async def _ask_round(
-        self, lookups: dict[int, Lookup], keys: bytes, found: NDArray[np.bool_]
-    ) -> dict[int, Lookup]:
+        self, lookups: dict[int, GuardedLookup], keys: bytes, found: NDArray[np.bool_]
+    ) -> dict[int, GuardedLookup]:
         """Ask stores for keys at the same time, and note in ``found`` which of them they have.
 
         Does not wait for the later stores when the first ones in order have all keys: the later
@@ -293,7 +293,7 @@ class StoreSet:
         Returns:
             The lookups that were answered.
         """
-        answered: dict[int, Lookup] = {}
+        answered: dict[int, GuardedLookup] = {}
         if len(lookups) == 1:  # without a task: an open breaker costs no pass of the loop
             ((store, lookup),) = lookups.items()
             if (answer := await lookup.ask(keys)) is not None:
@@ -346,8 +346,8 @@ class StoreSet:
             accesses: gets each operation that accesses the host blocks.
 
         Returns:
-            The end of the fetch, at the latest when the deadline of each store that was asked has
-            passed.
+            The result of the fetch. The call returns at the latest when the deadlines of all asked
+            stores have passed.
 
         Cancellation: the loads of the stores are cancelled; see ``accesses`` for their ends.
         """
@@ -435,7 +435,7 @@ class _Fetch:
         first = np.where(left.any(axis=0), _first_holders(self._guards, left), -1)
         return [(i, np.flatnonzero(first == i)) for i in sorted(set(first.tolist())) if i >= 0]
 
-    async def load(self, guard: int, indices: NDArray[np.intp]) -> Reply:
+    async def load(self, guard: int, indices: NDArray[np.intp]) -> StoreResults:
         """Load blocks from a store."""
         return await self._guards[guard].load(
             self._keys[indices].tobytes(),
@@ -444,7 +444,7 @@ class _Fetch:
             self._accesses,
         )
 
-    def note(self, guard: int, indices: NDArray[np.intp], reply: Reply) -> None:
+    def note(self, guard: int, indices: NDArray[np.intp], reply: StoreResults) -> None:
         """Note the results of a batch."""
         self._last[indices] = reply.results
         self._left[guard, indices] = False
@@ -514,7 +514,7 @@ def _first_holders(guards: Sequence[StoreGuard], holders: NDArray[np.bool_]) -> 
     return first
 
 
-async def _all_of(calls: list[Any]) -> list[Reply]:
+async def _all_of(calls: list[Any]) -> list[StoreResults]:
     """Await calls at the same time; one call needs no task."""
     if len(calls) == 1:
         return [await calls[0]]

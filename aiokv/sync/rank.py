@@ -49,7 +49,7 @@ class RankThread(Unique):
         rank = aiokv.sync.RankThread(path, rank=tp_rank, regions=regions, device="cuda:0")
         rank.start()  # before or after the engine is opened
         ...
-        layers = rank.layers(transfer_ids)  # of the onloads of this step
+        layers = rank.layers(transfer_ids)  # layers of the onloads of this step
         for layer in range(num_layers):
             layers.gpu_wait(layer, stream, timeout=30.0)
             ...

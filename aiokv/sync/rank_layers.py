@@ -38,7 +38,7 @@ class TransferFailure(msgspec.Struct, frozen=True, kw_only=True):
 Arrived: TypeAlias = "tuple[TransferPlan, LayerDoneCounter]"
 
 
-class Transfers(Protocol):
+class RankTransfers(Protocol):
     """The transfers of a rank in a thread."""
 
     def check_process(self) -> None:
@@ -73,7 +73,7 @@ class RankLayers(Unique):
 
     def __init__(
         self,
-        transfers: Transfers,
+        transfers: RankTransfers,
         transfer_ids: tuple[int, ...],
         num_layers: int,
         waits: LayerWaits,
@@ -82,7 +82,7 @@ class RankLayers(Unique):
         self._num_layers = num_layers
         self._waits = waits
         self._arrived: list[Arrived] = []  # empty, or all
-        self._view: LayerView | None = None  # when all have arrived
+        self._view: LayerView | None = None  # set when all plans have arrived
         self.transfer_ids = transfer_ids
 
     def gpu_wait(self, layer: int, stream: Any, timeout: float | None = None) -> None:

@@ -73,7 +73,7 @@ class Service(Protocol):
         """Close at once: a callback of the loop has failed, and has ended ``serve``."""
 
     def note_end(self) -> None:
-        """Release what waits in other threads: the loop runs no callback any more."""
+        """Wake waiting threads: the loop runs no callback any more."""
 
     def new_closed_error(self) -> AiokvError:
         """Return the error of calls after the end of ``serve``."""
@@ -96,7 +96,7 @@ class LoopThread:
         self._is_claimed = False  # open() was called
         self._has_begun = False  # the thread runs the loop and will close it
         self._thread: threading.Thread | None = None
-        self._ident = 0  # of the thread, while it runs
+        self._ident = 0  # id of the thread while it runs
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing: asyncio.Future[float | None] | None = None  # gets the drain timeout
         self._has_ended = False

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextvars import Context
 
-_PASSES: Final = 10  # of the loop after each timer, for the tasks that it has resumed
+_PASSES: Final = 10  # passes of the loop after each timer, for resumed tasks
 
 
 class Clock:

@@ -38,7 +38,7 @@ _DISCARD_BYTES: Final = 64 << 10
 _FRAGMENT: Final = 1 << 31
 _WORD: Final = struct.Struct("<I")
 _COUNTED: Final = struct.Struct("<QI")
-HEADER_BYTES: Final = _WORD.size + MAC_BYTES  # of a frame with a MAC
+HEADER_BYTES: Final = _WORD.size + MAC_BYTES  # header of a frame with a MAC
 LENGTH_BYTES: Final = _WORD.size  # header of a frame without a MAC
 
 
@@ -131,8 +131,10 @@ class FrameReader:
         self._buffer = self._small  # a larger one while a long frame is read
         self._begin = 0  # bytes begin:end of the buffer were received and not used yet
         self._end = 0
-        self._head: Any = None  # of the fragment that is being read
-        self._rest: memoryview | None = None  # of the fragment; None while it is discarded
+        self._head: Any = None  # header of the fragment that is being read
+        self._rest: memoryview | None = (
+            None  # unread rest of the fragment; None while it is discarded
+        )
         self._discarding = 0  # bytes
         self.stopped = False
 

@@ -15,7 +15,7 @@ from aiokv.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MAX_PATH_BYTES: Final = 107  # of sockaddr_un, less the zero at its end
+MAX_PATH_BYTES: Final = 107  # size of sockaddr_un's path without its final zero
 
 
 def listening_socket(path: Path, backlog: int) -> socket.socket:

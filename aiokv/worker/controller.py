@@ -82,9 +82,7 @@ class CacheController:
         self.plans = PlanTable(self._check_plan, lambda: self.memory.regions.num_layers)
         self._closing = False
         self._closed = False
-        self._turn = (
-            asyncio.Lock()
-        )  # of sleep, wake_up and aclose, which suspend between their parts
+        self._turn = asyncio.Lock()  # held by sleep, wake_up and aclose, which suspend
         self.memory = WorkerMemory(
             regions,
             device,

@@ -87,7 +87,7 @@ class DeviceTransfers(Executor[_Work]):
         self._checksums = checksums
         self._poller = EventPoller()  # until open() gives the loop's
         self._lanes = RouteTable(Lane)
-        self._copy_ids = count(-1, -1)  # of copies that are part of a plan
+        self._copy_ids = count(-1, -1)  # ids of copies that are a part of a plan
 
     def open(self, poller: EventPoller) -> None:
         """Use the poller of the loop from now on."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from aiokv.base.plan import Outcome, Route, TransferPlan
 
-BANDWIDTH_WEIGHT: Final = 0.2  # of the newest transfer in the moving average
+BANDWIDTH_WEIGHT: Final = 0.2  # weight of the newest transfer in the moving average
 LEARN_BYTES: Final = 1 << 20  # smaller transfers are mostly latency: no measure of bandwidth
 
 

@@ -76,9 +76,11 @@ class WorkerMemory:
         self._device_slots: DeviceSlots | None = None
         self._device = device
         self._checksums = checksums
-        self._addresses: set[int] = set()  # of the tensors that are this worker's
+        self._addresses: set[int] = set()  # addresses of this worker's tensors
         self._arena: HostArena | None = None
-        self._side_arenas: dict[Pool, HostArena] = {}  # of state slots, window groups, peers
+        self._side_arenas: dict[
+            Pool, HostArena
+        ] = {}  # arenas of state slots, window groups and peers
         self._copy_sizes: dict[tuple[str, Route], tuple[int, int]] = {}  # see _copy_size()
         self._payloads: dict[str, tuple[int, int]] = {}  # with stores: blocks, bytes of each
         self.asleep: frozenset[Tier] = frozenset()

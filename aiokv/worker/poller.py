@@ -30,7 +30,7 @@ from aiokv.base.percentiles import percentile
 from aiokv.base.state_guard import StateGuard
 from aiokv.base.statistics import DurationHistogram, PollerStatistics
 from aiokv.errors import ClosedError, DeviceError, UsageError
-from aiokv.worker.watches import Stream, Watch, next_query
+from aiokv.worker.watches import Watch, WatchedStream, next_query
 
 if TYPE_CHECKING:
     import asyncio
@@ -49,16 +49,7 @@ IDLE_PASS_SECONDS: Final = 20e-6  # its pass from poll to poll takes no longer t
 LATENCY_SAMPLES: Final = 4096
 
 
-IDLE: Final = PollerStatistics(
-    events=0,
-    queries=0,
-    pending=0,
-    latency_p50_seconds=0.0,
-    latency_p99_seconds=0.0,
-    busy_seconds=0.0,
-    pending_seconds=0.0,
-    latency=DurationHistogram.of(_native.Histogram()),
-)
+IDLE: Final = PollerStatistics(latency=DurationHistogram.of(_native.Histogram()))
 
 
 class EventPoller:
@@ -73,10 +64,11 @@ class EventPoller:
     def __init__(self, guard: StateGuard | None = None) -> None:
         self._guard = guard or StateGuard()
         self._bound_loop: asyncio.AbstractEventLoop | None = None
-        self._thread_id = threading.get_ident()  # of the loop
+        self._thread_id = threading.get_ident()  # thread of the loop
         self.lead_seconds = FIRST_LEAD_SECONDS  # how long before an expected end polling begins
-        self._streams: dict[Hashable, Stream] = {}
-        self._ended: deque[tuple[Stream, Watch, float]] = deque()  # announced, when seen; see _pass
+        self._streams: dict[Hashable, WatchedStream] = {}
+        # Events that were announced as ended, and when they were seen; see _pass.
+        self._ended: deque[tuple[WatchedStream, Watch, float]] = deque()
         self._soon: deque[Callable[[], object]] = deque()
         self._next_soon: asyncio.Handle | None = None
         self._timer: _native.TimerFd | None = None
@@ -88,7 +80,7 @@ class EventPoller:
         self._closed = False
         self._events = 0
         self._queries = 0
-        self._latencies = np.zeros(LATENCY_SAMPLES)  # of the newest events, in a ring
+        self._latencies = np.zeros(LATENCY_SAMPLES)  # latencies of the newest events, in a ring
         self._latency = _native.Histogram()
         self._busy_seconds = 0.0
         self._callback_seconds = 0.0
@@ -144,7 +136,7 @@ class EventPoller:
         now = time.monotonic()
         if not self._streams:
             self._pending_since = now
-        stream = Stream(stream_key)
+        stream = WatchedStream(stream_key)
         stream.queue.append(watch)
         stream.expect(now, now, self.lead_seconds)
         self._streams[stream_key] = stream
@@ -262,14 +254,14 @@ class EventPoller:
         self._account()
         stream = self._streams.get(watch.key)
         if stream is None or not stream.queue or stream.queue[0] is not watch:
-            return  # it is removed when it is the oldest
+            return  # it is removed later, when it is the oldest
         now = time.monotonic()
         skipped_seconds = stream.drop_cancelled() - (watch.work_seconds or 0.0)
         self._next_of(stream, stream.ends_at + skipped_seconds, now)
         if not self._in_pass:
             self._schedule(now)
 
-    def _next_of(self, stream: Stream, began_at: float, now: float) -> None:
+    def _next_of(self, stream: WatchedStream, began_at: float, now: float) -> None:
         """Expect the next event of a stream, whose work began at ``began_at``."""
         if stream.queue:
             stream.expect(began_at, now, self.lead_seconds)
@@ -345,7 +337,7 @@ class EventPoller:
         self._passed_at = now = time.monotonic()
         self._busy_seconds += now - started - self._callback_seconds
 
-    def _ask(self, stream: Stream, until: float) -> None:
+    def _ask(self, stream: WatchedStream, until: float) -> None:
         """Query a stream's oldest event, repeatedly before the time ``until``.
 
         Behind an event that is done the next one is queried, if it should have ended as well.
@@ -384,7 +376,7 @@ class EventPoller:
             self._next_of(stream, began_at, time.monotonic())
             self._ended.popleft()
 
-    def _note_end(self, stream: Stream, watch: Watch, now: float) -> float:
+    def _note_end(self, stream: WatchedStream, watch: Watch, now: float) -> float:
         """Count an event that is done; return when it ended, as far as can be known."""
         finished_at: float | None = getattr(watch.event, "finished_seconds", None)
         latency = max(now - (finished_at or stream.asked_at or now), 0.0)
@@ -444,7 +436,7 @@ class EventPoller:
             self._timer_at = at
 
 
-def _next_has_ended(stream: Stream, watch: Watch, now: float) -> bool:
+def _next_has_ended(stream: WatchedStream, watch: Watch, now: float) -> bool:
     """Return True if the event after ``watch``, which has ended, is expected to have ended."""
     if not stream.queue:
         return False

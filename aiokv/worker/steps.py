@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aiokv.worker.poller import EventPoller
 
 
-class StepClock:
+class WorkerStepClock:
     """Numbers of the steps that were closed, and of those that have finished.
 
     Attributes:
@@ -114,7 +114,7 @@ class WorkerSteps:
     def __init__(
         self, device: Device, memory: Callable[[], WorkerMemory], checksums: Checksums | None
     ) -> None:
-        self.clock = StepClock()
+        self.clock = WorkerStepClock()
         self.events = StepEvents()
         self._device = device
         self._memory = memory

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from aiokv.worker.plan_table import PlanEntry
 
 if TYPE_CHECKING:
-    from aiokv.worker.steps import StepClock
+    from aiokv.worker.steps import WorkerStepClock
 
 Entry: TypeAlias = PlanEntry[Any]
 
@@ -76,7 +76,7 @@ class StepGate:
         clock: numbers of the steps.
     """
 
-    def __init__(self, clock: StepClock) -> None:
+    def __init__(self, clock: WorkerStepClock) -> None:
         self._clock = clock
         self._held: dict[int, dict[int, Entry]] = {}  # step -> transfer id -> plan
 

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
 
     Callback = Callable[[BaseException | None], None]
 
-POLL_BUDGET_SECONDS: Final = (
-    200e-6  # of polling in every pass, which then costs more CPU time than it saves
-)
+POLL_BUDGET_SECONDS: Final = 200e-6  # longer polling costs more CPU time than it saves
 MIN_BACKOFF_SECONDS: Final = 50e-6
 MAX_BACKOFF_SECONDS: Final = 1e-3
 BACKOFF_SHARE: Final = 0.125  # sleep this share of the time overdue
@@ -51,7 +49,7 @@ class Watch:
             self._on_cancel(self)
 
 
-class Stream:
+class WatchedStream:
     """Events that finish in order, and the next query of the oldest."""
 
     __slots__ = ("asked_at", "due", "ends_at", "key", "next_query", "queue", "slept")
@@ -59,7 +57,7 @@ class Stream:
     def __init__(self, key: Hashable) -> None:
         self.key = key
         self.queue: deque[Watch] = deque()
-        self.ends_at = 0.0  # of the oldest, as expected
+        self.ends_at = 0.0  # expected end of the oldest event
         self.due = 0.0  # ends_at less the lead: from here on it is queried in every pass
         self.next_query = 0.0
         self.asked_at = 0.0  # the last time that the oldest was not done; 0.0: not asked yet

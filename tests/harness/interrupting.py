@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 HERE = str(Path(aiokv.__file__).parent)
 PARTS = {
     "fetches": "aiokv.scheduler.fetches.Fetches",
-    "peers": "aiokv.scheduler.peers.Peers",
+    "peers": "aiokv.scheduler.peers.ReceivesAndSends",
     "pins": "aiokv.scheduler.pins.Pins",
     "store_saver": "aiokv.scheduler.store_saver.StoreSaver",
 }

@@ -12,7 +12,7 @@ import pytest
 from aiokv import CacheConfig, CacheEngine, Item
 from aiokv.errors import LeaseError, UsageError
 from aiokv.scheduler.fetches import Fetches
-from aiokv.scheduler.peers import Peers
+from aiokv.scheduler.peers import ReceivesAndSends
 from aiokv.scheduler.pins import Pins
 from aiokv.scheduler.scheduler import TRANSITIONS, CacheScheduler
 from aiokv.scheduler.store_saver import StoreSaver
@@ -148,7 +148,7 @@ def test_a_file_that_is_no_log_is_refused(tmp_path: Path, text: str, match: str)
 PARTS = {
     "": CacheScheduler,
     "fetches.": Fetches,
-    "peers.": Peers,
+    "peers.": ReceivesAndSends,
     "pins.": Pins,
     "store_saver.": StoreSaver,
 }

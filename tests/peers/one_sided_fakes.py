@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from aiokv.errors import ConfigError
-from aiokv.peers.one_sided import EndpointError, Piece
+from aiokv.peers.one_sided import EndpointError, WritePiece
 from aiokv.testing.loops import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class FakeBackend:
         self.is_reused = is_reused
         self.creating, self.writing, self.closing = Gate(), Gate(), Gate()
         self.failures: dict[str, Exception] = {}
-        self.after_write: Callable[[Sequence[Piece]], object] = lambda pieces: None
+        self.after_write: Callable[[Sequence[WritePiece]], object] = lambda pieces: None
         self.endpoints: list[FakeEndpoint] = []
 
     def load(self) -> None:
@@ -95,7 +95,7 @@ class FakeEndpoint:
         self.backend.fail("connect")
         self.connected_to = metadata, device
 
-    def write(self, pieces: Sequence[Piece], unwanted: threading.Event) -> None:
+    def write(self, pieces: Sequence[WritePiece], unwanted: threading.Event) -> None:
         assert not self.is_closed
         self.writes += 1
         self.backend.writing.wait()

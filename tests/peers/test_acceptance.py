@@ -9,14 +9,14 @@ import pytest
 
 from aiokv.errors import LayoutError
 from aiokv.peers.acceptance import Acceptance
-from aiokv.peers.arrivals import Source
+from aiokv.peers.arrivals import SenderBlocks
 from aiokv.peers.assembly import AssemblySlots
-from aiokv.peers.incoming import Incoming
+from aiokv.peers.incoming import IncomingTicket
 from aiokv.peers.messages import PROTOCOL_VERSION, Open, Refused
 
 from .world import EQUAL, FRAGMENT_BYTES, SPLIT, World
 
-EQUAL_BLOCKS, SPLIT_BLOCKS = (Source((mapping,), None, 4) for mapping in (EQUAL, SPLIT))
+EQUAL_BLOCKS, SPLIT_BLOCKS = (SenderBlocks((mapping,), None, 4) for mapping in (EQUAL, SPLIT))
 
 
 def acceptance(source=EQUAL_BLOCKS, *, slot_bytes=FRAGMENT_BYTES, num_assembly=2):
@@ -46,7 +46,7 @@ def opening(ticket, **changes):
 
 @pytest.fixture
 def incoming():
-    return Incoming(World(0).expect(1), 1.0, 1, AssemblySlots(2))
+    return IncomingTicket(World(0).expect(1), 1.0, 1, AssemblySlots(2))
 
 
 def test_sender_with_right_blocks_is_accepted(incoming):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from aiokv.base.plan import SEND, TransferPlan, id_bytes
-from aiokv.peers.departures import Target
+from aiokv.peers.departures import ReceiverRank
 from aiokv.peers.messages import Cancel, Credit, Proven, SlotCredit
 from aiokv.peers.sender import Sender
 from aiokv.peers.ticket import Endpoint, Ticket
@@ -73,7 +73,7 @@ def port() -> Port:
         transport="tcp",
         endpoints=[Endpoint("h", 1), Endpoint("h", 2)],
     )
-    targets = {rank: Target(name, [EQUAL]) for rank, name in enumerate(("first", "second"))}
+    targets = {rank: ReceiverRank(name, [EQUAL]) for rank, name in enumerate(("first", "second"))}
     port.logic.add_ticket(ticket, 100.0, targets)
     plan = TransferPlan(
         transfer_id=1,

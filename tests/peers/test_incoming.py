@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from aiokv.base.plan import RECEIVE, TransferPlan, id_bytes
-from aiokv.peers.arrivals import Fragment, Receive, Source
+from aiokv.peers.arrivals import Fragment, Receive, SenderBlocks
 from aiokv.peers.assembly import AssemblySlots
 from aiokv.peers.deferred import DeferredFragments
-from aiokv.peers.incoming import Incoming, OpenSender
+from aiokv.peers.incoming import IncomingTicket, OpenSender
 from aiokv.peers.messages import block_key
 from aiokv.peers.unplanned import UnplannedFragments
 
@@ -26,10 +26,10 @@ class Receiving:
         self.slots = AssemblySlots(num_slots)
         self.deferred = DeferredFragments(self.slots)
         self._world = World(0, mapping=mapping)
-        self._source = Source((mapping,) * (1 + num_ranges), None, 4)
+        self._source = SenderBlocks((mapping,) * (1 + num_ranges), None, 4)
 
     def ticket(self, num_blocks):
-        incoming = Incoming(self._world.expect(num_blocks), 1.0, 1, self.slots)
+        incoming = IncomingTicket(self._world.expect(num_blocks), 1.0, 1, self.slots)
         incoming.sources[0] = self._source
         incoming.senders[0] = OpenSender(0, "connection", self._source)
         incoming.is_covered = True

@@ -20,7 +20,7 @@ from .workers import KEY, PeerWorker
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from aiokv.peers.one_sided import Piece
+    from aiokv.peers.one_sided import WritePiece
     from aiokv.peers.ticket import Ticket
 
 pytestmark = pytest.mark.asyncio
@@ -91,7 +91,7 @@ async def test_layers_with_wrong_bytes_are_sent_again(backends):
         if not backends:
             pytest.skip("the test changes what a one-sided transport has written")
 
-        def change_once(pieces: Sequence[Piece]) -> None:
+        def change_once(pieces: Sequence[WritePiece]) -> None:
             backends[0].after_write = lambda pieces: None
             ctypes.c_ubyte.from_address(pieces[0].target + 3).value ^= 1
 

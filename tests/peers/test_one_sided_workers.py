@@ -22,7 +22,7 @@ from .workers import KEY, PeerWorker
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from aiokv.peers.one_sided import Piece
+    from aiokv.peers.one_sided import WritePiece
 
 pytestmark = pytest.mark.asyncio
 
@@ -79,7 +79,7 @@ async def test_blocks_arrive_with_equal_bytes(monkeypatch):
 async def test_bytes_that_change_on_the_way_are_sent_again(monkeypatch):
     async with workers(monkeypatch) as w:
 
-        def change_once(pieces: Sequence[Piece]) -> None:
+        def change_once(pieces: Sequence[WritePiece]) -> None:
             w.sending.after_write = lambda pieces: None
             byte = ctypes.c_ubyte.from_address(pieces[0].target + 3)
             byte.value ^= 1
@@ -97,7 +97,7 @@ async def test_bytes_that_always_change_never_reach_a_block(monkeypatch):
     async with workers(monkeypatch) as w:
         before = w.d.blocks(range(4))
 
-        def change(pieces: Sequence[Piece]) -> None:
+        def change(pieces: Sequence[WritePiece]) -> None:
             for piece in pieces:
                 ctypes.c_ubyte.from_address(piece.target).value ^= 1
 

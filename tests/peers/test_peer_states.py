@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from aiokv.base.plan import RECEIVE
-from aiokv.peers.departures import Target
+from aiokv.peers.departures import ReceiverRank
 from aiokv.peers.messages import Want
 
 from .world import EQUAL, GROUPS, RANGES, SPLIT, World
 
-# The checks of invariants take most of the time of a walk; a violation stays until a later check.
+# Steps of a walk per check of the invariants: checks take most of its time, and a violation lasts.
 CHECK_EVERY = 1 if os.environ.get("AIOKV_DEEP") else 4
 
 
@@ -312,12 +312,12 @@ def test_second_fragment_for_a_block_is_dropped():
     world.open(world.senders[0], ticket)
     world.run()
     wire = world.wires[0]
-    world.senders[0].logic.add_ticket(ticket, 1000.0, {0: Target(wire, (EQUAL,))})
+    world.senders[0].logic.add_ticket(ticket, 1000.0, {0: ReceiverRank(wire, (EQUAL,))})
     world.send(world.senders[0], ticket, [0])
     world.run()
     assert world.reports[received] == (1, None)
     world.senders[0].logic.add_ticket(
-        ticket, 1000.0, {0: Target(wire, (EQUAL,))}
+        ticket, 1000.0, {0: ReceiverRank(wire, (EQUAL,))}
     )  # forgets that it was sent
     world.send(world.senders[0], ticket, [0])
     world.run()

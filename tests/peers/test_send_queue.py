@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aiokv.base.plan import SEND, TransferPlan, id_bytes
-from aiokv.peers.departures import Fragment, Send, Target
+from aiokv.peers.departures import Fragment, ReceiverRank, Send
 from aiokv.peers.messages import Return, SlotCredit
 from aiokv.peers.outgoing_slots import OutgoingSlots
 from aiokv.peers.send_queue import SendQueue
@@ -18,7 +18,7 @@ CREDITS = [SlotCredit(slot, 1) for slot in range(4)]
 def fragments(queue, count, mapping=EQUAL):
     ids = id_bytes(list(range(count)))
     plan = TransferPlan(transfer_id=1, route=SEND, source_blocks=ids, target_blocks=ids)
-    send, target = Send(plan, [0]), Target(queue.connection, (mapping,))
+    send, target = Send(plan, [0]), ReceiverRank(queue.connection, (mapping,))
     return [Fragment(send, block, queue, target, b"") for block in range(count)]
 
 
@@ -48,6 +48,16 @@ def test_spare_credits_are_used_before_others_are_asked_for(queue):
     queue.remove_dropped()
     assert queue.violations() != []
     assert queue.add([second, third]) == 1
+    assert queue.violations() == []
+
+
+def test_no_credit_is_asked_for_while_spare_ones_suffice(queue):
+    first, second = fragments(queue, 2)
+    queue.add([first])
+    queue.add_credits(CREDITS[:1])
+    first.dropped = True
+    queue.remove_dropped()
+    assert queue.add([second]) == queue.wanted == 0
     assert queue.violations() == []
 
 

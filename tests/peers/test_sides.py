@@ -684,6 +684,6 @@ async def test_decisions_of_both_engines_replay(model):
         names = {transition.name for transition in log.transitions}
         ends = {"peers.end"} if verb == "receive" else set()
         assert {f"peers.{verb}"} | ends <= names
-        moved = [each for each in log.transitions if each.name == f"peers.{verb}_group"]
-        states = ["state"] if "state_slots" in model else []
-        assert {each.args[2] for each in moved} == {*model.get("windows", ()), *states}
+        moved = [each for each in log.transitions if each.name == f"peers.{verb}"]
+        groups = {group for each in moved for group in each.args[3:]}
+        assert groups == set(groups_of(model))

@@ -17,8 +17,8 @@ import msgspec
 
 from aiokv.base.plan import RECEIVE, SEND, TransferPlan, id_bytes
 from aiokv.layout.host_format import TRAILER_BYTES
-from aiokv.peers.arrivals import Source
-from aiokv.peers.departures import Target
+from aiokv.peers.arrivals import SenderBlocks
+from aiokv.peers.departures import ReceiverRank
 from aiokv.peers.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -348,10 +348,10 @@ class World:
         self._ids = count(1)
         self._blocks = count()
 
-    def source(self, rank: int) -> Source:
+    def source(self, rank: int) -> SenderBlocks:
         """Return the blocks of a sender rank."""
         mapping = self.mappings.get(rank, self.mapping)
-        return Source((mapping,) * (GROUPS + RANGES), rank, 4)
+        return SenderBlocks((mapping,) * (GROUPS + RANGES), rank, 4)
 
     # --- memory and reports ---------------------------------------------------------------------
 
@@ -574,7 +574,7 @@ class World:
         sender = next(s for s in self.senders if wire.name.startswith(s.name + "."))
         if isinstance(message, Accepted):
             ticket = self.tickets[message.ticket_id]
-            target = Target(wire, (self.mapping,) * (GROUPS + RANGES))
+            target = ReceiverRank(wire, (self.mapping,) * (GROUPS + RANGES))
             sender.logic.add_ticket(ticket, self.now + ticket.timeout_seconds, {0: target})
         elif not isinstance(message, Refused):
             if isinstance(message, Credit):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiokv.base.plan import FETCH, OFFLOAD, ONLOAD, SAVE, Priority, TransferPlan
-from aiokv.scheduler.plans import Plans, new_core
+from aiokv.scheduler.plans import PlanMaker, new_core
 
 if TYPE_CHECKING:
     from aiokv.base.plan import TransferReport
@@ -23,7 +23,7 @@ class PlannedCore:
     def __init__(self, config: CacheConfig, *, has_stores: bool = False) -> None:
         self.config = config
         self.core = new_core(config, has_stores)
-        self._plans = Plans(self.core)
+        self._plans = PlanMaker(self.core)
 
     def onload_plan(self, transfer_id: int) -> TransferPlan:
         """Return the plan of an onload that a grant has begun."""

@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiokv.layout.mapping import BlockLayout, Mapping, covers, sources
+from aiokv.layout.mapping import BlockLayout, BlockMapping, covers, sources
 from tests.models.peer_blocks import Region, Server, num_blocks, whole_tensors
 
 RANKS = [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (3, 6), (6, 3), (1, 4), (8, 2), (2, 8)]
@@ -116,7 +116,7 @@ def move(
     addresses = {index: address(block) for index, block in blocks.items()}
     fragments = []
     for source in chosen:
-        mapping = Mapping(senders[source], own)
+        mapping = BlockMapping(senders[source], own)
         needed = {i for index in blocks for i in mapping.sender_blocks(index)}
         for i in needed & set(range(num_blocks(positions.stop, sender.block_tokens))):
             assert set(mapping.receiver_blocks(i)) & set(blocks)
@@ -161,10 +161,10 @@ def _is_copied_whole(sender: Server, receiver: Server, rank: int, tensors: Any) 
     """An identical block is copied with the bytes between its pieces."""
     if sender.num_ranks != receiver.num_ranks:
         return any(
-            Mapping(sender.layout(r, tensors), receiver.layout(rank, tensors)).is_identity
+            BlockMapping(sender.layout(r, tensors), receiver.layout(rank, tensors)).is_identity
             for r in range(sender.num_ranks)
         )
-    return Mapping(sender.layout(rank, tensors), receiver.layout(rank, tensors)).is_identity
+    return BlockMapping(sender.layout(rank, tensors), receiver.layout(rank, tensors)).is_identity
 
 
 @settings(deadline=None)

@@ -370,7 +370,12 @@ class PeerWalk:
         num_blocks = self.random.randint(1, 4)
         with suppress(AiokvError):
             transfer_id = self.apply(
-                self.scheduler.peers.receive(lease_id, self.ticket(), first, num_blocks)
+                self.scheduler.peers.receive(
+                    lease_id,
+                    self.ticket(),
+                    (first + num_blocks) * BLOCK_TOKENS,
+                    first_block=first,
+                )
             )
             self.note_begin(transfer_id, lease_id, first, num_blocks, known)
 
@@ -382,7 +387,12 @@ class PeerWalk:
         num_blocks = self.random.randint(1, 3)
         with suppress(AiokvError):
             transfer_id = self.apply(
-                self.scheduler.peers.send(lease_id, self.ticket(), first, num_blocks)
+                self.scheduler.peers.send(
+                    lease_id,
+                    self.ticket(),
+                    (first + num_blocks) * BLOCK_TOKENS,
+                    first_block=first,
+                )
             )
             self.note_begin(transfer_id, lease_id, first, num_blocks, computed)
 
@@ -394,8 +404,13 @@ class PeerWalk:
         computed = self.read.computed_tokens(lease_id)
         with suppress(AiokvError):
             transfer_id = self.apply(
-                self.scheduler.peers.send_early(
-                    lease_id, self.ticket(), first, num_blocks, 0, 2, self.random.randint(1, 9)
+                self.scheduler.peers.send(
+                    lease_id,
+                    self.ticket(),
+                    (first + num_blocks) * BLOCK_TOKENS,
+                    first_block=first,
+                    end_range=2,
+                    mark=self.random.randint(1, 9),
                 )
             )
             self.note_begin(transfer_id, lease_id, first, num_blocks, computed)
@@ -407,7 +422,7 @@ class PeerWalk:
         stop = self.random.randint(0, len(tokens))
         with suppress(AiokvError):
             transfer_id = self.apply(
-                self.scheduler.peers.receive_group(lease_id, self.ticket(), STATE, stop)
+                self.scheduler.peers.receive(lease_id, self.ticket(), stop, STATE)
             )
             self.awaited[transfer_id] = lease_id
             sent = self.grants[lease_id].received(stop)
@@ -419,7 +434,7 @@ class PeerWalk:
         computed = self.read.computed_tokens(lease_id)
         with suppress(AiokvError):
             transfer_id = self.apply(
-                self.scheduler.peers.send_group(lease_id, self.ticket(), STATE, computed)
+                self.scheduler.peers.send(lease_id, self.ticket(), computed, STATE)
             )
             self.awaited[transfer_id] = lease_id
             tokens, versions = self.tokens[lease_id], self.grants[lease_id].versions(computed)
@@ -433,7 +448,7 @@ class PeerWalk:
         group = self.random.choice(list(self.windows))
         with suppress(AiokvError):
             transfer_id = self.apply(
-                self.scheduler.peers.receive_group(lease_id, self.ticket(), group, stop)
+                self.scheduler.peers.receive(lease_id, self.ticket(), stop, group)
             )
             self.stops[lease_id] = stop
             self.note_window(transfer_id, lease_id, stop)
@@ -445,7 +460,7 @@ class PeerWalk:
         group = self.random.choice(list(self.windows))
         with suppress(AiokvError):
             transfer_id = self.apply(
-                self.scheduler.peers.send_group(lease_id, self.ticket(), group, computed)
+                self.scheduler.peers.send(lease_id, self.ticket(), computed, group)
             )
             self.note_window(transfer_id, lease_id, computed)
 

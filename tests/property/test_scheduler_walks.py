@@ -293,8 +293,8 @@ class Walk:
         if (lease_id := self.pick(waiting=True)) is not None:
             boundaries = self.scheduler.read.boundaries(lease_id)
             num_blocks = self.random.randint(0, boundaries.cached + 1)
-            fetching = self.scheduler.fetches.begin_group(
-                lease_id, num_blocks, "state", Priority.DEMAND
+            fetching = self.scheduler.fetches.begin(
+                lease_id, num_blocks, Priority.DEMAND, group="state"
             )
             if fetched := self.apply(fetching):
                 assert 0 < num_blocks <= boundaries.cached
@@ -351,7 +351,8 @@ class Walk:
             draw = self.random.random()
             if draw < 0.6:
                 verb = self.random.choice((self.scheduler.peers.receive, self.scheduler.peers.send))
-                self.apply(verb(lease_id, ticket, first, self.random.randint(1, 3)))
+                end = (first + self.random.randint(1, 3)) * BLOCK_TOKENS
+                self.apply(verb(lease_id, ticket, end, first_block=first))
                 self.seen["peer transfers"] += 1
             elif draw < 0.9:
                 self.apply(self.scheduler.peers.commit_received(lease_id, first * BLOCK_TOKENS))

@@ -17,7 +17,7 @@ import pytest
 
 from aiokv.errors import ConfigError, StoreError
 from aiokv.stores.redis import RedisStore
-from aiokv.stores.redis.connection import Connection, ReplyError
+from aiokv.stores.redis.connection import RedisConnection, ReplyError
 from aiokv.stores.redis.options import Address
 from aiokv.stores.redis.slots import SlotMap
 from aiokv.testing.loops import PATIENCE_SECONDS
@@ -700,7 +700,7 @@ def test_short_sends_are_continued() -> None:
     left, right = socket.socketpair()
     with right, ShortSocket(fileno=left.detach()) as short:
         parts = [b"some", b"", memoryview(b"bytes of a block"), b"and", memoryview(b"others")]
-        Connection(short).send(parts)
+        RedisConnection(short).send(parts)
         assert right.recv(1000) == b"".join(parts)
 
 
@@ -710,7 +710,7 @@ def test_replies_of_all_kinds() -> None:
         right.sendall(
             b"*4\r\n$3\r\na\r\n\r\n:-7\r\n*-1\r\n*1\r\n+OK\r\n-ERR no\r\n:1\r\n:2\r\n+x\r\n"
         )
-        connection = Connection(left)
+        connection = RedisConnection(left)
         assert connection.read_reply() == [b"a\r\n", -7, None, [b"OK"]]
         assert connection.read_reply() == ReplyError("ERR no")
         assert connection.read_lines(2) == [b":1", b":2"]
@@ -734,7 +734,7 @@ def test_reply_that_is_longer_than_that_of_any_command_is_an_error(reply: bytes)
     with ThreadPoolExecutor(1) as threads, right, left:
         sending = threads.submit(right.sendall, reply)
         with pytest.raises(ConnectionError, match="the reply of the server is too long"):
-            Connection(left).read_reply()
+            RedisConnection(left).read_reply()
         left.close()
         with contextlib.suppress(OSError):
             sending.result()
@@ -746,7 +746,7 @@ def test_value_that_is_longer_than_that_of_any_server_is_an_error() -> None:
     with right, left:
         right.sendall(b"$536870913\r\n")
         with pytest.raises(ConnectionError, match="the reply of the server is too long"):
-            Connection(left).read_value(memoryview(bytearray(100)))
+            RedisConnection(left).read_value(memoryview(bytearray(100)))
 
 
 NODE = [b"10.0.0.1", 6379, b"id"]

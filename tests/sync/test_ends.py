@@ -51,7 +51,7 @@ def test_leases_can_be_released_while_the_engine_closes():
         lease.allocate(4).result()
         with ThreadPoolExecutor(1) as threads:
             closed = threads.submit(engine.close, 60.0)
-            while engine.cache.has_begun and engine.health().phase == "open":
+            while engine.health().phase == "open":
                 pass
             with pytest.raises(ClosedError):
                 engine.match([1])

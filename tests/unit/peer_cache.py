@@ -51,10 +51,12 @@ class Cache:
         return lease_id
 
     def receive(self, lease_id: int, first: int, num: int, ticket: bytes = TICKET) -> int:
-        return self.apply(self.scheduler.peers.receive(lease_id, ticket, first, num))
+        end = (first + num) * BLOCK_TOKENS
+        return self.apply(self.scheduler.peers.receive(lease_id, ticket, end, first_block=first))
 
     def send(self, lease_id: int, first: int, num: int, ticket: bytes = TICKET) -> int:
-        return self.apply(self.scheduler.peers.send(lease_id, ticket, first, num))
+        end = (first + num) * BLOCK_TOKENS
+        return self.apply(self.scheduler.peers.send(lease_id, ticket, end, first_block=first))
 
     def end(self, transfer_id: int, outcome: Any = "done", first_bad: int = 0) -> None:
         del self.plans[transfer_id]
@@ -76,8 +78,8 @@ class Cache:
 
 
 def receive_group(cache: Cache, lease_id: int, group: str, num_tokens: int) -> int:
-    return cache.apply(cache.scheduler.peers.receive_group(lease_id, TICKET, group, num_tokens))
+    return cache.apply(cache.scheduler.peers.receive(lease_id, TICKET, num_tokens, group))
 
 
 def send_group(cache: Cache, lease_id: int, group: str, num_tokens: int) -> int:
-    return cache.apply(cache.scheduler.peers.send_group(lease_id, TICKET, group, num_tokens))
+    return cache.apply(cache.scheduler.peers.send(lease_id, TICKET, num_tokens, group))

@@ -173,6 +173,8 @@ def test_state_tensors_have_the_bytes_of_the_model_shape(shape, tensor_parallel)
     pieces = regions.state_pieces
     expected = shape.state_slot_bytes(tensor_parallel=tensor_parallel)
     assert sum(piece.block_bytes for piece in pieces) == expected
+    on_host = shape.host_state_slot_bytes(tensor_parallel=tensor_parallel)
+    assert regions.state_blocks().payload_bytes == on_host
     assert len(created.layers) == regions.num_layers
     assert {piece.layer for piece in pieces} == set(range(kv_layers, regions.num_layers))
     for layer in created.layers[:kv_layers]:

@@ -121,7 +121,7 @@ async def test_metrics_count_what_a_run_has_done():
     assert value("aiokv_hit_tokens_total", tier="host") == 8
     assert value("aiokv_copied_blocks_total", group="attention", direction="offload") == 6
     assert value("aiokv_copied_blocks_total", group="attention", direction="onload") == 2
-    assert value("aiokv_transfers_total", route="onload", outcome="done") == 1
+    assert value("aiokv_transfers_total", group="attention", route="onload", outcome="done") == 1
     assert value("aiokv_capacity_blocks", group="attention", tier="device") == 4
     states = ("free", "cached", "leased", "in_flight")
     assert (

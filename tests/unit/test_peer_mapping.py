@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from aiokv.errors import LayoutError, UsageError
-from aiokv.layout.mapping import BlockLayout, Mapping, covers, sources
+from aiokv.layout.mapping import BlockLayout, BlockMapping, covers, sources
 from aiokv.layout.regions import Regions
 
 AXES = ("tokens", "heads", "dim")
@@ -114,7 +114,7 @@ def test_heads_that_no_rank_has_are_named() -> None:
 
 
 def test_equal_layouts_are_the_identity() -> None:
-    mapping = Mapping(layout(1, 2), layout(1, 2))
+    mapping = BlockMapping(layout(1, 2), layout(1, 2))
     assert mapping.is_identity
     assert mapping.fragment_is_block
     assert mapping.fragment_bytes == layout().pool().payload_bytes == 2 * 1024
@@ -138,7 +138,7 @@ def test_equal_layouts_are_the_identity() -> None:
 def test_other_layouts_are_not_the_identity(
     sender: BlockLayout, receiver: BlockLayout, is_block: bool
 ) -> None:
-    mapping = Mapping(sender, receiver)
+    mapping = BlockMapping(sender, receiver)
     assert not mapping.is_identity
     assert mapping.fragment_is_block is is_block
 
@@ -150,8 +150,8 @@ def test_another_order_of_regions_is_not_the_identity() -> None:
             regions.add(name, layers=[np.zeros((2, 16, 4), "f2")], axes=("tokens", "dim"))
         return BlockLayout.of(regions, 16)
 
-    assert Mapping(both("kv"), both("kv")).is_identity
-    swapped = Mapping(both("kv"), both("vk"))
+    assert BlockMapping(both("kv"), both("kv")).is_identity
+    swapped = BlockMapping(both("kv"), both("vk"))
     assert not swapped.is_identity
     assert swapped.fragment_is_block
     block, placed = np.arange(256, dtype=np.uint8), np.zeros(256, np.uint8)
@@ -164,7 +164,7 @@ def test_bytes_between_pieces_of_a_fragment_are_zero() -> None:
         layout(shape=(16, 4, 3), dtype="u1"),
         layout(1, 2, shape=(16, 2, 3), dtype="u1"),
     )
-    mapping = Mapping(sender, receiver)
+    mapping = BlockMapping(sender, receiver)
     assert mapping.fragment_bytes == 2 * 128
     block, fragment = np.full(2 * 192, 5, np.uint8), np.full(2 * 128, 9, np.uint8)
     mapping.cut([block.ctypes.data], [fragment.ctypes.data])
@@ -172,7 +172,7 @@ def test_bytes_between_pieces_of_a_fragment_are_zero() -> None:
 
 
 def test_ranks_without_common_heads_have_empty_fragments() -> None:
-    mapping = Mapping(servers(2, 8)[0], servers(2, 8)[1])
+    mapping = BlockMapping(servers(2, 8)[0], servers(2, 8)[1])
     assert mapping.fragment_bytes == 0
     assert not mapping.is_identity
     mapping.cut(0, 0)
@@ -183,13 +183,13 @@ def test_blocks_of_no_bytes_are_mapped() -> None:
     def empty(block_tokens: int) -> BlockLayout:
         return BlockLayout.of(Regions(num_layers=0), block_tokens)
 
-    assert Mapping(empty(16), empty(16)).is_identity
-    assert not Mapping(empty(16), empty(32)).is_identity
+    assert BlockMapping(empty(16), empty(16)).is_identity
+    assert not BlockMapping(empty(16), empty(32)).is_identity
     assert sources([empty(16)], empty(32)) == []
 
 
 def test_overlapping_blocks() -> None:
-    mapping = Mapping(
+    mapping = BlockMapping(
         layout(shape=(48, 4, 8), block_tokens=48), layout(shape=(32, 4, 8), block_tokens=32)
     )
     assert [list(mapping.receiver_blocks(i)) for i in range(3)] == [[0, 1], [1, 2], [3, 4]]
@@ -197,7 +197,7 @@ def test_overlapping_blocks() -> None:
 
 
 def test_only_wanted_blocks_are_written() -> None:
-    mapping = Mapping(layout(shape=(32, 4, 8), block_tokens=32), layout())
+    mapping = BlockMapping(layout(shape=(32, 4, 8), block_tokens=32), layout())
     fragment = np.ones(mapping.fragment_bytes, np.uint8)
     kept = np.zeros((2, layout().pool().payload_bytes), np.uint8)
     mapping.place(fragment.ctypes.data, 1, {3: kept[1].ctypes.data})
@@ -205,7 +205,7 @@ def test_only_wanted_blocks_are_written() -> None:
 
 
 def test_other_numbers_of_addresses_are_refused() -> None:
-    mapping = Mapping(layout(), layout())
+    mapping = BlockMapping(layout(), layout())
     with pytest.raises(UsageError, match="cut: 2 blocks and 1 fragments"):
         mapping.cut([0, 0], [0])
     with pytest.raises(UsageError, match="place: 1 fragments and 2 sender blocks"):
@@ -300,7 +300,7 @@ def test_layouts_that_do_not_fit_are_refused(
     sender: BlockLayout, receiver: BlockLayout, message: str
 ) -> None:
     with pytest.raises(LayoutError, match=message):
-        Mapping(sender, receiver)
+        BlockMapping(sender, receiver)
     with pytest.raises(LayoutError, match=message):
         covers([sender], receiver)
 
@@ -313,14 +313,14 @@ def test_a_difference_in_a_later_layer_is_named() -> None:
         return BlockLayout.of(regions, 16)
 
     with pytest.raises(LayoutError, match="dtype of region 'k' in layer 2"):
-        Mapping(odd("f2"), odd("f4"))
+        BlockMapping(odd("f2"), odd("f4"))
 
 
 def test_blocks_without_axes_go_to_the_same_rank() -> None:
     ours = [layout(rank, 2, axes=None) for rank in range(2)]
     assert [sources(ours, receiver) for receiver in ours] == [[0], [1]]
-    assert Mapping(ours[1], ours[1]).is_identity
-    assert Mapping(ours[0], ours[1]).fragment_bytes == 0
+    assert BlockMapping(ours[1], ours[1]).is_identity
+    assert BlockMapping(ours[0], ours[1]).fragment_bytes == 0
 
 
 def with_state(rank: int = 0, num_ranks: int = 1, **state: Any) -> BlockLayout:
@@ -331,7 +331,7 @@ def with_state(rank: int = 0, num_ranks: int = 1, **state: Any) -> BlockLayout:
 def test_state_of_equal_layouts_is_the_identity() -> None:
     for axes in (None, ("heads", "dim")):
         ours = with_state(1, 2, shape=(2, 3), axes=axes)
-        mapping = Mapping(ours, ours, "state")
+        mapping = BlockMapping(ours, ours, "state")
         assert mapping.is_identity
         assert mapping.fragment_bytes == 2 * 64
         assert sources([with_state(0, 2, shape=(2, 3), axes=axes), ours], ours) == [1]
@@ -345,7 +345,7 @@ def test_heads_of_state_are_divided_among_ranks() -> None:
     slot[:, :12] = np.arange(24).reshape(2, 12)
     placed = np.zeros_like(slot)
     for half in halves:
-        cut, placing = Mapping(whole, half, "state"), Mapping(half, whole, "state")
+        cut, placing = BlockMapping(whole, half, "state"), BlockMapping(half, whole, "state")
         own = np.zeros((2, 16), np.float32)
         fragment = np.zeros(cut.fragment_bytes, np.uint8)
         cut.cut(slot.ctypes.data, fragment.ctypes.data)
@@ -360,14 +360,14 @@ def test_heads_of_state_are_divided_among_ranks() -> None:
 def test_a_slot_of_state_is_one_block_on_both_sides() -> None:
     ours = layout(state={"shape": (3,)})
     theirs = layout(shape=(32, 4, 8), block_tokens=32, state={"shape": (3,)})
-    mapping = Mapping(ours, theirs, "state")
+    mapping = BlockMapping(ours, theirs, "state")
     assert mapping.is_identity
     assert list(mapping.receiver_blocks(5)) == list(mapping.sender_blocks(5)) == [5]
 
 
 def test_state_without_axes_is_not_divided() -> None:
     with pytest.raises(LayoutError, match="shape of region 'ssm' in layer 0 of state"):
-        Mapping(with_state(shape=(4, 3)), with_state(0, 2, shape=(2, 3)), "state")
+        BlockMapping(with_state(shape=(4, 3)), with_state(0, 2, shape=(2, 3)), "state")
     with pytest.raises(
         LayoutError, match=r"number of ranks .region 'ssm' in layer 0 of state has no"
     ):
@@ -381,10 +381,10 @@ def test_blocks_of_windows_are_mapped_as_other_blocks() -> None:
         shape = (block_tokens, 4, 8)
         return layout(shape=shape, block_tokens=block_tokens, windows={"local": local})
 
-    mapping = Mapping(windowed(16), windowed(32), "window local")
+    mapping = BlockMapping(windowed(16), windowed(32), "window local")
     assert mapping.fragment_bytes == 64
     fragment, kept = np.arange(64, dtype=np.uint8), np.full(128, 255, np.uint8)
     mapping.place(fragment.ctypes.data, 3, {1: kept.ctypes.data})
     assert kept.tolist() == [255] * 64 + list(range(64))
     with pytest.raises(UsageError, match="the layout has 'blocks', 'window local'"):
-        Mapping(windowed(16), windowed(32), "window other")
+        BlockMapping(windowed(16), windowed(32), "window other")

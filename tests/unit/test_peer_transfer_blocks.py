@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from aiokv import LeaseState
+from aiokv.base.groups import ATTENTION
 from aiokv.base.plan import (
     SEND,
     TransferReport,
@@ -338,8 +339,8 @@ def test_waiting_lease_is_granted_when_a_transfer_of_a_released_lease_ends():
 
 
 def send_early(cache: Cache, lease_id: int, first: int, num: int, ranges: Any = (0, 2)) -> int:
-    args = lease_id, TICKET, first, num, *ranges
-    transfer_id: int = cache.apply(cache.scheduler.peers.send_early(*args, 7))
+    args = lease_id, TICKET, (first + num) * 4, ATTENTION, first, *ranges
+    transfer_id: int = cache.apply(cache.scheduler.peers.send(*args, mark=7))
     return transfer_id
 
 
@@ -356,7 +357,8 @@ def test_early_plan_names_layers_and_blocks_that_are_not_computed():
     assert plan.target_ids.tolist() == [1, 2, 3]
 
     cache.commit(lease_id, 18)
-    plan = cache.plans[cache.apply(cache.scheduler.peers.send(lease_id, TICKET, 1, 3, 2, 5))]
+    sending = cache.scheduler.peers.send(lease_id, TICKET, 16, ATTENTION, 1, 2, 5)
+    plan = cache.plans[cache.apply(sending)]
     assert (plan.first_range, plan.end_range, plan.mark) == (2, 5, 0)
 
 
@@ -379,7 +381,7 @@ def test_early_send_of_wrong_blocks_is_refused():
     lease_id = cache.granted(16)
     with pytest.raises(UsageError, match="not inside the table of 4 blocks"):
         send_early(cache, lease_id, 3, 2)
-    with pytest.raises(UsageError, match="the ranges of layers are 1 to 1"):
+    with pytest.raises(UsageError, match="the ranges of layers of a mark are 1 to 1"):
         send_early(cache, lease_id, 0, 1, (1, 1))
     cache.receive(lease_id, 1, 2)
     for first in (0, 1, 2):

@@ -81,14 +81,14 @@ def test_lease_whose_state_is_in_flight_is_not_changed(verb: str):
         lambda: cache.scheduler.begin_batch([lease_id]),
         lambda: cache.scheduler.commit(lease_id, 5),
         lambda: cache.scheduler.peers.commit_received(lease_id, 18),
-        lambda: cache.scheduler.peers.receive_group(lease_id, TICKET, STATE, 18),
+        lambda: cache.scheduler.peers.receive(lease_id, TICKET, 18, STATE),
         lambda: cache.scheduler.swap_out(lease_id),
     ]
     if verb == "receive":
         refused += [
             lambda: cache.scheduler.snapshot(lease_id, 4),
             lambda: cache.scheduler.fork(lease_id, "child"),
-            lambda: cache.scheduler.peers.send_group(lease_id, TICKET, STATE, 4),
+            lambda: cache.scheduler.peers.send(lease_id, TICKET, 4, STATE),
             lambda: cache.scheduler.truncate(lease_id, 17),
         ]
     for call in refused:
@@ -268,8 +268,8 @@ def test_lease_that_waits_for_windows_is_not_changed():
         lambda: cache.scheduler.peers.commit_received(lease_id, 25),
         lambda: cache.scheduler.truncate(lease_id, 25),
         lambda: cache.scheduler.swap_out(lease_id),
-        lambda: cache.scheduler.peers.send_group(lease_id, TICKET, "near", 26),
-        lambda: cache.scheduler.peers.receive_group(lease_id, TICKET, "near", 25),
+        lambda: cache.scheduler.peers.send(lease_id, TICKET, 26, "near"),
+        lambda: cache.scheduler.peers.receive(lease_id, TICKET, 25, "near"),
     ):
         with pytest.raises(LeaseError):
             call()
@@ -330,7 +330,7 @@ def test_sent_windows_are_those_behind_the_computed_positions():
         assert plan.source_ids.tolist() == [table[block] for block in blocks]
     for call in (
         lambda: cache.scheduler.begin_batch([lease_id]),
-        lambda: cache.scheduler.peers.receive(lease_id, TICKET, 6, 1),
+        lambda: cache.scheduler.peers.receive(lease_id, TICKET, 28, first_block=6),
     ):
         with pytest.raises(LeaseError):
             call()

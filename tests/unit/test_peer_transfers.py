@@ -220,7 +220,7 @@ def test_transfers_refuse_leases_that_have_no_blocks_or_await_them(verb: str):
     matched = cache.apply(cache.scheduler.match(np.arange(9, dtype=np.int32)))
     transfer = getattr(cache.scheduler.peers, verb)
     with pytest.raises(LeaseError, match=f"{verb}: the lease is matched"):
-        transfer(matched, TICKET, 0, 1)
+        transfer(matched, TICKET, 4)
 
     lease_id = cache.granted(9, seed=1)
     cache.commit(lease_id, 9)
@@ -231,9 +231,9 @@ def test_transfers_refuse_leases_that_have_no_blocks_or_await_them(verb: str):
     loading = cache.granted(9, seed=1)
     assert cache.read.onloads(loading)
     with pytest.raises(LeaseError, match=f"{verb}: onloads still write blocks"):
-        transfer(loading, TICKET, 0, 1)
+        transfer(loading, TICKET, 4)
     with pytest.raises(LeaseError):
-        transfer(10**6, TICKET, 0, 1)
+        transfer(10**6, TICKET, 4)
 
 
 @pytest.mark.parametrize("verb", ["send", "receive"])

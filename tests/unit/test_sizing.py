@@ -99,6 +99,16 @@ def test_a_model_with_state_gets_slots():
     assert CacheConfig(**result.settings()).host_state_slots == result.host_state_slots
 
 
+def test_host_memory_holds_its_blocks_and_states_with_their_trailers():
+    memory = Memory(gpu_bytes=80 * GIB, host_bytes=8 * GIB, conversation_tokens=1, with_stores=True)
+    shape = ModelShape.from_config(configs.QWEN_3_NEXT_80B)
+    result = cache_sizes(shape, memory)
+    state_bytes = shape.host_state_slot_bytes(with_stores=True)
+    assert state_bytes > result.state_slot_bytes
+    used = result.host_blocks * result.host_block_bytes
+    assert 0 <= 8 * GIB - used - result.host_state_slots * state_bytes < result.host_block_bytes
+
+
 def test_memory_for_less_than_one_conversation_still_has_blocks():
     result = sizes(configs.LLAMA_3_8B, gpu_bytes=GIB, conversation_tokens=100_000)
     assert (result.device_conversations, result.device_blocks) == (0, 460)

@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 from aiokv.engine.ticket_transfers import MAX_IN_FLIGHT, TicketTransfers
 from aiokv.errors import LeaseError
 
+BLOCK_TOKENS = 4
+
 
 class PeerTickets:
     """The part of the engine's tickets that transfers use."""
 
     def __init__(self) -> None:
+        self.block_tokens = BLOCK_TOKENS
         self.loop: Any = SimpleNamespace(time=lambda: 7.0)
         self.submitted: list[int] = []
         self.ended: list[TicketTransfers] = []
@@ -43,9 +46,9 @@ def new_transfers(
 
 
 def begin(transfers: TicketTransfers, begun: list[tuple[int, int]], end: int, chunk: int) -> None:
-    def transition(lease_id: int, ticket_id: bytes, first: int, blocks: int) -> Any:
+    def transition(lease_id: int, ticket_id: bytes, num_tokens: int, *, first_block: int) -> Any:
         assert (lease_id, ticket_id) == (5, b"t" * 16)
-        begun.append((first, blocks))
+        begun.append((first_block, num_tokens // BLOCK_TOKENS - first_block))
         return 100 + len(begun), object()
 
     transfers.begin(transition, end, chunk)
@@ -116,7 +119,7 @@ def test_transfers_in_flight_are_limited():
 def test_refused_transfer_is_not_in_flight():
     transfers, peer_tickets, _ = new_transfers()
 
-    def refuse(*args: object) -> Any:
+    def refuse(*args: object, first_block: int) -> Any:
         raise LeaseError("refused")
 
     with pytest.raises(LeaseError):

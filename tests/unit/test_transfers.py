@@ -9,7 +9,7 @@ import pytest
 from aiokv.base.plan import ONLOAD, Priority, TransferPlan
 from aiokv.errors import UsageError
 from aiokv.testing import ManualEvent
-from aiokv.worker.steps import StepClock, StepEvents
+from aiokv.worker.steps import StepEvents, WorkerStepClock
 from aiokv.worker.transfers import StepGate, TransferQueue
 
 
@@ -78,7 +78,7 @@ def test_raised_priority_moves_a_transfer_forward_and_keeps_its_age() -> None:
 
 
 def test_open_step_holds_transfers_and_its_close_queues_them_in_order() -> None:
-    clock = StepClock()
+    clock = WorkerStepClock()
     gate = StepGate(clock)
     assert not gate.hold(transfer(9))
     for number, step in enumerate([3, 1, 2, 1, 5]):
@@ -91,7 +91,7 @@ def test_open_step_holds_transfers_and_its_close_queues_them_in_order() -> None:
 
 
 def test_a_step_closes_once() -> None:
-    clock = StepClock()
+    clock = WorkerStepClock()
     clock.close(2)
     for step in (1, 2):
         with pytest.raises(
@@ -102,7 +102,7 @@ def test_a_step_closes_once() -> None:
 
 
 def test_a_held_transfer_can_be_taken_out() -> None:
-    clock = StepClock()
+    clock = WorkerStepClock()
     gate = StepGate(clock)
     held = transfer(1, after_step=4)
     gate.hold(held)

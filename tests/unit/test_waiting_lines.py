@@ -11,7 +11,7 @@ from aiokv import CacheConfig
 from aiokv.base.plan import TransferReport
 from aiokv.base.state_guard import StateGuard
 from aiokv.errors import BrokenEngineError, ClosedError, LeaseError, RequestTooLarge
-from aiokv.scheduler.admission import Request
+from aiokv.scheduler.admission import WaitingRequest
 from aiokv.scheduler.effects import NO_EFFECTS, Outbox
 from aiokv.scheduler.guarded import TransitionErrors
 from aiokv.scheduler.owners import Owners
@@ -229,7 +229,7 @@ def test_violations_report_a_waiting_lease_that_is_released():
 def test_violations_report_a_granted_lease_that_waits():
     scheduler = scheduler_of(8)
     holder = granted(scheduler, 1, 4)
-    scheduler._admission.join(Request(holder, "", 16, 4, 0), counted=True)
+    scheduler._admission.join(WaitingRequest(holder, "", 16, 4, 0), counted=True)
     assert scheduler.violations() == [f"capacity line: lease {holder:#x} waits, but it is granted"]
 
 
@@ -238,7 +238,7 @@ def test_violations_report_waiting_leases_of_a_closed_engine():
     granted(scheduler, 1, 4)
     scheduler.close()
     request = matched(scheduler, 2, 4)
-    scheduler._admission.join(Request(request, "", 16, 4, 0), counted=True)
+    scheduler._admission.join(WaitingRequest(request, "", 16, 4, 0), counted=True)
     assert scheduler.violations() == ["lines: leases wait for capacity of a closed engine"]
 
 

@@ -227,7 +227,7 @@ class RequestBlocks:
                 holding.given = len(holding.table)
                 cached = holding.given * self._block_tokens
                 holding.scheduled_tokens = holding.committed_tokens = cached
-            elif _is_refusal(granted.error):  # of the items, for example
+            elif _is_refusal(granted.error):  # the items were refused, for example
                 _log_unshared(request, granted.error)
                 holding.shares_blocks = False
             else:

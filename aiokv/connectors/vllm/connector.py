@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 from aiokv.base.logs import join_log
 from aiokv.connectors.vllm import opening
 from aiokv.connectors.vllm.blocks import VllmBlocks
-from aiokv.connectors.vllm.link import Link
+from aiokv.connectors.vllm.link import LoadQueue
 from aiokv.connectors.vllm.messages import StepMetadata, StepOutcome
 from aiokv.connectors.vllm.options import Options
 from aiokv.connectors.vllm.scheduler import SchedulerHalf
@@ -74,7 +74,7 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 self._options,
                 block_tokens=opening.block_tokens_of(kv_cache_config),
                 pool=self._pool,
-                link=Link(
+                link=LoadQueue(
                     opening.block_bytes_of(vllm_config, kv_cache_config),
                     self._cache.load_rate,
                     self._options.step_wait_seconds,

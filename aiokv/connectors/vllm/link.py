@@ -24,7 +24,7 @@ class Moving(Protocol):
         ...
 
 
-class Link:
+class LoadQueue:
     """Loads in flight from host memory, which are copied one after the other.
 
     Args:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from aiokv.connectors.vllm.blocks import VllmBlocks
     from aiokv.connectors.vllm.cache import HostCache
-    from aiokv.connectors.vllm.link import Link
+    from aiokv.connectors.vllm.link import LoadQueue
     from aiokv.connectors.vllm.options import Options
     from aiokv.sync import Answer, Calls, SyncLease
     from aiokv.worker.device.base import Event
@@ -75,7 +75,7 @@ class SchedulerHalf:
         *,
         block_tokens: int,
         pool: VllmBlocks,
-        link: Link,
+        link: LoadQueue,
     ) -> None:
         self._cache = cache
         self._pool = pool

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from aiokv.connectors.vllm.messages import Load
     from aiokv.connectors.vllm.tensors_here import Tensors
-    from aiokv.connectors.vllm.worker import Transfers
+    from aiokv.connectors.vllm.worker import LoadTransfers
     from aiokv.sync import SyncLayers
     from aiokv.sync.rank import RankThread
     from aiokv.sync.rank_layers import RankLayers
@@ -25,7 +25,7 @@ class EngineSource:
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
 
-    def transfers(self, load: Load) -> Transfers:
+    def transfers(self, load: Load) -> LoadTransfers:
         """Return the transfers of a load that has begun."""
         return EngineTransfers(
             self._tensors.take_load(load.transfer_ids), self._tensors.layers.device
@@ -71,7 +71,7 @@ class RankSource:
         self._rank = rank
         self._device = device
 
-    def transfers(self, load: Load) -> Transfers:
+    def transfers(self, load: Load) -> LoadTransfers:
         """Return the transfers of a load that has begun."""
         return RankTransfers(self._rank, load.transfer_ids, self._device)
 

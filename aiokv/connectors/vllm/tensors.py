@@ -89,7 +89,7 @@ def block_rows(
     for axis, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
         if size == 0 or size % num_blocks:
             continue
-        row_bytes = stride * element * (size // num_blocks)  # of all kernel blocks of one block
+        row_bytes = stride * element * (size // num_blocks)  # all kernel blocks of one block
         if row_bytes == page_bytes and tensor.stride(axis) == max(strides):
             return [(_layout("kv", tensor), _rows(tensor, 0, num_blocks, row_bytes))]
         if row_bytes * 2 != page_bytes:

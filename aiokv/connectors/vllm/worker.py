@@ -33,7 +33,7 @@ log = Log(__name__)
 _CUDA: Final = "cuda"
 
 
-class Transfers(Protocol):
+class LoadTransfers(Protocol):
     """The transfers of one load on this worker."""
 
     @property
@@ -57,7 +57,7 @@ class Transfers(Protocol):
 class Source(Protocol):
     """Object that has the transfers of loads: the engine, or a rank of it."""
 
-    def transfers(self, load: Load) -> Transfers:
+    def transfers(self, load: Load) -> LoadTransfers:
         """Return the transfers of a load that has begun."""
         ...
 
@@ -91,9 +91,9 @@ class WorkerHalf:
         self._layers = frozenset(range(tensors.regions.num_layers))
         self._called: set[int] = set()  # layers for which this step has called wait_layer()
         self._calls_all = False  # the last step that called wait_layer() did so for all layers
-        self._loading: dict[str, tuple[Load, Transfers | None]] = {}  # by request
-        self._in_step: list[tuple[Load, Transfers]] = []
-        self._layers_left: set[int] = set()  # of the loads of this step
+        self._loading: dict[str, tuple[Load, LoadTransfers | None]] = {}  # by request
+        self._in_step: list[tuple[Load, LoadTransfers]] = []
+        self._layers_left: set[int] = set()  # layers of this step's loads that have not ended
         self._failed: set[int] = set()
         self._step = 0
         self._counts = {"loaded_blocks": 0, "failed_blocks": 0}
@@ -195,7 +195,7 @@ class WorkerHalf:
         """Close the step, whose work was submitted."""
         self._source.close_step(self._step, _record_event(self._tensors.device))
 
-    def _note_end(self, load: Load, transfers: Transfers) -> set[int]:
+    def _note_end(self, load: Load, transfers: LoadTransfers) -> set[int]:
         """Count the blocks of a load that has ended; return the blocks that have failed."""
         failed = transfers.failed_blocks(load.block_ids)
         self._counts["loaded_blocks"] += len(load.block_ids) - len(failed)

@@ -65,7 +65,7 @@ class ObjectFiles:
         self._root = -1
         self._device = -1
         self._identity = b""
-        self._prefix = secrets.token_hex(8)  # of the names of this process in `incoming/`
+        self._prefix = secrets.token_hex(8)  # begin of this process's names in `incoming/`
         self._numbers = itertools.count()
         self._server_time = 0.0  # clock of the file system, at the last write
 

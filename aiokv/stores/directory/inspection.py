@@ -6,20 +6,18 @@ import os
 import re
 import time
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from aiokv import _native
 from aiokv.base.units import format_bytes
-from aiokv.layout.host_format import TRAILER_BYTES
 from aiokv.stores.base import KEY_BYTES
 from aiokv.stores.directory.files import IDENTITY, INCOMING
-from aiokv.stores.inspection import BadBlock, FileGroup, Part, Reading, allocated_bytes
+from aiokv.stores.inspection import FileGroup, Place, Reading, StoreDirectory, allocated_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -38,11 +36,12 @@ class _File(NamedTuple):
     used_at: float
 
     @property
-    def key(self) -> bytes:
-        return bytes.fromhex(os.path.basename(self.name))
+    def place(self) -> Place:
+        """The object in the file, which is named by its key."""
+        return Place(bytes.fromhex(os.path.basename(self.name)), self.name, self.num_bytes)
 
 
-class DirectoryFiles(Part):
+class DirectoryFiles(StoreDirectory):
     """The folder of a directory store, which any number of engines may use at the same time."""
 
     kind = "directory"
@@ -60,18 +59,17 @@ class DirectoryFiles(Part):
         return nullcontext()
 
     def read(self) -> Reading:
-        """List the files; see :class:`Part`. Files with other names are left alone."""
+        """List the files; see :class:`StoreDirectory`. Files with other names are left alone."""
         files = list(self._objects())
         incomplete = list(self._scan(INCOMING))
         sizes: dict[int, list[_File]] = {}
         for file in files:
             sizes.setdefault(file.num_bytes, []).append(file)
-        return _Reading(
-            folder=self.path,
-            files=files,
+        return Reading(
             seconds=np.array([file.used_at for file in files]),
             order=np.arange(len(files)),
-            block_bytes=sum(file.num_bytes for file in files),
+            place=lambda block: files[block].place,
+            keep_only=partial(self._keep_only, files),
             groups=[
                 FileGroup(
                     name=f"files of {format_bytes(size)}",
@@ -81,12 +79,12 @@ class DirectoryFiles(Part):
                 )
                 for size, group in sorted(sizes.items())
             ],
-            other_bytes=sum(file.disk_bytes for file in incomplete),
+            disk_bytes=sum(file.disk_bytes for file in incomplete),
             incomplete={file.name: file.used_at for file in incomplete},
         )
 
     def now(self, *, dry_run: bool) -> float:
-        """Return the time by the clock of the file system; see :class:`Part`."""
+        """Return the time by the clock of the file system; see :class:`StoreDirectory`."""
         probe = self.path / INCOMING / f"{_PROBE}-{os.getpid()}"
         if dry_run or not probe.parent.is_dir():
             return time.time()
@@ -117,52 +115,15 @@ class DirectoryFiles(Part):
                         name, disk_bytes = f"{folder}/{entry.name}", allocated_bytes(status)
                         yield _File(name, status.st_size, disk_bytes, status.st_mtime)
 
-
-@dataclass(kw_only=True, eq=False)
-class _Reading(Reading):
-    """See :class:`Reading`.
-
-    Attributes:
-        folder: folder of the store.
-        files: the blocks.
-    """
-
-    folder: Path
-    files: list[_File]
-
-    def faults(self, blocks: Iterable[int]) -> list[tuple[int, BadBlock]]:
-        """See :class:`Reading`."""
-        found = []
-        for block in blocks:
-            file = self.files[block]
-            if reason := self._fault(file):
-                bad = BadBlock(key=file.key.hex(), file=file.name, reason=reason)
-                found.append((block, bad))
-        return found
-
-    def keep_only(self, kept: NDArray[np.bool_], abandoned: Sequence[str]) -> int:
-        """See :class:`Reading`. Another process may remove the same files meanwhile."""
-        removed = [self.files[block] for block in np.flatnonzero(~kept)]
-        names = [file.name for file in removed] + list(abandoned)
+    def _keep_only(
+        self, files: Sequence[_File], kept: NDArray[np.bool_], abandoned: Sequence[str]
+    ) -> int:
+        """Remove files; see :class:`Reading`. Another process may remove them meanwhile."""
         freed = 0
-        for name in names:
-            path = self.folder / name
+        for name in [*(files[block].name for block in np.flatnonzero(~kept).tolist()), *abandoned]:
+            path = self.path / name
             with suppress(FileNotFoundError):
                 num_bytes = allocated_bytes(os.stat(path))
                 os.unlink(path)
                 freed += num_bytes
         return freed
-
-    def _fault(self, file: _File) -> str:
-        """Return a description of the fault of a block; empty if it has none, or was removed."""
-        try:
-            data = (self.folder / file.name).read_bytes()
-        except FileNotFoundError:
-            return ""
-        except OSError as error:
-            return f"the file cannot be read: {error.strerror}"
-        if len(data) < TRAILER_BYTES:
-            return f"the file has {len(data)} bytes, fewer than a trailer"
-        if not _native.verify_object(data, file.key):
-            return "length, key or checksum is wrong"
-        return ""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from aiokv.stores.directory.files import FileEntry, ObjectFiles
 
 _LOW_MARK: Final = 0.9  # share of the limit that a sweep leaves when it evicts
-_SWEEP_AFTER_SHARE: Final = 1 / 16  # of the limit, written by this process since the last sweep
+_SWEEP_AFTER_SHARE: Final = 1 / 16  # share of the limit that this process writes between sweeps
 _SWEEP_AFTER_SECONDS: Final = 600.0  # other processes write, too
 
 

@@ -7,8 +7,7 @@ import errno
 import os
 import time
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from itertools import groupby
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -33,10 +32,10 @@ from aiokv.stores.disk.layout import (
 from aiokv.stores.disk.lock import DirectoryLock
 from aiokv.stores.disk.recovery import Damage, replay
 from aiokv.stores.disk.volume import Volume
-from aiokv.stores.inspection import BadBlock, FileGroup, Part, Reading, allocated_bytes
+from aiokv.stores.inspection import FileGroup, Place, Reading, StoreDirectory, allocated_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -71,7 +70,7 @@ _NOTES: Final = {
 }
 
 
-class DiskFiles(Part):
+class DiskFiles(StoreDirectory):
     """The directory of a disk store, or of one of its layouts.
 
     Args:
@@ -98,38 +97,48 @@ class DiskFiles(Part):
             if (path / JOURNAL).is_file() or (path / segment_name(0)).is_file()
         ]
 
-    def read(self) -> DiskReading:
-        """Read the journal; see :class:`Part`. Blocks are in the order of their last use."""
+    def read(self) -> Reading:
+        """Read the journal; see :class:`StoreDirectory`. Blocks are in order of their last use."""
         header, records, damage = self._journal()
         object_bytes = 0 if header is None else header.payload_bytes + TRAILER_BYTES
         segment_slots = 1 if header is None else max(1, header.segment_slots)
-        stored = records[records["kind"] == _ADD]
-        quarantined = records["slot"][records["kind"] != _ADD]
-        names = self._volume.names()
+        is_stored = records["kind"] == _ADD
+        stored = records[is_stored]
+        segments, names = records["slot"] // segment_slots, self._volume.names()
         groups = []
-        for number in segment_numbers(names):
-            blocks = int((stored["slot"] // segment_slots == number).sum())
+        for number in sorted({*segment_numbers(names), *np.unique(segments).tolist()}):
+            blocks = int((is_stored & (segments == number)).sum())
             groups.append(
                 FileGroup(
                     name=segment_name(number),
                     blocks=blocks,
-                    quarantined_blocks=int((quarantined // segment_slots == number).sum()),
+                    quarantined_blocks=int((~is_stored & (segments == number)).sum()),
                     block_bytes=blocks * object_bytes,
                     disk_bytes=_file_bytes(self._volume, segment_name(number)),
                 )
             )
+
+        def place(block: int) -> Place:
+            assert header is not None  # without it, there are no blocks
+            slot = int(stored["slot"][block])
+            number, place = divmod(slot, segment_slots)
+            return Place(
+                key=stored["key"][block].tobytes(),
+                file=segment_name(number),
+                num_bytes=object_bytes,
+                offset=place * header.slot_bytes,
+                slot=slot,
+            )
+
         others = set(names) & {JOURNAL, NEW_JOURNAL, LOCK}
-        return DiskReading(
-            volume=self._volume,
-            header=header,
-            stored=stored,
+        return Reading(
             seconds=stored["seconds"].astype(np.float64),
             order=np.argsort(stored["slot"]),
-            block_bytes=len(stored) * object_bytes,
             groups=groups,
-            other_bytes=sum(_file_bytes(self._volume, name) for name in others),
-            quarantined_blocks=len(quarantined),
-            incomplete={NEW_JOURNAL: 0.0} if NEW_JOURNAL in names else {},  # of no process
+            place=place,
+            keep_only=partial(self._keep_only, header, stored),
+            disk_bytes=sum(_file_bytes(self._volume, name) for name in others),
+            incomplete={NEW_JOURNAL: 0.0} if NEW_JOURNAL in names else {},  # no process owns it
             damage=_described(damage, _DAMAGE),
             notes=_described(damage, _NOTES),
             used_by=self._user(),
@@ -163,7 +172,7 @@ class DiskFiles(Part):
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the directory; see :class:`Part`."""
+        """Lock the directory; see :class:`StoreDirectory`."""
         try:
             lock = DirectoryLock(self._lock_path)
         except ConfigError as error:
@@ -189,67 +198,20 @@ class DiskFiles(Part):
             pass  # no lock file, or a system that does not show locks
         return None
 
-
-@dataclass(kw_only=True, eq=False)
-class DiskReading(Reading):
-    """See :class:`Reading`.
-
-    Attributes:
-        volume: the directory.
-        header: header of the journal; None when it is missing or damaged.
-        stored: records of the blocks that can be found, least recently used first.
-    """
-
-    volume: Volume
-    header: Header | None
-    stored: NDArray[np.void]
-
-    def faults(self, blocks: Iterable[int]) -> list[tuple[int, BadBlock]]:
-        """See :class:`Reading`."""
-        assert self.header is not None  # without it, there are no blocks
-        memory = memoryview(bytearray(self.header.payload_bytes + TRAILER_BYTES))
-        segment_slots = self.header.segment_slots
-        slots = self.stored["slot"]
-        found = []
-        for number, group in groupby(blocks, lambda block: int(slots[block]) // segment_slots):
-            for block, reason in self._faults(number, list(group), memory):
-                bad = BadBlock(
-                    key=self._key(block).hex(),
-                    file=segment_name(number),
-                    slot=int(slots[block]),
-                    reason=reason,
-                )
-                found.append((block, bad))
-        return found
-
-    def _key(self, block: int) -> bytes:
-        return bytes(self.stored["key"][block].tobytes())
-
-    def _faults(
-        self, number: int, blocks: list[int], memory: memoryview
-    ) -> Iterator[tuple[int, str]]:
-        """Yield the blocks of a segment file whose bytes are wrong, with a description."""
-        assert self.header is not None
-        try:
-            with _opened(self.volume, segment_name(number)) as fd:
-                # Read from the medium, not from the page cache.
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                for block in blocks:
-                    slot = int(self.stored["slot"][block]) % self.header.segment_slots
-                    offset = slot * self.header.slot_bytes
-                    if reason := _fault(fd, offset, self._key(block), memory):
-                        yield block, reason
-        except OSError as error:
-            yield from ((block, f"the slot cannot be read: {error.strerror}") for block in blocks)
-
-    def keep_only(self, kept: NDArray[np.bool_], abandoned: Sequence[str]) -> int:
-        """See :class:`Reading`. Quarantined slots can be used again.
+    def _keep_only(
+        self,
+        header: Header | None,
+        stored: NDArray[np.void],
+        kept: NDArray[np.bool_],
+        abandoned: Sequence[str],
+    ) -> int:
+        """Remove all other blocks; see :class:`Reading`. Quarantined slots can be used again.
 
         The journal is replaced by one with the remaining blocks only, which is durable before any
         byte is removed. It replaces the incomplete one, too.
         """
-        assert self.header is not None
-        volume, header, stored = self.volume, self.header, self.stored[kept]
+        assert header is not None  # see ``obstacle``
+        volume, stored = self._volume, stored[kept]
         before = sum(_file_bytes(volume, name) for name in volume.names())
         for number in segment_numbers(volume.names()):  # a record says that its block is durable
             with _opened(volume, segment_name(number), write=True) as fd:
@@ -270,18 +232,18 @@ class DiskReading(Reading):
 
     def _free_slots(self, header: Header, used: NDArray[np.uint32]) -> None:
         """Give the bytes of all other slots back to the file system."""
-        numbers = segment_numbers(self.volume.names())
+        numbers = segment_numbers(self._volume.names())
         for number in reversed(numbers):
             slots = np.sort(used[used // header.segment_slots == number]) % header.segment_slots
             if len(slots) == 0 and number == numbers[-1] and number > 0:
-                self.volume.unlink(segment_name(number))
+                self._volume.unlink(segment_name(number))
                 numbers.pop()
                 continue
-            with _opened(self.volume, segment_name(number), write=True) as fd:
-                ends = slots.astype(np.int64) * header.slot_bytes  # of the free places
+            with _opened(self._volume, segment_name(number), write=True) as fd:
+                ends = slots.astype(np.int64) * header.slot_bytes  # ends of the free slots
                 begins = np.concatenate(([0], ends + header.slot_bytes))
-                if self.volume.size(fd) > begins[-1]:
-                    self.volume.truncate(fd, int(begins[-1]))
+                if self._volume.size(fd) > begins[-1]:
+                    self._volume.truncate(fd, int(begins[-1]))
                 for begin, end in zip(begins.tolist(), ends.tolist(), strict=False):
                     if end > begin:
                         _punch_hole(fd, begin, end - begin)
@@ -294,20 +256,6 @@ def _opened(volume: Volume, name: str, *, write: bool = False) -> Iterator[int]:
         yield fd
     finally:
         volume.close(fd)
-
-
-def _fault(fd: int, offset: int, key: bytes, memory: memoryview) -> str:
-    """Return a description of the fault of a block; empty if it has none."""
-    try:
-        size = os.preadv(fd, [memory], offset)
-        while 0 < size < len(memory) and (part := os.preadv(fd, [memory[size:]], offset + size)):
-            size += part
-        os.posix_fadvise(fd, offset, len(memory), os.POSIX_FADV_DONTNEED)
-    except OSError as error:
-        return f"the slot cannot be read: {error.strerror}"
-    if size < len(memory):
-        return "the file ends within the slot"
-    return "" if _native.verify_object(memory, key) else "length, key or checksum is wrong"
 
 
 def _file_bytes(volume: Volume, name: str) -> int:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ENTRIES: Final = 64  # requests in the kernel at a time; further ones wait in the native queue
-DIRECT_ALIGNMENT: Final = 4096  # of address, length and offset, for a file open with O_DIRECT
+DIRECT_ALIGNMENT: Final = 4096  # O_DIRECT requires it of address, length and offset
 CALL_REQUESTS: Final = 4096  # requests that one native call takes, so that it ends soon
 BACKEND_VARIABLE: Final = "AIOKV_IO"
 

@@ -15,7 +15,7 @@ from aiokv.stores.disk.io import DiskIo
 if TYPE_CHECKING:
     from aiokv.stores.disk.io import BlockIo
 
-_READ_BYTES: Final = 4096  # of a file that fails in one place
+_READ_BYTES: Final = 4096  # unit of reads from a damaged file
 
 _NO_FALLOCATE: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 

@@ -33,7 +33,7 @@ ENVIRONMENT: Final = {
     "MC_LOG_LEVEL": "ERROR",
 }
 _KEYS_PER_CALL: Final = 128  # a call cannot be interrupted, also when a process is stopped
-_LOCAL_BUFFER_BYTES: Final = 16 << 20  # of the library, for calls that are not used here
+_LOCAL_BUFFER_BYTES: Final = 16 << 20  # the library needs it for calls that are not used here
 
 
 class Code(IntEnum):

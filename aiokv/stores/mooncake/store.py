@@ -134,7 +134,9 @@ class MooncakeStore(Store):
 
         Cancellation: nothing is left behind.
         """
-        threads = StoreThreads("mooncake", 2 * _MAX_CONCURRENT)  # as many lookups as transfers
+        threads = StoreThreads(
+            "mooncake", 2 * _MAX_CONCURRENT
+        )  # one thread per lookup and per transfer
         self._threads, self._memory = threads, memory
         self._link, self._connecting = MasterLink(self._host, self._port), asyncio.Lock()
         try:

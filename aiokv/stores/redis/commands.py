@@ -20,7 +20,7 @@ from aiokv.stores.redis.connection import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from aiokv.stores.redis.connection import Connection
+    from aiokv.stores.redis.connection import RedisConnection
     from aiokv.stores.redis.options import Address
 
 # Bytes of values in flight on a connection, at least two values. A server keeps replies that it
@@ -34,7 +34,7 @@ _ASKING: Final = encode(b"ASKING")
 
 
 @dataclass(slots=True)
-class Item:
+class BatchKey:
     """One key of a batch on its way.
 
     Attributes:
@@ -67,7 +67,7 @@ class Item:
 _RESULTS: Final = {"OOM": Result.REFUSED, "WRONGTYPE": Result.WRONG}
 
 
-def lookup(connection: Connection, items: Sequence[Item], object_bytes: int) -> None:
+def lookup(connection: RedisConnection, items: Sequence[BatchKey], object_bytes: int) -> None:
     """Set the result of each item: ``DONE``, ``MISSING``, or ``WRONG`` for another length."""
     known = {b":%d" % object_bytes: Result.DONE, b":0": Result.MISSING}
     for item, line in _ask(connection, items, b"STRLEN"):
@@ -78,11 +78,11 @@ def lookup(connection: Connection, items: Sequence[Item], object_bytes: int) -> 
             item.result = Result.WRONG
 
 
-def load(connection: Connection, items: Sequence[Item], ttl_seconds: int) -> None:
+def load(connection: RedisConnection, items: Sequence[BatchKey], ttl_seconds: int) -> None:
     """Read values into blocks; with a TTL, an object expires that long after the last load."""
     verb, expire = (b"GETEX", (b"EX", b"%d" % ttl_seconds)) if ttl_seconds else (b"GET", ())
 
-    def send(group: Sequence[Item]) -> Sequence[Item]:
+    def send(group: Sequence[BatchKey]) -> Sequence[BatchKey]:
         connection.send([_encode_each(group, verb, expire)])
         return group
 
@@ -99,7 +99,7 @@ def load(connection: Connection, items: Sequence[Item], ttl_seconds: int) -> Non
                 item.result = Result.DONE if found else Result.MISSING
 
 
-def save(connection: Connection, items: Sequence[Item], ttl_seconds: int) -> None:
+def save(connection: RedisConnection, items: Sequence[BatchKey], ttl_seconds: int) -> None:
     """Send values of keys that the server does not have.
 
     An object of the right length is kept: objects of one key are interchangeable. A value of
@@ -119,7 +119,7 @@ def save(connection: Connection, items: Sequence[Item], ttl_seconds: int) -> Non
     expire = (b"EX", b"%d" % ttl_seconds) if ttl_seconds else ()
     refusals: list[ReplyError] = []
 
-    def send(group: Sequence[Item]) -> Sequence[Item]:
+    def send(group: Sequence[BatchKey]) -> Sequence[BatchKey]:
         if refusals:
             for item in group:
                 item.refuse(refusals[0])
@@ -135,14 +135,14 @@ def save(connection: Connection, items: Sequence[Item], ttl_seconds: int) -> Non
                 refusals.append(item.error)
 
 
-def remove(connection: Connection, items: Sequence[Item]) -> None:
+def remove(connection: RedisConnection, items: Sequence[BatchKey]) -> None:
     """Remove keys; the server frees the memory in a thread of its own."""
     for item, line in _ask(connection, items, b"UNLINK"):
         if not _is_refused(item, line):
             item.result = Result.DONE
 
 
-def _extend(connection: Connection, items: Sequence[Item], ttl_seconds: int) -> None:
+def _extend(connection: RedisConnection, items: Sequence[BatchKey], ttl_seconds: int) -> None:
     """Let objects that are present expire later; one that expired meanwhile is missing."""
     for item, line in _ask(connection, items, b"EXPIRE", b"%d" % ttl_seconds):
         if not _is_refused(item, line) and line == b":0":
@@ -153,8 +153,8 @@ def _extend(connection: Connection, items: Sequence[Item], ttl_seconds: int) -> 
 
 
 def _overlapped(
-    items: Sequence[Item], size: int, send: Callable[[Sequence[Item]], Sequence[Item]]
-) -> Iterator[Sequence[Item]]:
+    items: Sequence[BatchKey], size: int, send: Callable[[Sequence[BatchKey]], Sequence[BatchKey]]
+) -> Iterator[Sequence[BatchKey]]:
     """Yield groups of items whose replies are due; the next group was sent before.
 
     Args:
@@ -162,7 +162,7 @@ def _overlapped(
         size: items of a group.
         send: sends the requests of a group, and returns the items that it has sent.
     """
-    sent: Sequence[Item] = ()
+    sent: Sequence[BatchKey] = ()
     for begin in range(0, len(items), size):
         behind = send(items[begin : begin + size])
         if sent:
@@ -173,11 +173,11 @@ def _overlapped(
 
 
 def _ask(
-    connection: Connection, items: Sequence[Item], verb: bytes, *arguments: bytes
-) -> Iterator[tuple[Item, bytes]]:
+    connection: RedisConnection, items: Sequence[BatchKey], verb: bytes, *arguments: bytes
+) -> Iterator[tuple[BatchKey, bytes]]:
     """Send a request per item, without a value, and yield its reply line."""
 
-    def send(group: Sequence[Item]) -> Sequence[Item]:
+    def send(group: Sequence[BatchKey]) -> Sequence[BatchKey]:
         connection.send([_encode_each(group, verb, arguments)])
         return group
 
@@ -185,7 +185,9 @@ def _ask(
         yield from _read_lines(connection, group)
 
 
-def _read_lines(connection: Connection, group: Sequence[Item]) -> Iterator[tuple[Item, bytes]]:
+def _read_lines(
+    connection: RedisConnection, group: Sequence[BatchKey]
+) -> Iterator[tuple[BatchKey, bytes]]:
     if group[0].asking:
         lines = connection.read_lines(2 * len(group))[1::2]
     else:
@@ -193,7 +195,7 @@ def _read_lines(connection: Connection, group: Sequence[Item]) -> Iterator[tuple
     return zip(group, lines, strict=True)
 
 
-def _is_refused(item: Item, line: bytes) -> bool:
+def _is_refused(item: BatchKey, line: bytes) -> bool:
     """Return True if a reply line is an error; set the error as the item's outcome."""
     reply = simple_reply(line)
     if isinstance(reply, ReplyError):
@@ -202,7 +204,7 @@ def _is_refused(item: Item, line: bytes) -> bool:
     return False
 
 
-def _encode_each(group: Sequence[Item], verb: bytes, behind: Sequence[bytes]) -> bytes:
+def _encode_each(group: Sequence[BatchKey], verb: bytes, behind: Sequence[bytes]) -> bytes:
     """Return the requests of a group; all names have the same length."""
     head, tail = encode_around((verb,), len(group[0].name), behind)
     if group[0].asking:
@@ -210,7 +212,7 @@ def _encode_each(group: Sequence[Item], verb: bytes, behind: Sequence[bytes]) ->
     return head + (tail + head).join([item.name for item in group]) + tail
 
 
-def _encode_values(group: Sequence[Item], behind: Sequence[bytes]) -> list[bytes | memoryview]:
+def _encode_values(group: Sequence[BatchKey], behind: Sequence[bytes]) -> list[bytes | memoryview]:
     buffers: list[bytes | memoryview] = []
     for item in group:
         head, tail = encode_around((b"SET", item.name), len(item.block), behind)
@@ -218,7 +220,7 @@ def _encode_values(group: Sequence[Item], behind: Sequence[bytes]) -> list[bytes
     return buffers
 
 
-def _values_at_a_time(items: Sequence[Item]) -> int:
+def _values_at_a_time(items: Sequence[BatchKey]) -> int:
     """Return the number of values that are half a window."""
     if not items:
         return 1

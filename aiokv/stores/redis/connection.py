@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Reply: TypeAlias = "int | bytes | ReplyError | list[Reply] | None"
 
 _BUFFER_BYTES: Final = 64 << 10
-_MAX_LINE_BYTES: Final = 16 << 10  # of a reply's first line; a server's error is much shorter
+_MAX_LINE_BYTES: Final = 16 << 10  # first line of a reply; an error of a server is much shorter
 # Limits of a reply that is no object: the longest is the list of the slots of a cluster, with some
 # texts, numbers and lists for each of at most 16,384 ranges of slots.
 _MAX_TEXT_BYTES: Final = 16 << 10
@@ -30,7 +30,7 @@ _MAX_REPLY_BYTES: Final = 32 << 20
 _ELEMENT_BYTES: Final = 64  # counted for each text, number and list
 _MAX_DEPTH: Final = 8
 MAX_VALUE_BYTES: Final = 512 << 20  # proto-max-bulk-len of a server, by default
-_MAX_BUFFERS: Final = 1024  # of one sendmsg: IOV_MAX of Linux
+_MAX_BUFFERS: Final = 1024  # per sendmsg: IOV_MAX of Linux
 _CRLF: Final = b"\r\n"
 
 
@@ -69,7 +69,7 @@ def encode_around(
     return b"".join(parts), b"".join([_CRLF, *behind])
 
 
-class Connection:
+class RedisConnection:
     """Requests and replies on a connected socket.
 
     All methods block, except for ``abort``, ``close`` and ``is_usable``.
@@ -100,7 +100,7 @@ class Connection:
         self._buffer = memoryview(self._bytes)
         self._begin = 0
         self._end = 0
-        self._reply_bytes = 0  # of the reply that is being read
+        self._reply_bytes = 0  # bytes of the reply that is being read
 
     def handshake(self) -> None:
         """Begin TLS, if there is a context."""

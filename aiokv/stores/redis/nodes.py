@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
     from concurrent.futures import Executor
 
-    from aiokv.stores.redis.commands import Item
-    from aiokv.stores.redis.connection import Connection, Reply
-    from aiokv.stores.redis.options import Server
+    from aiokv.stores.redis.commands import BatchKey
+    from aiokv.stores.redis.connection import RedisConnection, Reply
+    from aiokv.stores.redis.options import RedisServer
 
-    Job: TypeAlias = Callable[[Connection, Sequence[Item]], None]
+    Job: TypeAlias = Callable[[RedisConnection, Sequence[BatchKey]], None]
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class Nodes:
     """
 
     def __init__(
-        self, server: Server, executor: Executor, connections: int, connect_seconds: float
+        self, server: RedisServer, executor: Executor, connections: int, connect_seconds: float
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._seeds = server.seeds
@@ -72,7 +72,7 @@ class Nodes:
         self._values.close_idle()
         self._small.close_idle()
 
-    async def run(self, items: Sequence[Item], job: Job) -> None:
+    async def run(self, items: Sequence[BatchKey], job: Job) -> None:
         """Run a job on the items of each node, and again on those that a node redirected.
 
         Raises:
@@ -96,10 +96,10 @@ class Nodes:
         if items and all(item.result is Result.FAILED for item in items):
             raise errors[0] if errors else _refusal(items)
 
-    async def _parts(self, items: Sequence[Item]) -> list[tuple[Address, list[Item]]]:
+    async def _parts(self, items: Sequence[BatchKey]) -> list[tuple[Address, list[BatchKey]]]:
         """Return the items by node, in parts that run at the same time."""
         slots = await self._known_slots()
-        groups: dict[tuple[Address, bool], list[Item]] = defaultdict(list)
+        groups: dict[tuple[Address, bool], list[BatchKey]] = defaultdict(list)
         async for some in in_passes(items):
             for item in some:
                 groups[item.node or slots.node(item.name), item.asking].append(item)
@@ -107,7 +107,7 @@ class Nodes:
             (address, part) for (address, _), group in groups.items() for part in self._split(group)
         ]
 
-    def _split(self, group: list[Item]) -> Iterable[list[Item]]:
+    def _split(self, group: list[BatchKey]) -> Iterable[list[BatchKey]]:
         """Return the parts of a batch that run at the same time.
 
         A batch takes at most half of the connections to a node; other calls have the rest.
@@ -117,7 +117,7 @@ class Nodes:
         return (group[i::parts] for i in range(parts))
 
     async def _run_parts(
-        self, parts: Sequence[tuple[Address, list[Item]]], job: Job
+        self, parts: Sequence[tuple[Address, list[BatchKey]]], job: Job
     ) -> list[StoreError]:
         if len(parts) == 1:
             found = [await self._run_part(*parts[0], job)]
@@ -127,7 +127,9 @@ class Nodes:
             found = [task.result() for task in tasks]
         return [error for error in found if error is not None]
 
-    async def _run_part(self, address: Address, items: list[Item], job: Job) -> StoreError | None:
+    async def _run_part(
+        self, address: Address, items: list[BatchKey], job: Job
+    ) -> StoreError | None:
         pool = self._values if items[0].block else self._small
         try:
             await pool.run(address, lambda connection: job(connection, items))
@@ -143,7 +145,7 @@ class Nodes:
         self._is_stale = True
         self._failed.add(address)
 
-    def _redirects(self, address: Address, item: Item, error: ReplyError) -> bool:
+    def _redirects(self, address: Address, item: BatchKey, error: ReplyError) -> bool:
         """Prepare an item for the node that the reply names; return False if it names none."""
         code, _, place = error.text.partition(" ")
         if code in ("CLUSTERDOWN", "READONLY", "MASTERDOWN"):
@@ -206,7 +208,7 @@ async def in_passes(items: Sequence[T]) -> AsyncIterator[Sequence[T]]:
         yield items[begin : begin + KEYS_PER_PASS]
 
 
-def _ask_slots(connection: Connection) -> Reply:
+def _ask_slots(connection: RedisConnection) -> Reply:
     return connection.request(b"CLUSTER", b"SLOTS")
 
 
@@ -218,7 +220,7 @@ def _slot_map(address: Address, reply: Reply) -> SlotMap:
     raise StoreError(f"redis store: {address} replied {reply!r} to CLUSTER SLOTS")
 
 
-def _refusal(items: Sequence[Item]) -> StoreError:
+def _refusal(items: Sequence[BatchKey]) -> StoreError:
     text = next((item.error.text for item in items if item.error is not None), "")
     if not text:
         return StoreError(f"redis store: nodes redirected the keys {MAX_ROUNDS} times in a row")

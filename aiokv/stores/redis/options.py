@@ -29,7 +29,7 @@ class Address(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Server:
+class RedisServer:
     """Parsed URL and credentials.
 
     Attributes:
@@ -63,7 +63,7 @@ def redis_py() -> Any:
     return redis
 
 
-def parse_server(url: str, username: str | None, password: str | None) -> Server:
+def parse_server(url: str, username: str | None, password: str | None) -> RedisServer:
     """Parse a URL and the credentials; arguments replace those of the URL.
 
     Raises:
@@ -90,7 +90,7 @@ def parse_server(url: str, username: str | None, password: str | None) -> Server
     unknown = [*options, *([] if uses_tls else tls_options)]
     if unknown:
         raise _wrong(url, f"unknown options: {', '.join(unknown)}")
-    return Server(
+    return RedisServer(
         seeds=(first, *others),
         database=database,
         username=found[0] if username is None else username,

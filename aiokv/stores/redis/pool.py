@@ -8,14 +8,14 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from aiokv.errors import StoreError
-from aiokv.stores.redis.connection import Connection, ReplyError
+from aiokv.stores.redis.connection import RedisConnection, ReplyError
 from aiokv.stores.waiting import all_ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Executor, Future
 
-    from aiokv.stores.redis.options import Address, Server
+    from aiokv.stores.redis.options import Address, RedisServer
 
 T = TypeVar("T")
 
@@ -36,16 +36,16 @@ class ConnectionPool:
     """
 
     def __init__(
-        self, server: Server, executor: Executor, limit: int, connect_seconds: float
+        self, server: RedisServer, executor: Executor, limit: int, connect_seconds: float
     ) -> None:
         self._server = server
         self._executor = executor
         self._connect_seconds = connect_seconds
-        self._idle: dict[Address, list[Connection]] = defaultdict(list)
+        self._idle: dict[Address, list[RedisConnection]] = defaultdict(list)
         self._free: dict[Address, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(limit))
         self.opened = 0
 
-    async def run(self, address: Address, job: Callable[[Connection], T]) -> T:
+    async def run(self, address: Address, job: Callable[[RedisConnection], T]) -> T:
         """Run a job in a thread, on a connection that no other job uses meanwhile.
 
         Raises:
@@ -74,7 +74,7 @@ class ConnectionPool:
             while connections:
                 connections.pop().close()
 
-    def _take_idle(self, address: Address) -> Connection | None:
+    def _take_idle(self, address: Address) -> RedisConnection | None:
         """Return the connection that was used last, without those that the server closed."""
         connections = self._idle[address]
         while connections:
@@ -84,7 +84,7 @@ class ConnectionPool:
             connection.close()
         return None
 
-    async def _open(self, address: Address) -> Connection:
+    async def _open(self, address: Address) -> RedisConnection:
         try:
             async with asyncio.timeout(self._connect_seconds):
                 connection = await self._connect(address)
@@ -97,10 +97,10 @@ class ConnectionPool:
         self.opened += 1
         return connection
 
-    async def _connect(self, address: Address) -> Connection:
+    async def _connect(self, address: Address) -> RedisConnection:
         connected = await _connected_socket(address)
         try:
-            connection = Connection(connected, self._server.tls, address.host)
+            connection = RedisConnection(connected, self._server.tls, address.host)
         except BaseException:
             connected.close()
             raise
@@ -114,7 +114,7 @@ class ConnectionPool:
             raise StoreError(f"redis store: {address} {refusal}")
         return connection
 
-    def _log_in(self, connection: Connection) -> str | None:
+    def _log_in(self, connection: RedisConnection) -> str | None:
         """Authenticate and select the database; return the reason for a refusal."""
         server = self._server
         connection.handshake()
@@ -129,7 +129,9 @@ class ConnectionPool:
                 return f"refused database {server.database}: {reply.text}"
         return None
 
-    async def _in_thread(self, connection: Connection, job: Callable[[Connection], T]) -> T:
+    async def _in_thread(
+        self, connection: RedisConnection, job: Callable[[RedisConnection], T]
+    ) -> T:
         """Run a job in a thread; when cancelled, abort the connection and await the job's end."""
         return await until_ended(self._executor.submit(job, connection), connection.abort)
 

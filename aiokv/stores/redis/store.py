@@ -16,7 +16,7 @@ from aiokv.errors import ConfigError, StoreError
 from aiokv.stores.base import Result, Store, StoreMemory, split_keys
 from aiokv.stores.options import parted_url, url_options, url_text
 from aiokv.stores.redis import commands
-from aiokv.stores.redis.commands import Item
+from aiokv.stores.redis.commands import BatchKey
 from aiokv.stores.redis.connection import MAX_VALUE_BYTES
 from aiokv.stores.redis.nodes import Nodes, in_passes
 from aiokv.stores.redis.options import parse_server, split_url, without_secrets
@@ -251,21 +251,21 @@ class RedisStore(Store):
     def _object_bytes(self) -> int:
         return 0 if self._memory is None else self._memory.object_bytes
 
-    async def _items(self, keys: bytes, blocks: NDArray[np.int32] | None = None) -> list[Item]:
+    async def _items(self, keys: bytes, blocks: NDArray[np.int32] | None = None) -> list[BatchKey]:
         """Return an item per key; without blocks, for a request that moves no value."""
-        items: list[Item] = []
+        items: list[BatchKey] = []
         ids = None if blocks is None else blocks.tolist()
         async for some in in_passes(split_keys(keys)):
             names = [self._prefix + key.hex().encode() for key in some]
             if ids is None or self._memory is None:
-                items += [Item(name, _NO_BLOCK) for name in names]
+                items += [BatchKey(name, _NO_BLOCK) for name in names]
             else:
                 numbers = ids[len(items) : len(items) + len(names)]
                 objects = map(self._memory.object, numbers)
-                items += map(Item, names, objects)
+                items += map(BatchKey, names, objects)
         return items
 
-    async def _run(self, items: Sequence[Item], job: Job) -> None:
+    async def _run(self, items: Sequence[BatchKey], job: Job) -> None:
         """Run a job in a task that ``aclose`` can end.
 
         Raises:
@@ -284,7 +284,7 @@ class RedisStore(Store):
         finally:
             self._running.discard(task)
 
-    def _results(self, operation: str, items: Sequence[Item]) -> NDArray[np.uint8]:
+    def _results(self, operation: str, items: Sequence[BatchKey]) -> NDArray[np.uint8]:
         results = [item.result for item in items]
         for result, count in Counter(results).items():
             self._counts[f"{operation}_{result.name.lower()}"] += count

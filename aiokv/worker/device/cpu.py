@@ -82,7 +82,7 @@ class CpuDevice(Unique):
 
     def __init__(self) -> None:
         self._streams: dict[GroupRoute, CpuStream] = {}
-        self._maps: dict[Pool, _native.BlockMap] = {}  # of pools with host memory
+        self._maps: dict[Pool, _native.BlockMap] = {}  # pools with host memory
         self._memory: tuple[Regions, dict[Pool, HostArena]] | None = None
         self._num_layers = 0
 

@@ -203,7 +203,7 @@ class CudaDevice(Unique):
         self.ordinal = _existing_gpu(self._cupy, ordinal)
         self.name = f"cuda:{self.ordinal}"
         self._streams: list[Any] = []
-        self._engines: dict[Pool, Any] = {}  # of pools with host memory
+        self._engines: dict[Pool, Any] = {}  # pools with host memory
         self._hosts: dict[int, Any] = {}  # pinned memory, by address: pools may share it
         self._main_host: Any = None  # the arena of the blocks
         self._memory: tuple[Regions, dict[Pool, HostArena]] | None = None

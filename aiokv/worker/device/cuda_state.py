@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from aiokv.layout.regions import Regions
     from aiokv.worker.device.base import CopyError, Event
 
-MAX_PITCH_BYTES: Final = 2**31 - 1  # of a 2D copy
+MAX_PITCH_BYTES: Final = 2**31 - 1  # limit of a 2D copy
 
 
 class Rows(NamedTuple):

@@ -130,7 +130,7 @@ class AuxiliaryGroups {
         return newest;
     }
 
-    // Of recurrent state that the model does not have: zeros.
+    // Zeros for recurrent state that the model does not have.
     GroupStatistics statistics(GroupId number) const {
         if (number == kRecurrentState && !state_.exists()) return {};
         GroupStatistics s = group(number).statistics();

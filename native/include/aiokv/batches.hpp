@@ -24,7 +24,7 @@ class Batches {
     // `step`: 0, or the step that the batch's work belongs to. Returns the releasing leases of
     // which this was the last batch.
     std::vector<LeaseId> end(BatchId id, Step step);
-    // Of one lease, in ascending order.
+    // The batches of one lease, in ascending order.
     std::vector<BatchId> of(LeaseId id) const;
 
     // The batches of `lease` are those of `keeper` from now on.

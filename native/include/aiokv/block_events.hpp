@@ -43,9 +43,9 @@ struct BlockRun {
     BlockEvent event = BlockEvent::kStored;
     Medium medium = Medium::kDevice;
     bool has_parent = false;  // false: the first block of `digests` begins a prompt
-    Digest parent{};          // of the block before the first one
+    Digest parent{};          // digest of the block before the first one
     std::vector<Digest> digests;
-    // Of kStored only.
+    // Set for kStored only:
     std::string context;
     std::vector<std::int32_t> tokens;
     std::vector<std::string> items;  // item keys; empty if no item touches any of the blocks
@@ -67,6 +67,7 @@ class BlockEvents {
         if (!streams_.empty()) [[unlikely]]
             report_change(node);
     }
+    bool has_streams() const { return !streams_.empty(); }
     // All nodes are about to become unmatchable.
     void clear();
 
@@ -97,7 +98,7 @@ class BlockEvents {
         std::size_t queued_blocks = 0;
         bool sweeps = false;
         bool sweeps_again = false;
-        NodeId next = 0;  // of the sweep
+        NodeId next = 0;  // next node of the sweep
         EventCounts counts;
 
         std::uint8_t& of(NodeId node) {
@@ -128,7 +129,7 @@ class BlockEvents {
     StoredBlocks& stored_;
     std::unordered_map<EventStreamId, Stream> streams_;
     EventStreamId last_id_ = 0;
-    std::vector<NodeId> roots_;    // of nodes that a stream has reported
+    std::vector<NodeId> roots_;    // roots of reported nodes
     std::vector<NodeId> unswept_;  // scratch
 };
 

@@ -28,9 +28,9 @@ using Convert = int (*)(void* to, const void* from, std::size_t bytes);
 struct Piece {
     std::uintptr_t device_base = 0;
     std::size_t device_stride = 0;  // bytes from a device block to the next
-    std::size_t bytes = 0;          // of one block on the device
+    std::size_t bytes = 0;          // per block on the device
     std::size_t host_offset = 0;    // in the host block
-    std::size_t host_bytes = 0;     // of one block there
+    std::size_t host_bytes = 0;     // per block in host memory
     Convert encode = nullptr;       // from the device to the host; null for the same bytes
     Convert decode = nullptr;       // from the host to the device; null with `encode`
 };

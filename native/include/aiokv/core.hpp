@@ -91,11 +91,11 @@ class Core {
         external_.refuse("extend", "name the blocks of new positions with assign");
         return grants_.extend(ids, num_tokens);
     }
-    // Of external device blocks.
+    // Names external device blocks of the next positions.
     void assign(LeaseId id, std::span<const BlockId> ids, std::int64_t computed_tokens) {
         external_.assign(leases_.at(id), ids, computed_tokens);
     }
-    // Of an id that match() has returned, also when the lease was released since then.
+    // `id` is of any lease that match() has returned, released ones included.
     bool is_idle(LeaseId id) const { return external_.uses().is_idle(id); }
     // The newest unfinished step that is_idle() waits for, or 0.
     Step idle_after_step(LeaseId id) const { return external_.after_step(id); }
@@ -143,13 +143,13 @@ class Core {
     // grant; none while the lease is swapped.
     std::vector<BlockId> hit_blocks(LeaseId id);
     Usage usage(LeaseId id) const;
-    // Of the last grant, in a group besides attention; none after a failed onload.
+    // The hit of the last grant in a group besides attention; empty after a failed onload.
     GroupHit group_hit(LeaseId id, GroupId group) const;
     // Has blocks, and its hit can still be matched: no reset and no failed copy came between.
     bool is_current(LeaseId id) const;
-    // Of a window group, or (-1) of all other layers.
+    // The table of a window group, or, for group -1, of all other layers.
     const std::vector<BlockId>& table_of(LeaseId id, std::int32_t group) const;
-    // Of a released lease, nothing.
+    // Blocks of the longest table; released leases have none.
     std::size_t longest_table(std::span<const LeaseId> ids) const;
     std::vector<std::int32_t> lengths(std::span<const LeaseId> ids) const;
     void block_tables(std::span<const LeaseId> ids, std::span<BlockId> out, std::size_t rows,
@@ -196,7 +196,7 @@ class Core {
         state_.discard_snapshot(leases_.at(id), slot);
     }
     std::vector<std::uint32_t> snapshot_points(LeaseId id) const;
-    // A save of blocks of one group to host memory; 0: there is nothing to copy.
+    // Begins a save of blocks of one group to host memory. Returns 0 if there is nothing to save.
     TransferId take_group_save() { return auxiliary_.take_save(); }
     bool is_move(TransferId id) const { return transfers_.is_move(id); }
     const Move& move(TransferId id) const { return transfers_.move(id); }
@@ -213,7 +213,7 @@ class Core {
     Boundaries boundaries(LeaseId id, std::size_t skip) {
         return fetches_.boundaries(leases_.at(id), skip);
     }
-    // Of groups besides attention. See AuxiliaryStores.
+    // These calls are for groups besides attention. See AuxiliaryStores.
     std::vector<std::uint8_t> has_copies(LeaseId id, GroupId group, std::size_t first,
                                          std::size_t end) {
         return auxiliary_stores_.has_copies(leases_.at(id), group, first, end);
@@ -230,42 +230,29 @@ class Core {
     }
     // A fetch or a save in flight. Throws UsageError: it is none.
     const StoreTransfer& store_transfer(TransferId id) const;
-    // Of a fetch or a save in flight.
+    // The group of a fetch or a save in flight.
     GroupId group_of(TransferId id) const {
         return auxiliary_stores_.has(id) ? auxiliary_stores_.group_of(id) : kAttention;
     }
 
     // -- peers
-    TransferId receive(LeaseId id, const TicketId& ticket, std::int64_t first_block,
-                       std::int64_t num_blocks) {
-        return peers_.receive(leases_.at(id), ticket, first_block, num_blocks);
-    }
-    TransferId send(LeaseId id, const TicketId& ticket, std::int64_t first_block,
-                    std::int64_t num_blocks, LayerRanges layers = {}) {
-        return peers_.send(leases_.at(id), ticket, first_block, num_blocks, layers);
-    }
-    // `step`: the open one.
-    TransferId send_early(LeaseId id, const TicketId& ticket, std::int64_t first_block,
-                          std::int64_t num_blocks, LayerRanges layers, std::uint64_t mark,
-                          Step step) {
-        return peers_.send_early(leases_.at(id), ticket, first_block, num_blocks, layers, mark,
-                                 step);
-    }
     // `step`: the open one. It may use the window blocks that the lease gives back.
-    TransferId receive_group(LeaseId id, const TicketId& ticket, GroupId group,
-                             std::int64_t num_tokens, Step step) {
-        return peers_.receive_group(leases_.at(id), ticket, group, num_tokens, step);
+    TransferId receive(LeaseId id, const TicketId& ticket, std::int64_t num_tokens, GroupId group,
+                       std::int64_t first_block, Step step) {
+        return peers_.receive(leases_.at(id), ticket, num_tokens, group, first_block, step);
     }
-    TransferId send_group(LeaseId id, const TicketId& ticket, GroupId group,
-                          std::int64_t num_tokens) {
-        return peers_.send_group(leases_.at(id), ticket, group, num_tokens);
+    // `step`: the open one, behind which the layers of a mark are computed at the latest.
+    TransferId send(LeaseId id, const TicketId& ticket, std::int64_t num_tokens, GroupId group,
+                    std::int64_t first_block, LayerRanges layers, std::uint64_t mark, Step step) {
+        return peers_.send(leases_.at(id), ticket, num_tokens, group, first_block, layers, mark,
+                           step);
     }
     // A lease that has windows of the ticket behind positions that are not committed fails.
     void end_ticket(LeaseId id, const TicketId& ticket) {
         Lease& lease = leases_.at(id);
         if (peers_.end_ticket(lease, ticket)) completions_.lose_sides(lease);
     }
-    // With recurrent state, the end of receive_group() commits. All windows have arrived.
+    // With recurrent state, the end of its receive commits. All windows have arrived.
     std::uint32_t commit_received(LeaseId id, std::int64_t num_tokens);
     // Throws LeaseError: these positions have no tokens.
     Digest prompt_digest(LeaseId id, std::int64_t num_tokens) const;
@@ -335,8 +322,8 @@ class Core {
 
     const Histogram& hold_times() const { return leases_.hold_times(); }
     CoreStatistics statistics() const;
-    // Of a group besides attention; zeros of recurrent state that the model does not have. Throws
-    // UsageError: the cache has no such group.
+    // The counts of a group besides attention; zeros for recurrent state that the model does not
+    // have. Throws UsageError: the cache has no such group.
     GroupStatistics group_statistics(GroupId group) const;
     std::vector<std::string> violations() const;
     std::vector<BlockView> blocks() const { return index_.blocks(); }

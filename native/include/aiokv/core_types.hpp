@@ -43,7 +43,7 @@ struct StoreConfig {
     SavePolicy policy = SavePolicy::kWriteThrough;
     std::uint32_t uses = 2;             // the n of kNthUse
     bool only_reused = false;           // a block is saved when it is offered the second time
-    std::uint32_t queue_blocks = 4096;  // that may wait for a save
+    std::uint32_t queue_blocks = 4096;  // blocks that may wait for a save
     std::uint32_t ahead_blocks = 0;     // kWriteBack: host blocks that are kept free or saved
 
     // A host copy is due after so many uses of its block.
@@ -59,7 +59,7 @@ struct WindowConfig {
     std::uint32_t window_tokens = 0;
     std::uint32_t step_tokens = 0;  // the most that a step computes of a lease; 0: anything
     std::uint32_t sink_tokens = 0;  // 0: the window only
-    std::uint32_t host_blocks = 0;  // of copies in host memory
+    std::uint32_t host_blocks = 0;  // blocks in host memory
 };
 
 struct CoreConfig {
@@ -73,11 +73,11 @@ struct CoreConfig {
     std::uint32_t low_watermark_blocks = 0;  // free or clean; eviction runs ahead of this
     std::uint32_t min_onload_blocks = 0;     // fewer host blocks than this are computed instead
     std::string eviction = "lru";            // name of a policy; see EvictionOrder
-    std::uint32_t state_slots = 0;           // of recurrent state; 0: the model has none
+    std::uint32_t state_slots = 0;           // 0: the model has no recurrent state
     std::vector<WindowConfig> windows = {};
     std::uint32_t max_leases = kMaxLeases;  // open at a time
     StoreConfig stores = {};
-    std::uint32_t host_state_slots = 0;  // of snapshots in host memory
+    std::uint32_t host_state_slots = 0;  // snapshots in host memory
     bool external_device = false;        // a server owns the device blocks; see ExternalBlocks
     bool splits_items = false;           // a hit may end inside a multimodal item
 
@@ -99,10 +99,10 @@ struct Hit {
 // Cached positions of a lease by tier, and the blocks that it computed.
 struct Usage {
     std::uint32_t prompt_tokens;
-    std::uint32_t cached_device_tokens;  // of the prompt, at the last grant
+    std::uint32_t cached_device_tokens;  // cached at the last grant
     std::uint32_t cached_host_tokens;
     std::uint32_t computed_blocks;      // again after a preemption
-    std::uint32_t cached_store_tokens;  // of the cached ones, what a fetch brought
+    std::uint32_t cached_store_tokens;  // cached tokens that a fetch brought
 };
 
 // Device blocks and state slots that could be granted now.
@@ -134,7 +134,7 @@ struct Transfer {
     std::vector<NodeId> nodes;  // in path order; pinned
     std::vector<BlockId> device_blocks;
     std::vector<BlockId> host_blocks;
-    std::vector<LeaseId> leases;  // that own or joined an onload
+    std::vector<LeaseId> leases;  // leases that own or joined an onload
     // Blocks behind those of `nodes` are not indexed: the tail of a lease that is swapped. When
     // that lease is released or retracted first, the transfer owns them.
     LeaseId tail_owner = 0;
@@ -192,7 +192,7 @@ struct CoreStatistics {
     std::size_t index_bytes, token_bytes;
 };
 
-// Of a block group besides attention. Counts of what is no state are blocks.
+// Counts of a block group besides attention: of snapshots for recurrent state, else of blocks.
 struct GroupStatistics {
     std::uint32_t device_free, device_cached, device_set_aside, host_free, host_cached;
     std::uint64_t evicted_device, evicted_host;
@@ -206,6 +206,7 @@ struct BlockView {
     std::string_view context;
     std::vector<std::int32_t> prefix;  // its tokens and all before them
     const Node* node;
+    std::uint32_t refs;
 };
 
 }  // namespace aiokv

@@ -14,7 +14,7 @@ class SwapEngine {
     // `host` must cover the layout's host pool and outlive the engine.
     SwapEngine(Layout layout, EngineOptions options, LaneStreams onload, LaneStreams offload,
                HostRegistration& host);
-    ~SwapEngine();  // as close()
+    ~SwapEngine();  // calls close()
     SwapEngine(const SwapEngine&) = delete;
     SwapEngine& operator=(const SwapEngine&) = delete;
 

@@ -20,8 +20,8 @@ struct CopyBatch {
 
 // Submits the copies one by one, in order.
 void submit_each(const CopyBatch& batch, cudaStream_t stream);
-// As submit_each(), as one batch where the driver has batches. `stream` is none of the default
-// streams, and the host memory is page-locked.
+// Submits the copies as one batch if the driver has batches, else one by one. `stream` is none of
+// the default streams, and the host memory is page-locked.
 void submit_batch(CopyBatch& batch, cudaStream_t stream);
 
 // Whole blocks and short runs go as one batch, longer runs as one strided copy each; without

@@ -12,7 +12,7 @@ namespace aiokv::cuda {
 
 // Rows of the other side: a dense staging buffer, or host blocks named by `row_ids`.
 struct Rows {
-    std::uint8_t* base;           // of row 0; a slice lies at slice.host_offset - window_offset
+    std::uint8_t* base;           // row 0; a slice is at slice.host_offset - window_offset
     const std::int32_t* row_ids;  // device memory, or null: row r is the r-th
     std::size_t row_bytes;        // from one row to the next
     std::size_t window_offset;
@@ -20,8 +20,8 @@ struct Rows {
 
 struct KernelCopy {
     const Slice* slices;             // device memory, the first slice of the window
-    std::uint32_t num_slices;        // of the window
-    std::uint32_t chunks_per_slice;  // of kChunkBytes, of the largest slice
+    std::uint32_t num_slices;        // slices in the window
+    std::uint32_t chunks_per_slice;  // chunks of kChunkBytes in the largest slice
     const std::int32_t* device_ids;  // device memory, [num_rows]
     std::uint32_t num_rows;
     Rows rows;

@@ -23,7 +23,7 @@ struct EngineOptions {
     int device = 0;
     bool timing = false;
     std::size_t slot_bytes = std::size_t{64} << 20;
-    std::uint32_t num_slots = 2;      // of the staging ring
+    std::uint32_t num_slots = 2;      // slots of the staging ring
     std::uint32_t queued_pieces = 8;  // in the driver's queue; the thread sleeps while half move
     int staged_blocks = 8;            // CTAs of scatter and gather: 350 GB/s, six times the link
     int direct_blocks = 3;            // CTAs across the link: two saturate it but for small slices
@@ -74,7 +74,7 @@ class IdBuffer {
 class Lane {
   public:
     Lane(Direction direction, LaneContext context, LaneStreams streams);
-    ~Lane();  // as close()
+    ~Lane();  // calls close()
     Lane(const Lane&) = delete;
     Lane& operator=(const Lane&) = delete;
 
@@ -134,7 +134,7 @@ class Lane {
     std::size_t next_slot_ = 0;
     std::size_t slot_bytes_ = 0;
     std::size_t next_piece_ = 0;
-    std::size_t moved_pieces_ = 0;  // of which this thread knows that they are done
+    std::size_t moved_pieces_ = 0;  // pieces that this thread has seen done
     std::size_t next_ids_ = 0;
     double expected_end_ = 0.0;
     double link_rate_;              // bytes a second

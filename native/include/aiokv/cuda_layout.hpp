@@ -13,7 +13,7 @@ namespace aiokv::cuda {
 struct Slice {
     std::uintptr_t device_base;  // address of device block 0
     std::size_t device_stride;   // bytes from one device block to the next
-    std::size_t bytes;           // of one block
+    std::size_t bytes;           // per block
     std::size_t host_offset;     // in a host block
     std::size_t host_bytes;      // bytes and padding
 };
@@ -33,7 +33,7 @@ struct Layout {
     std::vector<std::uint32_t> layer_begin;  // [num_layers + 1] into slices
 
     std::uint32_t num_layers() const { return static_cast<std::uint32_t>(layer_begin.size() - 1); }
-    std::size_t host_bytes() const;  // of one block: the rest of the pitch is not copied
+    std::size_t host_bytes() const;  // copied bytes per block; the rest of the pitch is not copied
     Window window(std::uint32_t first_layer, std::uint32_t end_layer) const;
     std::size_t max_layer_bytes() const;
     // Throws LayoutError unless the slices tile the begin of a host block in order and fit their

@@ -40,7 +40,7 @@ struct PlannerOptions {
 
 struct Shape {
     std::size_t num_blocks;
-    std::size_t num_runs;  // of consecutive host ids, after sorting
+    std::size_t num_runs;  // runs of consecutive host ids, after sorting
 };
 
 // `order` becomes the positions of `ids` in ascending order of id; equal ids keep their order.
@@ -53,7 +53,7 @@ std::size_t count_runs(std::span<const std::int32_t> sorted_ids);
 std::vector<Group> plan_onload(const Layout& layout, Shape shape, std::size_t slot_bytes,
                                const PlannerOptions& options, Path forced);
 
-// As many layers a group as fit in a ring slot: whole blocks are the longest copies.
+// Groups with as many layers each as fit in a ring slot: whole blocks are the longest copies.
 std::vector<Group> plan_offload(const Layout& layout, std::size_t slot_bytes);
 
 }  // namespace aiokv::cuda

@@ -26,7 +26,7 @@ struct RegistrationOptions {
 class HostRegistration {
   public:
     HostRegistration(std::uintptr_t base, std::size_t bytes, RegistrationOptions options);
-    ~HostRegistration();  // as close()
+    ~HostRegistration();  // calls close()
     HostRegistration(const HostRegistration&) = delete;
     HostRegistration& operator=(const HostRegistration&) = delete;
 

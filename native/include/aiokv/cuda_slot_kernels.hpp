@@ -62,7 +62,7 @@ struct SlotPass {
     std::size_t pitch;
     std::size_t payload_bytes;      // a multiple of 16
     const Step* steps;              // unused with kRead
-    const SumConstants* constants;  // as all pointers below: device memory
+    const SumConstants* constants;  // device memory, like all pointers below
     mersenne::U128* sums;           // [rows][units]; belongs to the stream
     std::uint32_t* arrived;         // [rows] zeros, and so again after the pass
     std::uint32_t* results;         // [rows] StoreResult, mapped host memory; null: write trailers

@@ -25,7 +25,7 @@ class DeviceMemory {
     using Handle = std::array<std::uint8_t, sizeof(cudaIpcMemHandle_t)>;
 
     DeviceMemory(int device, std::size_t num_bytes);
-    ~DeviceMemory();  // as close()
+    ~DeviceMemory();  // calls close()
     DeviceMemory(const DeviceMemory&) = delete;
     DeviceMemory& operator=(const DeviceMemory&) = delete;
 
@@ -49,7 +49,7 @@ DeviceMemory::Handle memory_handle(int device, std::uintptr_t address);
 class MappedMemory {
   public:
     MappedMemory(int device, const DeviceMemory::Handle& handle);
-    ~MappedMemory();  // as close()
+    ~MappedMemory();  // calls close()
     MappedMemory(const MappedMemory&) = delete;
     MappedMemory& operator=(const MappedMemory&) = delete;
 
@@ -132,7 +132,7 @@ class SlotEngine {
     // The layout's host blocks are the slots, without their trailers. Streams: of gathers, and of
     // the other passes.
     SlotEngine(Layout layout, SlotOptions options, cudaStream_t send, cudaStream_t receive);
-    ~SlotEngine();  // as close()
+    ~SlotEngine();  // calls close()
     SlotEngine(const SlotEngine&) = delete;
     SlotEngine& operator=(const SlotEngine&) = delete;
 
@@ -179,7 +179,7 @@ class SlotEngine {
     std::shared_ptr<EventPool> events_;
     std::shared_ptr<Health> health_;
     std::shared_ptr<ResultPool> results_;
-    std::mutex mutex_;  // of submissions
+    std::mutex mutex_;  // held while copies are submitted
     IdCheck ids_;
     std::uint32_t units_ = 0;
     bool bulk_ = false;
@@ -203,7 +203,7 @@ struct PeerCopy {
 class PeerCopies {
   public:
     explicit PeerCopies(int device);
-    ~PeerCopies();  // as close()
+    ~PeerCopies();  // calls close()
     PeerCopies(const PeerCopies&) = delete;
     PeerCopies& operator=(const PeerCopies&) = delete;
 

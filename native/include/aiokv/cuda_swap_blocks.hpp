@@ -13,11 +13,11 @@ namespace aiokv::cuda {
 
 // A device tensor and the host tensor that holds the same bytes per block.
 struct TensorPair {
-    std::uintptr_t device_base;  // of block 0, as the other base
+    std::uintptr_t device_base;  // address of block 0
     std::size_t device_stride;   // bytes from one block to the next, as the other stride
     std::uintptr_t host_base;
     std::size_t host_stride;
-    std::size_t bytes;  // of one block
+    std::size_t bytes;  // per block
 };
 
 // Copies block host_ids[i] from or to block device_ids[i], for every pair. The ids have been

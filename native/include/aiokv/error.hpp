@@ -13,7 +13,7 @@ namespace aiokv {
 
 // Details beside the message. Python has them as attributes of the exception.
 struct ErrorDetails {
-    std::string hint;          // what to do
+    std::string hint;          // advice to the user
     std::string config_field;  // the field of CacheConfig that sets the limit, or ""
     std::uint64_t lease = 0;   // the lease that the error is about, or 0
 };

@@ -28,7 +28,7 @@ namespace aiokv {
 struct ExternalEnd {
     LeaseId lease = 0;  // 0: it has left
     bool failed = false;
-    std::uint32_t good_blocks = 0;  // of the lease
+    std::uint32_t good_blocks = 0;  // leading blocks of the lease that are valid
     // Other leases that have named ids whose bytes have not arrived, and their good blocks.
     std::vector<std::pair<LeaseId, std::uint32_t>> sharing;
 };
@@ -89,7 +89,7 @@ class ExternalBlocks {
     struct Onload {
         Transfer transfer;
         LeaseId named_by = 0;           // has named the ids
-        std::uint32_t first_block = 0;  // of the prompt
+        std::uint32_t first_block = 0;  // index in the prompt
     };
 
     [[noreturn]] static void refuse_always(const char* call, const char* hint);

@@ -110,7 +110,7 @@ class ExternalSaves {
         BlockId device = kNoBlock;
         BlockId host = kNoBlock;
         LeaseId reader = 0;           // has named the device id
-        std::vector<LeaseId> leases;  // that list it in Lease::saving
+        std::vector<LeaseId> leases;  // leases whose Lease::saving has the block
         std::vector<SaveId> below;
     };
     struct InFlight {
@@ -146,7 +146,7 @@ class ExternalSaves {
     TransferLedger& transfers_;
     Promises& promises_;
     DeviceUses& uses_;
-    std::optional<ReuseSketch> offered_;  // of nth_use
+    std::optional<ReuseSketch> offered_;  // blocks seen before, for kNthUse
 
     std::deque<Block> blocks_;
     std::vector<SaveId> free_;
@@ -154,7 +154,7 @@ class ExternalSaves {
     std::deque<SaveId> queue_;  // lost blocks stay until they are taken
     std::unordered_map<TransferId, InFlight> in_flight_;
     std::vector<BlockId> queued_ids_;
-    std::set<LeaseId> postponed_;   // that publish() has stopped before a block that is written
+    std::set<LeaseId> postponed_;   // publish() stopped at a block being written
     std::vector<LeaseId> changed_;  // their promises are withdrawn until announce_changed()
     std::vector<LeaseId> advanced_;
     std::vector<LeaseId> ended_;

@@ -24,7 +24,7 @@
 namespace aiokv {
 
 struct Fetch : StoreTransfer {         // in path order
-    std::vector<std::int32_t> tokens;  // of all blocks
+    std::vector<std::int32_t> tokens;  // token ids of all blocks
     std::vector<ItemKey> item_keys;    // one per block, refs each but 0
     NodeId above = kNone;              // block or root, held
     std::uint32_t context = 0;
@@ -35,7 +35,7 @@ struct Fetch : StoreTransfer {         // in path order
 // Blocks of a prompt that no tier has: the first of those up to the last one that a hit may have.
 struct Missing {
     std::size_t first_block = 0;
-    std::span<const Digest> digests;  // of the lease, until it is granted or released
+    std::span<const Digest> digests;  // valid until the lease is granted or released
 };
 
 // The blocks of a prompt behind its hit, for models with auxiliary pools: a hit may end behind a
@@ -43,7 +43,7 @@ struct Missing {
 struct Boundaries {
     std::size_t hit = 0;          // blocks
     std::size_t cached = 0;       // blocks in a tier, the hit and those behind it
-    std::size_t first_block = 0;  // of the next two
+    std::size_t first_block = 0;  // first block of the next two fields
     std::vector<Digest> digests;
     std::vector<std::uint8_t> may_end;  // 0: a hit that ends behind the block would cut an item
 };
@@ -59,13 +59,13 @@ class Fetches {
           residency_(residency),
           transfers_(transfers) {}
 
-    // Of what one call of missing() returns. The call computes the digests: without SHA
+    // Most blocks that one call of missing() returns. The call computes the digests: without SHA
     // instructions that takes 0.5 us per block of 16 tokens, so the event loop is held for 1 ms.
     static constexpr std::size_t kMostMissing = 2048;
     static constexpr std::size_t kMostMissingTokens = 16 * kMostMissing;
 
-    // Of a matched lease; none without stores. The blocks behind the last one that is returned
-    // follow when those before them are cached.
+    // The first blocks of a matched lease that no tier has; none without stores. Call again for
+    // the blocks behind the last returned one, when the returned ones are cached.
     Missing missing(Lease& lease);
     // From block `hit + skip` on, at most kMostMissing blocks, cached or not.
     Boundaries boundaries(Lease& lease, std::size_t skip);
@@ -108,7 +108,7 @@ class Fetches {
     Residency& residency_;
     TransferLedger& transfers_;
     std::unordered_map<TransferId, Fetch> fetches_;                // in flight
-    std::unordered_map<Digest, TransferId, HashDigest> by_block_;  // of their blocks
+    std::unordered_map<Digest, TransferId, HashDigest> by_block_;  // fetches in flight by digest
     std::uint64_t begun_ = 0;
     std::uint64_t fetched_ = 0;
     std::uint64_t unfetched_ = 0;

@@ -18,7 +18,7 @@ class GhostList {
     static constexpr std::uint32_t kWindowUnits = 2048;  // half of what Entry::time can tell apart
 
     struct Entry {
-        std::uint32_t time : 12 = 0;  // of the last use, in units, modulo 2 windows
+        std::uint32_t time : 12 = 0;  // last use in units, modulo 2 windows
         std::uint32_t tag : 11 = 0;
         std::uint32_t uses : 3 = 0;   // feature values of the last use; see ReturnRates
         std::uint32_t added : 2 = 0;  // and one more; 0: no entry

@@ -54,7 +54,7 @@ class GroupPool {
     bool is_idle(BlockId id) const { return entries_[at(id)].readers == 0; }
     // The node was dropped. Returns true when it had an id.
     bool forget(NodeId node);
-    void forget_all();  // of nodes; requires that no lease reads one
+    void forget_all();  // forgets the ids of nodes; requires that no lease reads one
     // Makes an idle attached id the caller's.
     void detach(BlockId id);
 
@@ -108,7 +108,7 @@ class GroupPool {
     struct Entry {
         NodeId node = kNone;
         std::uint32_t readers = 0;
-        BlockId prev = kNoBlock;  // of the idle ones, oldest first
+        BlockId prev = kNoBlock;  // previous idle id, oldest first
         BlockId next = kNoBlock;
     };
 

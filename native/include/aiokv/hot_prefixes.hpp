@@ -17,9 +17,9 @@ struct HotPrefix {
     std::size_t parent = kNoParent;  // the stretch before it: a place in the same list
     NodeId node = kNone;             // its first block
     std::string_view context;
-    std::uint32_t first_block = 0;  // of the prompt
+    std::uint32_t first_block = 0;  // index in the prompt
     std::uint32_t blocks = 0;
-    std::uint32_t device_blocks = 0;  // of `blocks`, with a copy there
+    std::uint32_t device_blocks = 0;  // blocks with a device copy
     std::uint32_t host_blocks = 0;
     std::uint32_t uses = 0;      // saturates at 255
     std::uint32_t refs = 0;      // leases that hold its first block

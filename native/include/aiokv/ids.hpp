@@ -8,7 +8,7 @@ namespace aiokv {
 
 // A pool of blocks: "device" and "host" blocks, slots of recurrent "state".
 struct IdPool {
-    const char* block_name = "";  // of one block in messages, such as "host block"
+    const char* block_name = "";  // name in messages, such as "host block"
     std::int64_t num_blocks = 0;
 };
 

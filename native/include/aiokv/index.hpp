@@ -21,9 +21,9 @@ class Index {
   public:
     Index(const CoreConfig& config, const LeaseTable& leases);
 
-    // The nodes. Each field of a node is written by the component that owns it: shape and token ids
-    // by PrefixTree; copies, refs, holds, pins and queue links by Residency; uses and the flags of
-    // backups by Saver.
+    // The nodes. Each field of a node or run is written by the component that owns it: shape and
+    // token ids by PrefixTree; copies, refs, holds, pins and queue links by Residency; uses and the
+    // flags of backups by Saver.
     PrefixTree& tree() { return tree_; }
     const PrefixTree& tree() const { return tree_; }
 
@@ -57,7 +57,7 @@ class Index {
         }
     }
     NodeId root_of(const Lease& lease) const { return contexts_[lease.context].root; }
-    // Of the fingerprints of its prompts; the same in every process.
+    // Seed of the fingerprints of the lease's prompt; the same in every process.
     std::uint64_t seed_of(const Lease& lease) const { return contexts_[lease.context].seed; }
 
     // -- multimodal items of a lease's prompt
@@ -98,7 +98,7 @@ class Index {
         ++version_;
     }
 
-    std::vector<BlockView> blocks() const;  // that can be matched, in no order
+    std::vector<BlockView> blocks() const;  // matchable blocks, in no order
     void add_to(CoreStatistics& statistics) const;
     void check(Report& report) const;
 

@@ -32,7 +32,7 @@ struct IoResult {
 };
 
 inline constexpr std::uint32_t kMaxIoBytes = 0x7ffff000;   // the kernel's limit for one request
-inline constexpr std::uint32_t kDirectIoAlignment = 4096;  // of files that are open with O_DIRECT
+inline constexpr std::uint32_t kDirectIoAlignment = 4096;  // required by O_DIRECT
 inline constexpr std::size_t kMaxIoEntries = 4096;
 
 enum class IoBackendChoice { kAuto, kIoUring, kThreads };

@@ -42,7 +42,7 @@ class JournalReplay {
     std::uint64_t epoch_;
     StoreKey boot_;
     std::size_t num_slots_;
-    bool same_boot_ = false;              // of the session that wrote the present records
+    bool same_boot_ = false;              // the records were written since the last boot
     std::vector<JournalRecord> waiting_;  // since the last kSynced
     std::uint64_t position_ = 0;
     std::uint64_t end_ = 0;

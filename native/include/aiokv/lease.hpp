@@ -5,6 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "aiokv/device_pool.hpp"
@@ -18,7 +19,7 @@ namespace aiokv {
 using LeaseId = std::uint64_t;                  // generation << 32 | index; 0 is no lease
 using TicketId = std::array<std::uint8_t, 16>;  // names what a peer sends, or receives
 using TransferId = std::uint32_t;
-using SaveId = std::uint32_t;  // of a block that is being saved; see ExternalSaves
+using SaveId = std::uint32_t;  // a block that is being saved; see ExternalSaves
 
 // LeaseTable::move() lists the allowed transitions.
 enum class LeaseState : std::uint8_t {
@@ -49,7 +50,7 @@ struct UnattachedSnapshot {
 // Blocks of a group besides attention that a grant took from the cache.
 struct GroupHit {
     std::uint32_t device_blocks = 0;
-    std::uint32_t host_blocks = 0;  // those that the device did not have
+    std::uint32_t host_blocks = 0;  // blocks that only the host had
 };
 
 // The state slot and snapshots of a lease; see RecurrentState.
@@ -58,7 +59,7 @@ struct RecurrentHolding {
     BlockId read_snapshot = kNoBlock;       // kept for a lease that computes nothing
     BlockId read_host_snapshot = kNoBlock;  // instead, where the device has none
     std::vector<UnattachedSnapshot> snapshots;
-    GroupHit hit;        // of the last grant
+    GroupHit hit;        // hit of the last grant
     bool valid = false;  // the slot is that of computed_tokens, once its move has ended
 };
 
@@ -67,11 +68,11 @@ struct WindowTable {
     std::vector<BlockId> table;
     std::uint32_t first = 0;
     std::uint32_t end = 0;
-    std::uint32_t reserved = 0;  // of the group's ids, set aside for the lease
-    GroupHit hit;                // of the last grant
+    std::uint32_t reserved = 0;  // ids of the group, set aside for the lease
+    GroupHit hit;                // hit of the last grant
     // Received from a peer: the table is the one after these positions, which are not computed.
     std::uint32_t received_tokens = 0;
-    TicketId received_ticket{};  // of this receive
+    TicketId received_ticket{};  // ticket of this receive
     bool has_arrived = false;    // all of its blocks
 };
 
@@ -88,33 +89,34 @@ struct Lease {
     std::uint32_t index = 0;  // in the LeaseTable
     std::uint32_t context = 0;
 
-    std::vector<std::int32_t> tokens;  // of named positions, from 0
+    std::vector<std::int32_t> tokens;  // token ids of named positions, from 0
     std::vector<NodeId> path;          // indexed blocks; holds refs while the lease has blocks
-    std::vector<ItemKey> item_keys;    // of blocks up to the last with items; refs each but 0
+    std::vector<ItemKey> item_keys;    // keys of blocks up to the last with items; refs each but 0
     std::vector<ItemSpan> items;       // multimodal items of the prompt, in order
     std::vector<BlockId> table;        // block i is the index's iff path[i] has this device id
-    std::vector<ReuseClass> classes;   // of stretches of the prompt, once granted; empty with lru
-    std::uint32_t stretch_shift = 0;   // log2 of the blocks in a stretch
-    std::vector<Digest> digests;       // with stores, while matched: of blocks from first_digest on
-    std::vector<TransferId> onloads;   // unfinished ones that write blocks of the table
-    std::vector<BlockId> tail_host;    // while swapped: what follows the path, computed, in host
-    TransferId swap_transfer = 0;      // of kSwapping
+    std::vector<ReuseClass>
+        classes;  // classes of stretches of the prompt; empty before a grant, and with lru
+    std::uint32_t stretch_shift = 0;  // log2 of the blocks in a stretch
+    std::vector<Digest> digests;      // with stores, while matched: of blocks from first_digest on
+    std::vector<TransferId> onloads;  // unfinished ones that write blocks of the table
+    std::vector<BlockId> tail_host;   // while swapped: what follows the path, computed, in host
+    TransferId swap_transfer = 0;     // set in kSwapping
     std::vector<TransferId> peer_transfers;  // in flight, that use blocks of the table
     std::vector<SaveId> saving;  // external blocks behind the path that are being saved, in order
     std::vector<TokenRange> received;  // proven, not committed yet; in order, not adjacent
 
-    std::uint64_t version = 0;        // of the index, when path was walked
+    std::uint64_t version = 0;        // version of the index when path was walked
     std::uint64_t opened_ns = 0;      // tick_nanoseconds()
     std::uint64_t held_since_ns = 0;  // likewise, while it computes and has blocks
-    std::uint64_t epoch = 0;          // of the index, when granted
+    std::uint64_t epoch = 0;          // epoch of the index at the grant
     std::uint32_t num_tokens = 0;
-    std::uint32_t computed_tokens = 0;  // as far as commit was called
+    std::uint32_t computed_tokens = 0;  // positions before it were committed
     std::uint32_t device_hit = 0;       // blocks, at match or grant
     std::uint32_t host_hit = 0;
     std::uint32_t first_digest = 0;     // a block
-    std::uint32_t store_hit = 0;        // of host_hit: blocks that a fetch brought, first hit by it
-    std::uint32_t cached_tokens = 0;    // of the grant; falls when an onload fails
-    std::uint32_t prompt_tokens = 0;    // as matched
+    std::uint32_t store_hit = 0;        // blocks of host_hit that a fetch brought
+    std::uint32_t cached_tokens = 0;    // cached at the grant; falls when an onload fails
+    std::uint32_t prompt_tokens = 0;    // length of the matched prompt
     std::uint32_t computed_blocks = 0;  // begun by commit, over all grants
     std::uint32_t grown_blocks = 0;  // the most that extend has given it; resume may take as many
     std::uint32_t known_blocks = 0;  // cached blocks of the prompt, even where no hit may end
@@ -133,9 +135,9 @@ struct Lease {
 
     // Saves of external device blocks; see ExternalSaves.
     bool save_failed = false;          // it saves nothing more in this grant
-    std::uint32_t counted_blocks = 0;  // whose use by this lease is counted
-    std::uint32_t due_blocks = 0;      // of those, leading ones that were used often enough
-    std::uint64_t use_hash = 0;        // of the counted blocks
+    std::uint32_t counted_blocks = 0;  // leading blocks whose use is counted
+    std::uint32_t due_blocks = 0;      // leading blocks that were used often enough
+    std::uint64_t use_hash = 0;        // hash of the counted blocks
 
     LeaseId id() const { return (LeaseId{generation} << 32) | index; }
     bool is(LeaseState other) const { return state == other; }
@@ -153,6 +155,12 @@ struct Lease {
     ReuseClass class_of(std::size_t block) const {
         if (classes.empty()) return 0;
         return classes[std::min(block >> stretch_shift, classes.size() - 1)];
+    }
+    // The first block behind `block` that may have another class.
+    std::size_t end_of_class(std::size_t block) const {
+        const std::size_t stretch = block >> stretch_shift;
+        if (stretch + 1 >= classes.size()) return std::numeric_limits<std::size_t>::max();
+        return (stretch + 1) << stretch_shift;
     }
     // How many of the first `count` positions are neither computed, received nor covered by a
     // batch; 0 if the lease does not have so many positions.

@@ -69,7 +69,7 @@ class LeaseTable {
     std::uint32_t max_leases_;
     std::deque<Lease> leases_;
     std::vector<std::uint32_t> free_;
-    std::array<std::uint32_t, kLeaseStates> counts_{};  // of open leases
+    std::array<std::uint32_t, kLeaseStates> counts_{};  // open leases by state
     std::uint32_t computing_ = 0;
     Histogram hold_times_;
     std::vector<std::uint32_t> listed_;  // by index of the lease: the last list that has named it

@@ -39,8 +39,8 @@ class Matching {
         std::size_t limit;
     };
     Frontier frontier(Lease& lease) const;
-    // Of the cached blocks from `first` to `end` of its prompt. Requires that end is at most
-    // Frontier::first.
+    // The nodes of the cached blocks from `first` to `end` of the lease's prompt. Requires that
+    // end is at most Frontier::first.
     std::vector<NodeId> nodes(Lease& lease, std::size_t first, std::size_t end) const;
 
     // The longest run of full blocks behind what is cached that one granted lease will compute. A
@@ -49,7 +49,7 @@ class Matching {
 
     // `blocks`, or fewer: where a hit may end, for items and auxiliary pools.
     std::size_t reachable(const Lease& lease, std::size_t blocks) const;
-    // As reachable(), and only where the auxiliary ids of the hit can be onloaded now.
+    // Like reachable(), but only where the auxiliary ids of the hit can be onloaded now.
     std::size_t onloadable(const Lease& lease, std::size_t blocks) const;
     // `blocks`, or fewer, so that they do not end inside an item: an encoder computes whole items.
     // `blocks` with CoreConfig::splits_items.

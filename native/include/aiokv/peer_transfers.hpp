@@ -42,6 +42,12 @@ struct LayerRanges {
     std::uint32_t end = 0;
 };
 
+// Blocks of the table of a lease: from `first` to `end` - 1.
+struct BlockRange {
+    std::uint32_t first;
+    std::uint32_t end;
+};
+
 struct PeerTransfer {
     bool receives = false;
     GroupId group = kAttention;
@@ -49,12 +55,11 @@ struct PeerTransfer {
     LeaseId lease = 0;            // 0: no handle has the blocks any more
     std::uint32_t end_token = 0;  // positions behind it have no bytes; of a state: those before it
     std::vector<BlockId> ids;     // on the device, of the group
-    std::vector<std::uint32_t> blocks;  // of the prompt, one per id; 0 of a state
-    std::uint32_t kept_blocks = 0;      // of attention, that truncate() has not cut off the table
+    std::vector<std::uint32_t> blocks;  // index in the prompt per id; 0 for a state
+    std::uint32_t kept_blocks = 0;      // attention blocks that are still in the table
     LayerRanges layers;
-    bool is_early = false;  // the lease may compute the blocks
-    std::uint64_t mark =
-        0;  // of an early send: names the point in the work that computes the layers
+    bool is_early = false;   // the lease may compute the blocks
+    std::uint64_t mark = 0;  // for early sends: the point in the work that computes the layers
     std::vector<LeaseId> holders;  // each lists the transfer in Lease::peer_transfers
     Step after_step = 0;
     bool cancelling = false;  // nothing waits for it; a worker was, or will be, asked
@@ -65,9 +70,8 @@ struct PeerTransfer {
     std::uint32_t first_block() const { return moves_attention() ? blocks.front() : 0; }
     std::uint32_t end_block() const { return moves_attention() ? blocks.back() + 1 : 0; }
     std::uint32_t end_kept() const { return first_block() + kept_blocks; }
-    bool overlaps(std::int64_t first, std::int64_t count) const {
-        return static_cast<std::int64_t>(end_block()) > first &&
-               static_cast<std::int64_t>(first_block()) < first + count;
+    bool overlaps(BlockRange range) const {
+        return end_block() > range.first && first_block() < range.end;
     }
 };
 
@@ -82,7 +86,7 @@ struct PeerEnd {
 // Effects of the end of a transfer on leases.
 struct PeerRelease {
     std::vector<LeaseId> ended;      // released, and waited for this transfer only
-    LeaseId lease = 0;               // whose state was received, or lost; 0: none
+    LeaseId lease = 0;               // lease whose state was received or lost; 0: none
     std::uint32_t state_tokens = 0;  // positions before the state; 0: it was lost
 };
 
@@ -103,26 +107,17 @@ class PeerTransfers {
         }
     }
 
-    // Throw LeaseError or UsageError, changing nothing.
-    TransferId receive(Lease& lease, const TicketId& ticket, std::int64_t first_block,
-                       std::int64_t num_blocks);
-    TransferId send(Lease& lease, const TicketId& ticket, std::int64_t first_block,
-                    std::int64_t num_blocks, LayerRanges layers = {});
-    // `step`: the open one, behind which the layers are computed on each device at the latest.
-    TransferId send_early(Lease& lease, const TicketId& ticket, std::int64_t first_block,
-                          std::int64_t num_blocks, LayerRanges layers, std::uint64_t mark,
-                          Step step);
-    // The blocks of a group, not of attention, that are needed behind `num_tokens` positions, of
-    // which those that the lease has not computed have been received.
-    TransferId receive_group(Lease& lease, const TicketId& ticket, GroupId group,
-                             std::int64_t num_tokens, Step step);
-    // Behind exactly the positions that the lease has computed.
-    TransferId send_group(Lease& lease, const TicketId& ticket, GroupId group,
-                          std::int64_t num_tokens);
-    // No caller waits for the transfers of this ticket: those in flight are abandoned. Returns
-    // true when the lease has windows of the ticket behind positions that will not be committed.
+    // Receives, or sends, the blocks of a group that are needed behind `num_tokens` positions; of
+    // attention, those from `first_block` on. Throws LeaseError or UsageError, changing nothing.
+    TransferId receive(Lease& lease, const TicketId& ticket, std::int64_t num_tokens, GroupId group,
+                       std::int64_t first_block, Step step);
+    // With a mark, the sent layers of attention may be computed after the end of `step`.
+    TransferId send(Lease& lease, const TicketId& ticket, std::int64_t num_tokens, GroupId group,
+                    std::int64_t first_block, LayerRanges layers, std::uint64_t mark, Step step);
+    // Abandons the transfers of a ticket. Returns true if the lease has windows of the ticket
+    // behind positions that will not be committed.
     bool end_ticket(const Lease& lease, const TicketId& ticket);
-    // Likewise for all transfers: the cached bytes are no longer valid.
+    // Abandons all transfers, because the cached bytes are no longer valid.
     void end_all();
 
     bool has(TransferId id) const { return in_flight_.contains(id); }
@@ -174,17 +169,31 @@ class PeerTransfers {
         std::uint64_t blocks = 0;  // proven
     };
 
+    TransferId receive_blocks(Lease& lease, const TicketId& ticket, BlockRange range);
+    TransferId send_blocks(Lease& lease, const TicketId& ticket, BlockRange range,
+                           LayerRanges layers);
+    // Layers of blocks that need not be computed yet.
+    TransferId send_early(Lease& lease, const TicketId& ticket, BlockRange range,
+                          LayerRanges layers, std::uint64_t mark, Step step);
+    // Of a group besides attention: behind positions of which those that the lease has not computed
+    // have been received.
+    TransferId receive_group(Lease& lease, const TicketId& ticket, GroupId group,
+                             std::int64_t num_tokens, Step step);
+    // Sends the blocks that the group needs behind exactly the computed positions of the lease.
+    TransferId send_group(Lease& lease, const TicketId& ticket, GroupId group,
+                          std::int64_t num_tokens);
     void check_ready(const Lease& lease, const char* verb) const;
-    void check_blocks(const Lease& lease, const char* verb, std::int64_t first_block,
-                      std::int64_t num_blocks) const;
+    // Returns the blocks of a granted lease from `first_block` on, to that of the last position.
+    BlockRange blocks_of(const Lease& lease, const char* verb, std::int64_t first_block,
+                         std::int64_t num_tokens) const;
     void check_group(const Lease& lease, const char* verb, GroupId group) const;
     void check_no_side(const Lease& lease, const char* verb) const;
     void check_received(const Lease& lease, std::int64_t num_tokens) const;
     // The first block that a receive in flight writes.
     std::optional<std::uint32_t> first_receiving(const Lease& lease) const;
     TransferId begin(Lease& lease, PeerTransfer transfer);
-    PeerTransfer of_blocks(const Lease& lease, const TicketId& ticket, std::int64_t first_block,
-                           std::int64_t num_blocks, bool receives) const;
+    PeerTransfer of_blocks(const Lease& lease, const TicketId& ticket, BlockRange range,
+                           bool receives) const;
     TransferId begin_group(Lease& lease, const TicketId& ticket, GroupId group,
                            std::vector<std::uint32_t> blocks, std::uint32_t num_tokens,
                            bool receives);
@@ -213,7 +222,7 @@ class PeerTransfers {
     std::unordered_map<TransferId, PeerTransfer> in_flight_;
     std::vector<PeerEnd> ends_;
     std::vector<TransferId> abandoned_;
-    std::array<std::vector<Counts>, 2> counts_;  // of sends and of receives, by group
+    std::array<std::vector<Counts>, 2> counts_;  // sends, then receives, by group
 };
 
 }  // namespace aiokv

@@ -69,7 +69,7 @@ class Promises {
         std::uint32_t first = kNone;  // lease_index of the oldest lease whose promise ends here
         std::uint32_t below = 0;      // runs that follow
     };
-    // Of a lease whose promise ends in `run`; a ring, oldest first.
+    // A lease whose promise ends in `run`; the links of a run are a ring, oldest first.
     struct Link {
         RunId run = kNone;
         std::uint32_t prev = kNone;

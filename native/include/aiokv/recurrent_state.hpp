@@ -60,7 +60,7 @@ class RecurrentState {
     StateCopy snapshot(Lease& lease, std::int64_t num_tokens, Step step);
     // The copy was not made: no lease may hit there.
     void discard_snapshot(Lease& lease, BlockId slot);
-    // Of blocks that are indexed by now.
+    // Attaches the snapshots of blocks that are indexed by now.
     void attach_snapshots(Lease& lease);
     void forget_snapshots(Lease& lease, Step step);
 

@@ -41,7 +41,7 @@ class ReuseModel {
     double score(ReuseClass reuse_class, std::uint32_t bucket) const {
         return rates_.score_in(reuse_class, bucket);
     }
-    // Of an age in units of now(), as it will be halfway to the next epoch.
+    // The bucket of an age in units of now(), as the age will be halfway to the next epoch.
     std::uint32_t bucket_of(std::uint64_t age) const {
         return ReturnRates::bucket_of(age + epoch_blocks_ / unit_ / 2);
     }
@@ -74,11 +74,11 @@ class ReuseModel {
     std::uint64_t epoch_ = 0;
 
     std::uint32_t sample_shift_;  // one stretch of 1 << sample_shift_ is in the ghost list
-    std::uint64_t sample_mask_;   // of the bits that are 0 in its key
+    std::uint64_t sample_mask_;   // sampled keys have 0 in these bits
 
     GhostList ghosts_;
     ReturnRates rates_;
-    std::vector<std::uint64_t> keys_;    // of the prompt being observed
+    std::vector<std::uint64_t> keys_;    // keys of the observed prompt
     std::vector<std::uint32_t> sample_;  // positions in keys_ of what the ghost list may know
     std::vector<GhostList::Entry*> known_;
 };

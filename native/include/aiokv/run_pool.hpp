@@ -34,8 +34,8 @@ class RunPool {
     void give_back(BlockId id);
 
   private:
-    // Of the ids below a node of the tree: how many of the first, of the last, and of any in a row
-    // are free.
+    // Lengths of runs of free ids below a node of the tree: at the begin, at the end, and the
+    // longest.
     struct Runs {
         std::uint32_t first = 0;
         std::uint32_t last = 0;

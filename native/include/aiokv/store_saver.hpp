@@ -80,7 +80,7 @@ class StoreSaver {
     TransferId take() { return wants_saves() ? saves_.take() : 0; }
     bool has(TransferId id) const { return saves_.has(id); }
     const StoreTransfer& get(TransferId id) const { return saves_.get(id); }
-    // As SaveQueue::complete().
+    // See SaveQueue::complete().
     void complete(TransferId id, Outcome outcome, std::span<const std::uint8_t> results) {
         saves_.complete(id, outcome, results);
     }

@@ -34,12 +34,12 @@ class StoredBlocks {
     bool exist() const { return exist_; }
 
     const Digest& digest(NodeId node);
-    // As computed before the node was made.
+    // Sets a digest that was computed before the node was made.
     void set_digest(NodeId node, const Digest& digest) {
         set(node, kDigestKnown);
         digests_[node] = digest;
     }
-    // Of the block behind `parent`.
+    // The digest of the block behind `parent`.
     Digest digest_below(const Digest& parent, Tokens tokens, ItemKey items) const;
 
     bool has(NodeId node, std::uint8_t flags) const {

@@ -107,7 +107,7 @@ void Stream::run() {
         busy_ = true;
         lock.unlock();
         work(stop_);
-        work = nullptr;  // what it owns goes outside the lock
+        work = nullptr;  // freed outside the lock
         lock.lock();
         busy_ = false;
     }

@@ -92,6 +92,19 @@ __device__ inline void copy_bytes(std::uint8_t* to, const std::uint8_t* from, st
     }
 }
 
+// Writes the bytes of a chunk, and the padding behind them, in the form of the other side. A host
+// format encodes here, and decodes in to_device().
+__device__ inline void to_host(const Chunk& chunk, std::uint32_t lane) {
+    copy_bytes(chunk.other, chunk.device, chunk.bytes, lane);
+    for (std::uint32_t i = lane; i < chunk.padding; i += 32) {
+        chunk.other[chunk.bytes + i] = 0;
+    }
+}
+
+__device__ inline void to_device(const Chunk& chunk, std::uint32_t lane) {
+    copy_bytes(chunk.device, chunk.other, chunk.bytes, lane);
+}
+
 // Calls work(chunk, lane) for every chunk of the copy, one warp per chunk.
 template <typename Work>
 __device__ inline void for_each_chunk(const KernelCopy& copy, Work work) {

@@ -6,12 +6,7 @@ namespace aiokv::cuda {
 namespace {
 
 __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ KernelCopy copy) {
-    for_each_chunk(copy, [](const Chunk& chunk, std::uint32_t lane) {
-        copy_bytes(chunk.other, chunk.device, chunk.bytes, lane);
-        for (std::uint32_t i = lane; i < chunk.padding; i += 32) {
-            chunk.other[chunk.bytes + i] = 0;
-        }
-    });
+    for_each_chunk(copy, [](const Chunk& chunk, std::uint32_t lane) { to_host(chunk, lane); });
 }
 
 }  // namespace

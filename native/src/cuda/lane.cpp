@@ -13,7 +13,7 @@ namespace {
 
 // At most one transfer per staging slot is on the streams, and one more is being prepared.
 constexpr std::size_t kSpareIdBuffers = 2;
-constexpr double kRateStep = 1.03;  // of the guessed speed of the link, after each look
+constexpr double kRateStep = 1.03;  // factor of the guessed speed of the link per poll
 constexpr double kSlowestLink = 1e9, kFastestLink = 200e9;  // bytes a second
 
 double clock_seconds(clockid_t clock) {

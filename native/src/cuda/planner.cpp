@@ -31,8 +31,8 @@ std::uint32_t fitting(const Layout& layout, std::uint32_t first, std::uint32_t w
     return end;
 }
 
-// Of a block's bytes that move in batches, as few copies as the thread can afford: the last groups
-// have the longest, so the first ones go by kernel.
+// Leaves only as many copies in batches as the thread has time for. The last groups have the
+// longest copies, so the first groups go by kernel.
 void limit_batches(std::vector<Group>& groups, const Layout& layout,
                    const PlannerOptions& options) {
     std::size_t left = layout.host_bytes() / options.bytes_per_batched_copy;

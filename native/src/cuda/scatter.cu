@@ -7,9 +7,7 @@ namespace {
 
 __global__ void __launch_bounds__(kThreads)
     scatter_kernel(const __grid_constant__ KernelCopy copy) {
-    for_each_chunk(copy, [](const Chunk& chunk, std::uint32_t lane) {
-        copy_bytes(chunk.device, chunk.other, chunk.bytes, lane);
-    });
+    for_each_chunk(copy, [](const Chunk& chunk, std::uint32_t lane) { to_device(chunk, lane); });
 }
 
 }  // namespace

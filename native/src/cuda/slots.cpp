@@ -40,8 +40,8 @@ void free_device(T*& memory) {
     cudaFree(std::exchange(memory, nullptr));
 }
 
-// Of one launch: the next one begins when work of the model that waits for multiprocessors has
-// them.
+// Most bytes per launch: work of the model that waits for multiprocessors gets them between two
+// launches.
 constexpr std::size_t kLaunchBytes = std::size_t{32} << 20;
 
 // The end of a slot behind its trailer: to copy it, too, takes less time than one more copy.

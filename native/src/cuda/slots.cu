@@ -155,7 +155,7 @@ __device__ inline std::uint8_t* block_step(const SlotPass& pass, const PassRow& 
                                            static_cast<std::size_t>(row.device_id) * at.stride);
 }
 
-// As run_unit, for a unit of whole steps.
+// Does the same as run_unit, for a unit of whole steps.
 template <Way way>
 __device__ inline U128 run_unit_in_bulk(const SlotPass& pass, const PassRow& row,
                                         std::uint32_t unit, std::uint32_t num_steps,
@@ -405,18 +405,15 @@ __global__ void __launch_bounds__(kThreads)
     const std::uint32_t per_row = copy.num_slices * copy.chunks_per_slice;
     for (std::uint32_t index = first; index < pass.num_rows * per_row; index += step) {
         const PassRow& row = pass.rows[index / per_row];
-        KernelCopy one = copy;  // of a single row
+        KernelCopy one = copy;  // copies a single row
         one.device_ids = &row.device_id;
         one.num_rows = 1;
         one.rows = {pass.slots, &row.slot, pass.pitch, 0};
         const Chunk chunk = locate(one, index % per_row);
         if (way == Way::kScatter) {
-            copy_bytes(chunk.device, chunk.other, chunk.bytes, lane);
+            to_device(chunk, lane);
         } else {
-            copy_bytes(chunk.other, chunk.device, chunk.bytes, lane);
-            for (std::uint32_t i = lane; i < chunk.padding; i += 32) {
-                chunk.other[chunk.bytes + i] = 0;
-            }
+            to_host(chunk, lane);
         }
     }
 }

@@ -79,7 +79,7 @@ void Completions::finish_tail(const Transfer& transfer, std::uint32_t good_block
 
 // cached_tokens of every lease that joined falls to its first bad block.
 void Completions::fail_leases(const Transfer& transfer, NodeId first_bad) {
-    std::size_t depth = 0;  // of the node, which is the same in every path
+    std::size_t depth = 0;  // depth of the node, which is the same in every path
     for (const LeaseId id : transfer.leases) {
         Lease& lease = leases_.at(id);
         if (depth >= lease.path.size() || lease.path[depth] != first_bad) {

@@ -28,7 +28,7 @@ void ExternalBlocks::assign(Lease& lease, std::span<const BlockId> ids,
                          " blocks already; only the first call may name computed positions")
             .of(lease.id());
     }
-    std::size_t first_new = 0;  // of ids: its positions are not computed
+    std::size_t first_new = 0;  // index of the first id whose positions are not computed
     std::size_t first_onload = cached;
     if (old == 0) {
         check_computed(lease, ids.size(), computed_tokens);

@@ -63,7 +63,7 @@ std::size_t ExternalSaves::target(Lease& lease) {
     return blocks;
 }
 
-// Of each block once per lease. The lease may save the leading blocks that were used often enough.
+// Counts each block once per lease. The lease may save leading blocks that were used often enough.
 void ExternalSaves::count_uses(Lease& lease, std::size_t blocks) {
     const std::size_t size = config_.block_tokens;
     if (lease.counted_blocks == 0) lease.use_hash = index_.seed_of(lease);
@@ -82,7 +82,7 @@ std::uint32_t ExternalSaves::publish(Lease& lease) {
     if (!lease.flags.writes || !index_.is_of_epoch(lease) || lease.is(LeaseState::kFailed)) {
         return 0;
     }
-    if (!lease.onloads.empty()) return 0;  // what was computed depends on them
+    if (!lease.onloads.empty()) return 0;  // computed blocks depend on them
     PrefixTree& tree = index_.tree();
     if (const std::size_t attached = index_.attached_blocks(lease); attached < lease.path.size()) {
         note_changed(lease);
@@ -385,7 +385,7 @@ TransferId ExternalSaves::take() {
     }
     residency_.evict_host_until_free(taken.size());
     const std::size_t room = std::min<std::size_t>(taken.size(), host_.free_blocks());
-    for (std::size_t i = room; i < taken.size(); ++i) {  // those below another come behind it
+    for (std::size_t i = room; i < taken.size(); ++i) {  // a child comes behind its parent
         if (blocks_[taken[i]].state == State::kQueued) lose(taken[i]);
         free(taken[i]);
         ++skipped_;

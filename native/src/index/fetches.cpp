@@ -12,8 +12,8 @@ bool Fetches::may_fetch(const Lease& lease) const {
     return stored_.exist() && lease.is(LeaseState::kMatched);
 }
 
-// Of the first blocks that no tier has. The digests are computed once: several calls ask for them
-// until the lease is granted, and its tokens do not change before that.
+// The digests of the first blocks that no tier has. They are computed once: several calls ask for
+// them until the lease is granted, and its tokens do not change before that.
 std::span<const Digest> Fetches::digests_of(Lease& lease, const Matching::Frontier& cached,
                                             std::size_t end) {
     std::vector<Digest>& digests = lease.digests;

@@ -8,7 +8,7 @@ namespace {
 
 // Each read may miss the caches: 4,096 take about 0.5 ms.
 constexpr std::size_t kMaxReads = 4096;
-constexpr std::size_t kMaxSlots = 1024;     // of the children of one fork
+constexpr std::size_t kMaxSlots = 1024;     // most children of one fork that are visited
 constexpr std::uint32_t kMaxStretch = 512;  // blocks; what follows is a stretch of its own
 
 struct Candidate {
@@ -51,7 +51,7 @@ class Walk {
         std::uint32_t seen = 0;
         reads_ += tree_.for_some_children(node, room, [&](NodeId child) {
             const Node& n = tree_[child];
-            candidates_.push({n.uses, n.refs, first_block, child, parent, context});
+            candidates_.push({n.uses, tree_.refs(child), first_block, child, parent, context});
             ++seen;
         });
         is_sample_ = is_sample_ || seen < tree_.children(node);

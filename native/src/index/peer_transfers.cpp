@@ -76,36 +76,51 @@ void PeerTransfers::check_ready(const Lease& lease, const char* verb) const {
     }
 }
 
-void PeerTransfers::check_blocks(const Lease& lease, const char* verb, std::int64_t first_block,
-                                 std::int64_t num_blocks) const {
-    check_ready(lease, verb);
-    const auto total = static_cast<std::int64_t>(lease.table.size());
-    if (first_block < 0 || num_blocks < 1 || num_blocks > total - first_block) {
-        throw UsageError(std::string(verb) + ": " + std::to_string(num_blocks) +
-                         " blocks from block " + std::to_string(first_block) +
-                         " on are not inside the table of " + std::to_string(total) + " blocks")
-            .of(lease.id());
-    }
+TransferId PeerTransfers::receive(Lease& lease, const TicketId& ticket, std::int64_t num_tokens,
+                                  GroupId group, std::int64_t first_block, Step step) {
+    if (group != kAttention) return receive_group(lease, ticket, group, num_tokens, step);
+    return receive_blocks(lease, ticket, blocks_of(lease, "receive", first_block, num_tokens));
 }
 
-TransferId PeerTransfers::receive(Lease& lease, const TicketId& ticket, std::int64_t first_block,
-                                  std::int64_t num_blocks) {
-    check_blocks(lease, "receive", first_block, num_blocks);
-    const auto first = static_cast<std::uint32_t>(first_block);
-    const auto blocks = static_cast<std::uint32_t>(num_blocks);
+TransferId PeerTransfers::send(Lease& lease, const TicketId& ticket, std::int64_t num_tokens,
+                               GroupId group, std::int64_t first_block, LayerRanges layers,
+                               std::uint64_t mark, Step step) {
+    if (group != kAttention) return send_group(lease, ticket, group, num_tokens);
+    const BlockRange range = blocks_of(lease, "send", first_block, num_tokens);
+    if (mark != 0) return send_early(lease, ticket, range, layers, mark, step);
+    return send_blocks(lease, ticket, range, layers);
+}
+
+BlockRange PeerTransfers::blocks_of(const Lease& lease, const char* verb, std::int64_t first_block,
+                                    std::int64_t num_tokens) const {
+    check_ready(lease, verb);
+    const auto total = static_cast<std::int64_t>(lease.table.size());
+    const std::int64_t size = config_.block_tokens;
+    const std::int64_t end = num_tokens / size + (num_tokens % size > 0);
+    if (first_block < 0 || end <= first_block || end > total) {
+        throw UsageError(std::string(verb) + ": the blocks from block " +
+                         std::to_string(first_block) + " to position " +
+                         std::to_string(num_tokens) + " are not inside the table of " +
+                         std::to_string(total) + " blocks")
+            .of(lease.id());
+    }
+    return {static_cast<std::uint32_t>(first_block), static_cast<std::uint32_t>(end)};
+}
+
+TransferId PeerTransfers::receive_blocks(Lease& lease, const TicketId& ticket, BlockRange range) {
     const std::uint32_t computed = config_.blocks_for(lease.computed_tokens);
     // After a failed onload, other leases may have the device blocks of the path, too.
-    if (first < computed || first < lease.path.size()) {
-        throw LeaseError("receive: block " + str(first) +
+    if (range.first < computed || range.first < lease.path.size()) {
+        throw LeaseError("receive: block " + str(range.first) +
                          " has computed positions, or is shared; "
                          "the first block that can be received is " +
                          str(std::max<std::size_t>(computed, lease.path.size())))
             .of(lease.id());
     }
     check_no_side(lease, "receive");
-    if (first + blocks > config_.blocks_for(lease.tokens.size())) {
-        throw LeaseError("receive: " + str(blocks) + " blocks from block " + str(first) +
-                         " on have positions without tokens; the lease names the tokens of " +
+    if (range.end > config_.blocks_for(lease.tokens.size())) {
+        throw LeaseError("receive: blocks " + str(range.first) + " to " + str(range.end - 1) +
+                         " have positions without tokens; the lease names the tokens of " +
                          str(lease.tokens.size()) + " positions")
             .of(lease.id())
             .hint("call append first");
@@ -117,7 +132,7 @@ TransferId PeerTransfers::receive(Lease& lease, const TicketId& ticket, std::int
     }
     for (const TransferId id : lease.peer_transfers) {
         const PeerTransfer& other = in_flight_.at(id);
-        if (!other.overlaps(first_block, num_blocks)) continue;
+        if (!other.overlaps(range)) continue;
         if (!other.receives && !other.is_early) continue;
         throw LeaseError("receive: blocks " + str(other.first_block()) + " to " +
                          str(other.end_block() - 1) +
@@ -125,44 +140,39 @@ TransferId PeerTransfers::receive(Lease& lease, const TicketId& ticket, std::int
             .of(lease.id());
     }
     remove_range(lease.received,
-                 {first * config_.block_tokens, (first + blocks) * config_.block_tokens});
-    return begin(lease, of_blocks(lease, ticket, first_block, num_blocks, true));
+                 {range.first * config_.block_tokens, range.end * config_.block_tokens});
+    return begin(lease, of_blocks(lease, ticket, range, true));
 }
 
-TransferId PeerTransfers::send(Lease& lease, const TicketId& ticket, std::int64_t first_block,
-                               std::int64_t num_blocks, LayerRanges layers) {
-    check_blocks(lease, "send", first_block, num_blocks);
+TransferId PeerTransfers::send_blocks(Lease& lease, const TicketId& ticket, BlockRange range,
+                                      LayerRanges layers) {
     const std::uint32_t computed = config_.blocks_for(lease.computed_tokens);
-    if (first_block + num_blocks > static_cast<std::int64_t>(computed)) {
-        throw LeaseError("send: " + std::to_string(num_blocks) + " blocks from block " +
-                         std::to_string(first_block) + " on: only " + str(computed) +
-                         " blocks are computed")
+    if (range.end > computed) {
+        throw LeaseError("send: blocks " + str(range.first) + " to " + str(range.end - 1) +
+                         ": only " + str(computed) + " blocks are computed")
             .of(lease.id())
             .hint("commit the positions first");
     }
-    PeerTransfer transfer = of_blocks(lease, ticket, first_block, num_blocks, false);
+    PeerTransfer transfer = of_blocks(lease, ticket, range, false);
     transfer.layers = layers;
     return begin(lease, std::move(transfer));
 }
 
-TransferId PeerTransfers::send_early(Lease& lease, const TicketId& ticket, std::int64_t first_block,
-                                     std::int64_t num_blocks, LayerRanges layers,
-                                     std::uint64_t mark, Step step) {
-    check_blocks(lease, "send_early", first_block, num_blocks);
+TransferId PeerTransfers::send_early(Lease& lease, const TicketId& ticket, BlockRange range,
+                                     LayerRanges layers, std::uint64_t mark, Step step) {
     if (layers.first >= layers.end) {
-        throw UsageError("send_early: the ranges of layers are " + str(layers.first) + " to " +
+        throw UsageError("send: the ranges of layers of a mark are " + str(layers.first) + " to " +
                          str(layers.end) + "; at least one must be sent")
             .of(lease.id());
     }
     for (const TransferId id : lease.peer_transfers) {
         const PeerTransfer& other = in_flight_.at(id);
-        if (!other.receives || other.kept_blocks == 0) continue;
-        if (!other.overlaps(first_block, num_blocks)) continue;
-        throw LeaseError("send_early: blocks " + str(other.first_block()) + " to " +
+        if (!other.receives || other.kept_blocks == 0 || !other.overlaps(range)) continue;
+        throw LeaseError("send: blocks " + str(other.first_block()) + " to " +
                          str(other.end_block() - 1) + " are being received")
             .of(lease.id());
     }
-    PeerTransfer transfer = of_blocks(lease, ticket, first_block, num_blocks, false);
+    PeerTransfer transfer = of_blocks(lease, ticket, range, false);
     transfer.layers = layers;
     transfer.is_early = true;
     transfer.mark = mark;
@@ -170,19 +180,16 @@ TransferId PeerTransfers::send_early(Lease& lease, const TicketId& ticket, std::
     return begin(lease, std::move(transfer));
 }
 
-PeerTransfer PeerTransfers::of_blocks(const Lease& lease, const TicketId& ticket,
-                                      std::int64_t first_block, std::int64_t num_blocks,
+PeerTransfer PeerTransfers::of_blocks(const Lease& lease, const TicketId& ticket, BlockRange range,
                                       bool receives) const {
-    const auto from = lease.table.begin() + static_cast<std::ptrdiff_t>(first_block);
     PeerTransfer transfer;
     transfer.receives = receives;
     transfer.ticket = ticket;
-    transfer.kept_blocks = static_cast<std::uint32_t>(num_blocks);
+    transfer.kept_blocks = range.end - range.first;
     transfer.end_token = static_cast<std::uint32_t>(lease.tokens.size());
-    transfer.ids.assign(from, from + static_cast<std::ptrdiff_t>(num_blocks));
+    transfer.ids.assign(lease.table.begin() + range.first, lease.table.begin() + range.end);
     transfer.blocks.resize(transfer.ids.size());
-    std::iota(transfer.blocks.begin(), transfer.blocks.end(),
-              static_cast<std::uint32_t>(first_block));
+    std::iota(transfer.blocks.begin(), transfer.blocks.end(), range.first);
     for (const BlockId id : transfer.ids) {
         transfer.after_step = std::max(transfer.after_step, device_.after_step(id));
     }

@@ -85,7 +85,7 @@ class Report {
     std::vector<std::uint32_t> refs;   // by node
     std::vector<std::uint32_t> holds;  // by node
     std::vector<std::uint32_t> pins;   // by node
-    std::uint64_t item_refs = 0;       // of fetches and external saves, on the keys of items
+    std::uint64_t item_refs = 0;       // refs of fetches and external saves on keys of items
     std::unordered_map<std::uint32_t, std::uint32_t> growths;  // by context
 };
 

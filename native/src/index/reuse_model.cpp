@@ -13,7 +13,7 @@ constexpr std::uint64_t kSweepCapacities = 4;  // asked for, until the whole lis
 constexpr std::uint32_t kSampledRoom =
     8192;  // stretches that fit a tier; above, a sample is listed
 constexpr std::uint32_t kMaxSampleShift = 3;
-constexpr double kFade = 0.008;  // of what was learnt, a capacity asked for
+constexpr double kFade = 0.008;  // share of learnt counts that fades per requested capacity
 // A step up in uses is taken by one of so many.
 constexpr std::array<std::uint32_t, ReuseFeatures::kUses> kUsesPerStep{1, 1, 1, 1, 4, 8, 24, 0};
 constexpr std::array<std::uint64_t, 3> kGapUnits{96, 256, 768};  // 1.5, 4, 12 capacities

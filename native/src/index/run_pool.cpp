@@ -54,7 +54,7 @@ RunPool::Runs RunPool::runs_of(std::uint64_t word) {
             static_cast<std::uint32_t>(std::countl_one(word)), longest_run(word)};
 }
 
-// Of two neighbours of `half` ids each.
+// The runs of two neighbouring halves of `half` ids each.
 RunPool::Runs RunPool::join(const Runs& a, const Runs& b, std::uint32_t half) {
     return {a.first == half ? half + b.first : a.first, b.last == half ? half + a.last : b.last,
             std::max({a.longest, b.longest, a.last + b.first})};

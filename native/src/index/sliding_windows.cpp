@@ -204,7 +204,7 @@ void SlidingWindows::onload(WindowGroup& group, WindowTable& window, Lease& leas
     lease.onloads.push_back(transfers_.begin_move(std::move(move)));
 }
 
-// As many entries as the lease has blocks, and the reserve with it.
+// Gives the window table as many entries as the lease has blocks, and adapts the reserve.
 void SlidingWindows::fit_group(WindowGroup& group, WindowTable& window, const Lease& lease,
                                Step step) {
     const auto total = static_cast<std::uint32_t>(lease.table.size());
@@ -239,7 +239,7 @@ void SlidingWindows::publish(Lease& lease, std::size_t first) {
             if (i < window.first && !group.is_sink(i)) continue;
             const NodeId node = lease.path[i];
             if (index_.tree()[node].has(kDetached) || group.pool.find(node) != kNoBlock) continue;
-            if (group.pool.readers(window.table[i]) > 0) continue;  // of a node that was dropped
+            if (group.pool.readers(window.table[i]) > 0) continue;  // read for a dropped node
             group.attach(node, window.table[i]);
             group.pool.add_reader(window.table[i]);
             group.note_use(window.table[i]);

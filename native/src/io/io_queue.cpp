@@ -16,7 +16,7 @@
 namespace aiokv {
 namespace {
 
-std::atomic<std::uint64_t> forks{0};  // of this process and its ancestors, since the first queue
+std::atomic<std::uint64_t> forks{0};  // forks since the first queue, with those of ancestors
 
 std::uint64_t fork_generation() {
     static const int registered =

@@ -38,8 +38,8 @@ class Ring {
     // stay prepared.
     int submit() { return enter(0, nullptr); }
 
-    // As submit(), then blocks until a completion has arrived. Of `wanted` completions it waits for
-    // all, but not for the last ones longer than `patience_ns`: one wake-up is for several.
+    // Does the same as submit(), then blocks until a completion has arrived. Waits for `wanted`
+    // completions, but at most `patience_ns` for those after the first: one wake-up serves several.
     int submit_and_wait(unsigned wanted, std::int64_t patience_ns);
 
     std::optional<uring::Cqe> next_completion();

@@ -8,7 +8,7 @@
 
 namespace aiokv {
 
-inline constexpr int kMaxAttempts = 64;             // of one part, when the kernel answers EAGAIN
+inline constexpr int kMaxAttempts = 64;  // attempts per part while the kernel answers EAGAIN
 inline constexpr std::uint32_t kSectorBytes = 512;  // a read that ends elsewhere met the file's end
 
 class Transfer {
@@ -17,7 +17,7 @@ class Transfer {
     explicit Transfer(const IoJob& job) : job_(job), ended_(false) {}
 
     const IoJob& job() const { return job_; }
-    // Of the part that is left:
+    // The part that has not moved yet:
     std::uint64_t address() const { return job_.request.address + moved_; }
     std::uint64_t offset() const { return job_.request.offset + moved_; }
     std::uint32_t length() const { return job_.request.length - moved_; }

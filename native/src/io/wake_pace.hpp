@@ -9,9 +9,9 @@
 
 namespace aiokv {
 
-// As many as are expected within kPatienceNs, by the moving average of the time between
-// completions while the device is busy. At most 1 / kMaxShare of those in flight: the device keeps
-// the others.
+// Number of completions to wait for at a time: those expected within kPatienceNs, by the moving
+// average of the time between completions of a busy device. At most 1 / kMaxShare of the requests
+// in flight, so that the device stays busy.
 class WakePace {
   public:
     static constexpr std::int64_t kPatienceNs = 500'000;

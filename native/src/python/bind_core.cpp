@@ -245,11 +245,12 @@ using BlockTuple =
     nb::typed<nb::tuple, std::string, nb::bytes, BlockId, BlockId, int, std::uint32_t, int>;
 
 std::vector<BlockTuple> blocks(const Core& core) {
+    constexpr std::uint32_t kCopies = kDeviceResident | kHostValid | kHostLoading;
     std::vector<BlockTuple> tuples;
     for (const BlockView& view : core.blocks()) {
         const Node& n = *view.node;
         tuples.push_back(nb::make_tuple(view.context, id_bytes(view.prefix), n.device, n.host,
-                                        int{n.flags}, std::uint32_t{n.refs},
+                                        static_cast<int>(n.flags & kCopies), view.refs,
                                         static_cast<int>(n.pins)));
     }
     return tuples;
@@ -398,6 +399,7 @@ void bind_statistics(nb::module_& m) {
 
 void bind_core(nb::module_& m) {
     bind_statistics(m);
+    m.attr("ATTENTION_GROUP") = kAttention;
     m.attr("ATTENTION_GROUP") = kAttention;
     m.attr("STATE_GROUP") = kRecurrentState;
     m.def("copy_ints", &copy_ints, "list"_a, "out"_a.noconvert(),
@@ -642,39 +644,24 @@ void bind_core(nb::module_& m) {
         .def("take_saves", &Core::take_saves, "Begin a save; 0: there is nothing to save.")
         .def("store_transfer", &store_transfer, "transfer"_a,
              "(group, host_blocks, digests) of a fetch or a save in flight.")
-        .def("receive", with_ticket(&Core::receive), "lease"_a, "ticket_id"_a, "first_block"_a,
-             "num_blocks"_a,
-             "Begin to receive blocks of the lease from a peer; return the transfer.")
+        .def("receive", with_ticket(&Core::receive), "lease"_a, "ticket_id"_a, "num_tokens"_a,
+             "group"_a = kAttention, "first_block"_a = 0, "step"_a = 0,
+             "Begin to receive the blocks of a group that are needed behind `num_tokens` "
+             "positions: of group -2, full attention, those from `first_block` on; of group -1 the "
+             "recurrent state, the end of which commits these positions. Return the transfer.")
         .def(
             "send",
-            [](Core& core, LeaseId id, const nb::bytes& ticket, std::int64_t first_block,
-               std::int64_t num_blocks, std::uint32_t first_range, std::uint32_t end_range) {
-                return core.send(id, ticket_id(ticket), first_block, num_blocks,
-                                 {first_range, end_range});
+            [](Core& core, LeaseId id, const nb::bytes& ticket, std::int64_t num_tokens,
+               GroupId group, std::int64_t first_block, std::uint32_t first_range,
+               std::uint32_t end_range, std::uint64_t mark, Step step) {
+                return core.send(id, ticket_id(ticket), num_tokens, group, first_block,
+                                 {first_range, end_range}, mark, step);
             },
-            "lease"_a, "ticket_id"_a, "first_block"_a, "num_blocks"_a, "first_range"_a = 0,
-            "end_range"_a = 0,
-            "Begin to send computed blocks of the lease, or ranges of their layers, to a peer; "
-            "return the transfer.")
-        .def(
-            "send_early",
-            [](Core& core, LeaseId id, const nb::bytes& ticket, std::int64_t first_block,
-               std::int64_t num_blocks, std::uint32_t first_range, std::uint32_t end_range,
-               std::uint64_t mark, Step step) {
-                return core.send_early(id, ticket_id(ticket), first_block, num_blocks,
-                                       {first_range, end_range}, mark, step);
-            },
-            "lease"_a, "ticket_id"_a, "first_block"_a, "num_blocks"_a, "first_range"_a,
-            "end_range"_a, "mark"_a, "step"_a = 0,
-            "Begin to send ranges of layers of blocks that the lease computes; return the "
-            "transfer.")
-        .def("receive_group", with_ticket(&Core::receive_group), "lease"_a, "ticket_id"_a,
-             "group"_a, "num_tokens"_a, "step"_a = 0,
-             "Begin to receive the blocks of a group that are needed behind received positions; of "
-             "group -1: the recurrent state, the end of which commits these positions.")
-        .def("send_group", with_ticket(&Core::send_group), "lease"_a, "ticket_id"_a, "group"_a,
-             "num_tokens"_a,
-             "Begin to send the blocks of a group that are needed behind the computed positions.")
+            "lease"_a, "ticket_id"_a, "num_tokens"_a, "group"_a = kAttention, "first_block"_a = 0,
+            "first_range"_a = 0, "end_range"_a = 0, "mark"_a = 0, "step"_a = 0,
+            "Begin to send the blocks of a group that are needed behind `num_tokens` computed "
+            "positions; of group -2 those from `first_block` on, or ranges of their layers, which "
+            "need not be computed before a mark. Return the transfer.")
         .def("end_ticket", with_ticket(&Core::end_ticket), "lease"_a, "ticket_id"_a,
              "No caller waits for the transfers of the ticket: those in flight are abandoned.")
         .def("commit_received", &Core::commit_received, "lease"_a, "num_tokens"_a,

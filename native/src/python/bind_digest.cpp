@@ -46,7 +46,8 @@ Digest digest_of(const char* name, const nb::bytes& bytes) {
 }
 
 void check_block_tokens(std::int64_t block_tokens) {
-    constexpr std::int64_t kMaxBlockTokens = (std::int64_t{1} << 30) - 1;  // as in CacheConfig
+    constexpr std::int64_t kMaxBlockTokens =
+        (std::int64_t{1} << 30) - 1;  // the limit of CacheConfig
     if (block_tokens < 1 || block_tokens > kMaxBlockTokens) {
         throw UsageError("block_tokens is " + std::to_string(block_tokens) +
                          "; it must be between 1 and " + std::to_string(kMaxBlockTokens));

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from aiokv.connectors.vllm.link import Link
+from aiokv.connectors.vllm.link import LoadQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,9 +22,9 @@ class Load:
     is_done: bool = False
 
 
-def make_link(rate: Callable[[], float] = lambda: 1_000.0 * MIB, wait: float = 0.05) -> Link:
+def make_link(rate: Callable[[], float] = lambda: 1_000.0 * MIB, wait: float = 0.05) -> LoadQueue:
     """Return a link of 1,000 blocks per second, or 1 per millisecond."""
-    return Link(MIB, rate, wait)
+    return LoadQueue(MIB, rate, wait)
 
 
 def test_a_step_waits_for_a_load_on_an_idle_link() -> None:
