@@ -36,7 +36,7 @@ struct Queue {
         for (std::int32_t token = 0; token < blocks; ++token) {
             const std::vector<std::int32_t> tokens(16, token);
             nodes.push_back(tree.find_or_add_child(root, tokens.data()).node);
-            queue.push_back({&nodes.back(), 1});
+            queue.push_back(tree.run_of(nodes.back()));
         }
     }
 
@@ -177,13 +177,14 @@ TEST(a_look_ahead_continues_after_the_last_node) {
 TEST(a_node_that_leaves_the_queue_is_not_counted) {
     Queue q(4);
     for (int i = 0; i < 3; ++i) q.ahead.add(q.ahead.next());
-    q.ahead.remove(q.nodes[2]);  // the last one: the walk continues from its position
-    q.queue.remove({&q.nodes[2], 1});
+    q.ahead.remove(
+        q.tree.run_of(q.nodes[2]));  // the last one: the walk continues from its position
+    q.queue.remove(q.tree.run_of(q.nodes[2]));
     CHECK_EQ(q.ahead.count(), 2u);
     CHECK_EQ(q.ahead.next(), q.nodes[3]);
-    q.ahead.remove(q.nodes[0]);
-    q.queue.remove({&q.nodes[0], 1});
-    q.ahead.remove(q.nodes[3]);  // not looked at
+    q.ahead.remove(q.tree.run_of(q.nodes[0]));
+    q.queue.remove(q.tree.run_of(q.nodes[0]));
+    q.ahead.remove(q.tree.run_of(q.nodes[3]));  // not looked at
     CHECK_EQ(q.ahead.count(), 1u);
     q.ahead.restart();
     CHECK_EQ(q.ahead.count(), 0u);

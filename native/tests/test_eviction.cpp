@@ -17,20 +17,21 @@ struct Forest {
     PrefixTree tree{1, 64, 0};
     NodeId root = tree.add_root();
 
-    NodeId add(std::int32_t token, std::uint32_t reuse_class = 0) {
+    // A run of one block.
+    RunId add(std::int32_t token, std::uint32_t reuse_class = 0) {
         const NodeId node = tree.find_or_add_child(root, &token).node;
-        tree[node].reuse_class = static_cast<ReuseClass>(reuse_class);
-        return node;
+        tree.classify({&node, 1}, static_cast<ReuseClass>(reuse_class));
+        return tree.run_of(node);
     }
 };
 
-using Queue = EvictionQueue<PrefixTree>;
+using Queue = EvictionQueue<Slab<Run>>;
 
-std::vector<NodeId> drain(Queue& queue) {
-    std::vector<NodeId> order;
-    for (NodeId node; (node = queue.front()) != kNone;) {
-        order.push_back(node);
-        queue.remove(node);
+std::vector<RunId> drain(Queue& queue) {
+    std::vector<RunId> order;
+    for (RunId run; (run = queue.front()) != kNoRun;) {
+        order.push_back(run);
+        queue.remove(run);
     }
     return order;
 }
@@ -54,47 +55,60 @@ std::vector<ReuseClass> ask(ReuseModel& model, std::int32_t document, std::size_
 
 TEST(lru_is_the_order_of_use) {
     Forest f;
-    Queue queue(f.tree, nullptr);
-    const NodeId a = f.add(1, 3), b = f.add(2, 0), c = f.add(3, 7);
-    for (const NodeId node : {a, b, c}) queue.push_back(node);
+    Queue queue(f.tree.runs(), nullptr);
+    const RunId a = f.add(1, 3), b = f.add(2, 0), c = f.add(3, 7);
+    for (const RunId run : {a, b, c}) queue.push_back(run);
     queue.remove(a);
     queue.push_back(a);
     queue.remove(c);
     queue.push_front(c);
     CHECK_EQ(queue.after(c), b);
-    CHECK_EQ(queue.after(a), kNone);
-    CHECK(drain(queue) == (std::vector<NodeId>{c, b, a}));
+    CHECK_EQ(queue.after(a), kNoRun);
+    CHECK(drain(queue) == (std::vector<RunId>{c, b, a}));
     CHECK_EQ(queue.size(), 0u);
 }
 
-TEST(runs_lose_no_node_while_they_age_and_the_order_changes) {
+TEST(cohorts_lose_no_run_while_they_age_and_the_order_changes) {
     Forest f;
     ReuseModel model(kBlockTokens, 64);
-    Queue queue(f.tree, &model);
-    std::vector<NodeId> nodes;
+    Queue queue(f.tree.runs(), &model);
+    std::vector<RunId> runs;
     for (std::int32_t i = 0; i < 200; ++i) {
-        nodes.push_back(f.add(i, static_cast<std::uint32_t>(i) % ReuseFeatures::kClasses));
-        queue.push_back(nodes.back());
-        if (i % 3 == 0) queue.remove(nodes[static_cast<std::size_t>(i)]);
+        runs.push_back(f.add(i, static_cast<std::uint32_t>(i) % ReuseFeatures::kClasses));
+        queue.push_back(runs.back());
+        if (i % 3 == 0) queue.remove(runs[static_cast<std::size_t>(i)]);
         ask(model, i % 20, 40);
         queue.choose(i / 40 % 2 == 1);
     }
     std::uint32_t ahead = 0;
-    for (NodeId node = queue.front(); node != kNone; node = queue.after(node)) ++ahead;
+    for (RunId run = queue.front(); run != kNoRun; run = queue.after(run)) ++ahead;
     CHECK_EQ(ahead, queue.size());
-    const std::vector<NodeId> order = drain(queue);
+    const std::vector<RunId> order = drain(queue);
     CHECK_EQ(order.size(), std::size_t{200 - 67});
     CHECK_EQ(queue.size(), 0u);
 }
 
-TEST(what_was_blocked_goes_before_all_runs) {
+TEST(what_was_blocked_goes_before_all_cohorts) {
     Forest f;
     ReuseModel model(kBlockTokens, 64);
-    Queue queue(f.tree, &model);
-    const NodeId a = f.add(1, 0), b = f.add(2, 23);
+    Queue queue(f.tree.runs(), &model);
+    const RunId a = f.add(1, 0), b = f.add(2, 23);
     queue.push_back(a);
     queue.push_front(b);
-    CHECK(drain(queue) == (std::vector<NodeId>{b, a}));
+    CHECK(drain(queue) == (std::vector<RunId>{b, a}));
+}
+
+TEST(parts_of_a_run_wait_where_it_waited) {
+    Forest f;
+    Queue queue(f.tree.runs(), nullptr);
+    const RunId a = f.add(1), b = f.add(2), c = f.add(3), d = f.add(4);
+    queue.push_back(b);
+    queue.insert_before(a, b);
+    queue.insert_after(d, b);
+    queue.insert_before(c, d);
+    CHECK_EQ(queue.before(a), kNoRun);
+    CHECK_EQ(queue.before(d), c);
+    CHECK(drain(queue) == (std::vector<RunId>{a, b, c, d}));
 }
 
 TEST(a_prompt_that_returns_changes_its_class) {
@@ -109,15 +123,15 @@ TEST(a_prompt_that_returns_changes_its_class) {
 TEST(eviction_by_recency_ignores_classes_and_times) {
     Forest f;
     ReuseModel model(kBlockTokens, 64);
-    Queue queue(f.tree, &model);
-    std::vector<NodeId> nodes;
+    Queue queue(f.tree.runs(), &model);
+    std::vector<RunId> runs;
     for (std::int32_t i = 0; i < 60; ++i) {
-        nodes.push_back(f.add(i, static_cast<std::uint32_t>(i * 7) % 11));
-        queue.push_back(nodes.back());
+        runs.push_back(f.add(i, static_cast<std::uint32_t>(i * 7) % 11));
+        queue.push_back(runs.back());
         ask(model, i, 9);
         queue.choose(i < 40);
     }
-    CHECK(drain(queue) == nodes);
+    CHECK(drain(queue) == runs);
 }
 
 TEST(eviction_by_score_takes_first_what_returns_least) {
@@ -130,13 +144,13 @@ TEST(eviction_by_score_takes_first_what_returns_least) {
         returns = ask(model, 7, 10)[5];
     }
     CHECK(returns != once);
-    Queue queue(f.tree, &model);
-    const NodeId a = f.add(1, returns), b = f.add(2, once), c = f.add(3, returns);
-    for (const NodeId node : {a, b, c}) queue.push_back(node);
+    Queue queue(f.tree.runs(), &model);
+    const RunId a = f.add(1, returns), b = f.add(2, once), c = f.add(3, returns);
+    for (const RunId run : {a, b, c}) queue.push_back(run);
     queue.choose(true);
     CHECK_EQ(queue.front(), b);
     CHECK_EQ(queue.after(b), a);
-    CHECK(drain(queue) == (std::vector<NodeId>{b, a, c}));
+    CHECK(drain(queue) == (std::vector<RunId>{b, a, c}));
 }
 
 TEST(a_shadow_cache_by_recency_holds_the_stretches_used_last) {

@@ -3,10 +3,12 @@
 #include <numeric>
 #include <random>
 #include <set>
+#include <tuple>
 
 #include "aiokv/core.hpp"
 #include "aiokv/error.hpp"
 #include "check.hpp"
+#include "report.hpp"
 
 using namespace aiokv;
 
@@ -236,7 +238,163 @@ TEST(tree_finds_children_of_forks) {
         tree.free(children[i]);
     }
     CHECK_EQ(tree.live_nodes(), 1u);
-    CHECK_EQ(tree[root].child, kNone);
+    CHECK(!tree.has_child(root));
+}
+
+namespace {
+
+// Six blocks of one token each, in one run.
+struct Chain {
+    PrefixTree tree{1, 8, 0};
+    NodeId root = tree.add_root();
+    std::vector<std::int32_t> tokens{10, 11, 12, 13, 14, 15};
+    std::vector<NodeId> path;
+
+    Chain() { tree.add_chain(root, tokens.data(), {}, tokens.size(), path); }
+    std::vector<NodeId> find(std::vector<std::int32_t> prompt) const {
+        std::vector<NodeId> found;
+        tree.find_path(root, prompt.data(), {}, prompt.size(), found);
+        return found;
+    }
+    std::size_t runs() const {
+        std::set<RunId> ids;
+        for (const NodeId node : path) ids.insert(tree.run_of(node));
+        return ids.size();
+    }
+    void check() const {
+        Report report(0, 0, tree.end_id());
+        tree.check(report);
+        CHECK(report.take().empty());
+    }
+};
+
+struct Splits : SplitListener {
+    void on_split(RunId split, RunId made, bool made_is_above) override {
+        seen.emplace_back(split, made, made_is_above);
+    }
+    std::vector<std::tuple<RunId, RunId, bool>> seen;
+};
+
+}  // namespace
+
+TEST(a_chain_is_one_run_and_is_found_as_far_as_tokens_are_equal) {
+    const Chain c;
+    CHECK_EQ(c.runs(), 1u);
+    CHECK(c.find(c.tokens) == c.path);
+    CHECK(c.find({10, 11, 12, 99, 14}) == std::vector(c.path.begin(), c.path.begin() + 3));
+    CHECK(c.find({99}).empty());
+    CHECK_EQ(c.tree.parent(c.path[0]), c.root);
+    CHECK_EQ(c.tree.parent(c.path[4]), c.path[3]);
+    CHECK_EQ(c.tree.only_child(c.path[3]), c.path[4]);
+    CHECK(!c.tree.has_child(c.path[5]));
+    c.check();
+}
+
+TEST(a_split_changes_neither_ids_nor_what_is_found) {
+    for (std::size_t at = 1; at < 6; ++at) {
+        Chain c;
+        c.tree.run(c.path[0]).refs = 3;
+        const RunId lower = c.tree.split_before(c.path[at]);
+        CHECK_EQ(c.runs(), 2u);
+        CHECK_EQ(c.tree.run_of(c.path[at]), lower);
+        CHECK_EQ(c.tree.split_before(c.path[at]), lower);
+        for (const NodeId node : c.path) CHECK_EQ(c.tree.refs(node), 3u);
+        CHECK(c.find(c.tokens) == c.path);
+        CHECK_EQ(c.tree.parent(c.path[at]), c.path[at - 1]);
+        CHECK_EQ(c.tree.only_child(c.path[at - 1]), c.path[at]);
+        c.check();
+        const RunId upper = c.tree.run_of(c.path[at - 1]);
+        CHECK(c.tree.continues(upper, lower));
+        c.tree.join(upper, lower, at > 3 ? upper : lower);
+        CHECK_EQ(c.runs(), 1u);
+        CHECK(c.find(c.tokens) == c.path);
+        c.check();
+    }
+}
+
+TEST(a_fork_inside_a_run_splits_it) {
+    Chain c;
+    const std::int32_t other = 99;
+    const NodeId side = c.tree.find_or_add_child(c.path[2], &other).node;
+    CHECK_EQ(c.runs(), 2u);
+    CHECK_EQ(c.tree.children(c.path[2]), 2u);
+    CHECK(c.find({10, 11, 12, 99}).back() == side);
+    CHECK(c.find(c.tokens) == c.path);
+    CHECK(!c.tree.continues(c.tree.run_of(c.path[2]), c.tree.run_of(c.path[3])));
+    c.check();
+    c.tree.unlink(side);
+    c.tree.free(side);
+    CHECK(c.tree.continues(c.tree.run_of(c.path[2]), c.tree.run_of(c.path[3])));
+    c.check();
+}
+
+TEST(a_queue_is_told_of_the_part_with_the_new_run) {
+    Chain c;
+    Splits splits;
+    c.tree.listen(splits);
+    const RunId run = c.tree.run_of(c.path[0]);
+    c.tree.split_before(c.path[4]);  // not queued
+    CHECK(splits.seen.empty());
+    c.tree.runs()[run].set(kQueued);
+    c.tree.split_before(c.path[1]);
+    c.tree.split_before(c.path[3]);
+    CHECK_EQ(splits.seen.size(), 2u);
+    CHECK(splits.seen[0] == std::tuple(run, c.tree.run_of(c.path[0]), true));
+    CHECK(splits.seen[1] == std::tuple(run, c.tree.run_of(c.path[3]), false));
+    for (std::size_t i = 0; i < 4; ++i) CHECK(c.tree.run(c.path[i]).has(kQueued));
+}
+
+TEST(trimmed_and_freed_blocks_leave_their_run) {
+    Chain c;
+    c.tree.trim(c.tree.run_of(c.path[0]), 2);
+    CHECK(c.find(c.tokens) == std::vector(c.path.begin(), c.path.begin() + 4));
+    CHECK(!c.tree.is_live(c.path[4]));
+    CHECK(!c.tree.has_child(c.path[3]));
+    CHECK_THROWS(InternalError, c.tree.free(c.path[1]));
+    // Detached blocks may go in any order.
+    c.tree.unlink(c.path[0]);
+    for (std::size_t i = 0; i < 4; ++i) {
+        c.tree[c.path[i]].set(kDetached);
+        c.tree.forget_children(c.path[i]);
+    }
+    for (const std::size_t i : {1u, 0u, 3u, 2u}) c.tree.free(c.path[i]);
+    CHECK_EQ(c.tree.live_nodes(), 1u);
+    std::vector<NodeId> again;
+    c.tree.add_chain(c.root, c.tokens.data(), {}, c.tokens.size(), again);
+    CHECK(again == c.path);  // the lowest slots, in one run
+    CHECK_EQ(c.runs(), 1u);
+}
+
+TEST(a_run_whose_slots_are_not_consecutive_is_several) {
+    Chain c;
+    const std::int32_t other = 99;
+    const NodeId barrier = c.tree.find_or_add_child(c.root, &other).node;
+    c.tree.trim(c.tree.run_of(c.path[0]), 2);
+    std::vector<NodeId> path;
+    c.tree.add_chain(barrier, c.tokens.data(), {}, 4, path);
+    CHECK(path == (std::vector<NodeId>{c.path[4], c.path[5], barrier + 1, barrier + 2}));
+    CHECK(c.find({99, 10, 11, 12, 13}).size() == 5);
+    c.check();
+}
+
+TEST(pool_gives_extents_of_consecutive_ids) {
+    BlockPool pool(200);
+    for (const std::uint32_t count : {60u, 70u}) CHECK_EQ(pool.take_extent(count).count, count);
+    pool.give_back(BlockPool::Extent{10, 5});
+    pool.give_back(BlockPool::Extent{63, 2});
+    CHECK_EQ(pool.free_blocks(), 77u);
+    const BlockPool::Extent first = pool.take_extent(9);
+    CHECK_EQ(first.first, 10);
+    CHECK_EQ(first.count, 5u);
+    const BlockPool::Extent second = pool.take_extent(9);
+    CHECK_EQ(second.first, 63);
+    CHECK_EQ(second.count, 2u);
+    const BlockPool::Extent rest = pool.take_extent(1000);
+    CHECK_EQ(rest.first, 130);
+    CHECK_EQ(rest.count, 70u);
+    pool.give_back(BlockPool::Extent{0, 200});
+    CHECK_THROWS(InternalError, pool.give_back(BlockPool::Extent{199, 1}));
+    CHECK_EQ(pool.free_blocks(), 200u);
 }
 
 TEST(a_deep_tree_is_walked_without_recursion) {

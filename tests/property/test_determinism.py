@@ -11,7 +11,6 @@ from aiokv.errors import AiokvError
 from tests.property.test_core_walks import walk
 
 # Digests that the core keeps for subscribers; no decision depends on them.
-HAS_DIGEST = 1 << 9
 OF_DIGESTS = {"index_bytes"}
 
 
@@ -48,8 +47,6 @@ def plain(answer: Any) -> Any:
         return type(answer), str(answer)
     if hasattr(answer, "tolist"):
         return answer.tolist()
-    if isinstance(answer, list) and answer and isinstance(answer[0], tuple) and len(answer[0]) == 7:
-        return [(*block[:4], block[4] & ~HAS_DIGEST, *block[5:]) for block in answer]  # blocks()
     if hasattr(answer, "device_free"):
         names = {name for name in dir(answer) if not name.startswith("_")} - OF_DIGESTS
         return {name: getattr(answer, name) for name in names}

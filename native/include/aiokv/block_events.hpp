@@ -67,6 +67,7 @@ class BlockEvents {
         if (!streams_.empty()) [[unlikely]]
             report_change(node);
     }
+    bool has_streams() const { return !streams_.empty(); }
     // All nodes are about to become unmatchable.
     void clear();
 

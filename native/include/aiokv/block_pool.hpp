@@ -27,7 +27,15 @@ class BlockPool {
     // The lowest free ids, ascending. Requires out.size() <= free_blocks().
     void take_lowest(std::span<BlockId> out);
 
-    // Throws InternalError, changing nothing, when the id is free already or not of this pool.
+    // The lowest free id and the free ids that follow it, at most `count`. Requires a free id.
+    struct Extent {
+        BlockId first;
+        std::uint32_t count;
+    };
+    Extent take_extent(std::uint32_t count);
+
+    // Throw InternalError, changing nothing, when an id is free already or not of this pool.
+    void give_back(Extent extent);
     void give_back(BlockId id) {
         if (static_cast<std::uint32_t>(id) >= capacity_ || is_free(id)) refuse(id);
         set_free(static_cast<std::uint32_t>(id));

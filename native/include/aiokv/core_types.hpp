@@ -206,6 +206,7 @@ struct BlockView {
     std::string_view context;
     std::vector<std::int32_t> prefix;  // its tokens and all before them
     const Node* node;
+    std::uint32_t refs;
 };
 
 }  // namespace aiokv

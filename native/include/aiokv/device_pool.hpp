@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <deque>
 #include <map>
+#include <span>
 #include <utility>
 
 #include "aiokv/block_pool.hpp"
@@ -71,14 +72,38 @@ class DevicePool {
         ++cooling_blocks_;
     }
 
-    // `step` reads or writes the block.
-    void use_in(BlockId id, Step step) {
-        if (step <= finished_) return;
+    // The ids id_of(0) to id_of(count - 1), in this order. Consecutive ids cost less.
+    template <class IdOf>
+    void give_back_all(std::uint32_t count, IdOf id_of) {
+        for (std::uint32_t i = 0; i < count;) {
+            const BlockId highest = id_of(i);
+            if (after_step(highest) != 0) {
+                give_back(highest);
+                ++i;
+                continue;
+            }
+            std::uint32_t length = 1;
+            while (i + length < count) {
+                const BlockId next = id_of(i + length);
+                if (next != highest - static_cast<BlockId>(length) || after_step(next) != 0) break;
+                ++length;
+            }
+            pool_.give_back({highest - static_cast<BlockId>(length - 1), length});
+            i += length;
+        }
+    }
+
+    // `step` reads or writes the blocks.
+    void use_in(std::span<const BlockId> ids, Step step) {
+        if (step <= finished_ || ids.empty()) return;
         if (steps_.size() < capacity()) steps_.grow(capacity() - steps_.size());
-        Step& newest = steps_[static_cast<std::size_t>(id)];
-        newest = std::max(newest, step);
+        for (const BlockId id : ids) {
+            Step& newest = steps_[static_cast<std::size_t>(id)];
+            newest = std::max(newest, step);
+        }
         newest_ = std::max(newest_, step);
     }
+    void use_in(BlockId id, Step step) { use_in({&id, 1}, step); }
 
     // The unfinished step that a transfer of this block has to wait for, or 0.
     Step after_step(BlockId id) const {

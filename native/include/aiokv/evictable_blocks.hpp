@@ -1,9 +1,9 @@
 // The blocks without refs of each tier, which may be evicted.
 //
-// A queue of the policy's EvictionOrder holds the nodes without refs, the next victim first. A node
+// A queue of the policy's EvictionOrder holds the runs without refs, the next victim first. A block
 // that reaches the front while a transfer pins it, or while a child still needs it, is deferred: it
-// leaves the queue. It returns to the front as soon as it can be evicted, because all nodes left in
-// the queue rank behind it.
+// leaves the queue. It returns to the front as soon as it can be evicted, because all blocks left
+// in the queue rank behind it.
 #pragma once
 
 #include <cstdint>
@@ -20,33 +20,39 @@ namespace aiokv {
 
 class Report;
 
-class EvictableBlocks {
+class EvictableBlocks final : private SplitListener {
   public:
     EvictableBlocks(const CoreConfig& config, PrefixTree& tree);
+    EvictableBlocks(const EvictableBlocks&) = delete;
 
-    // -- nodes without refs, in the queue of their fastest tier
-    void enqueue(NodeId node);  // used now
-    void dequeue(NodeId node);
-    // The longest start of a path whose nodes only have to leave the device queue; returns its
-    // length. One call of the policy for all of them.
-    std::size_t dequeue_run(std::span<const NodeId> path);
-    // Nodes of a path with device copies, none of them queued, used now.
-    void enqueue_run(std::span<const NodeId> path);
-    void defer(NodeId node);
-    // Puts a deferred node back to the front of its queue, if it can be evicted now.
+    // -- runs without refs, in the queue of their fastest tier
+    // The run is used now. What is being loaded is queued by the end of its transfer.
+    void enqueue(RunId run);
+    void dequeue(RunId run);
+    // Of one block alone; the run that it was in is split.
+    void enqueue_block(NodeId node) { enqueue(tree_.isolate(node)); }
+    void dequeue_block(NodeId node) {
+        if (is_listed(node)) dequeue(tree_.isolate(node));
+    }
+    // In a queue, or deferred.
+    bool is_listed(NodeId node) const { return tree_.run(node).has(kQueued | kParked); }
+    void defer(RunId run);
+    // Puts a deferred block back to the front of its queue, if it can be evicted now.
     void requeue_if_free(NodeId node);
     // Marks a path as used now; its deepest block counts as the least recently used.
     void touch(std::span<const NodeId> path);
     // The first swapped lease is about to hold the node, or the last one has released it.
     void begin_hold(NodeId node);
     void end_hold(NodeId node);
+    // The last `count` blocks of a queued run, below which there are none, leave tier and tree.
+    void trim(RunId run, std::uint32_t count);
 
-    NodeId device_front() { return device_.front(); }
-    NodeId after_on_device(NodeId node) const { return device_.after(node); }
-    NodeId host_front() { return host_.front(); }
-    NodeId after_on_host(NodeId node) const { return host_.after(node); }
-    std::uint32_t evictable_device() const { return device_.size() + deferred_device_; }
-    std::uint32_t queued_host() const { return host_.size(); }
+    NodeId device_front() { return tree_.last_of(device_.front()); }
+    NodeId after_on_device(NodeId node) const { return next_victim(tree_, device_, node); }
+    NodeId host_front() { return tree_.last_of(host_.front()); }
+    NodeId after_on_host(NodeId node) const { return next_victim(tree_, host_, node); }
+    std::uint32_t evictable_device() const { return queued_device_ + deferred_device_; }
+    std::uint32_t queued_host() const { return queued_host_; }
     // Blocks on the host only that no swapped lease holds, deferred ones too.
     std::uint32_t idle_host() const { return idle_host_; }
 
@@ -54,11 +60,11 @@ class EvictableBlocks {
     // A lease is granted; `seed` is that of its context.
     void on_grant(Lease& lease, std::uint64_t seed) {
         if (order_->on_grant(lease, seed)) ahead_.restart();
+        classify(lease, 0, lease.path);
     }
-    // A lease has computed the block.
-    void on_computed(const Lease& lease, std::uint32_t block, NodeId node) {
-        tree_[node].reuse_class = lease.class_of(block);
-    }
+    // The blocks of a lease from `first` on, none of which is queued, get the classes of its
+    // prompt.
+    void classify(const Lease& lease, std::size_t first, std::span<const NodeId> nodes);
     void on_device_resized(std::uint32_t blocks) { order_->on_device_resized(blocks); }
 
     // Deferred device blocks that are not saved: they are evicted right after their children.
@@ -81,10 +87,14 @@ class EvictableBlocks {
     void check(Report& report) const;
 
   private:
-    TierQueue& queue_of(NodeId node);
-    // On the device, neither deferred nor looked at by the look-ahead.
-    bool is_plainly_queued(NodeId node) const;
-    void count_idle_host(const Node& n, int change);
+    void on_split(RunId split, RunId made, bool made_is_above) override;
+    bool is_on_device(RunId run) const { return tree_[tree_.runs()[run].first].has(kDeviceValid); }
+    TierQueue& queue_of(RunId run) { return is_on_device(run) ? device_ : host_; }
+    std::uint32_t& queued_of(RunId run) {
+        return is_on_device(run) ? queued_device_ : queued_host_;
+    }
+    void push(RunId run);
+    std::uint32_t count_idle_host(RunId run) const;
     bool is_parked_unsaved(NodeId node) const;
     void trim_unsaved_parked();
     std::size_t most_unsaved_parked() const { return 2 * std::size_t{deferred_device_} + 64; }
@@ -94,6 +104,8 @@ class EvictableBlocks {
     TierQueue& device_;  // ref 0 and device VALID, the next victim first
     TierQueue& host_;    // ref 0 and host VALID only
     LookAhead ahead_;
+    std::uint32_t queued_device_ = 0;  // blocks
+    std::uint32_t queued_host_ = 0;
     std::vector<NodeId> unsaved_parked_;  // some are saved by now, or queued again
     std::uint32_t deferred_device_ = 0;
     std::uint32_t idle_host_ = 0;

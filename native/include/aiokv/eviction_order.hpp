@@ -11,30 +11,38 @@
 #include <string>
 #include <string_view>
 
-#include "aiokv/node.hpp"
+#include "aiokv/prefix_tree.hpp"
 
 namespace aiokv {
 
-class PrefixTree;
 struct CoreConfig;
 struct Lease;
 
-// The queued nodes of one tier, in the order in which they should be evicted.
+// The queued runs of one tier, in the order in which their blocks should be evicted: those of a run
+// one after the other, the last one first.
 class TierQueue {
   public:
     virtual ~TierQueue() = default;
-    // The next victim, or kNone.
-    virtual NodeId front() = 0;
-    // The node whose turn is after `node`'s, or kNone; for looking ahead.
-    virtual NodeId after(NodeId node) const = 0;
-    // A node whose turn is before `node`'s, or kNone: looking ahead then starts at the front again.
-    virtual NodeId before(NodeId node) const = 0;
-    virtual std::uint32_t size() const = 0;
-    // Nodes of one path, used now: the last one is the least recently used of them.
-    virtual void push_back(std::span<const NodeId> path) = 0;
-    virtual void push_front(NodeId node) = 0;  // was the next victim, but was blocked
-    virtual void remove(std::span<const NodeId> path) = 0;
+    // The run of the next victim, or kNoRun.
+    virtual RunId front() = 0;
+    // The run whose turn is after that of `run`, or kNoRun; for looking ahead.
+    virtual RunId after(RunId run) const = 0;
+    // A run whose turn is right before that of `run`, whatever will be learned until then; or
+    // kNoRun: looking ahead then starts at the front again.
+    virtual RunId before(RunId run) const = 0;
+    virtual void push_back(RunId run) = 0;   // used now
+    virtual void push_front(RunId run) = 0;  // was the next victim, but was blocked
+    // A part of a run of the queue has become a run of its own.
+    virtual void insert_before(RunId part, RunId run) = 0;
+    virtual void insert_after(RunId part, RunId run) = 0;
+    virtual void remove(RunId run) = 0;
 };
+
+// The block whose turn is after that of `node`, or kNone.
+inline NodeId next_victim(const PrefixTree& tree, const TierQueue& queue, NodeId node) {
+    const RunId run = tree.run_of(node);
+    return tree.runs()[run].first < node ? node - 1 : tree.last_of(queue.after(run));
+}
 
 class EvictionOrder {
   public:
@@ -45,8 +53,8 @@ class EvictionOrder {
 
     // -- events from which a policy may learn
     // A lease is granted, so the blocks that it hits are not queued; `seed` is that of its context.
-    // May set Lease::classes, from which the blocks that it computes get their class. Returns true
-    // when the order of the device nodes has changed.
+    // May set Lease::classes, from which the blocks that it hits or computes get their class.
+    // Returns true when the order of the device nodes has changed.
     virtual bool on_grant(Lease& /*lease*/, std::uint64_t /*seed*/) { return false; }
     virtual void on_device_resized(std::uint32_t /*blocks*/) {}
 };

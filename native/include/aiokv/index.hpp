@@ -21,9 +21,9 @@ class Index {
   public:
     Index(const CoreConfig& config, const LeaseTable& leases);
 
-    // The nodes. Each field of a node is written by the component that owns it: shape and token ids
-    // by PrefixTree; copies, refs, holds, pins and queue links by Residency; uses and the flags of
-    // backups by Saver.
+    // The nodes. Each field of a node or run is written by the component that owns it: shape and
+    // token ids by PrefixTree; copies, refs, holds, pins and queue links by Residency; uses and the
+    // flags of backups by Saver.
     PrefixTree& tree() { return tree_; }
     const PrefixTree& tree() const { return tree_; }
 

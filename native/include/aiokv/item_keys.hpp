@@ -5,6 +5,7 @@
 // nodes that have one (NodeFlag kHasItems): a cache of text pays nothing for them.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -30,6 +31,16 @@ struct Item {
 struct ItemSpan {
     std::uint64_t start, stop;
 };
+
+// The key of a block of a prompt; `keys` are those of its blocks up to the last with items.
+inline ItemKey key_of(std::span<const ItemKey> keys, std::size_t block) {
+    return block < keys.size() ? keys[block] : kNoItems;
+}
+
+// The keys of the blocks from `block` on.
+inline std::span<const ItemKey> keys_from(std::span<const ItemKey> keys, std::size_t block) {
+    return keys.subspan(std::min(block, keys.size()));
+}
 
 class ItemKeys {
   public:

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "aiokv/device_pool.hpp"
@@ -154,6 +155,12 @@ struct Lease {
     ReuseClass class_of(std::size_t block) const {
         if (classes.empty()) return 0;
         return classes[std::min(block >> stretch_shift, classes.size() - 1)];
+    }
+    // The first block behind `block` that may have another class.
+    std::size_t end_of_class(std::size_t block) const {
+        const std::size_t stretch = block >> stretch_shift;
+        if (stretch + 1 >= classes.size()) return std::numeric_limits<std::size_t>::max();
+        return (stretch + 1) << stretch_shift;
     }
     // How many of the first `count` positions are neither computed, received nor covered by a
     // batch; 0 if the lease does not have so many positions.

@@ -1,6 +1,6 @@
 // The front of the device queue, as far as write-backs have looked at it.
 //
-// Nodes up to and including last_ have the flag kAhead: they have a host copy, are being saved, or
+// Blocks up to and including last_ have the flag kAhead: they have a host copy, are being saved, or
 // may be dropped. At least count_ of them are still in the queue. The next walk starts behind
 // last_, so that each block is looked at once.
 #pragma once
@@ -19,27 +19,36 @@ class LookAhead {
     std::uint32_t count() const { return count_; }
     bool is_begun() const { return last_ != kNone; }
 
-    // The node behind those that were looked at, or kNone.
-    NodeId next() { return last_ == kNone ? queue_.front() : queue_.after(last_); }
-    // The node is next().
+    // The block behind those that were looked at, or kNone.
+    NodeId next() {
+        return last_ == kNone ? tree_.last_of(queue_.front()) : next_victim(tree_, queue_, last_);
+    }
+    // The block is next().
     void add(NodeId node) {
         add_front(node);
         last_ = node;
     }
-    // The node was put before all others of the queue; is_begun().
+    // The block was put before all others of the queue; is_begun().
     void add_front(NodeId node) {
         tree_[node].set(kAhead);
+        tree_.run(node).set(kMayBeAhead);
         ++count_;
     }
-    // Its removal from the queue must be told to remove().
-    bool knows(NodeId node) const { return tree_[node].has(kAhead) || node == last_; }
-    // The node is going to leave the queue.
-    void remove(NodeId node) {
-        if (!knows(node)) return;
-        if (tree_[node].has(kAhead)) count_ -= count_ > 0;
-        if (node != last_) return;
-        last_ = queue_.before(node);
-        if (last_ == kNone) count_ = 0;
+    // The run is going to leave the queue.
+    void remove(RunId id) {
+        Run& run = tree_.runs()[id];
+        if (!run.has(kMayBeAhead)) return;
+        run.clear(kMayBeAhead);
+        for (NodeId node = run.first; node <= run.last(); ++node) {
+            if (!tree_[node].has(kAhead)) continue;
+            tree_[node].clear(kAhead);
+            count_ -= count_ > 0;
+        }
+        if (last_ == kNone || tree_.run_of(last_) != id) return;
+        const RunId before = queue_.before(id);
+        if (before == kNoRun) return restart();
+        last_ = tree_.runs()[before].first;
+        tree_.runs()[before].set(kMayBeAhead);
     }
     // The next walk begins at the front.
     void restart() {

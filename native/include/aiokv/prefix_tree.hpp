@@ -1,7 +1,13 @@
-// The shape of the prefix index: nodes, their token ids, and how a child is found.
+// The shape of the prefix index: blocks, their token ids, and how a child is found.
+//
+// Each block has a slot, whose number names it: a NodeId. Consecutive slots with one life form a
+// run; see Run. Within a run, the only child of a block is in the next slot, so a path is found by
+// comparing token ids of consecutive slots, and what concerns a path costs time per run. A commit
+// takes consecutive slots as far as there are. Where a state is needed for a part of a run, it is
+// split; runs that meet again in an eviction queue are joined.
 //
 // A child is found by its token ids and confirmed by comparing them, so no hash collision can
-// return another block. Most nodes have one child, which is compared directly; only the children
+// return another block. Most blocks have one child, which is compared directly; only the children
 // of a fork are hashed.
 #pragma once
 
@@ -10,6 +16,7 @@
 #include <cstring>
 #include <deque>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "aiokv/item_keys.hpp"
@@ -84,6 +91,16 @@ class ChildSet {
     std::uint32_t size_ = 0;
 };
 
+class Report;
+
+// Is told of runs that are split while an eviction queue has them.
+class SplitListener {
+  public:
+    virtual ~SplitListener() = default;
+    // `made` holds blocks of `split` now: those above it in the tree, or those below it.
+    virtual void on_split(RunId split, RunId made, bool made_is_above) = 0;
+};
+
 class PrefixTree {
   public:
     static constexpr std::uint32_t kFork = 0x80000000;
@@ -94,40 +111,142 @@ class PrefixTree {
     const Node& operator[](NodeId id) const { return nodes_[id]; }
     const std::int32_t* tokens(NodeId id) const { return &tokens_[std::size_t{id} * stride_]; }
 
+    // -- runs
+    RunId run_of(NodeId node) const { return run_of_[node]; }
+    Slab<Run>& runs() { return runs_; }
+    const Slab<Run>& runs() const { return runs_; }
+    // Of the run of a block.
+    const Run& run(NodeId node) const { return runs_[run_of_[node]]; }
+    Run& run(NodeId node) { return runs_[run_of_[node]]; }
+    std::uint32_t refs(NodeId node) const { return run(node).refs; }
+    NodeId last_of(RunId run) const { return run == kNoRun ? kNone : runs_[run].last(); }
+    void listen(SplitListener& listener) { listener_ = &listener; }
+
+    // The run that begins with the block, or ends with it, or has no other, from now on.
+    RunId split_before(NodeId node) {
+        const RunId run = run_of_[node];
+        return runs_[run].first == node ? run : split(run, node);
+    }
+    RunId split_after(NodeId node) {
+        const RunId run = run_of_[node];
+        if (runs_[run].last() != node) split(run, node + 1);
+        return run_of_[node];
+    }
+    RunId isolate(NodeId node) {
+        split_before(node);
+        return split_after(node);
+    }
+    // Blocks of `above` and then those of `below` could be one run.
+    bool continues(RunId above, RunId below) const {
+        const Run& a = runs_[above];
+        const Run& b = runs_[below];
+        return a.last() + 1 == b.first && a.child == b.first && a.refs == b.refs &&
+               a.reuse_class == b.reuse_class;
+    }
+    // Requires continues(), and that `keep`, one of the two, is the only one in a queue.
+    void join(RunId above, RunId below, RunId keep);
+
+    // Calls visit(run, part of the path) with whole runs: the last one is split behind the path,
+    // the first one before it. `visit` may split the run further.
+    template <class Visit>
+    void for_each_run(std::span<const NodeId> path, Visit visit) {
+        if (path.empty()) return;
+        split_before(path.front());
+        split_after(path.back());
+        while (!path.empty()) {
+            const RunId id = run_of_[path.front()];
+            const std::size_t length = runs_[id].length;
+            visit(id, path.first(length));
+            path = path.subspan(length);
+        }
+    }
+    // The deepest run first.
+    template <class Visit>
+    void for_each_run_upwards(std::span<const NodeId> path, Visit visit) {
+        if (path.empty()) return;
+        split_before(path.front());
+        split_after(path.back());
+        while (!path.empty()) {
+            const RunId id = run_of_[path.back()];
+            const std::size_t length = runs_[id].length;
+            visit(id, path.last(length));
+            path = path.first(path.size() - length);
+        }
+    }
+    // The blocks of a path, none of which is queued, belong to this class.
+    void classify(std::span<const NodeId> path, ReuseClass reuse_class) {
+        if (path.empty() || has_class(path, reuse_class)) return;
+        for_each_run(path, [&](RunId id, auto) { runs_[id].reuse_class = reuse_class; });
+    }
+
+    // -- shape
     NodeId add_root();
     NodeId find_child(NodeId parent, const std::int32_t* tokens, ItemKey items = kNoItems) const;
+    // Appends to `path` the blocks below `above` that hold these tokens and items, as far as they
+    // are known; at most `limit`. Returns their number.
+    std::size_t find_path(NodeId above, const std::int32_t* tokens, std::span<const ItemKey> items,
+                          std::size_t limit, std::vector<NodeId>& path) const;
     // The child with these tokens and items, made when there is none.
     struct Found {
         NodeId node;
         bool is_new;
     };
     Found find_or_add_child(NodeId parent, const std::int32_t* tokens, ItemKey items = kNoItems);
+    // Adds `count` blocks, each the child of the one before it, below `parent`, which has no child
+    // with these tokens and items. Appends them to `path`.
+    void add_chain(NodeId parent, const std::int32_t* tokens, std::span<const ItemKey> items,
+                   std::size_t count, std::vector<NodeId>& path);
+    // Appends the `count` blocks below `above` with these tokens and items to `path`; adds those
+    // that are not known.
+    void find_or_add_path(NodeId above, const std::int32_t* tokens, std::span<const ItemKey> items,
+                          std::size_t count, std::vector<NodeId>& path);
     ItemKey items(NodeId node) const {
         return nodes_[node].has(kHasItems) ? item_keys_.of(node) : kNoItems;
     }
     ItemKeys& item_keys() { return item_keys_; }
     const ItemKeys& item_keys() const { return item_keys_; }
 
+    NodeId parent(NodeId node) const {
+        const Run& run = this->run(node);
+        return run.first == node ? run.parent : node - 1;
+    }
     // Take the node from its parent. Its own children stay below it.
     void unlink(NodeId node);
-    // Forget all children of a node, without visiting them.
+    // A node that is or becomes detached, as its children are: forget those.
     void forget_children(NodeId node);
     void free(NodeId node);
+    // Frees the last `count` blocks of a run below which there are none.
+    void trim(RunId id, std::uint32_t count);
 
-    // Call after a node became device-resident, or is no longer.
-    void count_device_child(NodeId node, int change);
-    bool has_device_child(NodeId node) const;
-    std::uint32_t device_children(NodeId node) const;
-    std::uint32_t children(NodeId node) const;
+    // Call with each change of kDeviceResident of the first block of a run; others have no
+    // siblings.
+    void count_device_child(NodeId node, int change) {
+        const Run& run = this->run(node);
+        if (run.first != node || run.parent == kNone) return;
+        const std::uint32_t child = this->run(run.parent).child;
+        if (is_fork(child)) forks_[child & ~kFork].device_children += static_cast<unsigned>(change);
+    }
+    bool has_device_child(NodeId node) const { return device_children(node) > 0; }
+    std::uint32_t device_children(NodeId node) const {
+        const std::uint32_t child = child_of(node);
+        if (child == kNone) return 0;
+        return is_fork(child) ? forks_[child & ~kFork].device_children
+                              : nodes_[child].has(kDeviceResident);
+    }
+    std::uint32_t children(NodeId node) const {
+        const std::uint32_t child = child_of(node);
+        return is_fork(child) ? forks_[child & ~kFork].size() : child != kNone;
+    }
+    bool has_child(NodeId node) const { return child_of(node) != kNone; }
     // kNone where there is none, or several.
     NodeId only_child(NodeId node) const {
-        const std::uint32_t child = nodes_[node].child;
+        const std::uint32_t child = child_of(node);
         return is_fork(child) ? kNone : child;
     }
 
     template <class Visit>
     void for_each_child(NodeId node, Visit visit) const {
-        const std::uint32_t child = nodes_[node].child;
+        const std::uint32_t child = child_of(node);
         if (child == kNone) return;
         if ((child & kFork) == 0) return visit(child);
         forks_[child & ~kFork].for_each(visit);
@@ -137,7 +256,7 @@ class PrefixTree {
     // children. Returns the number of visited places.
     template <class Visit>
     std::size_t for_some_children(NodeId node, std::size_t max_slots, Visit visit) const {
-        const std::uint32_t child = nodes_[node].child;
+        const std::uint32_t child = child_of(node);
         if (child == kNone || max_slots == 0) return 0;
         if ((child & kFork) != 0) return forks_[child & ~kFork].for_some(max_slots, visit);
         visit(child);
@@ -147,22 +266,33 @@ class PrefixTree {
     std::uint32_t live_nodes() const { return live_; }
     // Behind the highest id ever used: a scan walks over the ids before it.
     NodeId end_id() const { return static_cast<NodeId>(nodes_.size()); }
-    bool is_live(NodeId node) const { return nodes_[node].prev != kFreeNode; }
-    std::size_t node_bytes() const { return nodes_.bytes(); }
+    bool is_live(NodeId node) const { return run_of_[node] != kNoRun; }
+    std::size_t node_bytes() const {
+        return nodes_.bytes() + run_of_.bytes() + runs_.bytes() + free_slots_.bytes();
+    }
     std::size_t fork_bytes() const;
     std::size_t token_bytes() const { return tokens_.bytes(); }
+    void check(Report& report) const;
 
   private:
-    static constexpr NodeId kFreeNode = 0xfffffffe;
+    static bool is_fork(std::uint32_t child) { return child != kNone && (child & kFork) != 0; }
+    std::uint32_t child_of(NodeId node) const {
+        const Run& run = this->run(node);
+        return run.last() == node ? run.child : node + 1;
+    }
+    BlockPool::Extent take_slots(std::size_t count);
+    void free_slots(NodeId first, std::uint32_t count);
+    RunId open_run(NodeId first, std::uint32_t length, NodeId parent);
+    void close_run(RunId id);
+    RunId split(RunId id, NodeId lower);
+    void label(RunId id);
+    bool has_class(std::span<const NodeId> path, ReuseClass reuse_class) const;
 
-    bool is_fork(std::uint32_t child) const { return child != kNone && (child & kFork) != 0; }
-    ChildSet& fork_of(NodeId node) { return forks_[nodes_[node].child & ~kFork]; }
-    NodeId new_node();
     std::uint32_t new_fork(NodeId first, NodeId second);
     void free_fork(std::uint32_t child);
     std::uint32_t tag(const std::int32_t* tokens, ItemKey items) const;
     std::uint32_t tag(NodeId node) const { return tag(tokens(node), items(node)); }
-    NodeId add_child(NodeId parent, const std::int32_t* tokens, ItemKey items);
+    void link(NodeId node);
     bool equal(NodeId node, const std::int32_t* tokens, ItemKey items) const {
         return equal_tokens(node, tokens) && this->items(node) == items;
     }
@@ -171,23 +301,21 @@ class PrefixTree {
         if (stride_ == 16) return std::memcmp(this->tokens(node), tokens, 64) == 0;
         return std::memcmp(this->tokens(node), tokens, stride_ * sizeof(std::int32_t)) == 0;
     }
-    void store(NodeId node, const std::int32_t* tokens) {
-        std::int32_t* place = &tokens_[std::size_t{node} * stride_];
-        if (stride_ == 16) {
-            std::memcpy(place, tokens, 64);
-        } else {
-            std::memcpy(place, tokens, stride_ * sizeof(std::int32_t));
-        }
-    }
+    std::size_t equal_blocks(NodeId first, const std::int32_t* tokens,
+                             std::span<const ItemKey> items, std::size_t count) const;
 
     std::size_t stride_;
-    Slab<Node> nodes_;
+    Slab<Node> nodes_;  // by slot, as the two below
     Slab<std::int32_t> tokens_;
+    Slab<RunId> run_of_;  // kNoRun: the slot is free
+    BlockPool free_slots_{0};
+    Slab<Run> runs_;
+    RunId free_run_ = kNoRun;
+    SplitListener* listener_ = nullptr;
     std::deque<ChildSet> forks_;
     std::vector<std::uint32_t> free_forks_;
     std::size_t child_bytes_ = 0;  // memory of the tables of all forks
     ItemKeys item_keys_;
-    NodeId free_head_ = kNone;
     std::uint32_t live_ = 0;
 };
 

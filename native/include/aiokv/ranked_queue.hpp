@@ -1,8 +1,7 @@
-// The TierQueue of the policies that order nodes by recency or by score.
+// The TierQueue of the policies that order runs by recency or by score.
 #pragma once
 
 #include <cstddef>
-#include <span>
 
 #include "aiokv/eviction_order.hpp"
 #include "aiokv/eviction_queue.hpp"
@@ -13,26 +12,23 @@ namespace aiokv {
 class RankedQueue final : public TierQueue {
   public:
     // Without a model, the order is that of push_back.
-    RankedQueue(PrefixTree& tree, const ReuseModel* model) : queue_(tree, model) {}
+    RankedQueue(PrefixTree& tree, const ReuseModel* model) : queue_(tree.runs(), model) {}
 
-    NodeId front() override { return queue_.front(); }
-    NodeId after(NodeId node) const override { return queue_.after(node); }
-    NodeId before(NodeId node) const override { return queue_.before(node); }
-    std::uint32_t size() const override { return queue_.size(); }
-    void push_back(std::span<const NodeId> path) override {
-        for (std::size_t i = path.size(); i-- > 0;) queue_.push_back(path[i]);
-    }
-    void push_front(NodeId node) override { queue_.push_front(node); }
-    void remove(std::span<const NodeId> path) override {
-        for (const NodeId node : path) queue_.remove(node);
-    }
+    RunId front() override { return queue_.front(); }
+    RunId after(RunId run) const override { return queue_.after(run); }
+    RunId before(RunId run) const override { return queue_.before(run); }
+    void push_back(RunId run) override { queue_.push_back(run); }
+    void push_front(RunId run) override { queue_.push_front(run); }
+    void insert_before(RunId part, RunId run) override { queue_.insert_before(part, run); }
+    void insert_after(RunId part, RunId run) override { queue_.insert_after(part, run); }
+    void remove(RunId run) override { queue_.remove(run); }
 
     // See EvictionQueue.
     bool choose(bool by_score) { return queue_.choose(by_score); }
     std::size_t bytes() const { return queue_.bytes(); }
 
   private:
-    EvictionQueue<PrefixTree> queue_;
+    EvictionQueue<Slab<Run>> queue_;
 };
 
 }  // namespace aiokv

@@ -50,13 +50,14 @@ class Residency {
     void on_grant(Lease& lease) { evictable_.on_grant(lease, index_.seed_of(lease)); }
 
     // -- the blocks of a lease
-    // The lease has computed the block of this node, and gets a ref on it. Returns true when the
-    // node had no device copy and has taken the lease's.
-    bool publish(const Lease& lease, std::uint32_t block, PrefixTree::Found found);
+    // The lease has computed the blocks of its path from `first` on, and gets refs on them. Calls
+    // taken(node) for each of them that had no device copy and has taken the lease's.
+    template <class Taken>
+    void publish(const Lease& lease, std::size_t first, Taken taken);
     // The lease uses the block of this node, which it has computed.
     void note_use(const Lease& lease, std::uint32_t block, NodeId node) {
-        evictable_.on_computed(lease, block, node);
-        if (tree_[node].uses < 255) ++tree_[node].uses;
+        evictable_.classify(lease, block, {&node, 1});
+        tree_[node].count_use();
     }
     // The lease's blocks of nodes that were dropped become its own again. Returns false, changing
     // nothing, while another lease or a transfer still uses such a node.
@@ -104,7 +105,7 @@ class Residency {
     // -- transfers; see residency_transfers.cpp
     // The newest unfinished step that uses one of these device blocks, or 0.
     Step after_step(std::span<const BlockId> device_blocks) const;
-    void begin_onload(TransferId id, const Transfer& transfer);
+    void begin_onload(const Transfer& transfer);
     // The first `good` blocks have arrived; the others are dropped.
     void finish_onload(const Transfer& transfer, std::uint32_t good);
     void cancel_onload(const Transfer& transfer);
@@ -161,8 +162,7 @@ class Residency {
     }
 
     // refs and holds
-    bool only_enqueues(NodeId node) const;  // when its last ref goes
-    void unref_node(NodeId node);
+    void unref_run(RunId run);
     void hold_node(NodeId node);
     void unhold_node(NodeId node);
 
@@ -175,9 +175,12 @@ class Residency {
         return tree_[node].has(kHostLoading) && config_.write_policy == SavePolicy::kWriteBack;
     }
     bool evict_one_device(Unsaved unsaved);
+    std::uint32_t evict_plain(std::uint32_t most);
+    void defer(NodeId front, bool stops_at_saves);
     bool evict_one_host();
     void release_device_copy(NodeId node);
     void drop(NodeId node);
+    void note_lost_child(NodeId parent);
     void drop_subtree(NodeId top);
     void detach(NodeId node);
     void free_if_unowned(NodeId node);
@@ -223,5 +226,25 @@ class Residency {
     std::uint64_t failed_ = 0;
     std::uint64_t reclaimed_host_copies_ = 0;
 };
+
+template <class Taken>
+void Residency::publish(const Lease& lease, std::size_t first, Taken taken) {
+    const auto nodes = std::span(lease.path).subspan(first);
+    const BlockId* table = lease.table.data() + first;
+    tree_.for_each_run(nodes, [&](RunId id, std::span<const NodeId> part) {
+        if (tree_.runs()[id].refs++ == 0) evictable_.dequeue(id);
+        if (!tree_[part.front()].has(kDeviceResident)) tree_.count_device_child(part.front(), +1);
+        for (std::size_t i = 0; i < part.size(); ++i, ++table) {
+            Node& n = tree_[part[i]];
+            if (n.has(kDeviceResident)) continue;
+            n.device = *table;
+            ++device_nodes_;
+            gain(part[i], kDeviceValid);
+            if (n.has(kHostValid)) list_host_copy(part[i]);
+            taken(part[i]);
+        }
+    });
+    evictable_.classify(lease, first, nodes);
+}
 
 }  // namespace aiokv

@@ -37,7 +37,7 @@ class Saver {
     }
     void count_use(NodeId node) {
         Node& n = tree_[node];
-        if (n.uses < 255) ++n.uses;
+        n.count_use();
         n.clear(kBackupFailed);  // a used block gets another chance
         if (config_.copies_after(n.uses)) queue(node);
     }

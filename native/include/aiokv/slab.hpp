@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <new>
+#include <stop_token>
+#include <thread>
 #include <type_traits>
 #include <utility>
 
@@ -22,25 +24,34 @@ class Slab {
     static_assert(std::is_trivially_copyable_v<T>);
 
   public:
-    // The first `populated` elements get their memory now rather than at their first use.
+    // The first `populated` elements get their memory now rather than at their first use; of a
+    // large array, most of them from a thread that goes ahead of the use.
     explicit Slab(std::size_t expected, std::size_t populated = 0, Pages pages = Pages::kHuge)
         : capacity_(std::max<std::size_t>(expected, 1)), pages_(pages) {
         void* data = mmap(nullptr, capacity_ * sizeof(T), PROT_READ | PROT_WRITE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (data == MAP_FAILED) throw std::bad_alloc();
         adopt(data);
-#ifdef MADV_POPULATE_WRITE
-        (void)madvise(data, std::min(populated, capacity_) * sizeof(T), MADV_POPULATE_WRITE);
-#endif
+        const std::size_t bytes = std::min(populated, capacity_) * sizeof(T);
+        populate(data, 0, std::min(bytes, kPopulatedAtOnce));
+        if (bytes <= kPopulatedAtOnce) return;
+        populating_ = std::jthread([data, bytes](const std::stop_token& stop) {
+            for (std::size_t at = kPopulatedAtOnce; at < bytes && !stop.stop_requested();
+                 at += kPopulatedPerCall) {
+                populate(data, at, std::min(kPopulatedPerCall, bytes - at));
+            }
+        });
     }
     ~Slab() {
+        populating_ = {};
         if (data_ != nullptr) munmap(data_, capacity_ * sizeof(T));
     }
     Slab(Slab&& other) noexcept
         : data_(std::exchange(other.data_, nullptr)),
           capacity_(other.capacity_),
           size_(other.size_),
-          pages_(other.pages_) {}
+          pages_(other.pages_),
+          populating_(std::move(other.populating_)) {}
     Slab(const Slab&) = delete;
     Slab& operator=(const Slab&) = delete;
 
@@ -56,7 +67,18 @@ class Slab {
     }
 
   private:
+    static constexpr std::size_t kPopulatedAtOnce = std::size_t{1} << 24;
+    // The kernel holds off other changes of the process's memory during a call.
+    static constexpr std::size_t kPopulatedPerCall = std::size_t{1} << 21;
+
+    static void populate([[maybe_unused]] void* data, [[maybe_unused]] std::size_t at,
+                         [[maybe_unused]] std::size_t bytes) {
+#ifdef MADV_POPULATE_WRITE
+        (void)madvise(static_cast<char*>(data) + at, bytes, MADV_POPULATE_WRITE);
+#endif
+    }
     void reserve(std::size_t capacity) {
+        populating_ = {};  // the array may move
         void* data = mremap(data_, capacity_ * sizeof(T), capacity * sizeof(T), MREMAP_MAYMOVE);
         if (data == MAP_FAILED) throw std::bad_alloc();
         capacity_ = capacity;
@@ -73,6 +95,7 @@ class Slab {
     std::size_t capacity_;
     std::size_t size_ = 0;
     Pages pages_;
+    std::jthread populating_;  // last: it ends before the memory is given back
 };
 
 }  // namespace aiokv

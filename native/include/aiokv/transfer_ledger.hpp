@@ -38,6 +38,8 @@ class TransferLedger {
     const std::unordered_map<TransferId, Transfer>& all() const { return transfers_; }
     std::uint32_t onloading_blocks() const;    // indexed ones that are being written on the device
     TransferId offload_of(NodeId node) const;  // 0: none
+    // Requires kDeviceLoading.
+    TransferId onload_of(NodeId node) const { return onloads_.at(node); }
 
     // -- moves of auxiliary ids: recurrent state and sliding windows
     TransferId begin_move(Move move);
@@ -73,6 +75,7 @@ class TransferLedger {
   private:
     const PrefixTree& tree_;
     std::unordered_map<TransferId, Transfer> transfers_;
+    std::unordered_map<NodeId, TransferId> onloads_;  // of the blocks that they load
     std::unordered_map<TransferId, Move> moves_;
     std::vector<TransferId> abandoned_;
     std::size_t others_ = 0;

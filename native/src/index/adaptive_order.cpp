@@ -19,8 +19,7 @@ std::uint32_t capacity_of_host_order(const CoreConfig& config) {
 class AdaptiveOrder final : public EvictionOrder {
   public:
     AdaptiveOrder(const CoreConfig& config, PrefixTree& tree)
-        : tree_(tree),
-          host_blocks_(config.host_blocks),
+        : host_blocks_(config.host_blocks),
           model_(config.block_tokens, capacity_of_host_order(config)),
           device_dueling_(model_, config.device_blocks),
           device_(tree, &model_),
@@ -35,7 +34,7 @@ class AdaptiveOrder final : public EvictionOrder {
                (host_dueling_ ? host_dueling_->bytes() : 0);
     }
 
-    // The model sees the prompt of a lease once, and classifies the blocks that it hits.
+    // The model sees the prompt of a lease once.
     bool on_grant(Lease& lease, std::uint64_t seed) override {
         bool device_changed = false;
         if (lease.classes.empty()) {
@@ -48,9 +47,6 @@ class AdaptiveOrder final : public EvictionOrder {
                 host_.choose(host_dueling_->prefers_score());
             }
         }
-        for (std::size_t i = 0; i < lease.path.size(); ++i) {
-            tree_[lease.path[i]].reuse_class = lease.class_of(i);
-        }
         return device_changed;
     }
     void on_device_resized(std::uint32_t blocks) override {
@@ -59,7 +55,6 @@ class AdaptiveOrder final : public EvictionOrder {
     }
 
   private:
-    PrefixTree& tree_;
     const std::uint32_t host_blocks_;
     ReuseModel model_;
     SetDueling device_dueling_;

@@ -109,7 +109,7 @@ void BlockEvents::report_change(NodeId node) {
 
 // The blocks before it have been reported: walking up a long prompt would cost time per block.
 NodeId BlockEvents::note_root(NodeId node) {
-    const NodeId parent = tree_[node].parent;
+    const NodeId parent = tree_.parent(node);
     if (node >= roots_.size()) roots_.resize(std::size_t{node} * 5 / 4 + 64, kNone);
     roots_[node] = tree_[parent].has(kRoot) ? parent : roots_[parent];
     return roots_[node];
@@ -119,7 +119,7 @@ NodeId BlockEvents::note_root(NodeId node) {
 void BlockEvents::report_stored(Stream& stream, NodeId node) {
     unswept_.clear();
     for (NodeId up = node; !tree_[up].has(kRoot) && (stream.of(up) & kSwept) == 0;
-         up = tree_[up].parent) {
+         up = tree_.parent(up)) {
         unswept_.push_back(up);
     }
     for (std::size_t i = unswept_.size(); i-- > 0;) {
@@ -144,7 +144,7 @@ BlockRun* BlockEvents::open_run(Stream& stream, BlockEvent event, Medium medium,
 
 void BlockEvents::add_stored(Stream& stream, NodeId node, std::uint8_t media) {
     const Digest digest = stored_.digest(node);
-    const NodeId parent = tree_[node].parent;
+    const NodeId parent = tree_.parent(node);
     const bool has_parent = !tree_[parent].has(kRoot);
     const NodeId root = note_root(node);
     const ItemKey key = tree_.items(node);

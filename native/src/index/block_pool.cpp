@@ -7,6 +7,26 @@
 #include "aiokv/error.hpp"
 
 namespace aiokv {
+namespace {
+
+// The lowest `bits` bits; at least one.
+std::uint64_t mask_of(std::uint32_t bits) {
+    return ~std::uint64_t{0} >> (64 - bits);
+}
+
+// Calls visit(word, mask) with the bits of each word.
+template <class Visit>
+void for_each_word(BlockPool::Extent extent, Visit visit) {
+    auto id = static_cast<std::uint32_t>(extent.first);
+    while (extent.count > 0) {
+        const std::uint32_t bits = std::min(64 - id % 64, extent.count);
+        visit(std::size_t{id / 64}, mask_of(bits) << (id % 64));
+        id += bits;
+        extent.count -= bits;
+    }
+}
+
+}  // namespace
 
 BlockPool::BlockPool(std::uint32_t capacity) {
     resize(capacity);
@@ -40,6 +60,39 @@ void BlockPool::take_lowest(std::span<BlockId> out) {
     free_ -= static_cast<std::uint32_t>(out.size());
 }
 
+BlockPool::Extent BlockPool::take_extent(std::uint32_t count) {
+    BlockId first = 0;
+    take_lowest({&first, 1});
+    const auto begin = static_cast<std::uint32_t>(first);
+    std::uint32_t end = begin + 1;
+    while (end - begin < count && end < capacity_) {
+        const std::uint32_t room = std::min(64 - end % 64, begin + count - end);
+        const auto run = std::min<std::uint32_t>(
+            room, static_cast<std::uint32_t>(std::countr_one(words_[end / 64] >> (end % 64))));
+        if (run == 0) break;
+        words_[end / 64] &= ~(mask_of(run) << (end % 64));
+        if (words_[end / 64] == 0) summary_[end / 4096] &= ~(std::uint64_t{1} << (end / 64 % 64));
+        free_ -= run;
+        end += run;
+        if (run < room) break;
+    }
+    return {first, end - begin};
+}
+
+void BlockPool::give_back(Extent extent) {
+    for_each_word(extent, [&](std::size_t word, std::uint64_t mask) {
+        if ((words_[word] & mask) != 0) {
+            refuse(static_cast<BlockId>(word * 64 + std::countr_zero(words_[word] & mask)));
+        }
+    });
+    for_each_word(extent, [&](std::size_t word, std::uint64_t mask) {
+        words_[word] |= mask;
+        summary_[word / 64] |= std::uint64_t{1} << (word % 64);
+        first_summary_ = std::min(first_summary_, word / 64);
+    });
+    free_ += extent.count;
+}
+
 void BlockPool::refuse(BlockId id) const {
     if (static_cast<std::uint32_t>(id) < capacity_) {
         throw InternalError("block " + std::to_string(id) + " given back twice");
@@ -61,8 +114,8 @@ void BlockPool::resize(std::uint32_t capacity) {
     summary_.resize((capacity + 4095) / 4096, 0);
     const std::uint32_t old = std::min(capacity_, capacity);
     capacity_ = capacity;
-    for (std::uint32_t id = old; id < capacity; ++id) set_free(id);
-    first_summary_ = 0;
+    first_summary_ = std::min<std::size_t>(first_summary_, old / 4096);
+    if (capacity > old) give_back({static_cast<BlockId>(old), capacity - old});
 }
 
 }  // namespace aiokv

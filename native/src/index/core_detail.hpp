@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <limits>
 #include <string>
-#include <vector>
 
 #include "aiokv/core_types.hpp"
 #include "aiokv/error.hpp"
@@ -16,10 +15,6 @@ constexpr std::int64_t kMaxTokens = std::numeric_limits<std::int32_t>::max();
 
 inline std::string str(std::uint64_t value) {
     return std::to_string(value);
-}
-
-inline ItemKey key_of(const std::vector<ItemKey>& keys, std::size_t block) {
-    return block < keys.size() ? keys[block] : kNoItems;
 }
 
 inline UsageError resize_refused(std::uint32_t from, std::uint32_t to, BlockId block,

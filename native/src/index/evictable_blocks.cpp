@@ -11,65 +11,100 @@ EvictableBlocks::EvictableBlocks(const CoreConfig& config, PrefixTree& tree)
       order_(make_eviction_order(config, tree)),
       device_(order_->device()),
       host_(order_->host()),
-      ahead_(tree, device_) {}
+      ahead_(tree, device_) {
+    tree_.listen(*this);
+}
 
 std::size_t EvictableBlocks::bytes() const {
     return order_->bytes() + unsaved_parked_.capacity() * sizeof(NodeId);
 }
 
-TierQueue& EvictableBlocks::queue_of(NodeId node) {
-    return tree_[node].has(kDeviceValid) ? device_ : host_;
+// Of a run: blocks on the host alone that no swapped lease holds.
+std::uint32_t EvictableBlocks::count_idle_host(RunId id) const {
+    if (is_on_device(id)) return 0;
+    const Run& run = tree_.runs()[id];
+    std::uint32_t idle = 0;
+    for (NodeId node = run.first; node <= run.last(); ++node) idle += tree_[node].holds == 0;
+    return idle;
 }
 
-void EvictableBlocks::enqueue(NodeId node) {
-    Node& n = tree_[node];
-    if (n.has(kDeviceLoading)) return;  // its transfer enqueues it
-    if (n.has(kDeviceValid)) {
-        device_.push_back({&node, 1});
-    } else {
-        host_.push_back({&node, 1});
-        count_idle_host(n, +1);
+void EvictableBlocks::on_split(RunId split, RunId made, bool made_is_above) {
+    TierQueue& queue = queue_of(split);
+    made_is_above ? queue.insert_after(made, split) : queue.insert_before(made, split);
+}
+
+// As a whole to the end of its queue; it is part of the run before it where that is the next below.
+void EvictableBlocks::push(RunId id) {
+    TierQueue& queue = queue_of(id);
+    queue.push_back(id);
+    tree_.runs()[id].set(kQueued);
+    queued_of(id) += tree_.runs()[id].length;
+    idle_host_ += count_idle_host(id);
+    const RunId below = queue.before(id);
+    if (below == kNoRun || !tree_.continues(id, below)) return;
+    const bool keeps_below = tree_.runs()[below].length >= tree_.runs()[id].length;
+    queue.remove(keeps_below ? id : below);
+    tree_.join(id, below, keeps_below ? below : id);
+}
+
+void EvictableBlocks::enqueue(RunId id) {
+    constexpr int kLoading = 2;
+    const auto kind_of = [this](NodeId node) {
+        const Node& n = tree_[node];
+        return n.has(kDeviceLoading) ? kLoading : int{n.has(kDeviceValid)};
+    };
+    const NodeId first = tree_.runs()[id].first;
+    for (NodeId end = tree_.runs()[id].last() + 1; end > first;) {
+        NodeId from = end - 1;
+        const int kind = kind_of(from);
+        while (from > first && kind_of(from - 1) == kind) --from;
+        const RunId part = tree_.split_before(from);
+        if (kind != kLoading) push(part);
+        end = from;
     }
-    n.set(kQueued);
 }
 
-// Called with each change of kQueued | kParked or of holds.
-void EvictableBlocks::count_idle_host(const Node& n, int change) {
-    if (n.has(kDeviceValid) || n.holds > 0) return;
-    idle_host_ += static_cast<std::uint32_t>(change);
-}
-
-void EvictableBlocks::dequeue(NodeId node) {
-    Node& n = tree_[node];
-    if (!n.has(kQueued | kParked)) return;
-    if (!n.has(kDeviceValid)) {
-        count_idle_host(n, -1);
-        if (n.has(kQueued)) host_.remove({&node, 1});
-    } else if (n.has(kParked)) {
-        --deferred_device_;
-    } else {
-        ahead_.remove(node);
-        device_.remove({&node, 1});
+void EvictableBlocks::dequeue(RunId id) {
+    Run& run = tree_.runs()[id];
+    if (!run.has(kQueued | kParked)) return;
+    idle_host_ -= count_idle_host(id);
+    if (run.has(kQueued)) {
+        ahead_.remove(id);
+        queue_of(id).remove(id);
+        queued_of(id) -= run.length;
+    } else if (is_on_device(id)) {
+        deferred_device_ -= run.length;
     }
-    n.clear(kQueued | kParked | kAhead);
+    run.clear(kQueued | kParked);
 }
 
-void EvictableBlocks::defer(NodeId node) {
-    dequeue(node);
-    Node& n = tree_[node];
-    n.set(kParked);
-    count_idle_host(n, +1);
-    if (!n.has(kDeviceValid)) return;
-    ++deferred_device_;
-    if (is_saved(n) || n.has(kUnsavedParked)) return;
-    n.set(kUnsavedParked);
-    unsaved_parked_.push_back(node);
+void EvictableBlocks::trim(RunId id, std::uint32_t count) {
+    const std::uint32_t length = tree_.runs()[id].length;
+    queued_of(id) -= count;
+    if (count == length) queue_of(id).remove(id);
+    tree_.trim(id, count);
+}
+
+void EvictableBlocks::defer(RunId id) {
+    dequeue(id);
+    Run& run = tree_.runs()[id];
+    run.set(kParked);
+    idle_host_ += count_idle_host(id);
+    if (!is_on_device(id)) return;
+    deferred_device_ += run.length;
+    for (NodeId node = run.last() + 1; node-- > run.first;) {
+        Node& n = tree_[node];
+        if (is_saved(n) || n.has(kUnsavedParked)) continue;
+        n.set(kUnsavedParked);
+        unsaved_parked_.push_back(node);
+    }
     if (unsaved_parked_.size() > most_unsaved_parked()) trim_unsaved_parked();
 }
 
 bool EvictableBlocks::is_parked_unsaved(NodeId node) const {
     const Node& n = tree_[node];
-    return n.has(kParked) && n.has(kDeviceValid) && !is_saved(n);
+    return tree_.is_live(node) && tree_.run(node).has(kParked) && n.has(kDeviceValid) &&
+           !is_saved(n);
 }
 
 void EvictableBlocks::trim_unsaved_parked() {
@@ -85,63 +120,54 @@ void EvictableBlocks::trim_unsaved_parked() {
 
 void EvictableBlocks::requeue_if_free(NodeId node) {
     const Node& n = tree_[node];
-    if (!n.has(kParked) || n.pins > 0) return;
-    if (n.has(kDeviceValid) ? tree_.has_device_child(node) : n.child != kNone || n.holds > 0) {
-        return;
-    }
-    dequeue(node);
-    queue_of(node).push_front(node);
-    tree_[node].set(kQueued);
-    count_idle_host(n, +1);
-    if (!n.has(kDeviceValid) || !ahead_.is_begun()) return;
+    if (!tree_.run(node).has(kParked) || n.pins > 0) return;
+    const bool on_device = n.has(kDeviceValid);
+    if (on_device ? tree_.has_device_child(node) : tree_.has_child(node) || n.holds > 0) return;
+    const RunId id = tree_.isolate(node);
+    dequeue(id);
+    queue_of(id).push_front(id);
+    tree_.runs()[id].set(kQueued);
+    ++queued_of(id);
+    idle_host_ += count_idle_host(id);
+    if (!on_device || !ahead_.is_begun()) return;
     if (!is_saved(n)) return ahead_.restart();  // it is in front of them now
     ahead_.add_front(node);
 }
 
-bool EvictableBlocks::is_plainly_queued(NodeId node) const {
-    const Node& n = tree_[node];
-    return n.has(kQueued) && n.has(kDeviceValid) && !n.has(kDeviceLoading) && !ahead_.knows(node);
-}
-
-std::size_t EvictableBlocks::dequeue_run(std::span<const NodeId> path) {
-    std::size_t length = 0;
-    while (length < path.size() && is_plainly_queued(path[length])) {
-        tree_[path[length++]].clear(kQueued);
-    }
-    if (length > 0) device_.remove(path.first(length));
-    return length;
-}
-
-void EvictableBlocks::enqueue_run(std::span<const NodeId> path) {
-    if (path.empty()) return;
-    device_.push_back(path);
-    for (const NodeId node : path) tree_[node].set(kQueued);
-}
-
 void EvictableBlocks::touch(std::span<const NodeId> path) {
     while (!path.empty()) {
-        std::size_t length = 0;
-        while (length < path.size() && is_plainly_queued(path[path.size() - 1 - length])) ++length;
-        const std::span<const NodeId> run = path.last(length);
-        if (length > 0) {
-            device_.remove(run);
-            device_.push_back(run);
-        } else if (tree_[path.back()].has(kQueued | kParked)) {
-            dequeue(path.back());
-            enqueue(path.back());
+        const NodeId node = path.back();
+        const std::size_t length = node - tree_.run(node).first + 1;
+        if (is_listed(node)) {
+            const RunId id = tree_.split_after(node);
+            dequeue(id);
+            push(id);
         }
-        path = path.first(path.size() - std::max<std::size_t>(length, 1));
+        path = path.first(path.size() - length);
+    }
+}
+
+void EvictableBlocks::classify(const Lease& lease, std::size_t first,
+                               std::span<const NodeId> nodes) {
+    for (std::size_t block = first; !nodes.empty();) {
+        const ReuseClass reuse_class = lease.class_of(block);
+        std::size_t end = lease.end_of_class(block);
+        while (end - block < nodes.size() && lease.class_of(end) == reuse_class) {
+            end = lease.end_of_class(end);
+        }
+        const auto part = nodes.first(std::min(nodes.size(), end - block));
+        tree_.classify(part, reuse_class);
+        nodes = nodes.subspan(part.size());
+        block = end;
     }
 }
 
 void EvictableBlocks::begin_hold(NodeId node) {
-    const Node& n = tree_[node];
-    if (n.has(kQueued | kParked)) count_idle_host(n, -1);
+    if (is_listed(node) && !tree_[node].has(kDeviceValid)) --idle_host_;
 }
 
 void EvictableBlocks::end_hold(NodeId node) {
-    const Node& n = tree_[node];
-    if (n.has(kQueued | kParked)) count_idle_host(n, +1);
+    if (is_listed(node) && !tree_[node].has(kDeviceValid)) ++idle_host_;
 }
 
 void EvictableBlocks::check(Report& report) const {
@@ -152,16 +178,19 @@ void EvictableBlocks::check(Report& report) const {
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
         const Node& n = tree_[node];
         if (!tree_.is_live(node) || n.has(kRoot)) continue;
-        const bool listed = n.has(kQueued | kParked);
+        const Run& run = tree_.run(node);
+        const bool listed = is_listed(node);
         idle_host += listed && !n.has(kDeviceValid) && n.holds == 0;
-        queued_device += n.has(kQueued) && n.has(kDeviceValid);
-        queued_host += n.has(kQueued) && !n.has(kDeviceValid);
-        deferred_device += n.has(kParked) && n.has(kDeviceValid);
-        const bool idle = n.refs == 0 && !n.has(kDeviceLoading | kDetached);
-        report.require(idle == listed, "I6: node ", node, " with ", n.refs + 0, " refs is ",
+        queued_device += run.has(kQueued) && n.has(kDeviceValid);
+        queued_host += run.has(kQueued) && !n.has(kDeviceValid);
+        deferred_device += run.has(kParked) && n.has(kDeviceValid);
+        const bool idle = run.refs == 0 && !n.has(kDeviceLoading | kDetached);
+        report.require(idle == listed, "I6: node ", node, " with ", run.refs, " refs is ",
                        listed ? "" : "not ", "evictable");
+        report.require(!n.has(kAhead) || run.has(kMayBeAhead), "I6: node ", node,
+                       " was looked at, its run was not");
     }
-    report.require(queued_device == device_.size() && queued_host == host_.size() &&
+    report.require(queued_device == queued_device_ && queued_host == queued_host_ &&
                        deferred_device == deferred_device_,
                    "I6: the eviction queues miscount");
     report.require(idle_host == idle_host_, "I6: ", idle_host, " host blocks can go, not ",

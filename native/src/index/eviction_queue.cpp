@@ -3,8 +3,9 @@
 #include <bit>
 #include <limits>
 
-#include "aiokv/prefix_tree.hpp"
+#include "aiokv/node.hpp"
 #include "aiokv/shadow_cache.hpp"
+#include "aiokv/slab.hpp"
 
 namespace aiokv {
 namespace {
@@ -18,24 +19,44 @@ EvictionQueue<Nodes>::EvictionQueue(Nodes& nodes, const ReuseModel* model)
     : nodes_(nodes),
       model_(model),
       newest_bucket_(model == nullptr ? 0 : model->bucket_of(0)),
-      runs_(1),
+      cohorts_(1),
       classes_(ReuseFeatures::kClasses) {}
 
 // -- nodes -----------------------------------------------------------------------------------
 
 template <class Nodes>
 void EvictionQueue<Nodes>::push_front(Id node) {
-    Run& run = runs_[kFront];
+    Cohort& cohort = cohorts_[kFront];
     auto& n = nodes_[node];
     n.prev = kEnd | kFront;
-    if (run.head == kNil) {
+    if (cohort.head == kNil) {
         n.next = kEnd | kFront;
-        run.tail = node;
+        cohort.tail = node;
     } else {
-        n.next = run.head;
-        nodes_[run.head].prev = node;
+        n.next = cohort.head;
+        nodes_[cohort.head].prev = node;
     }
-    run.head = node;
+    cohort.head = node;
+    ++size_;
+}
+
+template <class Nodes>
+void EvictionQueue<Nodes>::insert_before(Id node, Id next) {
+    const Id previous = nodes_[next].prev;
+    nodes_[node].prev = previous;
+    nodes_[node].next = next;
+    nodes_[next].prev = node;
+    ((previous & kEnd) != 0 ? cohorts_[previous & ~kEnd].head : nodes_[previous].next) = node;
+    ++size_;
+}
+
+template <class Nodes>
+void EvictionQueue<Nodes>::insert_after(Id node, Id previous) {
+    const Id next = nodes_[previous].next;
+    nodes_[node].prev = previous;
+    nodes_[node].next = next;
+    nodes_[previous].next = node;
+    ((next & kEnd) != 0 ? cohorts_[next & ~kEnd].tail : nodes_[next].prev) = node;
     ++size_;
 }
 
@@ -45,85 +66,86 @@ void EvictionQueue<Nodes>::remove(Id node) {
     const bool first = (n.prev & kEnd) != 0;
     const bool last = (n.next & kEnd) != 0;
     if (first) {
-        runs_[n.prev & ~kEnd].head = last ? kNil : n.next;
+        cohorts_[n.prev & ~kEnd].head = last ? kNil : n.next;
     } else {
         nodes_[n.prev].next = n.next;
     }
     if (last) {
-        runs_[n.next & ~kEnd].tail = first ? kNil : n.prev;
+        cohorts_[n.next & ~kEnd].tail = first ? kNil : n.prev;
     } else {
         nodes_[n.next].prev = n.prev;
     }
-    if (first && last) close_run(n.next & ~kEnd);
+    if (first && last) close_cohort(n.next & ~kEnd);
     n.prev = n.next = kNil;
     --size_;
 }
 
 template <class Nodes>
 typename EvictionQueue<Nodes>::Id EvictionQueue<Nodes>::front() {
-    if (runs_[kFront].head != kNil) return runs_[kFront].head;
+    if (cohorts_[kFront].head != kNil) return cohorts_[kFront].head;
     if (!by_score_) return head_of(oldest_);
     if (victim_ == kNoCell) choose_victim(lowest_cell(kLowest));
-    return head_of(victim_run_);
+    return head_of(victim_cohort_);
 }
 
 template <class Nodes>
 typename EvictionQueue<Nodes>::Id EvictionQueue<Nodes>::after(Id node) const {
     const Id next = nodes_[node].next;
     if ((next & kEnd) == 0) return next;
-    const RunId id = next & ~kEnd;
-    if (!by_score_) return head_of(id == kFront ? oldest_ : runs_[id].newer);
+    const CohortId id = next & ~kEnd;
+    if (!by_score_) return head_of(id == kFront ? oldest_ : cohorts_[id].newer);
     if (id != kFront && next_in_bucket(id) != kFront) return head_of(next_in_bucket(id));
-    const Cell cell = lowest_cell(id == kFront ? kLowest : rank_of(runs_[id].cell));
+    const Cell cell = lowest_cell(id == kFront ? kLowest : rank_of(cohorts_[id].cell));
     return cell == kNoCell ? kNil : head_of(oldest_in(cell));
 }
 
-// -- runs ------------------------------------------------------------------------------------
+// -- cohorts ------------------------------------------------------------------------------------
 
 template <class Nodes>
-void EvictionQueue<Nodes>::open_run(std::uint64_t kind) {
-    auto id = static_cast<RunId>(runs_.size());
+void EvictionQueue<Nodes>::open_cohort(std::uint64_t kind) {
+    auto id = static_cast<CohortId>(cohorts_.size());
     if (free_.empty()) {
-        runs_.emplace_back();
+        cohorts_.emplace_back();
     } else {
         id = free_.back();
         free_.pop_back();
     }
-    Run& run = runs_[id];
-    run = {.kind = kind, .older = newest_};
-    (newest_ == kFront ? oldest_ : runs_[newest_].newer) = id;
+    Cohort& cohort = cohorts_[id];
+    cohort = {.kind = kind, .older = newest_};
+    (newest_ == kFront ? oldest_ : cohorts_[newest_].newer) = id;
     newest_ = id;
-    Class& c = classes_[run.reuse_class()];
-    run.older_of_class = c.newest;
-    if (c.newest != kFront) runs_[c.newest].newer_of_class = id;
+    Class& c = classes_[cohort.reuse_class()];
+    cohort.older_of_class = c.newest;
+    if (c.newest != kFront) cohorts_[c.newest].newer_of_class = id;
     c.newest = id;
-    enter_cell(id, run.reuse_class() * ReturnRates::kBuckets + newest_bucket_);
-    if (victim_ != kNoCell && rank_of(run.cell) < rank_of(victim_)) choose_victim(run.cell);
+    enter_cell(id, cohort.reuse_class() * ReturnRates::kBuckets + newest_bucket_);
+    if (victim_ != kNoCell && rank_of(cohort.cell) < rank_of(victim_)) choose_victim(cohort.cell);
 }
 
 template <class Nodes>
-void EvictionQueue<Nodes>::close_run(RunId id) {
+void EvictionQueue<Nodes>::close_cohort(CohortId id) {
     if (id == kFront) return;
     leave_cell(id);
-    const Run& run = runs_[id];
-    if (run.older_of_class != kFront) {
-        runs_[run.older_of_class].newer_of_class = run.newer_of_class;
+    const Cohort& cohort = cohorts_[id];
+    if (cohort.older_of_class != kFront) {
+        cohorts_[cohort.older_of_class].newer_of_class = cohort.newer_of_class;
     }
-    (run.newer_of_class == kFront ? classes_[run.reuse_class()].newest
-                                  : runs_[run.newer_of_class].older_of_class) = run.older_of_class;
-    (run.older == kFront ? oldest_ : runs_[run.older].newer) = run.newer;
-    (run.newer == kFront ? newest_ : runs_[run.newer].older) = run.older;
+    (cohort.newer_of_class == kFront ? classes_[cohort.reuse_class()].newest
+                                     : cohorts_[cohort.newer_of_class].older_of_class) =
+        cohort.older_of_class;
+    (cohort.older == kFront ? oldest_ : cohorts_[cohort.older].newer) = cohort.newer;
+    (cohort.newer == kFront ? newest_ : cohorts_[cohort.newer].older) = cohort.older;
     free_.push_back(id);
 }
 
 // -- cells -----------------------------------------------------------------------------------
 
-// Adds the run as the newest one of the cell.
+// Adds the cohort as the newest one of the cell.
 template <class Nodes>
-void EvictionQueue<Nodes>::enter_cell(RunId id, Cell cell) {
+void EvictionQueue<Nodes>::enter_cell(CohortId id, Cell cell) {
     const std::uint32_t bucket = cell % ReturnRates::kBuckets;
     Class& c = classes_[cell / ReturnRates::kBuckets];
-    runs_[id].cell = cell;
+    cohorts_[id].cell = cell;
     if (c.oldest[bucket] == kFront) c.oldest[bucket] = id;
     c.buckets |= 1u << bucket;
     const std::uint32_t reuse_class = cell / ReturnRates::kBuckets;
@@ -131,8 +153,8 @@ void EvictionQueue<Nodes>::enter_cell(RunId id, Cell cell) {
 }
 
 template <class Nodes>
-void EvictionQueue<Nodes>::leave_cell(RunId id) {
-    const Cell cell = runs_[id].cell;
+void EvictionQueue<Nodes>::leave_cell(CohortId id) {
+    const Cell cell = cohorts_[id].cell;
     const std::uint32_t bucket = cell % ReturnRates::kBuckets;
     Class& c = classes_[cell / ReturnRates::kBuckets];
     if (c.oldest[bucket] != id) return;
@@ -146,10 +168,10 @@ void EvictionQueue<Nodes>::leave_cell(RunId id) {
 template <class Nodes>
 void EvictionQueue<Nodes>::choose_victim(Cell cell) {
     victim_ = cell;
-    victim_run_ = cell == kNoCell ? kFront : oldest_in(cell);
+    victim_cohort_ = cell == kNoCell ? kFront : oldest_in(cell);
 }
 
-// The lowest of the cells with runs that rank above `above`.
+// The lowest of the cells with cohorts that rank above `above`.
 template <class Nodes>
 typename EvictionQueue<Nodes>::Cell EvictionQueue<Nodes>::lowest_cell(Rank above) const {
     Cell lowest = kNoCell;
@@ -183,15 +205,15 @@ bool EvictionQueue<Nodes>::choose(bool by_score) {
     return changes;
 }
 
-// Move runs to the cells of their ages. The runs of a class are in order of age.
+// Move cohorts to the cells of their ages. The cohorts of a class are in order of age.
 template <class Nodes>
 void EvictionQueue<Nodes>::age() {
     for (std::uint32_t c = 0; c < ReuseFeatures::kClasses; ++c) {
         for (std::uint32_t rest = classes_[c].buckets; rest != 0;) {
             const auto bucket = static_cast<std::uint32_t>(std::bit_width(rest)) - 1;
             rest &= ~(1u << bucket);
-            for (RunId id; (id = classes_[c].oldest[bucket]) != kFront;) {
-                const std::uint32_t older = model_->bucket_of(now_ - runs_[id].time());
+            for (CohortId id; (id = classes_[c].oldest[bucket]) != kFront;) {
+                const std::uint32_t older = model_->bucket_of(now_ - cohorts_[id].time());
                 if (older <= bucket) break;
                 leave_cell(id);
                 enter_cell(id, c * ReturnRates::kBuckets + older);
@@ -200,7 +222,7 @@ void EvictionQueue<Nodes>::age() {
     }
 }
 
-template class EvictionQueue<PrefixTree>;
+template class EvictionQueue<Slab<Run>>;
 template class EvictionQueue<ShadowCache::Stretches>;
 
 }  // namespace aiokv

@@ -111,9 +111,10 @@ std::uint32_t Grants::take_resident(Lease& lease) {
         lease.table[resident++] = n.device;
         lease.device_hit += n.has(kDeviceValid);
         if (n.has(kDeviceValid)) continue;
-        if (lease.onloads.empty() || lease.onloads.back() != n.next) {
-            lease.onloads.push_back(n.next);
-            transfers_.join(n.next, lease.id());
+        const TransferId id = transfers_.onload_of(node);
+        if (lease.onloads.empty() || lease.onloads.back() != id) {
+            lease.onloads.push_back(id);
+            transfers_.join(id, lease.id());
         }
     }
     return resident;
@@ -167,7 +168,7 @@ void Grants::start_onload(Lease& lease, std::uint32_t first_host_block) {
     }
     transfer.after_step = residency_.after_step(transfer.device_blocks);
     const TransferId id = transfers_.begin(std::move(transfer));
-    residency_.begin_onload(id, transfers_.get(id));
+    residency_.begin_onload(transfers_.get(id));
     lease.onloads.push_back(id);
 }
 
@@ -220,9 +221,9 @@ std::uint32_t Grants::pinned_blocks() const {
     for (const auto& [id, transfer] : transfers_.all()) {
         for (NodeId node : transfer.nodes) {
             while (!tree[node].has(kRoot | kDetached) && tree[node].has(kDeviceResident) &&
-                   tree[node].refs == 0 && seen.insert(node).second) {
+                   tree.refs(node) == 0 && seen.insert(node).second) {
                 blocks += tree[node].has(kDeviceValid);
-                node = tree[node].parent;
+                node = tree.parent(node);
             }
         }
     }

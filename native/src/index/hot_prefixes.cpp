@@ -51,7 +51,7 @@ class Walk {
         std::uint32_t seen = 0;
         reads_ += tree_.for_some_children(node, room, [&](NodeId child) {
             const Node& n = tree_[child];
-            candidates_.push({n.uses, n.refs, first_block, child, parent, context});
+            candidates_.push({n.uses, tree_.refs(child), first_block, child, parent, context});
             ++seen;
         });
         is_sample_ = is_sample_ || seen < tree_.children(node);

@@ -72,7 +72,7 @@ std::uint32_t Index::open_context(std::string_view key) {
 
 void Index::close_if_unused(std::uint32_t index) {
     Context& context = contexts_[index];
-    if (context.leases > 0 || context.growths > 0 || tree_[context.root].child != kNone) return;
+    if (context.leases > 0 || context.growths > 0 || tree_.has_child(context.root)) return;
     tree_.free(context.root);
     context_ids_.erase(context.key);
     context = Context{};
@@ -176,8 +176,11 @@ std::vector<BlockView> Index::blocks() const {
         if (!tree_.is_live(node) || tree_[node].has(kRoot | kDetached)) continue;
         path.clear();
         NodeId up = node;
-        for (; !tree_[up].has(kRoot); up = tree_[up].parent) path.push_back(up);
-        BlockView view{contexts_[static_cast<std::size_t>(tree_[up].device)].key, {}, &tree_[node]};
+        for (; !tree_[up].has(kRoot); up = tree_.parent(up)) path.push_back(up);
+        BlockView view{contexts_[static_cast<std::size_t>(tree_[up].device)].key,
+                       {},
+                       &tree_[node],
+                       tree_.refs(node)};
         for (std::size_t i = path.size(); i-- > 0;) {
             const std::int32_t* tokens = tree_.tokens(path[i]);
             view.prefix.insert(view.prefix.end(), tokens, tokens + config_.block_tokens);
@@ -217,15 +220,17 @@ void Index::check(Report& report) const {
         report.require(contexts_[i].growths == growing, "I5: context ", i, " counts ",
                        contexts_[i].growths, " growths of ", growing);
     }
+    tree_.check(report);
     std::size_t nodes_with_items = 0;
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
         const Node& n = tree_[node];
         if (!tree_.is_live(node) || n.has(kRoot)) continue;
         nodes_with_items += n.has(kHasItems);
         if (n.has(kDetached)) continue;
-        const Node& parent = tree_[n.parent];
-        report.require(tree_.find_child(n.parent, tree_.tokens(node), tree_.items(node)) == node,
-                       "I2: node ", node, " is not found under its parent");
+        const Node& parent = tree_[tree_.parent(node)];
+        report.require(
+            tree_.find_child(tree_.parent(node), tree_.tokens(node), tree_.items(node)) == node,
+            "I2: node ", node, " is not found under its parent");
         report.require(!n.has(kDeviceResident) || parent.has(kRoot | kDeviceResident), "I2: node ",
                        node, " is on the device, its parent is not");
     }

@@ -30,24 +30,12 @@ std::size_t Matching::before_cut_item(const Lease& lease, std::size_t blocks) co
 void Matching::walk(Lease& lease) const {
     const PrefixTree& tree = index_.tree();
     const std::size_t limit = hit_limit(lease);
-    const std::int32_t* tokens = lease.tokens.data();
-    NodeId node = index_.root_of(lease);
-    lease.path.resize(limit);
+    lease.path.clear();
+    lease.known_blocks = static_cast<std::uint32_t>(tree.find_path(
+        index_.root_of(lease), lease.tokens.data(), lease.item_keys, limit, lease.path));
+    lease.path.resize(reachable(lease, lease.path.size()));
     lease.device_hit = 0;
-    std::size_t known = 0;
-    for (; known < limit; ++known, tokens += config_.block_tokens) {
-        node = tree.find_child(node, tokens, key_of(lease.item_keys, known));
-        if (node == kNone) break;
-        lease.path[known] = node;
-        lease.device_hit += tree[node].has(kDeviceValid);
-    }
-    lease.path.resize(known);
-    lease.known_blocks = static_cast<std::uint32_t>(known);
-    const std::size_t whole = reachable(lease, lease.path.size());
-    while (lease.path.size() > whole) {
-        lease.device_hit -= tree[lease.path.back()].has(kDeviceValid);
-        lease.path.pop_back();
-    }
+    for (const NodeId node : lease.path) lease.device_hit += tree[node].has(kDeviceValid);
     lease.host_hit = static_cast<std::uint32_t>(lease.path.size()) - lease.device_hit;
     lease.version = index_.version();
 }
@@ -69,9 +57,10 @@ std::size_t Matching::onloadable(const Lease& lease, std::size_t blocks) const {
 }
 
 std::size_t Matching::joinable(const Lease& lease) const {
+    if (transfers_.all().empty()) return lease.path.size();
     const auto ends = [this](NodeId node) {
         const Node& n = index_.tree()[node];
-        return n.has(kDeviceLoading) && transfers_.is_cancelling(n.next);
+        return n.has(kDeviceLoading) && transfers_.is_cancelling(transfers_.onload_of(node));
     };
     return static_cast<std::size_t>(std::find_if(lease.path.begin(), lease.path.end(), ends) -
                                     lease.path.begin());

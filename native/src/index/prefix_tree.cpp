@@ -1,8 +1,12 @@
 #include "aiokv/prefix_tree.hpp"
 
+#include <algorithm>
+#include <limits>
+#include <numeric>
 #include <utility>
 
 #include "aiokv/error.hpp"
+#include "report.hpp"
 
 namespace aiokv {
 
@@ -81,7 +85,9 @@ PrefixTree::PrefixTree(std::uint32_t block_tokens, std::size_t expected_nodes,
                        std::size_t populated_nodes)
     : stride_(block_tokens),
       nodes_(expected_nodes, populated_nodes),
-      tokens_(expected_nodes * block_tokens, populated_nodes * block_tokens) {}
+      tokens_(expected_nodes * block_tokens, populated_nodes * block_tokens),
+      run_of_(expected_nodes, populated_nodes),
+      runs_(expected_nodes) {}
 
 std::size_t PrefixTree::fork_bytes() const {
     return forks_.size() * sizeof(ChildSet) + free_forks_.capacity() * 4 + child_bytes_;
@@ -96,71 +102,221 @@ std::uint32_t PrefixTree::tag(const std::int32_t* tokens, ItemKey items) const {
     return static_cast<std::uint32_t>(hash ^ (hash >> 32));
 }
 
-NodeId PrefixTree::new_node() {
-    ++live_;
-    if (free_head_ != kNone) {
-        const NodeId id = free_head_;
-        free_head_ = nodes_[id].next;
-        nodes_[id] = Node{};
-        return id;
+// -- slots -----------------------------------------------------------------------------------
+
+// The lowest free ones, as far as they are consecutive; at least one, at most `count`.
+BlockPool::Extent PrefixTree::take_slots(std::size_t count) {
+    if (free_slots_.free_blocks() == 0) {
+        nodes_.grow(count);
+        tokens_.grow(count * stride_);
+        run_of_.grow(count);
+        free_slots_.resize(static_cast<std::uint32_t>(nodes_.size()));
+        std::fill(&run_of_[nodes_.size() - count], &run_of_[0] + nodes_.size(), kNoRun);
     }
-    nodes_.grow(1);
-    tokens_.grow(stride_);
-    const auto id = static_cast<NodeId>(nodes_.size() - 1);
-    nodes_[id] = Node{};
+    const BlockPool::Extent extent = free_slots_.take_extent(static_cast<std::uint32_t>(count));
+    live_ += extent.count;
+    std::fill_n(&nodes_[static_cast<std::size_t>(extent.first)], extent.count, Node{});
+    return extent;
+}
+
+void PrefixTree::free_slots(NodeId first, std::uint32_t count) {
+    for (NodeId node = first; item_keys_.nodes() > 0 && node < first + count; ++node) {
+        if (nodes_[node].has(kHasItems)) item_keys_.detach(node);
+    }
+    std::fill_n(&run_of_[first], count, kNoRun);
+    free_slots_.give_back({static_cast<BlockId>(first), count});
+    live_ -= count;
+}
+
+// -- runs ------------------------------------------------------------------------------------
+
+void PrefixTree::label(RunId id) {
+    std::fill_n(&run_of_[runs_[id].first], runs_[id].length, id);
+}
+
+RunId PrefixTree::open_run(NodeId first, std::uint32_t length, NodeId parent) {
+    RunId id = free_run_;
+    if (id == kNoRun) {
+        runs_.grow(1);
+        id = static_cast<RunId>(runs_.size() - 1);
+    } else {
+        free_run_ = runs_[id].next;
+    }
+    runs_[id] = Run{.first = first, .length = length, .parent = parent};
     return id;
 }
 
-void PrefixTree::free(NodeId node) {
-    Node& n = nodes_[node];
-    if (n.child != kNone) throw InternalError("a node with children was freed");
-    if (n.has(kHasItems)) item_keys_.detach(node);
-    n.prev = kFreeNode;
-    n.next = free_head_;
-    free_head_ = node;
-    --live_;
-    __builtin_prefetch(tokens(node), 1);  // the next node to be added takes them
+void PrefixTree::close_run(RunId id) {
+    runs_[id] = Run{.next = free_run_};
+    free_run_ = id;
 }
 
+// Returns the run that begins with `lower`, a block of the run, but not its first. The shorter part
+// gets the new run, so that the fewest slots are labelled anew.
+RunId PrefixTree::split(RunId id, NodeId lower) {
+    const RunId made = open_run(kNone, 0, kNone);
+    Run& old = runs_[id];
+    const std::uint32_t above = lower - old.first;
+    const std::uint32_t below = old.length - above;
+    const bool made_is_above = above <= below;
+    runs_[made] = old;
+    const RunId upper_id = made_is_above ? made : id;
+    const RunId lower_id = made_is_above ? id : made;
+    Run& upper = runs_[upper_id];
+    upper.length = above;
+    upper.child = lower;
+    Run& rest = runs_[lower_id];
+    rest.first = lower;
+    rest.length = below;
+    rest.parent = lower - 1;
+    label(made);
+    if (old.has(kQueued)) listener_->on_split(id, made, made_is_above);
+    return lower_id;
+}
+
+void PrefixTree::join(RunId above, RunId below, RunId keep) {
+    const Run upper = runs_[above];
+    const Run lower = runs_[below];
+    const RunId gone = keep == above ? below : above;
+    std::fill_n(&run_of_[runs_[gone].first], runs_[gone].length, keep);
+    close_run(gone);
+    Run& run = runs_[keep];
+    run.first = upper.first;
+    run.length = upper.length + lower.length;
+    run.parent = upper.parent;
+    run.child = lower.child;
+    run.set(upper.flags | lower.flags);
+}
+
+bool PrefixTree::has_class(std::span<const NodeId> path, ReuseClass reuse_class) const {
+    for (std::size_t i = 0; i < path.size();) {
+        const Run& run = this->run(path[i]);
+        if (run.reuse_class != reuse_class) return false;
+        i += run.last() - path[i] + 1;
+    }
+    return true;
+}
+
+// -- shape -----------------------------------------------------------------------------------
+
 NodeId PrefixTree::add_root() {
-    const NodeId id = new_node();
-    nodes_[id].flags = kRoot;
+    const auto id = static_cast<NodeId>(take_slots(1).first);
+    nodes_[id].set(kRoot);
+    run_of_[id] = open_run(id, 1, kNone);
     return id;
 }
 
 NodeId PrefixTree::find_child(NodeId parent, const std::int32_t* tokens, ItemKey items) const {
-    const std::uint32_t child = nodes_[parent].child;
+    const std::uint32_t child = child_of(parent);
     if (child == kNone) return kNone;
     if ((child & kFork) == 0) return equal(child, tokens, items) ? child : kNone;
     return forks_[child & ~kFork].find(tag(tokens, items),
                                        [&](NodeId node) { return equal(node, tokens, items); });
 }
 
-// Inline: called per published block.
-inline NodeId PrefixTree::add_child(NodeId parent, const std::int32_t* tokens, ItemKey items) {
-    const NodeId id = new_node();
-    nodes_[id].parent = parent;
-    store(id, tokens);
-    if (items != kNoItems) {
-        nodes_[id].set(kHasItems);
-        item_keys_.attach(id, items);
+// How many of `count` consecutive slots hold these tokens and items, from the first on.
+std::size_t PrefixTree::equal_blocks(NodeId first, const std::int32_t* tokens,
+                                     std::span<const ItemKey> items, std::size_t count) const {
+    constexpr std::size_t kAtOnce = 32;
+    std::size_t equal = 0;
+    while (equal < count) {
+        const std::size_t some = std::min(kAtOnce, count - equal);
+        const std::size_t bytes = some * stride_ * sizeof(std::int32_t);
+        const auto node = static_cast<NodeId>(first + equal);
+        if (std::memcmp(this->tokens(node), tokens + equal * stride_, bytes) != 0) break;
+        equal += some;
     }
-    const std::uint32_t child = nodes_[parent].child;
+    const std::size_t end = std::min(count, equal + kAtOnce);
+    while (equal < end &&
+           equal_tokens(static_cast<NodeId>(first + equal), tokens + equal * stride_)) {
+        ++equal;
+    }
+    if (items.empty() && item_keys_.nodes() == 0) return equal;
+    std::size_t same = 0;
+    while (same < equal && this->items(static_cast<NodeId>(first + same)) == key_of(items, same)) {
+        ++same;
+    }
+    return same;
+}
+
+std::size_t PrefixTree::find_path(NodeId above, const std::int32_t* tokens,
+                                  std::span<const ItemKey> items, std::size_t limit,
+                                  std::vector<NodeId>& path) const {
+    const std::size_t start = path.size();
+    path.resize(start + limit);
+    std::size_t known = 0;
+    while (known < limit) {
+        const NodeId last = run(above).last();
+        const std::int32_t* next = tokens + known * stride_;
+        if (above == last) {
+            above = find_child(above, next, key_of(items, known));
+            if (above == kNone) break;
+            path[start + known++] = above;
+            continue;
+        }
+        const std::size_t most = std::min<std::size_t>(last - above, limit - known);
+        const std::size_t equal = equal_blocks(above + 1, next, keys_from(items, known), most);
+        const auto place = path.begin() + static_cast<std::ptrdiff_t>(start + known);
+        std::iota(place, place + static_cast<std::ptrdiff_t>(equal), above + 1);
+        above += static_cast<NodeId>(equal);
+        known += equal;
+        if (equal < most) break;
+    }
+    path.resize(start + known);
+    return known;
+}
+
+// Below the parent that its run names.
+void PrefixTree::link(NodeId node) {
+    const NodeId parent = run(node).parent;
+    split_after(parent);
+    std::uint32_t& child = run(parent).child;
     if (child == kNone) {
-        nodes_[parent].child = id;
+        child = node;
     } else if ((child & kFork) != 0) {
-        child_bytes_ += forks_[child & ~kFork].insert(tag(tokens, items), id);
+        child_bytes_ += forks_[child & ~kFork].insert(tag(node), node);
     } else {
-        nodes_[parent].child = new_fork(child, id);
+        child = new_fork(child, node);
     }
-    return id;
+}
+
+void PrefixTree::add_chain(NodeId parent, const std::int32_t* tokens,
+                           std::span<const ItemKey> items, std::size_t count,
+                           std::vector<NodeId>& path) {
+    for (std::size_t added = 0; added < count;) {
+        const BlockPool::Extent extent = take_slots(count - added);
+        const auto first = static_cast<NodeId>(extent.first);
+        std::memcpy(&tokens_[std::size_t{first} * stride_], tokens + added * stride_,
+                    extent.count * stride_ * sizeof(std::int32_t));
+        for (std::size_t i = 0; i < extent.count && added + i < items.size(); ++i) {
+            if (items[added + i] == kNoItems) continue;
+            nodes_[first + i].set(kHasItems);
+            item_keys_.attach(static_cast<NodeId>(first + i), items[added + i]);
+        }
+        label(open_run(first, extent.count, parent));
+        link(first);
+        path.resize(path.size() + extent.count);
+        std::iota(path.end() - extent.count, path.end(), first);
+        parent = first + extent.count - 1;
+        added += extent.count;
+    }
+}
+
+void PrefixTree::find_or_add_path(NodeId above, const std::int32_t* tokens,
+                                  std::span<const ItemKey> items, std::size_t count,
+                                  std::vector<NodeId>& path) {
+    const std::size_t known = find_path(above, tokens, items, count, path);
+    if (known > 0) above = path.back();
+    add_chain(above, tokens + known * stride_, keys_from(items, known), count - known, path);
 }
 
 PrefixTree::Found PrefixTree::find_or_add_child(NodeId parent, const std::int32_t* tokens,
                                                 ItemKey items) {
     const NodeId child = find_child(parent, tokens, items);
     if (child != kNone) return {child, false};
-    return {add_child(parent, tokens, items), true};
+    std::vector<NodeId> added;
+    add_chain(parent, tokens, {&items, 1}, 1, added);
+    return {added.front(), true};
 }
 
 std::uint32_t PrefixTree::new_fork(NodeId first, NodeId second) {
@@ -188,49 +344,69 @@ void PrefixTree::free_fork(std::uint32_t child) {
 }
 
 void PrefixTree::unlink(NodeId node) {
-    const NodeId parent = nodes_[node].parent;
-    const std::uint32_t child = nodes_[parent].child;
-    nodes_[node].parent = kNone;
+    split_before(node);
+    const NodeId parent = std::exchange(run(node).parent, kNone);
+    std::uint32_t& child = run(parent).child;
     if (!is_fork(child)) {
-        nodes_[parent].child = kNone;
+        child = kNone;
         return;
     }
     ChildSet& fork = forks_[child & ~kFork];
     fork.erase(tag(node), node);
     fork.device_children -= nodes_[node].has(kDeviceResident);
     if (fork.size() > 1) return;
-    fork.for_each([&](NodeId child) { nodes_[parent].child = child; });
-    free_fork(child);
+    const std::uint32_t set = child;
+    fork.for_each([&](NodeId only) { child = only; });
+    free_fork(set);
 }
 
 void PrefixTree::forget_children(NodeId node) {
-    const std::uint32_t child = nodes_[node].child;
-    if (is_fork(child)) free_fork(child);
-    nodes_[node].child = kNone;
+    Run& run = this->run(node);
+    if (run.first == node) run.parent = kNone;
+    if (run.last() != node) return;
+    if (is_fork(run.child)) free_fork(run.child);
+    run.child = kNone;
 }
 
-void PrefixTree::count_device_child(NodeId node, int change) {
-    const NodeId parent = nodes_[node].parent;
-    if (parent == kNone || !is_fork(nodes_[parent].child)) return;
-    ChildSet& fork = fork_of(parent);
-    fork.device_children += static_cast<std::uint32_t>(change);
+void PrefixTree::free(NodeId node) {
+    if (has_child(node) && !nodes_[node].has(kDetached)) {
+        throw InternalError("a node with children was freed");
+    }
+    if (const Run& whole = run(node); whole.first < node && node < whole.last()) {
+        split_before(node);
+        run(node - 1).child = kNone;
+    }
+    const RunId id = run_of_[node];
+    Run& run = runs_[id];
+    if (run.last() != node) {
+        ++run.first;
+        run.parent = kNone;
+    }
+    free_slots(node, 1);
+    if (--run.length == 0) close_run(id);
 }
 
-bool PrefixTree::has_device_child(NodeId node) const {
-    const std::uint32_t child = nodes_[node].child;
-    if (child == kNone) return false;
-    if ((child & kFork) == 0) return nodes_[child].has(kDeviceResident);
-    return forks_[child & ~kFork].device_children > 0;
+void PrefixTree::trim(RunId id, std::uint32_t count) {
+    Run& run = runs_[id];
+    if (run.child != kNone) throw InternalError("a node with children was freed");
+    if (count == run.length) unlink(run.first);
+    free_slots(run.last() - count + 1, count);
+    run.length -= count;
+    if (run.length == 0) close_run(id);
 }
 
-std::uint32_t PrefixTree::device_children(NodeId node) const {
-    const std::uint32_t child = nodes_[node].child;
-    return is_fork(child) ? forks_[child & ~kFork].device_children : has_device_child(node);
-}
-
-std::uint32_t PrefixTree::children(NodeId node) const {
-    const std::uint32_t child = nodes_[node].child;
-    return is_fork(child) ? forks_[child & ~kFork].size() : child != kNone;
+void PrefixTree::check(Report& report) const {
+    for (NodeId node = 0; node < end_id(); ++node) {
+        if (!is_live(node)) continue;
+        const Run& run = this->run(node);
+        report.require(run.first <= node && node <= run.last(), "I2: node ", node,
+                       " is not in its run");
+        if (node != run.last() || nodes_[node].has(kDetached)) continue;
+        for_each_child(node, [&](NodeId child) {
+            report.require(parent(child) == node, "I2: node ", child, " has another parent than ",
+                           node);
+        });
+    }
 }
 
 }  // namespace aiokv

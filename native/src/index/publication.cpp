@@ -66,10 +66,9 @@ std::uint32_t Publication::commit(Lease& lease, std::int64_t num_tokens, Step st
     const auto computed = static_cast<std::uint32_t>(num_tokens);
     if (lease.is(LeaseState::kFailed) || computed <= lease.computed_tokens) return publish(lease);
     if (step > device_.finished_step()) {
-        for (std::size_t i = lease.computed_tokens / config_.block_tokens;
-             i < config_.blocks_for(computed); ++i) {
-            device_.use_in(lease.table[i], step);
-        }
+        const std::size_t used = lease.computed_tokens / config_.block_tokens;
+        device_.use_in(std::span(lease.table).subspan(used, config_.blocks_for(computed) - used),
+                       step);
         windows_.use_computed(lease, computed, step);
     }
     lease.computed_blocks +=
@@ -123,21 +122,19 @@ std::uint32_t Publication::publish(Lease& lease) {
         if (!residency_.reclaim_detached(lease)) return 0;
     }
     PrefixTree& tree = index_.tree();
-    std::uint32_t published = 0;
-    NodeId node = lease.path.empty() ? index_.root_of(lease) : lease.path.back();
-    for (auto i = static_cast<std::uint32_t>(lease.path.size()); i < target; ++i) {
-        const std::int32_t* tokens = &lease.tokens[std::size_t{i} * config_.block_tokens];
-        const PrefixTree::Found found =
-            tree.find_or_add_child(node, tokens, key_of(lease.item_keys, i));
-        node = found.node;
-        // First proof wins: where the block is indexed already, the lease's own copy stays private,
-        // unless the index has none on the device.
-        if (residency_.publish(lease, i, found)) {
-            saver_.count_use(node);
-            ++published;
-        }
-        lease.path.push_back(node);
+    const std::size_t old = lease.path.size();
+    if (old < target) {
+        const NodeId above = old == 0 ? index_.root_of(lease) : lease.path.back();
+        tree.find_or_add_path(above, &lease.tokens[old * config_.block_tokens],
+                              keys_from(lease.item_keys, old), target - old, lease.path);
     }
+    // First proof wins: where a block is indexed already, the lease's own copy stays private,
+    // unless the index has none on the device.
+    std::uint32_t published = 0;
+    residency_.publish(lease, old, [&](NodeId node) {
+        saver_.count_use(node);
+        ++published;
+    });
     if (!lease.recurrent.snapshots.empty()) state_.attach_snapshots(lease);
     if (!lease.windows.empty()) windows_.publish(lease, first);
     announce(lease);

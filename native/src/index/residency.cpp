@@ -38,7 +38,7 @@ void Residency::free_if_unowned(NodeId node) {
     }
     n.host = kNoBlock;
     n.clear(kHostValid);
-    if (n.refs > 0) return;
+    if (tree_.refs(node) > 0) return;
     if (n.device != kNoBlock) {
         device_.give_back(n.device);
         --device_nodes_;
@@ -50,8 +50,7 @@ void Residency::free_if_unowned(NodeId node) {
 // Makes the node unmatchable; copies that no lease and no transfer owns are freed at once.
 void Residency::detach(NodeId node) {
     Node& n = tree_[node];
-    if (n.has(kQueued | kParked)) evictable_.dequeue(node);
-    n.parent = kNone;
+    evictable_.dequeue(tree_.run_of(node));  // all of it: the blocks below are dropped, too
     n.set(kDetached);
     events_.changed(node);
     n.clear(kBackupQueued);
@@ -74,14 +73,18 @@ void Residency::drop_subtree(NodeId top) {
 
 // Drop a node and all below it.
 void Residency::drop(NodeId node) {
-    const NodeId parent = tree_[node].parent;
+    const NodeId parent = tree_.parent(node);
     tree_.unlink(node);
-    if (tree_[node].child == kNone) {
+    if (!tree_.has_child(node)) {
         detach(node);
     } else {
         drop_subtree(node);
     }
     index_.change();
+    note_lost_child(parent);
+}
+
+void Residency::note_lost_child(NodeId parent) {
     if (tree_[parent].has(kRoot)) {
         index_.close_context_if_unused(parent);
     } else {
@@ -91,7 +94,7 @@ void Residency::drop(NodeId node) {
 
 void Residency::release_device_copy(NodeId node) {
     Node& n = tree_[node];
-    evictable_.dequeue(node);
+    evictable_.dequeue_block(node);
     device_.give_back(n.device);
     n.device = kNoBlock;
     --device_nodes_;
@@ -101,8 +104,8 @@ void Residency::release_device_copy(NodeId node) {
     if (!n.has(kHostValid)) return drop(node);
     host_copies_.remove(n.host);
     index_.change();
-    evictable_.enqueue(node);
-    evictable_.requeue_if_free(n.parent);
+    evictable_.enqueue_block(node);
+    evictable_.requeue_if_free(tree_.parent(node));
 }
 
 void Residency::count_as(EvictionCause cause) {
@@ -124,21 +127,60 @@ bool Residency::evict_one_device(Unsaved unsaved) {
             return true;
         }
         if (waits_for_save(node)) return false;
-        evictable_.defer(node);
+        defer(node, true);
     }
     return false;
+}
+
+// The block at the front of its queue is blocked, and so are those above it in its run: each has a
+// child. Those that a save keeps where they are stay in the queue, with all behind them.
+void Residency::defer(NodeId front, bool stops_at_saves) {
+    NodeId from = front;
+    const NodeId first = tree_.run(front).first;
+    while (from > first && !(stops_at_saves && waits_for_save(from - 1))) --from;
+    evictable_.defer(tree_.split_before(from));
+}
+
+// Evicts blocks at the front of the device queue that have no other copy and that nothing needs,
+// all of one run; at most `most`. Returns their number.
+std::uint32_t Residency::evict_plain(std::uint32_t most) {
+    const NodeId last = evictable_.device_front();
+    if (last == kNone || config_.write_policy != SavePolicy::kNone) return 0;
+    const RunId id = tree_.run_of(last);
+    const Run& run = tree_.runs()[id];
+    if (run.child != kNone || run.has(kMayBeAhead)) return 0;
+    const auto is_plain = [this](NodeId node) {
+        const Node& n = tree_[node];
+        return n.host == kNoBlock && n.pins == 0 && n.holds == 0 && !n.has(kHasSides);
+    };
+    std::uint32_t count = 0;
+    while (count < std::min(most, run.length) && is_plain(last - count)) ++count;
+    if (count == 0) return 0;
+    device_.give_back_all(count, [&](std::uint32_t i) { return tree_[last - i].device; });
+    for (std::uint32_t i = 0; events_.has_streams() && i < count; ++i) {
+        tree_[last - i].set(kDetached);
+        events_.changed(last - i);
+    }
+    device_nodes_ -= count;
+    uncounted_.evicted_device += count;
+    uncounted_.dropped += count;
+    index_.change();
+    const NodeId parent = count == run.length ? run.parent : kNone;
+    evictable_.trim(id, count);
+    if (parent != kNone) note_lost_child(parent);
+    return count;
 }
 
 bool Residency::evict_one_host() {
     for (NodeId node; (node = evictable_.host_front()) != kNone;) {
         const Node& n = tree_[node];
-        if (n.pins == 0 && n.holds == 0 && n.child == kNone) {
+        if (n.pins == 0 && n.holds == 0 && !tree_.has_child(node)) {
             ++uncounted_.evicted_host;
             evicted_unsaved_ += stored_.awaits_save(node);
             drop(node);
             return true;
         }
-        evictable_.defer(node);
+        defer(node, false);
     }
     return false;
 }
@@ -146,7 +188,8 @@ bool Residency::evict_one_host() {
 bool Residency::make_room(std::uint32_t blocks, Unsaved unsaved) {
     stopped_at_unsaved_ = false;
     if (device_.free_blocks() >= blocks) return true;
-    while (device_.free_blocks() < blocks && evict_one_device(unsaved)) {
+    while (device_.free_blocks() < blocks &&
+           (evict_plain(blocks - device_.free_blocks()) > 0 || evict_one_device(unsaved))) {
     }
     count_as(EvictionCause::kCapacity);
     return device_.free_blocks() >= blocks;

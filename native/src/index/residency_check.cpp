@@ -30,8 +30,9 @@ void Residency::check(Report& report) const {
         if (!tree_.is_live(node) || n.has(kRoot)) continue;
         if (n.device != kNoBlock) report.device.own(n.device, "a node");
         if (n.host != kNoBlock) report.host.own(n.host, "a node");
-        report.require(n.refs == report.refs[node], "I5: node ", node, " counts ", n.refs + 0,
-                       " refs of ", report.refs[node]);
+        const std::uint32_t refs = tree_.refs(node);
+        report.require(refs == report.refs[node], "I5: node ", node, " counts ", refs, " refs of ",
+                       report.refs[node]);
         const auto more = more_holds_.find(node);
         const std::uint32_t held = n.holds + (more == more_holds_.end() ? 0 : more->second);
         report.require(held == report.holds[node], "I5: node ", node, " counts ", held,
@@ -44,7 +45,7 @@ void Residency::check(Report& report) const {
         report.require(!is_clean || n.has(kDetached) || host_copies_.node_of(n.host) == node,
                        "I6: the host copy of node ", node, " is not among those that can go");
         if (n.has(kDetached)) {
-            report.require(n.refs > 0 || n.pins > 0 || n.holds > 0, "I2: detached node ", node,
+            report.require(refs > 0 || n.pins > 0 || n.holds > 0, "I2: detached node ", node,
                            " is unowned");
             continue;
         }
@@ -53,9 +54,9 @@ void Residency::check(Report& report) const {
         report.require(n.has(kHostValid | kHostLoading) == (n.host != kNoBlock), "I4: node ", node,
                        " host state and id disagree");
         report.require(n.has(kDeviceValid | kHostValid), "I2: node ", node, " has no copy");
-        const Node& parent = tree_[n.parent];
-        report.require(parent.has(kRoot) || parent.refs >= n.refs, "I5: node ", node, " has ",
-                       n.refs + 0, " refs, its parent ", parent.refs + 0);
+        const NodeId parent = tree_.parent(node);
+        report.require(tree_[parent].has(kRoot) || tree_.refs(parent) >= refs, "I5: node ", node,
+                       " has ", refs, " refs, its parent ", tree_.refs(parent));
     }
     report.require(clean == host_copies_.size(), "I6: ", clean, " host copies can go, not ",
                    host_copies_.size());

@@ -31,7 +31,7 @@ class Residency::Forecast {
           host_freed_(host_freed) {
         path_.insert(path.begin(), path.end());
         const auto on_host = std::count_if(path_.begin(), path_.end(), [this](NodeId node) {
-            return tree_[node].has(kQueued) && !tree_[node].has(kDeviceValid);
+            return tree_.run(node).has(kQueued) && !tree_[node].has(kDeviceValid);
         });
         host_usable_ = residency.host_.free_blocks() > 0 || !residency.host_copies_.empty() ||
                        !unheld_.empty() || host_freed ||
@@ -41,7 +41,7 @@ class Residency::Forecast {
     // Device blocks of the path that count as evictable, until the lease has its refs.
     std::uint32_t evictable_path() const {
         const auto counts = [this](NodeId node) {
-            return tree_[node].has(kDeviceValid) && tree_[node].has(kQueued | kParked);
+            return tree_[node].has(kDeviceValid) && residency_.evictable_.is_listed(node);
         };
         const auto count = std::count_if(lease_path_.begin(), lease_path_.end(), counts);
         return static_cast<std::uint32_t>(count);
@@ -79,7 +79,7 @@ class Residency::Forecast {
             ++ready;
         };
         // A parent without a child on the device is at the front.
-        if (tree_[blocked_].has(kParked) || deferred_.contains(blocked_)) look_at(blocked_);
+        if (tree_.run(blocked_).has(kParked) || deferred_.contains(blocked_)) look_at(blocked_);
         for (NodeId node = residency_.evictable_.device_front(); node != kNone && ready < target;
              node = residency_.evictable_.after_on_device(node)) {
             if (!is_out_of_queue(node)) look_at(node);
@@ -93,7 +93,7 @@ class Residency::Forecast {
         // The failed attempt has put the path at the end of the queue, its last block first.
         for (std::size_t i = lease_path_.size(); i-- > 0 && ready < target;) {
             const Node& n = tree_[lease_path_[i]];
-            if (n.refs == 0 && n.has(kDeviceValid)) look_at(lease_path_[i]);
+            if (tree_.refs(lease_path_[i]) == 0 && n.has(kDeviceValid)) look_at(lease_path_[i]);
         }
         if (host_has_room(clean)) return false;
         droppable_.insert(dirty.begin(), dirty.end());
@@ -161,10 +161,10 @@ class Residency::Forecast {
         ++free_;
         gone_.insert(node);
         deferred_.erase(node);
-        const NodeId parent = n.parent;
+        const NodeId parent = tree_.parent(node);
         ++gone_children_[parent].first;
         gone_children_[parent].second += dropped;
-        const bool waits = tree_[parent].has(kParked) || deferred_.contains(parent);
+        const bool waits = tree_.run(parent).has(kParked) || deferred_.contains(parent);
         const bool is_free = !path_.contains(parent) && tree_[parent].pins == 0 &&
                              tree_[parent].has(kDeviceValid) && device_children(parent) == 0;
         node = waits && is_free ? parent : kNone;
@@ -176,7 +176,7 @@ class Residency::Forecast {
         if (residency_.host_.free_blocks() > 0 || host_freed_) return true;
         if (any_host_copy([&](NodeId copied) {
                 return !clean.contains(copied) && !gone_.contains(copied) &&
-                       !tree_[copied].has(kParked) && !deferred_.contains(copied);
+                       !tree_.run(copied).has(kParked) && !deferred_.contains(copied);
             })) {
             return true;
         }

@@ -10,7 +10,8 @@ void Residency::list_host_copy(NodeId node) {
     const Node& n = tree_[node];
     if (!n.has(kDetached) && n.has(kHostValid) && n.has(kDeviceValid) && n.holds == 0) {
         // A block without refs will soon be evicted from the device; blocks in use, last.
-        n.refs > 0 ? host_copies_.add_first(n.host, node) : host_copies_.add_last(n.host, node);
+        tree_.refs(node) > 0 ? host_copies_.add_first(n.host, node)
+                             : host_copies_.add_last(n.host, node);
     }
 }
 
@@ -69,7 +70,7 @@ void Residency::make_host_room(std::size_t blocks, std::uint32_t near_blocks) {
     // Blocks with kAhead or kParked were saved because they are evicted soon; others were not.
     reclaim_host_copies(blocks, [&](NodeId node) {
         return host_copies_.size() <= config_.low_watermark_blocks ||
-               (near_blocks > 0 && tree_[node].has(kAhead | kParked));
+               (near_blocks > 0 && (tree_[node].has(kAhead) || tree_.run(node).has(kParked)));
     });
     evict_host_until_free(blocks);
     if (host_.free_blocks() >= blocks || host_copies_.empty()) return;
@@ -80,7 +81,7 @@ void Residency::make_host_room(std::size_t blocks, std::uint32_t near_blocks) {
     }
     std::sort(near.begin(), near.end());
     reclaim_host_copies(blocks, [&](NodeId node) {
-        return (near_blocks > 0 && tree_[node].has(kParked)) ||
+        return (near_blocks > 0 && tree_.run(node).has(kParked)) ||
                std::binary_search(near.begin(), near.end(), node);
     });
 }

@@ -18,13 +18,15 @@ bool Residency::give_host_copy(PrefixTree::Found found, BlockId host) {
     if (n.has(kHostValid | kHostLoading)) return false;
     n.host = host;
     gain(found.node, kHostValid);
-    if (found.is_new) n.reuse_class = tree_[n.parent].reuse_class;
+    if (found.is_new) {
+        tree_.classify({&found.node, 1}, tree_.run(tree_.parent(found.node)).reuse_class);
+    }
     list_host_copy(found.node);
     return true;
 }
 
 void Residency::enqueue_fetched(std::span<const NodeId> nodes) {
-    for (std::size_t i = nodes.size(); i-- > 0;) evictable_.enqueue(nodes[i]);
+    for (std::size_t i = nodes.size(); i-- > 0;) evictable_.enqueue_block(nodes[i]);
 }
 
 void Residency::begin_save(std::span<const NodeId> nodes) {

@@ -18,7 +18,7 @@ std::vector<NodeId> Residency::beyond_device(std::int64_t blocks) {
     for (NodeId node = 0; node < tree_.end_id(); ++node) {
         const Node& n = tree_[node];
         if (!tree_.is_live(node) || n.has(kRoot) || n.device < blocks) continue;
-        if (!n.has(kQueued)) tops.push_back(node);
+        if (!tree_.run(node).has(kQueued)) tops.push_back(node);
     }
     std::sort(tops.begin() + queued, tops.end(), by_id);
 
@@ -93,7 +93,7 @@ void Residency::resize_device(std::uint32_t blocks) {
     for (const NodeId node : leaving) {
         const Node& n = tree_[node];
         // A dropped block without refs and pins stays until the save of its host copy has ended.
-        if (n.refs > 0 || n.pins > 0 || n.has(kDetached)) {
+        if (tree_.refs(node) > 0 || n.pins > 0 || n.has(kDetached)) {
             throw resize_refused(device_.capacity(), blocks, n.device, "leased or being copied");
         }
         if (device_.after_step(n.device) != 0) {

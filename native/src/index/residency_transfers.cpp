@@ -11,14 +11,13 @@ Step Residency::after_step(std::span<const BlockId> device_blocks) const {
     return newest;
 }
 
-void Residency::begin_onload(TransferId id, const Transfer& transfer) {
+void Residency::begin_onload(const Transfer& transfer) {
     for (std::size_t i = 0; i < transfer.nodes.size(); ++i) {
         const NodeId node = transfer.nodes[i];
         Node& n = tree_[node];
         n.device = transfer.device_blocks[i];
         ++device_nodes_;
         n.set(kDeviceLoading);
-        n.next = id;
         ++n.pins;
         tree_.count_device_child(node, +1);
     }
@@ -30,7 +29,6 @@ void Residency::finish_onload(const Transfer& transfer, std::uint32_t good) {
     for (std::size_t i = 0; i < nodes.size(); ++i) {
         Node& n = tree_[nodes[i]];
         --n.pins;
-        n.next = kNone;
         if (i >= good) continue;  // stays resident, not valid, until it is dropped below
         n.clear(kDeviceLoading);
         gain(nodes[i], kDeviceValid);
@@ -47,8 +45,8 @@ void Residency::finish_onload(const Transfer& transfer, std::uint32_t good) {
         if (i >= good && !tree_.is_live(nodes[i])) continue;  // dropped and freed
         if (n.has(kDetached)) {
             free_if_unowned(nodes[i]);
-        } else if (n.refs == 0) {
-            evictable_.enqueue(nodes[i]);
+        } else if (tree_.refs(nodes[i]) == 0) {
+            evictable_.enqueue_block(nodes[i]);
         }
     }
 }
@@ -59,14 +57,13 @@ void Residency::cancel_onload(const Transfer& transfer) {
         const NodeId node = transfer.nodes[i];
         Node& n = tree_[node];
         --n.pins;
-        n.next = kNone;
         if (n.has(kDetached)) {
             free_if_unowned(node);
             continue;
         }
         // A lease that computed the same block meanwhile has put its refs, and perhaps a child,
         // on this copy. Without it the path would have a hole; that lease publishes its own.
-        if (n.refs > 0 || tree_.has_device_child(node)) {
+        if (tree_.refs(node) > 0 || tree_.has_device_child(node)) {
             drop(node);
             continue;
         }
@@ -75,8 +72,8 @@ void Residency::cancel_onload(const Transfer& transfer) {
         --device_nodes_;
         n.clear(kDeviceLoading);
         tree_.count_device_child(node, -1);
-        evictable_.enqueue(node);
-        evictable_.requeue_if_free(n.parent);
+        evictable_.enqueue_block(node);
+        evictable_.requeue_if_free(tree_.parent(node));
     }
     count_as(EvictionCause::kFailure);
 }

@@ -13,7 +13,7 @@ void StoreSaver::note_uses(const Lease& lease, std::size_t resident) {
     if (!stored_.exist() || !lease.flags.computes) return;
     for (std::size_t i = 0; i < lease.path.size(); ++i) {
         Node& n = tree_[lease.path[i]];
-        if (i >= resident && n.uses < 255) ++n.uses;
+        if (i >= resident) n.count_use();
         saves_.note_use(lease.path[i]);
     }
 }

@@ -48,7 +48,7 @@ Digest StoredBlocks::digest_below(const Digest& parent, Tokens tokens, ItemKey i
 
 const Digest& StoredBlocks::digest(NodeId node) {
     unknown_.clear();
-    for (NodeId up = node; !has(up, kDigestKnown); up = tree_[up].parent) {
+    for (NodeId up = node; !has(up, kDigestKnown); up = tree_.parent(up)) {
         unknown_.push_back(up);
         if (tree_[up].has(kRoot)) break;
     }
@@ -60,8 +60,8 @@ const Digest& StoredBlocks::digest(NodeId node) {
         digests_[next] =
             n.has(kRoot)
                 ? root_digest(config_.block_tokens, index_.context_of_root(next))
-                : digest_below(digests_[n.parent], {tree_.tokens(next), config_.block_tokens},
-                               tree_.items(next));
+                : digest_below(digests_[tree_.parent(next)],
+                               {tree_.tokens(next), config_.block_tokens}, tree_.items(next));
         set(next, kDigestKnown);
     }
     return digests_[node];

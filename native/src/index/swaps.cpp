@@ -57,7 +57,7 @@ bool Swaps::begin(Lease& lease, Step step) {
     // The copy waits for the steps that computed the blocks; the next owner of their ids, for all
     // of the steps.
     const Step last = lease.last_use(step);
-    for (const BlockId block : lease.table) device_.use_in(block, last);
+    device_.use_in(lease.table, last);
     auxiliary_.use_in(lease, last);
     if (needed == 0) finish(lease, true);
     return true;
@@ -143,7 +143,8 @@ bool Swaps::could_make_auxiliary_room(const Lease& lease, std::uint32_t total_bl
              i < victim.path.size(); ++i) {
             const Node& n = tree[victim.path[i]];
             if (n.holds != 1) continue;
-            frees_host = frees_host || (n.refs == 0 && !n.has(kDeviceResident) && n.child == kNone);
+            frees_host = frees_host || (tree.refs(victim.path[i]) == 0 && !n.has(kDeviceResident) &&
+                                        !tree.has_child(victim.path[i]));
             if (n.has(kDeviceValid) && n.has(kHostValid)) unheld.push_back(victim.path[i]);
         }
     }

@@ -12,7 +12,11 @@ namespace aiokv {
 // -- copies between the tiers ------------------------------------------------------------------
 
 TransferId TransferLedger::begin(Transfer transfer) {
-    transfers_.emplace(++last_, std::move(transfer));
+    ++last_;
+    if (transfer.direction == Direction::kOnload) {
+        for (const NodeId node : transfer.nodes) onloads_.emplace(node, last_);
+    }
+    transfers_.emplace(last_, std::move(transfer));
     return last_;
 }
 
@@ -31,6 +35,9 @@ Transfer TransferLedger::end(TransferId id) {
     }
     Transfer transfer = std::move(found->second);
     transfers_.erase(found);
+    if (transfer.direction == Direction::kOnload) {
+        for (const NodeId node : transfer.nodes) onloads_.erase(node);
+    }
     ++ended_;
     return transfer;
 }

@@ -245,11 +245,12 @@ using BlockTuple =
     nb::typed<nb::tuple, std::string, nb::bytes, BlockId, BlockId, int, std::uint32_t, int>;
 
 std::vector<BlockTuple> blocks(const Core& core) {
+    constexpr std::uint32_t kCopies = kDeviceResident | kHostValid | kHostLoading;
     std::vector<BlockTuple> tuples;
     for (const BlockView& view : core.blocks()) {
         const Node& n = *view.node;
         tuples.push_back(nb::make_tuple(view.context, id_bytes(view.prefix), n.device, n.host,
-                                        int{n.flags}, std::uint32_t{n.refs},
+                                        static_cast<int>(n.flags & kCopies), view.refs,
                                         static_cast<int>(n.pins)));
     }
     return tuples;
