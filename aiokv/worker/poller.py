@@ -254,7 +254,7 @@ class EventPoller:
         self._account()
         stream = self._streams.get(watch.key)
         if stream is None or not stream.queue or stream.queue[0] is not watch:
-            return  # it is removed when it is the oldest
+            return  # it is removed later, when it is the oldest
         now = time.monotonic()
         skipped_seconds = stream.drop_cancelled() - (watch.work_seconds or 0.0)
         self._next_of(stream, stream.ends_at + skipped_seconds, now)
