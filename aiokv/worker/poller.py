@@ -219,7 +219,7 @@ class EventPoller:
 
     @property
     def idle(self) -> bool:
-        """Nothing is watched, and so nothing is scheduled."""
+        """True if no event is watched, so that no callback is scheduled."""
         return not self._soon and all(watch.callback is None for watch in self._watches())
 
     @property
