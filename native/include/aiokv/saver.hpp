@@ -22,6 +22,9 @@ struct Tail {
 
 class Saver {
   public:
+    // Blocks of one backup: to begin it and to submit its copy takes about 0.3 ms.
+    static constexpr std::size_t kMostBackups = 8192;
+
     Saver(const CoreConfig& config, PrefixTree& tree, const DevicePool& device, RunPool& host,
           Residency& residency, TransferLedger& transfers)
         : config_(config),
@@ -42,10 +45,12 @@ class Saver {
         if (config_.copies_after(n.uses)) queue(node);
     }
 
-    // One transfer of all that was queued since the last call; 0: there is nothing to copy. Blocks
-    // for which the host has no room are skipped: they are tried again when they come near
-    // eviction.
+    // One transfer of queued blocks, oldest first, at most kMostBackups; 0: there is nothing to
+    // copy, and the queue is empty. Blocks for which the host has no room are skipped: they are
+    // tried again when they come near eviction.
     TransferId take_backups();
+    // take_backups() has left blocks to its next call.
+    bool has_queued() const { return !queue_.empty(); }
     // One transfer of the blocks that will be evicted next, oldest first, until `wanted_blocks` (or
     // the low watermark) are free, clean or being saved; 0: there is nothing to copy. They can be
     // matched on the device meanwhile. When no request waits, the walk continues where the last one
@@ -68,6 +73,7 @@ class Saver {
 
   private:
     void queue(NodeId node);
+    std::vector<NodeId> take_queued(std::size_t entries);
 
     const CoreConfig& config_;
     PrefixTree& tree_;
