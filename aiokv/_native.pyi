@@ -4,7 +4,7 @@ Native core of aiokv: prefix index, block pools, block copies, file I/O.
 
 from collections.abc import Sequence
 import enum
-from typing import Annotated
+from typing import Annotated, overload
 
 import numpy
 from numpy.typing import NDArray
@@ -356,10 +356,14 @@ ATTENTION_GROUP: int = -2
 
 STATE_GROUP: int = -1
 
+@overload
 def copy_ints(list: list[object], out: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu')]) -> int:
     """
-    Write the integers of a list to `out`; return how many of them, from the first on, are ints of 32 bits.
+    Write the integers of a list or an array to `out`; return how many of them, from the first on, are ints of 32 bits.
     """
+
+@overload
+def copy_ints(array: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu')]) -> int: ...
 
 class Outcome(enum.Enum):
     DONE = 0

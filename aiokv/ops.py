@@ -77,7 +77,9 @@ def swap_blocks(
     device, host = _ids("device_ids", device_ids), _ids("host_ids", host_ids)
     onload = direction == "onload"
     if len(device) != len(host):
-        raise UsageError(f"there are {len(device)} device_ids and {len(host)} host_ids")
+        raise UsageError(
+            f"device_ids has {len(device)} ids and host_ids has {len(host)}; pass as many of each"
+        )
     if not pairs or not len(device):
         return
     ends = [

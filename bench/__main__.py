@@ -33,6 +33,7 @@ BENCHES = (
     "ranks",
     "loop_held",
     "sync",
+    "steps",
     "fastdeploy",
     "peer_layouts",
     "peers_transports",

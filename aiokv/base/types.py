@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 Tier = Literal["device", "host"]
 
+_ARRAY: Final = np.ndarray
 _INT32: Final = np.dtype(np.int32)
+_INT64: Final = np.dtype(np.int64)
 
 
 class LeaseState(StrEnum):
@@ -226,13 +228,56 @@ def lease_name(owner: str, lease_id: int) -> str:
     return owner or f"{lease_id:#x}"
 
 
-def as_tokens(tokens: TokenIds) -> NDArray[np.int32]:
+def as_tokens(tokens: TokenIds, kind: str = "token", name: str = "tokens") -> NDArray[np.int32]:
     """Convert token ids to a contiguous int32 array; such an array is not copied.
+
+    Args:
+        tokens: ``[N]`` integers; a list and an int64 array are converted natively.
+        kind: what an element is, for messages.
+        name: name of the argument, for messages.
 
     Raises:
         UsageError: ``tokens`` is not one-dimensional, not integers, or has an id outside int32.
     """
-    return _as_ids("token", "tokens", tokens)
+    if type(tokens) is _ARRAY and tokens.ndim == 1:
+        if tokens.dtype is _INT32:
+            if tokens.flags.c_contiguous:
+                return tokens  # type: ignore[return-value]  # is int32: see above
+            return np.ascontiguousarray(tokens, _INT32)
+        if tokens.dtype is _INT64:
+            array = np.empty(len(tokens), _INT32)
+            if copy_ints(np.ascontiguousarray(tokens), array) == len(tokens):
+                return array
+    elif type(tokens) is list:
+        array = np.empty(len(tokens), _INT32)
+        if copy_ints(tokens, array) == len(tokens):
+            return array
+    try:
+        array = np.asarray(tokens)
+    except (ValueError, OverflowError) as error:
+        raise UsageError(f"{name} must be a flat sequence of int32 ids: {error}") from error
+    if array.ndim == 0:
+        raise UsageError(
+            f"{name} is a {type(tokens).__name__}; it must be a sequence of {kind} ids",
+            hint="encode the text with the tokenizer" if isinstance(tokens, str | bytes) else "",
+        )
+    if array.ndim != 1:
+        raise UsageError(f"{name} has {array.ndim} dimensions; it must have one dimension")
+    if array.size == 0:
+        return np.empty(0, dtype=np.int32)
+    if array.dtype == _INT32:
+        return np.ascontiguousarray(array)
+    if array.dtype.kind not in "iu":
+        raise UsageError(f"{name} has dtype {array.dtype}; {kind} ids must be integers")
+    converted = array.astype(np.int32)
+    same = converted == array
+    if not same.all():
+        position = int(same.argmin())
+        raise UsageError(
+            f"{kind} id {array[position]} at position {position} is outside int32; it must be "
+            "between -2147483648 and 2147483647"
+        )
+    return converted
 
 
 def as_block_ids(block_ids: TokenIds) -> NDArray[np.int32]:
@@ -241,7 +286,7 @@ def as_block_ids(block_ids: TokenIds) -> NDArray[np.int32]:
     Raises:
         UsageError: as for ``as_tokens``.
     """
-    return _as_ids("block", "block_ids", block_ids)
+    return as_tokens(block_ids, "block", "block_ids")
 
 
 def as_step_tokens(
@@ -262,64 +307,36 @@ def as_step_tokens(
     Raises:
         UsageError: the shape is another one, or an element is not an integer of int32.
     """
-    if isinstance(tokens, list | tuple) and tokens and isinstance(tokens[0], list | tuple):
+    numbers = None if counts is None else as_tokens(counts, "count", "counts")
+    width = 1
+    if type(tokens) is _ARRAY and tokens.ndim == 1:  # the usual case
+        flat = as_tokens(tokens)
+        given = len(flat)
+    elif isinstance(tokens, list | tuple) and tokens and isinstance(tokens[0], list | tuple):
         if counts is not None:
             raise UsageError("advance: counts must be None when tokens is a list of lists")
-        return _as_padded(tokens, rows)
-    array = tokens if isinstance(tokens, list) else np.asarray(tokens)
-    width, given = 1, len(array) if np.ndim(array) else 0
-    if isinstance(array, np.ndarray) and array.ndim == 2:
-        width, array = array.shape[1], array.ravel()
-    flat = _as_ids("token", "tokens", array)
+        flat, width, numbers = _as_padded(tokens)
+        given = len(numbers)
+    else:
+        table = tokens if isinstance(tokens, list) else np.asarray(tokens)
+        if isinstance(table, np.ndarray) and table.ndim == 2:
+            given, width = table.shape
+            flat = as_tokens(table.ravel())
+        else:
+            flat = as_tokens(table)
+            given = len(flat)
     if given != rows:
         raise UsageError(
             f"advance: tokens has {given} rows; the batch has {rows}, one per lease, with those "
             "that were released since the block of computing was entered"
         )
-    return flat, width, None if counts is None else _as_ids("count", "counts", counts)
+    return flat, width, numbers
 
 
-def _as_padded(lists: Sequence[Any], rows: int) -> tuple[NDArray[np.int32], int, NDArray[np.int32]]:
-    if len(lists) != rows:
-        raise UsageError(f"advance: tokens has {len(lists)} rows; the batch has {rows}")
-    counts = np.fromiter((len(row) for row in lists), np.int32, rows)
+def _as_padded(lists: Sequence[Any]) -> tuple[NDArray[np.int32], int, NDArray[np.int32]]:
+    counts = np.fromiter((len(row) for row in lists), np.int32, len(lists))
     width = int(counts.max())
-    padded = np.zeros((rows, width), np.int32)
-    flat = _as_ids("token", "tokens", list(chain.from_iterable(lists)))
+    padded = np.zeros((len(lists), width), np.int32)
+    flat = as_tokens(list(chain.from_iterable(lists)))
     padded[np.arange(width) < counts[:, None]] = flat
     return padded.ravel(), width, counts
-
-
-def _as_ids(kind: str, name: str, ids: TokenIds) -> NDArray[np.int32]:
-    if type(ids) is list:
-        array = np.empty(len(ids), _INT32)
-        if copy_ints(ids, array) == len(ids):
-            return array
-    elif isinstance(ids, np.ndarray) and ids.dtype == _INT32 and ids.ndim == 1:
-        return np.ascontiguousarray(ids)
-    try:
-        array = np.asarray(ids)
-    except (ValueError, OverflowError) as error:
-        raise UsageError(f"{name} must be a flat sequence of int32 ids: {error}") from error
-    if array.ndim == 0:
-        raise UsageError(
-            f"{name} is a {type(ids).__name__}; it must be a sequence of {kind} ids",
-            hint="encode the text with the tokenizer" if isinstance(ids, str | bytes) else "",
-        )
-    if array.ndim != 1:
-        raise UsageError(f"{name} has {array.ndim} dimensions; it must have one dimension")
-    if array.size == 0:
-        return np.empty(0, dtype=np.int32)
-    if array.dtype == _INT32:
-        return np.ascontiguousarray(array)
-    if array.dtype.kind not in "iu":
-        raise UsageError(f"{name} has dtype {array.dtype}; {kind} ids must be integers")
-    converted = array.astype(np.int32)
-    same = converted == array
-    if not same.all():
-        position = int(same.argmin())
-        raise UsageError(
-            f"{kind} id {array[position]} at position {position} is outside int32; it must be "
-            "between -2147483648 and 2147483647"
-        )
-    return converted

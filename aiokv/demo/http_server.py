@@ -4,7 +4,7 @@ A task per request waits for capacity; one loop computes the steps of all grante
 
     request     match -> allocate ------------- await tokens ------------- release
                               | onloads start        ^
-    step loop                 +-> extend -> model -> commit, append -> token -> ...
+    step loop                 +-> model -> advance -> token -> ...
 
 ``Batch``, the model and its cache are the demo's. A token of the demo is a byte.
 """
@@ -70,7 +70,6 @@ class Running:
     stop_length: int
     cached_tokens: int
     computed: int
-    named: int  # tokens that the lease knows: their blocks can be shared
     arriving: bool = True  # its first step waits for each layer of the onloads
     # A generated token, the failure of a step, or None after a preemption.
     output: asyncio.Queue[int | StepError | None] = field(default_factory=asyncio.Queue)
@@ -78,10 +77,6 @@ class Running:
     @property
     def pending(self) -> int:
         return len(self.tokens) - self.computed
-
-    def name_tokens(self) -> None:
-        self.lease.append(self.tokens[self.named :])
-        self.named = len(self.tokens)
 
 
 class Server:
@@ -136,7 +131,7 @@ class Server:
         async with self._engine.match(tokens, salt=body.cache_salt, owner=name) as lease:
             await lease.allocate(len(prompt), timeout=CAPACITY_WAIT_SECONDS)
             stop, cached = len(prompt) + body.max_tokens, lease.cached_tokens
-            running = Running(lease, prompt, len(prompt), stop, cached, cached, named=len(prompt))
+            running = Running(lease, prompt, len(prompt), stop, cached, cached)
             self._admit(running)
             try:
                 yield running
@@ -148,7 +143,8 @@ class Server:
             while (output := await running.output.get()) is None:  # it was preempted
                 await running.lease.resume(len(running.tokens))
                 running.computed, running.arriving = running.lease.cached_tokens, True
-                running.name_tokens()
+                named = self._engine.lengths([running.lease])[0]
+                running.lease.append(running.tokens[named:])
                 self._admit(running)
             if isinstance(output, StepError):
                 raise output
@@ -179,7 +175,6 @@ class Server:
                 await self._admitted.wait()
             chosen = [(running, 1) for running in self._running]
             try:
-                await self._extend()
                 chosen = [(running, 1) for running in self._running if running.pending == 1]
                 if prompts := [running for running in self._running if running.pending > 1]:
                     chosen.append((prompts[0], min(prompts[0].pending, PROMPT_CHUNK)))
@@ -191,19 +186,6 @@ class Server:
                 log.exception("a step of %d requests failed", len(chosen))
                 for running, _ in chosen:
                     self._end(running, StepError("the step failed; see the log of the server"))
-
-    async def _extend(self) -> None:
-        """Give each new token a position; without capacity, preempt the newest request."""
-        while grown := [r for r in self._running if len(r.tokens) > r.lease.num_tokens]:
-            try:
-                self._engine.extend([running.lease for running in grown], 1)
-            except aiokv.errors.WouldBlock:
-                newest = self._running[-1]
-                await newest.lease.preempt()
-                self._end(newest, None)
-            else:
-                for running in grown:
-                    running.name_tokens()
 
     async def _step(self, chosen: list[tuple[Running, int]]) -> None:
         layers = self._engine.layers([running.lease for running, _ in chosen if running.arriving])
@@ -219,16 +201,34 @@ class Server:
                     first = running.lease.recompute_from()
                     running.computed = running.computed if first is None else first
             return
+        sampled = []  # the next step computes the tokens of these requests
         for (running, count), token in zip(chosen, tokens, strict=True):
             if running not in self._running:
                 continue  # its client has left
             running.arriving, running.computed = False, running.computed + count
-            running.lease.commit(running.computed)  # its full blocks can be hit from now on
             if running.pending == 0:
                 running.tokens.append(token)
                 running.output.put_nowait(token)
-                if len(running.tokens) == running.stop_length:
-                    self._running.remove(running)
+                if len(running.tokens) < running.stop_length:
+                    sampled.append(running)
+                    continue
+                self._running.remove(running)
+            running.lease.commit(running.computed)  # its full blocks can be hit from now on
+        await self._advance(sampled)
+
+    async def _advance(self, sampled: list[Running]) -> None:
+        """Commit, and give each new token a position; without room, preempt the newest request."""
+        tokens = {running.lease: running.tokens[-1] for running in sampled}
+        while tokens:
+            batch = self._engine.batch(tokens)
+            left = self._engine.advance(batch, list(tokens.values()))
+            tokens = {lease: tokens[lease] for lease in left}
+            if tokens:
+                newest = self._running[-1]
+                newest.lease.commit(newest.computed)
+                await newest.lease.preempt()
+                self._end(newest, None)
+                tokens.pop(newest.lease, None)
 
     def _forward(self, rows: Batch, layers: LayerView) -> list[int]:
         """Compute in the thread; each layer waits until its cached blocks have arrived."""

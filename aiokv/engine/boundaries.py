@@ -109,7 +109,7 @@ class BoundarySearch:
 
     @property
     def missing_digests(self) -> bytes:
-        """Those of ``digests`` whose blocks no tier has."""
+        """The ``digests`` of blocks that no tier has."""
         return self.digests[self._num_cached() * KEY_BYTES :]
 
     def _num_cached(self) -> int:
@@ -117,7 +117,7 @@ class BoundarySearch:
         return min(max(self._cached - self.hit - self.asked, 0), len(self.digests) // KEY_BYTES)
 
     def reachable(self, answer: StoreAnswer) -> bytes:
-        """Return the leading ``digests`` of blocks that a tier has, or a store by the answer."""
+        """Return the leading ``digests`` of blocks that a tier or, by the answer, a store has."""
         return self.digests[: (self._num_cached() + answer.blocks) * KEY_BYTES]
 
     def note(self, answer: StoreAnswer, found: Sequence[Found]) -> bool:

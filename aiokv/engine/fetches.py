@@ -117,7 +117,7 @@ class _Newest:
 
 
 class Fetches:
-    """Waits for stores of one engine.
+    """Lets the leases of one engine wait for blocks of its stores.
 
     Attributes:
         has_stores: False when the engine has no stores; then no method may be called.

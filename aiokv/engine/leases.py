@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from aiokv.base import checks
@@ -21,7 +20,7 @@ from aiokv.errors import LeaseError, UsageError
 from aiokv.worker.views import done_view
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from aiokv.base.types import Hit, Item, TokenIds
     from aiokv.engine.computing import Computing
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from aiokv.engine.parts import Parts
     from aiokv.engine.peers import PeerTickets
     from aiokv.engine.steps import Steps
-    from aiokv.scheduler.effects import Effects
     from aiokv.worker.device.base import Event
 
 log = Log(__name__)
@@ -205,18 +203,50 @@ class Leases:
 
     # --- ends -----------------------------------------------------------------------------------
 
-    def release(self, record: LeaseRecord, after: Event | None = None) -> None:
-        """Release a lease and give its blocks back; see ``Lease.release``. Idempotent."""
-        if not self.lifetime.is_usable:
+    def release(
+        self,
+        record: LeaseRecord,
+        after: Event | None = None,
+        *,
+        unused_seconds: float | None = None,
+    ) -> None:
+        """End a lease in the scheduler and in all parts of the engine that keep state for it.
+
+        Idempotent.
+
+        Args:
+            record: the lease.
+            after: see ``Lease.release``.
+            unused_seconds: time after which the lease has expired; None for one that is released.
+        """
+        if not self.lifetime.is_usable and record.id:
             record.id = 0  # the lease ended with the engine
             self.num_ended += 1
-        if not record.id:
+        lease_id = record.id
+        if not lease_id:
             return
         self.check_loop()
-        transition = self.scheduler.release
-        if after is not None:
-            transition = partial(transition, used_in=self.steps.close(after))
-        self._end(record, transition, "the lease was released")
+        used_in = 0 if after is None else self.steps.close(after)
+        if self.recordings.active:
+            self.recordings.releases(lease_id)
+        if self.coverage.active:
+            self.coverage.note_release(lease_id)
+        record.id = 0
+        self.num_ended += 1
+        scheduler = self.scheduler
+        if unused_seconds is None:
+            self.apply(scheduler.release(lease_id, used_in))
+        else:
+            self.apply(scheduler.expire(lease_id))
+        if self.timers:
+            self.used(lease_id)
+        if self.observers.active:
+            self.observers.released(lease_id)
+        if self.tickets:
+            reason = "the lease was released"
+            if unused_seconds is not None:
+                reason = f"the lease was not used for {unused_seconds:g} s, and has expired"
+            self.peer_tickets.gave_back(lease_id, reason)
 
     def _expire(self, record: LeaseRecord, seconds: float) -> None:
         owner = self.read.owner(record.id)
@@ -224,8 +254,7 @@ class Leases:
         now = time.time()
         clock = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(now))
         record.end = f"expired at {clock}.{int(now % 1 * 1000):03d} UTC, unused for {seconds:g} s"
-        reason = f"the lease was not used for {seconds:g} s, and has expired"
-        self._end(record, self.scheduler.expire, reason)
+        self.release(record, unused_seconds=seconds)
 
     def collect(self, record: LeaseRecord) -> bool:
         """Release a garbage-collected lease; return True if it held blocks. Any thread."""
@@ -236,28 +265,6 @@ class Leases:
         if self.lifetime.is_running and not self.lifetime.loop.is_closed():
             self.lifetime.loop.call_soon_threadsafe(self.release, record)
         return held
-
-    def _end(
-        self,
-        record: LeaseRecord,
-        transition: Callable[[int], tuple[None, Effects]],
-        reason: str,
-    ) -> None:
-        """End a lease in the scheduler and in all parts of the engine that keep state for it."""
-        lease_id = record.id
-        if self.recordings.active:
-            self.recordings.releases(lease_id)
-        if self.coverage.active:
-            self.coverage.note_release(lease_id)
-        record.id = 0
-        self.num_ended += 1
-        self.apply(transition(lease_id))
-        if self.timers:
-            self.used(lease_id)
-        if self.observers.active:
-            self.observers.released(lease_id)
-        if self.tickets:
-            self.peer_tickets.gave_back(lease_id, reason)
 
     # --- leases of calls --------------------------------------------------------------------------
 

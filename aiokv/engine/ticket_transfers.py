@@ -315,7 +315,7 @@ class TicketTransfers:
         self._peer_tickets.end(self)
 
     def forget(self) -> None:
-        """Note that no end of a transfer follows: the lease no longer has the blocks."""
+        """Forget the transfers in flight, whose ends are not reported: the lease has no blocks."""
         self.is_loading = self.is_computing = False
         self._parts.clear()
         self._groups.clear()

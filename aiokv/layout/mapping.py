@@ -179,14 +179,15 @@ class BlockMapping:
 def sources(senders: Sequence[BlockLayout], receiver: BlockLayout) -> list[int]:
     """Return the ranks that send to one rank of the receiver, in ascending order.
 
-    Of ranks with equal heads, one sends; receivers with equal needs get different ones.
+    Among sender ranks with equal heads, one sends to this receiver. Receivers that need the same
+    heads get different senders.
 
     Args:
         senders: layouts of all ranks of the sender.
         receiver: layout of the receiver's rank.
 
     Raises:
-        LayoutError: layouts do not fit each other, or no rank has some heads of the receiver.
+        LayoutError: layouts do not fit each other, or a head of the receiver is on no rank.
         UsageError: not one layout of each rank.
     """
     num_ranks = len(senders)

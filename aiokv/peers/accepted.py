@@ -52,7 +52,7 @@ class _ReceiverEnd:
 
 
 class AcceptedConnections:
-    """Connections of senders; those that come while there is no receiver wait for the next one.
+    """Connections of senders; a connection without a receiver waits for the next receiver.
 
     Args:
         transport: transport of the fragments.
@@ -104,7 +104,7 @@ class AcceptedConnections:
             await asyncio.wait(list(self._accepts), timeout=seconds)
 
     async def cancel_fences(self) -> None:
-        """Wait for no end of writes any more: the transport will be closed. Idempotent.
+        """Stop the waits for the ends of writes: the transport will be closed. Idempotent.
 
         Cancellation: call it again.
         """

@@ -195,8 +195,8 @@ class Transport(Protocol):
     async def aclose(self) -> None:
         """Give up all links, and release the memory. Idempotent.
 
-        When it returns, the transport neither reads nor writes the slots, and no peer can. What
-        does not end within some seconds is logged, and its memory is never freed.
+        After the return, neither the transport nor a peer accesses the slots. Operations that do
+        not end within some seconds are logged, and their memory is never freed.
 
         Cancellation: call it again.
         """

@@ -93,7 +93,7 @@ class Counters:
                     del self._expected[transfer_id]
 
     def clear(self, reason: str) -> None:
-        """Drop the counters of ended transfers; plans that have not arrived will not arrive."""
+        """Drop the counters of ended transfers, and fail waits for plans that have not arrived."""
         for arrivals in self._expected.values():
             for arrival in arrivals:
                 if not arrival.done():

@@ -479,15 +479,22 @@ class Rank(Unique):
         self._controller.change_weights(version)
 
     @contextmanager
-    def _replying(self, number: int, refusals: type[Exception] = AiokvError) -> Iterator[None]:
-        """Send the reply to a request, with the error of these classes that the block raises."""
+    def _replying(
+        self, number: int, refusals: type[Exception] = AiokvError
+    ) -> Iterator[list[float]]:
+        """Send the reply to a request, with the error of these classes that the block raises.
+
+        Yields:
+            The seconds of the reply, empty at first.
+        """
+        seconds: list[float] = []
         try:
-            yield
+            yield seconds
         except refusals as error:
             kind = type(error).__name__
             self._send(Reply(number=number, error=_reason_of(error), kind=kind))
         else:
-            self._send(Reply(number=number))
+            self._send(Reply(number=number, seconds=seconds))
 
     def _expect(self, message: Expect) -> None:
         with self._replying(message.number):
@@ -508,12 +515,13 @@ class Rank(Unique):
         self._controller.tickets.close_ticket(ticket_id, reason)
 
     async def _look_up(self, lookup: Lookup) -> None:
-        if lookup.group != ATTENTION:
-            found = await self._controller.stores.find(lookup.group, lookup.digests)
-            seconds = [found.latency_seconds, *found.seconds.tolist()]
-        else:
-            seconds = (await self._controller.stores.lookup(lookup.digests)).seconds.tolist()
-        self._send(Reply(number=lookup.number, seconds=seconds))
+        stores = self._controller.stores
+        with self._replying(lookup.number, Exception) as seconds:  # without one, the manager waits
+            if lookup.group == ATTENTION:
+                seconds += (await stores.lookup(lookup.digests)).seconds.tolist()
+            else:
+                found = await stores.find(lookup.group, lookup.digests)
+                seconds += [found.latency_seconds, *found.seconds.tolist()]
 
     def _on_closed(self, reason: str) -> None:
         self._disconnected.set_result(None)

@@ -70,9 +70,9 @@ class SaltQuota:
         """Return True if the blocks fit and no earlier request of the salt waits.
 
         Args:
-            salt: salt of a request that took its place before.
-            num_blocks: its blocks.
-            arrival: its number of ``sequence``.
+            salt: salt of a request that has a place in line.
+            num_blocks: blocks of the request.
+            arrival: number that the request has drawn from ``sequence``.
         """
         line = self._lines.get(salt)
         first = line.first() if line else None

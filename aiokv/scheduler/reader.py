@@ -676,7 +676,7 @@ _CORE_FIELDS = tuple(
 def _auxiliary(
     device_blocks: int, host_blocks: int, counts: GroupStatistics
 ) -> BlockGroupStatistics:
-    """Return the statistics of a group besides attention, whose evictions all make room."""
+    """Return the statistics of a group besides attention; all its evictions are for capacity."""
     return BlockGroupStatistics(
         device=TierStatistics(
             blocks=device_blocks,

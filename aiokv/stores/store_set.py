@@ -346,8 +346,8 @@ class StoreSet:
             accesses: gets each operation that accesses the host blocks.
 
         Returns:
-            The end of the fetch, at the latest when the deadline of each store that was asked has
-            passed.
+            The result of the fetch. The call returns at the latest when the deadlines of all asked
+            stores have passed.
 
         Cancellation: the loads of the stores are cancelled; see ``accesses`` for their ends.
         """

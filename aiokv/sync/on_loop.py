@@ -49,7 +49,7 @@ def inners_of(leases: Batch[Any] | Sequence[SyncLease]) -> Batch[Any] | list[Lea
     try:
         return [lease.inner for lease in leases]
     except AttributeError:
-        return [inner_of(lease) for lease in leases]  # raises
+        return [inner_of(lease) for lease in leases]  # raises the error that names the element
 
 
 def match(lease: SyncLease, port: Port, arguments: dict[str, Any]) -> None:

@@ -82,7 +82,7 @@ class RankLayers(Unique):
         self._num_layers = num_layers
         self._waits = waits
         self._arrived: list[Arrived] = []  # empty, or all
-        self._view: LayerView | None = None  # when all have arrived
+        self._view: LayerView | None = None  # set when all plans have arrived
         self.transfer_ids = transfer_ids
 
     def gpu_wait(self, layer: int, stream: Any, timeout: float | None = None) -> None:

@@ -73,7 +73,7 @@ class Service(Protocol):
         """Close at once: a callback of the loop has failed, and has ended ``serve``."""
 
     def note_end(self) -> None:
-        """Release what waits in other threads: the loop runs no callback any more."""
+        """Wake waiting threads: the loop runs no callback any more."""
 
     def new_closed_error(self) -> AiokvError:
         """Return the error of calls after the end of ``serve``."""

@@ -154,7 +154,7 @@ class ManualCopy:
         self._end(layer)
 
     def complete_all(self) -> None:
-        """complete() all layers that have not ended, ascending."""
+        """Call ``complete`` for all layers that have not ended, in ascending order."""
         for layer in self.pending_layers:
             self.complete(layer)
 

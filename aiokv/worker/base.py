@@ -248,7 +248,10 @@ class Tickets(Protocol):
 
     @property
     def ticket_key(self) -> bytes:
-        """Key of tickets, see ``aiokv.peers.ticket``; empty before ``open`` and without peers."""
+        """Key that signs tickets: see ``aiokv.peers.ticket``.
+
+        Empty before ``open``, and without peers.
+        """
 
     @property
     def layer_ends(self) -> list[int]:

@@ -219,7 +219,7 @@ class EventPoller:
 
     @property
     def idle(self) -> bool:
-        """Nothing is watched, and so nothing is scheduled."""
+        """True if no event is watched, so that no callback is scheduled."""
         return not self._soon and all(watch.callback is None for watch in self._watches())
 
     @property
@@ -254,7 +254,7 @@ class EventPoller:
         self._account()
         stream = self._streams.get(watch.key)
         if stream is None or not stream.queue or stream.queue[0] is not watch:
-            return  # it is removed when it is the oldest
+            return  # it is removed later, when it is the oldest
         now = time.monotonic()
         skipped_seconds = stream.drop_cancelled() - (watch.work_seconds or 0.0)
         self._next_of(stream, stream.ends_at + skipped_seconds, now)

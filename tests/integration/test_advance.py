@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 import warnings
 from array import array
@@ -12,7 +13,7 @@ import pytest
 
 from aiokv import Batch, CacheConfig, CacheEngine, Hit
 from aiokv.errors import LeaseError, UncoveredCommitWarning, UsageError
-from aiokv.testing import spin
+from aiokv.testing import record, spin
 from tests.harness.served import Served, computed
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.loop("asyncio")]
@@ -64,6 +65,36 @@ async def test_commits_belong_to_the_open_step():
         engine.step()
         await served.complete_offloads()
         lease.release()
+
+
+async def test_completed_blocks_are_saved_at_the_end_of_the_pass():
+    async with Served(device_blocks=16) as served:
+        lease = await computed(served, A)
+        await served.complete_offloads()
+        before = len(served.device.copies)
+        batch = served.engine.batch([lease])
+        served.engine.advance(batch, [4])
+        served.engine.advance(batch, [5])  # completes the second block; no step is closed
+        await spin(3)
+        assert len(served.device.copies) == before + 1
+        await served.complete_offloads()
+        lease.release()
+
+
+async def test_checksums_of_completed_blocks_are_recorded():
+    engine = CacheEngine(CacheConfig(block_tokens=2, device_blocks=8, verify="checksum"))
+    with record(engine) as recording:
+        async with engine, engine.match(A) as lease:
+            await lease.allocate(3)
+            lease.commit(3)
+            batch = engine.batch([lease])
+            engine.advance(batch, [4])
+            engine.advance(batch, [5])
+            second = lease.block_table[1]
+    advances = [t for t in recording.log.transitions if t.name == "advance_batch"]
+    assert [len(advance.effects.get("computed", ())) for advance in advances] == [0, 1]
+    block = np.array([second], "<i4").tobytes()
+    assert advances[1].effects["computed"] == [{"int32": base64.b64encode(block).decode()}]
 
 
 async def test_position_that_is_allocated_already_takes_no_block():
@@ -192,6 +223,7 @@ async def test_write_back_saves_blocks_before_they_make_room():
         for token in range(2, 8):
             while engine.advance(batch, [token]):
                 refused += 1
+                assert refused < 10
                 await served.complete_offloads()
         assert refused > 0
         lease.release()

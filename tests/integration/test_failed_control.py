@@ -216,6 +216,7 @@ NEXT: dict[str, Callable[[Model], Coroutine[Any, Any, None]]] = {
 }
 
 
+@pytest.mark.loop("asyncio")
 @pytest.mark.parametrize("following", NEXT)
 @pytest.mark.parametrize("cancelled", CALLS)
 async def test_call_after_a_cancelled_call_finds_no_half_of_it(cancelled, following):

@@ -293,7 +293,7 @@ async def test_a_failure_outside_the_model_does_not_end_the_loop_of_steps(model,
         def fail(*args):
             raise aiokv.errors.BrokenEngineError("a failure of the engine")
 
-        for name in ("extend", "step"):
+        for name in ("advance", "step"):
             with monkeypatch.context() as patch:
                 patch.setattr(served.engine, name, fail)
                 body = {"prompt": "hello", "max_tokens": 4}

@@ -257,7 +257,9 @@ async def test_one_batch_per_pass_has_the_changes_of_all_leases():
 async def test_slow_subscriber_gets_all_blocks_again_and_counts_what_was_dropped(caplog):
     view = View()
     async with CacheEngine(config(device_blocks=1500, host_blocks=0)) as engine:
-        async with engine.kv_events(max_queued_blocks=1024) as events:
+        events = engine.kv_events(max_queued_blocks=1024)
+        assert (events.dropped_blocks, events.restarts) == (0, 0)
+        async with events:
             take_all(events, view)
             await compute(engine, prompt(1, 500))
             await compute(engine, prompt(2, 500))

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import math
 import random
+import time
 from collections import Counter
 from contextvars import ContextVar
 from typing import Any
@@ -555,9 +556,11 @@ async def test_receives_and_sends_belong_to_their_leases():
     tokens = prompt(30)
     async with two_engines() as (p, d), await d.granted(tokens) as lease:
         with p.engine.inspect.observing() as sent, d.engine.inspect.observing() as received:
+            began_at = time.monotonic()
             async with lease.receive(timeout=PATIENCE_SECONDS) as receiving:
                 prefill = asyncio.create_task(p.prefill(tokens, receiving.ticket, step=8))
                 assert await receiving.wait() == 30
+                arrived_at = time.monotonic()
             await prefill
             await spin(5)
         sends = [span for span in sent.transfers if span.route == "send"]
@@ -567,6 +570,8 @@ async def test_receives_and_sends_belong_to_their_leases():
         assert {span.lease_id for span in receives} == {lease.id}
         assert all(span.lease_id and span.started_at for span in sends)
         assert phases(received, "peer") == [("unnamed", "peer", "done")]
+        (wait,) = [phase for phase in received.phases if phase.phase == "peer"]
+        assert began_at <= wait.began_at <= arrived_at
         check_times(sent)
         check_times(received)
 

@@ -14,7 +14,7 @@ from aiokv.peers.messages import Want
 
 from .world import EQUAL, GROUPS, RANGES, SPLIT, World
 
-# The checks of invariants take most of the time of a walk; a violation stays until a later check.
+# Steps of a walk per check of the invariants: checks take most of its time, and a violation lasts.
 CHECK_EVERY = 1 if os.environ.get("AIOKV_DEEP") else 4
 
 

@@ -51,6 +51,16 @@ def test_spare_credits_are_used_before_others_are_asked_for(queue):
     assert queue.violations() == []
 
 
+def test_no_credit_is_asked_for_while_spare_ones_suffice(queue):
+    first, second = fragments(queue, 2)
+    queue.add([first])
+    queue.add_credits(CREDITS[:1])
+    first.dropped = True
+    queue.remove_dropped()
+    assert queue.add([second]) == queue.wanted == 0
+    assert queue.violations() == []
+
+
 def test_credits_and_wishes_that_no_fragment_waits_for_are_given_back(queue):
     waiting = fragments(queue, 4)
     queue.add(waiting)

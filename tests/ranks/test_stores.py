@@ -31,6 +31,7 @@ from aiokv.testing import ScriptedStore, run_until_idle, running_clock, spin
 from aiokv.wire.frames import ProtocolError
 from aiokv.worker.device.base import CopyError
 from aiokv.worker.layers import LayerDoneCounter
+from aiokv.worker.stores import WorkerStores
 from tests.ranks.loopback import PATIENT, Ranked
 from tests.ranks.raw import frame_of
 
@@ -94,6 +95,18 @@ async def test_dead_store_of_one_rank_makes_misses_and_no_errors(tmp_path, opera
         saved = r.engine.statistics().attention.saved_blocks
         assert saved == (0 if operation == "save" else 8)
         assert r.group.failure is None
+
+
+async def test_lookup_that_raises_in_a_rank_is_answered_with_a_miss(tmp_path, monkeypatch):
+    async def lookup(self: WorkerStores, digests: bytes) -> None:
+        raise RuntimeError("a defect")
+
+    stores = await filled(tmp_path)
+    timeouts = RankTimeouts(heartbeat=1000.0, silence=500.0, lookup=400.0)
+    async with ranked(tmp_path, stores, timeouts=timeouts) as r:
+        monkeypatch.setattr(WorkerStores, "lookup", lookup)
+        async with asyncio.timeout(30):
+            assert await r.serve(A, wait_store=math.inf) == 0
 
 
 async def test_rank_that_does_not_answer_a_lookup_makes_a_miss(tmp_path):

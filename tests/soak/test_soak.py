@@ -105,7 +105,7 @@ def test_intact_blocks_are_not_reported(monkeypatch, tmp_path, stores):
         1,
         log,
         ROUNDS,
-        enough=lambda totals: totals.rounds >= 4 and totals.onloaded_blocks > 0,
+        enough=lambda totals: totals.rounds >= 2 and totals.onloaded_blocks > 0,
     )
     assert totals.onloaded_blocks > 0
     assert (totals.corrupted_blocks, totals.corrupted_found) == (0, 0)
@@ -145,7 +145,7 @@ def test_blocks_of_stores_are_read_after_a_restart(monkeypatch, tmp_path, kind):
         4,
         tmp_path / "transitions.jsonl",
         ROUNDS,
-        enough=lambda totals: totals.rounds >= 4 and is_covered(totals),
+        enough=lambda totals: totals.rounds >= 2 and is_covered(totals),
     )
     assert totals.engines > totals.rounds
     assert is_covered(totals)

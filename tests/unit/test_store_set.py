@@ -177,6 +177,19 @@ async def test_a_part_of_an_answer_serves_a_fetch_that_begins_later():
         assert [len(keys) for _, keys in first.keys] == [8, 1]
 
 
+async def test_answer_of_a_repeated_lookup_is_kept_longest(monkeypatch):
+    monkeypatch.setattr("aiokv.stores.store_set.REMEMBERED_LOOKUPS", 2)
+    first = ScriptedStore("a")
+    second = await put(ScriptedStore("b"), range(3))
+    async with Stores(first, second) as s:
+        for number in (0, 1, 0, 2):
+            assert await s.lookup(number) == 1
+        assert (await s.fetch(0)).blocks == 1
+        assert first.calls["load"] == 0  # known not to have it
+        assert (await s.fetch(1)).blocks == 1
+        assert first.calls["load"] == 1
+
+
 async def test_deadline_ends_a_fetch_and_another_store_does_not_write_into_its_blocks():
     first = await put(ScriptedStore("a"), [1, 2])
     second = await put(ScriptedStore("b"), [0, 1, 2])

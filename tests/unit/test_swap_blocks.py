@@ -80,7 +80,7 @@ def test_a_swap_waits_for_the_work_of_its_stream():
         ({"host_ids": [0, 6]}, UsageError, "6"),
         ({"host_ids": [0, 2**40]}, UsageError, "host_ids"),
         ({"device_ids": [1, 1]}, UsageError, "duplicate destination"),
-        ({"device_ids": [1]}, UsageError, "1 device_ids and 2 host_ids"),
+        ({"device_ids": [1]}, UsageError, "device_ids has 1 ids and host_ids has 2"),
         ({"device_ids": [[1, 2]]}, UsageError, "device_ids"),
         ({"device_ids": [0.5, 1]}, UsageError, "device_ids"),
         ({"direction": "sideways"}, UsageError, "direction"),

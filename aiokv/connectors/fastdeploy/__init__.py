@@ -18,7 +18,7 @@ What changes in FastDeploy, with its cache manager v1 (``ENABLE_V1_KVCACHE_MANAG
        )
 
 5. In the loop of the worker process: call ``cache_controller.submit_swap_tasks`` for a batch
-   without requests, too. For others the model runner does.
+   without requests, too. For a batch with requests, the model runner calls it.
 
 ``socket`` is the same path on both sides, in a directory of this user. ``record_event`` returns a
 new event, recorded on the stream of the model. FastDeploy's requests and its ``BatchRequest`` stay

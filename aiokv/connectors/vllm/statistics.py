@@ -37,7 +37,7 @@ GAUGES: Final = {
     "requests": "Requests that the connector follows",
     "prefill_tokens_per_second": "Configured or measured speed of the model on prompts",
     "store_load_bytes_per_second": "Measured bandwidth of loads, summed over stores and ranks",
-    "store_save_bytes_per_second": "Likewise, of saves",
+    "store_save_bytes_per_second": "The same for saves",
     "usable": "1, or 0 after a failure of the cache",
 }
 

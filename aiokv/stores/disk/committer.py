@@ -322,7 +322,7 @@ class Committer:
         self._rewrite = False
         self._next_compaction = 0
         self.compactions += 1
-        await self._threads.run(lambda _: old.close())  # takes long: its blocks become free
+        await self._threads.run(lambda _: old.close())  # slow: the file system frees its blocks
 
     async def _write_snapshot(self, new: Journal) -> None:
         async def write(records: bytes) -> None:

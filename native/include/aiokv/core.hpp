@@ -196,7 +196,7 @@ class Core {
         state_.discard_snapshot(leases_.at(id), slot);
     }
     std::vector<std::uint32_t> snapshot_points(LeaseId id) const;
-    // A save of blocks of one group to host memory; 0: there is nothing to copy.
+    // Begins a save of blocks of one group to host memory. Returns 0 if there is nothing to save.
     TransferId take_group_save() { return auxiliary_.take_save(); }
     bool is_move(TransferId id) const { return transfers_.is_move(id); }
     const Move& move(TransferId id) const { return transfers_.move(id); }

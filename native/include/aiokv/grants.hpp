@@ -48,13 +48,13 @@ class Grants {
           store_saver_(store_saver),
           fetches_(fetches) {}
 
-    // Throws what allocate would, of a request that can never be granted. `reserve`: free or
+    // Throws the error of allocate() if the request can never be granted. `reserve`: free or
     // evictable blocks that the grant leaves to extend(); by default as configured.
     void check_request(const Lease& lease, std::int64_t num_tokens, Reserve reserve) const;
-    // kNone, holding nothing, when there is not enough room now.
+    // Returns kNone, and takes no block, if there is not enough room now.
     Grant allocate(Lease& lease, std::int64_t num_tokens, Reserve reserve);
-    // Would allocate() grant now? Evicts nothing. `saves`: the caller answers a refused grant with
-    // take_write_backs(), and tries once more when there is nothing to save.
+    // Returns true if allocate() would grant now. Evicts nothing. `saves`: the caller answers a
+    // refused grant with take_write_backs(), and tries once more when there is nothing to save.
     bool can_allocate(Lease& lease, std::int64_t num_tokens, bool saves, Reserve reserve);
     // The device blocks that allocate() could take now for a lease without cached blocks, whatever
     // the reserve, up to `limit`; `limit` itself exactly when it could take as many. `saves` as for
@@ -62,7 +62,7 @@ class Grants {
     std::uint32_t allocatable_blocks(std::uint32_t limit, bool saves) {
         return takeable_blocks(limit, saves, Residency::Unsaved::kKept);
     }
-    // Likewise for extend().
+    // The device blocks that extend() could take now, up to `limit`.
     std::uint32_t extendable_blocks(std::uint32_t limit, bool saves) {
         return takeable_blocks(limit, saves, unsaved_of_running());
     }

@@ -107,17 +107,17 @@ class PeerTransfers {
         }
     }
 
-    // The blocks of a group that are needed behind `num_tokens` positions; of attention, those from
-    // `first_block` on. Throw LeaseError or UsageError, changing nothing.
+    // Receives, or sends, the blocks of a group that are needed behind `num_tokens` positions; of
+    // attention, those from `first_block` on. Throws LeaseError or UsageError, changing nothing.
     TransferId receive(Lease& lease, const TicketId& ticket, std::int64_t num_tokens, GroupId group,
                        std::int64_t first_block, Step step);
-    // With a mark, of layers of attention that need not be computed before `step` has ended.
+    // With a mark, the sent layers of attention may be computed after the end of `step`.
     TransferId send(Lease& lease, const TicketId& ticket, std::int64_t num_tokens, GroupId group,
                     std::int64_t first_block, LayerRanges layers, std::uint64_t mark, Step step);
-    // No caller waits for the transfers of this ticket: those in flight are abandoned. Returns
-    // true when the lease has windows of the ticket behind positions that will not be committed.
+    // Abandons the transfers of a ticket. Returns true if the lease has windows of the ticket
+    // behind positions that will not be committed.
     bool end_ticket(const Lease& lease, const TicketId& ticket);
-    // Likewise for all transfers: the cached bytes are no longer valid.
+    // Abandons all transfers, because the cached bytes are no longer valid.
     void end_all();
 
     bool has(TransferId id) const { return in_flight_.contains(id); }
@@ -179,7 +179,7 @@ class PeerTransfers {
     // have been received.
     TransferId receive_group(Lease& lease, const TicketId& ticket, GroupId group,
                              std::int64_t num_tokens, Step step);
-    // Behind exactly the positions that the lease has computed.
+    // Sends the blocks that the group needs behind exactly the computed positions of the lease.
     TransferId send_group(Lease& lease, const TicketId& ticket, GroupId group,
                           std::int64_t num_tokens);
     void check_ready(const Lease& lease, const char* verb) const;

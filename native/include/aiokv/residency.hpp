@@ -122,8 +122,8 @@ class Residency {
     // The host ids of a fetch, as far as there is room: it comes from blocks on the host alone
     // first, then from host copies of clean blocks. The fetch owns them.
     std::vector<BlockId> take_fetch_room(std::size_t blocks);
-    // The fetched block of a node: the index takes its host id. Returns false, changing nothing,
-    // when the node has a host copy, or is getting one.
+    // Gives a node the host copy that was fetched for it. Returns false and changes nothing if the
+    // node has a host copy, or is getting one.
     bool give_host_copy(PrefixTree::Found found, BlockId host);
     // New nodes, in path order, are evictable from now on.
     void enqueue_fetched(std::span<const NodeId> nodes);

@@ -76,8 +76,8 @@ class ReturnRates {
     void rank();
 
     double window_;
-    std::array<Ages, ReuseFeatures::kClasses> returns_{};  // came back at that age
-    std::array<Ages, ReuseFeatures::kClasses> waiting_{};  // waited at that age, x units
+    std::array<Ages, ReuseFeatures::kClasses> returns_{};  // returns of prompts, by age
+    std::array<Ages, ReuseFeatures::kClasses> waiting_{};  // units in which prompts waited, by age
     Ages base_{};                                          // returns of one stretch in one unit
     std::array<std::array<double, 8>, 3> factors_ = {
         {{1, 1, 1, 1, 1, 1, 1, 1}, {1, 1, 1, 1, 1, 1, 1, 1}, {1, 1, 1, 1, 1, 1, 1, 1}}};

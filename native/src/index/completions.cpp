@@ -57,7 +57,7 @@ void Completions::settle(Lease& lease, TransferId id) {
     if (lease.onloads.empty()) publication_.settle(lease);
 }
 
-// `good_blocks` of the whole transfer are proven.
+// Ends the tail of a transfer, of which `good_blocks` leading blocks were copied correctly.
 void Completions::finish_tail(const Transfer& transfer, std::uint32_t good_blocks) {
     if (transfer.tail_owner == 0) return;
     const std::size_t nodes = transfer.nodes.size();

@@ -214,7 +214,8 @@ class Residency::Forecast {
     std::unordered_set<NodeId> gone_;
     std::unordered_set<NodeId> deferred_;
     std::unordered_set<NodeId> droppable_;
-    std::unordered_map<NodeId, std::pair<std::uint32_t, std::uint32_t>> gone_children_;  // dropped
+    std::unordered_map<NodeId, std::pair<std::uint32_t, std::uint32_t>>
+        gone_children_;  // children that the forecast has dropped, by parent
 };
 
 }  // namespace aiokv

@@ -8,8 +8,8 @@ namespace aiokv {
 namespace {
 
 // Chosen like those of LeadTest on tests/harness/trace_families.py, seeds below 200.
-constexpr double kSwitchCost = 0.125;         // hits that a change costs, a share of the room
-constexpr std::uint32_t kSampledRoom = 1024;  // stretches that fit a shadow cache, at least
+constexpr double kSwitchCost = 0.125;  // hits that a change costs, as a share of the capacity
+constexpr std::uint32_t kSampledRoom = 1024;  // least capacity of a shadow cache in stretches
 
 std::uint32_t sample_shift_of(std::uint32_t room) {
     return std::max<int>(0, std::bit_width(room / kSampledRoom) - 1);

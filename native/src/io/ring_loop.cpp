@@ -67,7 +67,7 @@ void RingLoop::cancel(const RingCommands::Taken& taken) {
     }
 }
 
-// Old kernels wait in this call until nothing is in flight, so nothing may be.
+// Call without requests in flight: old kernels block in this call until all requests have ended.
 void RingLoop::do_registrations() {
     if (in_kernel_ > 0) return;
     for (const auto& registration : registrations_) register_buffer(registration);

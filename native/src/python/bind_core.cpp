@@ -293,8 +293,8 @@ LeaseTuple lease_tuple(const Lease& lease, std::uint32_t block_tokens) {
                           lease.computed_tokens, lease.table.size());
 }
 
-// Writes the integers of a list to `out`. Returns how many of them, from the first on, are of the
-// type int and fit in 32 bits.
+// Writes the leading integers of a list or an array to `out`. Returns how many of them, from the
+// first on, are of the type int and fit in 32 bits.
 std::size_t copy_ints(const nb::typed<nb::list, nb::object>& list, MutableTokenArray out) {
     std::int32_t* target = out.data();
     const std::size_t count = std::min(list.size(), out.size());
@@ -308,6 +308,20 @@ std::size_t copy_ints(const nb::typed<nb::list, nb::object>& list, MutableTokenA
         target[i] = narrow;
     }
     return count;
+}
+
+std::size_t copy_int64s(const LeaseIdArray& array, MutableTokenArray out) {
+    const std::span<const std::int64_t> values(array.data(), std::min(array.size(), out.size()));
+    std::int64_t wrong = 0;  // without a branch per element, the loop is vectorized
+    for (std::size_t i = 0; i < values.size(); ++i) {
+        out.data()[i] = static_cast<std::int32_t>(values[i]);
+        wrong |= values[i] ^ out.data()[i];
+    }
+    if (wrong == 0) return values.size();
+    const auto first = std::find_if(values.begin(), values.end(), [](std::int64_t value) {
+        return value != static_cast<std::int32_t>(value);
+    });
+    return static_cast<std::size_t>(first - values.begin());
 }
 
 void bind_statistics(nb::module_& m) {
@@ -389,8 +403,9 @@ void bind_core(nb::module_& m) {
     m.attr("ATTENTION_GROUP") = kAttention;
     m.attr("STATE_GROUP") = kRecurrentState;
     m.def("copy_ints", &copy_ints, "list"_a, "out"_a.noconvert(),
-          "Write the integers of a list to `out`; return how many of them, from the first on, are "
-          "ints of 32 bits.");
+          "Write the integers of a list or an array to `out`; return how many of them, from the "
+          "first on, are ints of 32 bits.");
+    m.def("copy_ints", &copy_int64s, "array"_a.noconvert(), "out"_a.noconvert());
     nb::enum_<Outcome>(m, "Outcome")
         .value("DONE", Outcome::kDone)
         .value("FAILED", Outcome::kFailed)

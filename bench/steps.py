@@ -1,0 +1,210 @@
+"""CPU time of a decode step, of token lists, and of calls that hold the loop behind long prompts.
+
+* ``decode_us``: a step of 64 and of 256 requests with 512 computed positions, whose tokens come as
+  an int32 array: ``engine.advance``, an empty ``engine.computing`` block and ``engine.step``;
+  ``single_verbs``: the same step by ``extend``, and ``append`` and ``commit`` of each lease;
+  ``in_a_thread``: ``advance``, ``computing`` and ``step`` in one crossing of ``aiokv.sync``,
+  CPU time of both threads.
+* ``tokens_us``: ``match`` of 100,000 tokens as a list and as arrays, and ``append`` of one token.
+* ``held_ms``: calls behind a committed prompt of 10^6 tokens, and the opening of an engine of 10^7
+  blocks.
+
+Medians of CPU time of the calling thread. Other cache managers are measured where their wheels are
+installed; this bench has no code for them yet, and says which are missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import statistics
+import sys
+import time
+from array import array
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from aiokv import CacheConfig, CacheEngine
+from aiokv.sync import SyncEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiokv import Lease
+
+PROMPT_TOKENS: Final = 512
+BLOCK_TOKENS: Final = 16
+OTHERS: Final = ("vllm", "sglang")
+
+cpu_ns = time.thread_time_ns
+
+
+def run(quick: bool) -> dict[str, Any]:
+    for name in OTHERS:
+        if importlib.util.find_spec(name) is None:
+            print(f"bench steps: {name} is not installed: not compared", file=sys.stderr)
+    steps = 100 if quick else 1_000
+    return {
+        "decode_us": {
+            f"{leases}_leases": {
+                **asyncio.run(_decode(leases, steps)),
+                "in_a_thread": _decode_in_a_thread(leases, steps),
+            }
+            for leases in (64, 256)
+        },
+        "tokens_us": asyncio.run(_tokens(10_000 if quick else 100_000)),
+        "held_ms": asyncio.run(_held(10**5 if quick else 10**6, 10**5 if quick else 10**7)),
+    }
+
+
+def _config(leases: int, steps: int) -> CacheConfig:
+    blocks = leases * ((PROMPT_TOKENS + 2 * steps) // BLOCK_TOKENS + 2)
+    return CacheConfig(block_tokens=BLOCK_TOKENS, device_blocks=blocks)
+
+
+def _prompt(number: int) -> np.ndarray:
+    return np.arange(PROMPT_TOKENS, dtype=np.int32) + np.int32(number * PROMPT_TOKENS)
+
+
+async def _decode(num_leases: int, steps: int) -> dict[str, float]:
+    async with CacheEngine(_config(num_leases, steps)) as engine:
+        leases: list[Lease] = []
+        for number in range(num_leases):
+            lease = await engine.match(_prompt(number)).allocate(PROMPT_TOKENS)
+            lease.commit(PROMPT_TOKENS)
+            leases.append(lease)
+        batch = engine.batch(leases)
+        samples: dict[str, list[float]] = {}
+        for number in range(steps):
+            tokens = np.full(num_leases, number, np.int32)
+            times = [cpu_ns()]
+            with engine.computing(batch):
+                pass
+            times.append(cpu_ns())
+            engine.advance(batch, tokens)
+            times.append(cpu_ns())
+            engine.step()
+            times.append(cpu_ns())
+            await asyncio.sleep(0)
+            computing, advance, step = np.diff(times) / 1e3
+            for name, value in (
+                ("advance", advance),
+                ("computing", computing),
+                ("step", step),
+                ("all", advance + computing + step),
+            ):
+                samples.setdefault(name, []).append(float(value))
+        for number in range(steps):
+            began = cpu_ns()
+            _single_verbs(engine, leases, number)
+            samples.setdefault("single_verbs", []).append((cpu_ns() - began) / 1e3)
+            await asyncio.sleep(0)
+        for lease in leases:
+            lease.release()
+        return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def _single_verbs(engine: CacheEngine, leases: list[Lease], token: int) -> None:
+    engine.extend(leases, 1)
+    for lease in leases:
+        lease.append([token])
+    with engine.computing(leases):
+        pass
+    for lease in leases:
+        lease.commit(lease.num_tokens)
+    engine.step()
+
+
+def _decode_in_a_thread(num_leases: int, steps: int) -> float:
+    samples = []
+    with SyncEngine(_config(num_leases, steps)) as engine:
+        batch = engine.batch()
+        for number in range(num_leases):
+            lease = engine.match(_prompt(number))
+            lease.allocate(PROMPT_TOKENS).result()
+            lease.commit(PROMPT_TOKENS)
+            batch.add(lease)
+        tokens = np.zeros(num_leases, np.int32)
+        for _ in range(steps):
+            began = time.process_time_ns()
+            with engine.calls() as calls:
+                computing = calls.begin_computing(batch)
+                calls.end_computing(computing)
+                calls.advance(batch, tokens)
+                calls.step()
+            samples.append((time.process_time_ns() - began) / 1e3)
+        with engine.calls() as calls:
+            for lease in batch:
+                calls.release(lease)
+    return statistics.median(samples)
+
+
+async def _tokens(length: int) -> dict[str, float]:
+    numbers = np.arange(length, dtype=np.int32)
+    kinds: dict[str, Any] = {
+        "int32": numbers,
+        "int64": numbers.astype(np.int64),
+        "array": array("i", numbers.tolist()),
+        "list": numbers.tolist(),
+    }
+    async with CacheEngine(CacheConfig(device_blocks=length // BLOCK_TOKENS + 10_000)) as engine:
+
+        def match(tokens: Any) -> None:
+            engine.match(tokens).release()
+
+        found = {
+            f"match_{kind}": _median_us(lambda t=tokens: match(t), 15)  # type: ignore[misc]
+            for kind, tokens in kinds.items()
+        }
+        lease = await engine.match([1]).allocate(1)
+        engine.extend([lease], 100_000)
+        calls = 1_000
+
+        def append() -> None:
+            for _ in range(calls):
+                lease.append([7])
+
+        found["append_one"] = _median_us(append, 15) / calls
+        lease.release()
+    return found
+
+
+def _median_us(function: Callable[[], object], repeats: int) -> float:
+    samples = []
+    for _ in range(repeats):
+        began = cpu_ns()
+        function()
+        samples.append((cpu_ns() - began) / 1e3)
+    return statistics.median(samples)
+
+
+async def _held(prompt_tokens: int, device_blocks: int) -> dict[str, float]:
+    found: dict[str, float] = {}
+
+    def note(name: str, began: int) -> None:
+        found[name] = (cpu_ns() - began) / 1e6
+
+    prompt = np.arange(prompt_tokens, dtype=np.int32)
+    blocks = prompt_tokens // BLOCK_TOKENS + 16
+    async with CacheEngine(CacheConfig(device_blocks=blocks, host_blocks=blocks)) as engine:
+        async with engine.match(prompt) as lease:
+            await lease.allocate(prompt_tokens)
+            lease.commit(prompt_tokens)
+            began = cpu_ns()
+            engine.step()
+            note("step", began)
+        await engine.drain()
+        await engine.evict(blocks)
+        fetching = engine.prefetch(prompt)
+        began = cpu_ns()
+        fetching.send(None)  # up to its first wait
+        note("prefetch", began)
+        fetching.close()
+        await engine.drain()
+    began = cpu_ns()
+    engine = CacheEngine(CacheConfig(device_blocks=device_blocks))
+    await engine.__aenter__()
+    note("open", began)
+    await engine.aclose()
+    return found
