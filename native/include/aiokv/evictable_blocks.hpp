@@ -37,6 +37,10 @@ class EvictableBlocks final : private SplitListener {
     // In a queue, or deferred.
     bool is_listed(NodeId node) const { return tree_.run(node).has(kQueued | kParked); }
     void defer(RunId run);
+    // A block with a device copy.
+    bool is_deferred(NodeId node) const {
+        return deferred_device_ > 0 && tree_.run(node).has(kParked);
+    }
     // Puts a deferred block back to the front of its queue, if it can be evicted now.
     void requeue_if_free(NodeId node);
     // Marks a path as used now; its deepest block counts as the least recently used.
@@ -44,7 +48,8 @@ class EvictableBlocks final : private SplitListener {
     // The first swapped lease is about to hold the node, or the last one has released it.
     void begin_hold(NodeId node);
     void end_hold(NodeId node);
-    // The last `count` blocks of a queued run, below which there are none, leave tier and tree.
+    // The last `count` blocks of a queued run, which nothing holds and below which there are none,
+    // leave tier and tree.
     void trim(RunId run, std::uint32_t count);
 
     NodeId device_front() { return tree_.last_of(device_.front()); }
