@@ -617,6 +617,25 @@ TEST(resize_succeeds_when_the_last_of_leases_transfers_and_steps_has_ended) {
     CHECK_EQ(cache.core.device_blocks(), 2u);
 }
 
+TEST(a_call_begins_a_bounded_number_of_backups_oldest_first) {
+    const auto blocks = static_cast<std::uint32_t>(2 * Saver::kMostBackups + 1);
+    Cache cache(blocks, blocks);
+    std::vector<std::int32_t> tokens(blocks);
+    std::iota(tokens.begin(), tokens.end(), 1);
+    const LeaseId id = cache.serve(tokens);
+    std::vector<BlockId> saved;
+    for (const std::size_t expected : {Saver::kMostBackups, Saver::kMostBackups, std::size_t{1}}) {
+        const TransferId backup = cache.core.take_backups();
+        const auto& copied = cache.core.transfer(backup).device_blocks;
+        CHECK_EQ(copied.size(), expected);
+        saved.insert(saved.end(), copied.begin(), copied.end());
+        CHECK_EQ(cache.core.has_queued_backups(), saved.size() < blocks);
+        cache.check();
+    }
+    CHECK_EQ(cache.core.take_backups(), 0u);
+    CHECK(saved == cache.core.lease(id).table);
+}
+
 TEST(contexts_share_nothing) {
     Cache cache(8);
     const std::vector<std::int32_t> tokens{1, 2, 3};
