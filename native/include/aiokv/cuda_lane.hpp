@@ -26,7 +26,7 @@ struct EngineOptions {
     std::uint32_t num_slots = 2;      // slots of the staging ring
     std::uint32_t queued_pieces = 8;  // pieces submitted ahead
     int staged_blocks = 8;            // CTAs of scatter and gather: 350 GB/s, six times the link
-    int direct_blocks = 3;  // CTAs across the link: two are enough unless slices are small
+    int direct_blocks = 3;            // CTAs across the link: enough for large slices
     double link_bytes_per_second = 50e9;  // only to guess when a slot frees
     PlannerOptions planner;
 };
