@@ -26,8 +26,9 @@ Residency::Residency(const CoreConfig& config, Index& index, StoredBlocks& store
       host_copies_(config.host_blocks),
       evictable_(config, tree_) {}
 
-// Leases of a detached node use its device copy only, and no swapped lease can be resumed with it.
-// Without a device copy, transfers that hold the node may read the host copy.
+// Frees a detached node when nothing uses it. Leases use its device copy only, and no swapped lease
+// can be resumed with it. Without a device copy, transfers that hold the node may read the host
+// copy.
 void Residency::free_if_unowned(NodeId node) {
     Node& n = tree_[node];
     if (n.pins > 0) return;
@@ -47,7 +48,7 @@ void Residency::free_if_unowned(NodeId node) {
     if (n.holds == 0) tree_.free(node);
 }
 
-// Makes the node unmatchable; copies that no lease and no transfer owns are freed at once.
+// Makes the node unmatchable, and frees copies that no lease and no transfer uses.
 void Residency::detach(NodeId node) {
     Node& n = tree_[node];
     evictable_.dequeue(tree_.run_of(node));  // all of it: the blocks below are dropped, too
@@ -71,7 +72,7 @@ void Residency::drop_subtree(NodeId top) {
     }
 }
 
-// Drop a node and all below it.
+// Drops a node and all below it.
 void Residency::drop(NodeId node) {
     const NodeId parent = tree_.parent(node);
     tree_.unlink(node);
@@ -132,8 +133,9 @@ bool Residency::evict_one_device(Unsaved unsaved) {
     return false;
 }
 
-// The block at the front of its queue is blocked, and so are those above it in its run: each has a
-// child. Those that a save keeps where they are stay in the queue, with all behind them.
+// Defers a blocked block at the front of its queue, and those above it in its run, because each of
+// them has a child. If eviction stops at saves, blocks that wait for a save stay in the queue, and
+// so do the blocks above them.
 void Residency::defer(NodeId front, bool stops_at_saves) {
     NodeId from = front;
     const NodeId first = tree_.run(front).first;
@@ -141,8 +143,8 @@ void Residency::defer(NodeId front, bool stops_at_saves) {
     evictable_.defer(tree_.split_before(from));
 }
 
-// Evicts blocks at the front of the device queue that have no other copy and that nothing needs,
-// all of one run; at most `most`. Returns their number.
+// Evicts blocks of one run at the front of the device queue that have no other copy and that
+// nothing needs; at most `most`. Returns their number.
 std::uint32_t Residency::evict_plain(std::uint32_t most) {
     const NodeId last = evictable_.device_front();
     if (last == kNone || config_.write_policy != SavePolicy::kNone) return 0;

@@ -51,14 +51,15 @@ std::uint32_t ShadowCache::use(std::span<const std::uint64_t> keys,
     std::uint32_t missing = 0;
     for (const std::uint64_t key : keys) {
         Id id = find(static_cast<std::uint32_t>(key));
-        if (id != kNil && stretches_[id].prev == kNil) id = kNil;  // equal tags in one prompt
+        if (id != kNil && stretches_[id].prev == kNil)
+            id = kNil;  // two of the prompt have equal tags
         if (id != kNil) queue_.remove(id);
         hits += id != kNil && missing == 0;
         missing += id == kNil;
         prompt_.push_back(id);
     }
     while (held_ + missing > room_ && queue_.size() > 0) evict_one();
-    for (std::size_t i = keys.size(); i-- > 0;) {  // deepest first, as a lease is released
+    for (std::size_t i = keys.size(); i-- > 0;) {  // deepest first, like the release of a lease
         if (prompt_[i] == kNil) prompt_[i] = insert(static_cast<std::uint32_t>(keys[i]));
         stretches_[prompt_[i]].reuse_class = has_classes_ ? classes[i] : ReuseClass{0};
         queue_.push_back(prompt_[i]);
