@@ -38,6 +38,10 @@ class EvictableBlocks final : private SplitListener {
     // Returns true if the block is in a queue or deferred.
     bool is_listed(NodeId node) const { return tree_.run(node).has(kQueued | kParked); }
     void defer(RunId run);
+    // Returns true if a block with a device copy is deferred.
+    bool is_deferred(NodeId node) const {
+        return deferred_device_ > 0 && tree_.run(node).has(kParked);
+    }
     // Puts a deferred block back to the front of its queue, if it can be evicted now.
     void requeue_if_free(NodeId node);
     // Marks a path as used now; its deepest block counts as the least recently used.
@@ -45,8 +49,8 @@ class EvictableBlocks final : private SplitListener {
     // Call before the first swapped lease holds the node, and after the last one has released it.
     void begin_hold(NodeId node);
     void end_hold(NodeId node);
-    // Removes the last `count` blocks of a queued run from the tier and the tree. They must have no
-    // children.
+    // Removes the last `count` blocks of a queued run from the tier and the tree. Nothing may hold
+    // them, and they must have no children.
     void trim(RunId run, std::uint32_t count);
 
     NodeId device_front() { return tree_.last_of(device_.front()); }

@@ -176,7 +176,13 @@ class Residency {
         return tree_[node].has(kHostLoading) && config_.write_policy == SavePolicy::kWriteBack;
     }
     bool evict_one_device(Unsaved unsaved);
+    template <class Is>
+    std::uint32_t count_up(NodeId last, std::uint32_t most, Is is) const;
+    void forget_tail(RunId id, std::uint32_t count);
     std::uint32_t evict_plain(std::uint32_t most);
+    std::uint32_t evict_clean(std::uint32_t most);
+    std::uint32_t evict_some_device(std::uint32_t most, Unsaved unsaved);
+    std::uint32_t evict_some_host(std::uint32_t most);
     void defer(NodeId front, bool stops_at_saves);
     bool evict_one_host();
     void release_device_copy(NodeId node);

@@ -80,9 +80,9 @@ void EvictableBlocks::dequeue(RunId id) {
 }
 
 void EvictableBlocks::trim(RunId id, std::uint32_t count) {
-    const std::uint32_t length = tree_.runs()[id].length;
     queued_of(id) -= count;
-    if (count == length) queue_of(id).remove(id);
+    if (!is_on_device(id)) idle_host_ -= count;
+    if (count == tree_.runs()[id].length) queue_of(id).remove(id);
     tree_.trim(id, count);
 }
 

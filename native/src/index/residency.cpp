@@ -143,33 +143,96 @@ void Residency::defer(NodeId front, bool stops_at_saves) {
     evictable_.defer(tree_.split_before(from));
 }
 
+// Returns how many blocks of a run, counted upwards from `last`, satisfy `is`; at most `most`.
+template <class Is>
+std::uint32_t Residency::count_up(NodeId last, std::uint32_t most, Is is) const {
+    most = std::min(most, last - tree_.run(last).first + 1);
+    std::uint32_t count = 0;
+    while (count < most && is(tree_[last - count])) ++count;
+    return count;
+}
+
+// Removes the last `count` blocks of a run, whose copies were given back, from the tree.
+void Residency::forget_tail(RunId id, std::uint32_t count) {
+    const Run run = tree_.runs()[id];
+    for (std::uint32_t i = 0; i < count; ++i) {
+        Node& n = tree_[run.last() - i];
+        n.clear(kBackupQueued);
+        n.set(kDetached);
+        events_.changed(run.last() - i);
+    }
+    uncounted_.dropped += count;
+    index_.change();
+    evictable_.trim(id, count);
+    if (count == run.length) note_lost_child(run.parent);
+}
+
 // Evicts blocks of one run at the front of the device queue that have no other copy and that
 // nothing needs; at most `most`. Returns their number.
 std::uint32_t Residency::evict_plain(std::uint32_t most) {
     const NodeId last = evictable_.device_front();
     if (last == kNone || config_.write_policy != SavePolicy::kNone) return 0;
-    const RunId id = tree_.run_of(last);
-    const Run& run = tree_.runs()[id];
-    if (run.child != kNone || run.has(kMayBeAhead)) return 0;
-    const auto is_plain = [this](NodeId node) {
-        const Node& n = tree_[node];
+    if (tree_.has_child(last) || tree_.run(last).has(kMayBeAhead)) return 0;
+    const std::uint32_t count = count_up(last, most, [](const Node& n) {
         return n.host == kNoBlock && n.pins == 0 && n.holds == 0 && !n.has(kHasSides);
-    };
-    std::uint32_t count = 0;
-    while (count < std::min(most, run.length) && is_plain(last - count)) ++count;
+    });
     if (count == 0) return 0;
     device_.give_back_all(count, [&](std::uint32_t i) { return tree_[last - i].device; });
-    for (std::uint32_t i = 0; events_.has_streams() && i < count; ++i) {
-        tree_[last - i].set(kDetached);
-        events_.changed(last - i);
-    }
     device_nodes_ -= count;
     uncounted_.evicted_device += count;
-    uncounted_.dropped += count;
+    forget_tail(tree_.run_of(last), count);
+    return count;
+}
+
+// Does the same as evict_plain() for blocks with a host copy, which stay on the host.
+std::uint32_t Residency::evict_clean(std::uint32_t most) {
+    const NodeId last = evictable_.device_front();
+    if (last == kNone || tree_.has_device_child(last)) return 0;
+    const std::uint32_t count =
+        count_up(last, most, [](const Node& n) { return n.has(kHostValid) && n.pins == 0; });
+    if (count == 0) return 0;
+    const NodeId first = last - count + 1;
+    const RunId id = tree_.split_before(first);
+    evictable_.dequeue(id);
+    device_.give_back_all(count, [&](std::uint32_t i) { return tree_[last - i].device; });
+    for (NodeId node = last + 1; node-- > first;) {
+        Node& n = tree_[node];
+        n.device = kNoBlock;
+        host_copies_.remove(n.host);
+        lose(node, kDeviceValid);
+    }
+    tree_.count_device_child(first, -1);
+    device_nodes_ -= count;
+    uncounted_.evicted_device += count;
     index_.change();
-    const NodeId parent = count == run.length ? run.parent : kNone;
-    evictable_.trim(id, count);
-    if (parent != kNone) note_lost_child(parent);
+    const NodeId parent = tree_.parent(first);
+    evictable_.enqueue(id);
+    evictable_.requeue_if_free(parent);
+    return count;
+}
+
+// Evicts at least one block, at most `most`. Returns their number, or 0 if none can be evicted now.
+std::uint32_t Residency::evict_some_device(std::uint32_t most, Unsaved unsaved) {
+    if (const std::uint32_t count = evict_plain(most); count > 0) return count;
+    if (const std::uint32_t count = evict_clean(most); count > 0) return count;
+    return evict_one_device(unsaved);
+}
+
+// Evicts host blocks of one run that nothing needs, or one block; at most `most`. Returns their
+// number.
+std::uint32_t Residency::evict_some_host(std::uint32_t most) {
+    const NodeId last = evictable_.host_front();
+    if (last == kNone) return 0;
+    const std::uint32_t count = tree_.has_child(last) ? 0 : count_up(last, most, [](const Node& n) {
+        return n.device == kNoBlock && n.pins == 0 && n.holds == 0 && !n.has(kHasSides);
+    });
+    if (count == 0) return evict_one_host();
+    for (std::uint32_t i = 0; i < count; ++i) {
+        evicted_unsaved_ += stored_.awaits_save(last - i);
+        host_.give_back(tree_[last - i].host);
+    }
+    uncounted_.evicted_host += count;
+    forget_tail(tree_.run_of(last), count);
     return count;
 }
 
@@ -191,7 +254,7 @@ bool Residency::make_room(std::uint32_t blocks, Unsaved unsaved) {
     stopped_at_unsaved_ = false;
     if (device_.free_blocks() >= blocks) return true;
     while (device_.free_blocks() < blocks &&
-           (evict_plain(blocks - device_.free_blocks()) > 0 || evict_one_device(unsaved))) {
+           evict_some_device(blocks - device_.free_blocks(), unsaved) > 0) {
     }
     count_as(EvictionCause::kCapacity);
     return device_.free_blocks() >= blocks;
@@ -199,14 +262,22 @@ bool Residency::make_room(std::uint32_t blocks, Unsaved unsaved) {
 
 std::uint32_t Residency::evict_device(std::uint32_t blocks) {
     std::uint32_t evicted = 0;
-    while (evicted < blocks && evict_one_device(Unsaved::kKept)) ++evicted;
+    while (evicted < blocks) {
+        const std::uint32_t more = evict_some_device(blocks - evicted, Unsaved::kKept);
+        if (more == 0) break;
+        evicted += more;
+    }
     count_as(EvictionCause::kRequest);
     return evicted;
 }
 
 std::uint32_t Residency::evict_host(std::uint32_t blocks) {
     std::uint32_t evicted = 0;
-    while (evicted < blocks && evict_one_host()) ++evicted;
+    while (evicted < blocks) {
+        const std::uint32_t more = evict_some_host(blocks - evicted);
+        if (more == 0) break;
+        evicted += more;
+    }
     count_as(EvictionCause::kRequest);
     return evicted;
 }

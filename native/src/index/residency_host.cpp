@@ -71,7 +71,7 @@ void Residency::make_host_room(std::size_t blocks, std::uint32_t near_blocks) {
     // Blocks with kAhead or kParked are evicted soon, so they were saved for that; others were not.
     reclaim_host_copies(blocks, [&](NodeId node) {
         return host_copies_.size() <= config_.low_watermark_blocks ||
-               (near_blocks > 0 && (tree_[node].has(kAhead) || tree_.run(node).has(kParked)));
+               (near_blocks > 0 && (tree_[node].has(kAhead) || evictable_.is_deferred(node)));
     });
     evict_host_until_free(blocks);
     if (host_.free_blocks() >= blocks || host_copies_.empty()) return;
@@ -82,7 +82,7 @@ void Residency::make_host_room(std::size_t blocks, std::uint32_t near_blocks) {
     }
     std::sort(near.begin(), near.end());
     reclaim_host_copies(blocks, [&](NodeId node) {
-        return (near_blocks > 0 && tree_.run(node).has(kParked)) ||
+        return (near_blocks > 0 && evictable_.is_deferred(node)) ||
                std::binary_search(near.begin(), near.end(), node);
     });
 }
@@ -117,7 +117,8 @@ bool Residency::could_make_host_room(std::size_t blocks) const {
 }
 
 void Residency::evict_host_until_free(std::size_t blocks) {
-    while (host_.free_blocks() < blocks && evict_one_host()) {
+    while (host_.free_blocks() < blocks &&
+           evict_some_host(static_cast<std::uint32_t>(blocks - host_.free_blocks())) > 0) {
     }
     count_as(EvictionCause::kCapacity);
 }

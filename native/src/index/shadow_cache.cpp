@@ -51,8 +51,7 @@ std::uint32_t ShadowCache::use(std::span<const std::uint64_t> keys,
     std::uint32_t missing = 0;
     for (const std::uint64_t key : keys) {
         Id id = find(static_cast<std::uint32_t>(key));
-        if (id != kNil && stretches_[id].prev == kNil)
-            id = kNil;  // two of the prompt have equal tags
+        if (id != kNil && stretches_[id].prev == kNil) id = kNil;  // equal tags in one prompt
         if (id != kNil) queue_.remove(id);
         hits += id != kNil && missing == 0;
         missing += id == kNil;
