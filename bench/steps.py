@@ -79,10 +79,10 @@ async def _decode(num_leases: int, steps: int) -> dict[str, float]:
         for number in range(steps):
             tokens = np.full(num_leases, number, np.int32)
             times = [cpu_ns()]
-            with engine.computing(batch):
+            with engine.computing(batch) as computed:
                 pass
             times.append(cpu_ns())
-            engine.advance(batch, tokens)
+            engine.advance(computed, tokens)
             times.append(cpu_ns())
             engine.step()
             times.append(cpu_ns())
@@ -131,7 +131,7 @@ def _decode_in_a_thread(num_leases: int, steps: int) -> float:
             with engine.calls() as calls:
                 computing = calls.begin_computing(batch)
                 calls.end_computing(computing)
-                calls.advance(batch, tokens)
+                calls.advance(computing, tokens)
                 calls.step()
             samples.append((time.process_time_ns() - began) / 1e3)
         with engine.calls() as calls:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Generic, TypeVar, final
+from itertools import count
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar, final
 
 import numpy as np
 
@@ -25,6 +26,26 @@ HandleT = TypeVar("HandleT")
 _FIRST_CAPACITY: Final = 64  # leases
 
 
+class Rows(NamedTuple, Generic[LeaseT]):
+    """Rows of a batch. Those that a ``ComputeBatch`` keeps are not changed any more.
+
+    Attributes:
+        members: leases, as they were added.
+        records: their records.
+        keys: a number per row that no other row of the batch has had.
+        ids: ids of the leases, with room behind them.
+    """
+
+    members: list[LeaseT]
+    records: list[LeaseRecord]
+    keys: list[int]
+    ids: NDArray[np.int64]
+
+    def copy(self) -> Rows[LeaseT]:
+        """Return rows of their own lists."""
+        return Rows(self.members[:], self.records[:], self.keys[:], self.ids.copy())
+
+
 @final
 class Batch(Unique, Generic[LeaseT]):
     """Ordered set of leases that the model computes with, step after step.
@@ -34,25 +55,36 @@ class Batch(Unique, Generic[LeaseT]):
 
         batch = engine.batch()
         ...
-        batch.add(lease)  # computed up to the last position of its prompt
+        batch.add(lease)
         while batch:
-            with engine.computing(batch) as computing:
-                tokens = await computing.run(model, engine.block_tables(batch))
-            for lease in engine.advance(batch, tokens):
+            with engine.computing(batch) as step:
+                tokens = await step.run(model, engine.block_tables(batch))
+            for lease in engine.advance(step, tokens):
                 ...  # no room: preempt it
 
     Rows are the places of the leases, from 0. ``add`` appends a row. ``remove`` moves the rows
-    behind it forward, and so does ``drop_released``; nothing else changes the row of a lease. A
-    lease that is released keeps its row, so that the tokens of a step find their leases although
-    clients have left meanwhile: ``advance`` skips its row, and ``block_tables`` fills it.
-    ``engine.computing`` calls ``drop_released`` when its block is entered. So compute the inputs of
-    a step inside the block.
+    behind it forward, and so does ``drop_released``; nothing else changes the row of a lease.
+    ``engine.computing`` calls ``drop_released`` when its block is entered, and keeps the rows of
+    that time: ``advance`` finds the leases of the tokens by them, although leases have been added,
+    removed and released meanwhile. So compute the inputs of a step inside the block.
 
     Remove a lease before it is preempted. A batch keeps its leases from being garbage-collected.
     Change a batch in one thread at a time.
+
+    Attributes:
+        was_computed: ``engine.computing`` has had the batch, so ``advance`` takes what it returned.
     """
 
-    __slots__ = ("_ids", "_leases", "_members", "_records", "_releases", "_resolve", "_view")
+    __slots__ = (
+        "_are_kept",
+        "_leases",
+        "_next_key",
+        "_releases",
+        "_resolve",
+        "_rows",
+        "_view",
+        "was_computed",
+    )
 
     def __init__(
         self,
@@ -62,10 +94,11 @@ class Batch(Unique, Generic[LeaseT]):
     ) -> None:
         self._leases = leases
         self._resolve = resolve
-        self._members: list[LeaseT] = []
-        self._records: list[LeaseRecord] = []
-        self._ids: NDArray[np.int64] = np.empty(_FIRST_CAPACITY, np.int64)
-        self._view = self._ids[:0]
+        self._rows: Rows[LeaseT] = Rows([], [], [], np.empty(_FIRST_CAPACITY, np.int64))
+        self._are_kept = False  # a ComputeBatch has the rows
+        self._next_key = count()
+        self.was_computed = False
+        self._view = self._rows.ids[:0]
         self._releases = leases.num_ended  # when the rows were last searched for released leases
         for lease in members:
             self.add(lease)
@@ -78,15 +111,18 @@ class Batch(Unique, Generic[LeaseT]):
             LeaseError: the lease is released, or belongs to another engine. Nothing changed.
         """
         record = self._resolve(lease)
-        if lease in self._members:
+        if lease in self._rows.members:
             raise UsageError(f"add: {record!r} is in the batch already")
-        row = len(self._members)
-        if row == len(self._ids):
-            self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
-        self._ids[row] = record.number
-        self._members.append(lease)
-        self._records.append(record)
-        self._view = self._ids[: row + 1]
+        members, records, keys, ids = self._own_rows()
+        row = len(members)
+        if row == len(ids):
+            ids = np.concatenate((ids, np.empty_like(ids)))
+            self._rows = self._rows._replace(ids=ids)
+        ids[row] = record.number
+        members.append(lease)
+        records.append(record)
+        keys.append(next(self._next_key))
+        self._view = ids[: row + 1]
 
     def remove(self, lease: LeaseT) -> None:
         """Remove a lease, which may be released; the rows behind it move forward.
@@ -95,36 +131,46 @@ class Batch(Unique, Generic[LeaseT]):
             UsageError: the batch does not have the lease. Nothing changed.
         """
         try:
-            row = self._members.index(lease)
+            row = self._rows.members.index(lease)
         except ValueError:
             raise UsageError(f"remove: the batch does not have {lease!r}") from None
-        del self._members[row], self._records[row]
-        self._ids[row : len(self._members)] = self._ids[row + 1 : len(self._members) + 1]
-        self._view = self._ids[: len(self._members)]
+        members, records, keys, ids = self._own_rows()
+        del members[row], records[row], keys[row]
+        ids[row : len(members)] = ids[row + 1 : len(members) + 1]
+        self._view = ids[: len(members)]
 
     def drop_released(self) -> None:
         """Remove the leases that are released; the rows behind them move forward."""
         if self._releases == self._leases.num_ended:
             return
         self._releases = self._leases.num_ended
-        kept = [row for row, record in enumerate(self._records) if record.id]
-        if len(kept) < len(self._members):
-            self._members = [self._members[row] for row in kept]
-            self._records = [self._records[row] for row in kept]
-            self._ids[: len(kept)] = self._ids[kept]
-            self._view = self._ids[: len(kept)]
+        live = [row for row, record in enumerate(self._rows.records) if record.id]
+        if len(live) < len(self):
+            members, records, keys, ids = self._own_rows()
+            members[:] = [members[row] for row in live]
+            records[:] = [records[row] for row in live]
+            keys[:] = [keys[row] for row in live]
+            ids[: len(live)] = ids[live]
+            self._view = ids[: len(live)]
+
+    def _own_rows(self) -> Rows[LeaseT]:
+        """Return rows that may be changed."""
+        if self._are_kept:
+            self._rows = self._rows.copy()
+            self._are_kept = False
+        return self._rows
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._rows.members)
 
     def __iter__(self) -> Iterator[LeaseT]:
-        return iter(self._members)
+        return iter(self._rows.members)
 
     def __getitem__(self, row: int) -> LeaseT:
-        return self._members[row]
+        return self._rows.members[row]
 
     def __contains__(self, lease: object) -> bool:
-        return lease in self._members
+        return lease in self._rows.members
 
     def of_handles(self, lease_of: Callable[[HandleT], Lease]) -> Batch[HandleT]:
         """Return an empty batch of objects that stand for leases of the same engine.
@@ -150,9 +196,21 @@ class Batch(Unique, Generic[LeaseT]):
         return self._view
 
     @property
-    def records(self) -> Sequence[LeaseRecord]:
-        """Records of all rows."""
-        return self._records
+    def rows(self) -> Rows[LeaseT]:
+        """Rows of now, valid until the batch changes."""
+        return self._rows
+
+    def keep_rows(self) -> Rows[LeaseT]:
+        """Return the rows of now, which later changes of the batch do not change."""
+        self.was_computed = self._are_kept = True
+        return self._rows
+
+    def removed_since(self, rows: Rows[LeaseT]) -> list[int]:
+        """Return the rows of ``keep_rows`` whose leases have been removed since."""
+        if rows is self._rows:
+            return []
+        keys = set(self._rows.keys)
+        return [row for row, key in enumerate(rows.keys) if key not in keys]
 
     def __repr__(self) -> str:
-        return f"<Batch of {len(self._members)} leases>"
+        return f"<Batch of {len(self)} leases>"

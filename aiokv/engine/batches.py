@@ -15,14 +15,16 @@ from aiokv.errors import UsageError, WouldBlock
 from aiokv.worker.views import LayerView
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
     from aiokv.base.types import LeaseIds, StepTokenIds, TokenIds
+    from aiokv.engine.batch import Rows
     from aiokv.engine.computing import Computing
     from aiokv.engine.expiries import Expiries
     from aiokv.engine.lease import Lease
+    from aiokv.engine.lease_record import LeaseRecord
     from aiokv.engine.leases import Leases
     from aiokv.engine.parts import Parts
 
@@ -51,22 +53,26 @@ class Batches:
 
     def advance(
         self,
-        batch: Batch[LeaseT],
+        batch: ComputeBatch[LeaseT] | Batch[LeaseT],
         tokens: StepTokenIds,
         counts: TokenIds | None,
         draft_tokens: int,
     ) -> tuple[LeaseT, ...]:
         """See ``CacheEngine.advance``."""
         self._lifetime.check_loop()
-        if not isinstance(batch, Batch):
-            raise UsageError(f"advance: batch is {batch!r}; it must be a Batch")
-        lease_ids = batch.ids_for(self._leases)
+        rows, removed = self._rows_of(batch)
+        lease_ids = rows.ids[: len(rows.members)]
         flat, width, numbers = as_step_tokens(tokens, counts, len(lease_ids))
+        if removed:
+            numbers = (
+                np.full(len(lease_ids), width, np.int32) if numbers is None else numbers.copy()
+            )
+            numbers[removed] = 0
         if type(draft_tokens) is not int:
             draft_tokens = checks.integer("draft_tokens", draft_tokens)
         leases = self._leases
         if leases.coverage.active:
-            self._check_coverage(batch, lease_ids, width, numbers)
+            self._check_coverage(rows.records, lease_ids, width, numbers)
         refused = self._dispatcher.apply(
             self._scheduler.advance_batch(lease_ids, flat, width, numbers, draft_tokens)
         )
@@ -75,11 +81,39 @@ class Batches:
         if leases.tickets:
             for lease_id in lease_ids.tolist():
                 leases.peer_tickets.committed(lease_id)
-        return tuple([batch[row] for row in refused])
+        return tuple([rows.members[row] for row in refused])
+
+    def _rows_of(
+        self, batch: ComputeBatch[LeaseT] | Batch[LeaseT]
+    ) -> tuple[Rows[LeaseT], list[int]]:
+        """Return the rows of a step's tokens, and those whose leases have been removed since.
+
+        Raises:
+            UsageError, LeaseError: see ``CacheEngine.advance``.
+        """
+        if isinstance(batch, Batch):
+            batch.ids_for(self._leases)
+            if batch.was_computed:
+                raise UsageError(
+                    f"advance: engine.computing has had {batch!r}, whose rows may have changed "
+                    "since",
+                    hint="pass the ComputeBatch: with engine.computing(batch) as step: ...; "
+                    "engine.advance(step, tokens)",
+                )
+            return batch.rows, []
+        if not isinstance(batch, ComputeBatch):
+            raise UsageError(f"advance: batch is {batch!r}; it must be a ComputeBatch or a Batch")
+        if batch.batch is None or batch.rows is None:
+            raise UsageError(
+                f"advance: {batch!r} has no rows",
+                hint="pass a Batch to engine.computing, and enter its `with` block before",
+            )
+        batch.batch.ids_for(self._leases)
+        return batch.rows, batch.batch.removed_since(batch.rows)
 
     def _check_coverage(
         self,
-        batch: Batch[LeaseT],
+        records: Sequence[LeaseRecord],
         lease_ids: NDArray[np.int64],
         width: int,
         counts: NDArray[np.int32] | None,
@@ -87,7 +121,7 @@ class Batches:
         """Warn about positions that the step would commit, and that no batch covers."""
         lengths = self._read.lengths(lease_ids)
         added = np.full(len(lengths), width) if counts is None else counts
-        for record, length, count in zip(batch.records, lengths, added, strict=True):
+        for record, length, count in zip(records, lengths, added, strict=True):
             if record.id and count > 0:
                 self._leases.coverage.check_commit(record, int(length + count - 1))
 
@@ -104,12 +138,12 @@ class Batches:
         if self._expiries.timers:
             self._expiries.stop_all(lease_ids)
 
-    def computing(self, leases: AnyLeases) -> ComputeBatch:
+    def computing(self, leases: Batch[LeaseT] | Iterable[LeaseT]) -> ComputeBatch[LeaseT]:
         """See ``CacheEngine.computing``."""
         self._lifetime.check_loop()
         if isinstance(leases, Batch):
-            return ComputeBatch(self._computing, partial(self._live_ids, leases))
-        named = checks.sequence("leases", leases)
+            return ComputeBatch(self._computing, partial(self._live_ids, leases), leases)
+        named: list[Any] = checks.sequence("leases", leases)
         return ComputeBatch(self._computing, lambda: self._leases.lease_ids(named))
 
     def _live_ids(self, batch: Batch[Any]) -> LeaseIds:
@@ -121,7 +155,7 @@ class Batches:
         self._lifetime.check_loop()
         if isinstance(leases, Batch):
             leases.ids_for(self._leases)
-            records = leases.records
+            records = leases.rows.records
         else:
             records = [self._leases.record_of(lease) for lease in checks.sequence("leases", leases)]
         return LayerView.of_batch(record.layers for record in records) or self._leases.done

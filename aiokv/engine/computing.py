@@ -7,7 +7,7 @@ import contextvars
 from concurrent.futures import Future as ThreadFuture
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
 from aiokv.base.logs import Log
 from aiokv.errors import ClosedError, LeaseError, UsageError
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from aiokv.base.types import LeaseIds
+    from aiokv.engine.batch import Batch, Rows
     from aiokv.engine.expiries import Expiries
     from aiokv.engine.lease_record import LeaseRecord
     from aiokv.engine.parts import Parts
     from aiokv.worker.device.base import Event
 
 T = TypeVar("T")
+LeaseT = TypeVar("LeaseT")
 
 log = Log(__name__)
 
@@ -32,7 +34,7 @@ _BLOCK: Final = object()  # stands for the `with` block of a batch
 _THREAD_HINT: Final = "await batch.run(function, ...), or pass the executor's own future"
 
 
-class ComputeBatch:
+class ComputeBatch(Generic[LeaseT]):
     """Batch of leases that the model computes with; see ``CacheEngine.computing``.
 
     The batch ends when the ``with`` block, all calls of ``run`` and all work passed to
@@ -41,11 +43,32 @@ class ComputeBatch:
     request gets a block that a thread or a stream may still write. On a device that computes in a
     stream, the work of a batch without ``ends_with(event)`` belongs to the step that is open when
     the batch ends.
+
+    Attributes:
+        batch: the ``Batch`` whose leases the model computes with; None for a list of leases.
+        rows: rows of ``batch`` when the ``with`` block began; None before.
     """
 
-    __slots__ = ("_batch_id", "_computing", "_event", "_ids", "_in_block", "_task", "_unended")
+    __slots__ = (
+        "_batch_id",
+        "_computing",
+        "_event",
+        "_ids",
+        "_in_block",
+        "_task",
+        "_unended",
+        "batch",
+        "rows",
+    )
 
-    def __init__(self, computing: Computing, lease_ids: Callable[[], LeaseIds]) -> None:
+    def __init__(
+        self,
+        computing: Computing,
+        lease_ids: Callable[[], LeaseIds],
+        batch: Batch[LeaseT] | None = None,
+    ) -> None:
+        self.batch = batch
+        self.rows: Rows[LeaseT] | None = None
         self._computing = computing
         self._ids: Callable[[], LeaseIds] | None = lease_ids
         self._batch_id = 0  # 0 until the `with` block begins
@@ -68,6 +91,8 @@ class ComputeBatch:
             )
         self._batch_id = self._computing.begin(self, self._ids())
         self._ids = None  # drop the leases, so that the garbage collector can collect them
+        if self.batch is not None:
+            self.rows = self.batch.keep_rows()
         self._task = asyncio.current_task()
         self._in_block = True
         self._unended.add(_BLOCK)
@@ -228,7 +253,7 @@ class Computing:
         self._transfers = parts.transfers
         self._times = parts.times
         self._observers = parts.observers
-        self._batches: dict[int, ComputeBatch] = {}
+        self._batches: dict[int, ComputeBatch[Any]] = {}
         self._waiters: list[asyncio.Future[None]] = []
         self._closed = False  # True: the ends of batches free no blocks any more
 
@@ -244,7 +269,7 @@ class Computing:
         """See ``Lifetime.check_loop``."""
         self._lifetime.check_loop()
 
-    def begin(self, batch: ComputeBatch, lease_ids: LeaseIds) -> int:
+    def begin(self, batch: ComputeBatch[Any], lease_ids: LeaseIds) -> int:
         """Begin a batch and return its number.
 
         Raises:

@@ -118,7 +118,9 @@ class Calls(RecordedVerbs, Unique):
 
     # --- batches of the model ---------------------------------------------------------------------
 
-    def begin_computing(self, leases: Batch[SyncLease] | Iterable[SyncLease]) -> SyncComputing:
+    def begin_computing(
+        self, leases: Batch[SyncLease] | Iterable[SyncLease]
+    ) -> SyncComputing[SyncLease]:
         """Protect the blocks of leases while the model computes; see ``CacheEngine.computing``.
 
         Returns:
@@ -126,11 +128,13 @@ class Calls(RecordedVerbs, Unique):
             ``LeaseError`` for example, no batch has begun.
         """
         port, named = self._port, on_loop.kept("leases", leases)
-        computing = SyncComputing(port, lambda: port.cache.computing(on_loop.inners_of(named)))
+        computing: SyncComputing[SyncLease] = SyncComputing(
+            port, lambda: port.cache.computing(on_loop.inners_of(named))
+        )
         self._add(Answer(computing.begin, ()))
         return computing
 
-    def end_computing(self, computing: SyncComputing, *work: Any) -> Answer[None]:
+    def end_computing(self, computing: SyncComputing[Any], *work: Any) -> Answer[None]:
         """End a batch, no earlier than its work.
 
         If one of the arguments is refused, with a ``UsageError``, the batch has not ended, and

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from aiokv.base.checks import Unique
 from aiokv.errors import UsageError
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from aiokv.sync.port import Port
 
 
-class SyncComputing(Unique):
+LeaseT = TypeVar("LeaseT")
+
+
+class SyncComputing(Unique, Generic[LeaseT]):
     """Batch of leases that the model computes with; see ``CacheEngine.computing``.
 
     ::
@@ -29,10 +32,10 @@ class SyncComputing(Unique):
 
     __slots__ = ("_batch", "_make", "_port")
 
-    def __init__(self, port: Port, make: Callable[[], ComputeBatch]) -> None:
+    def __init__(self, port: Port, make: Callable[[], ComputeBatch[Any]]) -> None:
         self._port = port
-        self._make: Callable[[], ComputeBatch] | None = make
-        self._batch: ComputeBatch | None = None
+        self._make: Callable[[], ComputeBatch[Any]] | None = make
+        self._batch: ComputeBatch[Any] | None = None
 
     def __enter__(self) -> Self:
         self._port.call(lambda calls: calls.add(self.begin))
@@ -56,7 +59,7 @@ class SyncComputing(Unique):
         Raises:
             UsageError: as ``ComputeBatch.ends_with``. Nothing changed.
         """
-        self._port.call(lambda calls: calls.add(lambda: self._entered().ends_with(work)))
+        self._port.call(lambda calls: calls.add(lambda: self.inner.ends_with(work)))
 
     # --- for the engine's thread --------------------------------------------------------------
 
@@ -74,12 +77,18 @@ class SyncComputing(Unique):
         Raises:
             UsageError: see ``ends_with``. The batch has not ended: other work may still be running.
         """
-        batch = self._entered()
+        batch = self.inner
         for one in work:
             batch.ends_with(one)
         batch.__exit__(None, None, None)
 
-    def _entered(self) -> ComputeBatch:
+    @property
+    def inner(self) -> ComputeBatch[Any]:
+        """The engine's object.
+
+        Raises:
+            UsageError: the batch has not begun.
+        """
         if self._batch is None:
             raise UsageError("this SyncComputing has not begun")
         return self._batch

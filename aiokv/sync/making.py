@@ -33,7 +33,11 @@ _FIND_LEASE: Final = """\
     except AttributeError:
         inner = inner_of(lease)  # raises
 """
-_INNER: Final = {"lease": "inner_of(lease)", "leases": "inners_of(leases)"}
+_INNER: Final = {
+    "batch": "step_of(batch)",
+    "lease": "inner_of(lease)",
+    "leases": "inners_of(leases)",
+}
 
 
 class Verb(NamedTuple):
@@ -85,6 +89,7 @@ def add_methods(verbs: Iterable[Verb], calls: type, lease: type, engine: type) -
         "begin": on_loop.begin,
         "inner_of": on_loop.inner_of,
         "inners_of": on_loop.inners_of,
+        "step_of": on_loop.step_of,
         "kept": on_loop.kept,
     }
     for methods in made:
@@ -112,10 +117,11 @@ class _Methods:
         self.of_lease = method.__qualname__.startswith("Lease.")
         self.is_recorded = verb.answer not in ("block", "direct")
         self._method = method
+        returned = _for_threads(signature.return_annotation)
         self._value_type = (
             verb.wraps.__name__
-            if isinstance(verb.wraps, type)
-            else _for_threads(signature.return_annotation)
+            if isinstance(verb.wraps, type) and not returned.startswith(verb.wraps.__name__)
+            else returned
         )
         self._parameters = [
             parameter.replace(annotation=_for_threads(parameter.annotation))
@@ -254,6 +260,7 @@ def run_{self.name}({given}):
 
 
 def _for_threads(annotation: str) -> str:
-    """Return the type for threads: ``SyncLease`` for ``Lease``, and any iterable for a list."""
+    """Return the type for threads, such as ``SyncLease`` for ``Lease``; any iterable for a list."""
     annotation = re.sub(r"^Sequence\[(Lease|int)\]", r"Iterable[\1]", annotation)
+    annotation = re.sub(r"\bComputeBatch\b", "SyncComputing", annotation)
     return re.sub(r"\b(Lease|Self)\b", "SyncLease", annotation)

@@ -9,6 +9,7 @@ from aiokv.base.types import as_priority
 from aiokv.engine.batch import Batch
 from aiokv.errors import AiokvError, InternalError, UsageError
 from aiokv.sync.answers import without_frames
+from aiokv.sync.computing import SyncComputing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -50,6 +51,15 @@ def inners_of(leases: Batch[Any] | Sequence[SyncLease]) -> Batch[Any] | list[Lea
         return [lease.inner for lease in leases]
     except AttributeError:
         return [inner_of(lease) for lease in leases]  # raises the error that names the element
+
+
+def step_of(batch: object) -> Any:
+    """Return the engine's object for leases that are computed; a batch as it is.
+
+    Raises:
+        UsageError: the computing has not begun.
+    """
+    return batch.inner if isinstance(batch, SyncComputing) else batch
 
 
 def match(lease: SyncLease, port: Port, arguments: dict[str, Any]) -> None:

@@ -221,8 +221,8 @@ class RecordedVerbs:
         """
 
     def advance(
-        self, batch: Batch[LeaseT], tokens: StepTokenIds, counts: TokenIds | None = None, *,
-        draft_tokens: int = 0
+        self, batch: SyncComputing[LeaseT] | Batch[LeaseT], tokens: StepTokenIds, counts: TokenIds |
+        None = None, *, draft_tokens: int = 0
     ) -> Answer[tuple[LeaseT, ...]]:
         """Account for a step of the model in one call: commit, append and extend for each lease.
 
@@ -911,7 +911,7 @@ class EngineVerbs:
         :class:`EngineFuture`. Nothing crosses before it is entered.
         """
 
-    def computing(self, leases: Batch[Any] | Iterable[SyncLease]) -> SyncComputing:
+    def computing(self, leases: Batch[LeaseT] | Iterable[LeaseT]) -> SyncComputing[LeaseT]:
         """Protect the blocks of leases while the model computes with them.
 
         ::
@@ -946,16 +946,16 @@ class EngineVerbs:
         """
 
     def advance(
-        self, batch: Batch[LeaseT], tokens: StepTokenIds, counts: TokenIds | None = None, *,
-        draft_tokens: int = 0
+        self, batch: SyncComputing[LeaseT] | Batch[LeaseT], tokens: StepTokenIds, counts: TokenIds |
+        None = None, *, draft_tokens: int = 0
     ) -> tuple[LeaseT, ...]:
         """Account for a step of the model in one call: commit, append and extend for each lease.
 
         ::
 
-            with engine.computing(batch) as computing:
-                tokens = await computing.run(model, engine.block_tables(batch))
-            for lease in engine.advance(batch, tokens):
+            with engine.computing(batch) as step:
+                tokens = await step.run(model, engine.block_tables(batch))
+            for lease in engine.advance(step, tokens):
                 ...  # no room: preempt it, or call advance again later
             engine.step()
 
@@ -976,8 +976,10 @@ class EngineVerbs:
         them again.
 
         Args:
-            batch: leases; each one is granted, or was released since the block of ``computing``
-                was entered: its row is skipped.
+            batch: what ``computing(batch)`` has returned, so that the rows are those of the step:
+                leases that were released or removed since its block was entered are skipped, and
+                leases that were added are not advanced. Or a ``Batch`` that ``computing`` has not
+                had, such as ``engine.batch([lease])``. Each lease is granted.
             tokens: ids from 0, one row per lease: ``[N]`` or ``[N, K]`` integers, or a list of N
                 lists. An int32 array is fastest.
             counts: ``[N]``, with ``[N, K]``: number of leading tokens of each row, the others are
@@ -990,7 +992,8 @@ class EngineVerbs:
 
         Raises:
             UsageError: a token is negative or too large, a count is out of range, or ``tokens`` has
-                another number of rows than the batch. Nothing changed in any lease.
+                another number of rows than the batch. ``computing`` has had the ``Batch``; or the
+                ``ComputeBatch`` was not entered, or has a list. Nothing changed in any lease.
             LeaseError: a lease is not granted; or it has fewer positions than the tokens before its
                 last one need. ``lease_id`` and ``owner`` of the error name it. Nothing changed in
                 any lease.

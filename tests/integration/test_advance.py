@@ -37,9 +37,9 @@ async def test_decode_loop_shares_the_blocks_of_prompt_and_answer():
         await lease.allocate(len(A))
         batch, tokens = engine.batch([lease]), list(A)
         for token in (4, 5, 6, 7):
-            with engine.computing(batch):
+            with engine.computing(batch) as step:
                 served.compute(lease, tokens)
-            assert engine.advance(batch, [token]) == ()
+            assert engine.advance(step, [token]) == ()
             engine.step()
             tokens.append(token)
             assert engine.lengths(batch).tolist() == [len(tokens)] == [lease.num_tokens]
@@ -296,14 +296,14 @@ async def test_released_lease_keeps_its_row_until_the_next_computing():
         engine = served.engine
         leases = [await computed(served, tokens) for tokens in (A, B, [21, 22, 23])]
         batch = engine.batch(leases)
-        with engine.computing(batch):
+        with engine.computing(batch) as step:
             leases[1].release()  # a client has left; the batch keeps its blocks
             assert list(batch) == leases
             assert engine.block_tables(batch)[1].tolist() == [-1, -1]
             assert engine.lengths(batch).tolist() == [3, 0, 3]
-            assert engine.advance(batch, [4, 15, 24]) == ()
+            assert engine.advance(step, [4, 15, 24]) == ()
         assert engine.lengths(batch).tolist() == [4, 0, 4]
-        assert engine.advance(batch, [5, 16, 25]) == ()  # its blocks are free now
+        assert engine.advance(step, [5, 16, 25]) == ()  # its blocks are free now
         with engine.computing(batch):
             assert list(batch) == [leases[0], leases[2]]
         assert engine.lengths(batch).tolist() == [5, 5]
@@ -311,6 +311,50 @@ async def test_released_lease_keeps_its_row_until_the_next_computing():
             lease.release()
         batch.drop_released()
         assert len(batch) == 0
+
+
+async def test_tokens_find_the_leases_of_their_step_when_the_batch_has_changed():
+    async with Served(device_blocks=32, write_policy="none") as served:
+        engine = served.engine
+        prompts = [A, B, [21, 22, 23], [31, 32], [41, 42, 43]]
+        leases = [await computed(served, prompt) for prompt in prompts]
+        batch = engine.batch(leases[:4])
+        with engine.computing(batch) as step:
+            leases[0].release()
+            batch.remove(leases[2])
+            batch.add(leases[4])
+            batch.remove(leases[3])
+            batch.add(leases[3])  # computed again, from another position perhaps
+        with engine.computing(batch) as next_step:  # drops the first lease
+            assert list(batch) == [leases[1], leases[4], leases[3]]
+        before = [state(lease) for lease in leases[2:]]
+        assert engine.advance(step, [1, 15, 24, 33]) == ()
+        assert engine.lengths(leases[1:]).tolist() == [5, 3, 2, 3]
+        assert [state(lease) for lease in leases[2:]] == before
+        assert engine.advance(step, np.array([[1], [16], [24], [33]]), [1, 1, 1, 1]) == ()
+        assert engine.advance(next_step, [17, 44, 34]) == ()
+        assert engine.lengths(leases[1:]).tolist() == [7, 3, 3, 4]
+        for lease in leases:
+            lease.release()
+
+
+async def test_batch_that_was_computed_is_advanced_by_its_step():
+    async with Served(device_blocks=32) as served:
+        engine = served.engine
+        lease = await computed(served, A)
+        batch = engine.batch([lease])
+        step = engine.computing(batch)
+        with pytest.raises(UsageError, match="has no rows"):
+            engine.advance(step, [4])
+        with step, engine.computing([lease]) as of_a_list:
+            pass
+        for refused, message in ((batch, "may have changed"), (of_a_list, "has no rows")):
+            with pytest.raises(UsageError, match=message):
+                engine.advance(refused, [4])
+        assert lease.num_tokens == 3
+        assert engine.advance(step, [4]) == ()
+        lease.release()
+        await served.complete_offloads()
 
 
 async def test_rows_follow_adds_and_removes():
@@ -337,7 +381,7 @@ async def test_rows_follow_adds_and_removes():
             (lambda: batch.add(other.engine.match(A)), LeaseError, "another engine"),
             (lambda: other.engine.computing(batch).__enter__(), LeaseError, "another engine"),
             (lambda: other.engine.advance(batch, []), LeaseError, "another engine"),
-            (lambda: engine.advance(leases, []), UsageError, "must be a Batch"),
+            (lambda: engine.advance(leases, []), UsageError, "must be a ComputeBatch or a Batch"),
         ]
         for call, error, message in wrong:
             with pytest.raises(error, match=message):
@@ -393,9 +437,9 @@ async def test_strict_mode_warns_of_positions_that_no_batch_covers(caplog):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for token in range(4):
-                with strict.computing(batch):
+                with strict.computing(batch) as step:
                     pass
-                strict.advance(batch, [token])
+                strict.advance(step, [token])
 
 
 def engine_of() -> CacheEngine:

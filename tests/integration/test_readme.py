@@ -44,19 +44,17 @@ async def test_decoding_in_the_order_of_the_readme_indexes_generated_blocks():
     (decoding,) = [block for block in code_blocks() if "decode_step" in block]
     names: dict[str, object] = {}
     body = textwrap.indent(f"{decoding}return tokens\n", "    ")
-    exec(f"async def decode(engine, batch, decode_step, tokens):\n{body}", names)
+    exec(f"async def decode(engine, batch, decode_step):\n{body}", names)
     config = CacheConfig(block_tokens=4, device_blocks=16)
     async with CacheEngine(config) as engine:
         async with engine.match([1, 2, 3, 4, 5]) as lease:
             await lease.allocate(5)
-            with engine.computing([lease]):
-                pass
             batch, tokens = engine.batch([lease]), [6]
+            with engine.computing(batch) as step:
+                pass
+            assert engine.advance(step, tokens) == ()
             for _ in range(8):
-                tokens = await names["decode"](
-                    engine, batch, lambda tables, t=tokens: [t[0] + 1], tokens
-                )
-            lease.commit(lease.num_tokens)
+                tokens = await names["decode"](engine, batch, lambda tables, t=tokens: [t[0] + 1])
         assert engine.match(list(range(1, 15))).hit.total == 12
 
 

@@ -71,7 +71,7 @@ async def test_uncovered_commit_names_the_positions_and_the_line_of_the_caller(a
             _ = engine.advance(engine.batch([lease]), [7]) if advances else lease.commit(40)
         assert caught[0].filename == __file__
         assert "lease 'r1'" in str(caught[0].message)
-    (record,) = caplog.records
+    record = caplog.records[0]
     assert (record.event, record.levelname) == ("lease.uncovered", "WARNING")
     assert (record.owner, record.first, record.end) == ("r1", 0, 40)
 

@@ -83,9 +83,9 @@ class ByAdvance(Server):
             if lease not in self.batch:
                 self.batch.add(lease)
         assert list(self.batch) == self.leases
-        with self.engine.computing(self.batch):
+        with self.engine.computing(self.batch) as step:
             pass
-        refused = self.engine.advance(self.batch, tokens)
+        refused = self.engine.advance(step, tokens)
         return [self.leases.index(lease) for lease in refused]
 
 

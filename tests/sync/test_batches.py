@@ -33,7 +33,7 @@ def test_a_decode_step_is_one_crossing(engine):
     assert tables.value.tolist() == [lease.block_table.tolist() for lease in leases]
     with engine.calls() as calls:
         calls.end_computing(computing)
-        calls.advance(batch, [5, 14])
+        calls.advance(computing, [5, 14])
     assert engine.would_hit([1, 2, 3, 4, 0]).total == 4
     for lease in leases:
         lease.release()
