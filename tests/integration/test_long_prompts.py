@@ -40,24 +40,23 @@ async def save(engine: CacheEngine, prompt: np.ndarray) -> None:
 
 async def test_a_step_begins_a_bounded_number_of_backups_and_later_passes_the_rest():
     blocks = 2 * MOST_BACKUPS + 10
-    async with engine_for(blocks) as engine:
-        lease = await engine.match(long_prompt(blocks)).allocate(blocks * BLOCK_TOKENS)
+    async with engine_for(blocks) as engine, engine.match(long_prompt(blocks)) as lease:
+        await lease.allocate(blocks * BLOCK_TOKENS)
         lease.commit(blocks * BLOCK_TOKENS)
         begun = []
         engine.step()
         for _ in range(3):
-            statistics = engine.statistics()
-            begun.append(statistics.host_in_flight + statistics.host_cached)
+            host = engine.statistics().attention.host
+            begun.append(host.in_flight + host.cached)
             await asyncio.sleep(0)
         assert begun == [MOST_BACKUPS, 2 * MOST_BACKUPS, blocks]
-        lease.release()
 
 
 async def test_a_drain_waits_for_all_backups_of_a_long_prompt():
     blocks = 2 * MOST_BACKUPS + 10
     async with engine_for(blocks) as engine:
         await save(engine, long_prompt(blocks))
-        assert engine.statistics().host_cached == blocks
+        assert engine.statistics().attention.host.cached == blocks
 
 
 async def test_the_loop_runs_between_match_and_onload_of_a_long_prefetch():
@@ -68,9 +67,9 @@ async def test_the_loop_runs_between_match_and_onload_of_a_long_prefetch():
         await engine.evict(blocks)
         fetch = asyncio.create_task(engine.prefetch(prompt))
         await asyncio.sleep(0)
-        assert engine.statistics().device_in_flight == 0
+        assert engine.statistics().attention.device.in_flight == 0
         await asyncio.sleep(0)
-        assert engine.statistics().device_in_flight == blocks
+        assert engine.statistics().attention.device.in_flight == blocks
         assert (await fetch).device_tokens == blocks * BLOCK_TOKENS
 
 
@@ -86,7 +85,7 @@ async def test_blocks_evicted_before_a_long_prefetch_is_granted_are_not_fetched(
         assert (await fetch).device_tokens == BLOCK_TOKENS
 
 
-async def test_a_long_prefetch_that_is_cancelled_or_closed_before_its_grant_leaves_no_lease():
+async def test_a_long_prefetch_that_is_cancelled_before_its_grant_leaves_no_lease():
     blocks = MOST_BACKUPS
     prompt = long_prompt(blocks)
     async with engine_for(blocks) as engine:
