@@ -82,6 +82,6 @@ class Channel:
 
     def _send(self, number: int, name: str, value: object) -> None:
         if self._writer.is_closing():
-            return  # uvloop raises RuntimeError here; ``run`` notes the end
+            return  # uvloop raises RuntimeError here; ``run`` handles the end
         blob = pickle.dumps((number, name, value))
         self._writer.write(len(blob).to_bytes(_LENGTH_BYTES) + blob)

@@ -76,7 +76,7 @@ async def cancelled_on_disconnect(receive: Receive, send: Send) -> AsyncIterator
     except _StalledError:
         pass
     except asyncio.CancelledError:
-        if not left or task.uncancel():  # cancelled by the server, too
+        if not left or task.uncancel():  # the server has cancelled it, too
             raise
     finally:
         watcher.cancel()

@@ -159,8 +159,8 @@ async def run_demo(make_scenario: MakeScenario, config: DemoConfig, stages: Stag
     for run in _plan_runs(config):
         advance = stages(run.label, workload.requests)
         if run.store:
-            # The store may have blocks of earlier processes: what the first run has computed is
-            # right for them, too.
+            # The store may have blocks of earlier processes. The blocks that the first run has
+            # computed are correct for them, too.
             result, ledger = await call_in_new_process(
                 _run_alone, make_scenario, config, run, reference, computed
             )

@@ -39,10 +39,11 @@ if TYPE_CHECKING:
     from aiokv.demo.workload import Conversation, Workload
     from aiokv.worker.device.base import Event
 
-    # Of a request and its lease: entered when the lease is granted, left when the attempt has
-    # ended. The value is the first position to compute.
+    # Context manager for a request and its lease: entered when the lease is granted, left when the
+    # attempt has ended. The value is the first position to compute.
     Handover = Callable[[Request, aiokv.Lease], AbstractAsyncContextManager[int]]
-    # A request, the end of its positions, the layers that are computed for them, and their event.
+    # Called with a request, the end of its positions, the layers computed for them, and their
+    # event.
     OnLayers = Callable[[Request, int, int, Event | None], None]
 
 
@@ -156,7 +157,7 @@ class Server:
             finished = False
             while not finished:
                 finished = await self._attempt_or_disconnect(request)
-                if not self._running:  # no step will close the one that released the blocks
+                if not self._running:  # no later step will close the one that released the blocks
                     self._engine.step(self._runner.record())
         self.statistics.add(request)
         self.capacity_wait_seconds.append(request.capacity_wait_seconds)
@@ -169,7 +170,7 @@ class Server:
         try:
             if request.disconnect_in_step is None:
                 finished = await self._attempt(request)
-            else:  # a task that can be cancelled without the conversation
+            else:  # in a task of its own, which can be cancelled alone
                 finished = await asyncio.create_task(self._attempt(request))
         except asyncio.CancelledError:
             if not request.disconnected or _is_cancelled():
@@ -259,7 +260,8 @@ class Server:
             for span, blocks in zip(batch.spans, checks, strict=True)
         ]
         try:
-            # requests keep their blocks until the thread has left the step, even without clients
+            # Requests keep their blocks until the thread has left the step, even if their clients
+            # have left.
             with self._engine.computing([sequence.lease for sequence, _ in chosen]) as computing:
                 on_layers = None if arriving else self._layer_callback(chosen)
                 work = self._runner.submit(batch, arriving, read_back, on_layers)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from aiokv.peers.options import TransportName
 
     ServerEnd = tuple[ServerResult, Ledger]
-    # of the prefill server, None if it was killed, and of the decode servers
+    # The end of the prefill server, None if it was killed, and those of the decode servers.
     Servers = tuple[ServerEnd | None, list[ServerEnd]]
 
 # Blocks of one transfer: small, because the prompts of the demo are short.
@@ -111,7 +111,8 @@ def _result(
     prefill, decodes = servers
     for _, of_server in [prefill, *decodes] if prefill is not None else decodes:
         ledger.add(of_server)
-    # A killed process takes with it what it knows of its blocks; one server has computed them, too.
+    # A killed process does not report its blocks. They are those of one server that computed them,
+    # too.
     ledger.add(Ledger(computed_blocks=reference.computed_blocks))
     compared = ledger.compare(reference)
     return SplitResult(

@@ -112,7 +112,8 @@ class Killed(msgspec.Struct, kw_only=True):
             "arrived: "
         )
         if self.name == "prefill":
-            missing = result.decode.computed_tokens - result.decode.requests  # and the last of each
+            # Each request also computes its last position.
+            missing = result.decode.computed_tokens - result.decode.requests
             return when + (
                 f"the decode process computed {missing:,} prompt tokens that had not arrived, and "
                 "no request failed"

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from aiokv.demo.split_report import ServerName
     from aiokv.worker.device.base import Event
 
-# Seconds after which the decode server computes what has not arrived.
+# Seconds after which the decode server computes the missing blocks.
 RECEIVE_TIMEOUT = 30.0
 
 

@@ -30,7 +30,7 @@ class NumpyCache:
 
     def __init__(self, config: GroupedConfig, device_blocks: int, block_tokens: int) -> None:
         shape = (device_blocks, block_tokens, config.kv_heads, config.head_dim)
-        # zeros, not empty: padding multiplies unused positions by 0, which does not remove a NaN
+        # Zeros, not empty: padding multiplies unused positions by 0, and 0 * NaN is NaN.
         self.keys = [np.zeros(shape, dtype=np.float32) for _ in range(config.layers)]
         self.values = [np.zeros(shape, dtype=np.float32) for _ in range(config.layers)]
         self.block_tokens = block_tokens

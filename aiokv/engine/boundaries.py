@@ -28,7 +28,7 @@ class _GroupCosts:
         self._hit = hit
         self._latency_seconds = 0.0
         self._seconds = np.zeros(0)  # time to fetch each copy; infinity if no store has it
-        self._is_absent = np.ones(0, np.bool_)  # from all tiers
+        self._is_absent = np.ones(0, np.bool_)  # whether no tier has the copy
 
     def note(self, found: Found, num_blocks: int) -> None:
         self._latency_seconds = max(self._latency_seconds, found.latency_seconds)

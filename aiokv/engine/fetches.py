@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 PROBE_PAUSE: Final = 100  # pause in multiples of the last fetch: probes take 1 % of the time
 LEAST_PROBE_PAUSE_SECONDS: Final = 1.0
-MOST_PROBE_PAUSE_SECONDS: Final = 10.0  # a store that was slow once is soon used again
+# Limit of the pause, because a store is rarely slow for long.
+MOST_PROBE_PAUSE_SECONDS: Final = 10.0
 
 
 class StoreWait:
@@ -126,7 +127,8 @@ class Fetches:
     def __init__(self, parts: Parts) -> None:
         self.has_stores = parts.worker.facts.capabilities.stores
         self._block_tokens = parts.config.block_tokens
-        self._groups = parts.scheduler.read.groups  # without any, each cached block can be hit
+        # Without groups, a hit may end at each cached block.
+        self._groups = parts.scheduler.read.groups
         self._read = parts.scheduler.read
         self._scheduler = parts.scheduler
         self._dispatcher = parts.dispatcher
@@ -138,7 +140,7 @@ class Fetches:
         self._requests = parts.requests
         self._line = FetchLine(lambda: self._lifetime.loop.time())
         self._tasks: set[asyncio.Task[None]] = set()  # the loop keeps weak references only
-        self._num_compared = 0  # fetches in flight that a comparison has begun
+        self._num_compared = 0  # fetches in flight that a comparison has started
         self._probe_at = 0.0  # earliest time of the next probe, on the clock of the loop
 
     def is_incomplete(self, lease_id: int) -> bool:
@@ -225,7 +227,7 @@ class Fetches:
                     await self._bring(lease_id, priority, comparison)
         except TimeoutError:
             return
-        except AiokvError:  # the lease was released, or the engine fails: its waiters are told
+        except AiokvError:  # the lease was released, or the engine fails and tells its waiters
             return
 
     async def _bring(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-NO_NAME: Final = ""  # compared by identity: the default needs no check
+NO_NAME: Final = ""  # compared by identity, so the default needs no check
 
 
 class Leases:

@@ -68,7 +68,7 @@ class Recordings:
         if prompt is None or self._writer is None or not computed_blocks:
             return
         behind_prompt = self._read.computed_tokens(lease_id) - len(prompt.tokens)
-        # A request does not compute the last token that it generates.
+        # A request does not compute with the last token that it generates.
         self._writer.put(
             TraceEntry(
                 arrived_at=prompt.arrived_at,

@@ -211,8 +211,8 @@ class TraceWriter:
         self._dropped = 0
         self._failed = 0
         self._files = 0
-        self._file: TraceFile | None = None  # only the thread uses it and the next four
-        self._unflushed = 0  # entries
+        self._file: TraceFile | None = None  # used by the thread only, as are the next four
+        self._unflushed = 0  # number of entries
         self._flush_at = 0.0
         self._retry_at = 0.0
         self._has_logged = False

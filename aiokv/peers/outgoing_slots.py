@@ -24,7 +24,8 @@ class OutgoingSlots:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._most = max(num_slots // 2, 1)  # a receiver that stalls leaves slots for the others
+        # Per receiver, so that a stalled one leaves slots for the others.
+        self._most = max(num_slots // 2, 1)
         self._free = list(range(num_slots))
 
     @property

@@ -114,7 +114,7 @@ class Sender(Generic[C]):
         self._queues: dict[C, SendQueue[C]] = {}
         self._tickets: dict[bytes, OutgoingTicket[C]] = {}
         self._sends: dict[int, Send] = {}
-        # Of tickets that have ended by themselves, newest last.
+        # Reasons of tickets that have ended by themselves, newest last.
         self._reasons: dict[bytes, str] = {}
         self._counts = SenderCounts()
 
@@ -330,7 +330,7 @@ class Sender(Generic[C]):
             fragment.again = True
             if not fragment.busy:
                 self._again(fragment)
-        self._pump_all()  # fragments that were deferred have freed their slots
+        self._pump_all()  # the slots of deferred fragments are free now
 
     def _on_again(self, connection: C, message: Again) -> None:
         outgoing = self._tickets.get(message.ticket_id)
@@ -419,7 +419,7 @@ class Sender(Generic[C]):
         if ready:
             self._port.seal(ready)
         self._settle(send)
-        self._pump_all()  # a failure, or a dropped fragment, has freed slots
+        self._pump_all()  # a failed or dropped fragment has freed slots
 
     def sealed(self, fragments: Sequence[Fragment[C]]) -> None:
         """Write the fragments whose trailers are complete."""
@@ -430,7 +430,7 @@ class Sender(Generic[C]):
             ready.setdefault(fragment.queue.connection, []).append(fragment)
         for connection, its in ready.items():
             self._port.write(connection, its)
-        self._pump_all()  # with the slots of whole blocks
+        self._pump_all()  # the slots of whole blocks are free now
 
     def written(self, fragments: Sequence[Fragment[C]]) -> None:
         """Note that the transport reads the slots of these fragments no more."""
@@ -502,7 +502,7 @@ class Sender(Generic[C]):
         if not send.at_rest or self._sends.get(transfer_id) is not send:
             return
         if not send.unproven:
-            send.failure = None  # its last fragment was acknowledged after all
+            send.failure = None  # its last fragment was acknowledged meanwhile
         self._port.sent(send)
         outgoing = self._tickets.get(send.plan.peer)
         if outgoing is not None:

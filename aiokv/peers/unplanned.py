@@ -21,7 +21,7 @@ class UnplannedFragments:
 
     def __init__(self, num_slots: int) -> None:
         self._most = num_slots // 2
-        self._tickets: dict[IncomingTicket[Any], None] = {}  # all that have some, and others
+        self._tickets: dict[IncomingTicket[Any], None] = {}  # may include tickets without fragments
 
     def note(self, incoming: IncomingTicket[Any]) -> None:
         """Note that a ticket may have unplanned fragments from now on."""

@@ -32,7 +32,7 @@ class SaltQuota:
         self.limit_blocks = limit_blocks
         self._held: dict[str, int] = {}
         self._by_lease: Sharded[tuple[str, int]] = Sharded()
-        # Salts with waiting requests only.
+        # Only salts with waiting requests.
         self._lines: dict[str, PriorityLine[WaitingRequest]] = {}
         self.sequence = count()
         self._due: OrderedDict[str, None] = OrderedDict()  # salts whose requests may fit now

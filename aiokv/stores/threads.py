@@ -69,7 +69,7 @@ class StoreThreads:
             for running in jobs:
                 await running.ended()
         finally:
-            self._executor.shutdown()  # the threads are idle, or end with their present job
+            self._executor.shutdown()  # idle threads end; others end after their job
 
 
 class _Running:

@@ -44,7 +44,7 @@ _ROUTES: Final[tuple[GroupRoute, ...]] = (
     *((retention, route) for retention in ("last", "window") for route in (ONLOAD, OFFLOAD)),
     *((retention, route) for retention in ("all", "last", "window") for route in (RECEIVE, SEND)),
 )
-GARBAGE: Final = 0xEE  # bytes of blocks that a failed copy has not copied
+GARBAGE: Final = 0xEE  # bytes of blocks that a failed copy did not reach
 
 
 class ManualEvent:

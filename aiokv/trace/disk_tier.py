@@ -59,8 +59,8 @@ class DiskTier:
         self._saved_at_use = SavePolicy.parse("policy", options.policy, DISK_POLICIES).uses
         self._block_tokens = block_tokens
         self._root = _native.root_digest(block_tokens, "")
-        self._blocks: OrderedDict[int, None] = OrderedDict()  # the least recently used first
-        self._unsaved: dict[int, int] = {}  # uses of blocks that were computed and not saved since
+        self._blocks: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._unsaved: dict[int, int] = {}  # number of uses of computed blocks that were not saved
         self._offered: set[int] = set()
         self.hit_tokens = 0
         self.loaded_blocks = 0

@@ -153,7 +153,7 @@ def _draw_tiers(axes: Any, line: Sequence[CapacityPoint], tier: SweptTier) -> bo
 def _format_axes(axes: Any, points: Sequence[CapacityPoint], tier: SweptTier, title: str) -> None:
     sizes = sorted({point.num_bytes(tier) for point in points})
     smallest = min((size for size in sizes if size), default=1)
-    if len(sizes) > 1 and sizes[0] == 0:  # linear up to the smallest size: 0 has a place
+    if len(sizes) > 1 and sizes[0] == 0:  # linear up to the smallest size, so that 0 has a place
         axes.set_xscale("symlog", linthresh=smallest, linscale=0.3)
     elif len(sizes) > 1:
         axes.set_xscale("log")

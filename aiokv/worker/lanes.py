@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from aiokv.base.plan import Outcome, Route, TransferPlan
 
 BANDWIDTH_WEIGHT: Final = 0.2  # weight of the newest transfer in the moving average
-LEARN_BYTES: Final = 1 << 20  # smaller transfers are mostly latency: no measure of bandwidth
+LEARN_BYTES: Final = 1 << 20  # smaller transfers measure latency rather than bandwidth
 
 
 class RouteCounts:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aiokv.ranks import RankGroup
     from aiokv.sync import EngineFuture, SyncEngine, SyncLayers, SyncWeightsUpdate
 
-CONTROL_SECONDS: Final = 30.0  # for transfers and workers
+CONTROL_SECONDS: Final = 30.0  # limit for transfers and workers to react
 TIERS: Final[tuple[Tier, ...]] = ("device", "host")
 
 
@@ -90,9 +90,9 @@ class CacheManager:
             options=options,
         )
         self._lock = threading.Lock()
-        self._layers: dict[int, SyncLayers] = {}  # by transfer, of this process
+        self._layers: dict[int, SyncLayers] = {}  # layers of this process, by transfer
         self._sent_step = 0
-        self._has_scheduled = False  # since the last batch
+        self._has_scheduled = False  # whether a request was scheduled since the last batch
 
     def open(self) -> None:
         """Open the engine: with ranks, wait until all workers have connected. Idempotent.

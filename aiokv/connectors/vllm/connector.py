@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from aiokv.connectors.vllm.worker import WorkerHalf
     from aiokv.sync import SyncEngine
 
-REPORT_SECONDS: Final = 1.0  # between reports of the stores, or of a worker without loads
+REPORT_SECONDS: Final = 1.0  # interval of reports on the stores, and of workers without loads
 
 
 class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -96,10 +96,10 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Note the loads of this step."""
         self._half_of_worker.begin(
             self._message,
-            # vLLM calls wait_for_layer_load between the pieces of a graph only, and a batch in two
-            # halves has a stream per half. A runner may call this method before it chooses a graph;
-            # it has no attention metadata then. The layers of a draft model are computed behind
-            # get_finished(), or not at all.
+            # vLLM calls wait_for_layer_load only between the pieces of a graph, and a batch in two
+            # halves has one stream per half. A runner may call this method before it chooses a
+            # graph; there is no attention metadata then. The layers of a draft model are computed
+            # after get_finished(), or not at all.
             layers_are_hooked=not self._drafts_with_layers
             and forward_context.attn_metadata is not None
             and forward_context.cudagraph_runtime_mode != CUDAGraphMode.FULL

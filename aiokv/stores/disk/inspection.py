@@ -213,7 +213,7 @@ class DiskFiles(StoreDirectory):
         assert header is not None  # see ``obstacle``
         volume, stored = self._volume, stored[kept]
         before = sum(_file_bytes(volume, name) for name in volume.names())
-        for number in segment_numbers(volume.names()):  # a record says that its block is durable
+        for number in segment_numbers(volume.names()):  # a record proves that its block is durable
             with _opened(volume, segment_name(number), write=True) as fd:
                 volume.sync(fd)
         try:

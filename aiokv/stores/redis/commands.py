@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from aiokv.stores.redis.connection import RedisConnection
     from aiokv.stores.redis.options import Address
 
-# Bytes of values in flight on a connection, at least two values. A server keeps replies that it
-# could not send yet in its memory. More in flight is slower: the bytes leave the CPU's caches.
+# Limit of the bytes of values in flight per connection; two values are always allowed. A server
+# keeps unsent replies in its memory. With more in flight, reads are slower, because the bytes leave
+# the CPU's caches.
 WINDOW_BYTES: Final = 256 << 10
-# Requests in flight. A thread holds the GIL while it makes the requests of half a window, and while
-# it reads their replies.
+# Limit of requests in flight. A thread holds the GIL while it writes the requests of half a window,
+# and while it reads their replies.
 WINDOW_KEYS: Final = 256
 
 _ASKING: Final = encode(b"ASKING")

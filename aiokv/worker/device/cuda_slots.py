@@ -93,7 +93,7 @@ class SlotCopy:
         self._work = work
         self._after = after
         self._num_layers = num_layers
-        self._is_final = False  # the work has ended, with ``_error``
+        self._is_final = False  # True when the work has ended; its failure is ``_error``
         self._error: CopyError | None = None
 
     @property
@@ -112,7 +112,7 @@ class SlotCopy:
     def error(self) -> CopyError | None:
         """Return the failure of the GPU, the first slot that is wrong, or None."""
         if not self._is_final:
-            is_done = bool(self._work.done)  # also after a failure, which is known then
+            is_done = bool(self._work.done)  # True also after a failure
             failure = self._work.failure()
             if failure is not None:
                 return CopyError(failure[0], failure[2])
