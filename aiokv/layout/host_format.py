@@ -91,8 +91,8 @@ def checked_payload(host_format: HostFormat, num_bytes: int, dtype: str) -> Piec
     """Return the form of a piece in host memory.
 
     Raises:
-        LayoutError: the format gives it no bytes, one function of two, or another number of bytes
-            without functions.
+        LayoutError: the format returns no bytes, only one of the two functions, or another number
+            of bytes without functions.
     """
     payload = host_format.payload(num_bytes, dtype)
     is_copied = not payload.encode and not payload.decode

@@ -85,7 +85,7 @@ class SendQueue(Generic[C]):
         return Return(slots=slots, unwanted=unwanted)
 
     def disconnect(self) -> None:
-        """Note the end of the connection: no credit is valid, and none comes."""
+        """Drop all credits and requests for credits, because the connection has ended."""
         self.credits.clear()
         self.wanted = 0
 

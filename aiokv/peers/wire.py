@@ -1,4 +1,4 @@
-"""Connections of a sending and a receiving rank over TCP, which know a common secret.
+"""TCP connections between a sending and a receiving rank, which share a secret.
 
 The client proves that it knows the secret first; see :mod:`aiokv.peers.handshake`.
 """

@@ -48,7 +48,7 @@ class Counters:
             self._counters.pop(oldest, None)
 
     def abandon(self, reason: str) -> None:
-        """Release the threads that wait for transfers which move: their ends stay unknown."""
+        """End the waits of threads for transfers that still move, whose ends will stay unknown."""
         for _, counter in self._counters.values():
             if not counter.at_rest:
                 counter.abandon(CopyError(0, reason))

@@ -246,7 +246,7 @@ class LoopThread:
 
     @property
     def is_ending(self) -> bool:
-        """True if the service was asked to close, or failed: tasks are cancelled for that."""
+        """True if the service was asked to close or has failed, so that its tasks are cancelled."""
         return self.has_failed or (self._closing is not None and self._closing.done())
 
     @property

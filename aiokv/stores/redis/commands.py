@@ -222,7 +222,7 @@ def _encode_values(group: Sequence[BatchKey], behind: Sequence[bytes]) -> list[b
 
 
 def _values_at_a_time(items: Sequence[BatchKey]) -> int:
-    """Return the number of values that are half a window."""
+    """Return the number of values in half a window."""
     if not items:
         return 1
     return max(1, min(WINDOW_KEYS, WINDOW_BYTES // len(items[0].block)) // 2)
