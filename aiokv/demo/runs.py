@@ -194,7 +194,7 @@ def _run_alone(
     reference: Ledger | None,
     computed_blocks: dict[bytes, set[bytes]],
 ) -> tuple[RunResult, Ledger]:
-    """Make a run in a process of its own: only the store keeps cached blocks."""
+    """Make a run in a new process, so that only the store keeps cached blocks."""
     import uvloop
 
     return uvloop.run(

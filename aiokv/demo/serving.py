@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def no_handover(request: Request, lease: aiokv.Lease) -> AsyncIterator[int]:
-    """Compute what is not cached."""
+    """Let the model compute the blocks that are not cached."""
     yield lease.cached_tokens
 
 

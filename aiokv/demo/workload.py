@@ -29,7 +29,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns in order; each prompt is all that was said before plus what is added."""
+    """Turns in order. Each prompt has all earlier turns and the new text."""
 
     name: str
     turns: list[Turn]

@@ -27,7 +27,7 @@ _FIRST_CAPACITY: Final = 64  # rows before the first growth
 
 
 class Rows(NamedTuple, Generic[LeaseT]):
-    """Rows of a batch. Those that a ``ComputeBatch`` keeps are not changed any more.
+    """Rows of a batch. They do not change while a ``ComputeBatch`` uses them.
 
     Attributes:
         members: leases, as they were added.

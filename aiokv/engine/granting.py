@@ -121,7 +121,7 @@ class Granting:
         return self._take_grant(record, result)
 
     def _take_grant(self, record: LeaseRecord, result: tuple[Grant | None, Effects]) -> bool:
-        """Apply the effects of a grant, and let the lease wait for the layers that it onloads."""
+        """Apply the effects of a grant, and let the lease wait for the layers of its onload."""
         try:
             grant = self._apply(result)
             if grant is None:

@@ -154,7 +154,7 @@ class _Grant:
 
 
 class Observers:
-    """The observers of one engine, and what is in progress while there is one.
+    """The observers of one engine, and the records in progress while there is an observer.
 
     Args:
         read: read access to the scheduler's state.

@@ -1,4 +1,4 @@
-"""SendProgress: which layers of which blocks a send has begun, and which part comes next. Pure.
+"""SendProgress: the layers and blocks that a send has begun, and the part that comes next. Pure.
 
 ::
 

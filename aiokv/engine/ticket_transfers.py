@@ -274,7 +274,7 @@ class TicketTransfers:
         self._peer_tickets.submit(self, transfer_id, effects)
 
     def moved(self, transfer_id: int, blocks: int, reason: str) -> None:
-        """Note the end of a transfer, of which the first ``blocks`` blocks have moved. Idempotent.
+        """Record the end of a transfer. Its first ``blocks`` blocks have moved. Idempotent.
 
         Blocks behind the first that has not moved do not count.
         """

@@ -119,7 +119,7 @@ def _items_key(items: Sequence[tuple[bytes, int, int]], first: int) -> bytes:
 
 
 class TraceFile:
-    """A trace with ids and times of its own.
+    """A trace file, which numbers its ids and times from 0.
 
     Args:
         path: file to make; compressed if its name ends in ``.gz``.
@@ -251,7 +251,7 @@ class TraceWriter:
             self._changed.notify()
 
     def close(self) -> None:
-        """Write what is queued, and close the file. Blocks until then."""
+        """Write the queued entries and close the file. Blocks until both are done."""
         with self._changed:
             self._closing = True
             self._changed.notify()

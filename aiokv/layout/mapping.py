@@ -543,7 +543,7 @@ def _with_outer_rows(inner: _Rows, length: int, stride: int) -> _Rows:
 
 
 def _share(piece: PieceLayout, layout: BlockLayout) -> tuple[int, int, int]:
-    """Return (begin, end, total) of what a rank has of a piece.
+    """Return the share of a piece that a rank has, as (begin, end, total).
 
     Heads are counted; without an axis of heads, all ranks have the whole; without axes, each rank
     has a part of its own.

@@ -269,7 +269,7 @@ def _kv_dtype(fields: ConfigFields, notes: list[str]) -> str | None:
 
 
 def _layer_kinds(fields: ConfigFields) -> list[str]:
-    """Return the kind of each layer that has a cache of its own."""
+    """Return the kind of each layer that does not share the cache of another layer."""
     num_layers = fields.integer("num_hidden_layers")
     given = fields.get("layer_types") or _pattern_kinds(fields)
     if given is not None:

@@ -1,4 +1,4 @@
-"""Incoming: a ticket that senders may open, and what has arrived for it. Pure."""
+"""Incoming: a ticket that senders may open, and the fragments that have arrived. Pure."""
 
 from __future__ import annotations
 

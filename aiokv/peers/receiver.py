@@ -578,7 +578,7 @@ class Receiver(Generic[C]):
         self._settle(receive)
 
     def _end_ticket(self, incoming: IncomingTicket[C], reason: str) -> None:
-        """Give up what a ticket misses; drop its fragments in hand when they are verified."""
+        """Give up the missing blocks of a ticket; drop its other fragments once they are verified."""
         if not incoming.closed:
             incoming.closed = reason
             for sender in list(incoming.senders.values()):
@@ -594,7 +594,7 @@ class Receiver(Generic[C]):
         self._grant()
 
     def _check_ended(self, ticket_id: bytes) -> None:
-        """End a ticket of which a sender has sent all, when the last fragments were placed."""
+        """End a ticket if a sender has sent all blocks and the last fragments were placed."""
         incoming = self._tickets.get(ticket_id)
         if incoming is None:
             return

@@ -80,7 +80,7 @@ class _Slot(Generic[C]):
 
 
 class _Demand:
-    """Slots that a connection asks for, and slots that it has."""
+    """Numbers of slots that a connection requests and has."""
 
     __slots__ = ("held", "wanted")
 

@@ -67,7 +67,7 @@ class SendQueue(Generic[C]):
         return fragment
 
     def remove_dropped(self) -> None:
-        """Remove the fragments of which nothing is sent any more."""
+        """Remove the fragments that will not be sent any more."""
         self.waiting = deque(fragment for fragment in self.waiting if not fragment.dropped)
 
     def take_spare(self) -> Return | None:

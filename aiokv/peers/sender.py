@@ -479,7 +479,7 @@ class Sender(Generic[C]):
         self._settle(send)
 
     def _end_ticket(self, outgoing: OutgoingTicket[C], reason: str, *, tell: bool) -> None:
-        """Give up what is left of a ticket; tell the receivers with ``Done`` or ``Cancel``."""
+        """Give up the rest of a ticket; send ``Done`` or ``Cancel`` to the receivers."""
         ticket_id = outgoing.ticket.ticket_id
         if not outgoing.closed:
             outgoing.closed = reason

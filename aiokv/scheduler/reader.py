@@ -483,7 +483,7 @@ class CacheReader:
     # --- statistics and dumps -------------------------------------------------------------------
 
     def hold_times(self) -> DurationHistogram:
-        """Return for how long leases that compute had blocks, of those that gave them back."""
+        """Return how long computing leases had blocks, for leases that have given them back."""
         return DurationHistogram.of(self._core.hold_times)
 
     def statistics(self) -> CacheStatistics:

@@ -488,7 +488,7 @@ class CacheScheduler:
     def _take_place(
         self, lease_id: int, num_tokens: int, priority: int, reserve_blocks: int | None
     ) -> None:
-        """Let a lease wait for a store, in the place that it has now."""
+        """Let a lease wait for a store. It keeps its place in line."""
         self._check_not_waiting(lease_id)
         self._core.check_request(lease_id, num_tokens, reserve_blocks)
         num_blocks = self._blocks_for(num_tokens)

@@ -1,4 +1,4 @@
-"""Searches: which keys to ask stores for that need one request per key.
+"""Searches: the keys to request from stores that need one request per key.
 
 Such a store takes a limited number of keys at a time (``Store.max_lookup_keys``), so the lookup of
 a long prompt has several rounds. When the deadline cuts off a round, the earlier ones count.

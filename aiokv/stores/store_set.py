@@ -321,7 +321,7 @@ class StoreSet:
         return answered
 
     def _on_time(self, found: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return which keys the first ``len(found)`` stores have, without those that are late."""
+        """Return the keys that the first ``len(found)`` stores have, without late answers."""
         guards = self._guards[: len(found)]
         on_time = [i for i, guard in enumerate(guards) if not guard.is_late()]
         return np.asarray(found[on_time].any(axis=0))

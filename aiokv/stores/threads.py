@@ -80,7 +80,7 @@ class _Running:
         self._unwanted = unwanted
 
     def stop(self) -> None:
-        """Let copies that run end early, and those that have not begun never begin."""
+        """End running copies early, and drop those that have not begun."""
         self._unwanted.set()
         for future in self._futures:
             future.cancel()

@@ -163,7 +163,7 @@ class EngineFuture(Future[T]):
             self.set_exception(error)
 
     def _note_end_by_cancellation(self) -> None:
-        """Note the end of a coroutine that its owner, or the coroutine itself, has cancelled."""
+        """Record that a coroutine was cancelled, by its owner or by itself."""
         self._engine_thread.end_wait(self)
         super().cancel()
         self.set_running_or_notify_cancel()

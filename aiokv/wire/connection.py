@@ -388,7 +388,7 @@ class Connection(Unique, Generic[S, R]):
     # --- writing ----------------------------------------------------------------------------------
 
     def _queue_changed(self) -> None:
-        """Write in the next pass of the loop, together with what is queued until then."""
+        """Write in the next pass of the loop, with all messages queued until then."""
         if self._queue.waiting > MAX_QUEUED:
             self.abort(f"the other side did not read {MAX_QUEUED} messages")
         elif not self._writer_armed and not self._flush_scheduled:

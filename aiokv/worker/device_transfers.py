@@ -295,7 +295,7 @@ class DeviceTransfers(Executor[_Work]):
         self._plans.send_report(entry)
 
     def _drop(self, lane: Lane, entry: _Entry, failure: CopyError | None) -> None:
-        """End a plan of which the device moves nothing."""
+        """End a plan for which the device moves no byte."""
         lane.submitted -= 1
         self._plans.end(entry, failure)
         self._plans.report_soon(entry)

@@ -1,4 +1,4 @@
-"""Plans of a worker by group and route: those that wait, those that move, and their bandwidth."""
+"""Plans of a worker by group and route: waiting plans, moving plans, and their bandwidth."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Lane(RouteCounts):
 
     @property
     def queued(self) -> int:
-        """Transfers that wait for the device; those that wait for a step do not count."""
+        """Number of transfers that wait for the device, without those that wait for a step."""
         return len(self.queue)
 
     @property

@@ -173,7 +173,7 @@ class EventPoller:
             self._next_pass = self._loop.call_soon(self._on_next_pass)
 
     async def wait(self, event: Event, work_seconds: float | None = None) -> None:
-        """Wait for one event on a stream of its own.
+        """Wait for one event, independently of the watched streams.
 
         Raises:
             DeviceError: the query of the event failed.

@@ -43,7 +43,7 @@ class Watch:
         self.work_seconds = work_seconds
 
     def cancel(self) -> None:
-        """Detach the callback; the event goes on. Idempotent."""
+        """Detach the callback; the event itself is not cancelled. Idempotent."""
         if self.callback is not None:
             self.callback = None
             self._on_cancel(self)

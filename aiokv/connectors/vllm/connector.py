@@ -132,7 +132,7 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         super().clear_connector_metadata()
 
     def build_connector_worker_meta(self) -> StepOutcome:
-        """Return the number of the step, which tells the scheduler half that it was computed."""
+        """Return the number of the step, to tell the scheduler half that the step was computed."""
         return StepOutcome(self._message.step)
 
     @property

@@ -153,7 +153,7 @@ class DiskFiles(StoreDirectory):
         return time.time()
 
     def _journal(self) -> tuple[Header | None, NDArray[np.void], Damage]:
-        """Return the header of the journal, the records that count, and those that do not."""
+        """Return the header of the journal, its valid records, and its invalid ones."""
         if JOURNAL in self._volume.names():
             with _opened(self._volume, JOURNAL) as fd:
                 header = decode_header(self._volume.read(fd, HEADER_BYTES, 0))

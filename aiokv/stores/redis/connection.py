@@ -217,7 +217,7 @@ class RedisConnection:
         return True
 
     def read_lines(self, count: int) -> list[bytes]:
-        """Return the next replies, each of which is one line, without the ends of the lines."""
+        """Return the next replies, one line each, without line ends."""
         lines: list[bytes] = []
         while len(lines) < count:
             end = self._bytes.rfind(_CRLF, self._begin, self._end)

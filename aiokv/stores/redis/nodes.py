@@ -74,7 +74,7 @@ class Nodes:
         self._small.close_idle()
 
     async def run(self, items: Sequence[BatchKey], job: Job) -> None:
-        """Run a job on the items of each node, and again on those that a node redirected.
+        """Run a job on the items of each node, and again on redirected items.
 
         Raises:
             StoreError: no item got an answer.
