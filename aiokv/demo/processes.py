@@ -108,7 +108,7 @@ def _read(path: str) -> Any:
 
 
 def _main(path: str) -> None:
-    """Replace the call in a file by its result and its error, one of which is None."""
+    """Replace the call in a file by its result and its error. One of the two is None."""
     function, args, kwargs = _read(path)
     result, error = None, None
     try:

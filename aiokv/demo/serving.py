@@ -322,7 +322,7 @@ class Server:
         self.statistics.failed_onloads += failed
 
     def _record_blocks(self, sequence: Sequence, blocks: range, digests: list[bytes]) -> None:
-        """Check the blocks that were complete before the step, note those that it completed."""
+        """Check the blocks that were complete before the step, and record the new ones."""
         request, block_tokens = sequence.request, self._engine.config.block_tokens
         for block, digest in zip(blocks, digests, strict=True):
             prefix = request.prefix_key(block, block_tokens)

@@ -161,7 +161,7 @@ class Prefill(Role):
 
     @asynccontextmanager
     async def handover(self, request: Request, lease: aiokv.Lease) -> AsyncIterator[int]:
-        """Send the blocks of a request; its first attempt only, as a ticket is sent once."""
+        """Send the blocks of a request in its first attempt: a ticket can be sent only once."""
         assert isinstance(request, Prompt)
         async with AsyncExitStack() as stack:
             ticket, request.ticket = request.ticket, b""
@@ -192,7 +192,7 @@ class Prefill(Role):
 
 
 class Decode(Role):
-    """Receives the blocks of each prompt, and computes what has not arrived."""
+    """Receives the blocks of each prompt, and computes the missing ones."""
 
     def handlers(self) -> Handlers:
         """See :class:`Role`."""

@@ -99,7 +99,7 @@ class LibraryEndpoint(Protocol):
 
 
 class Backend(Protocol):
-    """A library.
+    """A library that writes into the memory of other processes.
 
     Attributes:
         name: name of the transport.

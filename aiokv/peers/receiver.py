@@ -578,7 +578,7 @@ class Receiver(Generic[C]):
         self._settle(receive)
 
     def _end_ticket(self, incoming: IncomingTicket[C], reason: str) -> None:
-        """Give up the missing blocks of a ticket; drop its other fragments once they are verified."""
+        """Give up the missing blocks of a ticket; drop its other fragments when verified."""
         if not incoming.closed:
             incoming.closed = reason
             for sender in list(incoming.senders.values()):

@@ -58,7 +58,7 @@ class Counters:
         return self._counters.get(transfer_id)
 
     def is_forgotten(self, transfer_id: int) -> bool:
-        """True for a transfer that ended so long ago, or before a restart, that it was dropped.
+        """True for a transfer that was dropped, because it ended long ago or before a restart.
 
         Ids ascend, but for a few plans that are sent in another order: an id is forgotten when an
         id that is not lower was dropped.

@@ -162,7 +162,7 @@ class Admission:
             request.enter_at(self._line, ticket)
 
     def take_turn(self, lease_id: int) -> Grant | None:
-        """Grant a request that is first in line and was told so.
+        """Grant a request after an effect has told that it is first in line.
 
         Returns:
             The grant; None when another request is first by now, or there is no room: the lease

@@ -102,7 +102,7 @@ class Cost:
         return batch
 
     def note_large(self, batch: StoreBatch, num_bytes: int, now: float) -> None:
-        """Note that an operation of a large batch has taken the time since ``batch.began``."""
+        """Record the duration of an operation of a large batch, from ``batch.began`` to ``now``."""
         seconds = now - batch.began
         share = self._shared(now) - batch.share
         self._transfer.note(num_bytes, max(share - self._latency.seconds, share / 2), now)
@@ -116,7 +116,7 @@ class Cost:
         self._progress_at = now
 
     def note_small(self, batch: StoreBatch, moved_bytes: int, now: float) -> None:
-        """Note that a small batch has taken the time since ``batch.began``."""
+        """Record the duration of a small batch, from ``batch.began`` to ``now``."""
         seconds = now - batch.began
         self._latency.note(1, seconds, now)
         if seconds < moved_bytes * self._transfer.seconds:

@@ -181,7 +181,7 @@ class RequestBlocks:
     # --- state ------------------------------------------------------------------------------------
 
     def holding(self, request_id: str) -> Holding | None:
-        """Return what a request holds; None for nothing."""
+        """Return the lease and blocks of a request; None if it has none."""
         return self._holdings.get(request_id)
 
     def note_resize(self, sizes: Sizes) -> None:
@@ -329,7 +329,7 @@ class RequestBlocks:
             return None
 
     def end(self, request_id: str) -> None:
-        """Commit what is computed, and give all blocks back. Idempotent.
+        """Commit the computed positions, and give back all blocks. Idempotent.
 
         Full blocks of known tokens stay cached.
         """

@@ -194,7 +194,7 @@ class CacheManager:
     # --- the life of a request --------------------------------------------------------------------
 
     def match_prefix(self, request: Request, skip_storage: bool = True) -> None:
-        """Look the tokens of a request up, and hold what is cached: ``request.match_result``.
+        """Look up a request, hold the cached blocks, and set ``request.match_result``.
 
         Blocks in host memory are on their way to the device when the call returns, and
         ``MatchResult.device_block_ids`` has the ids of all matched blocks. At least one token is

@@ -170,7 +170,7 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._half_of_scheduler.build(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Save what a step has computed."""
+        """Save the blocks that a step has computed."""
         outcome = connector_output.kv_connector_worker_meta
         if isinstance(outcome, StepOutcome):
             self._half_of_scheduler.step_ended(outcome.step, connector_output.invalid_block_ids)

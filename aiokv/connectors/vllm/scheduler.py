@@ -367,7 +367,7 @@ class SchedulerHalf:
             self._leave_lease(cached)
 
     def step_ended(self, step: int, failed_blocks: Collection[int]) -> None:
-        """Commit what a step has computed, now that vLLM has processed its output.
+        """Commit the computed positions of a step. Call after vLLM has processed its output.
 
         Args:
             step: number of the step.

@@ -226,7 +226,7 @@ class ObjectFiles:
         self._on_folder(ask)
 
     def entries(self) -> Iterator[FileEntry]:
-        """List the objects of the folder; those that appear or vanish meanwhile may be left out.
+        """List the objects of the folder. Objects added or removed meanwhile may be missing.
 
         Raises:
             StoreError: the folder cannot be reached.

@@ -106,7 +106,7 @@ class Room:
 
     @property
     def _spare_slots(self) -> int:
-        """Slots that a full store keeps free: a share of those that its files have."""
+        """Number of slots that a full store keeps free: a share of the slots in its files."""
         slots = self._table.limit
         share = max(slots // 256, min(slots // 16, _SPARE_BYTES // self._slot_bytes))
         return min(_MAX_SPARE_SLOTS, share)

@@ -218,7 +218,7 @@ class MooncakeClient:
         return codes
 
     def remove(self, names: list[str]) -> NDArray[np.uint8]:
-        """Remove objects, also those that another client reads; return ``Result`` codes.
+        """Remove objects, even while another client reads them. Return ``Result`` codes.
 
         Raises:
             StoreError: the master did not answer.

@@ -137,7 +137,7 @@ def save(connection: RedisConnection, items: Sequence[BatchKey], ttl_seconds: in
 
 
 def remove(connection: RedisConnection, items: Sequence[BatchKey]) -> None:
-    """Remove keys; the server frees the memory in a thread of its own."""
+    """Remove keys. The server frees their memory in another thread."""
     for item, line in _ask(connection, items, b"UNLINK"):
         if not _is_refused(item, line):
             item.result = Result.DONE
