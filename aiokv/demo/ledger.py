@@ -58,7 +58,7 @@ class Comparison:
 
 
 class ReadBlock(NamedTuple):
-    """A block that a request read: its place in the prompt, digests of prefix and bytes."""
+    """A block that a request read: its index in the prompt, and digests of its prefix and bytes."""
 
     request: str
     block: int

@@ -39,7 +39,7 @@ class RowTiles:
 
     @classmethod
     def for_weights(cls, weights: Weights) -> RowTiles:
-        """Return tiles of the largest size that numpy's BLAS allows; it uses one thread then."""
+        """Return tiles of the largest size that numpy's BLAS allows. Limits BLAS to one thread."""
         _use_one_blas_thread()
         return cls(largest_alike_tile(weights, np.matmul, CANDIDATES))
 

@@ -128,7 +128,7 @@ class Server:
 
     @asynccontextmanager
     async def computing(self) -> AsyncIterator[asyncio.TaskGroup]:
-        """Compute steps until all tasks of the group have ended; they call ``serve_request``.
+        """Compute steps until all tasks of the group, which call ``serve_request``, have ended.
 
         Raises:
             AiokvError: the first failure; everything else is cancelled.

@@ -71,7 +71,7 @@ class NumpyCache:
 
 
 class ThreadStream:
-    """The runner's thread as a stream: it works in order, and waiting blocks it."""
+    """The runner's thread as a stream. It works in order, and a wait blocks it."""
 
     def wait_event(self, event: Event) -> None:
         """Block, without the GIL, until the bytes of the layer have arrived."""

@@ -1,4 +1,4 @@
-"""Fetches: bring blocks from the stores to the host tier, as far as computing them takes longer.
+"""Fetches: bring blocks from the stores to the host tier while computing them would take longer.
 
     read.missing ─► worker.lookup ─► fetch or compute? ─► fetches.begin ─► its end ─► missing ...
 
@@ -76,7 +76,7 @@ class StoreWait:
             self._on_end(self, outcome)
 
     def stop(self) -> None:
-        """End the wait, and begin no more fetches; those in flight go on."""
+        """End the wait, and begin no more fetches. Fetches in flight continue."""
         self.is_stopped = True
         self.end()
         if self.task is not None:
@@ -264,7 +264,7 @@ class Fetches:
         return self._lifetime.loop.time()
 
     def _is_late(self, newest: _Newest) -> bool:
-        """Return True if the newest fetch of a request has not ended, and is the first late one."""
+        """Return True if the newest fetch is in flight, and no earlier fetch was late."""
         return not newest.late_id and self._transfers.is_in_flight(newest.transfer_id)
 
     async def _bring_while_sooner(
@@ -498,7 +498,7 @@ class Fetches:
         search: BoundarySearch,
         comparison: Comparison,
     ) -> bool:
-        """As ``_bring_copies``; return True, too, if the wait has ended because they are late."""
+        """Do as ``_bring_copies``, but return True if late copies have ended the wait."""
         share = _share_of(search, end, comparison)
         seconds = search.copy_seconds(end) * AT_A_TIME
         try:

@@ -546,7 +546,7 @@ class PeerTickets:
                 self._poller.soon(self._deliver_ends)
 
     def _deliver_ends(self) -> None:
-        """Pass the ends of transfers on to their tickets, also after an error of one of them."""
+        """Report the ends of transfers to their tickets, even after an error of one of them."""
         while self._ended:
             moved = self._ended.popleft()
             try:

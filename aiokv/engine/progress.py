@@ -59,7 +59,7 @@ class SendProgress:
                 self._computed[i], self._marks[i] = end_block, mark
 
     def forget_computed(self) -> None:
-        """Forget the layers that are not begun: their positions will be computed again."""
+        """Forget the layers that were not begun, because their positions will be computed again."""
         self._computed = list(self._next)
 
     def next_part(self, committed_block: int) -> SendPart | None:

@@ -133,7 +133,7 @@ class TraceRecording:
         await asyncio.to_thread(self._writer.close)
 
     def statistics(self) -> RecordingStatistics:
-        """Return the counts from the start on; those of the last second may be missing."""
+        """Return the counts since the start, perhaps without those of the last second."""
         return self._writer.statistics()
 
 

@@ -502,7 +502,7 @@ class Receiver(Generic[C]):
         self._tell_wrong(sender.connection, ticket_id, block, "no room", is_busy=True)
 
     def _ask_again(self) -> None:
-        """Ask for the fragments that were deferred, as far as there is room for them now."""
+        """Request deferred fragments for which there is room now."""
         for fragment in self._deferred.take():
             self._tell(fragment.sender.connection, Again, fragment.ticket_id, [fragment.block])
 

@@ -193,7 +193,7 @@ class LandingRing(Generic[C]):
         return True
 
     def landed(self, slot: int) -> None:
-        """Note that all bytes of a fragment are in its slot, which nothing writes any more.
+        """Record that all bytes of a fragment are in its slot. Nothing writes the slot any more.
 
         The slot belongs to the caller until ``free``; ``revoke`` does not affect it.
 

@@ -60,7 +60,7 @@ class SenderPort(Protocol[C]):
     """Work that the sender starts. Each call returns at once, and none calls back in it."""
 
     def send(self, connection: C, message: Message) -> None:
-        """Send a message, in order; one to a connection that has ended is dropped."""
+        """Send a message, in order. Drop it if the connection has ended."""
 
     def is_open(self, plan: TransferPlan) -> bool:
         """Return True while work that computes the blocks may not have been submitted yet."""
@@ -260,7 +260,7 @@ class Sender(Generic[C]):
     # --- messages of receivers --------------------------------------------------------------------
 
     def on_message(self, connection: C, message: Message) -> None:
-        """Handle a message of a receiver; those about tickets that have ended are ignored."""
+        """Handle a message of a receiver. Ignore messages about ended tickets."""
         queue = self._queues.get(connection)
         if isinstance(message, Credit):
             if queue is None:
@@ -433,7 +433,7 @@ class Sender(Generic[C]):
         self._pump_all()  # the slots of whole blocks are free now
 
     def written(self, fragments: Sequence[Fragment[C]]) -> None:
-        """Note that the transport reads the slots of these fragments no more."""
+        """Record that the transport no longer reads the slots of these fragments."""
         for fragment in fragments:
             fragment.busy = False
             fragment.credit = None

@@ -262,7 +262,7 @@ class TicketOpener:
                 reply.set_exception(PeerError(opening.end))
 
     def release_ended(self) -> None:
-        """End the use of connections by tickets that have ended by themselves. Idempotent."""
+        """Release the connections of tickets that ended before they were closed. Idempotent."""
         live = self._sender.ticket_ids
         for ticket_id in self._acquired.keys() - self._opening.keys() - set(live):
             self._release(ticket_id)

@@ -309,7 +309,7 @@ class RankGroup(Unique):
 
     @property
     def facts(self) -> WorkerFacts:
-        """Properties of the group; those of its tensors are known when a rank has connected."""
+        """Properties of the group. Those of its tensors are known after a rank has connected."""
         layouts = [state.layout for state in self._membership.ranks if state.layout is not None]
         layout = self.layout
         return WorkerFacts(

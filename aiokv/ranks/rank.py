@@ -473,7 +473,7 @@ class Rank(Unique):
         return task
 
     def _change_weights(self, version: str) -> None:
-        """Use other keys from now on, also when a generation has not begun yet."""
+        """Use other keys from now on, even if no generation has begun yet."""
         if self._identity is not None:
             self._identity = msgspec.structs.replace(self._identity, weights_version=version)
         self._controller.change_weights(version)

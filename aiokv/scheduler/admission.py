@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class WaitingRequest(Entry):
-    """Lease that waits for its salt's quota, then for capacity; it holds no blocks.
+    """Lease without blocks that waits for its salt's quota, and then for capacity.
 
     Attributes:
         salt: salt whose quota counts the blocks.

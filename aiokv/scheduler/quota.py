@@ -144,7 +144,7 @@ class SaltQuota:
             request.enter_at(line, (0, arrival))
 
     def left(self, salt: str) -> None:
-        """Note that a request of the salt has left its line: the next request may fit."""
+        """Record that a request of the salt has left its line, so that the next one may fit."""
         self._may_fit(salt)
 
     def _may_fit(self, salt: str) -> None:

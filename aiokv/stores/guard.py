@@ -497,7 +497,7 @@ class StoreGuard:
             way.breaker.succeed(way.operation)
 
     async def _quarantine(self, keys: bytes) -> None:
-        """Remove wrong objects, so that no later load finds them, and no save uses their places."""
+        """Remove wrong objects, and keep saves from reusing their places on the medium."""
         ended, _ = await self._run(
             "quarantine",
             lambda: self._store.quarantine(keys),

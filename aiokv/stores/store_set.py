@@ -515,7 +515,7 @@ def _first_holders(guards: Sequence[StoreGuard], holders: NDArray[np.bool_]) -> 
 
 
 async def _all_of(calls: list[Any]) -> list[StoreResults]:
-    """Await calls at the same time; one call needs no task."""
+    """Await calls concurrently. A single call gets no task."""
     if len(calls) == 1:
         return [await calls[0]]
     return list(await asyncio.gather(*calls))

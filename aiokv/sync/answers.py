@@ -58,7 +58,7 @@ class Answer(msgspec.Struct, Generic[T], eq=False):
             del self  # break the cycle: the error's traceback has this frame
 
     def fail(self, error: BaseException) -> None:
-        """Note that the call cannot be made any more: the engine's thread has ended."""
+        """Fail the call, because the engine's thread has ended."""
         self.error = error
 
     def __repr__(self) -> str:

@@ -135,7 +135,7 @@ def idle(future: EngineFuture[None], lease: SyncLease, arguments: dict[str, Any]
 
 
 def release(lease: SyncLease, arguments: dict[str, Any]) -> None:
-    """Release a lease; one that could not be matched has nothing to release."""
+    """Release a lease. Do nothing if its match has failed."""
     if getattr(lease, "match_error", None) is None:
         inner_of(lease).release(**arguments)
 

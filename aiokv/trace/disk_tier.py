@@ -98,7 +98,7 @@ class DiskTier:
         return words
 
     def _save(self, digests: Sequence[int], computed: int) -> None:
-        """Offer the blocks that are due; those from index ``computed`` on were not cached."""
+        """Offer the due blocks. Blocks from index ``computed`` on were not cached."""
         for digest in digests[computed:]:
             self._unsaved[digest] = 0
         for digest in reversed(digests):

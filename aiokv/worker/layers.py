@@ -440,7 +440,7 @@ class LayerDoneCounter:
         self._release_all()
 
     def abandon(self, failure: CopyError) -> None:
-        """Release all waiters: the loop has ended, so ``finish`` will not be called."""
+        """Release all waiters, because the loop has ended and ``finish`` will not be called."""
         self._abandoned = True
         self.give_up(failure)
         self._threads.wake()

@@ -360,7 +360,7 @@ class PlanTable:
                 self._wake_drained()
 
     def _refuse(self, plan: TransferPlan, failure: CopyError) -> LayerDoneCounter:
-        """Report a plan that was not added: its id may be that of a plan in flight."""
+        """Report a plan that was not added. A plan in flight may have the same id."""
         transfer_id = plan.transfer_id
         counter = LayerDoneCounter(
             self._num_layers(), transfer_id=transfer_id, direction=plan.direction

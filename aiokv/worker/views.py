@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LayerView:
-    """All transfers that a lease owns or has joined, as one counter.
+    """One counter for all transfers that a lease owns or has joined.
 
     Args:
         counters: counters of those transfers, all with the same number of layers.
@@ -300,7 +300,7 @@ class LayerView:
 
 
 def _check_stream(call: str, stream: object) -> None:
-    """Refuse None, also without transfers: the first hit must not be what shows the mistake."""
+    """Refuse None even without transfers: otherwise the mistake shows only at a hit."""
     if stream is None:
         raise UsageError(
             f"{call}: stream is None; it must be the stream that computes",

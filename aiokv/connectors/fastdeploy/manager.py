@@ -272,7 +272,7 @@ class CacheManager:
         return self._host.blocks.allocate(request, num_blocks)
 
     def request_finish(self, request: Request) -> None:
-        """Give all blocks of a request back: it has ended, was aborted or preempted. Idempotent.
+        """Give back all blocks of a request that has ended or was aborted or preempted. Idempotent.
 
         Full blocks whose KV is computed stay cached, those of generated tokens included. Without
         effect after ``close``.

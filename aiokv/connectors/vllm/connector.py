@@ -127,7 +127,7 @@ class AiokvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._half_of_worker.take_failed()
 
     def clear_connector_metadata(self) -> None:
-        """Close the step: vLLM has submitted all its work, that of a draft model, too."""
+        """Close the step. vLLM has submitted all work of it, including that of a draft model."""
         self._half_of_worker.close_step()
         super().clear_connector_metadata()
 

@@ -513,7 +513,7 @@ class SchedulerHalf:
         return is_done
 
     def reset(self) -> None:
-        """Release all leases, so that nothing that running requests have computed is saved."""
+        """Release all leases, so that no block of running requests is saved."""
         for cached in [*self._requests.values(), *self._finishing]:
             self._leave_lease(cached)
 

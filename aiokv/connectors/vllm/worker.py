@@ -38,7 +38,7 @@ class LoadTransfers(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """True if no byte moves any more, after a failure, too."""
+        """True if no byte moves any more, whether the load succeeded or failed."""
         ...
 
     def failed_blocks(self, block_ids: Sequence[int]) -> set[int]:

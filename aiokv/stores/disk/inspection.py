@@ -167,7 +167,7 @@ class DiskFiles(StoreDirectory):
 
     @property
     def _lock_path(self) -> Path:
-        """Directory with the lock: that of the store, for each of its layouts."""
+        """Directory with the lock. All layouts of a store share the lock of the store."""
         return self.path.parent if self.path.name.startswith(LAYOUT) else self.path
 
     @contextmanager

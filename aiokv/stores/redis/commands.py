@@ -144,7 +144,7 @@ def remove(connection: RedisConnection, items: Sequence[BatchKey]) -> None:
 
 
 def _extend(connection: RedisConnection, items: Sequence[BatchKey], ttl_seconds: int) -> None:
-    """Let objects that are present expire later; one that expired meanwhile is missing."""
+    """Delay the expiry of stored objects. Objects that expired meanwhile count as missing."""
     for item, line in _ask(connection, items, b"EXPIRE", b"%d" % ttl_seconds):
         if not _is_refused(item, line) and line == b":0":
             item.result = Result.MISSING

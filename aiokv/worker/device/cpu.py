@@ -200,7 +200,7 @@ class CpuDevice(Unique):
             )
 
     def detach(self, *, keep_host: bool) -> None:
-        """Close the streams, too: they keep alive the memory that they have copied."""
+        """Detach, and close the streams, which keep the copied memory alive."""
         self.close()
 
     def close(self) -> None:

@@ -98,7 +98,7 @@ class SlotCopy:
 
     @property
     def layer_events(self) -> Sequence[Event]:
-        """One event, as often as there are layers."""
+        """The event of the work, once per layer."""
         return [self._work] * self._num_layers
 
     def wait_submitted(self, layer: int, timeout: float | None = None) -> bool:
