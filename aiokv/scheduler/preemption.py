@@ -127,7 +127,7 @@ class Preemption:
             self._outbox.effects.computed.append(table[full_blocks : full_blocks + 1])
 
     def ended(self, transfer_id: int) -> None:
-        """Record the end of a transfer. If it was a swap, its lease is preempted now. Idempotent."""
+        """Record the end of a transfer: the lease of a swap is preempted now. Idempotent."""
         if transfer_id in self._swaps:
             self._note_preempted(self._swaps[transfer_id])
             del self._swaps[transfer_id]
