@@ -618,8 +618,7 @@ class PeerTickets:
         for transfers in active:
             transfers.end(reason)
         for transfers in active:
-            # Type: ignore[misc].
-            await transfers.wait_for(lambda transfers=transfers: transfers.at_rest)
+            await transfers.wait_for(lambda transfers=transfers: transfers.at_rest)  # type: ignore[misc]
 
     def end_all(self, reason: str) -> None:
         """End all tickets."""
