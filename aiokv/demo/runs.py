@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 import aiokv
-from aiokv.demo.processes import call_in_new_process
+from aiokv.demo.processes import start_in_new_process
 from aiokv.demo.report import DemoResult, Percentiles, RunResult, Traffic
 from aiokv.demo.runner import ModelRunner
 from aiokv.demo.serving import Server, ServingConfig
@@ -161,9 +161,10 @@ async def run_demo(make_scenario: MakeScenario, config: DemoConfig, stages: Stag
         if run.store:
             # The store may have blocks of earlier processes. The blocks that the first run has
             # computed are correct for them, too.
-            result, ledger = await call_in_new_process(
+            async with start_in_new_process(
                 _run_alone, make_scenario, config, run, reference, computed
-            )
+            ) as child:
+                result, ledger = await child.result()
             advance(workload.requests)
         else:
             result, ledger = await _run_once(scenario, config, run, reference, advance, {})
@@ -187,7 +188,7 @@ async def run_on_one_server(
     return await _run_once(scenario, config, run, None, advance, {})
 
 
-def _run_alone(
+async def _run_alone(
     make_scenario: MakeScenario,
     config: DemoConfig,
     run: _Run,
@@ -195,10 +196,8 @@ def _run_alone(
     computed_blocks: dict[bytes, set[bytes]],
 ) -> tuple[RunResult, Ledger]:
     """Make a run in a new process, so that only the store keeps cached blocks."""
-    import uvloop
-
-    return uvloop.run(
-        _run_once(make_scenario(), config, run, reference, lambda count: None, computed_blocks)
+    return await _run_once(
+        make_scenario(), config, run, reference, lambda count: None, computed_blocks
     )
 
 
