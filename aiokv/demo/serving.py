@@ -228,7 +228,7 @@ class Server:
                 sequence.lease.append(sequence.request.tokens[-1:])
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Give a request's blocks back; what was committed of it may still be found later."""
+        """Give back a request's blocks. Committed ones may still be hit later."""
         self._running.remove(sequence)
         sequence.end(finished=False)
         sequence.lease.release()

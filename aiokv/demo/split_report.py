@@ -104,7 +104,7 @@ class Killed(msgspec.Struct, kw_only=True):
     sent_again: int = 0
 
     def describe(self, result: SplitResult) -> str:
-        """Return what users saw of it."""
+        """Return a sentence about the kill and its effect on users."""
         when = (
             f"the {self.name} process was killed after {self.answered_requests:,} answered "
             f"requests, when the first {self.arrived_tokens:,} tokens of {self.request} had "

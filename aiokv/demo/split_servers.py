@@ -98,7 +98,7 @@ class Role(ABC):
 
     @abstractmethod
     def handlers(self) -> Handlers:
-        """Return what the front may call."""
+        """Return the functions that the front may call, by name."""
 
     @abstractmethod
     def handover(self, request: Request, lease: aiokv.Lease) -> AbstractAsyncContextManager[int]:

@@ -152,7 +152,7 @@ class TraceFile:
         self._file.write(self._encode(line) + b"\n")
 
     def flush(self) -> None:
-        """Write what is buffered.
+        """Write the buffered entries.
 
         Raises:
             OSError: the file cannot be written, or was deleted.
@@ -296,7 +296,7 @@ class TraceWriter:
             self._flush()
 
     def _flush(self) -> None:
-        """Let a process that is killed leave what it has recorded."""
+        """Write the recorded entries, so that a kill of the process does not lose them."""
         if self._file is None:
             return
         try:

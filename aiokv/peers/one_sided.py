@@ -441,7 +441,7 @@ class OneSidedTransport:
 
 
 class OneSidedLink:
-    """See :class:`~aiokv.peers.transport.Link`. It closes itself behind its connection."""
+    """See :class:`~aiokv.peers.transport.Link`. It closes itself after its connection has ended."""
 
     def __init__(
         self,

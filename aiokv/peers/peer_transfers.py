@@ -279,7 +279,7 @@ class PeerTransfers:
         return None if self._opener is None else self._opener.link(connection)
 
     def _open_work(self, memory: WorkerMemory) -> tuple[SlotAccess, PeerMemory]:
-        """Return what accesses the bytes in the slots, and all slots."""
+        """Return the object that accesses the bytes of the slots, and all slots."""
         poller, slots = self._poller, memory.device_slots
         if poller is None:
             raise ClosedError("the worker is not open")

@@ -214,7 +214,7 @@ class Sender(Generic[C]):
         return True
 
     def close_ticket(self, ticket_id: bytes, reason: str) -> None:
-        """End a ticket, and give up what was not acknowledged. Idempotent."""
+        """End a ticket, and give up its unacknowledged fragments. Idempotent."""
         outgoing = self._tickets.get(ticket_id)
         if outgoing is not None:
             self._end_ticket(outgoing, reason, tell=True)

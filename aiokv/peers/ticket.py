@@ -166,7 +166,7 @@ def decode(blob: bytes, key: bytes) -> Ticket:
 
 
 def _check(ticket: Ticket) -> None:
-    """Check what relates several fields.
+    """Check conditions on several fields.
 
     Raises:
         ValueError: the fields contradict one another.

@@ -163,7 +163,7 @@ class StoreBatch:
     Attributes:
         bytes_left: bytes of operations that have not ended.
         began: begin of the operation in flight.
-        share: of a large batch, ``Cost`` at ``began``.
+        share: for a large batch, the value of ``Cost`` at ``began``.
     """
 
     def __init__(self, cost: Cost, num_bytes: int, now: float, *, is_large: bool) -> None:

@@ -110,7 +110,7 @@ class EngineFuture(Future[T]):
         self._is_sent = True
 
     def note_cancelled(self) -> None:
-        """Wake what waits for this future, which was cancelled before its call was made."""
+        """Wake the waiters of this future, which was cancelled before its call was made."""
         self.set_running_or_notify_cancel()
 
     def start(

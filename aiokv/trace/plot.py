@@ -108,7 +108,7 @@ def hit_rate_figure(points: Sequence[CapacityPoint], tier: SweptTier, title: str
 
 
 def _series(points: Sequence[CapacityPoint], tier: SweptTier) -> dict[str, list[CapacityPoint]]:
-    """Return the points of each line, by what the other tiers have."""
+    """Return the points of each line, by the sizes of the other tiers."""
     others = [other for other in _TIERS if other != tier]
     swept = [other for other in others if len({p.num_bytes(other) for p in points}) > 1]
     series: dict[str, list[CapacityPoint]] = {}

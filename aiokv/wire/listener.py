@@ -61,7 +61,7 @@ class Listener(Unique, Generic[C]):
         self._on_connection = on_connection
         self._limits = limits
         self._handshakes: dict[asyncio.Task[None], None] = {}  # oldest first; none is cancelled
-        self._tasks: set[asyncio.Task[None]] = set()  # all of them, and the cancelled ones
+        self._tasks: set[asyncio.Task[None]] = set()  # handshakes, including cancelled ones
         self._connections: set[C] = set()
         self._retry: asyncio.TimerHandle | None = None
         self._log_after = 0.0

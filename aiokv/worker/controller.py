@@ -266,7 +266,7 @@ class CacheController:
     # --- end --------------------------------------------------------------------------------
 
     async def abandon(self) -> None:
-        """Cancel and report waiting plans, end all tickets; wait for what the device has.
+        """Cancel and report waiting plans, end all tickets, and wait for submitted plans.
 
         Cancellation: waiting plans are cancelled; the transfers go on.
         """

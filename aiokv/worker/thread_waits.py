@@ -1,4 +1,4 @@
-"""Waits of ordinary threads for what the thread of a loop does."""
+"""Waits of ordinary threads for the thread of a loop."""
 
 from __future__ import annotations
 

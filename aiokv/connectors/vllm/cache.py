@@ -1,4 +1,4 @@
-"""HostCache: the engine of the scheduler half, and what holds when it fails."""
+"""HostCache: the engine of the scheduler half, and its state after a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scheduler half: matches prompts, starts loads, and saves what steps have computed.
+"""Scheduler half: matches prompts, starts loads, and saves computed blocks.
 
 A step of vLLM, and the calls that it makes here:
 
@@ -59,7 +59,7 @@ DECISION_SECONDS: Final = 0.002
 
 
 class SchedulerHalf:
-    """Decides what is loaded and saved; its methods follow vLLM's scheduler.
+    """Decides which blocks are loaded and saved. Its methods follow vLLM's scheduler.
 
     Args:
         cache: the engine.
@@ -208,9 +208,9 @@ class SchedulerHalf:
     def _has_room(self, cached: CachedRequest) -> bool:
         """Return False if requests that hold loaded blocks might wait for one another.
 
-        vLLM gives a load its blocks without those that the request needs next, and preempts no
-        request that waits. So a load begins only when vLLM's free blocks are enough for the prompt
-        of each request that waits with loaded blocks, and for this one.
+        For a load, vLLM allocates only the blocks to load, not those that the request needs next,
+        and it preempts no waiting request. So a load begins only when vLLM's free blocks are enough
+        for the prompt of each request that waits with loaded blocks, and for this one.
         """
         waiting = [
             other
@@ -439,7 +439,7 @@ class SchedulerHalf:
         return answers
 
     def _note_failures(self, failed_blocks: set[int]) -> None:
-        """Give up what was computed with blocks whose loads have failed.
+        """Give up positions that were computed with blocks whose loads have failed.
 
         The leases of the loads are released: their requests go on without saves. vLLM has put the
         blocks of a load into its prefix cache when the step was scheduled, and leaves them there,

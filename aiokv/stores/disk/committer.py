@@ -101,7 +101,7 @@ class Committer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Make the recovered state durable, and start the task, which repeats what failed."""
+        """Make the recovered state durable, and start the task, which retries after failures."""
         try:
             await self._cycle(settles=True)
         except Exception as error:

@@ -226,7 +226,7 @@ class CudaSlots:
         keys: bytes,
         after: Event | None = None,
     ) -> SlotCopy:
-        """Copy slots to blocks, and verify what is copied.
+        """Copy slots to blocks, and verify the copied bytes.
 
         A block of a slot whose result is not ``DONE`` has wrong bytes.
         """
