@@ -400,6 +400,7 @@ def test_leases_fill_the_lines_that_the_tables_leave(height, leases):
     owners = {lease["owner"] for lease in json.loads(FIRST)["engines"]["default"]["leases"]}
     text = console.file.getvalue()
     assert sum(owner in text for owner in owners) == leases
+    assert ("waits for" in text) == (leases > 0)  # the names of the columns
 
 
 def read_until(terminal: int, wanted: bytes, seen: bytes = b"") -> bytes:
